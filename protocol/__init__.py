@@ -1,0 +1,1 @@
+"""What crosses a process: messages, sampling parameters, block digests, configuration, errors. No torch."""

@@ -1,0 +1,130 @@
+"""Configuration of every component: one frozen dataclass each, each default written once, here.
+
+Command-line flags, config fields and helm values share a name. Values are checked when a config is made; a bad one
+raises `ConfigError` with the name, the value and the remedy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from protocol.errors import ConfigError
+from protocol.messages import Role
+
+__all__ = [
+    "ClusterConfig",
+    "EngineConfig",
+    "RouterConfig",
+    "TransferConfig",
+    "WorkerConfig",
+]
+
+DType = Literal["auto", "float32", "bfloat16"]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One paged engine."""
+
+    model: str  # local folder of a transformers model
+    served_model_name: str = ""
+    dtype: DType = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    block_size: int = 16
+    pool_bytes: int = 0  # 0 = derive from free memory
+    max_model_len: int = 0  # 0 = the model's own
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 512  # tokens of one step: the chunk size of prefill
+    num_threads: int = 0  # CPU threads of the step; 0 = leave to torch
+
+    def __post_init__(self) -> None:
+        _require(
+            1 <= self.block_size <= 256 and self.block_size & (self.block_size - 1) == 0,
+            f"block_size={self.block_size} must be a power of two from 1 to 256",
+        )
+        _require(self.pool_bytes >= 0, f"pool_bytes={self.pool_bytes} must not be negative")
+        _require(self.max_num_seqs >= 1, f"max_num_seqs={self.max_num_seqs} must be at least 1")
+        _require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            f"max_num_batched_tokens={self.max_num_batched_tokens} is smaller than max_num_seqs={self.max_num_seqs}; "
+            "raise it or lower max_num_seqs, so that every running sequence gets its token in each step",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    """Handoff of KV between two workers."""
+
+    transport: Literal["nixl", "in_process"] = "nixl"
+    lease_ttl_s: float = 10.0  # extended by each heartbeat of the sender
+    heartbeat_interval_s: float = 1.0
+    handoff_timeout_s: float = 30.0  # longest wait for a grant, a peer's hello or a closed lease
+    checksums: Literal["off", "all"] = "off"
+
+    def __post_init__(self) -> None:
+        _require(
+            0 < self.heartbeat_interval_s * 3 <= self.lease_ttl_s,
+            f"lease_ttl_s={self.lease_ttl_s} must be at least three heartbeats ({self.heartbeat_interval_s} s each)",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """One worker process: an engine plus a role."""
+
+    worker_id: str
+    role: Role
+    engine: EngineConfig
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    host: str = "127.0.0.1"
+    cpu_cores: tuple[int, ...] = ()  # cores to pin to; empty = no pinning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """The HTTP edge and placement."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_body_bytes: int = 8 * 1024 * 1024
+    max_queued_prompt_tokens: int = 2_000_000  # over all workers; above it requests get 429
+    tokenizer_threads: int = 2
+    worker_timeout_s: float = 8.0  # silence after which a worker counts as dead
+    request_timeout_s: float = 600.0  # longest silence between two tokens of a request
+    drain_timeout_s: float = 5.0  # wait for running streams when the server stops
+    cors_allow_origins: tuple[str, ...] = ("*",)
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port <= 65535, f"port={self.port} is not a TCP port (0 to 65535)")
+        _require(self.max_body_bytes > 0, f"max_body_bytes={self.max_body_bytes} must be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """What `tandem serve` starts."""
+
+    engine: EngineConfig
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    num_prefill: int = 1
+    num_decode: int = 1
+    colocated: bool = False  # one worker playing both roles
+    autoscale: bool = True  # flip roles by load; needs three workers or more
+    autoscale_interval_s: float = 2.0
+    num_gpus_per_worker: float = 0.0
+    num_cpus_per_worker: float = 0.0  # 0 = share the machine's cores evenly
+    ray_address: str = ""  # "" = a private local Ray; "auto" or an address joins a running cluster
+    max_restarts: int = 3  # of one worker
+
+    def __post_init__(self) -> None:
+        _require(
+            self.colocated or (self.num_prefill >= 1 and self.num_decode >= 1),
+            f"num_prefill={self.num_prefill} and num_decode={self.num_decode} must be at least 1; "
+            "use colocated for a single worker that does both",
+        )

@@ -1,0 +1,64 @@
+"""Block digests: what a cached block is called, in every process, on every host, in every tier.
+
+Digest of block i = keyed 128-bit BLAKE2b of (digest of block i-1, token ids of block i). The chain starts at a
+root that hashes a typed namespace, so two things that must not share KV cannot collide by being spelled alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+__all__ = ["DIGEST_BYTES", "block_digests", "extend_digests", "namespace_digest", "root_digest"]
+
+DIGEST_BYTES = 16
+_BLOCK_KEY = b"tandem.block.v1"
+_NAMESPACE_KEY = b"tandem.namespace.v1"
+_ROOT_KEY = b"tandem.root.v1"
+
+
+def _tagged_hash(key: bytes, fields: dict[str, str]) -> bytes:
+    """Hash name/value pairs with explicit lengths, so no value can imitate a neighbouring field."""
+    state = hashlib.blake2b(key=key, digest_size=DIGEST_BYTES)
+    for name in sorted(fields):
+        for part in (name.encode(), fields[name].encode()):
+            state.update(struct.pack("<I", len(part)))
+            state.update(part)
+    return state.digest()
+
+
+def namespace_digest(*, model_revision: str, kv_dtype: str, codec: str, block_size: int, attention: str) -> bytes:
+    """Name everything about a worker that makes its KV bytes what they are. 16 bytes."""
+    return _tagged_hash(
+        _NAMESPACE_KEY,
+        {
+            "model_revision": model_revision,
+            "kv_dtype": kv_dtype,
+            "codec": codec,
+            "block_size": str(block_size),
+            "attention": attention,
+        },
+    )
+
+
+def root_digest(namespace: bytes, *, cache_salt: str = "", lora: str = "") -> bytes:
+    """Root of the chains one tenant (and one adapter) may share within a namespace. 16 bytes."""
+    return _tagged_hash(_ROOT_KEY, {"namespace": namespace.hex(), "cache_salt": cache_salt, "lora": lora})
+
+
+def extend_digests(digests: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
+    """Append the digests of the full blocks of `token_ids` that `digests` does not name yet."""
+    parent = digests[-1] if digests else root
+    packer = struct.Struct(f"<{block_size}I")
+    for start in range(len(digests) * block_size, len(token_ids) - block_size + 1, block_size):
+        block = packer.pack(*token_ids[start : start + block_size])
+        parent = hashlib.blake2b(parent + block, key=_BLOCK_KEY, digest_size=DIGEST_BYTES).digest()
+        digests.append(parent)
+
+
+def block_digests(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Digests of all full blocks of `token_ids`, first block first; a partial tail has none."""
+    digests: list[bytes] = []
+    extend_digests(digests, root, token_ids, block_size)
+    return digests

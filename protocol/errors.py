@@ -1,0 +1,125 @@
+"""The one exception tree of the product.
+
+ServingError
+ |- RequestError               the client's fault: 4xx
+ |   |- ModelNotFound          404
+ |   |- ContextLengthExceeded  400
+ |- Overloaded                 429, with a Retry-After
+ |- WorkerError                a worker failed or is gone: 502/503
+ |   |- NoWorker               503: nothing can serve this now
+ |- TransferError              KV could not be moved
+ |   |- TransferTimeout
+ |   |- PeerLost
+ |   |- IncompatiblePeer
+ |- ConfigError                a bad flag, file or value; one line, no traceback
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ConfigError",
+    "ContextLengthExceeded",
+    "IncompatiblePeer",
+    "ModelNotFound",
+    "NoWorker",
+    "Overloaded",
+    "PeerLost",
+    "RequestError",
+    "ServingError",
+    "TransferError",
+    "TransferTimeout",
+    "WorkerError",
+]
+
+
+class ServingError(Exception):
+    """Base of every error this product raises on purpose.
+
+    `status`, `error_type`, `code` and `param` are what an OpenAI-shaped error body needs.
+    """
+
+    status = 500
+    error_type = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class RequestError(ServingError):
+    """The request itself is wrong; sending it again cannot help."""
+
+    status = 400
+    error_type = "invalid_request_error"
+
+
+class ModelNotFound(RequestError):
+    """The request names a model that is not served here."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class ContextLengthExceeded(RequestError):
+    """Prompt (plus max_tokens) does not fit the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class Overloaded(ServingError):
+    """Refused now to keep the promise made to those already admitted."""
+
+    status = 429
+    error_type = "rate_limit_error"
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class WorkerError(ServingError):
+    """A worker failed, died or stopped answering while it held the request."""
+
+    status = 502
+    code = "worker_failed"
+
+
+class NoWorker(WorkerError):
+    """No worker that could serve the request is ready."""
+
+    status = 503
+    code = "no_worker"
+
+
+class TransferError(ServingError):
+    """KV could not be moved between two workers."""
+
+    status = 502
+    code = "kv_transfer_failed"
+
+
+class TransferTimeout(TransferError):
+    """KV did not arrive before its lease ended."""
+
+    code = "kv_transfer_timeout"
+
+
+class PeerLost(TransferError):
+    """The other side of a transfer is gone."""
+
+    code = "kv_peer_lost"
+
+
+class IncompatiblePeer(TransferError):
+    """Two workers disagree on something that must be equal before memory is described."""
+
+    code = "kv_peer_incompatible"
+
+
+class ConfigError(ServingError):
+    """A flag, config value or file is wrong; the message names it, its value and the remedy."""

@@ -1,0 +1,384 @@
+"""Every message that crosses a process, as frozen msgspec structs in one tagged union.
+
+Three conversations use them:
+
+    router -> worker   Hello, Generate, Prefill, Decode, Cancel, SnapshotRequest        (ZMQ DEALER -> ROUTER)
+    worker -> router   Welcome, StepOutput, RequestFailed, BlockEvents, BlockSnapshot   (same sockets, back)
+    worker -> worker   PeerHello, PeerRefused, LeaseGrant, LeaseRefused,
+                       LeaseRevoked, LeaseClosed                                       (ZMQ DEALER -> ROUTER)
+                       ChunkArrived, HandoffDone                                       (notified by the KV transport)
+    worker -> all      Heartbeat                                                       (ZMQ PUB, from a thread of its own)
+
+`WIRE_VERSION` changes whenever a field changes its meaning; peers with another version are refused.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from protocol.sampling import SamplingParams
+
+__all__ = [
+    "WIRE_VERSION",
+    "BlockEvents",
+    "BlockSnapshot",
+    "Cancel",
+    "ChunkArrived",
+    "Decode",
+    "FinishReason",
+    "Generate",
+    "HandoffDone",
+    "Heartbeat",
+    "Hello",
+    "LeaseClosed",
+    "LeaseGrant",
+    "LeaseRefused",
+    "LeaseRevoked",
+    "Message",
+    "PeerAddress",
+    "PeerHello",
+    "PeerRefused",
+    "Prefill",
+    "RequestFailed",
+    "Role",
+    "SequenceDelta",
+    "SnapshotRequest",
+    "StepOutput",
+    "StepStats",
+    "TokenLogprobs",
+    "Welcome",
+    "WorkerCard",
+    "WorkerLoad",
+    "WorkerState",
+    "decode_message",
+    "encode_message",
+]
+
+WIRE_VERSION = 1
+
+
+class Role(enum.StrEnum):
+    """What a worker is used for now. Any engine can play any role; the role is a policy."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    COLOCATED = "colocated"  # both at once
+
+
+class WorkerState(enum.StrEnum):
+    """Life of a worker as its registry sees it."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"  # finishes what it has, is given nothing new
+    DEAD = "dead"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended in the engine. Stop strings are the router's business: it sees text."""
+
+    STOP = "stop"  # end-of-sequence or stop token
+    LENGTH = "length"  # max_tokens or the model's context
+    ABORT = "abort"  # cancelled
+
+
+# -- what a worker is -----------------------------------------------------------------------------------------
+
+
+class PeerAddress(msgspec.Struct, frozen=True):
+    """Where a worker is reached. The epoch is new at each start of its process."""
+
+    worker_id: str
+    epoch: int
+    endpoint: str  # ZMQ ROUTER socket for requests and peer messages
+    heartbeat_endpoint: str  # ZMQ PUB socket
+
+
+class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
+    """All a router has to know of a worker to place requests on it."""
+
+    address: PeerAddress
+    role: Role
+    kind: str  # workers of one kind share a cost model, e.g. "cpu-1" or "NVIDIA H200"
+    model: str
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    block_bytes: int
+    max_num_batched_tokens: int
+    namespace: bytes  # protocol.digest.namespace_digest of this worker
+    pid: int
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of a worker's queues and memory."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_waiting_tokens: int = 0  # prompt tokens not computed yet, waiting and running
+    num_kv_tokens: int = 0  # tokens of running sequences
+    num_free_blocks: int = 0  # unused or evictable
+    num_open_leases: int = 0
+
+
+class StepStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine step did and how long it took: the cost model's only teacher.
+
+    `prefill_attention` is the sum over chunks of new * (context + new / 2), in tokens squared.
+    """
+
+    duration_s: float
+    num_prefill_tokens: int = 0
+    prefill_attention: float = 0.0
+    num_decode_seqs: int = 0
+    num_decode_kv_tokens: int = 0
+
+
+# -- router -> worker ------------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """First message of a router; the worker answers `Welcome` and sends it events from then on."""
+
+    router_id: str
+    wire_version: int = WIRE_VERSION
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Do the whole request on this worker: prefill and decode."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    cache_salt: str = ""
+
+
+class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Compute the prompt, send the first token to the router and the KV to `decode_worker`."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    decode_worker: PeerAddress
+    cache_salt: str = ""
+
+
+class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Reserve room for the prompt's KV, let `prefill_worker` fill it, then decode."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    prefill_worker: PeerAddress
+    cache_salt: str = ""
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Stop working on the request and free what it holds; unknown ids are ignored."""
+
+    request_id: str
+
+
+class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask for the worker's whole set of cached digests, after a gap in its events."""
+
+
+# -- worker -> router ------------------------------------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to `Hello`. A worker that speaks another wire version sets `refusal`."""
+
+    card: WorkerCard
+    refusal: str = ""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probability of one chosen token and of the best alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class SequenceDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """New tokens of one request. `offset` counts the output tokens before these.
+
+    The first token comes from the prefill worker and the rest from the decode worker, over two sockets:
+    the offset lets the router put them in order.
+    """
+
+    request_id: str
+    offset: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int | None = None  # with the first token: prompt tokens not computed
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Everything one engine step produced for this router, in one message."""
+
+    worker_id: str
+    epoch: int
+    deltas: list[SequenceDelta]
+    stats: StepStats
+    load: WorkerLoad
+
+
+class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The worker gave the request up; nothing of it is left there."""
+
+    request_id: str
+    message: str
+    code: str
+
+
+class BlockEvents(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Cached blocks that came and went, in order. `sequence` counts these messages within an epoch, from 1."""
+
+    worker_id: str
+    epoch: int
+    sequence: int
+    stored: list[bytes]
+    removed: list[bytes]
+
+
+class BlockSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All digests cached now; events up to and including `sequence` are contained in it."""
+
+    worker_id: str
+    epoch: int
+    sequence: int
+    digests: list[bytes]
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """I am alive. Sent from a thread of its own, so a long step does not silence it.
+
+    `handoffs` names the handoffs the sender still works on, as (request_id, generation): receiving it extends
+    their leases. `step_age_s` is the age of the running step, 0 when idle: it tells a stuck loop from a slow one.
+    """
+
+    worker_id: str
+    epoch: int
+    step_age_s: float
+    load: WorkerLoad
+    handoffs: list[tuple[str, int]] = []
+
+
+# -- worker -> worker ------------------------------------------------------------------------------------------
+
+
+class PeerHello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Opens a link: who I am, what must agree, and (only once it agrees) how my pool is reached."""
+
+    sender: PeerAddress
+    compatibility: dict[str, str]
+    wire_version: int = WIRE_VERSION
+    transport_metadata: bytes = b""
+    is_reply: bool = False
+
+
+class PeerRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The link was refused; `reason` names each field that differs."""
+
+    sender: PeerAddress
+    reason: str
+
+
+class LeaseGrant(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Decode -> prefill: write the prompt's blocks from `first_block` on into `block_ids`, before `ttl_s` is over."""
+
+    sender: PeerAddress
+    request_id: str
+    generation: int
+    first_block: int  # blocks before this one are already cached at the receiver
+    block_ids: list[int]
+    ttl_s: float
+
+
+class LeaseRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Decode -> prefill: no lease will come for this request; drop it."""
+
+    sender: PeerAddress
+    request_id: str
+    reason: str
+
+
+class LeaseRevoked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Decode -> prefill: stop writing under this lease and answer `LeaseClosed`."""
+
+    sender: PeerAddress
+    request_id: str
+    generation: int
+
+
+class LeaseClosed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Prefill -> decode: no write under this lease is in flight or will be started."""
+
+    sender: PeerAddress
+    request_id: str
+    generation: int
+    reason: str = ""
+
+
+class ChunkArrived(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Rides with a write: these blocks (indices within the prompt) are in place now.
+
+    `checksums` are one digest per block of its bytes; empty when checking is off.
+    """
+
+    request_id: str
+    generation: int
+    first_block: int
+    num_blocks: int
+    checksums: list[bytes] = []
+
+
+class HandoffDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Rides behind the last write: prefill is complete, this is the first token (already sent to the router)."""
+
+    request_id: str
+    generation: int
+    first_token_id: int
+
+
+Message = (
+    Hello
+    | Generate
+    | Prefill
+    | Decode
+    | Cancel
+    | SnapshotRequest
+    | Welcome
+    | StepOutput
+    | RequestFailed
+    | BlockEvents
+    | BlockSnapshot
+    | Heartbeat
+    | PeerHello
+    | PeerRefused
+    | LeaseGrant
+    | LeaseRefused
+    | LeaseRevoked
+    | LeaseClosed
+    | ChunkArrived
+    | HandoffDone
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode_message(message: Message) -> bytes:
+    """Message as bytes; the struct's name travels as its tag."""
+    return _encoder.encode(message)
+
+
+def decode_message(data: bytes | memoryview) -> Message:
+    """Message of these bytes. Raises `msgspec.ValidationError` for anything else."""
+    return _decoder.decode(data)
