@@ -1,0 +1,4 @@
+"""The paged engine: sequences, block pool, prefix cache, scheduler, model runner. It sees token ids only.
+
+It knows neither HTTP nor Ray nor transports.
+"""

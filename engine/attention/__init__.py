@@ -1,0 +1,1 @@
+"""Paged attention: one interface towards transformers, one backend per kind of device."""

@@ -1,0 +1,30 @@
+"""What one engine step tells the attention function about its batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["StepContext"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepContext:
+    """The packed batch of one step: S sequences, T tokens, sequence i owning tokens [starts[i], starts[i + 1]).
+
+    pool:          [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]
+    block_tables:  [S, max_blocks], int32; row i names the blocks of sequence i, in order
+    query_starts:  [S + 1], int32
+    kv_lens:       [S], int32; tokens of sequence i in the cache once this step has written its own
+    slot_mapping:  [T], int64; block_id * block_size + offset where each token's KV goes
+    max_query_len, max_kv_len: host copies of the largest entries, for kernels that need them at launch
+    """
+
+    pool: Tensor
+    block_tables: Tensor
+    query_starts: Tensor
+    kv_lens: Tensor
+    slot_mapping: Tensor
+    max_query_len: int
+    max_kv_len: int

@@ -1,0 +1,105 @@
+"""Paged attention on CPUs, by the kernel in `engine/cpu/paged_attention.cpp`.
+
+Reading KV where it lies (no gather) is the reason for a kernel of our own; bitwise independence of batch and chunks
+is what makes disaggregated and colocated output equal (see the head of the C++ file).
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from engine.attention.context import StepContext
+from engine.cpu.library import load_kernels
+
+__all__ = ["CpuAttention"]
+
+MAX_HEAD_DIM = 256
+
+
+class _Arguments(ctypes.Structure):
+    """Mirror of `struct Arguments` in paged_attention.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("out", "query", "key", "value", "layer_keys", "layer_values")),
+        *((name, ctypes.c_void_p) for name in ("block_tables", "query_starts", "kv_lens", "slot_mapping")),
+        *(
+            (f"{what}_{axis}_stride", ctypes.c_int64)
+            for what in ("query", "key", "value")
+            for axis in ("token", "head")
+        ),
+        *((name, ctypes.c_int64) for name in ("block_stride", "num_tokens", "num_seqs", "max_blocks", "block_size")),
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "window")),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+class CpuAttention:
+    """The compiled kernel as an attention backend."""
+
+    name = "cpu_paged"
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._function = load_kernels().tandem_paged_attention
+        self._function.argtypes = (ctypes.POINTER(_Arguments), ctypes.c_int, ctypes.c_int)
+        self._function.restype = ctypes.c_int
+
+    def __call__(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: StepContext,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> Tensor:
+        """Write this layer's KV, attend. query [T, H, D], key and value [T, KVH, D] -> [T, H, D]."""
+        pool = context.pool
+        num_tokens, num_heads, head_dim = query.shape
+        assert head_dim <= MAX_HEAD_DIM, f"head_dim={head_dim} is over {MAX_HEAD_DIM}"
+        assert query.dtype == pool.dtype, f"query is {query.dtype}, the pool {pool.dtype}"
+        query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
+        out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype)
+        element = pool.element_size()
+        side_bytes = pool.stride(2) * element
+        layer_keys = pool.data_ptr() + layer_idx * pool.stride(1) * element
+        arguments = _Arguments(
+            out=out.data_ptr(),
+            query=query.data_ptr(),
+            key=key.data_ptr(),
+            value=value.data_ptr(),
+            layer_keys=layer_keys,
+            layer_values=layer_keys + side_bytes,
+            block_tables=context.block_tables.data_ptr(),
+            query_starts=context.query_starts.data_ptr(),
+            kv_lens=context.kv_lens.data_ptr(),
+            slot_mapping=context.slot_mapping.data_ptr(),
+            query_token_stride=query.stride(0),
+            query_head_stride=query.stride(1),
+            key_token_stride=key.stride(0),
+            key_head_stride=key.stride(1),
+            value_token_stride=value.stride(0),
+            value_head_stride=value.stride(1),
+            block_stride=pool.stride(0),
+            num_tokens=num_tokens,
+            num_seqs=context.kv_lens.shape[0],
+            max_blocks=context.block_tables.shape[1],
+            block_size=pool.shape[3],
+            num_heads=num_heads,
+            num_kv_heads=key.shape[1],
+            head_dim=head_dim,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+        )
+        failed = self._function(ctypes.byref(arguments), int(query.dtype == torch.bfloat16), self._num_threads)
+        if failed:
+            raise MemoryError("the attention kernel could not allocate its scratch memory")
+        return out

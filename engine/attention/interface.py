@@ -1,0 +1,108 @@
+"""Plugs paged attention into unmodified transformers models.
+
+A model loaded with `attn_implementation=ATTENTION_NAME` calls `paged_attention_forward` in every layer. The step's
+metadata travels as one keyword argument through the model's forward; without it we raise, because attending without
+block tables would silently compute something else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from engine.attention.context import StepContext
+
+__all__ = ["ATTENTION_NAME", "AttentionBackend", "PagedStep", "register"]
+
+ATTENTION_NAME = "tandem_paged"
+
+
+class AttentionBackend(Protocol):
+    """Writes one layer's new KV into the pool and attends through block tables."""
+
+    name: str
+
+    def __call__(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: StepContext,
+        *,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> Tensor:
+        """query [T, H, D], key and value [T, KVH, D] -> [T, H, D]."""
+        ...
+
+
+class PagedStep:
+    """The keyword argument that carries backend and context to every attention layer of one forward."""
+
+    __slots__ = ("backend", "context")
+
+    def __init__(self, backend: AttentionBackend, context: StepContext) -> None:
+        self.backend = backend
+        self.context = context
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    paged_step: PagedStep | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """query [1, H, T, D], key and value [1, KVH, T, D] (after rope) -> [1, T, H, D]."""
+    if paged_step is None:
+        raise RuntimeError(
+            f"{type(module).__name__} was called outside an engine step: its attention has no block tables "
+            "(paged_step is missing), so its result would be wrong"
+        )
+    if s_aux is not None:
+        raise NotImplementedError(f"{type(module).__name__} uses attention sinks, which this engine cannot attend with")
+    out = paged_step.backend(
+        module.layer_idx,  # type: ignore[arg-type]  # an attribute of every decoder attention of transformers
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        paged_step.context,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window or 0,
+        softcap=softcap or 0.0,
+    )
+    return out.unsqueeze(0), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Causality lies in positions and block tables; without this registration transformers would guess a mask."""
+
+
+def register() -> None:
+    """Make ATTENTION_NAME known to transformers; calling it again changes nothing."""
+    AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+
+
+def make_backend(device: torch.device, num_threads: int) -> AttentionBackend:
+    """The best backend for `device`; heavy imports happen here."""
+    if device.type == "cuda":
+        from engine.attention.cuda import CudaAttention
+
+        return CudaAttention()
+    from engine.attention.cpu import CpuAttention
+
+    return CpuAttention(num_threads)

@@ -1,0 +1,132 @@
+"""The paged pool's bookkeeping: who uses which block, which blocks are cached under which digest, what to evict.
+
+The pool alone changes a reference count. It knows nothing of tensors; block ids index the first axis of the KV tensor.
+
+A block is in exactly one of three places:
+    free      no user, no digest                       (taken first)
+    evictable no user, but cached under a digest       (taken when free ones are gone, least recently used first)
+    used      one or more users, cached or not
+
+Sequences release their blocks tail first, and a prefix hit touches every ancestor, so a block is never more recent
+than its parent: evicting in LRU order takes leaves before the blocks they hang from.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+__all__ = ["BlockPool"]
+
+
+class BlockPool:
+    """Reference counts, prefix cache and leaf-first LRU over `num_blocks` blocks.
+
+    Every digest that becomes or ceases to be cached is appended to the pending events, in order; `take_events`
+    hands them to whoever publishes them.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks > 0, f"num_blocks={num_blocks}"
+        self.num_blocks = num_blocks
+        self._free: list[int] = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._ref_counts = [0] * num_blocks
+        self._digest_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._stored: list[bytes] = []
+        self._removed: list[bytes] = []
+
+    @property
+    def num_available(self) -> int:
+        """Blocks an allocation could get now, evicting what nobody uses."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks with at least one user."""
+        return self.num_blocks - self.num_available
+
+    def cached_digests(self) -> list[bytes]:
+        """All digests cached now: a snapshot for whoever missed events."""
+        return list(self._block_of)
+
+    def count_cached(self, digests: Sequence[bytes]) -> int:
+        """How many leading digests are cached. Changes nothing."""
+        for count, digest in enumerate(digests):
+            if digest not in self._block_of:
+                return count
+        return len(digests)
+
+    def acquire_cached(self, digests: Sequence[bytes]) -> list[int]:
+        """Take a reference on the leading cached blocks of a chain and return their ids."""
+        blocks = [self._block_of[digest] for digest in digests[: self.count_cached(digests)]]
+        for block in blocks:
+            if self._ref_counts[block] == 0:
+                del self._evictable[block]
+            self._ref_counts[block] += 1
+        return blocks
+
+    def try_allocate(self, num_blocks: int) -> list[int] | None:
+        """`num_blocks` private blocks with one reference each, or None when there is no room (then nothing changed)."""
+        if num_blocks > self.num_available:
+            return None
+        return [self._take() for _ in range(num_blocks)]
+
+    def publish(self, block: int, digest: bytes) -> None:
+        """Make a full, computed block findable. If its content is already cached elsewhere this copy stays private."""
+        assert self._ref_counts[block] > 0, f"block {block} is published without a user"
+        if digest in self._block_of or block in self._digest_of:
+            return
+        self._digest_of[block] = digest
+        self._block_of[digest] = block
+        self._stored.append(digest)
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drop one reference on each block. Pass a sequence's blocks in order; they are released tail first."""
+        for block in reversed(list(blocks)):
+            assert self._ref_counts[block] > 0, f"block {block} is released but has no user"
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                if block in self._digest_of:
+                    self._evictable[block] = None
+                else:
+                    self._free.append(block)
+
+    def take_events(self) -> tuple[list[bytes], list[bytes]]:
+        """(stored, removed) digests since the last call, disjoint: each digest is listed as it is now."""
+        changed = dict.fromkeys((*self._stored, *self._removed))
+        self._stored, self._removed = [], []
+        stored = [digest for digest in changed if digest in self._block_of]
+        removed = [digest for digest in changed if digest not in self._block_of]
+        return stored, removed
+
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Raise AssertionError unless every block is in exactly one place and the cache maps agree.
+
+        With `idle`, also that no block has a user: nothing leaked.
+        """
+        free, evictable = set(self._free), set(self._evictable)
+        used = {block for block, count in enumerate(self._ref_counts) if count > 0}
+        assert all(count >= 0 for count in self._ref_counts), "a reference count is negative"
+        assert len(free) == len(self._free), "a block is twice in the free list"
+        assert free.isdisjoint(evictable | used), "a free block is used or evictable"
+        assert evictable.isdisjoint(used), "an evictable block is used"
+        total = len(free) + len(evictable) + len(used)
+        assert total == self.num_blocks, f"{total} blocks accounted for, the pool has {self.num_blocks}"
+        assert {d: b for b, d in self._digest_of.items()} == self._block_of, "digest maps disagree"
+        assert not free & set(self._digest_of), "a free block has a digest"
+        assert evictable <= set(self._digest_of), "an evictable block has no digest"
+        if idle:
+            assert not used, f"{len(used)} blocks still have users: {sorted(used)[:10]}"
+
+    def _take(self) -> int:
+        if self._free:
+            block = self._free.pop()
+        else:
+            block, _ = self._evictable.popitem(last=False)
+            digest = self._digest_of.pop(block)
+            del self._block_of[digest]
+            self._removed.append(digest)
+        self._ref_counts[block] = 1
+        return block

@@ -1,0 +1,70 @@
+// Portable vectors and the two element types, shared by the CPU kernels.
+//
+// Vectors are GCC's portable ones: the same source is AVX-512, AVX2 or NEON, by -march=native.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+
+namespace {
+
+
+constexpr int LANES = 16;
+constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
+
+typedef float vfloat __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t vint __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+struct bfloat16 {
+  uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(bfloat16 x) {
+  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline void from_float(float x, float *out) { *out = x; }
+inline void from_float(float x, bfloat16 *out) { // round to nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if (x != x) { // NaN: the rounding below would turn some of them into infinity
+    out->bits = static_cast<uint16_t>((bits >> 16) | 0x40);
+    return;
+  }
+  bits += 0x7fff + ((bits >> 16) & 1);
+  out->bits = static_cast<uint16_t>(bits >> 16);
+}
+
+inline vfloat load(const float *p) { return *reinterpret_cast<const vfloat *>(p); }
+inline void store(float *p, vfloat v) { *reinterpret_cast<vfloat *>(p) = v; }
+inline vfloat splat(float x) { return x - vfloat{}; }
+
+// exp(x) for x <= 0 (-inf gives 0): Cephes' polynomial after splitting off a power of two; error about 1 ulp.
+inline vfloat exp_nonpositive(vfloat x) {
+  vint tiny = x < splat(-87.0f);
+  vfloat clamped = tiny ? splat(-87.0f) : x;
+  vfloat scaled = clamped * 1.44269504088896341f - 0.5f;
+  vint n = __builtin_convertvector(scaled, vint); // truncation of a negative number: round to nearest
+  vfloat nf = __builtin_convertvector(n, vfloat);
+  vfloat r = clamped - nf * 0.693359375f + nf * 2.12194440e-4f;
+  vfloat p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  vint power = (n + 127) << 23;
+  vfloat result = p * reinterpret_cast<vfloat>(power);
+  return tiny ? splat(0.0f) : result;
+}
+
+} // namespace

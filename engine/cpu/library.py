@@ -1,0 +1,75 @@
+"""Builds the C++ kernels once per source and CPU, and loads them."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+__all__ = ["KernelBuildError", "load_kernels"]
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = Path(__file__).parent
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+_BUILD_TIMEOUT_S = 120.0
+
+
+class KernelBuildError(RuntimeError):
+    """The kernels could not be compiled on this machine; the message holds the compiler's words."""
+
+
+def _cpu_flags() -> str:
+    """What -march=native depends on, so that a cache folder shared by different machines stays right."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+def _target(compiler: str, sources: list[Path]) -> Path:
+    parts = [" ".join(_FLAGS).encode(), _cpu_flags().encode(), compiler.encode(), *(p.read_bytes() for p in sources)]
+    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    folder = Path(os.environ.get("TANDEM_CACHE", Path.home() / ".cache" / "tandem")) / "kernels"
+    return folder / f"tandem-cpu-{key}.so"
+
+
+def _build() -> Path:
+    """Path of the compiled library, compiling it first if these sources were never built for this CPU."""
+    compiler = os.environ.get("CXX", "g++")
+    sources = sorted([*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.h")])
+    target = _target(compiler, sources)
+    if target.exists():
+        return target
+    if shutil.which(compiler) is None:
+        raise KernelBuildError(f"compiler {compiler!r} not found; install g++ or set CXX")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        built = Path(scratch) / target.name
+        command = [compiler, *_FLAGS, "-o", str(built), *(str(p) for p in sources if p.suffix == ".cpp")]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
+        if result.returncode != 0:
+            raise KernelBuildError(f"{' '.join(command)} failed: {result.stderr.strip()[:2000]}")
+        built.replace(target)  # atomic: several workers may build at once
+    logger.info("built the CPU kernels: %s", target)
+    return target
+
+
+@cache
+def load_kernels() -> ctypes.CDLL:
+    """The kernel library, built if need be.
+
+    Raises KernelBuildError without a working g++ (CXX names another compiler). Calls release the GIL. Its OpenMP
+    resolves to the copy that torch has already loaded, so both share one thread pool.
+    """
+    import torch  # noqa: F401  # loads libgomp first
+
+    return ctypes.CDLL(str(_build()))

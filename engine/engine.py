@@ -1,0 +1,247 @@
+"""The engine: one `step()` computes one mixed batch. Requests in, tokens out; ids only, no text, no I/O."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import psutil
+import torch
+
+from engine.attention.interface import make_backend
+from engine.block_pool import BlockPool
+from engine.loader import LoadedModel, load_model
+from engine.model_runner import ModelRunner
+from engine.sampling.sampler import SampledToken, Sampler
+from engine.scheduler import ScheduledChunk, Scheduler
+from engine.sequence import Phase, Sequence, SequenceStatus
+from protocol.config import EngineConfig
+from protocol.digest import namespace_digest, root_digest
+from protocol.errors import ConfigError, ContextLengthExceeded
+from protocol.messages import FinishReason, StepStats, TokenLogprobs, WorkerLoad
+from protocol.sampling import SamplingParams
+
+__all__ = ["Engine", "SequenceOutput", "StepResult"]
+
+logger = logging.getLogger(__name__)
+
+# Without --pool-bytes: this share of the memory that is free once the weights are loaded, at most the cap on CPUs,
+# where memory is shared with everything else on the machine.
+_POOL_SHARE = {"cpu": 0.25, "cuda": 0.9}
+_CPU_POOL_CAP_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """One new token of a sequence, and whether the sequence ended with it."""
+
+    sequence: Sequence
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step did. `chunks` are computed and published; `outputs` are in batch order."""
+
+    chunks: list[ScheduledChunk]
+    outputs: list[SequenceOutput]
+    stats: StepStats
+
+
+class Engine:
+    """A model, a block pool and a scheduler. Not thread-safe: one thread owns it."""
+
+    def __init__(self, config: EngineConfig, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        model = load_model(config)
+        num_blocks = _num_blocks(config, model)
+        self.config = replace(config, max_model_len=_max_model_len(config, model, num_blocks))
+        self.model = model
+        self.pool = BlockPool(num_blocks)
+        shape = _block_shape(config, model)
+        self.kv = torch.zeros(num_blocks, *shape, dtype=model.dtype, device=model.device)
+        self.runner = ModelRunner(model, make_backend(model.device, torch.get_num_threads()), self.kv)
+        self.scheduler = Scheduler(
+            self.pool,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self.sampler = Sampler(model.eos_token_ids)
+        self.sequences: dict[str, Sequence] = {}
+        self.namespace = namespace_digest(
+            model_revision=model.revision,
+            kv_dtype=str(model.dtype),
+            codec="raw",
+            block_size=config.block_size,
+            attention=model.attention,
+        )
+        self._clock = clock
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all layers."""
+        return self.kv[0].numel() * self.kv.element_size()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could compute anything."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def make_sequence(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        cache_salt: str = "",
+        phase: Phase = Phase.WHOLE,
+    ) -> Sequence:
+        """A sequence for this engine, not queued yet. Raises ContextLengthExceeded if the prompt does not fit."""
+        limit = self.config.max_model_len
+        if not 0 < len(token_ids) < limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(token_ids)} tokens; this model serves 1 to {limit - 1} and at least one more"
+            )
+        return Sequence(
+            request_id=request_id,
+            token_ids=list(token_ids),
+            num_prompt_tokens=len(token_ids),
+            sampling=sampling,
+            root=root_digest(self.namespace, cache_salt=cache_salt),
+            phase=phase,
+        )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; from now on the engine owns its blocks."""
+        assert sequence.request_id not in self.sequences, f"request {sequence.request_id} is already here"
+        self.sequences[sequence.request_id] = sequence
+        self.scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request and free its blocks; False if it is not here (any more)."""
+        sequence = self.sequences.pop(request_id, None)
+        if sequence is None:
+            return False
+        sequence.finish_reason = FinishReason.ABORT
+        self.scheduler.remove(sequence)
+        return True
+
+    def step(self) -> StepResult | None:
+        """Schedule, run, sample, advance. None when there was nothing to compute.
+
+        A PREFILL_ONLY sequence leaves with its first token but keeps its blocks: the caller releases them by
+        `scheduler.release_blocks` when the handoff is over.
+        """
+        started = self._clock()
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return None
+        logits = self.runner.run(chunks)
+        for chunk in chunks:
+            self.scheduler.advance(chunk)
+        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        outputs = []
+        if logits is not None:
+            tokens = self.sampler.sample(logits, sampling)
+            outputs = [self._append(sequence, token) for sequence, token in zip(sampling, tokens, strict=True)]
+        return StepResult(chunks, outputs, _stats(chunks, self._clock() - started))
+
+    def load(self) -> WorkerLoad:
+        """Queues and memory now."""
+        waiting, running = self.scheduler.waiting, self.scheduler.running
+        return WorkerLoad(
+            num_waiting=len(waiting),
+            num_running=len(running),
+            num_waiting_tokens=sum(s.num_uncomputed_tokens for s in (*waiting, *running) if not s.is_decoding),
+            num_kv_tokens=sum(s.num_computed_tokens for s in running),
+            num_free_blocks=self.pool.num_available,
+        )
+
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Raise AssertionError unless the pool's books agree with the sequences'; with `idle`, nothing may be held."""
+        self.pool.check_integrity(idle=idle)
+        queued = [*self.scheduler.waiting, *self.scheduler.running]
+        assert {s.request_id for s in queued} == set(self.sequences), "a sequence is lost or left behind"
+        if idle:
+            assert not queued, f"{len(queued)} sequences are still queued"
+
+    def _append(self, sequence: Sequence, sampled: SampledToken) -> SequenceOutput:
+        sequence.token_ids.append(sampled.token_id)
+        sequence.finish_reason = self._finish_reason(sequence, sampled.token_id)
+        if sequence.finish_reason is FinishReason.STOP:
+            sequence.stop_token_id = sampled.token_id
+        if sequence.finish_reason is not None or sequence.phase is Phase.PREFILL_ONLY:
+            del self.sequences[sequence.request_id]
+            keep = sequence.phase is Phase.PREFILL_ONLY
+            self.scheduler.remove(sequence, keep_blocks=keep)
+            assert sequence.status is SequenceStatus.FINISHED
+        return SequenceOutput(sequence, sampled.token_id, sampled.logprobs)
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        sampling = sequence.sampling
+        stops = token_id in sampling.stop_token_ids or (
+            token_id in self.model.eos_token_ids and not sampling.ignore_eos
+        )
+        if stops:
+            return FinishReason.STOP
+        is_full = len(sequence.token_ids) >= self.config.max_model_len
+        return FinishReason.LENGTH if sequence.num_output_tokens >= sampling.max_tokens or is_full else None
+
+
+def _block_shape(config: EngineConfig, model: LoadedModel) -> tuple[int, int, int, int, int]:
+    """[num_layers, 2, block_size, num_kv_heads, head_dim]."""
+    return (model.num_layers, 2, config.block_size, model.num_kv_heads, model.head_dim)
+
+
+def _num_blocks(config: EngineConfig, model: LoadedModel) -> int:
+    block_bytes = model.dtype.itemsize
+    for extent in _block_shape(config, model):
+        block_bytes *= extent
+    kind = model.device.type
+    free_bytes = torch.cuda.mem_get_info()[0] if kind == "cuda" else psutil.virtual_memory().available
+    pool_bytes = config.pool_bytes
+    if pool_bytes == 0:
+        pool_bytes = int(free_bytes * _POOL_SHARE[kind])
+        if kind == "cpu":
+            pool_bytes = min(pool_bytes, _CPU_POOL_CAP_BYTES)
+    num_blocks = pool_bytes // block_bytes
+    if pool_bytes > free_bytes:
+        raise ConfigError(
+            f"pool_bytes={pool_bytes} does not fit: {free_bytes} bytes are free on {kind} after loading the weights"
+        )
+    if num_blocks < 2:
+        raise ConfigError(
+            f"pool_bytes={pool_bytes} holds {num_blocks} blocks of {block_bytes} bytes; at least two are needed"
+        )
+    return num_blocks
+
+
+def _max_model_len(config: EngineConfig, model: LoadedModel, num_blocks: int) -> int:
+    pool_tokens = num_blocks * config.block_size
+    wanted = config.max_model_len or model.max_model_len
+    if config.max_model_len > model.max_model_len:
+        raise ConfigError(f"max_model_len={wanted} is over the model's own context of {model.max_model_len} tokens")
+    if config.max_model_len > pool_tokens:
+        raise ConfigError(
+            f"max_model_len={wanted} does not fit the KV pool of {pool_tokens} tokens; lower it or raise pool_bytes"
+        )
+    if wanted > pool_tokens:
+        logger.warning("the KV pool holds %d tokens: serving contexts up to that instead of %d", pool_tokens, wanted)
+    return min(wanted, pool_tokens)
+
+
+def _stats(chunks: list[ScheduledChunk], duration_s: float) -> StepStats:
+    prefill = [chunk for chunk in chunks if not (chunk.num_tokens == 1 and chunk.samples)]
+    decode = [chunk for chunk in chunks if chunk.num_tokens == 1 and chunk.samples]
+    return StepStats(
+        duration_s=duration_s,
+        num_prefill_tokens=sum(chunk.num_tokens for chunk in prefill),
+        prefill_attention=sum(chunk.num_tokens * (chunk.start + chunk.num_tokens / 2) for chunk in prefill),
+        num_decode_seqs=len(decode),
+        num_decode_kv_tokens=sum(chunk.start + 1 for chunk in decode),
+    )

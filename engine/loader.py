@@ -1,0 +1,123 @@
+"""Loads any decoder model of transformers for paged serving, and tells what its KV cache looks like."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from engine.attention.interface import ATTENTION_NAME, register
+from protocol.config import EngineConfig
+from protocol.errors import ConfigError
+
+__all__ = ["LoadedModel", "load_model", "model_revision", "resolve_device", "resolve_dtype"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready for paged steps, with the geometry of its KV cache."""
+
+    module: nn.Module
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    dtype: torch.dtype
+    device: torch.device
+    revision: str
+    attention: str  # what else decides the KV's content: rope and window settings, as canonical JSON
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device `auto` stands for here. Raises ConfigError for cuda without a GPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda was asked for, but torch sees no CUDA device; use --device cpu")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
+    """The dtype `auto` stands for: the checkpoint's, but float32 on CPUs that would emulate bfloat16."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.float32
+    return torch.float32 if config.dtype == torch.float32 else torch.bfloat16
+
+
+def model_revision(folder: Path) -> str:
+    """A name for these very weights: hash of the config and of each weight file's name, size and head.
+
+    The head of a safetensors file holds its tensor table; with the size and the first tensors' bytes it tells
+    checkpoints apart without reading gigabytes at each start.
+    """
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name}:{path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 20))
+    return digest.hexdigest()[:32]
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Load `config.model` onto its device in its dtype, with paged attention in every layer.
+
+    Raises ConfigError when the folder is no model or the architecture cannot be served.
+    """
+    folder = Path(config.model)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model={config.model!r} is not a model folder: it has no config.json")
+    device = resolve_device(config.device)
+    register()
+    model_config = AutoConfig.from_pretrained(folder)
+    dtype = resolve_dtype(config.dtype, model_config, device)
+    try:
+        module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    except (ValueError, OSError) as exc:
+        raise ConfigError(f"model={config.model!r} cannot be loaded for paged attention: {exc}") from exc
+    module = module.to(device).eval()
+    text = model_config.get_text_config()
+    num_heads = text.num_attention_heads
+    if device.type == "cpu":
+        from engine.cpu.optimize import optimize
+
+        optimize(module)
+    return LoadedModel(
+        module=module,
+        num_layers=text.num_hidden_layers,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or num_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // num_heads,
+        vocab_size=text.vocab_size,
+        max_model_len=text.max_position_embeddings,
+        eos_token_ids=_eos_token_ids(folder, model_config),
+        dtype=dtype,
+        device=device,
+        revision=model_revision(folder),
+        attention=_attention_identity(text),
+    )
+
+
+def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
+    eos = config.get_text_config().eos_token_id
+    if (folder / "generation_config.json").is_file():
+        eos = GenerationConfig.from_pretrained(folder).eos_token_id or eos
+    if eos is None:
+        return frozenset()
+    return frozenset(eos if isinstance(eos, list) else [eos])
+
+
+def _attention_identity(text: Any) -> str:
+    fields = ("rope_parameters", "rope_theta", "sliding_window", "layer_types", "max_position_embeddings")
+    return json.dumps({name: getattr(text, name, None) for name in fields}, sort_keys=True, default=str)

@@ -1,0 +1,82 @@
+"""Runs one step's chunks through the model: builds the packed batch, calls forward, returns logits to sample from."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.context import StepContext
+from engine.attention.interface import AttentionBackend, PagedStep
+from engine.loader import LoadedModel
+from engine.scheduler import ScheduledChunk
+
+__all__ = ["ModelRunner"]
+
+
+class ModelRunner:
+    """Owns the model and the KV pool tensor [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
+
+    def __init__(self, model: LoadedModel, backend: AttentionBackend, pool: Tensor) -> None:
+        self.model = model
+        self.pool = pool
+        self._backend = backend
+        self._block_size = pool.shape[3]
+
+    @torch.inference_mode()
+    def run(self, chunks: list[ScheduledChunk]) -> Tensor | None:
+        """Compute the chunks' KV into the pool. Returns logits [n, vocab] of the n chunks that sample, in order."""
+        inputs, positions, context = self._pack(chunks)
+        arguments = {
+            "input_ids": inputs,
+            "position_ids": positions,
+            "use_cache": False,
+            "paged_step": PagedStep(self._backend, context),
+        }
+        ends = itertools.accumulate(chunk.num_tokens for chunk in chunks)
+        rows = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples]
+        if not rows:  # in the middle of a prompt nobody wants logits: skip the vocabulary-sized product
+            self.model.module.get_decoder()(**arguments)  # type: ignore[operator]
+            return None
+        keep = torch.tensor(rows, device=self.model.device)
+        logits: Tensor = self.model.module(**arguments, logits_to_keep=keep).logits[0]
+        return logits
+
+    def _pack(self, chunks: list[ScheduledChunk]) -> tuple[Tensor, Tensor, StepContext]:
+        """(input_ids [1, T], position_ids [1, T], context) for chunks laid end to end."""
+        size = self._block_size
+        token_ids: list[int] = []
+        positions, slots = [], []
+        kv_lens = np.empty(len(chunks), dtype=np.int32)
+        starts = np.zeros(len(chunks) + 1, dtype=np.int32)
+        num_blocks = [-(-(chunk.start + chunk.num_tokens) // size) for chunk in chunks]
+        tables = np.zeros((len(chunks), max(num_blocks)), dtype=np.int32)
+        for i, chunk in enumerate(chunks):
+            end = chunk.start + chunk.num_tokens
+            token_ids += chunk.sequence.token_ids[chunk.start : end]
+            tables[i, : num_blocks[i]] = chunk.sequence.blocks[: num_blocks[i]]
+            position = np.arange(chunk.start, end, dtype=np.int64)
+            positions.append(position)
+            slots.append(tables[i, position // size].astype(np.int64) * size + position % size)
+            kv_lens[i] = end
+            starts[i + 1] = starts[i] + chunk.num_tokens
+        context = StepContext(
+            pool=self.pool,
+            block_tables=self._to_device(tables),
+            query_starts=self._to_device(starts),
+            kv_lens=self._to_device(kv_lens),
+            slot_mapping=self._to_device(np.concatenate(slots)),
+            max_query_len=max(chunk.num_tokens for chunk in chunks),
+            max_kv_len=int(kv_lens.max()),
+        )
+        inputs = torch.tensor(token_ids, device=self.model.device).unsqueeze(0)
+        return inputs, self._to_device(np.concatenate(positions)).unsqueeze(0), context
+
+    def _to_device(self, array: np.ndarray[Any, Any]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self.model.device.type == "cuda":
+            return tensor.pin_memory().to(self.model.device, non_blocking=True)
+        return tensor

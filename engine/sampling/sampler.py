@@ -1,0 +1,139 @@
+"""Turns logits into tokens: penalties, temperature, top-k, top-p, min-p, seeded draws, log probabilities.
+
+Rows are treated one by one, so that a sequence's token never depends on what else is in the batch. A row that needs
+nothing special costs one argmax for all such rows together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.sampling.draw import uniform_draw
+from engine.sequence import Sequence
+from protocol.messages import TokenLogprobs
+from protocol.sampling import SamplingParams
+
+__all__ = ["SampledToken", "Sampler"]
+
+# Most nuclei are far smaller than this; only a flat distribution needs the full sort of the vocabulary.
+_NUCLEUS_GUESS = 512
+
+
+class SampledToken(NamedTuple):
+    """The chosen token and, if asked for, log probabilities of the model's own distribution."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Samples next tokens. `eos_token_ids` are banned while a sequence is under its min_tokens."""
+
+    eos_token_ids: frozenset[int]
+
+    def sample(self, logits: Tensor, sequences: Seq[Sequence]) -> list[SampledToken]:
+        """logits: [n, vocab], row i for sequence i. Returns n tokens, in order."""
+        greedy = logits.argmax(dim=-1).tolist()  # sync: token ids to host
+        return [
+            SampledToken(greedy[row], None)
+            if _is_plain_greedy(sequence)
+            else self._sample_row(logits[row].float(), sequence)
+            for row, sequence in enumerate(sequences)
+        ]
+
+    def _sample_row(self, raw: Tensor, sequence: Sequence) -> SampledToken:
+        sampling = sequence.sampling
+        logits = self._adjust(raw, sequence)
+        if sampling.temperature == 0:
+            token_id = int(logits.argmax())
+        else:
+            token_id = draw_token(logits, sampling, uniform_draw(sampling.seed, sequence.num_output_tokens))
+        return SampledToken(token_id, _logprobs(raw, token_id, sampling.num_logprobs))
+
+    def _adjust(self, raw: Tensor, sequence: Sequence) -> Tensor:
+        """Logits after bias, penalties and bans: [vocab]."""
+        sampling = sequence.sampling
+        logits = raw
+        output = sequence.token_ids[sequence.num_prompt_tokens :]
+        if sampling.repetition_penalty != 1.0:
+            seen = torch.tensor(sorted(set(sequence.token_ids)), device=raw.device)
+            values = logits[seen]
+            penalty = sampling.repetition_penalty
+            logits = logits.index_copy(0, seen, torch.where(values > 0, values / penalty, values * penalty))
+        if output and (sampling.frequency_penalty or sampling.presence_penalty):
+            counts = Counter(output)
+            penalties = [sampling.frequency_penalty * n + sampling.presence_penalty for n in counts.values()]
+            ids = torch.tensor(list(counts), device=raw.device)
+            logits = logits.index_add(0, ids, -torch.tensor(penalties, device=raw.device))
+        if sampling.logit_bias:
+            ids = torch.tensor(list(sampling.logit_bias), device=raw.device)
+            logits = logits.index_add(0, ids, torch.tensor(list(sampling.logit_bias.values()), device=raw.device))
+        if sequence.num_output_tokens < sampling.min_tokens:
+            banned = sorted(self.eos_token_ids.union(sampling.stop_token_ids))
+            logits = logits.index_fill(0, torch.tensor(banned, dtype=torch.long, device=raw.device), float("-inf"))
+        return logits
+
+
+def _is_plain_greedy(sequence: Sequence) -> bool:
+    sampling = sequence.sampling
+    return (
+        sampling.temperature == 0
+        and sampling.num_logprobs is None
+        and not sampling.logit_bias
+        and sampling.repetition_penalty == 1.0
+        and not (sampling.frequency_penalty or sampling.presence_penalty)
+        and sequence.num_output_tokens >= sampling.min_tokens
+    )
+
+
+def draw_token(logits: Tensor, sampling: SamplingParams, draw: float) -> int:
+    """Invert the cumulative distribution of one row at `draw` in [0, 1). logits: [vocab]; temperature > 0.
+
+    Filters apply in the order temperature, top-k, top-p, min-p, each to what the one before left.
+    """
+    probabilities = (logits / sampling.temperature).softmax(dim=-1)
+    if sampling.top_k <= 0 and sampling.top_p >= 1.0:
+        kept, ids = probabilities, None
+    else:
+        kept, ids = _nucleus(probabilities, sampling.top_k, sampling.top_p)
+    if sampling.min_p > 0.0:
+        kept = kept.where(kept >= sampling.min_p * kept.max(), 0.0)
+    cumulative = kept.double().cumsum(dim=-1)
+    idx = int(torch.searchsorted(cumulative, cumulative[-1] * draw, right=True))
+    # Rounding may leave the draw at the very end: the last token with any probability is meant.
+    idx = min(idx, int(kept.nonzero()[-1]))
+    return idx if ids is None else int(ids[idx])
+
+
+def _nucleus(probabilities: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """The most probable tokens that top-k and top-p leave, best first: (probabilities [m], ids [m])."""
+    vocab = probabilities.shape[0]
+    kept, ids = probabilities.topk(min(top_k if top_k > 0 else _NUCLEUS_GUESS, vocab))
+    if top_p >= 1.0:
+        return kept, ids
+    cumulative = kept.double().cumsum(dim=-1)
+    whole = cumulative[-1] if top_k > 0 else 1.0  # top-p takes what top-k left as the whole
+    if cumulative[-1] < top_p * whole:  # the guess was too small
+        kept, ids = probabilities.sort(descending=True)
+        cumulative = kept.double().cumsum(dim=-1)
+    inside = cumulative - kept < top_p * whole  # a token is in if those before it do not reach top_p
+    inside[0] = True
+    return kept[inside], ids[inside]
+
+
+def _logprobs(raw: Tensor, token_id: int, num_logprobs: int | None) -> TokenLogprobs | None:
+    if num_logprobs is None:
+        return None
+    logprobs = raw.log_softmax(dim=-1)
+    top: list[tuple[int, float]] = []
+    if num_logprobs > 0:
+        values, ids = logprobs.topk(num_logprobs)
+        top = list(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprobs(token_id, float(logprobs[token_id]), top)

@@ -1,0 +1,179 @@
+"""Decides which tokens of which sequences the next step computes. Plain values; no tensors, no clock.
+
+Mixed steps: every running sequence that decodes gets its one token first, then prompts get chunks of what is left of
+the token budget, in order of arrival. When a decoding sequence finds no block, the sequence admitted last is
+preempted: its blocks go back and it is computed again later (mostly from the cache).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from engine.block_pool import BlockPool
+from engine.sequence import Phase, Sequence, SequenceStatus
+from protocol.digest import extend_digests
+
+__all__ = ["ScheduledChunk", "Scheduler"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """Compute tokens [start, start + num_tokens) of a sequence; sample if that reaches its end."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk's last row yields the next token."""
+        return self.start + self.num_tokens == len(self.sequence.token_ids)
+
+
+class Scheduler:
+    """Queues, admission and block tables. The one place that gives blocks to sequences and takes them back."""
+
+    def __init__(self, pool: BlockPool, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self.num_preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. It may already own blocks whose KV was received (`num_computed_tokens` > 0)."""
+        extend_digests(sequence.digests, sequence.root, sequence.token_ids, self.block_size)
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
+        """Take a sequence out for good; without `keep_blocks` its references are dropped now."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+        elif sequence.status is SequenceStatus.WAITING:
+            self.waiting.remove(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        if not keep_blocks:
+            self.release_blocks(sequence)
+
+    def release_blocks(self, sequence: Sequence) -> None:
+        """Drop the sequence's references; cached blocks stay findable until evicted."""
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+
+    def schedule(self) -> list[ScheduledChunk]:
+        """The next step's chunks, decoding sequences first; empty when there is nothing to do."""
+        chunks: list[ScheduledChunk] = []
+        budget = self.max_num_batched_tokens
+        # Preemption shortens `running` from behind while this loop walks it from the front.
+        position = 0
+        while position < len(self.running):
+            sequence = self.running[position]
+            if sequence.is_decoding:
+                if not self._grow(sequence, len(sequence.token_ids)):
+                    continue  # it preempted itself: the same position now holds another sequence, or none
+                chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1))
+                budget -= 1
+            position += 1
+        for sequence in self.running:
+            if budget > 0 and not sequence.is_decoding:
+                budget = self._add_prefill(sequence, budget, chunks)
+        while budget > 0 and self.waiting and len(self.running) < self.max_num_seqs:
+            if not self._try_admit(self.waiting[0]):
+                break
+            sequence = self.waiting.popleft()
+            sequence.status = SequenceStatus.RUNNING
+            self.running.append(sequence)
+            budget = self._add_prefill(sequence, budget, chunks)
+        return chunks
+
+    def advance(self, chunk: ScheduledChunk) -> None:
+        """The chunk's KV is in place: count it and make newly full blocks findable."""
+        sequence = chunk.sequence
+        sequence.num_computed_tokens = chunk.start + chunk.num_tokens
+        self.publish_computed(sequence)
+
+    def publish_computed(self, sequence: Sequence) -> None:
+        """Publish full computed blocks that were not published yet."""
+        num_full = sequence.num_computed_tokens // self.block_size
+        if num_full > sequence.num_published_blocks:
+            extend_digests(sequence.digests, sequence.root, sequence.token_ids, self.block_size)
+            for idx in range(sequence.num_published_blocks, num_full):
+                self.pool.publish(sequence.blocks[idx], sequence.digests[idx])
+            sequence.num_published_blocks = num_full
+
+    def match_prefix(self, digests: list[bytes], num_tokens: int) -> list[int]:
+        """Take references on the longest usable cached prefix of a prompt of `num_tokens` tokens.
+
+        The last token is never taken from the cache: its logits are needed.
+        """
+        return self.pool.acquire_cached(digests[: (num_tokens - 1) // self.block_size])
+
+    def _add_prefill(self, sequence: Sequence, budget: int, chunks: list[ScheduledChunk]) -> int:
+        num_tokens = min(budget, sequence.num_uncomputed_tokens)
+        chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens))
+        return budget - num_tokens
+
+    def _try_admit(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence its prefix and room for all its tokens so far, or change nothing."""
+        if self._waits_for_shared_prefix(sequence):
+            return False
+        received = bool(sequence.blocks)
+        if not received:
+            sequence.blocks = self.match_prefix(sequence.digests, len(sequence.token_ids))
+        num_missing = -(-len(sequence.token_ids) // self.block_size) - len(sequence.blocks)
+        # Room for one more block per running sequence, so that a new prompt does not make old ones stumble at once.
+        reserve = len(self.running) if num_missing > 0 else 0
+        fresh = self.pool.try_allocate(num_missing) if num_missing + reserve <= self.pool.num_available else None
+        if fresh is None and not self.running:
+            fresh = self.pool.try_allocate(num_missing)
+        if fresh is None:
+            if not received:
+                self.release_blocks(sequence)
+            return False
+        if not received:
+            sequence.num_computed_tokens = len(sequence.blocks) * self.block_size
+            sequence.num_published_blocks = len(sequence.blocks)
+            if not sequence.is_admitted_before:
+                sequence.num_cached_tokens = sequence.num_computed_tokens
+        sequence.is_admitted_before = True
+        sequence.blocks += fresh
+        return True
+
+    def _waits_for_shared_prefix(self, sequence: Sequence) -> bool:
+        """Whether a running prompt is computing the next block this one needs: waiting saves computing it twice."""
+        num_cached = self.pool.count_cached(sequence.digests)
+        if sequence.blocks or num_cached == len(sequence.digests):
+            return False
+        needed = sequence.digests[num_cached]
+        return any(
+            len(other.digests) > num_cached
+            and other.digests[num_cached] == needed
+            and other.num_computed_tokens < (num_cached + 1) * self.block_size
+            for other in self.running
+        )
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Make sure there is a slot for each of `num_tokens`; False if the sequence itself had to be preempted."""
+        while len(sequence.blocks) * self.block_size < num_tokens:
+            fresh = self.pool.try_allocate(1)
+            if fresh is not None:
+                sequence.blocks += fresh
+                continue
+            # A prompt that is being handed over is never a victim: its blocks may be read by a transfer right now.
+            victim = next(other for other in reversed(self.running) if other.phase is Phase.WHOLE)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.release_blocks(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.num_published_blocks = 0
+        sequence.status = SequenceStatus.WAITING
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1

@@ -1,0 +1,67 @@
+"""One request inside an engine: its tokens, its blocks and how far it has come."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from protocol.messages import FinishReason
+from protocol.sampling import SamplingParams
+
+__all__ = ["Phase", "Sequence", "SequenceStatus"]
+
+
+class SequenceStatus(enum.Enum):
+    """Where the engine keeps the sequence."""
+
+    WAITING = enum.auto()  # not admitted: holds no blocks (or only those received for it)
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Phase(enum.Enum):
+    """How much of the request this engine does."""
+
+    WHOLE = enum.auto()  # prefill and decode
+    PREFILL_ONLY = enum.auto()  # up to the first token; blocks are kept until the handoff is over
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A prompt and what was generated so far.
+
+    token_ids     [0, num_prompt)          prompt
+                  [num_prompt, len)        output
+    num_computed  tokens whose KV is in `blocks`; the last token's never is while it waits for its step
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    root: bytes  # root of the digest chain: namespace and tenant
+    phase: Phase = Phase.WHOLE
+    status: SequenceStatus = SequenceStatus.WAITING
+    blocks: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # of full blocks of token_ids
+    num_computed_tokens: int = 0
+    num_published_blocks: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the cache at first admission
+    is_admitted_before: bool = False  # preempted sequences keep their first hit count
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far, wherever they were generated."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens the next steps must compute before another one can be sampled."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether exactly the newest token is missing its KV."""
+        return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
