@@ -1,0 +1,149 @@
+"""The FastAPI app: routes, layers and life cycle around one backend and one tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import orjson
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from protocol.config import RouterConfig
+from protocol.errors import ServingError
+from router.metrics import EdgeMetrics
+from router.openai.backend import Backend
+from router.openai.catalog import detokenize, model_card, model_list, tokenize
+from router.openai.chat import create_chat_completion
+from router.openai.completions import create_completion
+from router.openai.edge import Edge, read_body
+from router.openai.errors import (
+    ClientDisconnected,
+    error_body,
+    error_response,
+    http_exception_response,
+    serving_error_response,
+)
+from router.openai.middleware import BodyLimit, RequestObserver
+from router.openai.readiness import Readiness
+from router.openai.schema import DetokenizeRequest, TokenizeRequest
+from router.tokenizer import Tokenizer, TokenizerPool
+
+__all__ = ["create_app"]
+
+
+def create_app(backend: Backend, tokenizer: Tokenizer, config: RouterConfig, registry: CollectorRegistry) -> FastAPI:
+    """The app. It probes the backend from its start on and frees its threads at its end, not the backend."""
+    metrics = EdgeMetrics(registry)
+    edge = Edge(backend, tokenizer, TokenizerPool(config.tokenizer_threads), metrics, int(time.time()))
+    readiness = Readiness(backend, tokenizer.start_id or 0)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        probe = asyncio.create_task(readiness.run())
+        try:
+            yield
+        finally:
+            probe.cancel()
+            await asyncio.gather(probe, return_exceptions=True)
+            edge.pool.close()
+
+    app = FastAPI(title="Tandem", version=_version(), lifespan=lifespan)
+    # The last one added is the outermost: refusals get CORS headers and are counted too.
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(RequestObserver, metrics=metrics)
+    app.add_middleware(
+        CORSMiddleware, allow_origins=config.cors_allow_origins, allow_methods=["*"], allow_headers=["*"]
+    )
+    app.add_exception_handler(HTTPException, http_exception_response)
+    app.add_exception_handler(ServingError, _serving_error)
+    app.add_exception_handler(ClientDisconnect, _client_gone)
+    app.add_exception_handler(ClientDisconnected, _client_gone)
+    _add_generation_routes(app, edge)
+    _add_catalog_routes(app, edge)
+    _add_operation_routes(app, backend, readiness, registry)
+    return app
+
+
+def _add_generation_routes(app: FastAPI, edge: Edge) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await create_chat_completion(edge, request)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await create_completion(edge, request)
+
+
+def _add_catalog_routes(app: FastAPI, edge: Edge) -> None:
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        return _json(model_list(edge))
+
+    @app.get("/v1/models/{model_id:path}")
+    async def retrieve_model(model_id: str) -> Response:
+        return _json(model_card(edge, model_id))
+
+    @app.post("/tokenize")
+    async def tokenize_prompt(request: Request) -> Response:
+        _, fields = await read_body(request, TokenizeRequest)
+        return _json(await tokenize(edge, fields))
+
+    @app.post("/detokenize")
+    async def detokenize_ids(request: Request) -> Response:
+        _, fields = await read_body(request, DetokenizeRequest)
+        return _json(await detokenize(edge, fields))
+
+
+def _add_operation_routes(app: FastAPI, backend: Backend, readiness: Readiness, registry: CollectorRegistry) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        return _json({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        reason = readiness.reason
+        if reason is not None:
+            return error_response(503, error_body(reason, "server_error", code="not_ready"))
+        return _json({"status": "ready"})
+
+    @app.get("/metrics")
+    async def scrape_metrics() -> Response:
+        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @app.get("/v1/pools")
+    async def show_pools() -> Response:
+        return _json(await backend.pools())
+
+    @app.get("/version")
+    async def show_version() -> Response:
+        return _json({"version": _version()})
+
+
+async def _serving_error(_: Request, exc: Exception) -> Response:
+    assert isinstance(exc, ServingError), exc
+    return serving_error_response(exc)
+
+
+async def _client_gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it; it is for the counters
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(body), media_type="application/json")
+
+
+def _version() -> str:
+    try:
+        return version("tandem-serve")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "unknown"

@@ -1,0 +1,252 @@
+"""Predicted seconds of engine steps and KV transfers, learned online per worker kind.
+
+Everything placement and autoscaling compare comes from here. Knows features and durations only; no workers, no clock.
+
+    step_s     = base + a * new tokens + b * attention + c * decoding sequences + d * their KV tokens
+    transfer_s = latency + bytes / bandwidth
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.messages import StepStats
+
+__all__ = ["CostModel", "LinearModel", "StepCosts", "StepModel", "TransferModel", "prefill_attention"]
+
+Vector = npt.NDArray[np.float64]
+
+PRIOR_STD = 3.0  # of each weight, as a multiple of its prior
+RELATIVE_NOISE = 0.1  # of one measured duration
+MAX_DEVIATION = 3.0  # standard deviations; a measurement further off counts as this far
+MIN_PREDICTION_S = 1e-6
+ERROR_WEIGHT = 0.05  # of the newest measurement in the exported prediction error
+
+
+class StepCosts(NamedTuple):
+    """Coefficients of one step's duration, in seconds per unit."""
+
+    base_s: float
+    prefill_token_s: float
+    attention_s: float  # per new token and token of context
+    decode_seq_s: float
+    kv_token_s: float  # per KV token of a decoding sequence
+
+
+# One CPU core and a 135 M parameter model in bfloat16: weights are read in ~17 ms, a 2,048-token prompt takes ~1.6 s.
+CPU_PRIOR = StepCosts(20e-3, 0.75e-3, 50e-9, 0.6e-3, 1.5e-6)
+# A current data-centre GPU and a model of some billion parameters.
+ACCELERATOR_PRIOR = StepCosts(8e-3, 30e-6, 1e-9, 30e-6, 30e-9)
+
+TRANSFER_LATENCY_S = 3e-3
+TRANSFER_BYTES_PER_S = 2e9
+
+
+class LinearModel:
+    """A non-negative linear model of a duration, fitted by recursive least squares.
+
+    Weights are multiples of the prior coefficients and measurements are divided by their prediction, so every
+    number in the filter is near one. A feature's certainty fades only while the feature is seen, and never below
+    the prior's: what a worker does not do at present (prefill, say) is neither forgotten nor blown up.
+    """
+
+    def __init__(self, prior: Sequence[float], *, forgetting: float = 0.995) -> None:
+        self._prior: Vector = np.array(prior, dtype=np.float64)
+        self._weights: Vector = np.ones(len(prior))
+        self._covariance: Vector = np.eye(len(prior)) * PRIOR_STD**2
+        self._growth = 1 / math.sqrt(forgetting)
+        self.coefficients: tuple[float, ...] = tuple(prior)
+        self.num_measurements = 0
+        self.relative_error = 0.0  # moving average of |measured - predicted| / measured
+
+    def predict(self, features: Sequence[float]) -> float:
+        """Duration of these features, in seconds."""
+        return sum(c * x for c, x in zip(self.coefficients, features, strict=True))
+
+    def observe(self, features: Sequence[float], duration_s: float) -> bool:
+        """Learn from one measurement. Returns False when it is junk, which changes nothing."""
+        if not (math.isfinite(duration_s) and duration_s > 0):
+            return False
+        if not all(math.isfinite(x) and 0 <= x < 1e15 for x in features):
+            return False
+        predicted_s = max(self.predict(features), MIN_PREDICTION_S)
+        terms = np.array(features, dtype=np.float64) * self._prior / predicted_s
+        spread = self._covariance @ terms
+        variance = float(terms @ spread) + RELATIVE_NOISE**2
+        limit = MAX_DEVIATION * math.sqrt(variance)
+        deviation = min(max(duration_s / predicted_s - float(terms @ self._weights), -limit), limit)
+
+        self._weights = np.maximum(self._weights + spread * (deviation / variance), 0.0)
+        self._covariance -= np.outer(spread, spread) / variance
+        self._fade(terms > 0)
+        self.coefficients = tuple((self._weights * self._prior).tolist())
+        self._note_error(abs(duration_s - predicted_s) / duration_s)
+        return True
+
+    def _fade(self, is_seen: npt.NDArray[np.bool_]) -> None:
+        """Let the variance of the features seen grow a little, up to the prior's."""
+        deviations = np.sqrt(np.maximum(np.diagonal(self._covariance), 1e-12))
+        growth = np.where(is_seen, np.minimum(self._growth, PRIOR_STD / deviations), 1.0)
+        self._covariance *= np.outer(growth, growth)
+
+    def _note_error(self, relative_error: float) -> None:
+        self.num_measurements += 1
+        weight = max(ERROR_WEIGHT, 1 / self.num_measurements)
+        self.relative_error += weight * (min(relative_error, 10.0) - self.relative_error)
+
+
+class StepModel:
+    """Duration of the engine steps of one kind of worker."""
+
+    def __init__(self, prior: StepCosts) -> None:
+        self._model = LinearModel(prior)
+        self.costs = prior
+
+    @property
+    def relative_error(self) -> float:
+        """Moving average of the prediction's relative error."""
+        return self._model.relative_error
+
+    @property
+    def num_measurements(self) -> int:
+        """Steps learned from."""
+        return self._model.num_measurements
+
+    def observe(self, stats: StepStats) -> None:
+        """Learn from one step; steps without work and junk are ignored."""
+        if stats.num_prefill_tokens <= 0 and stats.num_decode_seqs <= 0:
+            return
+        features = (
+            1.0,
+            float(stats.num_prefill_tokens),
+            stats.prefill_attention,
+            float(stats.num_decode_seqs),
+            float(stats.num_decode_kv_tokens),
+        )
+        if self._model.observe(features, stats.duration_s):
+            self.costs = StepCosts(*self._model.coefficients)
+
+    def step_s(self, num_decode_seqs: float, num_kv_tokens: float) -> float:
+        """Duration of a step without prefill."""
+        costs = self.costs
+        return costs.base_s + costs.decode_seq_s * num_decode_seqs + costs.kv_token_s * num_kv_tokens
+
+    def prefill_work_s(self, num_new_tokens: float, attention: float) -> float:
+        """What prefill work adds to the steps it is part of: also what it takes from each sequence beside it."""
+        return self.costs.prefill_token_s * num_new_tokens + self.costs.attention_s * attention
+
+    def prefill_s(
+        self,
+        num_new_tokens: float,
+        num_context_tokens: float,
+        chunk_tokens: int,
+        *,
+        num_decode_seqs: float = 0,
+        num_kv_tokens: float = 0,
+    ) -> float:
+        """Time to compute a prompt in chunks, each in one step with the sequences already decoding there."""
+        num_steps = math.ceil(num_new_tokens / chunk_tokens)
+        work_s = self.prefill_work_s(num_new_tokens, prefill_attention(num_new_tokens, num_context_tokens))
+        return num_steps * self.step_s(num_decode_seqs, num_kv_tokens) + work_s
+
+    def added_decode_s(self, num_decode_seqs: int, num_kv_tokens: int, num_tokens: float, num_outputs: float) -> float:
+        """Seconds one more sequence costs at decoding: its own steps, and what it adds to those of the others.
+
+        `num_tokens` is its mean length meanwhile.
+        """
+        added_s = self.costs.decode_seq_s + self.costs.kv_token_s * num_tokens
+        own_s = self.step_s(num_decode_seqs, num_kv_tokens) + added_s
+        return num_outputs * (own_s + num_decode_seqs * added_s)
+
+
+class TransferModel:
+    """Time by which a handoff delays the decode side after the last chunk was computed."""
+
+    def __init__(self) -> None:
+        self._model = LinearModel((TRANSFER_LATENCY_S, 1 / TRANSFER_BYTES_PER_S))
+
+    @property
+    def latency_s(self) -> float:
+        """Fixed part of a transfer."""
+        return self._model.coefficients[0]
+
+    @property
+    def byte_s(self) -> float:
+        """Seconds per byte."""
+        return self._model.coefficients[1]
+
+    @property
+    def relative_error(self) -> float:
+        """Moving average of the prediction's relative error."""
+        return self._model.relative_error
+
+    def observe(self, num_bytes: float, duration_s: float) -> None:
+        """Learn from one transfer; junk is ignored."""
+        self._model.observe((1.0, num_bytes), duration_s)
+
+    def transfer_s(self, num_bytes: float) -> float:
+        """Duration of one transfer."""
+        return self.latency_s + self.byte_s * num_bytes
+
+    def exposed_bytes(self, num_bytes: float, last_chunk_bytes: float, prefill_s: float) -> float:
+        """Bytes still to move when prefill ends: each chunk travels while the next is computed."""
+        if self.byte_s <= 0:
+            return min(num_bytes, last_chunk_bytes)
+        return max(min(num_bytes, last_chunk_bytes), num_bytes - prefill_s / self.byte_s)
+
+    def exposed_s(self, num_bytes: float, last_chunk_bytes: float, prefill_s: float) -> float:
+        """Part of the transfer that prefill does not hide."""
+        return self.transfer_s(self.exposed_bytes(num_bytes, last_chunk_bytes, prefill_s))
+
+
+class CostModel:
+    """The models of all kinds of workers and links; made on first use and kept when workers come and go."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, StepModel] = {}
+        self._transfers: dict[tuple[str, str], TransferModel] = {}
+
+    def steps(self, kind: str) -> StepModel:
+        """Model of the steps of this kind of worker."""
+        model = self._steps.get(kind)
+        if model is None:
+            prior = CPU_PRIOR if kind.lower().startswith("cpu") else ACCELERATOR_PRIOR
+            model = self._steps[kind] = StepModel(prior)
+        return model
+
+    def transfer(self, from_kind: str, to_kind: str) -> TransferModel:
+        """Model of the handoffs from one kind of worker to another."""
+        model = self._transfers.get((from_kind, to_kind))
+        if model is None:
+            model = self._transfers[from_kind, to_kind] = TransferModel()
+        return model
+
+    def export(self) -> dict[str, object]:
+        """Coefficients and prediction errors, as JSON."""
+        steps = {
+            kind: {
+                **model.costs._asdict(),
+                "relative_error": model.relative_error,
+                "num_measurements": model.num_measurements,
+            }
+            for kind, model in self._steps.items()
+        }
+        transfers = {
+            f"{source} -> {target}": {
+                "latency_s": model.latency_s,
+                "byte_s": model.byte_s,
+                "relative_error": model.relative_error,
+            }
+            for (source, target), model in self._transfers.items()
+        }
+        return {"steps": steps, "transfers": transfers}
+
+
+def prefill_attention(num_new_tokens: float, num_context_tokens: float) -> float:
+    """Attention work of computing new tokens behind a context, in tokens squared; chunking does not change it."""
+    return num_new_tokens * (num_context_tokens + num_new_tokens / 2)

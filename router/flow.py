@@ -1,0 +1,298 @@
+"""One request from prompt ids to output ids: place, book, dispatch, merge, and give everything back.
+
+Knows the order of things and nothing of sockets, scores or text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from protocol.config import RouterConfig
+from protocol.digest import block_digests, root_digest
+from protocol.errors import WorkerError
+from protocol.messages import Decode, FinishReason, Generate, Prefill, Role, SequenceDelta
+from router.cost_model import CostModel
+from router.openai.backend import GenerateRequest, TokenDelta
+from router.placement import Placement, Placer
+from router.prefix_index import PrefixIndex
+from router.registry import Booking, Registry, Worker, queue_s
+from router.worker_client import Inbox, Leg, LegEvent, WorkerClient
+
+__all__ = ["DeltaOrder", "RequestFlow"]
+
+logger = logging.getLogger(__name__)
+
+LONG_PROMPT_TOKENS = 2048  # hashing more than this (~0.3 ms) goes to a thread
+FIRST_GUESS_OUTPUT_TOKENS = 128.0
+OUTPUT_LENGTH_WEIGHT = 0.05  # of the newest answer in the mean length
+MAX_ROOTS = 4096  # cached digest roots, one per tenant salt
+MIN_HANDOFF_S = 1e-4
+
+
+class RequestFlow:
+    """The backend of the HTTP edge: serves requests on the workers of a `WorkerClient`."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        registry: Registry,
+        index: PrefixIndex,
+        costs: CostModel,
+        placer: Placer,
+        workers: WorkerClient,
+        config: RouterConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model = model
+        self._registry = registry
+        self._index = index
+        self._costs = costs
+        self._placer = placer
+        self._workers = workers
+        self._config = config
+        self._clock = clock
+        self._roots: dict[tuple[bytes, str], bytes] = {}
+        self.mean_output_tokens = FIRST_GUESS_OUTPUT_TOKENS
+        self.autoscaler_status: dict[str, object] = {}  # set by whoever runs the autoscaler
+
+    @property
+    def model(self) -> str:
+        """Name the model is served under."""
+        return self._model
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Shortest context of the workers; None while there is no worker."""
+        return min((worker.card.max_model_len for worker in self._registry), default=None)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request could be placed now."""
+        return self._placer.can_place
+
+    async def serve(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Generate, ending with a delta that has a `finish_reason`.
+
+        Raises a `ServingError`. Closing the generator cancels the request on its workers without waiting for them.
+        """
+        digests = await self._digests(request)
+        placement = self._place(request, digests)
+        booking = self._book(placement, digests)
+        legs: list[Leg] = []
+        try:
+            inbox = self._dispatch(request, placement, legs)
+            order = DeltaOrder()
+            handoff = _Handoff(placement, legs, self._clock)
+            while True:
+                event = await self._next_event(request, inbox)
+                if not isinstance(event.item, SequenceDelta):
+                    raise event.item
+                self._note_handoff(handoff, event)
+                for delta in order.push(event.item):
+                    booking.prefill_done()
+                    yield _token_delta(delta)
+                    if delta.finish_reason is not None:
+                        self._note_output_length(order.num_tokens)
+                        return
+        finally:
+            booking.release()
+            for leg in legs:
+                leg.cancel()
+
+    async def pools(self) -> dict[str, Any]:
+        """State of the worker pools, as JSON."""
+        roles: dict[str, list[dict[str, object]]] = {role.value: [] for role in Role}
+        for worker in self._registry:
+            roles[worker.role].append(self._worker_state(worker))
+        return {
+            "roles": roles,
+            "costs": self._costs.export(),
+            "queued_prompt_tokens": self._registry.queued_prompt_tokens,
+            "num_requests": self._registry.num_bookings,
+            "num_indexed_blocks": len(self._index),
+            "mean_output_tokens": self.mean_output_tokens,
+            "autoscaler": self.autoscaler_status,
+        }
+
+    async def _digests(self, request: GenerateRequest) -> list[bytes]:
+        worker = next(iter(self._registry), None)
+        if worker is None:
+            return []  # placement will say that there is no worker
+        root = self._root(worker.card.namespace, request.cache_salt)
+        block_size = worker.card.block_size
+        if len(request.token_ids) <= LONG_PROMPT_TOKENS:
+            return block_digests(root, request.token_ids, block_size)
+        return await asyncio.to_thread(block_digests, root, request.token_ids, block_size)
+
+    def _root(self, namespace: bytes, cache_salt: str) -> bytes:
+        root = self._roots.get((namespace, cache_salt))
+        if root is None:
+            if len(self._roots) >= MAX_ROOTS:
+                self._roots.clear()
+            root = self._roots[namespace, cache_salt] = root_digest(namespace, cache_salt=cache_salt)
+        return root
+
+    def _place(self, request: GenerateRequest, digests: list[bytes]) -> Placement:
+        expected = max(1, min(request.sampling.max_tokens, round(self.mean_output_tokens)))
+        placement = self._placer.place(len(request.token_ids), digests, expected, self._clock())
+        best = placement.best
+        logger.debug(
+            "request %s: prefill on %s, decode on %s, %s",
+            request.request_id,
+            best.prefill.worker_id,
+            best.decode.worker_id,
+            best.terms,
+        )
+        return placement
+
+    def _book(self, placement: Placement, digests: list[bytes]) -> Booking:
+        """Let the next decision see this one. NOTE: no `await` between deciding and booking."""
+        prefill_id, decode_id = placement.best.prefill.worker_id, placement.best.decode.worker_id
+        self._index.speculate({prefill_id, decode_id}, digests, self._clock())
+        return self._registry.reserve(
+            prefill_id,
+            decode_id,
+            num_new_tokens=placement.num_new_tokens,
+            num_context_tokens=placement.best.num_cached_tokens,
+            num_kv_tokens=placement.num_kv_tokens,
+        )
+
+    def _dispatch(self, request: GenerateRequest, placement: Placement, legs: list[Leg]) -> Inbox:
+        """Send every leg its part at once. `legs` gets each as it is opened: decode last, or the only one."""
+        inbox: Inbox = asyncio.Queue()
+        request_id, token_ids, sampling = request.request_id, request.token_ids, request.sampling
+        prefill, decode = placement.best.prefill.card.address, placement.best.decode.card.address
+        if not placement.best.is_pair:
+            whole = Generate(
+                request_id=request_id, token_ids=token_ids, sampling=sampling, cache_salt=request.cache_salt
+            )
+            legs.append(self._workers.open_leg(decode.worker_id, whole, inbox))
+            return inbox
+        first = Prefill(
+            request_id=request_id,
+            token_ids=token_ids,
+            sampling=sampling,
+            decode_worker=decode,
+            cache_salt=request.cache_salt,
+        )
+        rest = Decode(
+            request_id=request_id,
+            token_ids=token_ids,
+            sampling=sampling,
+            prefill_worker=prefill,
+            cache_salt=request.cache_salt,
+        )
+        legs.append(self._workers.open_leg(prefill.worker_id, first, inbox))
+        legs.append(self._workers.open_leg(decode.worker_id, rest, inbox))
+        return inbox
+
+    async def _next_event(self, request: GenerateRequest, inbox: Inbox) -> LegEvent:
+        timeout_s = self._config.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await inbox.get()
+        except TimeoutError as exc:
+            raise WorkerError(
+                f"request {request.request_id} got no token within request_timeout_s={timeout_s}"
+            ) from exc
+
+    def _note_handoff(self, handoff: _Handoff, event: LegEvent) -> None:
+        """Learn what the handoff cost, from the gap between the first token and those of the decode worker."""
+        gap_s = handoff.note(event)
+        if gap_s is None or handoff.best.terms.memory_s > 0:
+            return
+        decode = handoff.best.decode
+        step_s = self._costs.steps(decode.card.kind).step_s(decode.num_booked_seqs, decode.booked_kv_tokens)
+        link = self._costs.transfer(handoff.best.prefill.card.kind, decode.card.kind)
+        link.observe(handoff.best.exposed_bytes, max(gap_s - step_s, MIN_HANDOFF_S))
+
+    def _note_output_length(self, num_tokens: int) -> None:
+        self.mean_output_tokens += OUTPUT_LENGTH_WEIGHT * (num_tokens - self.mean_output_tokens)
+
+    def _worker_state(self, worker: Worker) -> dict[str, object]:
+        card, load = worker.card, worker.load
+        return {
+            "worker_id": worker.worker_id,
+            "epoch": card.address.epoch,
+            "state": worker.state.value,
+            "kind": card.kind,
+            "pid": card.pid,
+            "num_blocks": card.num_blocks,
+            "num_cached_blocks": self._index.num_blocks(worker.worker_id),
+            "num_waiting": load.num_waiting,
+            "num_running": load.num_running,
+            "num_waiting_tokens": load.num_waiting_tokens,
+            "num_kv_tokens": load.num_kv_tokens,
+            "num_free_blocks": load.num_free_blocks,
+            "num_open_leases": load.num_open_leases,
+            "step_age_s": worker.step_age_s,
+            "silent_s": max(self._clock() - worker.last_seen_s, 0.0),
+            "queued_prompt_tokens": worker.uncomputed_tokens,
+            "num_booked_seqs": worker.num_booked_seqs,
+            "booked_kv_tokens": worker.booked_kv_tokens,
+            "queue_s": queue_s(worker, self._costs.steps(card.kind)),
+        }
+
+
+class DeltaOrder:
+    """Puts the deltas of one request in order of their offsets; both legs may be ahead of each other."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0  # passed on so far
+        self._early: dict[int, SequenceDelta] = {}
+
+    def push(self, delta: SequenceDelta) -> list[SequenceDelta]:
+        """The deltas that are due now. Raises `WorkerError` when tokens come twice."""
+        if delta.offset < self.num_tokens or delta.offset in self._early:
+            raise WorkerError(
+                f"request {delta.request_id} got output token {delta.offset} twice; {self.num_tokens} were passed on"
+            )
+        self._early[delta.offset] = delta
+        due: list[SequenceDelta] = []
+        while (next_delta := self._early.pop(self.num_tokens, None)) is not None:
+            due.append(next_delta)
+            self.num_tokens += len(next_delta.token_ids)
+        return due
+
+
+class _Handoff:
+    """Watches a pair's handoff. Once both workers have sent tokens, the prefill worker has done its part."""
+
+    def __init__(self, placement: Placement, legs: list[Leg], clock: Callable[[], float]) -> None:
+        self.best = placement.best
+        self._prefill_leg = legs[0]
+        self._clock = clock
+        self._first_token_s: float | None = None
+        self._decoding_since_s: float | None = None
+        self._is_over = not placement.best.is_pair
+
+    def note(self, event: LegEvent) -> float | None:
+        """Seconds from the first token to the decode worker's first; told once, when both are here."""
+        if self._is_over:
+            return None
+        if event.leg is self._prefill_leg:
+            self._first_token_s = self._clock()
+        elif self._decoding_since_s is None:
+            self._decoding_since_s = self._clock()
+        if self._first_token_s is None or self._decoding_since_s is None:
+            return None
+        self._is_over = True
+        self._prefill_leg.close()  # its death does not touch this request any more
+        return self._decoding_since_s - self._first_token_s
+
+
+def _token_delta(delta: SequenceDelta) -> TokenDelta:
+    if delta.finish_reason is FinishReason.ABORT:
+        raise WorkerError(f"request {delta.request_id} was aborted by its worker")
+    return TokenDelta(
+        token_ids=delta.token_ids,
+        finish_reason=delta.finish_reason,
+        stop_token_id=delta.stop_token_id,
+        num_cached_tokens=delta.num_cached_tokens,
+        logprobs=delta.logprobs,
+    )

@@ -1,0 +1,89 @@
+"""Prometheus metrics of the HTTP edge. Recorded at most once per request or per delta of tokens, never per token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+__all__ = ["EdgeMetrics", "RequestClock"]
+
+TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0)
+ITL_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class EdgeMetrics:
+    """The counters of one app, registered in its registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "tandem_router_requests", "HTTP requests answered", ["endpoint", "status"], registry=registry
+        )
+        self.running_requests = Gauge(
+            "tandem_router_running_requests", "Sequences being generated for clients", registry=registry
+        )
+        self.prompt_tokens = Counter("tandem_router_prompt_tokens", "Prompt tokens of requests", registry=registry)
+        self.cached_tokens = Counter(
+            "tandem_router_cached_prompt_tokens", "Prompt tokens that were not computed again", registry=registry
+        )
+        self.generation_tokens = Counter(
+            "tandem_router_generation_tokens", "Tokens generated for clients", registry=registry
+        )
+        self.ttft_s = Histogram(
+            "tandem_router_ttft_seconds",
+            "From the request's arrival to its first token",
+            buckets=TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self.itl_s = Histogram(
+            "tandem_router_itl_seconds",
+            "Gap between two deltas of a sequence (one token each, unless a step gives several)",
+            buckets=ITL_BUCKETS_S,
+            registry=registry,
+        )
+        self.duration_s = Histogram(
+            "tandem_router_request_duration_seconds",
+            "From a generation request's arrival to its last byte",
+            buckets=DURATION_BUCKETS_S,
+            registry=registry,
+        )
+        self.client_disconnects = Counter(
+            "tandem_router_client_disconnects", "Clients that left before their answer was complete", registry=registry
+        )
+        self.stream_errors = Counter(
+            "tandem_router_stream_errors", "Streams that ended in an error event", registry=registry
+        )
+
+
+class RequestClock:
+    """Times one sequence's deltas for the metrics."""
+
+    def __init__(self, metrics: EdgeMetrics, arrived_s: float, now: Callable[[], float] = time.perf_counter) -> None:
+        self._metrics = metrics
+        self._last_s = arrived_s
+        self._now = now
+        self._is_first = True
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the sequence as running."""
+        self._metrics.running_requests.inc()
+        try:
+            yield
+        finally:
+            self._metrics.running_requests.dec()
+
+    def record(self, num_tokens: int, num_cached_tokens: int | None) -> None:
+        """Count a delta that arrived just now."""
+        if num_cached_tokens:
+            self._metrics.cached_tokens.inc(num_cached_tokens)
+        if num_tokens == 0:
+            return
+        now_s = self._now()
+        gap_s, self._last_s = now_s - self._last_s, now_s
+        self._metrics.generation_tokens.inc(num_tokens)
+        (self._metrics.ttft_s if self._is_first else self._metrics.itl_s).observe(gap_s)
+        self._is_first = False

@@ -1,0 +1,226 @@
+"""Answers one generation request: all at once or as a stream of server-sent events.
+
+Every way out (the end, an error, a client that leaves, a server that stops) closes the generators below.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from protocol.errors import ServingError
+from router.metrics import EdgeMetrics, RequestClock
+from router.openai.backend import Backend
+from router.openai.errors import ClientDisconnected, internal_error_body, serving_error_body
+from router.openai.formats import AnswerFormat, FinishedChoice, Usage
+from router.openai.generation import ChoiceDelta, ChoicePlan, run_choices
+from router.tokenizer import Tokenizer
+
+__all__ = ["Answer", "EventStream", "answer_request", "new_answer_id", "until_disconnect"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the latter: no buffering in nginx
+DONE_EVENT = b"data: [DONE]\n\n"
+
+
+def new_answer_id(prefix: str) -> str:
+    """A fresh id; the sequences of the request derive theirs from it."""
+    return prefix + secrets.token_hex(16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What to generate for a request and how to present it."""
+
+    answer_id: str
+    model: str
+    arrived_s: float
+    format: AnswerFormat
+    choices: list[ChoicePlan]
+    num_prompt_tokens: int
+    is_stream: bool = False
+    has_usage: bool = False
+    has_running_usage: bool = False
+
+
+async def answer_request(
+    request: Request, answer: Answer, backend: Backend, tokenizer: Tokenizer, metrics: EdgeMetrics
+) -> Response:
+    """Generate and respond. Raises a `ServingError` for what goes wrong before the first token of a stream."""
+    metrics.prompt_tokens.inc(answer.num_prompt_tokens)
+    deltas = run_choices(backend, answer.choices, tokenizer, lambda: RequestClock(metrics, answer.arrived_s))
+    headers = {"x-request-id": answer.answer_id}
+    try:
+        if answer.is_stream:
+            first = await until_disconnect(request.receive, _first(deltas))
+            return EventStream(answer, first, deltas, metrics, headers | STREAM_HEADERS)
+        body = await until_disconnect(request.receive, _collect(answer, deltas))
+    except BaseException as exc:
+        if isinstance(exc, ClientDisconnected):
+            metrics.client_disconnects.inc()
+        await deltas.aclose()
+        raise
+    metrics.duration_s.observe(time.perf_counter() - answer.arrived_s)
+    return Response(orjson.dumps(body), headers=headers, media_type="application/json")
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Result of `work`, which is cancelled if the client leaves first; then raises `ClientDisconnected`.
+
+    The request's body must have been read.
+    """
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnected
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Response that sends an answer's events as its deltas come; owns the deltas and closes them."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        answer: Answer,
+        first: ChoiceDelta,
+        deltas: AsyncGenerator[ChoiceDelta, None],
+        metrics: EdgeMetrics,
+        headers: dict[str, str],
+    ) -> None:
+        self._answer = answer
+        self._deltas = deltas
+        self._events = _stream(answer, first, deltas, metrics)
+        self._metrics = metrics
+        self.status_code = 200
+        self.background = None
+        self.init_headers(headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream, as an ASGI app."""
+        # NOTE: closing the events alone would not do: a generator that never started runs no `finally`.
+        async with aclosing(self._deltas), aclosing(self._events):
+            try:
+                await until_disconnect(receive, self._send(send))
+            except (ClientDisconnected, OSError):
+                self._metrics.client_disconnects.inc()
+            finally:
+                self._metrics.duration_s.observe(time.perf_counter() - self._answer.arrived_s)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _first(deltas: AsyncGenerator[ChoiceDelta, None]) -> ChoiceDelta:
+    return await anext(deltas)
+
+
+async def _collect(answer: Answer, deltas: AsyncGenerator[ChoiceDelta, None]) -> dict[str, Any]:
+    choices = [FinishedChoice(plan.index) for plan in answer.choices]
+    usage = Usage(answer.num_prompt_tokens)
+    async with aclosing(deltas):
+        async for delta in deltas:
+            choices[delta.index].add(delta)
+            usage.add(delta)
+    return {
+        "id": answer.answer_id,
+        "object": answer.format.plain_object,
+        "created": int(time.time()),
+        "model": answer.model,
+        "choices": [answer.format.whole(choice) for choice in choices],
+        "usage": usage.to_json(),
+    }
+
+
+async def _stream(
+    answer: Answer, first: ChoiceDelta, deltas: AsyncGenerator[ChoiceDelta, None], metrics: EdgeMetrics
+) -> AsyncGenerator[bytes, None]:
+    """Events of an answer whose first delta is known. An error from here on is an event, and the last one."""
+    chunks = _Chunks(answer)
+    try:
+        if event := chunks.of(first):
+            yield event
+        async for delta in deltas:
+            if event := chunks.of(delta):
+                yield event
+        yield chunks.ending()
+    except ServingError as exc:
+        logger.warning("Stream %s failed: %s", answer.answer_id, exc)
+        metrics.stream_errors.inc()
+        yield _event(serving_error_body(exc))
+    except Exception:
+        logger.exception("Stream %s failed", answer.answer_id)
+        metrics.stream_errors.inc()
+        yield _event(internal_error_body())
+
+
+class _Chunks:
+    """Makes the events of one stream."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._usage = Usage(answer.num_prompt_tokens)
+        self._opened: set[int] = set()
+        self._envelope = {
+            "id": answer.answer_id,
+            "object": answer.format.chunk_object,
+            "created": int(time.time()),
+            "model": answer.model,
+        }
+
+    def of(self, delta: ChoiceDelta) -> bytes:
+        """Events for one delta, in one piece: a choice's opening goes out with its first delta. Maybe empty."""
+        self._usage.add(delta)
+        events = b""
+        if delta.index not in self._opened:
+            self._opened.add(delta.index)
+            opening = self._answer.format.opening(delta.index)
+            if opening is not None:
+                events = self._chunk([opening])
+        return events if delta.is_empty else events + self._chunk([self._answer.format.piece(delta)])
+
+    def ending(self) -> bytes:
+        """The last events of a complete answer."""
+        if not self._answer.has_usage:
+            return DONE_EVENT
+        return _event({**self._envelope, "choices": [], "usage": self._usage.to_json()}) + DONE_EVENT
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
+        chunk = {**self._envelope, "choices": choices}
+        if self._answer.has_running_usage:
+            chunk["usage"] = self._usage.to_json()
+        elif self._answer.has_usage:
+            chunk["usage"] = None
+        return _event(chunk)
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(data) + b"\n\n"

@@ -1,0 +1,65 @@
+"""The seam between the HTTP edge and whatever generates tokens: the edge speaks text, a backend token ids."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from protocol.messages import FinishReason, TokenLogprobs
+from protocol.sampling import SamplingParams
+
+__all__ = ["Backend", "GenerateRequest", "TokenDelta"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One sequence to generate."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """New tokens of one request, in order.
+
+    The stop token, where one ended the sequence, may be the last of `token_ids`: it is counted, not shown.
+    """
+
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int | None = None  # with the first token: prompt tokens not computed
+    logprobs: list[TokenLogprobs] | None = None  # one for each of `token_ids`, if asked for
+
+
+class Backend(Protocol):
+    """What the edge needs of a cluster, or of the fake that stands for it in tests.
+
+    A backend registers metrics of its own in the Prometheus registry given to it at construction.
+    """
+
+    @property
+    def model(self) -> str:
+        """Name the model is served under."""
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of prompt and answer together; None while no worker has told."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether workers are there that could serve a request now."""
+
+    def serve(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Generate, ending with a delta that has a `finish_reason`.
+
+        Raises a `ServingError`. `aclose()` cancels the request wherever it runs; it must not wait for workers.
+        NOTE: one task takes the first delta and another the rest, so no timeout or task group may span a `yield`.
+        """
+
+    async def pools(self) -> dict[str, Any]:
+        """State of the worker pools, as JSON."""

@@ -1,0 +1,63 @@
+"""The small routes: which model is served, and its tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from protocol.errors import ModelNotFound, RequestError
+from router.openai.chat import template_messages, template_options
+from router.openai.edge import Edge
+from router.openai.sampling import check_token_ids
+from router.openai.schema import DetokenizeRequest, TokenizeRequest
+
+__all__ = ["detokenize", "model_card", "model_list", "tokenize"]
+
+
+def model_list(edge: Edge) -> dict[str, Any]:
+    """Body of `GET /v1/models`."""
+    return {"object": "list", "data": [model_card(edge, edge.backend.model)]}
+
+
+def model_card(edge: Edge, model_id: str) -> dict[str, Any]:
+    """Body of `GET /v1/models/{id}`. Raises `ModelNotFound`."""
+    if model_id != edge.backend.model:
+        raise ModelNotFound(f"The model '{model_id[:200]}' does not exist.", param="model")
+    return {
+        "id": model_id,
+        "object": "model",
+        "created": edge.started_at_s,
+        "owned_by": "tandem",
+        "root": model_id,
+        "parent": None,
+        "max_model_len": edge.backend.max_model_len,
+    }
+
+
+async def tokenize(edge: Edge, fields: TokenizeRequest) -> dict[str, Any]:
+    """Body of `POST /tokenize`: the ids that a request with this prompt or these messages starts from."""
+    edge.check_model(fields.model)
+    tokenizer = edge.tokenizer
+    if (fields.prompt is None) == (fields.messages is None):
+        raise RequestError("Give either 'prompt' or 'messages'.", param="prompt")
+    if fields.prompt is not None:
+        prompt = fields.prompt
+        add_special_tokens = fields.add_special_tokens is not False
+        ids = await edge.pool.run(lambda: tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+    else:
+        messages = template_messages(fields.messages or ())
+        options = template_options(fields.chat_template_kwargs, fields.add_generation_prompt)
+        with_special = bool(fields.add_special_tokens)
+        ids = await edge.pool.run(lambda: tokenizer.encode_chat(messages, options, add_special_tokens=with_special))
+    return {
+        "count": len(ids),
+        "max_model_len": edge.backend.max_model_len,
+        "tokens": ids,
+        "token_strs": tokenizer.token_strings(ids) if fields.return_token_strs else None,
+    }
+
+
+async def detokenize(edge: Edge, fields: DetokenizeRequest) -> dict[str, Any]:
+    """Body of `POST /detokenize`: the text of token ids, special ones included."""
+    edge.check_model(fields.model)
+    check_token_ids(fields.tokens, edge.tokenizer.vocab_size, param="tokens")
+    return {"prompt": await edge.pool.run(lambda: edge.tokenizer.decode(fields.tokens))}

@@ -1,0 +1,122 @@
+"""`POST /v1/chat/completions`: messages through the chat template, answered as a message."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protocol.errors import RequestError
+from router.openai.answer import answer_request
+from router.openai.edge import Edge, Prompt, plan_answer, read_body
+from router.openai.formats import ChatFormat
+from router.openai.schema import ChatMessage, ChatRequest, refuse_unserved
+
+__all__ = ["create_chat_completion", "template_messages", "template_options"]
+
+ROLES = {"system", "developer", "user", "assistant", "tool"}
+RESERVED_OPTIONS = {"chat_template", "conversation", "messages", "tokenize", "tools"}
+
+
+async def create_chat_completion(edge: Edge, request: Request) -> Response:
+    """Answer a conversation. Raises a `ServingError`."""
+    arrived_s = time.perf_counter()
+    body, fields = await read_body(request, ChatRequest)
+    edge.check_model(fields.model)
+    refuse_unserved(body, fields)
+    requested_tokens = _requested_tokens(fields)
+    num_logprobs = _num_logprobs(fields)
+    messages = template_messages(fields.messages)
+    options = template_options(fields.chat_template_kwargs, fields.add_generation_prompt)
+    add_special_tokens = bool(fields.add_special_tokens)
+    token_ids = await edge.pool.run(
+        lambda: edge.tokenizer.encode_chat(messages, options, add_special_tokens=add_special_tokens)
+    )
+    if not token_ids:
+        raise RequestError("The messages make an empty prompt.", param="messages")
+    answer = plan_answer(
+        edge,
+        fields,
+        [Prompt(token_ids)],
+        ChatFormat(num_logprobs),
+        requested_tokens=requested_tokens,
+        default_tokens=None,
+        num_logprobs=num_logprobs,
+        arrived_s=arrived_s,
+    )
+    return await answer_request(request, answer, edge.backend, edge.tokenizer, edge.metrics)
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them. Raises `RequestError` naming the one that is wrong."""
+    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def template_options(kwargs: dict[str, Any] | None, add_generation_prompt: bool | None) -> dict[str, Any]:
+    """Variables of the chat template; the answer's opening is part of the prompt unless told otherwise."""
+    options = dict(kwargs or {})
+    if reserved := sorted(RESERVED_OPTIONS & options.keys()):
+        raise RequestError(f"'{reserved[0]}' cannot be set here.", param="chat_template_kwargs")
+    return {"add_generation_prompt": add_generation_prompt is not False, **options}
+
+
+def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
+    if message.role not in ROLES:
+        raise RequestError(f"Unknown role '{message.role[:50]}'.", param=f"{where}.role")
+    if message.content is None and message.role != "assistant":
+        raise RequestError(f"A {message.role} message needs content.", param=f"{where}.content")
+    result: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _content_text(message, f"{where}.content"),
+    }
+    if message.name is not None:
+        result["name"] = message.name
+    if message.tool_call_id is not None:
+        result["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        result["tool_calls"] = [_template_tool_call(call) for call in message.tool_calls]
+    return result
+
+
+def _content_text(message: ChatMessage, where: str) -> str:
+    """Content as one string: parts go on a line each, and null (beside tool calls) is no text."""
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    texts: list[str] = []
+    for i, part in enumerate(message.content):
+        if part.type != "text":
+            raise RequestError(f"Content of type '{part.type[:50]}' is not supported.", param=f"{where}[{i}].type")
+        if part.text is None:
+            raise RequestError("A text part needs 'text'.", param=f"{where}[{i}].text")
+        texts.append(part.text)
+    return "\n".join(texts)
+
+
+def _template_tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call with its arguments as an object: OpenAI sends them as JSON text, templates want to render them."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = orjson.loads(function["arguments"])
+    except orjson.JSONDecodeError:
+        return call  # models write broken JSON at times; the template gets it as it was
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _requested_tokens(fields: ChatRequest) -> int | None:
+    name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
+    requested = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+    if requested == 0:
+        raise RequestError(f"Invalid value for '{name}': expected at least 1.", param=name)
+    return requested
+
+
+def _num_logprobs(fields: ChatRequest) -> int | None:
+    if fields.top_logprobs and not fields.logprobs:
+        raise RequestError("'top_logprobs' is only allowed with 'logprobs'.", param="top_logprobs")
+    return (fields.top_logprobs or 0) if fields.logprobs else None

@@ -1,0 +1,75 @@
+"""`POST /v1/completions`: prompts as they are, text or token ids, one or many."""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from protocol.errors import RequestError
+from router.openai.answer import answer_request
+from router.openai.edge import Edge, Prompt, plan_answer, read_body
+from router.openai.formats import CompletionFormat
+from router.openai.sampling import check_token_ids
+from router.openai.schema import CompletionRequest, refuse_unserved
+from router.tokenizer import Tokenizer
+
+__all__ = ["create_completion"]
+
+DEFAULT_MAX_TOKENS = 16
+
+
+async def create_completion(edge: Edge, request: Request) -> Response:
+    """Continue each prompt. Raises a `ServingError`."""
+    arrived_s = time.perf_counter()
+    body, fields = await read_body(request, CompletionRequest)
+    edge.check_model(fields.model)
+    refuse_unserved(body, fields)
+    if fields.echo and fields.logprobs is not None:
+        raise RequestError("'logprobs' with 'echo' is not supported by this server.", param="logprobs")
+    if fields.max_tokens == 0 and not fields.echo:
+        raise RequestError("Invalid value for 'max_tokens': expected at least 1.", param="max_tokens")
+    given = _separate_prompts(fields.prompt)
+    prompts = await edge.pool.run(lambda: [_tokenize(prompt, fields, edge.tokenizer) for prompt in given])
+    echoes = [prompt.echo for prompt in prompts for _ in range(fields.n or 1)] if fields.echo else []
+    answer = plan_answer(
+        edge,
+        fields,
+        prompts,
+        CompletionFormat(fields.logprobs, echoes),
+        requested_tokens=fields.max_tokens,
+        default_tokens=DEFAULT_MAX_TOKENS,
+        num_logprobs=fields.logprobs,
+        arrived_s=arrived_s,
+    )
+    return await answer_request(request, answer, edge.backend, edge.tokenizer, edge.metrics)
+
+
+def _separate_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """Each prompt by itself: a plain list of token ids is one prompt, a list of anything else is many."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise RequestError("'prompt' must not be an empty list.", param="prompt")
+    num_ints = sum(isinstance(item, int) for item in prompt)
+    if num_ints == len(prompt):
+        return [cast(list[int], prompt)]
+    if num_ints:
+        raise RequestError("'prompt' mixes token ids with prompts.", param="prompt")
+    return cast(list[str | list[int]], prompt)
+
+
+def _tokenize(prompt: str | list[int], fields: CompletionRequest, tokenizer: Tokenizer) -> Prompt:
+    if isinstance(prompt, list):
+        if not prompt:
+            raise RequestError("A prompt of token ids must not be empty.", param="prompt")
+        check_token_ids(prompt, tokenizer.vocab_size, param="prompt")
+        return Prompt(prompt, tokenizer.decode(prompt, skip_special_tokens=True) if fields.echo else "")
+    token_ids = tokenizer.encode(prompt, add_special_tokens=fields.add_special_tokens is not False)
+    if not token_ids:  # as OpenAI: a text without a beginning starts from the mark that begins texts
+        if tokenizer.start_id is None:
+            raise RequestError("'prompt' must not be empty.", param="prompt")
+        token_ids = [tokenizer.start_id]
+    return Prompt(token_ids, prompt)

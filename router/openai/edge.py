@@ -1,0 +1,132 @@
+"""What every route of the HTTP edge works with, and the steps they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from protocol.errors import ModelNotFound, RequestError
+from protocol.sampling import SamplingParams
+from router.metrics import EdgeMetrics
+from router.openai.answer import Answer, new_answer_id
+from router.openai.backend import Backend, GenerateRequest
+from router.openai.errors import UnsupportedMediaType
+from router.openai.formats import AnswerFormat
+from router.openai.generation import ChoicePlan
+from router.openai.sampling import max_tokens_for, sampling_params, sibling_seed, stop_strings
+from router.openai.schema import GenerationFields, decode_body
+from router.tokenizer import Tokenizer, TokenizerPool
+
+__all__ = ["Edge", "Prompt", "plan_answer", "read_body"]
+
+MAX_SEQUENCES = 2048  # of one request: prompts times n
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """The parts of one app."""
+
+    backend: Backend
+    tokenizer: Tokenizer
+    pool: TokenizerPool
+    metrics: EdgeMetrics
+    started_at_s: int  # Unix time
+
+    def check_model(self, name: str | None) -> None:
+        """Raise `ModelNotFound` unless this model (or none in particular) is asked for."""
+        if name and name != self.backend.model:
+            raise ModelNotFound(f"The model '{name[:200]}' does not exist.", param="model")
+
+
+class Prompt(NamedTuple):
+    """A tokenized prompt, with the text to repeat before the answer."""
+
+    token_ids: list[int]
+    echo: str = ""
+
+
+async def read_body(request: Request, request_type: type[R]) -> tuple[bytes, R]:
+    """The body of a request, raw and decoded. Raises `RequestError`."""
+    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise UnsupportedMediaType(f"Content-Type must be application/json, not '{content_type[:100]}'.")
+    body = await request.body()
+    return body, decode_body(body, request_type)
+
+
+def plan_answer(
+    edge: Edge,
+    fields: GenerationFields,
+    prompts: Sequence[Prompt],
+    answer_format: AnswerFormat,
+    *,
+    requested_tokens: int | None,
+    default_tokens: int | None,
+    num_logprobs: int | None,
+    arrived_s: float,
+) -> Answer:
+    """The answer to generate for these prompts, `n` choices each. Raises `RequestError` for what cannot be served."""
+    options = fields.stream_options
+    if options is not None and not fields.stream:
+        raise RequestError("'stream_options' is only allowed with 'stream'.", param="stream_options")
+    num_siblings = fields.n or 1
+    if len(prompts) * num_siblings > MAX_SEQUENCES:
+        raise RequestError(f"More than {MAX_SEQUENCES} answers in one request (prompts times n).", param="n")
+
+    answer_id = new_answer_id(answer_format.id_prefix)
+    stops = stop_strings(fields)
+    choices: list[ChoicePlan] = []
+    for prompt in prompts:
+        max_tokens = max_tokens_for(
+            len(prompt.token_ids),
+            requested_tokens,
+            default_tokens,
+            edge.backend.max_model_len,
+            prompt_field=answer_format.prompt_field,
+        )
+        params = sampling_params(
+            fields, max_tokens=max_tokens, num_logprobs=num_logprobs, vocab_size=edge.tokenizer.vocab_size
+        )
+        for sibling in range(num_siblings):
+            choices.append(_choice(len(choices), answer_id, prompt, params, sibling, stops, fields))
+    return Answer(
+        answer_id=answer_id,
+        model=fields.model or edge.backend.model,
+        arrived_s=arrived_s,
+        format=answer_format,
+        choices=choices,
+        num_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
+        is_stream=bool(fields.stream),
+        has_usage=bool(options and options.include_usage),
+        has_running_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+    )
+
+
+def _choice(
+    index: int,
+    answer_id: str,
+    prompt: Prompt,
+    params: SamplingParams,
+    sibling: int,
+    stops: tuple[str, ...],
+    fields: GenerationFields,
+) -> ChoicePlan:
+    request = GenerateRequest(
+        request_id=f"{answer_id}-{index}",
+        token_ids=prompt.token_ids,
+        sampling=sibling_seed(params, sibling),
+        cache_salt=fields.cache_salt or "",
+    )
+    return ChoicePlan(
+        index=index,
+        request=request,
+        stops=stops,
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        is_first_sibling=sibling == 0,
+    )

@@ -1,0 +1,81 @@
+"""Ready means that a real generation succeeded, not that a port is open."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from contextlib import aclosing
+
+from protocol.errors import ServingError
+from protocol.sampling import SamplingParams
+from router.openai.backend import Backend, GenerateRequest
+
+__all__ = ["Readiness"]
+
+logger = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S = 60.0  # a first generation may have to warm the workers up
+POLL_INTERVAL_S = 0.2
+MAX_RETRY_DELAY_S = 5.0
+NO_WORKERS = "No workers are ready yet."
+
+
+class Readiness:
+    """Probes the backend with one token until that succeeds, and again each time its workers were gone."""
+
+    def __init__(self, backend: Backend, token_id: int) -> None:
+        self._backend = backend
+        self._token_id = token_id
+        self._is_proven = False
+        self._reason = NO_WORKERS
+
+    @property
+    def reason(self) -> str | None:
+        """Why requests should not be sent here now; None when they should."""
+        if not self._backend.ready:
+            return NO_WORKERS
+        return None if self._is_proven else self._reason
+
+    async def run(self) -> None:
+        """Keep the answer current until cancelled."""
+        delay_s = POLL_INTERVAL_S
+        for attempt in itertools.count():
+            if not self._backend.ready:
+                self._is_proven = False
+                delay_s = POLL_INTERVAL_S
+            elif not self._is_proven:
+                self._is_proven = await self._probe(f"ready-{attempt}")
+                delay_s = POLL_INTERVAL_S if self._is_proven else min(2 * delay_s, MAX_RETRY_DELAY_S)
+            await asyncio.sleep(delay_s)
+
+    async def _probe(self, request_id: str) -> bool:
+        self._reason = "The first generation has not finished yet."
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        request = GenerateRequest(request_id, [self._token_id], sampling)
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                num_tokens = await self._generate(request)
+        except TimeoutError:
+            self._reason = f"A one-token generation took longer than {PROBE_TIMEOUT_S:.0f} s."
+        except ServingError as exc:
+            self._reason = f"A one-token generation failed: {exc}"
+        except Exception:
+            logger.exception("The readiness probe failed")
+            self._reason = "A one-token generation failed."
+        else:
+            if num_tokens:
+                logger.info("Ready: a one-token generation succeeded")
+                return True
+            self._reason = "A one-token generation gave no token."
+        logger.warning("Not ready: %s", self._reason)
+        return False
+
+    async def _generate(self, request: GenerateRequest) -> int:
+        num_tokens = 0
+        async with aclosing(self._backend.serve(request)) as deltas:
+            async for delta in deltas:
+                num_tokens += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    break
+        return num_tokens

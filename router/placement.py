@@ -1,0 +1,344 @@
+"""Where a request goes: the (prefill, decode) pair, or the single worker, that costs the fewest predicted seconds.
+
+Reads registry, index and cost model; changes none of them. No I/O, no weights: every term is in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from protocol.config import RouterConfig
+from protocol.errors import NoWorker, Overloaded
+from protocol.messages import Role, WorkerState
+from router.cost_model import CostModel, StepModel, prefill_attention
+from router.prefix_index import PrefixIndex
+from router.registry import Registry, Worker, can_decode, can_prefill, queue_s
+
+__all__ = ["Candidate", "Placement", "Placer", "Terms"]
+
+
+class Terms(NamedTuple):
+    """What a placement costs, term by term, in seconds."""
+
+    queue_s: float = 0.0  # prompts booked before this one
+    prefill_s: float = 0.0  # computing the uncached part of the prompt
+    delay_s: float = 0.0  # what that takes from the sequences decoding on the same worker, summed over them
+    transfer_s: float = 0.0  # part of the KV transfer that prefill does not hide
+    memory_s: float = 0.0  # until the decode worker has room
+    decode_s: float = 0.0  # own decoding, and what it adds to that of the others
+
+    @property
+    def total_s(self) -> float:
+        """What placement minimises."""
+        return sum(self)
+
+    @property
+    def ttft_s(self) -> float:
+        """Predicted time to first token: it comes from the prefill side and waits for no transfer."""
+        return self.queue_s + self.prefill_s
+
+
+class Candidate(NamedTuple):
+    """One way to serve the request: on a pair, or on one worker twice."""
+
+    prefill: Worker
+    decode: Worker
+    num_cached_tokens: int  # of the prompt, on the prefill side
+    exposed_bytes: float
+    terms: Terms
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether prompt and decoding are on different workers."""
+        return self.prefill is not self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The decision, and what it was preferred to."""
+
+    best: Candidate
+    runner_up: Candidate | None  # the best of the other shape: alone if `best` is a pair, else a pair
+    num_prompt_tokens: int
+    expected_output_tokens: int
+    skipped: dict[str, int]  # reason -> number of workers not considered
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Prompt tokens to compute."""
+        return self.num_prompt_tokens - self.best.num_cached_tokens
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Length the sequence is expected to reach."""
+        return self.num_prompt_tokens + self.expected_output_tokens
+
+    def explain(self) -> dict[str, object]:
+        """The decision with its numbers, as JSON."""
+        return {
+            "chosen": _explain(self.best),
+            "runner_up": _explain(self.runner_up) if self.runner_up else None,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "expected_output_tokens": self.expected_output_tokens,
+            "skipped": dict(self.skipped),
+        }
+
+
+class _PrefillSide(NamedTuple):
+    """A worker's cost as the one that computes the prompt. The first two fields say which of several is better."""
+
+    cost_s: float
+    num_placed_tokens: int
+    worker: Worker
+    hit_tokens: int
+    queue_s: float
+    prefill_s: float
+    delay_s: float
+
+
+class _DecodeSide(NamedTuple):
+    """A worker's cost as the one that decodes."""
+
+    cost_s: float
+    num_placed_tokens: int
+    worker: Worker
+    hit_tokens: int
+    memory_s: float
+    decode_s: float
+
+
+_Side = TypeVar("_Side", _PrefillSide, _DecodeSide)
+
+
+class Placer:
+    """Places one request at a time. The caller books the result before it decides again.
+
+    `local_prefill=False` takes "decode worker alone" out of the candidates while any pair is there; colocated
+    workers stay.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        index: PrefixIndex,
+        costs: CostModel,
+        config: RouterConfig,
+        *,
+        local_prefill: bool = True,
+    ) -> None:
+        self._registry = registry
+        self._index = index
+        self._costs = costs
+        self._config = config
+        self._local_prefill = local_prefill
+
+    @property
+    def can_place(self) -> bool:
+        """Whether there is a worker to decode on; it can prefill too."""
+        return any(can_decode(worker) for worker in self._registry)
+
+    def place(
+        self, num_prompt_tokens: int, digests: Sequence[bytes], expected_output_tokens: int, now: float
+    ) -> Placement:
+        """The cheapest candidate.
+
+        Raises `NoWorker` with the reasons when nothing can take the request, and `Overloaded` when too many prompt
+        tokens are queued already.
+        """
+        skipped: Counter[str] = Counter()
+        workers = [worker for worker in self._registry if self._fits(worker, num_prompt_tokens, skipped)]
+        decoders = [worker for worker in workers if can_decode(worker)]
+        if not decoders:
+            raise NoWorker(self._explain_no_worker(len(workers), skipped))
+        hits = self._index.longest_prefix(digests, now)
+        request = _Request(num_prompt_tokens, expected_output_tokens, hits, self._costs)
+        decode_sides = [request.decode_side(worker) for worker in decoders]
+        pair = request.best_pair(
+            [request.prefill_side(worker) for worker in workers if can_prefill(worker)], decode_sides
+        )
+        if pair is not None and not self._local_prefill:
+            decode_sides = [side for side in decode_sides if side.worker.role == Role.COLOCATED]
+        alone = request.best_alone(decode_sides)
+        candidates = sorted((c for c in (pair, alone) if c is not None), key=_preference)
+        self._check_load(num_prompt_tokens - candidates[0].num_cached_tokens)
+        return Placement(
+            best=candidates[0],
+            runner_up=candidates[1] if len(candidates) > 1 else None,
+            num_prompt_tokens=num_prompt_tokens,
+            expected_output_tokens=expected_output_tokens,
+            skipped=dict(skipped),
+        )
+
+    def _fits(self, worker: Worker, num_prompt_tokens: int, skipped: Counter[str]) -> bool:
+        if worker.state != WorkerState.READY:
+            skipped[worker.state] += 1
+            return False
+        card = worker.card
+        # The prompt and its first token must fit, or the worker could never run it.
+        if num_prompt_tokens >= min(card.num_blocks * card.block_size, card.max_model_len):
+            skipped["too small"] += 1
+            return False
+        return True
+
+    def _explain_no_worker(self, num_fit: int, skipped: Counter[str]) -> str:
+        reasons = [f"{count} {reason}" for reason, count in sorted(skipped.items())]
+        if num_fit:
+            reasons.append(f"{num_fit} prefill only")
+        return f"no worker can take this request: {', '.join(reasons) or 'none is connected'}"
+
+    def _check_load(self, num_new_tokens: int) -> None:
+        queued = self._registry.queued_prompt_tokens
+        limit = self._config.max_queued_prompt_tokens
+        excess = queued + num_new_tokens - limit
+        # NOTE: with nothing queued a prompt larger than the limit is admitted: waiting would not help it.
+        if excess <= 0 or queued == 0:
+            return
+        rate = sum(self._prompt_tokens_per_s(worker) for worker in self._registry)
+        # Queued work only drains where it is queued; what is left after all of it is computed fits.
+        retry_after_s = min(excess, queued) / max(rate, 1e-3)
+        raise Overloaded(
+            f"{queued} prompt tokens are queued and this request adds {num_new_tokens}; "
+            f"max_queued_prompt_tokens={limit}. Retry in {retry_after_s:.1f} s",
+            retry_after_s=retry_after_s,
+        )
+
+    def _prompt_tokens_per_s(self, worker: Worker) -> float:
+        return worker.uncomputed_tokens / max(queue_s(worker, self._costs.steps(worker.card.kind)), 1e-6)
+
+
+class _Request:
+    """Scores one request on the workers it could use."""
+
+    def __init__(
+        self, num_prompt_tokens: int, expected_output_tokens: int, hits: dict[str, int], costs: CostModel
+    ) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_outputs = expected_output_tokens
+        self._num_kv_tokens = num_prompt_tokens + expected_output_tokens
+        self._hits = hits
+        self._costs = costs
+
+    def best_alone(self, decode_sides: Iterable[_DecodeSide]) -> Candidate | None:
+        """The cheapest single worker."""
+        sides = ((self.prefill_side(decode.worker), decode) for decode in decode_sides)
+        best = min(sides, key=lambda both: (both[0].cost_s + both[1].cost_s, both[0].num_placed_tokens), default=None)
+        return _candidate(*best) if best is not None else None
+
+    def best_pair(self, prefill_sides: Iterable[_PrefillSide], decode_sides: Iterable[_DecodeSide]) -> Candidate | None:
+        """The cheapest pair, without looking at all of them.
+
+        Which worker of a side is chosen matters to the other side only through what sets the transfer. Among
+        workers equal in that, the cheapest alone can be part of the best pair, so thousands of pairs come down to
+        a few.
+        """
+        best: Candidate | None = None
+        decoders = _best_of_equals(decode_sides, _decode_group)
+        for prefill in _best_of_equals(prefill_sides, _prefill_group):
+            for decode in decoders:
+                if best is not None and prefill.cost_s + decode.cost_s > best.terms.total_s:
+                    break  # sides are sorted by cost, and a transfer costs no less than nothing
+                candidate = self.pair(prefill, decode)
+                if best is None or _preference(candidate) < _preference(best):
+                    best = candidate
+        return best
+
+    def pair(self, prefill: _PrefillSide, decode: _DecodeSide) -> Candidate:
+        """Both sides and the transfer between them: whole blocks, and only those the decode worker lacks."""
+        card = decode.worker.card
+        link = self._costs.transfer(prefill.worker.card.kind, card.kind)
+        num_bytes = math.ceil((self._num_prompt_tokens - decode.hit_tokens) / card.block_size) * card.block_bytes
+        chunk_bytes = prefill.worker.card.max_num_batched_tokens / card.block_size * card.block_bytes
+        exposed_bytes = link.exposed_bytes(num_bytes, chunk_bytes, prefill.prefill_s)
+        return _candidate(prefill, decode, link.transfer_s(exposed_bytes), exposed_bytes)
+
+    def prefill_side(self, worker: Worker) -> _PrefillSide:
+        """What it costs to compute the prompt there."""
+        model = self._costs.steps(worker.card.kind)
+        hit = self._hit_tokens(worker)
+        num_new = self._num_prompt_tokens - hit
+        waiting_s = queue_s(worker, model)
+        work_s = model.prefill_work_s(num_new, prefill_attention(num_new, hit))
+        num_steps = math.ceil(num_new / worker.card.max_num_batched_tokens)
+        prefill_s = num_steps * model.step_s(worker.num_booked_seqs, worker.booked_kv_tokens) + work_s
+        # A decode worker that computes a prompt stalls what decodes there, and be it the request that comes next.
+        num_stalled = max(worker.num_booked_seqs, 1) if worker.role is Role.DECODE else worker.num_booked_seqs
+        delay_s = num_stalled * work_s
+        cost_s = waiting_s + prefill_s + delay_s
+        return _PrefillSide(cost_s, worker.num_placed_tokens, worker, hit, waiting_s, prefill_s, delay_s)
+
+    def decode_side(self, worker: Worker) -> _DecodeSide:
+        """What it costs to decode there."""
+        model = self._costs.steps(worker.card.kind)
+        memory_s = self._memory_s(worker, model)
+        decode_s = model.added_decode_s(
+            worker.num_booked_seqs,
+            worker.booked_kv_tokens,
+            self._num_prompt_tokens + self._num_outputs / 2,
+            self._num_outputs,
+        )
+        hit = self._hit_tokens(worker)
+        return _DecodeSide(memory_s + decode_s, worker.num_placed_tokens, worker, hit, memory_s, decode_s)
+
+    def _hit_tokens(self, worker: Worker) -> int:
+        """Cached prompt tokens; the last token is always computed, for its logits."""
+        hit = self._hits.get(worker.worker_id, 0) * worker.card.block_size
+        return min(hit, self._num_prompt_tokens - 1)
+
+    def _memory_s(self, worker: Worker, model: StepModel) -> float:
+        """Wait until running sequences have given back what this one lacks: they end evenly over one lifetime."""
+        capacity = worker.card.num_blocks * worker.card.block_size
+        lacking = worker.booked_kv_tokens + self._num_kv_tokens - capacity
+        if lacking <= 0 or worker.booked_kv_tokens == 0:
+            return 0.0
+        lifetime_s = self._num_outputs * model.step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
+        return lacking / worker.booked_kv_tokens * lifetime_s
+
+
+def _prefill_group(side: _PrefillSide) -> tuple[Hashable, ...]:
+    """All that the transfer takes from the prefill side."""
+    return side.worker.card.kind, side.worker.card.max_num_batched_tokens, side.prefill_s
+
+
+def _decode_group(side: _DecodeSide) -> tuple[Hashable, ...]:
+    """All that the transfer takes from the decode side."""
+    return side.worker.card.kind, side.worker.card.block_bytes, side.hit_tokens
+
+
+def _best_of_equals(sides: Iterable[_Side], group: Callable[[_Side], Hashable]) -> list[_Side]:
+    """The best side of each group, cheapest first."""
+    best: dict[Hashable, _Side] = {}
+    for side in sides:
+        key = group(side)
+        known = best.get(key)
+        if known is None or side[:2] < known[:2]:
+            best[key] = side
+    return sorted(best.values(), key=lambda side: side[:2])
+
+
+def _candidate(
+    prefill: _PrefillSide, decode: _DecodeSide, transfer_s: float = 0.0, exposed_bytes: float = 0.0
+) -> Candidate:
+    terms = Terms(prefill.queue_s, prefill.prefill_s, prefill.delay_s, transfer_s, decode.memory_s, decode.decode_s)
+    return Candidate(prefill.worker, decode.worker, prefill.hit_tokens, exposed_bytes, terms)
+
+
+def _preference(candidate: Candidate) -> tuple[float, int]:
+    """Fewest seconds; among equals the workers with the least work done."""
+    work_done = candidate.prefill.num_placed_tokens
+    if candidate.is_pair:
+        work_done += candidate.decode.num_placed_tokens
+    return candidate.terms.total_s, work_done
+
+
+def _explain(candidate: Candidate) -> dict[str, object]:
+    return {
+        "prefill_worker": candidate.prefill.worker_id,
+        "decode_worker": candidate.decode.worker_id,
+        "num_cached_tokens": candidate.num_cached_tokens,
+        "total_s": candidate.terms.total_s,
+        **candidate.terms._asdict(),
+    }

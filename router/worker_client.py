@@ -1,0 +1,376 @@
+"""The router's sockets: one DEALER per worker for requests and tokens, one SUB for the heartbeats of all.
+
+Feeds what workers say to registry, index and cost model, and tokens to the request that waits for them. A worker that
+is dead, silent or removed fails its requests at once. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from typing import NamedTuple
+
+import msgspec
+from zmq.asyncio import Context, Socket
+from zmq.constants import SocketType
+from zmq.error import ZMQError
+
+from protocol.config import RouterConfig
+from protocol.errors import (
+    ContextLengthExceeded,
+    IncompatiblePeer,
+    PeerLost,
+    ServingError,
+    TransferError,
+    TransferTimeout,
+    WorkerError,
+)
+from protocol.messages import (
+    BlockEvents,
+    BlockSnapshot,
+    Cancel,
+    Decode,
+    Generate,
+    Heartbeat,
+    Hello,
+    Message,
+    PeerAddress,
+    Prefill,
+    RequestFailed,
+    SequenceDelta,
+    SnapshotRequest,
+    StepOutput,
+    Welcome,
+    WorkerCard,
+    WorkerState,
+    decode_message,
+    encode_message,
+)
+from router.cost_model import CostModel
+from router.prefix_index import PrefixIndex
+from router.registry import Registry
+
+__all__ = ["Inbox", "Leg", "LegEvent", "WorkerClient"]
+
+logger = logging.getLogger(__name__)
+
+_ERRORS: dict[str | None, type[ServingError]] = {
+    error.code: error
+    for error in (ContextLengthExceeded, IncompatiblePeer, PeerLost, TransferError, TransferTimeout, WorkerError)
+}
+
+
+class LegEvent(NamedTuple):
+    """News from one leg: tokens, or the error that ended it."""
+
+    leg: Leg
+    item: SequenceDelta | ServingError
+
+
+Inbox = asyncio.Queue[LegEvent]  # one per request, shared by its legs
+
+
+class Leg:
+    """One worker's part in a request. It is open until it finished, failed, or was closed or cancelled here."""
+
+    def __init__(self, link: _Link, request_id: str, inbox: Inbox) -> None:
+        self._link = link
+        self._request_id = request_id
+        self._inbox = inbox
+
+    @property
+    def worker_id(self) -> str:
+        """The worker that does this part."""
+        return self._link.worker_id
+
+    @property
+    def is_open(self) -> bool:
+        """Whether news may still come."""
+        return self._link.legs.get(self._request_id) is self
+
+    def close(self) -> None:
+        """Expect nothing more from the worker, which is done or gone."""
+        if self.is_open:
+            self._link.drop_leg(self._request_id)
+
+    def cancel(self) -> None:
+        """Tell the worker to stop, unless it has finished. Does not wait."""
+        if self.is_open:
+            self.close()
+            self._link.send(Cancel(request_id=self._request_id))
+
+    def deliver(self, item: SequenceDelta | ServingError) -> None:
+        """Pass news on to the request; the last news closes the leg."""
+        if isinstance(item, ServingError) or item.finish_reason is not None:
+            self.close()
+        self._inbox.put_nowait(LegEvent(self, item))
+
+
+class _Link:
+    """The socket to one worker, and the legs that wait on it."""
+
+    def __init__(self, address: PeerAddress, socket: Socket) -> None:
+        self.address = address
+        self.legs: dict[str, Leg] = {}
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.welcome: asyncio.Future[WorkerCard] = asyncio.get_running_loop().create_future()
+        self.kind = ""  # known with the welcome
+        self.snapshot_asked_s: float | None = None
+        self.receiver: asyncio.Task[None] | None = None
+        self._socket = socket
+
+    @property
+    def worker_id(self) -> str:
+        return self.address.worker_id
+
+    def send(self, message: Message) -> None:
+        """Queue a message. Never blocks: the queue has no limit, and silence ends the link."""
+        if not self._socket.closed:
+            self._socket.send(encode_message(message))
+
+    async def receive(self) -> Message:
+        return decode_message(await self._socket.recv())
+
+    def open_leg(self, request: Generate | Prefill | Decode, inbox: Inbox) -> Leg:
+        assert request.request_id not in self.legs, f"request {request.request_id} is already on {self.worker_id}"
+        leg = self.legs[request.request_id] = Leg(self, request.request_id, inbox)
+        self.idle.clear()
+        self.send(request)
+        return leg
+
+    def drop_leg(self, request_id: str) -> None:
+        del self.legs[request_id]
+        if not self.legs:
+            self.idle.set()
+
+    def fail(self, message: str) -> None:
+        """Close the socket and give every leg an error of its own."""
+        self._socket.close(linger=0)
+        for leg in list(self.legs.values()):
+            leg.deliver(WorkerError(message))
+        if not self.welcome.done():
+            self.welcome.set_exception(WorkerError(message))
+        self.welcome.exception()  # marks it as seen: nobody need be waiting for it
+
+
+class WorkerClient:
+    """Links to all workers. Used from one event loop only."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        index: PrefixIndex,
+        costs: CostModel,
+        config: RouterConfig,
+        *,
+        router_id: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._registry = registry
+        self._index = index
+        self._costs = costs
+        self._config = config
+        self._router_id = router_id or f"router-{uuid.uuid4().hex[:12]}"
+        self._clock = clock
+        self._links: dict[str, _Link] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._context = Context()
+        self._heartbeats = self._context.socket(SocketType.SUB)
+        self._heartbeats.subscribe(b"")
+
+    @property
+    def num_open_legs(self) -> int:
+        """Parts of requests that workers are busy with, over all workers."""
+        return sum(len(link.legs) for link in self._links.values())
+
+    async def start(self) -> None:
+        """Begin to listen to heartbeats and to watch for silence."""
+        self._spawn(self._receive_heartbeats())
+        self._spawn(self._watch())
+
+    async def close(self) -> None:
+        """Fail what is running and close every socket."""
+        for worker_id in list(self._links):
+            self.mark_dead(worker_id, "router is closing")
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._heartbeats.close(linger=0)
+        self._context.term()
+
+    async def add_worker(self, address: PeerAddress) -> WorkerCard:
+        """Connect to a worker and make it READY. An earlier epoch of it is given up.
+
+        Raises `WorkerError` when it does not answer in time or dies meanwhile, `IncompatiblePeer` when it refuses
+        us or cannot serve beside the other workers.
+        """
+        self.mark_dead(address.worker_id, f"replaced by epoch {address.epoch}")
+        socket = self._context.socket(SocketType.DEALER)
+        socket.sndhwm = socket.rcvhwm = 0  # limits of the queues are kept above: bookings, and the silence timeout
+        socket.connect(address.endpoint)
+        self._heartbeats.connect(address.heartbeat_endpoint)
+        link = self._links[address.worker_id] = _Link(address, socket)
+        link.receiver = self._spawn(self._receive(link))
+        link.send(Hello(router_id=self._router_id))
+        timeout_s = self._config.worker_timeout_s
+        try:
+            await asyncio.wait([link.welcome], timeout=timeout_s)
+            if not link.welcome.done():
+                raise WorkerError(
+                    f"worker {address.worker_id} at {address.endpoint} did not answer within "
+                    f"worker_timeout_s={timeout_s}"
+                )
+            return link.welcome.result()
+        finally:
+            if self._registry.get(address.worker_id) is None:
+                self._leave(link, "did not join")
+
+    async def remove_worker(self, worker_id: str) -> None:
+        """Give a worker nothing new, wait for what it runs up to `drain_timeout_s`, and disconnect."""
+        link = self._links.get(worker_id)
+        if link is None:
+            return
+        self._registry.set_state(worker_id, WorkerState.DRAINING, "removed")
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await link.idle.wait()
+        except TimeoutError:
+            logger.warning("worker %s still runs %d requests after draining", worker_id, len(link.legs))
+        self._leave(link, "removed")
+
+    def mark_dead(self, worker_id: str, reason: str) -> None:
+        """Fail all requests of a worker now and forget it; unknown ids are ignored. Call it in the event loop."""
+        if (link := self._links.get(worker_id)) is not None:
+            self._leave(link, reason)
+
+    def open_leg(self, worker_id: str, request: Generate | Prefill | Decode, inbox: Inbox) -> Leg:
+        """Send a request's part to a worker; its news goes to `inbox`. Raises `WorkerError` when the worker is gone."""
+        link = self._links.get(worker_id)
+        if link is None:
+            raise WorkerError(f"worker {worker_id} is gone")
+        return link.open_leg(request, inbox)
+
+    def _leave(self, link: _Link, reason: str) -> None:
+        worker_id = link.worker_id
+        if self._links.get(worker_id) is not link:
+            return
+        del self._links[worker_id]
+        self._registry.set_state(worker_id, WorkerState.DEAD, reason)
+        self._index.remove_worker(worker_id)
+        self._heartbeats.disconnect(link.address.heartbeat_endpoint)
+        if link.receiver is not None:
+            link.receiver.cancel()
+        link.fail(f"worker {worker_id} is gone: {reason}")
+
+    async def _receive(self, link: _Link) -> None:
+        while True:
+            try:
+                self._dispatch(link, await link.receive())
+            except msgspec.DecodeError as exc:
+                logger.warning("worker %s sent something that is no message: %s", link.worker_id, exc)
+            except ZMQError as exc:
+                self._leave(link, f"socket failed: {exc}")
+                return
+            except Exception:
+                logger.exception("worker %s is given up", link.worker_id)
+                self._leave(link, "its message could not be handled")
+                return
+
+    def _dispatch(self, link: _Link, message: Message) -> None:
+        match message:
+            case StepOutput():
+                self._on_step(link, message)
+            case BlockEvents():
+                if self._index.apply(message):
+                    self._ask_for_snapshot(link)
+            case BlockSnapshot():
+                self._index.apply_snapshot(message)
+                link.snapshot_asked_s = None
+            case RequestFailed():
+                if (leg := link.legs.get(message.request_id)) is not None:
+                    error = _ERRORS.get(message.code, WorkerError)
+                    leg.deliver(error(f"worker {link.worker_id}: {message.message}", code=message.code or None))
+            case Welcome():
+                self._on_welcome(link, message)
+            case _:
+                logger.warning("worker %s sent an unexpected %s", link.worker_id, type(message).__name__)
+
+    def _on_step(self, link: _Link, output: StepOutput) -> None:
+        self._costs.steps(link.kind).observe(output.stats)
+        self._registry.note_step(link.worker_id, output.stats)
+        self._registry.note_load(link.worker_id, output.load, self._clock())
+        for delta in output.deltas:
+            # A request that was cancelled here may still get tokens on their way.
+            if (leg := link.legs.get(delta.request_id)) is not None:
+                leg.deliver(delta)
+
+    def _on_welcome(self, link: _Link, welcome: Welcome) -> None:
+        if link.welcome.done():
+            return
+        reason = welcome.refusal or self._disagreement(link, welcome.card)
+        if reason:
+            link.welcome.set_exception(IncompatiblePeer(f"worker {link.worker_id} cannot join: {reason}"))
+            return
+        link.kind = welcome.card.kind
+        self._registry.add(welcome.card, self._clock())
+        self._index.add_worker(link.worker_id, link.address.epoch)
+        self._ask_for_snapshot(link)  # it may have cached blocks for other routers before
+        self._registry.set_state(link.worker_id, WorkerState.READY, "welcomed us")
+        link.welcome.set_result(welcome.card)
+
+    def _disagreement(self, link: _Link, card: WorkerCard) -> str:
+        """What keeps this worker from serving beside the others; empty when nothing does."""
+        peer = card.address
+        if (peer.worker_id, peer.epoch) != (link.worker_id, link.address.epoch):
+            return f"expected epoch {link.address.epoch}, found {peer.worker_id} epoch {peer.epoch} at its endpoint"
+        for other in self._registry:
+            for name in ("model", "namespace", "block_size"):
+                ours, theirs = getattr(other.card, name), getattr(card, name)
+                if ours != theirs:
+                    return f"{name} is {theirs!r}, but {ours!r} on worker {other.worker_id}"
+        return ""
+
+    def _ask_for_snapshot(self, link: _Link) -> None:
+        if link.snapshot_asked_s is None:
+            link.snapshot_asked_s = self._clock()
+            link.send(SnapshotRequest())
+
+    async def _receive_heartbeats(self) -> None:
+        while True:
+            data = await self._heartbeats.recv()
+            try:
+                message = decode_message(data)
+            except msgspec.DecodeError as exc:
+                logger.warning("not a heartbeat: %s", exc)
+                continue
+            if not isinstance(message, Heartbeat):
+                continue
+            link = self._links.get(message.worker_id)
+            if link is not None and link.address.epoch == message.epoch:
+                self._registry.note_load(message.worker_id, message.load, self._clock(), step_age_s=message.step_age_s)
+
+    async def _watch(self) -> None:
+        """Give up workers that are silent, and ask again for snapshots that did not come."""
+        timeout_s = self._config.worker_timeout_s
+        while True:
+            await asyncio.sleep(timeout_s / 8)
+            now = self._clock()
+            for worker in list(self._registry):
+                silence_s = now - worker.last_seen_s
+                if silence_s > timeout_s:
+                    self.mark_dead(worker.worker_id, f"silent for {silence_s:.1f} s")
+            for link in self._links.values():
+                if link.snapshot_asked_s is not None and now - link.snapshot_asked_s > timeout_s:
+                    link.snapshot_asked_s = None
+                    self._ask_for_snapshot(link)
+
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

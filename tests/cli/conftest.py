@@ -1,0 +1,11 @@
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fake_openai import FakeServer, fake_openai
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with fake_openai() as fake:
+        yield fake

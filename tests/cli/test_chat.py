@@ -1,0 +1,117 @@
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+
+import httpx
+import pytest
+
+from cli.chat import ChatError, Conversation
+from cli.main import run
+from tests.fake_openai import FakeServer
+
+
+def talk(server: FakeServer, text: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    return run(["chat", "--url", server.url, "--max-tokens", "2", *options])
+
+
+def test_piped_lines_are_turns_of_one_conversation(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talk(server, "hello\n\nand you?\n/exit\nnever sent\n", monkeypatch, "--system", "be brief") == 0
+    captured = capsys.readouterr()
+    assert captured.out == "word word \nword word \n"
+    assert captured.err.count("TTFT") == 2
+    assert "2 tokens" in captured.err
+    assert [body["messages"] for body in server.requests] == [
+        [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}],
+        [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": "word word "},
+            {"role": "user", "content": "and you?"},
+        ],
+    ]
+    assert server.requests[0]["model"] == "fake-model"
+
+
+def test_reset_forgets_the_history(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert talk(server, "hello\n/reset\nhello\n", monkeypatch) == 0
+    assert server.requests[0] == server.requests[1]
+
+
+def test_server_error_is_one_line(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.status = 503
+    assert talk(server, "hello\n", monkeypatch) == 2
+    assert capsys.readouterr().err == "tandem: not today (HTTP 503)\n"
+
+
+def test_broken_stream_keeps_what_was_said(server: FakeServer) -> None:
+    server.break_after = 1
+    with httpx.Client(base_url=server.url) as client:
+        conversation = Conversation(client, "m", options={"max_tokens": 3})
+        with pytest.raises(ChatError, match="in the middle"):
+            list(conversation.ask("hello"))
+    assert conversation.messages[-1] == {"role": "assistant", "content": "word "}
+
+
+def test_closing_an_answer_hangs_up(server: FakeServer) -> None:
+    server.pause.clear()
+    with httpx.Client(base_url=server.url) as client:
+        conversation = Conversation(client, "m", options={"max_tokens": 3})
+        answer = conversation.ask("hello")
+        assert next(answer) == "word "
+        answer.close()
+        server.pause.set()
+        assert conversation.messages[-1]["content"] == "word "
+        assert "".join(conversation.ask("again")) == "word word word "
+
+
+def test_refused_connection_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        assert run(["chat", "--url", f"http://127.0.0.1:{unused.getsockname()[1]}"]) == 2
+    error = capsys.readouterr().err
+    assert "tandem serve" in error
+    assert len(error.splitlines()) == 1
+
+
+def test_ctrl_c_stops_the_answer_and_a_second_one_leaves(server: FakeServer) -> None:
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    server.pause.clear()
+    command = [sys.executable, "-m", "cli", "chat", "--url", server.url]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as process:
+        guard = threading.Timer(30, process.kill)
+        guard.start()
+        terminal = open(ours, "rb+", buffering=0)  # noqa: SIM115  # closed below, after the process
+
+        def read_until(text: bytes) -> bytes:
+            seen = b""
+            while text not in seen:
+                seen += terminal.read(1024)
+            return seen
+
+        try:
+            read_until(b"> ")
+            terminal.write(b"hello\n")
+            read_until(b"word")
+            process.send_signal(signal.SIGINT)
+            assert b"stopped" in read_until(b"> ")
+            while process.poll() is None:  # a signal just before the terminal is read would only be noted
+                process.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(0.2)
+            assert process.returncode == 0
+        finally:
+            process.kill()
+            guard.cancel()
+            terminal.close()
+            os.close(theirs)

@@ -1,0 +1,140 @@
+import inspect
+import socket
+import sys
+import types
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.main import run
+from cli.serve import build_config, serve
+from protocol.config import ClusterConfig, EngineConfig, RouterConfig, TransferConfig
+from protocol.errors import ConfigError
+
+CONFIGS = [EngineConfig, TransferConfig, RouterConfig, ClusterConfig]
+COMPONENTS = {"engine", "transfer", "router"}
+FLAGS = inspect.signature(serve).parameters
+
+
+def make_model(folder: Path) -> Path:
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
+    """The configs that reach the launcher, which is replaced: no worker starts in these tests."""
+    configs: list[ClusterConfig] = []
+
+    def launch(config: ClusterConfig) -> int:
+        configs.append(config)
+        return 7
+
+    monkeypatch.setitem(sys.modules, "cluster.launch", types.SimpleNamespace(serve=launch))
+    return configs
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_config_field_is_a_flag_with_the_same_default(config: Any) -> None:
+    for field in fields(config):
+        if field.name in COMPONENTS:
+            continue
+        assert field.name in FLAGS, f"{config.__name__}.{field.name} has no flag"
+        if field.default is not MISSING:
+            default = FLAGS[field.name].default
+            assert (tuple(default) if isinstance(default, list) else default) == field.default
+
+
+def test_every_flag_is_a_config_field() -> None:
+    names = {field.name for config in CONFIGS for field in fields(config)}
+    assert set(FLAGS) - names == {"ctx", "pool_gb"}
+
+
+def test_serve_hands_every_flag_to_the_launcher(tmp_path: Path, launched: list[ClusterConfig]) -> None:
+    folder = make_model(tmp_path / "toy")
+    words = f"--model {folder} --prefill 2 --decode 3 --port 0 --pool-gb 0.5 --no-autoscale --gpus-per-worker 0.5"
+    more = "--block-size 32 --dtype float32 --checksums all --cors-allow-origins a --cors-allow-origins b"
+    assert run(["serve", *words.split(), *more.split()]) == 7
+    assert launched == [
+        ClusterConfig(
+            engine=EngineConfig(
+                model=str(folder), served_model_name="toy", block_size=32, dtype="float32", pool_bytes=500_000_000
+            ),
+            transfer=TransferConfig(checksums="all"),
+            router=RouterConfig(port=0, cors_allow_origins=("a", "b")),
+            num_prefill=2,
+            num_decode=3,
+            autoscale=False,
+            num_gpus_per_worker=0.5,
+        )
+    ]
+
+
+def test_no_flag_means_the_defaults_of_the_config() -> None:
+    flags = {name: parameter.default for name, parameter in FLAGS.items() if name != "ctx"}
+    assert build_config(flags | {"model": "m"}) == ClusterConfig(engine=EngineConfig(model="m"))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("serve --block-size 3", "block_size=3 must be a power of two"),
+        ("serve --port 70000", "port=70000 is not a TCP port"),
+        ("serve --port x", "'--port'"),
+        ("serve --dtype int3", "'--dtype'"),
+        ("serve --bogus", "No such option: --bogus"),
+        ("serve --prefill 0", "num_prefill=0"),
+        ("serve --pool-gb 1 --pool-bytes 5", "pool_gb and pool_bytes"),
+        ("serve --port 0 --model /no/such/folder", "model folder /no/such/folder does not exist"),
+        ("serve --port 0 --model nonsense", "model='nonsense' is neither"),
+        ("model pull nonsense", "model='nonsense' is neither"),
+        ("bogus", "No such command 'bogus'"),
+        ("bench --concurrency 1,x", "concurrency='1,x'"),
+        ("bench --url ftp://x", "url='ftp://x'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    words: str, expected: str, capsys: pytest.CaptureFixture[str], launched: list[ClusterConfig]
+) -> None:
+    assert run(words.split()) == 2
+    captured = capsys.readouterr()
+    assert expected in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert captured.out == ""
+    assert launched == []
+
+
+def test_busy_port_is_told_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], launched: list[ClusterConfig]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert run(["serve", "--port", str(port), "--model", str(make_model(tmp_path / "m"))]) == 2
+    assert f"port={port} (Address already in use)" in capsys.readouterr().err
+    assert launched == []
+
+
+def test_error_of_the_launcher_is_one_line_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(_config: ClusterConfig) -> int:
+        raise ConfigError("pool_bytes=9 is less than one block")
+
+    monkeypatch.setitem(sys.modules, "cluster.launch", types.SimpleNamespace(serve=launch))
+    assert run(["serve", "--port", "0", "--model", str(make_model(tmp_path / "m"))]) == 2
+    assert capsys.readouterr().err == "tandem: pool_bytes=9 is less than one block\n"
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["chat"], ["bench"], ["model"], ["model", "pull"], ["version"]])
+def test_help_is_there_for_every_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*command, "--help"]) == 0
+    assert "Usage: tandem" in capsys.readouterr().out
+
+
+def test_version_names_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["version"]) == 0
+    assert capsys.readouterr().out.startswith("tandem 0.")

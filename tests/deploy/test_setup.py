@@ -1,0 +1,101 @@
+"""The set-up scripts and the Makefile: what they refuse, and with which words."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make(*args: str) -> str:
+    finished = subprocess.run(["make", *args], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
+    return finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("requirements", "expected"),
+    [
+        (["filelock", "sympy>=1.13.3"], []),
+        (['nvidia-nccl-cu13==2.0; platform_system == "Linux"', "triton"], ["nvidia-nccl-cu13", "triton"]),
+        (['cuda-bindings; sys_platform == "plan9"'], []),
+        (['nvidia-something; extra == "opt"'], []),
+    ],
+)
+def test_cuda_build_of_torch_is_told_by_what_it_requires(requirements: list[str], expected: list[str]) -> None:
+    report = {"install": [{"metadata": {"name": "torch", "requires_dist": requirements}}]}
+    assert load_script("check_torch_build").cuda_requirements(report) == expected
+
+
+def test_missing_system_packages_are_named(tmp_path: Path) -> None:
+    """With a PATH of next to nothing, and no apt-get in it: nothing may be installed here."""
+    for tool in ("id", "python3"):
+        found = shutil.which(tool)
+        assert found is not None
+        (tmp_path / tool).symlink_to(found)
+    bash = shutil.which("bash")
+    assert bash is not None
+    finished = subprocess.run(
+        [bash, str(ROOT / "scripts" / "debian-packages.sh")],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert finished.returncode == 1
+    assert "g++ make" in finished.stderr
+    assert finished.stdout == ""
+
+
+@pytest.mark.parametrize("script", ["scripts/setup.sh", "scripts/debian-packages.sh", ".ci/run"])
+def test_scripts_parse_and_stop_at_the_first_failure(script: str) -> None:
+    subprocess.run(["bash", "-n", str(ROOT / script)], check=True, timeout=10)
+    assert "set -euo pipefail" in (ROOT / script).read_text()
+
+
+def test_make_test_runs_lint_types_and_tests() -> None:
+    commands = make("--dry-run", "test")
+    for command in ("ruff check", "ruff format --check", "bin/mypy", 'pytest -m "not slow"'):
+        assert command in commands
+
+
+def test_make_help_names_every_target() -> None:
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert phony is not None
+    listed = make("help")
+    assert [target for target in phony[1].split() if f"\n  {target} " not in listed] == []
+
+
+def test_every_dependency_is_pinned_and_explained() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        *project["dependencies"],
+        *(name for extra in project["optional-dependencies"].values() for name in extra),
+    ]
+    names = [re.split(r"[\[<>=;]", requirement)[0].lower().replace("_", "-") for requirement in wanted]
+    pinned = (ROOT / "constraints.txt").read_text().lower().replace("_", "-")
+    explained = (ROOT / "docs" / "dependencies.md").read_text().lower().replace("_", "-")
+    assert [name for name in names if not re.search(rf"^{re.escape(name)}==", pinned, re.MULTILINE)] == []
+    assert [name for name in names if f"`{name}" not in explained] == []
+
+
+def test_constraints_hold_one_version_for_every_platform() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines), "no local builds, no URLs, no editables"
+    assert "torch==2.13.0" in lines

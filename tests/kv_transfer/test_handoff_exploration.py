@@ -1,0 +1,71 @@
+"""Leases and outbox together, under dropped, delayed, repeated and reordered messages and the death of either side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from handoff_world import World, walk
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+
+class Exploration(RuleBasedStateMachine):
+    """Lets hypothesis choose every step and every fault, and shrink what it finds."""
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        self.data = data
+        self.world = World(lambda n: self.data.draw(st.integers(0, n - 1)))
+
+    @rule(
+        data=st.data(),
+        step=st.sampled_from(
+            [
+                World.new_request,
+                World.control_message,
+                World.compute,
+                World.submit,
+                World.land,
+                World.settle,
+                World.heartbeat,
+                World.time_passes,
+                World.expire,
+                World.cancel,
+                World.collect,
+                World.kill_sender,
+                World.kill_receiver,
+            ]
+        ),
+    )
+    def step(self, data: st.DataObject, step: Callable[[World], None]) -> None:
+        self.data = data
+        step(self.world)
+
+    @invariant()
+    def nothing_is_broken(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.wind_down()
+
+
+TestExploration = Exploration.TestCase
+TestExploration.settings = settings(
+    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_walks_leave_nothing_behind(seed: int) -> None:
+    print(f"seed {seed}")
+    walk(seed, num_steps=800).wind_down()
+
+
+def test_the_walks_see_success_and_failure() -> None:
+    worlds = [walk(seed, num_steps=800) for seed in range(40)]
+    assert sum(world.num_received for world in worlds) > 100
+    assert sum(world.num_released for world in worlds) > 100

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import pytest
+
+from kv_transfer.leases import Fenced, Lease, LeaseTable, Received, Released
+
+
+def grant(
+    table: LeaseTable,
+    request_id: str = "r",
+    block_ids: tuple[int, ...] = (7, 8, 9),
+    *,
+    first_block: int = 2,
+    now: float = 0.0,
+) -> Lease:
+    return table.grant(
+        request_id, block_ids, first_block=first_block, sender_id="p", sender_epoch=1, now=now, ttl_s=10.0
+    )
+
+
+def test_blocks_are_received_once_all_arrived_and_the_sender_is_done() -> None:
+    table = LeaseTable()
+    lease = grant(table)
+    assert table.chunk_arrived("r", lease.generation, 2, 2, [b"a", b"b"], now=1) is None
+    assert table.chunk_arrived("r", lease.generation, 4, 1, [b"c"], now=2) is None
+    assert table.handoff_done("r", lease.generation, 42, now=3) == Received(lease, 42, [b"a", b"b", b"c"])
+    assert table.held_block_ids == []
+    table.check_integrity()
+
+
+def test_chunks_may_come_in_any_order_and_after_done() -> None:
+    table = LeaseTable()
+    lease = grant(table)
+    assert table.chunk_arrived("r", lease.generation, 4, 1, [], now=1) is None
+    assert table.handoff_done("r", lease.generation, 42, now=1) is None
+    assert table.chunk_arrived("r", lease.generation, 2, 2, [b"a", b"b"], now=1) == Received(
+        lease, 42, [b"a", b"b", b""]
+    )
+
+
+def test_a_fully_cached_prompt_needs_only_done() -> None:
+    table = LeaseTable()
+    lease = grant(table, block_ids=())
+    assert table.handoff_done("r", lease.generation, 42, now=1) == Received(lease, 42, [])
+
+
+def test_generations_are_unique_and_grow() -> None:
+    table = LeaseTable(first_generation=100)
+    generations = [grant(table, f"r{i}", (i,)).generation for i in range(3)]
+    assert generations == [100, 101, 102]
+
+
+def test_an_expired_lease_keeps_its_blocks_until_the_sender_confirms() -> None:
+    table = LeaseTable()
+    lease = grant(table)
+    assert table.expire(9.9) == []
+    assert table.expire(10.0) == [Fenced(lease, "the lease expired")]
+    assert table.expire(99.0) == []
+    assert table.fenced == [lease]
+    assert table.held_block_ids == [7, 8, 9]
+    assert table.num_quarantined_blocks == 3
+    released = table.lease_closed("r", lease.generation, "p", 1)
+    assert released == Released(lease, was_live=False, reason="closed by the sender")
+    assert table.held_block_ids == []
+
+
+def test_done_of_a_fenced_lease_confirms_that_no_write_is_left() -> None:
+    table = LeaseTable()
+    lease = grant(table)
+    table.chunk_arrived("r", lease.generation, 2, 3, [], now=1)
+    table.expire(10)
+    released = table.handoff_done("r", lease.generation, 42, now=11)
+    assert isinstance(released, Released)
+    assert not released.was_live
+
+
+def test_nothing_is_received_after_the_deadline_even_before_expire_ran() -> None:
+    table = LeaseTable()
+    lease = grant(table)
+    table.chunk_arrived("r", lease.generation, 2, 3, [], now=9)
+    assert table.handoff_done("r", lease.generation, 42, now=10.0) is None
+    assert table.ignored == {"done too late": 1}
+    assert len(table.expire(10.0)) == 1
+
+
+def test_a_late_chunk_does_not_complete_a_lease() -> None:
+    table = LeaseTable()
+    lease = grant(table)
+    table.handoff_done("r", lease.generation, 42, now=1)
+    assert table.chunk_arrived("r", lease.generation, 2, 3, [], now=10.0) is None
+    assert table.ignored == {"chunk too late": 1}
+
+
+@pytest.mark.parametrize(("sender_id", "epoch", "extends"), [("p", 1, True), ("p", 2, False), ("q", 1, False)])
+def test_only_its_senders_heartbeat_extends_a_lease(sender_id: str, epoch: int, extends: bool) -> None:
+    table = LeaseTable()
+    lease = grant(table)
+    table.extend(sender_id, epoch, [("r", lease.generation), ("other", 99)], now=9)
+    assert (table.expire(18.9) == []) is extends
+    assert len(table.expire(19.0)) == (1 if extends else 0)
+
+
+def test_a_heartbeat_does_not_revive_a_lease_that_ended() -> None:
+    table = LeaseTable()
+    lease = grant(table)
+    table.extend("p", 1, [("r", lease.generation)], now=10)
+    assert len(table.expire(10)) == 1
+
+
+def test_repeated_foreign_and_misplaced_messages_are_ignored_and_counted() -> None:
+    table = LeaseTable()
+    lease = grant(table)
+    generation = lease.generation
+    table.chunk_arrived("r", generation, 2, 2, [], now=1)
+    table.chunk_arrived("r", generation, 2, 2, [], now=1)  # repeated
+    table.chunk_arrived("r", generation + 1, 4, 1, [], now=1)  # another generation
+    table.chunk_arrived("s", generation, 4, 1, [], now=1)  # another request
+    table.chunk_arrived("r", generation, 1, 1, [], now=1)  # before the lease
+    table.chunk_arrived("r", generation, 4, 2, [], now=1)  # beyond it
+    table.chunk_arrived("r", generation, 4, 1, [b"a", b"b"], now=1)  # checksums of other blocks
+    table.lease_closed("r", generation, "p", 2)
+    table.lease_closed("r", generation + 1, "p", 1)
+    assert table.ignored == {
+        "chunk repeated": 2,
+        "chunk of no lease": 2,
+        "chunk out of range": 3,
+        "closed by another sender": 1,
+        "closed of no lease": 1,
+    }
+    assert table.handoff_done("r", generation, 42, now=1) is None
+    assert table.held_block_ids == [7, 8, 9]
+
+
+def test_a_sender_that_gives_up_releases_a_live_lease() -> None:
+    table = LeaseTable()
+    lease = grant(table)
+    assert table.lease_closed("r", lease.generation, "p", 1, "cancelled") == Released(lease, True, "cancelled")
+    assert table.num_live == 0
+
+
+def test_the_death_of_a_sender_releases_its_leases_and_no_others() -> None:
+    table = LeaseTable()
+    live, fenced = grant(table, "a", (1,)), grant(table, "b", (2,))
+    other = table.grant("c", [3], first_block=0, sender_id="p", sender_epoch=2, now=0, ttl_s=10)
+    table.cancel("b")
+    assert table.sender_lost("p", 1) == [Released(live, True, "p died"), Released(fenced, False, "p died")]
+    assert table.held_block_ids == [3]
+    assert other.generation
+
+
+def test_a_request_can_be_granted_again_while_its_old_lease_is_fenced() -> None:
+    table = LeaseTable()
+    old = grant(table, block_ids=(1,))
+    assert table.cancel("r") == Fenced(old, "cancelled")
+    assert table.cancel("r") is None
+    new = grant(table, block_ids=(2,))
+    table.check_integrity()
+    assert table.chunk_arrived("r", old.generation, 2, 1, [], now=1) is None
+    assert table.handoff_done("r", new.generation, 42, now=1) is None
+    assert isinstance(table.handoff_done("r", old.generation, 42, now=1), Released)
+    assert isinstance(table.chunk_arrived("r", new.generation, 2, 1, [], now=1), Received)
+
+
+def test_a_second_live_lease_of_a_request_is_our_own_bug() -> None:
+    table = LeaseTable()
+    grant(table)
+    with pytest.raises(AssertionError):
+        grant(table)

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import pytest
+
+from kv_transfer.outbox import BlockWrite, HandoffEnded, LeaseEnded, Outbox
+from kv_transfer.transport import TransferState
+from protocol.errors import TransferError
+from protocol.messages import ChunkArrived, HandoffDone
+
+DONE, FAILED, LOST = TransferState.DONE, TransferState.FAILED, TransferState.LOST
+
+
+def open_handoff(outbox: Outbox, request_id: str = "r", num_blocks: int = 4) -> int:
+    return outbox.open(request_id, "d", 1, num_blocks=num_blocks, grant_deadline=30)
+
+
+def grant(
+    outbox: Outbox,
+    block_ids: tuple[int, ...] = (70, 80, 90),
+    *,
+    request_id: str = "r",
+    generation: int = 5,
+    first_block: int = 1,
+) -> None:
+    outbox.granted(
+        request_id, "d", 1, generation=generation, first_block=first_block, block_ids=block_ids, ttl_s=10, now=0
+    )
+
+
+def writing_outbox() -> tuple[Outbox, BlockWrite]:
+    """An outbox with a handoff of four blocks, three of them granted, and one write in flight."""
+    outbox = Outbox()
+    open_handoff(outbox)
+    grant(outbox)
+    outbox.blocks_computed("r", [10, 11])
+    (write,) = outbox.next_writes()
+    return outbox, write
+
+
+def summary(write: BlockWrite) -> tuple[list[int], list[int], int]:
+    assert isinstance(write.notification, ChunkArrived)
+    return write.local_block_ids, write.remote_block_ids, write.notification.first_block
+
+
+@pytest.mark.parametrize("is_grant_early", [True, False])
+def test_blocks_go_out_as_they_are_computed_and_done_goes_last(is_grant_early: bool) -> None:
+    outbox = Outbox()
+    if is_grant_early:
+        grant(outbox)
+    handoff_id = open_handoff(outbox)
+    assert outbox.next_writes() == []
+    if not is_grant_early:
+        grant(outbox)
+    outbox.blocks_computed("r", [10])
+    assert outbox.next_writes() == []  # the receiver has it cached
+    outbox.blocks_computed("r", [10, 11, 12])
+    (first,) = outbox.next_writes()
+    assert summary(first) == ([11, 12], [70, 80], 1)
+    assert outbox.next_writes() == []
+    outbox.blocks_computed("r", [10, 11, 12, 13])
+    outbox.first_token("r", 42)
+    second, done = outbox.next_writes()
+    assert summary(second) == ([13], [90], 3)
+    assert done.notification == HandoffDone(request_id="r", generation=5, first_token_id=42)
+    assert done.remote_block_ids == []
+    for write in (first, second):
+        outbox.write_settled(write, DONE)
+    assert outbox.take_ended() == []
+    assert outbox.heartbeat_handoffs == [("r", 5)]
+    outbox.write_settled(done, DONE)
+    assert outbox.take_ended() == [HandoffEnded(handoff_id, "r", True, "")]
+    assert outbox.num_open == 0
+
+
+def test_a_grant_after_everything_is_computed_sends_it_in_one_write() -> None:
+    outbox = Outbox()
+    open_handoff(outbox)
+    outbox.blocks_computed("r", [10, 11, 12, 13])
+    outbox.first_token("r", 42)
+    assert outbox.next_writes() == []
+    grant(outbox)
+    chunk, _ = outbox.next_writes()
+    assert summary(chunk) == ([11, 12, 13], [70, 80, 90], 1)
+
+
+def test_a_fully_cached_prompt_sends_only_done() -> None:
+    outbox = Outbox()
+    open_handoff(outbox)
+    grant(outbox, (), first_block=4)
+    outbox.blocks_computed("r", [10, 11])
+    outbox.first_token("r", 42)
+    (done,) = outbox.next_writes()
+    assert isinstance(done.notification, HandoffDone)
+
+
+def test_a_revoked_lease_is_confirmed_only_after_its_writes_have_settled() -> None:
+    outbox, write = writing_outbox()
+    outbox.revoked("r", "d", 1, 5)
+    outbox.blocks_computed("r", [10, 11, 12])
+    assert outbox.next_writes() == []
+    assert outbox.take_ended() == []
+    outbox.write_settled(write, DONE)
+    assert outbox.take_ended() == [
+        LeaseEnded("d", 1, "r", 5, "revoked by the receiver"),
+        HandoffEnded(1, "r", False, "revoked by the receiver"),
+    ]
+
+
+def test_a_revocation_is_confirmed_again_when_it_is_repeated() -> None:
+    outbox = Outbox()
+    for _ in range(2):
+        outbox.revoked("r", "d", 1, 5)
+        assert outbox.take_ended() == [LeaseEnded("d", 1, "r", 5, "revoked by the receiver")]
+
+
+def test_a_grant_that_comes_after_its_revocation_is_ignored() -> None:
+    outbox = Outbox()
+    outbox.revoked("r", "d", 1, 5)
+    grant(outbox)
+    open_handoff(outbox)
+    outbox.blocks_computed("r", [10, 11, 12, 13])
+    assert outbox.next_writes() == []
+
+
+def test_a_grant_repeated_after_delivery_does_not_serve_a_later_handoff() -> None:
+    outbox = Outbox()
+    open_handoff(outbox, num_blocks=1)
+    grant(outbox, (), first_block=1)
+    outbox.first_token("r", 42)
+    (done,) = outbox.next_writes()
+    outbox.write_settled(done, DONE)
+    grant(outbox, (), first_block=1)
+    open_handoff(outbox, num_blocks=1)
+    outbox.first_token("r", 42)
+    assert outbox.next_writes() == []
+
+
+def test_revoking_an_early_grant_confirms_and_forgets_it() -> None:
+    outbox = Outbox()
+    grant(outbox)
+    outbox.revoked("r", "d", 1, 5)
+    assert outbox.take_ended() == [LeaseEnded("d", 1, "r", 5, "revoked by the receiver")]
+    open_handoff(outbox)
+    assert outbox.heartbeat_handoffs == []
+
+
+def test_an_early_grant_whose_request_never_comes_is_given_back() -> None:
+    outbox = Outbox()
+    grant(outbox)
+    outbox.expire(9.9)
+    assert outbox.take_ended() == []
+    outbox.expire(10.0)
+    assert outbox.take_ended() == [LeaseEnded("d", 1, "r", 5, "the request did not come in time")]
+
+
+def test_a_handoff_without_a_grant_fails_at_its_deadline() -> None:
+    outbox = Outbox()
+    open_handoff(outbox)
+    outbox.expire(30.0)
+    assert outbox.take_ended() == [HandoffEnded(1, "r", False, "d granted no lease in time")]
+
+
+def test_a_refused_handoff_fails_at_once() -> None:
+    outbox = Outbox()
+    open_handoff(outbox)
+    outbox.refused("r", "d", 1, "no room")
+    assert outbox.take_ended() == [HandoffEnded(1, "r", False, "no room")]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_grant_of_the_wrong_size_is_given_back(count: int) -> None:
+    outbox = Outbox()
+    open_handoff(outbox)
+    grant(outbox, tuple(range(count)))
+    lease_ended, handoff_ended = outbox.take_ended()
+    assert isinstance(lease_ended, LeaseEnded)
+    assert handoff_ended == HandoffEnded(1, "r", False, f"granted {count} blocks from 1 on for 4 blocks")
+
+
+def test_cancel_stops_writing_and_closes_the_lease() -> None:
+    outbox, write = writing_outbox()
+    outbox.cancel("r")
+    assert outbox.heartbeat_handoffs == []
+    outbox.write_settled(write, FAILED)
+    assert [type(ended) for ended in outbox.take_ended()] == [LeaseEnded, HandoffEnded]
+
+
+def test_a_failed_write_fails_the_handoff_even_if_done_went_through() -> None:
+    outbox, write = writing_outbox()
+    outbox.blocks_computed("r", [10, 11, 12, 13])
+    outbox.first_token("r", 42)
+    chunk, done = outbox.next_writes()
+    outbox.write_settled(done, DONE)
+    outbox.write_settled(chunk, DONE)
+    outbox.write_settled(write, FAILED)
+    assert outbox.take_ended() == [
+        LeaseEnded("d", 1, "r", 5, "a write to d is failed"),
+        HandoffEnded(1, "r", False, "a write to d is failed"),
+    ]
+
+
+def test_a_lease_with_a_lost_write_is_never_confirmed() -> None:
+    outbox, write = writing_outbox()
+    outbox.write_settled(write, LOST)
+    assert outbox.take_ended() == [HandoffEnded(1, "r", False, "a write to d is lost")]
+    outbox.revoked("r", "d", 1, 5)
+    grant(outbox)
+    assert outbox.take_ended() == []
+
+
+def test_a_lost_receiver_ends_its_handoffs_silently() -> None:
+    outbox, write = writing_outbox()
+    open_handoff(outbox, "waiting")
+    grant(outbox, request_id="early", generation=6)
+    outbox.receiver_lost("d", 2)
+    assert outbox.take_ended() == []
+    outbox.receiver_lost("d", 1)
+    outbox.write_settled(write, LOST)
+    outbox.expire(1000)
+    assert outbox.take_ended() == [
+        HandoffEnded(2, "waiting", False, "d is gone"),
+        HandoffEnded(1, "r", False, "d is gone"),
+    ]
+    outbox.check_integrity()
+
+
+def test_a_request_can_be_opened_again_while_its_old_writes_drain() -> None:
+    outbox, write = writing_outbox()
+    with pytest.raises(TransferError):
+        open_handoff(outbox)
+    outbox.cancel("r")
+    assert open_handoff(outbox) == 2
+    grant(outbox, generation=6)
+    outbox.blocks_computed("r", [20, 21])
+    (new_write,) = outbox.next_writes()
+    outbox.write_settled(write, DONE)
+    assert outbox.take_ended() == [LeaseEnded("d", 1, "r", 5, "cancelled"), HandoffEnded(1, "r", False, "cancelled")]
+    assert outbox.heartbeat_handoffs == [("r", 6)]
+    assert summary(new_write) == ([21], [70], 1)
+    outbox.check_integrity()
+
+
+def test_a_second_lease_of_a_granted_request_is_given_back() -> None:
+    outbox, _ = writing_outbox()
+    grant(outbox)  # repeated: ignored
+    grant(outbox, generation=6)
+    assert outbox.take_ended() == [LeaseEnded("d", 1, "r", 6, "the request has another lease")]

@@ -1,0 +1,271 @@
+"""What every transport promises, asserted of each of them by the same tests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from kv_transfer.transport import Notification, Transfer, TransferState, Transport, create_transport
+from kv_transfer.transport.in_process import InProcessHub
+from protocol.errors import ConfigError, IncompatiblePeer, PeerLost, TransferError
+
+TRANSPORTS = ["in_process", "nixl"]
+DEADLINE_S = 20.0
+
+
+class Network:
+    """Makes transports of one kind and closes them at the end of the test."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.hub = InProcessHub()
+        self.stack = ExitStack()
+
+    def make(self, worker_id: str, pool: torch.Tensor, epoch: int = 1) -> Transport:
+        transport = create_transport(self.name, worker_id=worker_id, epoch=epoch, pool=pool, hub=self.hub)
+        self.stack.callback(transport.close)
+        return transport
+
+    def link(self, sender_pool: torch.Tensor, receiver_pool: torch.Tensor) -> tuple[Transport, Transport]:
+        """A sender "p" and a receiver "d", each knowing the other."""
+        sender, receiver = self.make("p", sender_pool), self.make("d", receiver_pool)
+        sender.add_peer("d", 1, receiver.local_metadata())
+        receiver.add_peer("p", 1, sender.local_metadata())
+        return sender, receiver
+
+
+@pytest.fixture(params=TRANSPORTS)
+def network(request: pytest.FixtureRequest) -> Iterator[Network]:
+    network = Network(request.param)
+    with network.stack:
+        yield network
+
+
+def random_pool(num_blocks: int = 8, block_shape: tuple[int, ...] = (3, 2, 4), seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_blocks, *block_shape, generator=torch.Generator().manual_seed(seed))
+
+
+def settle(transfers: list[Transfer], *transports: Transport) -> None:
+    """Poll all transports until the transfers are settled; notifications that arrive meanwhile are dropped."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not all(transfer.is_settled for transfer in transfers):
+        for transport in transports:
+            transport.poll()
+        assert time.monotonic() < deadline, f"not settled within {DEADLINE_S} s"
+
+
+def receive(count: int, receiver: Transport, *others: Transport) -> list[Notification]:
+    """Poll until this many notifications have come to `receiver`."""
+    arrived: list[Notification] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while len(arrived) < count:
+        for other in others:
+            other.poll()
+        arrived += receiver.poll()
+        assert time.monotonic() < deadline, f"{len(arrived)} of {count} notifications arrived"
+    return arrived
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("block_shape", [(1,), (3, 2, 16, 1, 5), (30, 2, 16, 3, 64)], ids=str)
+def test_bytes_arrive_exactly_and_only_in_the_named_blocks(
+    network: Network, dtype: torch.dtype, block_shape: tuple[int, ...]
+) -> None:
+    source = random_pool(6, block_shape, seed=1).mul(50).to(dtype)
+    target = random_pool(9, block_shape, seed=2).mul(50).to(dtype)
+    expected = target.clone()
+    expected[[7, 0, 3]] = source[[2, 5, 4]]
+    sender, receiver = network.link(source, target)
+
+    transfer = sender.write_blocks("d", [2, 5, 4], [7, 0, 3])
+    settle([transfer], sender, receiver)
+
+    assert transfer.state is TransferState.DONE
+    assert torch.equal(target.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_the_notification_comes_after_the_bytes(network: Network) -> None:
+    source, target = torch.ones(4, 90_000), torch.zeros(4, 90_000)
+    sender, receiver = network.link(source, target)
+    for turn in range(20):
+        source.fill_(turn + 1)
+        transfer = sender.write_blocks("d", [0, 1, 2, 3], [3, 2, 1, 0], b"%d" % turn)
+        assert receive(1, receiver, sender) == [Notification("p", 1, b"%d" % turn)]
+        assert bool((target == turn + 1).all())
+        assert transfer.state is TransferState.DONE
+
+
+def test_notifications_keep_the_order_of_writes(network: Network) -> None:
+    sender, receiver = network.link(random_pool(), random_pool())
+    for number in range(200):
+        blocks = [] if number % 3 == 0 else [number % 8]
+        sender.write_blocks("d", blocks, blocks, b"%d" % number)
+    arrived = receive(200, receiver, sender)
+    assert [notification.payload for notification in arrived] == [b"%d" % number for number in range(200)]
+    assert receiver.poll() == []
+
+
+def test_an_empty_write_is_a_pure_notification(network: Network) -> None:
+    target = random_pool(seed=3)
+    before = target.clone()
+    sender, receiver = network.link(random_pool(), target)
+    transfer = sender.write_blocks("d", [], [], b"done")
+    assert receive(1, receiver, sender) == [Notification("p", 1, b"done")]
+    assert transfer.state is TransferState.DONE
+    assert torch.equal(target, before)
+
+
+def test_an_empty_notification_is_not_sent(network: Network) -> None:
+    sender, receiver = network.link(random_pool(), random_pool())
+    sender.write_blocks("d", [1], [1])
+    sender.write_blocks("d", [], [], b"last")
+    assert receive(1, receiver, sender) == [Notification("p", 1, b"last")]
+
+
+def test_a_large_notification_arrives_whole(network: Network) -> None:
+    sender, receiver = network.link(random_pool(), random_pool())
+    payload = bytes(range(256)) * 400
+    sender.write_blocks("d", [0], [0], b"before")
+    sender.write_blocks("d", [0], [0], payload)
+    sender.write_blocks("d", [0], [0], b"after")
+    assert [notification.payload for notification in receive(3, receiver, sender)] == [b"before", payload, b"after"]
+
+
+def test_many_transfers_at_once_both_ways(network: Network) -> None:
+    left, right = random_pool(256, seed=4), random_pool(256, seed=5)
+    expected_left, expected_right = left.clone(), right.clone()
+    expected_right[128:] = left[:128].flip(0)
+    expected_left[128:] = right[:128].flip(0)
+    sender, receiver = network.link(left, right)
+    transfers = []
+    for block in range(128):
+        transfers.append(sender.write_blocks("d", [block], [255 - block], b"p%d" % block))
+        transfers.append(receiver.write_blocks("p", [block], [255 - block], b"d%d" % block))
+    settle(transfers, sender, receiver)
+    assert {transfer.state for transfer in transfers} == {TransferState.DONE}
+    assert torch.equal(left, expected_left)
+    assert torch.equal(right, expected_right)
+
+
+@pytest.mark.parametrize(
+    ("local_ids", "remote_ids"),
+    [([8], [0]), ([0], [8]), ([-1], [0]), ([0], [-1]), ([0, 1], [0]), ([], [0]), ([0, 1], [2, 2])],
+)
+def test_bad_block_ids_raise_and_write_nothing(network: Network, local_ids: list[int], remote_ids: list[int]) -> None:
+    target = random_pool(seed=6)
+    before = target.clone()
+    sender, receiver = network.link(random_pool(), target)
+    with pytest.raises(TransferError):
+        sender.write_blocks("d", local_ids, remote_ids, b"never")
+    sender.write_blocks("d", [], [], b"next")
+    assert receive(1, receiver, sender) == [Notification("p", 1, b"next")]
+    assert torch.equal(target, before)
+
+
+def test_writing_to_an_unknown_peer_raises_peer_lost(network: Network) -> None:
+    sender = network.make("p", random_pool())
+    with pytest.raises(PeerLost):
+        sender.write_blocks("nobody", [0], [0])
+
+
+def test_a_removed_peer_is_unknown_and_can_be_added_again(network: Network) -> None:
+    target = torch.zeros(8, 3, 2, 4)
+    source = random_pool(seed=7)
+    sender, receiver = network.link(source, target)
+    sender.write_blocks("d", [0], [0], b"first")
+    assert receive(1, receiver, sender) == [Notification("p", 1, b"first")]
+    sender.remove_peer("d")
+    sender.remove_peer("d")
+    with pytest.raises(PeerLost):
+        sender.write_blocks("d", [1], [1])
+    sender.add_peer("d", 1, receiver.local_metadata())
+    sender.write_blocks("d", [1], [1], b"second")
+    assert receive(1, receiver, sender) == [Notification("p", 1, b"second")]
+    assert torch.equal(target[:2], source[:2])
+
+
+def test_adding_a_known_peer_again_changes_nothing(network: Network) -> None:
+    sender, receiver = network.link(random_pool(), random_pool())
+    transfer = sender.write_blocks("d", [0], [0], b"a")
+    sender.add_peer("d", 1, receiver.local_metadata())
+    sender.write_blocks("d", [0], [0], b"b")
+    assert [notification.payload for notification in receive(2, receiver, sender)] == [b"a", b"b"]
+    assert transfer.state is TransferState.DONE
+
+
+def test_a_new_epoch_replaces_the_old_peer(network: Network) -> None:
+    source, old_target, new_target = random_pool(), torch.zeros(8, 3, 2, 4), torch.zeros(8, 3, 2, 4)
+    sender, receiver = network.link(source, old_target)
+    settle([sender.write_blocks("d", [0], [0])], sender, receiver)
+    receiver.close()
+    old_target.zero_()
+
+    restarted = network.make("d", new_target, epoch=2)
+    sender.add_peer("d", 2, restarted.local_metadata())
+    sender.write_blocks("d", [4], [5], b"hello")
+    assert receive(1, restarted, sender) == [Notification("p", 1, b"hello")]
+    assert torch.equal(new_target[5], source[4])
+    assert not old_target.any()
+
+
+def test_removing_a_peer_loses_writes_that_are_not_done(network: Network) -> None:
+    sender, receiver = network.link(random_pool(), random_pool())
+    transfer = sender.write_blocks("d", [0], [0], b"x")  # nixl: pending, the receiver never polled
+    sender.remove_peer("d")
+    assert transfer.state in (TransferState.LOST, TransferState.DONE)
+    receiver.poll()
+
+
+def test_writes_from_a_worker_not_added_here_are_delivered(network: Network) -> None:
+    sender, receiver = network.make("p", random_pool()), network.make("d", random_pool())
+    sender.add_peer("d", 1, receiver.local_metadata())
+    sender.write_blocks("d", [0], [0], b"early")
+    assert receive(1, receiver, sender) == [Notification("p", 1, b"early")]
+
+
+def test_another_block_size_is_refused(network: Network) -> None:
+    sender, receiver = network.make("p", random_pool()), network.make("d", random_pool(block_shape=(5,)))
+    with pytest.raises(IncompatiblePeer, match=r"block_bytes: 96 here, 20 at d"):
+        sender.add_peer("d", 1, receiver.local_metadata())
+
+
+@pytest.mark.parametrize("metadata", [b"", b"garbage", b"\x90"])
+def test_unreadable_metadata_is_refused(network: Network, metadata: bytes) -> None:
+    with pytest.raises(TransferError):
+        network.make("p", random_pool()).add_peer("d", 1, metadata)
+
+
+def test_metadata_of_another_worker_or_epoch_is_refused(network: Network) -> None:
+    sender, receiver = network.make("p", random_pool()), network.make("d", random_pool())
+    for worker_id, epoch in (("d", 2), ("e", 1)):
+        with pytest.raises(TransferError):
+            sender.add_peer(worker_id, epoch, receiver.local_metadata())
+        with pytest.raises(PeerLost):
+            sender.write_blocks(worker_id, [], [], b"x")
+
+
+def test_close_twice_is_fine_and_ends_everything(network: Network) -> None:
+    sender, receiver = network.link(random_pool(), random_pool())
+    settle([sender.write_blocks("d", [0], [0])], sender, receiver)
+    for transport in (sender, receiver, sender, receiver):
+        transport.close()
+    assert sender.poll() == []
+    with pytest.raises(PeerLost):
+        sender.write_blocks("d", [0], [0])
+    with pytest.raises(PeerLost):
+        sender.add_peer("d", 1, receiver.local_metadata() if network.name == "in_process" else b"")
+
+
+@pytest.mark.parametrize("pool", [torch.zeros(4), torch.zeros(0, 3), torch.zeros(4, 6)[:, ::2]], ids=str)
+def test_a_pool_without_contiguous_blocks_is_refused(network: Network, pool: torch.Tensor) -> None:
+    with pytest.raises(TransferError, match="contiguous"):
+        network.make("p", pool)
+
+
+def test_an_unknown_transport_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="in_process, nixl"):
+        create_transport("pigeon", worker_id="p", epoch=1, pool=random_pool())

@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.config import RouterConfig
+from protocol.digest import block_digests, root_digest
+from protocol.errors import NoWorker, PeerLost, ServingError, WorkerError
+from protocol.messages import Cancel, Decode, FinishReason, Generate, Message, Prefill, Role, SequenceDelta
+from router.flow import DeltaOrder
+from router.openai.backend import GenerateRequest, TokenDelta
+from tests.router.builders import NAMESPACE
+from tests.router.fake_worker import (
+    FakeCluster,
+    FakeWorker,
+    Script,
+    fails,
+    fake_cluster,
+    first_token,
+    make_request,
+    one_token,
+    remaining_tokens,
+    silent,
+    until,
+)
+
+
+async def collect(cluster: FakeCluster, request: GenerateRequest) -> list[TokenDelta]:
+    async with asyncio.timeout(10):
+        return [delta async for delta in cluster.flow.serve(request)]
+
+
+def tokens(deltas: list[TokenDelta]) -> list[int]:
+    return [token_id for delta in deltas for token_id in delta.token_ids]
+
+
+def test_both_legs_make_one_stream() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(prefill=first_token, decode=remaining_tokens) as cluster:
+            deltas = await collect(cluster, make_request())
+            assert tokens(deltas) == [100, 101, 102, 103]
+            assert [delta.finish_reason for delta in deltas] == [None, None, None, FinishReason.LENGTH]
+            assert deltas[0].num_cached_tokens == 0
+            (first,), (rest,) = cluster.workers["p"].of_type(Prefill), cluster.workers["d"].of_type(Decode)
+            assert isinstance(first, Prefill)
+            assert isinstance(rest, Decode)
+            assert first.decode_worker == cluster.workers["d"].address
+            assert rest.prefill_worker == cluster.workers["p"].address
+            cluster.assert_nothing_left()
+
+    asyncio.run(scenario())
+
+
+def test_a_decode_leg_that_is_ahead_waits_for_the_first_token() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(prefill=silent, decode=remaining_tokens) as cluster:
+            prefill = cluster.workers["p"]
+            serving = asyncio.create_task(collect(cluster, make_request()))
+            # The whole rest is here (its last delta closed the leg) before the first token is sent.
+            await until(lambda: bool(prefill.of_type(Prefill)) and cluster.client.num_open_legs == 1)
+            prefill.output(SequenceDelta("r0", 0, [100]))
+            assert tokens(await serving) == [100, 101, 102, 103]
+            cluster.assert_nothing_left()
+
+    asyncio.run(scenario())
+
+
+def test_one_worker_serves_alone_when_that_is_cheaper() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(prefill=first_token, decode=remaining_tokens, local_prefill=True) as cluster:
+            assert tokens(await collect(cluster, make_request())) == [100, 101, 102, 103]
+            assert len(cluster.workers["d"].of_type(Generate)) == 1
+            assert cluster.workers["p"].of_type(Prefill) == []
+            cluster.assert_nothing_left()
+
+    asyncio.run(scenario())
+
+
+def test_a_first_token_that_ends_the_request_cancels_the_decode_leg() -> None:
+    def only_token(worker: FakeWorker, message: Message) -> None:
+        if isinstance(message, Prefill):
+            worker.output(SequenceDelta(message.request_id, 0, [7], FinishReason.STOP, stop_token_id=7))
+
+    async def scenario() -> None:
+        async with fake_cluster(prefill=only_token, decode=silent) as cluster:
+            (delta,) = await collect(cluster, make_request())
+            assert (delta.finish_reason, delta.stop_token_id) == (FinishReason.STOP, 7)
+            await until(lambda: len(cluster.workers["d"].of_type(Cancel)) == 1)
+            assert cluster.workers["p"].of_type(Cancel) == []
+            cluster.assert_nothing_left()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("num_tokens_seen", [0, 1, 2])
+def test_a_client_that_leaves_cancels_both_legs(num_tokens_seen: int) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(prefill=silent, decode=silent) as cluster:
+            prefill, decode = cluster.workers["p"], cluster.workers["d"]
+            stream = cluster.flow.serve(make_request())
+            reading = asyncio.ensure_future(anext(stream))
+            await until(lambda: bool(prefill.of_type(Prefill)) and bool(decode.of_type(Decode)))
+            if num_tokens_seen == 0:
+                reading.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await reading
+            else:
+                prefill.output(SequenceDelta("r0", 0, [100]))
+                await reading
+                if num_tokens_seen == 2:
+                    decode.output(SequenceDelta("r0", 1, [101]))
+                    await anext(stream)
+                await stream.aclose()
+            await until(lambda: len(decode.of_type(Cancel)) == 1)
+            if num_tokens_seen < 2:  # once the decode worker speaks, the prefill worker is done
+                await until(lambda: len(prefill.of_type(Cancel)) == 1)
+            cluster.assert_nothing_left()
+
+    asyncio.run(scenario())
+
+
+def test_the_death_of_a_worker_ends_all_its_streams_within_a_second() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
+            streams = [cluster.flow.serve(make_request(request_id=f"r{i}")) for i in range(8)]
+            for stream in streams:
+                assert [(await anext(stream)).token_ids for _ in range(2)] == [[100], [101]]
+            readers = [asyncio.ensure_future(anext(stream)) for stream in streams]
+            died_s = time.monotonic()
+            cluster.client.mark_dead("d", "exit code -9")
+            results = await asyncio.gather(*readers, return_exceptions=True)
+            assert time.monotonic() - died_s < 1
+            assert all(isinstance(result, WorkerError) for result in results)
+            assert not cluster.flow.ready
+            cluster.assert_nothing_left()
+            with pytest.raises(NoWorker):
+                await collect(cluster, make_request())
+
+    asyncio.run(scenario())
+
+
+def test_a_prefill_worker_may_die_once_the_decode_worker_speaks() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
+            stream = cluster.flow.serve(make_request())
+            assert [(await anext(stream)).token_ids for _ in range(2)] == [[100], [101]]
+            cluster.client.mark_dead("p", "exit code -9")
+            cluster.workers["d"].output(SequenceDelta("r0", 2, [102, 103], FinishReason.LENGTH))
+            assert (await anext(stream)).token_ids == [102, 103]
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+            cluster.assert_nothing_left()
+
+    asyncio.run(scenario())
+
+
+def test_one_failed_leg_cancels_the_other() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(prefill=fails, decode=silent) as cluster:
+            with pytest.raises(PeerLost, match="pool is on fire"):
+                await collect(cluster, make_request())
+            await until(lambda: len(cluster.workers["d"].of_type(Cancel)) == 1)
+            cluster.assert_nothing_left()
+
+    asyncio.run(scenario())
+
+
+def test_silence_ends_a_request() -> None:
+    async def scenario() -> None:
+        config = RouterConfig(request_timeout_s=0.2)
+        async with fake_cluster(prefill=first_token, decode=silent, config=config) as cluster:
+            with pytest.raises(WorkerError, match=r"request_timeout_s=0\.2"):
+                await collect(cluster, make_request())
+            await until(lambda: len(cluster.workers["d"].of_type(Cancel)) == 1)
+            cluster.assert_nothing_left()
+
+    asyncio.run(scenario())
+
+
+def test_a_second_request_follows_the_first_by_its_speculative_blocks() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(prefill=silent, decode=silent) as cluster:
+            stream = cluster.flow.serve(make_request(num_prompt_tokens=3000))
+            reading = asyncio.ensure_future(anext(stream))
+            await until(lambda: cluster.registry.num_bookings == 1)
+            digests = block_digests(root_digest(NAMESPACE), range(3000), 16)
+            assert cluster.index.longest_prefix(digests, time.monotonic()) == {"p": 187, "d": 187}
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            cluster.assert_nothing_left()
+
+    asyncio.run(scenario())
+
+
+def test_shows_its_pools() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(prefill=first_token, decode=remaining_tokens) as cluster:
+            await collect(cluster, make_request())
+            cluster.flow.autoscaler_status = {"reason": "hold"}
+            pools = await cluster.flow.pools()
+            (worker,) = pools["roles"]["prefill"]
+            assert (worker["worker_id"], worker["state"], worker["queue_s"]) == ("p", "ready", 0)
+            assert pools["roles"]["colocated"] == []
+            assert "cpu-1" in pools["costs"]["steps"]
+            assert pools["autoscaler"] == {"reason": "hold"}
+            assert (cluster.flow.model, cluster.flow.max_model_len) == ("toy", 32768)
+            assert cluster.flow.ready
+
+    asyncio.run(scenario())
+
+
+SCRIPTS: list[Script] = [silent, first_token, remaining_tokens, one_token, fails]
+PLANS = st.lists(
+    st.tuples(st.integers(0, 4), st.sampled_from(["finish", "close", "cancel", "kill p", "kill d", "timeout"])),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(prefill=st.sampled_from(SCRIPTS), decode=st.sampled_from(SCRIPTS), plans=PLANS, local_prefill=st.booleans())
+def test_every_exit_gives_everything_back(
+    prefill: Script, decode: Script, plans: list[tuple[int, str]], local_prefill: bool
+) -> None:
+    async def run(cluster: FakeCluster, request_id: str, num_reads: int, end: str) -> None:
+        stream = cluster.flow.serve(make_request(request_id=request_id))
+        try:
+            for _ in range(num_reads):
+                await anext(stream)
+            if end.startswith("kill"):
+                cluster.client.mark_dead(end[-1], "test")
+            if end == "cancel":
+                reading = asyncio.ensure_future(anext(stream))
+                await asyncio.sleep(0)
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+            elif end != "close":
+                async for _ in stream:
+                    pass
+        except (ServingError, StopAsyncIteration):
+            pass
+        finally:
+            await stream.aclose()
+
+    async def scenario() -> None:
+        config = RouterConfig(request_timeout_s=0.05)
+        async with fake_cluster(prefill=prefill, decode=decode, config=config, local_prefill=local_prefill) as cluster:
+            await asyncio.gather(*(run(cluster, f"r{i}", *plan) for i, plan in enumerate(plans)))
+            cluster.assert_nothing_left()
+
+    asyncio.run(scenario())
+
+
+@given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=8), order=st.randoms(use_true_random=False))
+def test_any_order_of_arrival_gives_the_same_tokens(lengths: list[int], order: random.Random) -> None:
+    deltas: list[SequenceDelta] = []
+    offset = 0
+    for length in lengths:
+        deltas.append(SequenceDelta("r0", offset, list(range(offset, offset + length))))
+        offset += length
+    order.shuffle(deltas)
+    merged = DeltaOrder()
+    out = [token_id for delta in deltas for due in merged.push(delta) for token_id in due.token_ids]
+    assert out == list(range(offset))
+    with pytest.raises(WorkerError, match="twice"):
+        merged.push(deltas[0])
+
+
+def test_an_empty_last_delta_is_passed_on() -> None:
+    merged = DeltaOrder()
+    last = SequenceDelta("r0", 1, [], FinishReason.LENGTH)
+    assert merged.push(last) == []
+    assert merged.push(SequenceDelta("r0", 0, [1]))[1:] == [last]
+
+
+def test_a_flipped_role_is_used_at_once() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(prefill=remaining_tokens, decode=silent) as cluster:
+            cluster.registry.set_role("p", Role.COLOCATED)
+            cluster.registry.set_role("d", Role.PREFILL)
+            assert tokens(await collect(cluster, make_request())) == [100, 101, 102, 103]
+
+    asyncio.run(scenario())

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from protocol.config import RouterConfig
+from protocol.errors import IncompatiblePeer, WorkerError
+from protocol.messages import (
+    BlockEvents,
+    Generate,
+    PeerAddress,
+    Role,
+    SequenceDelta,
+    SnapshotRequest,
+    StepStats,
+    WorkerLoad,
+    WorkerState,
+)
+from protocol.sampling import SamplingParams
+from router.worker_client import Inbox
+from tests.router.fake_worker import FakeWorker, fake_cluster, silent, until
+
+
+def make_generate(request_id: str) -> Generate:
+    return Generate(request_id=request_id, token_ids=[1], sampling=SamplingParams(max_tokens=2))
+
+
+def make_events(sequence: int, stored: list[bytes]) -> BlockEvents:
+    return BlockEvents(worker_id="d", epoch=1, sequence=sequence, stored=stored, removed=[])
+
+
+def test_a_worker_joins_with_what_it_has_cached() -> None:
+    async def scenario() -> None:
+        async with fake_cluster() as cluster:
+            worker = FakeWorker("d", Role.DECODE)
+            worker.cached, worker.sequence = [b"x", b"y"], 7
+            await cluster.add(worker)
+            assert [w.state for w in cluster.registry] == [WorkerState.READY]
+            await until(lambda: cluster.index.num_blocks("d") == 2)
+            worker.send(make_events(8, [b"z"]))
+            await until(lambda: cluster.index.num_blocks("d") == 3)
+
+    asyncio.run(scenario())
+
+
+def test_a_gap_in_the_events_is_closed_by_a_snapshot() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            worker = cluster.workers["d"]
+            await until(lambda: len(worker.of_type(SnapshotRequest)) == 1)
+            worker.send(make_events(1, [b"a"]))
+            await until(lambda: cluster.index.num_blocks("d") == 1)
+            worker.cached, worker.sequence = [b"a", b"b", b"c"], 3
+            worker.send(make_events(3, [b"c"]))
+            await until(lambda: cluster.index.num_blocks("d") == 3)
+            assert len(worker.of_type(SnapshotRequest)) == 2
+
+    asyncio.run(scenario())
+
+
+def test_steps_teach_the_cost_model_and_beats_carry_the_load() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            worker = cluster.workers["d"]
+            worker.output(stats=StepStats(duration_s=0.05, num_prefill_tokens=10, prefill_attention=50.0))
+            await until(lambda: cluster.costs.steps("cpu-1").num_measurements == 1)
+            state = cluster.registry.get("d")
+            assert state is not None
+
+            def has_beaten() -> bool:
+                worker.beat(WorkerLoad(num_waiting=5))  # again and again: a subscription takes a moment to arrive
+                return state.load.num_waiting == 5
+
+            await until(has_beaten)
+            assert state.step_age_s == 0.5
+
+    asyncio.run(scenario())
+
+
+def test_deltas_reach_the_request_they_belong_to() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            inboxes: dict[str, Inbox] = {"a": asyncio.Queue(), "b": asyncio.Queue()}
+            for request_id, inbox in inboxes.items():
+                cluster.client.open_leg("d", make_generate(request_id), inbox)
+            worker = cluster.workers["d"]
+            await until(lambda: len(worker.of_type(Generate)) == 2)
+            worker.send_raw(b"this is no message")
+            worker.output(SequenceDelta("b", 0, [2]), SequenceDelta("gone", 0, [9]), SequenceDelta("a", 0, [1]))
+            for request_id, token_id in (("a", 1), ("b", 2)):
+                event = await asyncio.wait_for(inboxes[request_id].get(), 5)
+                assert isinstance(event.item, SequenceDelta)
+                assert event.item.token_ids == [token_id]
+                event.leg.cancel()
+                event.leg.cancel()
+            assert cluster.client.num_open_legs == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_worker_fails_all_its_requests_at_once_and_leaves_nothing() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            inbox: Inbox = asyncio.Queue()
+            for i in range(3):
+                cluster.client.open_leg("d", make_generate(f"r{i}"), inbox)
+            cluster.workers["d"].send(make_events(1, [b"a"]))
+            await until(lambda: len(cluster.index) == 1)
+            asyncio.get_running_loop().call_soon_threadsafe(cluster.client.mark_dead, "d", "exit code -9")
+            errors = [(await asyncio.wait_for(inbox.get(), 1)).item for _ in range(3)]
+            assert all(isinstance(error, WorkerError) and "exit code -9" in str(error) for error in errors)
+            assert len(set(map(id, errors))) == 3
+            assert (len(cluster.registry), len(cluster.index), cluster.client.num_open_legs) == (0, 0, 0)
+            with pytest.raises(WorkerError, match="worker d is gone"):
+                cluster.client.open_leg("d", make_generate("late"), inbox)
+            cluster.client.mark_dead("d", "again")
+
+    asyncio.run(scenario())
+
+
+def test_a_silent_worker_is_given_up() -> None:
+    async def scenario() -> None:
+        config = RouterConfig(worker_timeout_s=0.3)
+        async with fake_cluster(decode=silent, config=config) as cluster:
+            inbox: Inbox = asyncio.Queue()
+            cluster.client.open_leg("d", make_generate("r0"), inbox)
+            event = await asyncio.wait_for(inbox.get(), 5)
+            assert "silent for" in str(event.item)
+            assert len(cluster.registry) == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_restarted_worker_replaces_its_earlier_epoch() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            old = cluster.workers["d"]
+            inbox: Inbox = asyncio.Queue()
+            cluster.client.open_leg("d", make_generate("r0"), inbox)
+            await cluster.add(FakeWorker("d", Role.DECODE, epoch=2))
+            assert "replaced by epoch 2" in str((await inbox.get()).item)
+            assert [w.card.address.epoch for w in cluster.registry] == [2]
+            await old.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_cannot_serve_beside_the_others_is_refused() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            stranger = FakeWorker("x", Role.DECODE, namespace=b"other namespace!")
+            with pytest.raises(IncompatiblePeer, match="namespace is b'other namespace!'"):
+                await cluster.add(stranger)
+            with pytest.raises(IncompatiblePeer, match="wire version 1"):
+                await cluster.add(FakeWorker("y", Role.DECODE, refusal="I do not speak wire version 1"))
+            assert [w.worker_id for w in cluster.registry] == ["d"]
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_does_not_answer_or_dies_while_joining_is_not_waited_for() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(config=RouterConfig(worker_timeout_s=0.2)) as cluster:
+            with pytest.raises(WorkerError, match="did not answer within worker_timeout_s"):
+                await cluster.add(FakeWorker("m", Role.DECODE, is_mute=True))
+        async with fake_cluster() as cluster:
+            address = PeerAddress("n", 1, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1")
+            joining = asyncio.create_task(cluster.client.add_worker(address))
+            await asyncio.sleep(0)
+            cluster.client.mark_dead("n", "exit code 1")
+            with pytest.raises(WorkerError, match="exit code 1"):
+                await asyncio.wait_for(joining, 1)
+            assert len(cluster.registry) == 0
+
+    asyncio.run(scenario())
+
+
+def test_removing_a_worker_waits_for_what_it_runs() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            inbox: Inbox = asyncio.Queue()
+            leg = cluster.client.open_leg("d", make_generate("r0"), inbox)
+            removing = asyncio.create_task(cluster.client.remove_worker("d"))
+            state = cluster.registry.get("d")
+            assert state is not None
+            await until(lambda: state.state == WorkerState.DRAINING)
+            assert not removing.done()
+            leg.close()
+            await asyncio.wait_for(removing, 1)
+            assert len(cluster.registry) == 0
+            assert inbox.empty()
+
+    asyncio.run(scenario())
+
+
+def test_removing_a_worker_waits_no_longer_than_the_drain_timeout() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent, config=RouterConfig(drain_timeout_s=0.1)) as cluster:
+            inbox: Inbox = asyncio.Queue()
+            cluster.client.open_leg("d", make_generate("r0"), inbox)
+            started_s = time.monotonic()
+            await cluster.client.remove_worker("d")
+            assert time.monotonic() - started_s < 2
+            assert isinstance((await inbox.get()).item, WorkerError)
+
+    asyncio.run(scenario())
