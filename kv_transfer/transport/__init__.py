@@ -1,0 +1,14 @@
+"""Transports: who may write which bytes where is decided above; here the bytes move."""
+
+from __future__ import annotations
+
+from kv_transfer.transport.base import (
+    Notification,
+    PoolShape,
+    Transfer,
+    TransferState,
+    Transport,
+    create_transport,
+)
+
+__all__ = ["Notification", "PoolShape", "Transfer", "TransferState", "Transport", "create_transport"]

@@ -108,7 +108,7 @@ def test_ctrl_c_stops_the_answer_and_a_second_one_leaves(server: FakeServer) -> 
             while process.poll() is None:  # a signal just before the terminal is read would only be noted
                 process.send_signal(signal.SIGINT)
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(0.2)
+                    process.wait(5)
             assert process.returncode == 0
         finally:
             process.kill()

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -80,9 +81,14 @@ def test_make_help_names_every_target() -> None:
     assert [target for target in phony[1].split() if f"\n  {target} " not in listed] == []
 
 
-def test_every_dependency_is_pinned_and_explained() -> None:
-    import tomllib
+def test_image_holds_every_package() -> None:
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
+    names = [package.rstrip("*") for package in packages]
+    assert [name for name in names if f"COPY {name} {name}\n" not in dockerfile] == []
 
+
+def test_every_dependency_is_pinned_and_explained() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [
         *project["dependencies"],

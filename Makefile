@@ -1,0 +1,51 @@
+# `make serve` is all a new machine needs. Every target sets .venv up first; that is instant when nothing changed.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+STAMP := .venv/.ready
+URL ?= http://127.0.0.1:8000
+ARGS ?=
+
+$(STAMP): pyproject.toml constraints.txt scripts/setup.sh scripts/debian-packages.sh scripts/check_torch_build.py
+	@bash scripts/setup.sh
+	@touch $@
+
+.PHONY: help setup serve test test-slow lint types bench loadtest clean constraints
+
+help: ## show this list
+	@echo "Tandem: make <target> [ARGS='flags of the tandem command']"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv with everything in it
+
+serve: $(STAMP) ## serve the default model on 127.0.0.1:8000 (ARGS='--port 8001 --colocated ...')
+	@$(BIN)/tandem serve $(ARGS)
+
+test: lint types ## lint, types and all tests but the slow ones
+	$(BIN)/pytest -m "not slow"
+
+test-slow: $(STAMP) ## the tests that take minutes
+	$(BIN)/pytest -m slow
+
+lint: $(STAMP) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP) ## mypy, strict on our packages
+	$(BIN)/mypy
+
+bench: $(STAMP) ## measure a running server: TTFT, ITL, throughput (URL=..., ARGS=...)
+	$(BIN)/tandem bench --url $(URL) $(ARGS)
+
+loadtest: $(STAMP) ## eight locust users for 30 s against a running server (URL=...)
+	$(BIN)/locust -f loadtest/locustfile.py --headless -u 8 -r 8 -t 30s --host $(URL) $(ARGS)
+
+constraints: $(STAMP) ## write constraints.txt from the present environment
+	@{ grep '^#' constraints.txt; $(BIN)/pip freeze --all --exclude-editable | sed -E 's/\+cpu$$|\+cu[0-9]+$$//' | grep -v '^nixl'; } > constraints.tmp
+	@mv constraints.tmp constraints.txt
+
+clean: ## remove the environment, caches and build output (not the downloaded models)
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

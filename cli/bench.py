@@ -1,0 +1,252 @@
+"""`tandem bench`: closed-loop load against an OpenAI-compatible server; a table on screen and JSON in a file."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cli.version import commit, machine, product_version
+from loadtest.client import MeasuringClient, run_measured
+from loadtest.closed_loop import ChatLoad, LoadRun, run_chats, run_completions
+from loadtest.prompts import random_prompts
+from loadtest.stats import Distribution, Summary, summarize
+from protocol.errors import ConfigError
+
+__all__ = ["BenchSettings", "bench", "measure"]
+
+Dataset = Literal["random", "chat"]
+_WORDS_PER_TOKEN = 0.75  # of English text; the chat dataset needs no exact sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSettings:
+    """What one benchmark sends."""
+
+    url: str
+    model: str
+    concurrency: tuple[int, ...]
+    num_requests: int
+    input_tokens: int
+    output_tokens: int
+    dataset: Dataset
+    turns: int
+    warmup: int
+    seed: int
+
+
+def bench(
+    url: Annotated[str, typer.Option(help="Server, with or without /v1.")] = "http://127.0.0.1:8000",
+    model: Annotated[str, typer.Option(help="Served model; empty = the server's first.")] = "",
+    concurrency: Annotated[
+        str, typer.Option(help="Requests at once; several, separated by commas, are run one after another.")
+    ] = "1,8,32",
+    requests: Annotated[
+        int, typer.Option(help="Requests of each run; 0 = three for each client, at least 8. Chat: sessions.")
+    ] = 0,
+    input_tokens: Annotated[int, typer.Option(help="Prompt tokens (of each turn).")] = 128,
+    output_tokens: Annotated[int, typer.Option(help="Answer tokens; end-of-sequence is ignored.")] = 64,
+    dataset: Annotated[
+        Dataset,
+        typer.Option(
+            help="random: unrelated prompts, nothing to cache. chat: conversations that resend their history."
+        ),
+    ] = "random",
+    turns: Annotated[int, typer.Option(help="Turns of each conversation (chat only).")] = 4,
+    warmup: Annotated[int, typer.Option(help="Requests before each run that are not measured.")] = 2,
+    seed: Annotated[int, typer.Option(help="Same seed, same prompts.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="File for the result as JSON.", show_default=False)] = None,
+    api_key: Annotated[
+        str, typer.Option(envvar="OPENAI_API_KEY", help="Key sent to the server.", show_default=False)
+    ] = "",
+) -> int:
+    """Measure TTFT, ITL and throughput of an OpenAI-compatible server.
+
+    Closed loop: each client sends its next request when the last is answered. All requests stream, and ask for
+    ignore_eos and running usage, which servers that do not know them leave out.
+
+    TTFT: request to first token. ITL: gap between two streamed events. TPOT: mean time per token after the first.
+
+    Exit code 1 if any request failed.
+
+    [bold]Examples[/bold]
+
+    [cyan]tandem bench --concurrency 1,8,32 --input-tokens 128 --output-tokens 64 --output result.json[/cyan]
+
+    [cyan]tandem bench --dataset chat --turns 4 --concurrency 8[/cyan]
+    """
+    levels = _parse_concurrency(concurrency)
+    for name, value, least in [
+        ("input_tokens", input_tokens, 1),
+        ("output_tokens", output_tokens, 1),
+        ("turns", turns, 1),
+        ("requests", requests, 0),
+        ("warmup", warmup, 0),
+    ]:
+        if value < least:
+            raise ConfigError(f"{name}={value} must be at least {least}")
+    if output is not None and not output.resolve().parent.is_dir():
+        raise ConfigError(f"output={output}: its folder does not exist")
+    try:
+        client = MeasuringClient(url, api_key=api_key)
+    except ValueError as exc:
+        raise ConfigError(str(exc)) from exc
+
+    settings = BenchSettings(
+        url=url,
+        model=model or run_measured(_first_model(client, url)),
+        concurrency=levels,
+        num_requests=requests,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        dataset=dataset,
+        turns=turns,
+        warmup=warmup,
+        seed=seed,
+    )
+    console = Console()
+    summaries = run_measured(_measure_all(client, settings))
+    console.print(_table(settings, summaries))
+    for summary in summaries:
+        if summary.num_errors:
+            console.print(f"[red]concurrency {summary.concurrency}: {summary.num_errors} errors, the first:[/red]")
+            console.print(f"  {summary.first_error}", markup=False)
+    if output is not None:
+        output.write_text(json.dumps(_report(settings, summaries), indent=2) + "\n")
+        console.print(f"written to {output}", highlight=False)
+    return 1 if any(summary.num_errors for summary in summaries) else 0
+
+
+async def measure(client: MeasuringClient, settings: BenchSettings, concurrency: int, progress: Progress) -> Summary:
+    """Warm up, then one measured run at this concurrency."""
+    num_requests = settings.num_requests or max(8, 3 * concurrency)
+    task = progress.add_task(f"{concurrency} at once", total=num_requests)
+    # Another seed for each run and for the warm-up, or a prefix cache would know the prompts already.
+    await _load(client, settings, settings.warmup, concurrency, seed=2 * concurrency + 1, progress=progress, task=None)
+    run = await _load(client, settings, num_requests, concurrency, seed=2 * concurrency, progress=progress, task=task)
+    return summarize(run.timings, concurrency=concurrency, duration_s=run.duration_s)
+
+
+async def _measure_all(client: MeasuringClient, settings: BenchSettings) -> list[Summary]:
+    columns = (SpinnerColumn(), "{task.description}", MofNCompleteColumn(), TimeElapsedColumn())
+    # Redrawn rarely: the terminal's thread takes time from a server on the same cores.
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as progress:
+        return [await measure(client, settings, concurrency, progress) for concurrency in settings.concurrency]
+
+
+async def _load(
+    client: MeasuringClient,
+    settings: BenchSettings,
+    num_requests: int,
+    concurrency: int,
+    *,
+    seed: int,
+    progress: Progress,
+    task: Any,
+) -> LoadRun:
+    def advance() -> None:
+        if task is not None:
+            progress.advance(task)
+
+    seed += 1_000_003 * settings.seed
+    if settings.dataset == "chat":
+        load = ChatLoad(
+            num_sessions=num_requests,
+            num_turns=settings.turns,
+            words_per_turn=max(1, round(settings.input_tokens * _WORDS_PER_TOKEN)),
+            output_tokens=settings.output_tokens,
+            seed=seed,
+        )
+        return await run_chats(client, load, model=settings.model, concurrency=concurrency, on_done=advance)
+    prompts = await random_prompts(
+        client, model=settings.model, num_prompts=num_requests, num_tokens=settings.input_tokens, seed=seed
+    )
+    return await run_completions(
+        client,
+        prompts,
+        model=settings.model,
+        output_tokens=settings.output_tokens,
+        concurrency=concurrency,
+        on_done=advance,
+    )
+
+
+async def _first_model(client: MeasuringClient, url: str) -> str:
+    try:
+        models = await client.request_json("GET", "/v1/models")
+    except OSError as exc:
+        raise ConfigError(f"no OpenAI-compatible server at url={url} ({exc})") from exc
+    try:
+        return str(models["data"][0]["id"])
+    except (LookupError, TypeError) as exc:
+        raise ConfigError(f"url={url} does not list models; name one with --model") from exc
+
+
+def _parse_concurrency(text: str) -> tuple[int, ...]:
+    try:
+        levels = tuple(int(part) for part in text.split(","))
+    except ValueError as exc:
+        raise ConfigError(f"concurrency={text!r} is not a list of numbers such as 1,8,32") from exc
+    if min(levels) < 1:
+        raise ConfigError(f"concurrency={text!r} has a number below 1")
+    return levels
+
+
+def _table(settings: BenchSettings, summaries: list[Summary]) -> Table:
+    table = Table(
+        title=f"{settings.model}: {settings.dataset}, {settings.input_tokens} tokens in, {settings.output_tokens} out",
+        caption="times in ms; ITL = gap between streamed events",
+        title_justify="left",
+    )
+    for heading in [
+        "at once",
+        "requests",
+        "errors",
+        "tok/s",
+        "req/s",
+        "TTFT p50",
+        "p99",
+        "ITL p50",
+        "p99",
+        "max",
+        "TPOT p50",
+    ]:
+        table.add_column(heading, justify="right")
+    for summary in summaries:
+        table.add_row(
+            str(summary.concurrency),
+            str(summary.num_requests),
+            str(summary.num_errors),
+            f"{summary.output_tokens_per_s:.1f}",
+            f"{summary.requests_per_s:.2f}",
+            *_ms(summary.ttft_s, "p50", "p99"),
+            *_ms(summary.itl_s, "p50", "p99", "max"),
+            *_ms(summary.tpot_s, "p50"),
+        )
+    return table
+
+
+def _ms(distribution: Distribution, *names: str) -> list[str]:
+    return [f"{getattr(distribution, name) * 1e3:.1f}" if distribution.count else "-" for name in names]
+
+
+def _report(settings: BenchSettings, summaries: list[Summary]) -> dict[str, Any]:
+    """All one needs to repeat the run and to compare it with another."""
+    return {
+        "command": shlex.join(["tandem", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "version": product_version(),
+        "commit": commit(),
+        "machine": machine(),
+        "settings": {name: getattr(settings, name) for name in BenchSettings.__slots__},
+        "results": [summary.as_dict() for summary in summaries],
+    }

@@ -1,0 +1,195 @@
+"""`tandem chat`: a conversation in the terminal, with the speed of each answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+
+from protocol.errors import ConfigError, ServingError
+
+__all__ = ["Conversation", "chat"]
+
+_CONNECT_TIMEOUT_S = 5.0
+_READ_TIMEOUT_S = 600.0  # a queued prompt is silent for long
+_LEAVE = {"/exit", "/quit"}
+
+
+class ChatError(ServingError):
+    """The server did not give an answer."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages so far and the server that continues them."""
+
+    client: httpx.Client
+    model: str
+    messages: list[dict[str, str]] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+    num_output_tokens: int = 0  # of the answer being streamed
+
+    def ask(self, text: str) -> Generator[str]:
+        """Stream the answer to `text`. What came of it, if only in part, joins the history with the question."""
+        question = {"role": "user", "content": text}
+        answer: list[str] = []
+        self.num_output_tokens = 0
+        try:
+            for piece in self._stream([*self.messages, question]):
+                answer.append(piece)
+                yield piece
+        finally:
+            if answer:  # a question without any answer can be asked again
+                self.messages += [question, {"role": "assistant", "content": "".join(answer)}]
+
+    def _stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        body = {
+            "model": self.model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.options,
+        }
+        with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                raise ChatError(_error_message(response.status_code, response.read()))
+            for line in response.iter_lines():
+                content = line.removeprefix("data:").strip()
+                if not line.startswith("data:"):
+                    continue
+                if content == "[DONE]":
+                    return
+                event = json.loads(content)
+                if event.get("error"):
+                    raise ChatError(event["error"].get("message", "the server reported an error"))
+                if event.get("usage"):
+                    self.num_output_tokens = event["usage"]["completion_tokens"]
+                for choice in event["choices"]:
+                    piece = choice["delta"].get("content")
+                    if piece:
+                        yield piece
+        raise ChatError("the server closed the connection in the middle of the answer")
+
+
+def chat(
+    url: Annotated[str, typer.Option(help="Server, with or without /v1.")] = "http://127.0.0.1:8000",
+    model: Annotated[str, typer.Option(help="Served model; empty = the server's first.")] = "",
+    system: Annotated[str, typer.Option(help="System message at the start of the conversation.")] = "",
+    temperature: Annotated[
+        float | None, typer.Option(help="0 = always the likeliest token; unset = the server's.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
+    api_key: Annotated[
+        str, typer.Option(envvar="OPENAI_API_KEY", help="Key sent to the server.", show_default=False)
+    ] = "",
+) -> int:
+    """Chat with a model in the terminal.
+
+    After each answer: time to the first token and tokens per second. Ctrl-C stops an answer; at the prompt Ctrl-C,
+    Ctrl-D or /exit leaves, /reset starts over. Each line of a piped standard input is one turn.
+
+    [bold]Examples[/bold]
+
+    [cyan]tandem chat[/cyan]
+
+    [cyan]echo "What is the capital of France?" | tandem chat --temperature 0[/cyan]
+    """
+    options: dict[str, Any] = {"max_tokens": max_tokens}
+    if temperature is not None:
+        options["temperature"] = temperature
+    base_url = url.rstrip("/").removesuffix("/v1")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    timeout = httpx.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
+    try:
+        with httpx.Client(base_url=base_url, headers=headers, timeout=timeout) as client:
+            conversation = Conversation(client, model or _first_model(client), options=options)
+            return _talk(conversation, system)
+    except httpx.ConnectError as exc:
+        raise ConfigError(f"no server at url={base_url} ({exc}); start one with: tandem serve") from exc
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as exc:
+        raise ConfigError(f"url={url!r} is not of the form http://host:port ({exc})") from exc
+    except httpx.HTTPError as exc:
+        raise ChatError(f"lost the server at url={base_url}: {exc or type(exc).__name__}") from exc
+
+
+def _talk(conversation: Conversation, system: str) -> int:
+    """Ask every line of standard input until its end. On a terminal a failed answer does not end the conversation."""
+    beginning = [{"role": "system", "content": system}] if system else []
+    conversation.messages = list(beginning)
+    is_terminal = sys.stdin.isatty()
+    console = Console(highlight=False)
+    if is_terminal:
+        console.print(f"[bold]{conversation.model}[/bold]  [dim]Ctrl-C stops an answer, /exit leaves[/dim]")
+    while (line := _read_line(is_terminal)) is not None and line not in _LEAVE:
+        if line == "/reset":
+            conversation.messages = list(beginning)
+        elif line:
+            try:
+                _answer(conversation, line, console)
+            except ChatError as exc:
+                if not is_terminal:
+                    raise
+                console.print(f"[red]{exc.message}[/red]")
+    return 0
+
+
+def _read_line(is_terminal: bool) -> str | None:
+    """Next line without its end, or None when there is no more or the user leaves."""
+    try:
+        return input("> " if is_terminal else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return None
+
+
+def _answer(conversation: Conversation, text: str, console: Console) -> None:
+    """Print the answer as it comes, then its speed on a dim line (on stderr when the output is not a terminal)."""
+    started = time.perf_counter()
+    first = last = 0.0
+    num_events = 0
+    is_stopped = False
+    pieces = conversation.ask(text)
+    try:
+        for piece in pieces:
+            last = time.perf_counter()
+            first = first or last
+            num_events += 1
+            console.out(piece, end="", highlight=False)
+            console.file.flush()
+    except KeyboardInterrupt:
+        is_stopped = True
+        if not sys.stdin.isatty():
+            raise
+    finally:
+        pieces.close()  # hangs up
+    console.print()
+    if not num_events:
+        return
+    num_tokens = conversation.num_output_tokens or num_events
+    speed = f", {(num_tokens - 1) / (last - first):.1f} tok/s" if last > first else ""
+    stopped = ", stopped" if is_stopped else ""
+    meter = console if console.is_terminal else Console(stderr=True, highlight=False)
+    meter.print(f"[dim]TTFT {(first - started) * 1e3:.0f} ms, {num_tokens} tokens{speed}{stopped}[/dim]")
+
+
+def _first_model(client: httpx.Client) -> str:
+    response = client.get("/v1/models")
+    if response.status_code != 200:
+        raise ChatError(_error_message(response.status_code, response.content))
+    try:
+        return str(response.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError) as exc:
+        raise ConfigError(f"url={client.base_url} does not list models; name one with --model") from exc
+
+
+def _error_message(status: int, body: bytes) -> str:
+    try:
+        return f"{json.loads(body)['error']['message']} (HTTP {status})"
+    except (ValueError, LookupError, TypeError):
+        return f"HTTP {status}: {body[:200].decode(errors='replace')}"

@@ -1,0 +1,64 @@
+"""The `tandem` command: collects the commands, and turns every expected error into one line and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from cli import bench, chat, model, serve, version
+from protocol.errors import ServingError
+
+__all__ = ["app", "main", "run"]
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="tandem",
+    help="Serve large language models with prefill and decode on separate workers.\n\n"
+    "Start with [bold]tandem serve[/bold]; then [bold]tandem chat[/bold] in a second terminal.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(serve.serve)
+app.command()(chat.chat)
+app.command()(bench.bench)
+app.add_typer(model.app, name="model")
+app.command()(version.version)
+
+
+def main() -> None:
+    """Entry point of the `tandem` command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(args: Sequence[str]) -> int:
+    """Exit code of the command with these arguments: 0 done, 2 the user's error (one line on stderr)."""
+    try:
+        code = app(list(args), prog_name="tandem", standalone_mode=False)
+    except typer.TyperException as exc:
+        message = exc.format_message()
+        if message:
+            sys.stderr.write(f"tandem: {message.rstrip('.')}. See: tandem {' '.join(_words(args))}--help\n")
+        return EXIT_USER_ERROR
+    except ServingError as exc:
+        sys.stderr.write(f"tandem: {exc.message}\n")
+        return EXIT_USER_ERROR
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_INTERRUPTED
+    return int(code or 0)
+
+
+def _words(args: Sequence[str]) -> list[str]:
+    """The leading command words, for the hint; an empty word at the end makes the space before --help."""
+    words = []
+    for arg in args:
+        if arg.startswith("-"):
+            break
+        words.append(arg)
+    known = [word for word in words[:2] if word in {"serve", "chat", "bench", "model", "pull", "version"}]
+    return [*known, ""]

@@ -1,0 +1,41 @@
+"""`tandem model`: fetches models before they are served."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cluster.model_store import DEFAULT_MODEL, resolve_model
+
+app = typer.Typer(help="Fetch models.", no_args_is_help=True, rich_markup_mode="rich")
+
+
+@app.callback()
+def _model() -> None:
+    """Fetch models before they are served."""
+
+
+@app.command()
+def pull(
+    name: Annotated[
+        str, typer.Argument(help="Built-in name, hub id (org/name), or a local folder, which is only checked.")
+    ] = DEFAULT_MODEL,
+) -> int:
+    """Fetch a model, convert it if needed, and print its folder.
+
+    The built-in model is kept under TANDEM_CACHE (default ~/.cache/tandem), hub models in the hub's own cache. Safe to
+    interrupt and to run twice at once.
+
+    [bold]Examples[/bold]
+
+    [cyan]tandem model pull[/cyan]
+
+    [cyan]tandem model pull Qwen/Qwen3-0.6B[/cyan]
+    """
+    console = Console(stderr=True, highlight=False)
+    with console.status(f"model {name}"):
+        folder = resolve_model(name, report=lambda line: console.print(f"  {line}"))
+    typer.echo(str(folder))
+    return 0

@@ -1,0 +1,219 @@
+"""`tandem serve`: flags to a `ClusterConfig`, the checks that need no worker, then over to the launcher."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from cli.config_flags import default_of, from_flags
+from cluster.model_store import DEFAULT_MODEL, resolve_model, served_name
+from protocol.config import ClusterConfig, DType, EngineConfig, RouterConfig, TransferConfig
+from protocol.errors import ConfigError
+
+__all__ = ["build_config", "check_port", "serve"]
+
+_MODEL = "Model"
+_POOLS = "Workers"
+_HTTP = "HTTP"
+_ENGINE = "Engine (of each worker)"
+_TRANSFER = "KV transfer"
+_LIMITS = "Limits and timeouts"
+
+
+def serve(
+    ctx: typer.Context,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A local transformers folder, a hub id (org/name), or the built-in smollm2-135m, "
+            "which is fetched and converted at the first start.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = DEFAULT_MODEL,
+    served_model_name: Annotated[
+        str, typer.Option(help="Name clients use; empty = taken from the model.", rich_help_panel=_MODEL)
+    ] = default_of(EngineConfig, "served_model_name"),
+    dtype: Annotated[
+        DType, typer.Option(help="Type of weights and KV; auto = the model's own.", rich_help_panel=_MODEL)
+    ] = default_of(EngineConfig, "dtype"),
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        typer.Option(help="auto = a GPU where there is one.", rich_help_panel=_MODEL),
+    ] = default_of(EngineConfig, "device"),
+    num_prefill: Annotated[
+        int,
+        typer.Option("--num-prefill", "--prefill", help="Workers that start as prefill.", rich_help_panel=_POOLS),
+    ] = default_of(ClusterConfig, "num_prefill"),
+    num_decode: Annotated[
+        int, typer.Option("--num-decode", "--decode", help="Workers that start as decode.", rich_help_panel=_POOLS)
+    ] = default_of(ClusterConfig, "num_decode"),
+    colocated: Annotated[
+        bool,
+        typer.Option(
+            "--colocated/--disaggregated",
+            help="One worker that does both, for small machines and for comparison.",
+            rich_help_panel=_POOLS,
+        ),
+    ] = default_of(ClusterConfig, "colocated"),
+    autoscale: Annotated[
+        bool,
+        typer.Option(help="Flip workers between the pools by load; needs three or more.", rich_help_panel=_POOLS),
+    ] = default_of(ClusterConfig, "autoscale"),
+    autoscale_interval_s: Annotated[
+        float, typer.Option(help="Seconds between two looks at the load.", rich_help_panel=_POOLS)
+    ] = default_of(ClusterConfig, "autoscale_interval_s"),
+    num_gpus_per_worker: Annotated[
+        float,
+        typer.Option(
+            "--num-gpus-per-worker", "--gpus-per-worker", help="GPUs Ray sets aside for each.", rich_help_panel=_POOLS
+        ),
+    ] = default_of(ClusterConfig, "num_gpus_per_worker"),
+    num_cpus_per_worker: Annotated[
+        float,
+        typer.Option(
+            "--num-cpus-per-worker",
+            "--cpus-per-worker",
+            help="Cores for each; 0 = share the machine's evenly.",
+            rich_help_panel=_POOLS,
+        ),
+    ] = default_of(ClusterConfig, "num_cpus_per_worker"),
+    max_restarts: Annotated[
+        int, typer.Option(help="Times one worker is started again after a crash.", rich_help_panel=_POOLS)
+    ] = default_of(ClusterConfig, "max_restarts"),
+    ray_address: Annotated[
+        str,
+        typer.Option(
+            help="auto or host:port joins a running Ray cluster; empty = a private one on this machine.",
+            rich_help_panel=_POOLS,
+        ),
+    ] = default_of(ClusterConfig, "ray_address"),
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 = reachable from outside.", rich_help_panel=_HTTP)
+    ] = default_of(RouterConfig, "host"),
+    port: Annotated[int, typer.Option(help="TCP port; 0 = any free one.", rich_help_panel=_HTTP)] = default_of(
+        RouterConfig, "port"
+    ),
+    cors_allow_origins: Annotated[
+        list[str], typer.Option(help="Web origins that may call; give it several times.", rich_help_panel=_HTTP)
+    ] = list(default_of(RouterConfig, "cors_allow_origins")),  # noqa: B006  # typer copies it
+    block_size: Annotated[
+        int, typer.Option(help="Tokens of one KV block: a power of two up to 256.", rich_help_panel=_ENGINE)
+    ] = default_of(EngineConfig, "block_size"),
+    pool_bytes: Annotated[
+        int, typer.Option(help="Bytes of KV pool; 0 = derived from free memory.", rich_help_panel=_ENGINE)
+    ] = default_of(EngineConfig, "pool_bytes"),
+    pool_gb: Annotated[
+        float | None, typer.Option(help="The same in GB (10^9 bytes).", rich_help_panel=_ENGINE, show_default=False)
+    ] = None,
+    max_model_len: Annotated[
+        int, typer.Option(help="Longest prompt plus answer, in tokens; 0 = the model's own.", rich_help_panel=_ENGINE)
+    ] = default_of(EngineConfig, "max_model_len"),
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences in one step.", rich_help_panel=_ENGINE)] = default_of(
+        EngineConfig, "max_num_seqs"
+    ),
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Tokens in one step: the chunk size of prefill.", rich_help_panel=_ENGINE)
+    ] = default_of(EngineConfig, "max_num_batched_tokens"),
+    num_threads: Annotated[
+        int, typer.Option(help="CPU threads of a step; 0 = left to torch.", rich_help_panel=_ENGINE)
+    ] = default_of(EngineConfig, "num_threads"),
+    transport: Annotated[
+        Literal["nixl", "in_process"],
+        typer.Option(help="How KV travels; in_process is for tests within one process.", rich_help_panel=_TRANSFER),
+    ] = default_of(TransferConfig, "transport"),
+    checksums: Annotated[
+        Literal["off", "all"], typer.Option(help="Verify the bytes of every block moved.", rich_help_panel=_TRANSFER)
+    ] = default_of(TransferConfig, "checksums"),
+    lease_ttl_s: Annotated[
+        float, typer.Option(help="Seconds lent blocks outlive the lender's silence.", rich_help_panel=_TRANSFER)
+    ] = default_of(TransferConfig, "lease_ttl_s"),
+    heartbeat_interval_s: Annotated[
+        float,
+        typer.Option(help="Seconds between signs of life; a third of the lease at most.", rich_help_panel=_TRANSFER),
+    ] = default_of(TransferConfig, "heartbeat_interval_s"),
+    handoff_timeout_s: Annotated[
+        float, typer.Option(help="Longest wait for another worker's answer, in seconds.", rich_help_panel=_TRANSFER)
+    ] = default_of(TransferConfig, "handoff_timeout_s"),
+    max_body_bytes: Annotated[int, typer.Option(help="Largest request body.", rich_help_panel=_LIMITS)] = default_of(
+        RouterConfig, "max_body_bytes"
+    ),
+    max_queued_prompt_tokens: Annotated[
+        int,
+        typer.Option(help="Prompt tokens waiting in all workers; above it requests get 429.", rich_help_panel=_LIMITS),
+    ] = default_of(RouterConfig, "max_queued_prompt_tokens"),
+    tokenizer_threads: Annotated[
+        int, typer.Option(help="Threads of the router for long prompts.", rich_help_panel=_LIMITS)
+    ] = default_of(RouterConfig, "tokenizer_threads"),
+    worker_timeout_s: Annotated[
+        float, typer.Option(help="Seconds of silence after which a worker counts as dead.", rich_help_panel=_LIMITS)
+    ] = default_of(RouterConfig, "worker_timeout_s"),
+    request_timeout_s: Annotated[
+        float,
+        typer.Option(help="Longest silence between two tokens of a request, in seconds.", rich_help_panel=_LIMITS),
+    ] = default_of(RouterConfig, "request_timeout_s"),
+    drain_timeout_s: Annotated[
+        float, typer.Option(help="Seconds running answers get to finish at Ctrl-C.", rich_help_panel=_LIMITS)
+    ] = default_of(RouterConfig, "drain_timeout_s"),
+) -> int:
+    """Serve a model over the OpenAI API until Ctrl-C.
+
+    Starts prefill and decode workers and a router in front of them. Without flags: one of each, with the small
+    built-in model, on http://127.0.0.1:8000.
+
+    [bold]Examples[/bold]
+
+    [cyan]tandem serve[/cyan]
+
+    [cyan]tandem serve --model ~/models/qwen3-4b --prefill 1 --decode 3 --gpus-per-worker 1[/cyan]
+
+    [cyan]tandem serve --colocated --pool-gb 2 --port 8001[/cyan]
+
+    [cyan]tandem serve --ray-address auto --host 0.0.0.0[/cyan]
+    """
+    flags: dict[str, Any] = dict(ctx.params)
+    build_config(flags | {"model": "."})  # a bad value is told before a model is fetched
+    check_port(host, port)
+    console = Console(stderr=True, highlight=False)
+    with console.status(f"model {model}"):
+        folder = resolve_model(model, report=lambda line: console.print(f"  {line}"))
+    name = served_model_name or served_name(model)
+    config = build_config(flags | {"model": str(folder), "served_model_name": name})
+
+    from cluster.launch import serve as launch  # here: it brings Ray, which `tandem --help` need not wait for
+
+    return launch(config)
+
+
+def build_config(flags: dict[str, Any]) -> ClusterConfig:
+    """The whole configuration out of flags named as its fields. Raises `ConfigError`."""
+    if flags.get("pool_gb") is not None:
+        if flags["pool_bytes"]:
+            raise ConfigError("pool_gb and pool_bytes say the same thing; give one of them")
+        flags = flags | {"pool_bytes": round(flags["pool_gb"] * 1e9)}
+    return from_flags(
+        ClusterConfig,
+        flags,
+        engine=from_flags(EngineConfig, flags),
+        transfer=from_flags(TransferConfig, flags),
+        router=from_flags(RouterConfig, flags),
+    )
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise `ConfigError` if the router could not listen there; asked before anything is started."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as exc:
+        reason = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror
+        raise ConfigError(
+            f"cannot listen on host={host} port={port} ({reason}); choose another with --port or --host"
+        ) from exc

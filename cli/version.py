@@ -1,0 +1,58 @@
+"""`tandem version`, and the facts about this build and machine that a measurement has to carry."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+import typer
+
+__all__ = ["commit", "machine", "product_version", "version"]
+
+
+def version() -> int:
+    """Print the version, the commit where known, and the Python it runs on."""
+    built_from = f", commit {known}" if (known := commit()) else ""
+    typer.echo(f"tandem {product_version()} (Python {platform.python_version()}{built_from})")
+    return 0
+
+
+def product_version() -> str:
+    """Version of the installed distribution."""
+    return metadata.version("tandem-serve")
+
+
+def commit() -> str:
+    """Commit of the source tree this runs from, with `-dirty` if changed since; empty where there is none."""
+    source = Path(__file__).resolve().parent.parent
+    if not (source / ".git").exists():
+        return ""
+    command = ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def machine() -> dict[str, str | int | float]:
+    """What a reader of a result needs to know of the machine; nothing that names it."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()

@@ -1,0 +1,432 @@
+"""A worker: one engine, both roles, one loop.
+
+    receive -> poll transport -> step -> pump roles -> send
+
+The loop never waits for anyone: it polls. Which role the router sees is a label; the worker can always do both, so a
+flip is a change of that label once the old role's work is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import zmq
+
+from cluster.sockets import HeartbeatThread, WorkerSockets
+from decode_worker import DecodeRole
+from engine.engine import Engine, StepResult
+from engine.sequence import Sequence
+from kv_transfer.handshake import compatibility_fields
+from kv_transfer.links import LinkChange, LinkState, PeerLinks
+from kv_transfer.transport.base import Transport, create_transport
+from kv_transfer.transport.in_process import InProcessHub
+from prefill_worker import PrefillRole
+from protocol.config import WorkerConfig
+from protocol.errors import ServingError, WorkerError
+from protocol.messages import (
+    WIRE_VERSION,
+    BlockEvents,
+    BlockSnapshot,
+    Cancel,
+    Decode,
+    Generate,
+    Heartbeat,
+    Hello,
+    LeaseClosed,
+    LeaseGrant,
+    LeaseRefused,
+    LeaseRevoked,
+    Message,
+    PeerAddress,
+    PeerHello,
+    PeerRefused,
+    Prefill,
+    RequestFailed,
+    Role,
+    SequenceDelta,
+    SnapshotRequest,
+    StepOutput,
+    Welcome,
+    WorkerCard,
+    WorkerLoad,
+)
+
+__all__ = ["Worker", "WorkerStatus"]
+
+logger = logging.getLogger(__name__)
+
+_IDLE_POLL_MS = 200
+_TRANSFER_POLL_MS = 1  # NIXL has no file descriptor to wait on
+_LINK_EXPIRY_S = 1.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """What control wants to know: is it alive, may it flip, is it clean."""
+
+    worker_id: str
+    role: Role
+    load: WorkerLoad
+    num_open_handoffs: int  # sent and received
+    num_open_leases: int
+    num_used_blocks: int
+    num_preemptions: int
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of any request is left here."""
+        busy = self.load.num_waiting + self.load.num_running + self.num_open_handoffs + self.num_open_leases
+        return busy == 0
+
+
+class Worker:
+    """Engine, transport, roles and sockets of one worker process.
+
+    Construct it anywhere, then let one thread call `run`; `call` executes a function between two steps of that loop.
+    """
+
+    def __init__(self, config: WorkerConfig, *, hub: InProcessHub | None = None) -> None:
+        self.config = config
+        self.role = config.role
+        epoch = time.time_ns()
+        self._engine = Engine(config.engine)
+        self._transport: Transport = create_transport(
+            config.transfer.transport, worker_id=config.worker_id, epoch=epoch, pool=self._engine.kv, hub=hub
+        )
+        self._context = zmq.Context()
+        self._sockets = WorkerSockets(self._context, config.host)
+        self._live_handoffs: list[tuple[str, int]] = []
+        self._load = self._engine.load()
+        self._step_started = 0.0
+        interval_s = config.transfer.heartbeat_interval_s
+        self._heartbeat = HeartbeatThread(self._context, config.host, interval_s, self._make_heartbeat)
+        self.address = PeerAddress(config.worker_id, epoch, self._sockets.endpoint, self._heartbeat.endpoint)
+        model = self._engine.model
+        compatibility = compatibility_fields(
+            model_revision=model.revision,
+            namespace=self._engine.namespace,
+            kv_dtype=str(model.dtype),
+            block_size=config.engine.block_size,
+            block_shape=self._engine.kv.shape[1:],
+            transport=config.transfer.transport,
+        )
+        timeout_s = config.transfer.handoff_timeout_s
+        self._links = PeerLinks(
+            self.address, compatibility, self._transport, self._sockets.send_peer, timeout_s=timeout_s
+        )
+        self._prefill = PrefillRole(self._engine, self._transport, self._links, config.transfer, self._fail)
+        self._decode = DecodeRole(
+            self._engine, self._links, config.transfer, self._fail, first_generation=epoch & 0x7FFFFFFFFFFFFFFF
+        )
+        self._routers: dict[bytes, str] = {}  # socket identity -> router id
+        self._clients: dict[str, bytes] = {}  # request id -> socket identity of its router
+        self._event_sequence = 0
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._next_link_expiry = 0.0
+
+    @property
+    def card(self) -> WorkerCard:
+        """What a router has to know of this worker."""
+        engine, config = self._engine, self.config
+        device = engine.model.device
+        cpu_kind = f"cpu-{torch.get_num_threads()}"
+        return WorkerCard(
+            address=self.address,
+            role=self.role,
+            kind=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_kind,
+            model=config.engine.served_model_name or os.path.basename(config.engine.model),
+            max_model_len=engine.config.max_model_len,
+            block_size=engine.config.block_size,
+            num_blocks=engine.pool.num_blocks,
+            block_bytes=engine.block_bytes,
+            max_num_batched_tokens=engine.config.max_num_batched_tokens,
+            namespace=engine.namespace,
+            pid=os.getpid(),
+        )
+
+    def run(self) -> None:
+        """Serve until `stop`. An error in a step ends the worker: its requests are told, the process is replaced."""
+        self._heartbeat.start()
+        try:
+            while not self._stopping.is_set():
+                self._turn()
+        except Exception:
+            logger.exception("worker %s failed", self.config.worker_id)
+            for request_id in list(self._clients):
+                self._fail(request_id, "the worker failed; see its log", WorkerError.code or "")
+            raise
+        finally:
+            self._stopping.set()
+            self._run_calls()  # whoever waits for one gets its answer
+            self._close()
+
+    def stop(self) -> None:
+        """Let `run` return soon. Safe from any thread."""
+        self._stopping.set()
+        self._sockets.wake()
+
+    def call(self, function: Callable[[], T], timeout_s: float = 10.0) -> T:
+        """Run `function` in the loop, between two steps, and return its result. Safe from any other thread.
+
+        Raises WorkerError if the loop has stopped or does not get to it in time.
+        """
+        future: Future[T] = Future()
+
+        def answer() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as exc:
+                future.set_exception(exc)
+
+        if self._stopping.is_set():
+            raise WorkerError(f"worker {self.config.worker_id} has stopped")
+        self._calls.put(answer)
+        self._sockets.wake()
+        try:
+            return future.result(timeout_s)
+        except TimeoutError as exc:
+            raise WorkerError(f"worker {self.config.worker_id} did not answer in {timeout_s} s") from exc
+
+    # Called in the loop, through `call`.
+
+    def status(self) -> WorkerStatus:
+        """Load and open business."""
+        return WorkerStatus(
+            worker_id=self.config.worker_id,
+            role=self.role,
+            load=self._engine.load(),
+            num_open_handoffs=self._prefill.num_open + self._decode.num_open,
+            num_open_leases=self._decode.num_leases,
+            num_used_blocks=self._engine.pool.num_used,
+            num_preemptions=self._engine.scheduler.num_preemptions,
+        )
+
+    def set_role(self, role: Role) -> None:
+        """Play another role from now on; the cache stays. Control drains the old one first."""
+        logger.info("worker %s: %s -> %s", self.config.worker_id, self.role, role)
+        self.role = role
+
+    def peer_died(self, peer: PeerAddress) -> None:
+        """That process is known to be dead: nothing of it will arrive, nothing is sent to it."""
+        self._links.forget(peer.worker_id, peer.epoch)
+        self._prefill.peer_lost(peer.worker_id, peer.epoch)
+        self._decode.peer_lost(peer.worker_id, peer.epoch)
+        self._sockets.forget_peer(peer)
+
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Raise AssertionError unless all books agree; with `idle`, nothing may be held by anyone."""
+        self._prefill.check_integrity(idle=idle)
+        self._decode.check_integrity(idle=idle)
+        self._engine.check_integrity(idle=idle)
+
+    # The loop.
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        for identity, message in self._sockets.receive(self._poll_ms()):
+            self._handle(identity, message, now)
+        self._run_calls()
+        now = time.monotonic()
+        for notification in self._transport.poll():
+            self._decode.notified(notification, now)
+        if now >= self._next_link_expiry:
+            self._next_link_expiry = now + _LINK_EXPIRY_S
+            for change in self._links.expire(now):
+                self._link_changed(change, now)
+        self._pump(now)
+        result = self._step()
+        if result is not None:
+            self._prefill.after_step(result)
+            self._send_output(result)
+            self._pump(time.monotonic())
+        self._send_events()
+        self._live_handoffs = self._prefill.live_handoffs
+        self._load = self._engine.load()
+
+    def _poll_ms(self) -> int:
+        if self._engine.has_work:
+            return 0
+        is_transferring = self._prefill.is_transferring or self._decode.is_transferring
+        return _TRANSFER_POLL_MS if is_transferring else _IDLE_POLL_MS
+
+    def _pump(self, now: float) -> None:
+        self._prefill.pump(now)
+        self._decode.pump(now)
+
+    def _step(self) -> StepResult | None:
+        self._step_started = time.monotonic()
+        try:
+            return self._engine.step()
+        finally:
+            self._step_started = 0.0
+
+    def _handle(self, identity: bytes, message: Message, now: float) -> None:
+        match message:
+            case Generate() | Prefill() | Decode():
+                self._accept(identity, message, now)
+            case Cancel():
+                self._cancel(message.request_id)
+            case Heartbeat():
+                self._decode.heartbeat(message.worker_id, message.epoch, message.handoffs, now)
+            case LeaseGrant():
+                self._links.remember(message.sender)
+                self._prefill.granted(message, now)
+            case LeaseRefused():
+                self._prefill.refused(message)
+            case LeaseRevoked():
+                self._prefill.revoked(message)
+            case LeaseClosed():
+                self._decode.closed(message)
+            case PeerHello():
+                self._link_changed(self._links.hello(message), now)
+            case PeerRefused():
+                self._link_changed(self._links.refused(message), now)
+            case Hello():
+                self._welcome(identity, message)
+            case SnapshotRequest():
+                self._send_snapshot(identity)
+            case _:
+                logger.warning("ignored a %s", type(message).__name__)
+
+    def _accept(self, identity: bytes, request: Generate | Prefill | Decode, now: float) -> None:
+        self._clients[request.request_id] = identity
+        try:
+            if isinstance(request, Prefill):
+                self._prefill.accept(request, now)
+            elif isinstance(request, Decode):
+                self._decode.accept(request, now)
+            else:
+                sequence = self._engine.make_sequence(
+                    request.request_id, request.token_ids, request.sampling, cache_salt=request.cache_salt
+                )
+                self._engine.add(sequence)
+        except ServingError as exc:
+            self._fail(request.request_id, exc.message, exc.code or "")
+
+    def _cancel(self, request_id: str) -> None:
+        self._clients.pop(request_id, None)
+        self._prefill.cancel(request_id)
+        self._decode.cancel(request_id)
+        self._engine.abort(request_id)
+
+    def _link_changed(self, change: LinkChange | None, now: float) -> None:
+        if change is None:
+            return
+        if change.state is LinkState.READY:
+            self._prefill.link_ready(change.peer, now)
+        else:
+            logger.warning("%s", change.reason)
+            self._prefill.link_refused(change.peer, change.reason)
+
+    def _welcome(self, identity: bytes, message: Hello) -> None:
+        refusal = ""
+        if message.wire_version != WIRE_VERSION:
+            refusal = f"wire version {message.wire_version} there, {WIRE_VERSION} here"
+        else:
+            self._routers = {i: r for i, r in self._routers.items() if r != message.router_id}  # it reconnected
+            self._routers[identity] = message.router_id
+        self._sockets.reply(identity, Welcome(card=self.card, refusal=refusal))
+
+    def _send_output(self, result: StepResult) -> None:
+        """One message per router with all new tokens of its requests."""
+        deltas: dict[bytes, list[SequenceDelta]] = {identity: [] for identity in self._routers}
+        for output in result.outputs:
+            sequence = output.sequence
+            identity = self._clients.get(sequence.request_id)
+            if identity is None:
+                continue
+            deltas.setdefault(identity, []).append(
+                _delta(sequence, [output.token_id], None if output.logprobs is None else [output.logprobs])
+            )
+            if sequence.finish_reason is not None:
+                del self._clients[sequence.request_id]
+        load = self._engine.load()
+        for identity, items in deltas.items():
+            message = StepOutput(
+                worker_id=self.config.worker_id,
+                epoch=self.address.epoch,
+                deltas=items,
+                stats=result.stats,
+                load=load,
+            )
+            self._sockets.reply(identity, message)
+
+    def _send_events(self) -> None:
+        stored, removed = self._engine.pool.take_events()
+        if not stored and not removed:
+            return
+        self._event_sequence += 1
+        events = BlockEvents(
+            worker_id=self.config.worker_id,
+            epoch=self.address.epoch,
+            sequence=self._event_sequence,
+            stored=stored,
+            removed=removed,
+        )
+        for identity in self._routers:
+            self._sockets.reply(identity, events)
+
+    def _send_snapshot(self, identity: bytes) -> None:
+        self._send_events()  # what is pending belongs before the snapshot, not after it
+        snapshot = BlockSnapshot(
+            worker_id=self.config.worker_id,
+            epoch=self.address.epoch,
+            sequence=self._event_sequence,
+            digests=self._engine.pool.cached_digests(),
+        )
+        self._sockets.reply(identity, snapshot)
+
+    def _fail(self, request_id: str, message: str, code: str) -> None:
+        identity = self._clients.pop(request_id, None)
+        if identity is not None:
+            self._sockets.reply(identity, RequestFailed(request_id=request_id, message=message, code=code))
+
+    def _run_calls(self) -> None:
+        while True:
+            try:
+                function = self._calls.get_nowait()
+            except queue.Empty:
+                return
+            function()
+
+    def _make_heartbeat(self) -> Heartbeat:
+        """Called from the heartbeat thread: reads only values that the loop replaces whole."""
+        started = self._step_started
+        return Heartbeat(
+            worker_id=self.config.worker_id,
+            epoch=self.address.epoch,
+            step_age_s=time.monotonic() - started if started else 0.0,
+            load=self._load,
+            handoffs=self._live_handoffs,
+        )
+
+    def _close(self) -> None:
+        self._heartbeat.close()
+        self._transport.close()
+        self._sockets.close()
+        self._context.term()
+
+
+def _delta(sequence: Sequence, token_ids: list[int], logprobs: list[Any] | None) -> SequenceDelta:
+    offset = sequence.num_output_tokens - len(token_ids)
+    return SequenceDelta(
+        request_id=sequence.request_id,
+        offset=offset,
+        token_ids=token_ids,
+        finish_reason=sequence.finish_reason,
+        stop_token_id=sequence.stop_token_id,
+        num_cached_tokens=sequence.num_cached_tokens if offset == 0 else None,
+        logprobs=logprobs,
+    )

@@ -1,0 +1,247 @@
+"""The decode role: reserve blocks under a lease, receive the prompt's KV into them, join the batch.
+
+Runs inside a worker's loop and never waits. Nothing is decoded from blocks that did not arrive whole, under their
+lease's generation and before its deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.engine import Engine
+from engine.sequence import Sequence
+from kv_transfer.checksum import wrong_blocks
+from kv_transfer.leases import Lease, LeaseTable, Received, Released
+from kv_transfer.links import PeerLinks
+from kv_transfer.transport.base import Notification
+from protocol.config import TransferConfig
+from protocol.digest import extend_digests
+from protocol.errors import PeerLost, TransferError, TransferTimeout
+from protocol.messages import (
+    ChunkArrived,
+    Decode,
+    HandoffDone,
+    LeaseClosed,
+    LeaseGrant,
+    LeaseRefused,
+    LeaseRevoked,
+    PeerAddress,
+    decode_message,
+)
+
+__all__ = ["DecodeRole"]
+
+# Seconds between two reminders of a revoked lease to a sender that has not confirmed its end.
+_REVOKE_AGAIN_S = 1.0
+
+
+@dataclass(eq=False, slots=True)
+class _Pending:
+    """A request whose KV is not here yet."""
+
+    sequence: Sequence
+    sender: PeerAddress
+    deadline: float  # for room in the pool
+    num_matched_blocks: int = 0
+    reserved: list[int] = field(default_factory=list)
+    is_granted: bool = False
+
+
+class DecodeRole:
+    """All handoffs this worker receives. `on_failed(request_id, message, code)` tells the router of one that failed."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        links: PeerLinks,
+        config: TransferConfig,
+        on_failed: Callable[[str, str, str], None],
+        *,
+        first_generation: int,
+    ) -> None:
+        self._engine = engine
+        self._links = links
+        self._config = config
+        self._on_failed = on_failed
+        self._leases = LeaseTable(first_generation=first_generation)
+        self._pending: dict[str, _Pending] = {}  # in order of arrival
+        self._revoke_again_at = 0.0
+
+    @property
+    def num_open(self) -> int:
+        """Requests that wait for room or for their KV."""
+        return len(self._pending)
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that hold blocks, live and fenced."""
+        return self._leases.num_live + len(self._leases.fenced)
+
+    @property
+    def is_transferring(self) -> bool:
+        """Whether polling the transport often makes something finish sooner."""
+        return self.num_leases > 0
+
+    def accept(self, request: Decode, now: float) -> None:
+        """Queue the request for a reservation. Raises RequestError if the engine cannot take it."""
+        sequence = self._engine.make_sequence(
+            request.request_id, request.token_ids, request.sampling, cache_salt=request.cache_salt
+        )
+        extend_digests(sequence.digests, sequence.root, sequence.token_ids, self._engine.config.block_size)
+        self._links.remember(request.prefill_worker)
+        deadline = now + self._config.handoff_timeout_s
+        self._pending[request.request_id] = _Pending(sequence, request.prefill_worker, deadline)
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request whose KV is not here yet; its lease is fenced, its blocks wait for the sender's word."""
+        pending = self._pending.pop(request_id, None)
+        if pending is None:
+            return
+        self._engine.pool.release(pending.sequence.blocks)
+        fenced = self._leases.cancel(request_id)
+        if fenced is not None:
+            self._revoke(fenced.lease)
+        else:
+            self._refuse(pending, "cancelled")
+
+    def heartbeat(self, sender_id: str, sender_epoch: int, handoffs: list[tuple[str, int]], now: float) -> None:
+        """The sender is alive and works on these."""
+        self._leases.extend(sender_id, sender_epoch, handoffs, now=now)
+
+    def notified(self, notification: Notification, now: float) -> None:
+        """Something a sender wrote is in place."""
+        message = decode_message(notification.payload)
+        if isinstance(message, ChunkArrived):
+            ended: Received | Released | None = self._leases.chunk_arrived(
+                message.request_id,
+                message.generation,
+                message.first_block,
+                message.num_blocks,
+                message.checksums,
+                now=now,
+            )
+        elif isinstance(message, HandoffDone):
+            ended = self._leases.handoff_done(message.request_id, message.generation, message.first_token_id, now=now)
+        else:
+            raise TransferError(f"{notification.worker_id} notified us of a {type(message).__name__}")
+        if isinstance(ended, Received):
+            self._join(ended)
+        elif ended is not None:
+            self._release(ended)
+
+    def closed(self, message: LeaseClosed) -> None:
+        """The sender will not write under this lease any more."""
+        sender = message.sender
+        released = self._leases.lease_closed(
+            message.request_id, message.generation, sender.worker_id, sender.epoch, message.reason
+        )
+        if released is not None:
+            self._release(released)
+
+    def peer_lost(self, worker_id: str, epoch: int) -> None:
+        """The process of that epoch is known to be dead: nothing of it will land any more."""
+        for released in self._leases.sender_lost(worker_id, epoch):
+            self._release(released, code=PeerLost.code)
+        for request_id, pending in list(self._pending.items()):
+            if (pending.sender.worker_id, pending.sender.epoch) == (worker_id, epoch):
+                self._fail(request_id, f"prefill worker {worker_id} died", PeerLost.code)
+
+    def pump(self, now: float) -> None:
+        """Grant what there is room for, end what is too late."""
+        for fenced in self._leases.expire(now):
+            self._fail(fenced.lease.request_id, "the prompt's KV did not arrive in time", TransferTimeout.code)
+            self._revoke(fenced.lease)
+        for request_id, pending in list(self._pending.items()):
+            if pending.is_granted:
+                continue
+            if now >= pending.deadline:
+                self._refuse(pending, "no room in the decode worker's pool")
+                timeout = self._config.handoff_timeout_s
+                self._fail(request_id, f"the decode worker had no room for {timeout} s", TransferTimeout.code)
+            elif not self._try_grant(pending, now):
+                break  # in order: a large prompt is not overtaken for ever by small ones
+        if now >= self._revoke_again_at:
+            self._revoke_again_at = now + _REVOKE_AGAIN_S
+            for lease in self._leases.fenced:
+                self._revoke(lease)
+
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Raise AssertionError unless the books agree; with `idle`, no lease may be open."""
+        self._leases.check_integrity()
+        if idle:
+            assert not self._pending, f"requests still wait for their KV: {sorted(self._pending)}"
+            assert self.num_leases == 0, f"{self._leases.num_live} live and {len(self._leases.fenced)} fenced leases"
+
+    def _try_grant(self, pending: _Pending, now: float) -> bool:
+        """Match the prefix, reserve the rest, tell the sender. False when there is no room now."""
+        sequence, engine = pending.sequence, self._engine
+        num_tokens = sequence.num_prompt_tokens
+        matched = engine.scheduler.match_prefix(sequence.digests, num_tokens)
+        num_missing = -(-num_tokens // engine.config.block_size) - len(matched)
+        # Running sequences grow by a block each before long: taking their last room would preempt them at once.
+        headroom = len(engine.scheduler.running)
+        has_room = num_missing + headroom <= engine.pool.num_available
+        reserved = engine.pool.try_allocate(num_missing) if has_room else None
+        if reserved is None:
+            engine.pool.release(matched)
+            return False
+        sequence.blocks = matched
+        pending.num_matched_blocks, pending.reserved, pending.is_granted = len(matched), reserved, True
+        lease = self._leases.grant(
+            sequence.request_id,
+            reserved,
+            first_block=len(matched),
+            sender_id=pending.sender.worker_id,
+            sender_epoch=pending.sender.epoch,
+            now=now,
+            ttl_s=self._config.lease_ttl_s,
+        )
+        grant = LeaseGrant(
+            sender=self._links.me,
+            request_id=lease.request_id,
+            generation=lease.generation,
+            first_block=lease.first_block,
+            block_ids=reserved,
+            ttl_s=lease.ttl_s,
+        )
+        self._links.send(lease.sender_id, lease.sender_epoch, grant)
+        return True
+
+    def _join(self, received: Received) -> None:
+        """Everything arrived: publish the blocks and let the scheduler have the sequence."""
+        lease = received.lease
+        pending = self._pending.pop(lease.request_id)
+        sequence = pending.sequence
+        wrong = wrong_blocks(self._engine.kv, lease.block_ids, received.checksums)
+        sequence.blocks = [*sequence.blocks, *lease.block_ids]
+        if wrong:
+            self._engine.pool.release(sequence.blocks)
+            self._on_failed(lease.request_id, f"{len(wrong)} KV blocks arrived damaged", TransferError.code or "")
+            return
+        sequence.num_published_blocks = pending.num_matched_blocks
+        sequence.num_computed_tokens = sequence.num_prompt_tokens
+        sequence.num_cached_tokens = pending.num_matched_blocks * self._engine.config.block_size
+        sequence.is_admitted_before = True
+        sequence.token_ids.append(received.first_token_id)
+        self._engine.scheduler.publish_computed(sequence)
+        self._engine.add(sequence)
+
+    def _release(self, released: Released, code: str | None = TransferError.code) -> None:
+        self._engine.pool.release(released.lease.block_ids)
+        if released.was_live:
+            self._fail(released.lease.request_id, released.reason, code)
+
+    def _fail(self, request_id: str, reason: str, code: str | None) -> None:
+        pending = self._pending.pop(request_id, None)
+        if pending is not None:
+            self._engine.pool.release(pending.sequence.blocks)
+            self._on_failed(request_id, f"KV handoff failed: {reason}", code or "")
+
+    def _refuse(self, pending: _Pending, reason: str) -> None:
+        message = LeaseRefused(sender=self._links.me, request_id=pending.sequence.request_id, reason=reason)
+        self._links.send(pending.sender.worker_id, pending.sender.epoch, message)
+
+    def _revoke(self, lease: Lease) -> None:
+        message = LeaseRevoked(sender=self._links.me, request_id=lease.request_id, generation=lease.generation)
+        self._links.send(lease.sender_id, lease.sender_epoch, message)

@@ -1,0 +1,114 @@
+{{- define "tandem.name" -}}
+{{- printf "%s" .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- end }}
+
+{{- define "tandem.selectorLabels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "tandem.labels" -}}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{ include "tandem.selectorLabels" . }}
+{{- end }}
+
+{{- define "tandem.serviceAccountName" -}}
+{{- .Values.serviceAccount.name | default (include "tandem.name" .) -}}
+{{- end }}
+
+{{- define "tandem.image" -}}
+{{- printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) -}}
+{{- end }}
+
+{{/* Flags of `tandem serve`: every config value under its own name, one on each line. */}}
+{{- define "tandem.flags" -}}
+{{- range $component := list .Values.engine .Values.transfer .Values.router .Values.cluster }}
+{{- range $field, $value := $component }}
+{{- $flag := replace "_" "-" $field }}
+{{- if eq $field "colocated" }}
+{{ ternary "--colocated" "--disaggregated" $value }}
+{{- else if kindIs "bool" $value }}
+{{ ternary (print "--" $flag) (print "--no-" $flag) $value }}
+{{- else if kindIs "slice" $value }}
+{{- range $value }}
+--{{ $flag }}={{ . }}
+{{- end }}
+{{- else if kindIs "float64" $value }}
+--{{ $flag }}={{ if eq $value (floor $value) }}{{ int64 $value }}{{ else }}{{ $value }}{{ end }}
+{{- else }}
+--{{ $flag }}={{ $value }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "tandem.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: 1000
+runAsGroup: 1000
+fsGroup: 1000
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{- define "tandem.containerSecurityContext" -}}
+allowPrivilegeEscalation: false
+capabilities:
+  drop: [ALL]
+{{- end }}
+
+{{- define "tandem.volumes" -}}
+- name: scripts
+  configMap:
+    name: {{ include "tandem.name" . }}
+- name: shm
+  emptyDir:
+    medium: Memory
+    sizeLimit: {{ .Values.worker.shmSize }}
+- name: models
+  {{- if .Values.modelCache.persistence.enabled }}
+  persistentVolumeClaim:
+    claimName: {{ .Values.modelCache.persistence.existingClaim | default (printf "%s-models" (include "tandem.name" .)) }}
+  {{- else }}
+  emptyDir:
+    sizeLimit: {{ .Values.modelCache.sizeLimit }}
+  {{- end }}
+{{- end }}
+
+{{- define "tandem.volumeMounts" -}}
+- name: scripts
+  mountPath: /etc/tandem
+  readOnly: true
+- name: shm
+  mountPath: /dev/shm
+- name: models
+  mountPath: {{ .Values.modelCache.path }}
+{{- end }}
+
+{{- define "tandem.environment" -}}
+env:
+  - name: TANDEM_CACHE
+    value: {{ .Values.modelCache.path }}
+  - name: HF_HOME
+    value: {{ .Values.modelCache.path }}/hub
+  - name: POD_IP
+    valueFrom:
+      fieldRef:
+        fieldPath: status.podIP
+  {{- range $name, $value := .Values.env }}
+  - name: {{ $name }}
+    value: {{ $value | quote }}
+  {{- end }}
+{{- with .Values.envFrom }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "tandem.servedName" -}}
+{{- $builtIn := ternary "SmolLM2-135M-Instruct" .Values.engine.model (eq .Values.engine.model "smollm2-135m") -}}
+{{- .Values.engine.served_model_name | default $builtIn -}}
+{{- end }}

@@ -1,0 +1,45 @@
+"""What two workers must agree on before either describes its memory to the other. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from protocol.messages import WIRE_VERSION
+
+__all__ = ["compatibility_fields", "differences"]
+
+
+def compatibility_fields(
+    *,
+    model_revision: str,
+    namespace: bytes,
+    kv_dtype: str,
+    block_size: int,
+    block_shape: Sequence[int],
+    tensor_parallel_size: int = 1,
+    transport: str,
+) -> dict[str, str]:
+    """Fields for `PeerHello.compatibility`. `block_shape` is the pool's shape without its first dimension."""
+    return {
+        "wire_version": str(WIRE_VERSION),
+        "model_revision": model_revision,
+        "namespace": namespace.hex(),
+        "kv_dtype": kv_dtype,
+        "block_size": str(block_size),
+        "block_shape": "x".join(map(str, block_shape)),
+        "tensor_parallel_size": str(tensor_parallel_size),
+        "transport": transport,
+    }
+
+
+def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """Each field that differs, with both values; "" when the two agree. A field one side lacks differs too."""
+    return "; ".join(
+        f"{name}: {_show(mine, name)} here, {_show(theirs, name)} there"
+        for name in sorted(mine.keys() | theirs.keys())
+        if mine.get(name) != theirs.get(name)
+    )
+
+
+def _show(fields: Mapping[str, str], name: str) -> str:
+    return repr(fields[name]) if name in fields else "missing"

@@ -1,0 +1,257 @@
+"""Leases on our blocks, seen from the worker that receives KV. Pure: time comes in, blocks to free come out.
+
+    grant ──► LIVE ── every block arrived, sender is done, deadline not passed ──► Received: the blocks are usable
+               │
+               ├── the sender gives up (`lease_closed`) or is dead (`sender_lost`) ──► Released: the blocks are free
+               │
+               └── deadline passed, cancelled, checksum wrong ──► FENCED: blocks in quarantine, writes may still land
+                                                                    │
+                       sender confirms, is done, or is dead ────────┴──► Released
+
+A block belongs to the table from `grant` until it is named by a `Received` or a `Released`, and by exactly one of
+them. Messages that name no such lease are late, repeated or foreign: they change nothing and are counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = ["Fenced", "Lease", "LeaseTable", "Received", "Released"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right of one sender to write the prompt's blocks from `first_block` on into `block_ids`."""
+
+    request_id: str
+    generation: int
+    first_block: int
+    block_ids: tuple[int, ...]
+    sender_id: str
+    sender_epoch: int
+    ttl_s: float
+
+
+class Received(NamedTuple):
+    """All KV of this lease is in place: its blocks are the caller's, and nobody writes them any more."""
+
+    lease: Lease
+    first_token_id: int
+    checksums: list[bytes]  # of the bytes of each block as sent, b"" where the sender gave none
+
+
+class Fenced(NamedTuple):
+    """The lease ended without its KV. Its blocks stay with the table; send the sender `LeaseRevoked`."""
+
+    lease: Lease
+    reason: str
+
+
+class Released(NamedTuple):
+    """The lease's blocks are the caller's to free: no write to them is or will be in flight."""
+
+    lease: Lease
+    was_live: bool  # the request still waited for this KV and has to be told
+    reason: str
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    lease: Lease
+    deadline: float
+    is_fenced: bool = False
+    first_token_id: int | None = None
+    checksums: dict[int, bytes] = field(default_factory=dict)  # of the blocks that arrived, by index in the prompt
+
+
+class LeaseTable:
+    """Grants and ends the leases of one worker. Generations never repeat within a table."""
+
+    def __init__(self, *, first_generation: int = 1) -> None:
+        """Start from something that grows with each start of the process, so that no old message fits a new lease."""
+        self._generations = itertools.count(first_generation)
+        self._entries: dict[int, _Entry] = {}  # by generation; live and fenced
+        self._live: dict[str, int] = {}  # request id -> generation
+        self.ignored: Counter[str] = Counter()
+
+    def grant(
+        self,
+        request_id: str,
+        block_ids: Sequence[int],
+        *,
+        first_block: int,
+        sender_id: str,
+        sender_epoch: int,
+        now: float,
+        ttl_s: float,
+    ) -> Lease:
+        """Lend these blocks to the sender. At most one lease of a request is live at a time."""
+        assert request_id not in self._live, f"{request_id} has the live lease {self._live.get(request_id)}"
+        lease = Lease(
+            request_id, next(self._generations), first_block, tuple(block_ids), sender_id, sender_epoch, ttl_s
+        )
+        self._entries[lease.generation] = _Entry(lease, deadline=now + ttl_s)
+        self._live[request_id] = lease.generation
+        return lease
+
+    def chunk_arrived(
+        self,
+        request_id: str,
+        generation: int,
+        first_block: int,
+        num_blocks: int,
+        checksums: Sequence[bytes],
+        *,
+        now: float,
+    ) -> Received | None:
+        """Note that these blocks of the prompt are in place; what was received if they were the last missing."""
+        entry = self._find(request_id, generation, "chunk")
+        if entry is None or not self._is_usable(entry, now, "chunk"):
+            return None
+        lease, end = entry.lease, first_block + num_blocks
+        is_inside = lease.first_block <= first_block and end <= lease.first_block + len(lease.block_ids)
+        if num_blocks < 0 or not is_inside or len(checksums) not in (0, num_blocks):
+            self.ignored["chunk out of range"] += 1
+            return None
+        for position, index in enumerate(range(first_block, end)):
+            if index in entry.checksums:
+                self.ignored["chunk repeated"] += 1
+            else:
+                entry.checksums[index] = checksums[position] if checksums else b""
+        return self._try_receive(entry)
+
+    def handoff_done(
+        self, request_id: str, generation: int, first_token_id: int, *, now: float
+    ) -> Received | Released | None:
+        """Note that the sender wrote everything. For a fenced lease this confirms that no write is left."""
+        entry = self._find(request_id, generation, "done")
+        if entry is None:
+            return None
+        if entry.is_fenced:
+            return self._release(entry, "the sender was done")
+        if not self._is_usable(entry, now, "done"):
+            return None
+        entry.first_token_id = first_token_id
+        return self._try_receive(entry)
+
+    def extend(self, sender_id: str, sender_epoch: int, handoffs: Iterable[tuple[str, int]], *, now: float) -> None:
+        """Heartbeat: the sender still works on these (request id, generation). A lease that ended stays ended."""
+        for request_id, generation in handoffs:
+            entry = self._entries.get(generation)
+            if entry is None or entry.is_fenced or now >= entry.deadline:
+                continue  # heartbeats go to everyone, so foreign ones are no surprise
+            lease = entry.lease
+            if (lease.request_id, lease.sender_id, lease.sender_epoch) == (request_id, sender_id, sender_epoch):
+                entry.deadline = now + lease.ttl_s
+
+    def expire(self, now: float) -> list[Fenced]:
+        """Fence the live leases whose deadline has passed."""
+        late = [entry for entry in self._entries.values() if not entry.is_fenced and now >= entry.deadline]
+        return [self._fence(entry, "the lease expired") for entry in late]
+
+    def cancel(self, request_id: str, reason: str = "cancelled") -> Fenced | None:
+        """Fence the request's live lease, if there is one."""
+        generation = self._live.get(request_id)
+        return None if generation is None else self._fence(self._entries[generation], reason)
+
+    def lease_closed(
+        self, request_id: str, generation: int, sender_id: str, sender_epoch: int, reason: str = ""
+    ) -> Released | None:
+        """The sender confirms that no write under this lease is in flight or will be started."""
+        entry = self._find(request_id, generation, "closed")
+        if entry is None:
+            return None
+        if (entry.lease.sender_id, entry.lease.sender_epoch) != (sender_id, sender_epoch):
+            self.ignored["closed by another sender"] += 1
+            return None
+        return self._release(entry, reason or "closed by the sender")
+
+    def sender_lost(self, sender_id: str, sender_epoch: int) -> list[Released]:
+        """End all leases of a sender whose process is known to be dead.
+
+        NOTE: silence is not death. A process that was only stopped may run on and write; expire its leases instead.
+        """
+        lost = [
+            entry
+            for entry in self._entries.values()
+            if (entry.lease.sender_id, entry.lease.sender_epoch) == (sender_id, sender_epoch)
+        ]
+        return [self._release(entry, f"{sender_id} died") for entry in lost]
+
+    @property
+    def num_live(self) -> int:
+        """Leases whose KV is awaited."""
+        return len(self._live)
+
+    @property
+    def fenced(self) -> list[Lease]:
+        """Leases that wait for their sender's confirmation; `LeaseRevoked` may be sent again for them."""
+        return [entry.lease for entry in self._entries.values() if entry.is_fenced]
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Blocks of fenced leases."""
+        return sum(len(lease.block_ids) for lease in self.fenced)
+
+    @property
+    def held_block_ids(self) -> list[int]:
+        """Blocks of all leases, live and fenced."""
+        return [block_id for entry in self._entries.values() for block_id in entry.lease.block_ids]
+
+    def check_integrity(self) -> None:
+        """Assert what must always hold."""
+        held = self.held_block_ids
+        assert len(held) == len(set(held)), f"a block is in two leases: {sorted(held)}"
+        live = {
+            entry.lease.request_id: generation for generation, entry in self._entries.items() if not entry.is_fenced
+        }
+        assert live == self._live, f"live leases {live} but by request {self._live}"
+        for generation, entry in self._entries.items():
+            lease = entry.lease
+            expected = range(lease.first_block, lease.first_block + len(lease.block_ids))
+            assert lease.generation == generation, f"{lease} is filed under {generation}"
+            assert all(index in expected for index in entry.checksums), f"{lease} has blocks {sorted(entry.checksums)}"
+            assert not self._is_whole(entry), f"{lease} is whole but was not handed over"
+
+    def _find(self, request_id: str, generation: int, what: str) -> _Entry | None:
+        entry = self._entries.get(generation)
+        if entry is None or entry.lease.request_id != request_id:
+            self.ignored[f"{what} of no lease"] += 1
+            return None
+        return entry
+
+    def _is_usable(self, entry: _Entry, now: float, what: str) -> bool:
+        if entry.is_fenced or now >= entry.deadline:
+            self.ignored[f"{what} too late"] += 1
+            return False
+        return True
+
+    def _is_whole(self, entry: _Entry) -> bool:
+        return entry.first_token_id is not None and len(entry.checksums) == len(entry.lease.block_ids)
+
+    def _try_receive(self, entry: _Entry) -> Received | None:
+        if entry.first_token_id is None or not self._is_whole(entry):
+            return None
+        self._remove(entry)
+        checksums = [entry.checksums[index] for index in sorted(entry.checksums)]
+        return Received(entry.lease, entry.first_token_id, checksums)
+
+    def _fence(self, entry: _Entry, reason: str) -> Fenced:
+        entry.is_fenced = True
+        entry.first_token_id = None
+        del self._live[entry.lease.request_id]
+        return Fenced(entry.lease, reason)
+
+    def _release(self, entry: _Entry, reason: str) -> Released:
+        was_live = not entry.is_fenced
+        self._remove(entry)
+        return Released(entry.lease, was_live, reason)
+
+    def _remove(self, entry: _Entry) -> None:
+        del self._entries[entry.lease.generation]
+        if not entry.is_fenced:
+            del self._live[entry.lease.request_id]

@@ -1,0 +1,147 @@
+"""Links between workers: addresses, the handshake, and messages to peers. Sockets are behind `send`.
+
+The worker that will write opens the link: it sends `PeerHello` with what must agree and nothing else. The other side
+compares, and only then describes its memory, in its own `PeerHello`; or answers `PeerRefused` naming each difference.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kv_transfer.handshake import differences
+from kv_transfer.transport.base import Transport
+from protocol.errors import TransferError
+from protocol.messages import Message, PeerAddress, PeerHello, PeerRefused
+
+__all__ = ["LinkChange", "LinkState", "PeerLinks"]
+
+logger = logging.getLogger(__name__)
+
+
+class LinkState(enum.Enum):
+    """Whether a peer may be written to."""
+
+    CONNECTING = enum.auto()
+    READY = enum.auto()
+    REFUSED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class LinkChange:
+    """A link came up, or never will (then `reason` says why)."""
+
+    peer: PeerAddress
+    state: LinkState
+    reason: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class _Link:
+    peer: PeerAddress
+    state: LinkState
+    deadline: float
+    reason: str = ""
+
+
+class PeerLinks:
+    """The links this worker opened, one per peer, each for one epoch of that peer."""
+
+    def __init__(
+        self,
+        me: PeerAddress,
+        compatibility: dict[str, str],
+        transport: Transport,
+        send: Callable[[PeerAddress, Message], None],
+        *,
+        timeout_s: float,
+    ) -> None:
+        self.me = me
+        self._compatibility = compatibility
+        self._transport = transport
+        self._send = send
+        self._timeout_s = timeout_s
+        self._links: dict[str, _Link] = {}
+        self._known: dict[tuple[str, int], PeerAddress] = {}
+
+    def connect(self, peer: PeerAddress, now: float) -> None:
+        """Open the link to this epoch of the peer unless it is open or opening; a refused one is tried again."""
+        link = self._links.get(peer.worker_id)
+        if link is not None and link.peer.epoch == peer.epoch and link.state is not LinkState.REFUSED:
+            return
+        self._links[peer.worker_id] = _Link(peer, LinkState.CONNECTING, now + self._timeout_s)
+        self.remember(peer)
+        self._send(peer, PeerHello(sender=self.me, compatibility=self._compatibility))
+
+    def remember(self, peer: PeerAddress) -> None:
+        """Learn where this epoch of a peer is reached."""
+        self._known[peer.worker_id, peer.epoch] = peer
+
+    def is_ready(self, peer: PeerAddress) -> bool:
+        """Whether this epoch of the peer may be written to."""
+        link = self._links.get(peer.worker_id)
+        return link is not None and link.peer.epoch == peer.epoch and link.state is LinkState.READY
+
+    def send(self, worker_id: str, epoch: int, message: Message) -> None:
+        """Send to that epoch of a peer; nothing is sent to one that was forgotten."""
+        peer = self._known.get((worker_id, epoch))
+        if peer is not None:
+            self._send(peer, message)
+
+    def hello(self, message: PeerHello) -> LinkChange | None:
+        """Take a `PeerHello`: answer one that opens, or bring up the link that this one answers."""
+        self.remember(message.sender)
+        difference = differences(self._compatibility, message.compatibility)
+        if message.is_reply:
+            return self._answered(message, difference)
+        if difference:
+            logger.warning("refused a link from %s: %s", message.sender.worker_id, difference)
+            self._send(message.sender, PeerRefused(sender=self.me, reason=difference))
+            return None
+        reply = PeerHello(
+            sender=self.me,
+            compatibility=self._compatibility,
+            transport_metadata=self._transport.local_metadata(),
+            is_reply=True,
+        )
+        self._send(message.sender, reply)
+        return None
+
+    def refused(self, message: PeerRefused) -> LinkChange | None:
+        """Take a `PeerRefused`."""
+        link = self._links.get(message.sender.worker_id)
+        if link is None or link.peer.epoch != message.sender.epoch:
+            return None
+        return self._refuse(link, message.reason)
+
+    def expire(self, now: float) -> list[LinkChange]:
+        """Give up links whose peer did not answer in time."""
+        late = [link for link in self._links.values() if link.state is LinkState.CONNECTING and now >= link.deadline]
+        return [self._refuse(link, f"{link.peer.worker_id} did not answer in {self._timeout_s} s") for link in late]
+
+    def forget(self, worker_id: str, epoch: int) -> None:
+        """That epoch is dead: drop its link; its unsettled writes become lost."""
+        self._known.pop((worker_id, epoch), None)
+        link = self._links.get(worker_id)
+        if link is not None and link.peer.epoch == epoch:
+            del self._links[worker_id]
+            self._transport.remove_peer(worker_id)
+
+    def _answered(self, message: PeerHello, difference: str) -> LinkChange | None:
+        link = self._links.get(message.sender.worker_id)
+        if link is None or link.peer.epoch != message.sender.epoch or link.state is not LinkState.CONNECTING:
+            return None
+        if difference:
+            return self._refuse(link, difference)
+        try:
+            self._transport.add_peer(link.peer.worker_id, link.peer.epoch, message.transport_metadata)
+        except TransferError as exc:
+            return self._refuse(link, exc.message)
+        link.state = LinkState.READY
+        return LinkChange(link.peer, LinkState.READY)
+
+    def _refuse(self, link: _Link, reason: str) -> LinkChange:
+        link.state, link.reason = LinkState.REFUSED, reason
+        return LinkChange(link.peer, LinkState.REFUSED, f"{link.peer.worker_id} cannot be written to: {reason}")

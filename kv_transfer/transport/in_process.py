@@ -1,0 +1,236 @@
+"""Transport between workers of one process: a copy between tensors, with a hook for injected faults.
+
+The hub is the network. It is built by whoever starts the workers and passed to each transport.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from torch import Tensor
+from typing_extensions import override
+
+from kv_transfer.transport.base import (
+    Notification,
+    PoolShape,
+    Transfer,
+    TransferState,
+    Transport,
+    check_block_ids,
+    pool_shape,
+)
+from protocol.errors import IncompatiblePeer, PeerLost, TransferError
+
+__all__ = ["InProcessHub", "InProcessTransport", "Verdict", "Write"]
+
+
+class Verdict(enum.Enum):
+    """What the hub does with a write."""
+
+    DELIVER = "deliver"
+    HOLD = "hold"  # it stays pending until `release_held`, and later writes of this link queue behind it
+    FAIL = "fail"  # nothing lands
+    LOSE = "lose"  # the link breaks after the first block
+
+
+@dataclass(eq=False, slots=True)
+class Write:
+    """One write on its way from `sender` to `receiver`."""
+
+    sender: InProcessTransport
+    receiver: InProcessTransport
+    local_block_ids: list[int]
+    remote_block_ids: list[int]
+    notification: bytes
+    transfer: Transfer
+
+
+class InProcessHub:
+    """Joins the transports of one process; safe to use from all their threads.
+
+    `judge` decides the fate of each write; `held` lists the links' undelivered writes. Both are for tests.
+    """
+
+    def __init__(self, judge: Callable[[Write], Verdict] | None = None) -> None:
+        self.judge = judge
+        self.lock = threading.RLock()
+        self._transports: dict[str, InProcessTransport] = {}
+        self._held: dict[tuple[InProcessTransport, InProcessTransport], deque[Write]] = {}
+
+    @property
+    def held(self) -> list[Write]:
+        """Writes held back, oldest first per link."""
+        with self.lock:
+            return [write for queue in self._held.values() for write in queue]
+
+    def release_held(self) -> None:
+        """Deliver everything that was held back."""
+        with self.lock:
+            held, self._held = self._held, {}
+            for queue in held.values():
+                for write in queue:
+                    _deliver(write)
+
+    def attach(self, transport: InProcessTransport) -> None:
+        """Called by a transport at its start: from now on peers find it. It replaces a former epoch."""
+        with self.lock:
+            former = self._transports.get(transport.worker_id)
+            if former is not None:
+                self.detach(former)
+            self._transports[transport.worker_id] = transport
+
+    def detach(self, transport: InProcessTransport) -> None:
+        """Called by a transport at its end: writes from and to it are lost."""
+        with self.lock:
+            if self._transports.get(transport.worker_id) is transport:
+                del self._transports[transport.worker_id]
+            self.cut(lambda write: transport in (write.sender, write.receiver))
+
+    def find(self, worker_id: str, epoch: int) -> InProcessTransport | None:
+        """The attached transport of this worker and epoch."""
+        with self.lock:
+            transport = self._transports.get(worker_id)
+            return transport if transport is not None and transport.epoch == epoch else None
+
+    def cut(self, is_cut: Callable[[Write], bool]) -> None:
+        """Lose the held writes that `is_cut` picks."""
+        with self.lock:
+            for link, queue in list(self._held.items()):
+                for write in [write for write in queue if is_cut(write)]:
+                    queue.remove(write)
+                    write.transfer.state = TransferState.LOST
+                if not queue:
+                    del self._held[link]
+
+    def submit(self, write: Write) -> None:
+        """Judge a write and do what was decided."""
+        with self.lock:
+            verdict = self.judge(write) if self.judge else Verdict.DELIVER
+            link = (write.sender, write.receiver)
+            if verdict is Verdict.FAIL:
+                write.transfer.state = TransferState.FAILED
+            elif verdict is Verdict.LOSE:
+                _copy_blocks(write, count=1)
+                write.transfer.state = TransferState.LOST
+                write.sender.lose_peer(write.receiver.worker_id)
+            elif verdict is Verdict.HOLD or link in self._held:
+                self._held.setdefault(link, deque()).append(write)
+            else:
+                _deliver(write)
+
+
+class _Metadata(msgspec.Struct, frozen=True, array_like=True):
+    worker_id: str
+    epoch: int
+    num_blocks: int
+    block_bytes: int
+
+
+class InProcessTransport(Transport):
+    """A worker's end of the hub."""
+
+    def __init__(self, worker_id: str, epoch: int, pool: Tensor, hub: InProcessHub) -> None:
+        self.worker_id = worker_id
+        self.epoch = epoch
+        self.shape: PoolShape = pool_shape(pool)
+        self.pool = pool
+        self.inbox: deque[Notification] = deque()
+        self._hub = hub
+        self._peers: dict[str, InProcessTransport] = {}
+        self._lost: set[str] = set()
+        self._is_closed = False
+        hub.attach(self)
+
+    @override
+    def local_metadata(self) -> bytes:
+        return msgspec.msgpack.encode(_Metadata(self.worker_id, self.epoch, *self.shape))
+
+    @override
+    def add_peer(self, worker_id: str, epoch: int, metadata: bytes) -> None:
+        theirs = _decode_metadata(metadata)
+        if (theirs.worker_id, theirs.epoch) != (worker_id, epoch):
+            raise TransferError(
+                f"metadata of {worker_id} epoch {epoch} describes {theirs.worker_id} epoch {theirs.epoch}"
+            )
+        if theirs.block_bytes != self.shape.block_bytes:
+            raise IncompatiblePeer(f"block_bytes: {self.shape.block_bytes} here, {theirs.block_bytes} at {worker_id}")
+        known = self._peers.get(worker_id)
+        if known is not None and known.epoch == epoch and worker_id not in self._lost:
+            return
+        self.remove_peer(worker_id)
+        peer = self._hub.find(worker_id, epoch)
+        if self._is_closed or peer is None:
+            raise PeerLost(f"{worker_id} epoch {epoch} is not attached to this hub")
+        self._peers[worker_id] = peer
+
+    @override
+    def remove_peer(self, worker_id: str) -> None:
+        peer = self._peers.pop(worker_id, None)
+        self._lost.discard(worker_id)
+        if peer is not None:
+            self._hub.cut(lambda write: write.sender is self and write.receiver is peer)
+
+    @override
+    def write_blocks(
+        self,
+        worker_id: str,
+        local_block_ids: Sequence[int],
+        remote_block_ids: Sequence[int],
+        notification: bytes = b"",
+    ) -> Transfer:
+        peer = self._peers.get(worker_id)
+        if peer is None or worker_id in self._lost or self._hub.find(worker_id, peer.epoch) is not peer:
+            raise PeerLost(f"{worker_id} is unknown or gone")
+        check_block_ids(local_block_ids, remote_block_ids, self.shape, peer.shape)
+        transfer = Transfer()
+        self._hub.submit(Write(self, peer, list(local_block_ids), list(remote_block_ids), notification, transfer))
+        return transfer
+
+    @override
+    def poll(self) -> list[Notification]:
+        arrived: list[Notification] = []
+        while self.inbox:  # popleft is atomic, so senders on other threads need no lock here
+            arrived.append(self.inbox.popleft())
+        return arrived
+
+    @override
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._hub.detach(self)
+        self._peers.clear()
+        self._lost.clear()
+        self.inbox.clear()
+
+    def lose_peer(self, worker_id: str) -> None:
+        """Called by the hub: the link to this peer broke."""
+        peer = self._peers[worker_id]
+        self._lost.add(worker_id)
+        self._hub.cut(lambda write: write.sender is self and write.receiver is peer)
+
+
+def _decode_metadata(metadata: bytes) -> _Metadata:
+    try:
+        return msgspec.msgpack.decode(metadata, type=_Metadata)
+    except msgspec.MsgspecError as exc:
+        raise TransferError(f"transport metadata cannot be read: {exc}") from exc
+
+
+def _deliver(write: Write) -> None:
+    _copy_blocks(write, count=len(write.local_block_ids))
+    if write.notification:
+        write.receiver.inbox.append(Notification(write.sender.worker_id, write.sender.epoch, write.notification))
+    write.transfer.state = TransferState.DONE
+
+
+def _copy_blocks(write: Write, count: int) -> None:
+    """Copy the first `count` blocks as bytes: two pools may see the same bytes as different shapes."""
+    for local_id, remote_id in zip(write.local_block_ids[:count], write.remote_block_ids[:count], strict=True):
+        source = write.sender.pool[local_id].view(-1)
+        write.receiver.pool[remote_id].view(-1).view(source.dtype).copy_(source)

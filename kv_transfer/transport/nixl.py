@@ -1,0 +1,333 @@
+"""Transport over NIXL (UCX): one-sided writes between processes and hosts, host memory or CUDA.
+
+No progress thread: it would spin on most of a core per agent and halve the bandwidth of a small machine. The owner's
+polls drive everything instead. What UCX does with that, measured between two processes of one host:
+
+- The bytes move inside `write_blocks` (CMA, the interpreter lock is released), but a write completes only after the
+  receiver has polled: its flush is answered by the receiver's UCX worker.
+- Notifications of NIXL's own arrive in the order in which writes complete. So they are sent from here, when the
+  writes before them are done, and carry a sequence number by which the receiver undoes any reordering on the way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import struct
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from torch import Tensor
+from typing_extensions import override
+
+from kv_transfer.transport.base import (
+    Notification,
+    PoolShape,
+    Transfer,
+    TransferState,
+    Transport,
+    check_block_ids,
+    pool_shape,
+)
+from protocol.errors import ConfigError, IncompatiblePeer, PeerLost, TransferError
+
+__all__ = ["NixlTransport"]
+
+logger = logging.getLogger(__name__)
+
+
+def _import_nixl() -> tuple[Any, Any]:
+    """NIXL's API and bindings. Importing it turns off `logging.raiseExceptions` for everyone; that is undone."""
+    raise_exceptions = logging.raiseExceptions
+    try:
+        from nixl import _api, _bindings
+    except ImportError as exc:
+        raise ConfigError(
+            f"transport='nixl' cannot be loaded ({exc}); pip install 'tandem-serve[worker]' or choose another"
+        ) from exc
+    finally:
+        logging.raiseExceptions = raise_exceptions
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # at INFO it prints to stdout
+    return _api, _bindings
+
+
+_api, _bindings = _import_nixl()
+_PEER_ERRORS = (
+    _bindings.nixlRemoteDisconnectError,
+    _bindings.nixlCancelledError,
+    _bindings.nixlBackendError,  # what UCX says of a peer that cannot be reached
+)
+_NIXL_ERRORS = tuple(
+    value for name, value in vars(_bindings).items() if name.startswith("nixl") and name.endswith("Error")
+)  # they have no base class of their own
+
+_HEADER = struct.Struct("<QQ")  # link number of the sender, sequence number within the link
+
+
+@contextmanager
+def _nixl_errors(doing: str) -> Iterator[None]:
+    """Translate NIXL's exceptions, the only place where they are known."""
+    try:
+        yield
+    except _PEER_ERRORS as exc:
+        raise PeerLost(f"{doing}: {type(exc).__name__} {exc}") from exc
+    except _NIXL_ERRORS as exc:
+        raise TransferError(f"{doing}: {type(exc).__name__} {exc}") from exc
+
+
+class _Metadata(msgspec.Struct, frozen=True, array_like=True):
+    agent_metadata: bytes
+    address: int
+    device_id: int
+    memory_type: str
+    num_blocks: int
+    block_bytes: int
+
+
+class _Write(Transfer):
+    """A write and what has to happen when it is done. `handle` is None for a pure notification."""
+
+    __slots__ = ("handle", "notification")
+
+    def __init__(self, handle: Any | None, notification: bytes) -> None:
+        super().__init__()
+        self.handle = handle
+        self.notification = notification
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    worker_id: str
+    epoch: int
+    shape: PoolShape
+    remote_blocks: Any  # NIXL's prepared list of the peer's whole pool; a write picks from it by index
+    link: int
+    in_flight: deque[_Write] = field(default_factory=deque)
+    num_notifications: int = 0
+    is_lost: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Inbox:
+    """Puts one link's notifications back in order."""
+
+    link: int = 0
+    next_sequence: int = 0
+    early: dict[int, bytes] = field(default_factory=dict)
+
+    def take(self, message: bytes) -> Iterator[bytes]:
+        """Payloads that are due now that `message` has come."""
+        link, sequence = _HEADER.unpack_from(message)
+        if link > self.link:  # the sender added us anew and counts from 0
+            self.link, self.next_sequence, self.early = link, 0, {}
+        if link < self.link or sequence < self.next_sequence:
+            return
+        self.early[sequence] = message[_HEADER.size :]
+        while self.next_sequence in self.early:
+            yield self.early.pop(self.next_sequence)
+            self.next_sequence += 1
+
+
+class NixlTransport(Transport):
+    """A NIXL agent around one pool."""
+
+    def __init__(self, worker_id: str, epoch: int, pool: Tensor) -> None:
+        self._shape = pool_shape(pool)
+        self._pool = pool  # keeps the registered memory alive
+        self._memory_type = "VRAM" if pool.is_cuda else "DRAM"
+        self._device_id = max(pool.get_device(), 0)  # -1 on the CPU
+        self._peers: dict[str, _Peer] = {}
+        self._inboxes: dict[str, _Inbox] = {}  # by agent name
+        self._links = itertools.count(1)
+        self._stuck_handles: list[Any] = []  # NIXL could not cancel them yet
+        self._is_closed = False
+        with _nixl_errors("start of the NIXL agent"):
+            config = _api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+            self._agent: Any = _api.nixl_agent(_agent_name(worker_id, epoch), config)
+            self._registration = self._agent.register_memory(pool)
+            self._local_blocks = self._prepare_blocks(
+                "NIXL_INIT_AGENT", self._shape, pool.data_ptr(), self._device_id, self._memory_type
+            )
+            self._agent_metadata: bytes = self._agent.get_agent_metadata()
+
+    @override
+    def local_metadata(self) -> bytes:
+        return msgspec.msgpack.encode(
+            _Metadata(
+                self._agent_metadata,
+                self._pool.data_ptr(),
+                self._device_id,
+                self._memory_type,
+                *self._shape,
+            )
+        )
+
+    @override
+    def add_peer(self, worker_id: str, epoch: int, metadata: bytes) -> None:
+        if self._is_closed:
+            raise PeerLost(f"{worker_id} cannot be added: this transport is closed")
+        theirs = _decode_metadata(metadata)
+        if theirs.block_bytes != self._shape.block_bytes:
+            raise IncompatiblePeer(f"block_bytes: {self._shape.block_bytes} here, {theirs.block_bytes} at {worker_id}")
+        known = self._peers.get(worker_id)
+        if known is not None and known.epoch == epoch and not known.is_lost:
+            return
+        self.remove_peer(worker_id)
+        shape = PoolShape(theirs.num_blocks, theirs.block_bytes)
+        name = _agent_name(worker_id, epoch)
+        with _nixl_errors(f"adding {name}"):
+            found = self._agent.add_remote_agent(theirs.agent_metadata).decode()
+            if found != name:
+                self._agent.remove_remote_agent(found)
+                raise TransferError(f"metadata of {name} describes {found}")
+            self._agent.make_connection(name)  # the first write then does not pay for it
+            remote_blocks = self._prepare_blocks(name, shape, theirs.address, theirs.device_id, theirs.memory_type)
+        self._peers[worker_id] = _Peer(worker_id, epoch, shape, remote_blocks, next(self._links))
+
+    @override
+    def remove_peer(self, worker_id: str) -> None:
+        peer = self._peers.pop(worker_id, None)
+        if peer is None:
+            return
+        self._disconnect(peer)
+        self._inboxes.pop(_agent_name(worker_id, peer.epoch), None)
+
+    @override
+    def write_blocks(
+        self,
+        worker_id: str,
+        local_block_ids: Sequence[int],
+        remote_block_ids: Sequence[int],
+        notification: bytes = b"",
+    ) -> Transfer:
+        peer = self._peers.get(worker_id)
+        if peer is None or peer.is_lost:
+            raise PeerLost(f"{worker_id} is unknown or gone")
+        check_block_ids(local_block_ids, remote_block_ids, self._shape, peer.shape)
+        write = _Write(None, notification)
+        peer.in_flight.append(write)
+        try:
+            if local_block_ids:
+                self._start(peer, write, list(local_block_ids), list(remote_block_ids))
+            self._progress(peer)
+        except TransferError as exc:  # the write may have begun: its fate is that of the link
+            self._lose(peer, exc)
+        return write
+
+    @override
+    def poll(self) -> list[Notification]:
+        if self._is_closed:
+            return []
+        for peer in self._peers.values():
+            try:
+                self._progress(peer)
+            except TransferError as exc:
+                self._lose(peer, exc)
+        with _nixl_errors("reading notifications"):
+            arrived = self._agent.get_new_notifs()
+        if not arrived:
+            return []
+        return [
+            Notification(*_worker_of(name), payload)
+            for name, messages in arrived.items()
+            for message in messages
+            for payload in self._inboxes.setdefault(name, _Inbox()).take(message)
+        ]
+
+    @override
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for worker_id in list(self._peers):
+            self.remove_peer(worker_id)
+        for handle in self._stuck_handles:
+            self._release(handle)
+        with _nixl_errors("close of the NIXL agent"):
+            self._local_blocks.release()
+            self._agent.deregister_memory(self._registration)
+        self._agent = None  # the last reference: ends the agent, its sockets and its memory maps
+
+    def _prepare_blocks(self, agent: str, shape: PoolShape, address: int, device_id: int, memory_type: str) -> Any:
+        """NIXL's list of all blocks of a pool, given as one row: (address, length, device, stride, count)."""
+        row = [address, shape.block_bytes, device_id, shape.block_bytes, shape.num_blocks]
+        return self._agent.prep_xfer_dlist(agent, np.array([row], dtype=np.uint64), memory_type)
+
+    def _start(self, peer: _Peer, write: _Write, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
+        with _nixl_errors(f"write to {peer.worker_id}"):
+            write.handle = self._agent.make_prepped_xfer(
+                "WRITE", self._local_blocks, local_block_ids, peer.remote_blocks, remote_block_ids
+            )
+            self._agent.transfer(write.handle)
+
+    def _progress(self, peer: _Peer) -> None:
+        """Settle finished writes, oldest first: a write's notification waits for those before it."""
+        while peer.in_flight and self._try_finish(peer, peer.in_flight[0]):
+            peer.in_flight.popleft().state = TransferState.DONE
+
+    def _try_finish(self, peer: _Peer, write: _Write) -> bool:
+        """Whether the write is done; if so its notification was sent."""
+        with _nixl_errors(f"write to {peer.worker_id}"):
+            if write.handle is not None:
+                state = self._agent.check_xfer_state(write.handle)
+                if state == "ERR":
+                    raise TransferError(f"write to {peer.worker_id} failed")
+                if state != "DONE":
+                    return False
+                write.handle.release()
+                write.handle = None
+            if write.notification:
+                header = _HEADER.pack(peer.link, peer.num_notifications)
+                self._agent.send_notif(_agent_name(peer.worker_id, peer.epoch), header + write.notification)
+                peer.num_notifications += 1
+        return True
+
+    def _lose(self, peer: _Peer, reason: TransferError) -> None:
+        logger.warning("link to %s epoch %d is lost: %s", peer.worker_id, peer.epoch, reason.message)
+        self._disconnect(peer)
+
+    def _disconnect(self, peer: _Peer) -> None:
+        """Let go of what NIXL holds for this peer and lose its writes."""
+        for write in peer.in_flight:
+            write.state = TransferState.LOST
+            if write.handle is not None:
+                self._release(write.handle)
+        peer.in_flight.clear()
+        if peer.is_lost:
+            return
+        peer.is_lost = True
+        try:
+            with _nixl_errors(f"removing {peer.worker_id}"):
+                peer.remote_blocks.release()
+                self._agent.remove_remote_agent(_agent_name(peer.worker_id, peer.epoch))
+        except TransferError as exc:
+            logger.warning("%s", exc.message)
+
+    def _release(self, handle: Any) -> None:
+        try:
+            with _nixl_errors("release of a write"):
+                handle.release()
+        except TransferError:
+            self._stuck_handles.append(handle)
+
+
+def _agent_name(worker_id: str, epoch: int) -> str:
+    """Unique over restarts, so that a new process is never taken for the old one."""
+    return f"{worker_id}#{epoch}"
+
+
+def _worker_of(agent_name: str) -> tuple[str, int]:
+    worker_id, _, epoch = agent_name.rpartition("#")
+    return worker_id, int(epoch)
+
+
+def _decode_metadata(metadata: bytes) -> _Metadata:
+    try:
+        return msgspec.msgpack.decode(metadata, type=_Metadata)
+    except msgspec.MsgspecError as exc:
+        raise TransferError(f"transport metadata cannot be read: {exc}") from exc

@@ -1,0 +1,235 @@
+"""The prefill role: compute prompts, push their blocks while the next chunk computes, hand over.
+
+Runs inside a worker's loop and never waits. A prompt's KV leaves chunk by chunk as soon as the decode worker's grant
+is here; the first token goes to the router without waiting for any of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.engine import Engine, StepResult
+from engine.sequence import Phase, Sequence
+from kv_transfer.checksum import block_checksums
+from kv_transfer.links import PeerLinks
+from kv_transfer.outbox import BlockWrite, HandoffEnded, Outbox
+from kv_transfer.transport.base import Transfer, TransferState, Transport
+from protocol.config import TransferConfig
+from protocol.errors import PeerLost, TransferError
+from protocol.messages import (
+    ChunkArrived,
+    LeaseClosed,
+    LeaseGrant,
+    LeaseRefused,
+    LeaseRevoked,
+    PeerAddress,
+    Prefill,
+    encode_message,
+)
+
+__all__ = ["PrefillRole"]
+
+
+@dataclass(eq=False, slots=True)
+class _Handoff:
+    sequence: Sequence
+    receiver: PeerAddress
+
+
+class PrefillRole:
+    """All handoffs this worker sends. `on_failed(request_id, message, code)` tells the router of one that failed."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        transport: Transport,
+        links: PeerLinks,
+        config: TransferConfig,
+        on_failed: Callable[[str, str, str], None],
+    ) -> None:
+        self._engine = engine
+        self._transport = transport
+        self._links = links
+        self._config = config
+        self._on_failed = on_failed
+        self._outbox = Outbox()
+        self._handoffs: dict[str, _Handoff] = {}
+        self._early_grants: dict[str, list[LeaseGrant]] = {}  # by worker id: its link is not up yet
+        self._in_flight: list[tuple[BlockWrite, Transfer]] = []
+
+    @property
+    def num_open(self) -> int:
+        """Handoffs that still hold blocks here."""
+        return len(self._handoffs)
+
+    @property
+    def is_transferring(self) -> bool:
+        """Whether polling the transport often makes something finish sooner."""
+        return bool(self._in_flight)
+
+    @property
+    def live_handoffs(self) -> list[tuple[str, int]]:
+        """(request id, generation) pairs for the heartbeat that keeps their leases."""
+        return self._outbox.heartbeat_handoffs
+
+    def accept(self, request: Prefill, now: float) -> None:
+        """Queue the prompt and open its handoff. Raises RequestError if the engine cannot take it."""
+        sequence = self._engine.make_sequence(
+            request.request_id,
+            request.token_ids,
+            request.sampling,
+            cache_salt=request.cache_salt,
+            phase=Phase.PREFILL_ONLY,
+        )
+        receiver = request.decode_worker
+        self._links.connect(receiver, now)
+        num_blocks = -(-len(request.token_ids) // self._engine.config.block_size)
+        self._outbox.open(
+            request.request_id,
+            receiver.worker_id,
+            receiver.epoch,
+            num_blocks=num_blocks,
+            grant_deadline=now + self._config.handoff_timeout_s,
+        )
+        self._handoffs[request.request_id] = _Handoff(sequence, receiver)
+        self._engine.add(sequence)
+
+    def granted(self, grant: LeaseGrant, now: float) -> None:
+        """The decode worker reserved blocks. Held back while the link to it is not up."""
+        if self._links.is_ready(grant.sender):
+            self._apply_grant(grant, now)
+        else:
+            self._early_grants.setdefault(grant.sender.worker_id, []).append(grant)
+
+    def link_ready(self, peer: PeerAddress, now: float) -> None:
+        """The peer may be written to from now on: use the grants that were waiting for that."""
+        for grant in self._early_grants.pop(peer.worker_id, []):
+            self._apply_grant(grant, now)
+
+    def link_refused(self, peer: PeerAddress, reason: str) -> None:
+        """Workers that disagree never exchange KV: their handoffs fail with the reason."""
+        self._fail_receiver(peer.worker_id, peer.epoch, reason)
+
+    def refused(self, message: LeaseRefused) -> None:
+        """No grant will come."""
+        self._outbox.refused(message.request_id, message.sender.worker_id, message.sender.epoch, message.reason)
+
+    def revoked(self, message: LeaseRevoked) -> None:
+        """The decode worker ended the lease; the outbox confirms once nothing is in flight."""
+        self._outbox.revoked(message.request_id, message.sender.worker_id, message.sender.epoch, message.generation)
+
+    def cancel(self, request_id: str) -> None:
+        """Stop computing and sending this request."""
+        if request_id in self._handoffs:
+            self._engine.abort(request_id)
+            self._outbox.cancel(request_id)
+
+    def peer_lost(self, worker_id: str, epoch: int) -> None:
+        """The process of that epoch is known to be dead: its handoffs fail, in-flight writes settle as lost."""
+        self._fail_receiver(worker_id, epoch, f"decode worker {worker_id} died")
+        self._outbox.receiver_lost(worker_id, epoch)
+
+    def after_step(self, result: StepResult) -> None:
+        """Offer what the step computed to the outbox, first tokens included."""
+        size = self._engine.config.block_size
+        for chunk in result.chunks:
+            sequence = chunk.sequence
+            if sequence.phase is Phase.PREFILL_ONLY and sequence.request_id in self._handoffs:
+                is_complete = sequence.num_computed_tokens >= sequence.num_prompt_tokens
+                num_final = len(sequence.blocks) if is_complete else sequence.num_computed_tokens // size
+                self._outbox.blocks_computed(sequence.request_id, sequence.blocks[:num_final])
+        for output in result.outputs:
+            sequence = output.sequence
+            if sequence.phase is not Phase.PREFILL_ONLY:
+                continue
+            if sequence.finish_reason is None:
+                self._outbox.first_token(sequence.request_id, output.token_id)
+            else:  # the first token was the last: there is nothing to hand over
+                self._outbox.cancel(sequence.request_id, "finished with the first token")
+
+    def pump(self, now: float) -> None:
+        """Start what can be written, notice what finished, give back the blocks of handoffs that are over."""
+        self._settle()
+        self._outbox.expire(now)
+        for write in self._outbox.next_writes():
+            self._start(write)
+        self._settle()
+        for ended in self._outbox.take_ended():
+            if isinstance(ended, HandoffEnded):
+                self._finish(ended)
+            else:
+                closed = LeaseClosed(
+                    sender=self._links.me,
+                    request_id=ended.request_id,
+                    generation=ended.generation,
+                    reason=ended.reason,
+                )
+                self._links.send(ended.receiver_id, ended.receiver_epoch, closed)
+
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Raise AssertionError unless the books agree; with `idle`, nothing may be open."""
+        self._outbox.check_integrity()
+        if idle:
+            assert not self._handoffs, f"handoffs still open: {sorted(self._handoffs)}"
+            assert not self._in_flight, f"{len(self._in_flight)} writes still in flight"
+            assert self._outbox.num_open == 0, f"{self._outbox.num_open} handoffs still in the outbox"
+
+    def _apply_grant(self, grant: LeaseGrant, now: float) -> None:
+        self._outbox.granted(
+            grant.request_id,
+            grant.sender.worker_id,
+            grant.sender.epoch,
+            generation=grant.generation,
+            first_block=grant.first_block,
+            block_ids=grant.block_ids,
+            ttl_s=grant.ttl_s,
+            now=now,
+        )
+
+    def _start(self, write: BlockWrite) -> None:
+        notification = write.notification
+        if self._config.checksums == "all" and isinstance(notification, ChunkArrived):
+            notification = ChunkArrived(
+                request_id=notification.request_id,
+                generation=notification.generation,
+                first_block=notification.first_block,
+                num_blocks=notification.num_blocks,
+                checksums=block_checksums(self._engine.kv, write.local_block_ids),
+            )
+        payload = encode_message(notification)
+        try:
+            transfer = self._transport.write_blocks(
+                write.receiver_id, write.local_block_ids, write.remote_block_ids, payload
+            )
+        except PeerLost:
+            self._outbox.write_settled(write, TransferState.LOST)
+        except TransferError:
+            self._outbox.write_settled(write, TransferState.FAILED)
+        else:
+            self._in_flight.append((write, transfer))
+
+    def _settle(self) -> None:
+        if not self._in_flight:
+            return
+        settled = [(write, transfer) for write, transfer in self._in_flight if transfer.is_settled]
+        if settled:
+            self._in_flight = [entry for entry in self._in_flight if not entry[1].is_settled]
+            for write, transfer in settled:
+                self._outbox.write_settled(write, transfer.state)
+
+    def _finish(self, ended: HandoffEnded) -> None:
+        handoff = self._handoffs.pop(ended.request_id)
+        sequence = handoff.sequence
+        if ended.is_delivered or sequence.finish_reason is not None:
+            self._engine.scheduler.release_blocks(sequence)
+            return
+        if not self._engine.abort(ended.request_id):  # it already left the engine and kept its blocks
+            self._engine.scheduler.release_blocks(sequence)
+        self._on_failed(ended.request_id, f"KV handoff failed: {ended.reason}", TransferError.code or "")
+
+    def _fail_receiver(self, worker_id: str, epoch: int, reason: str) -> None:
+        self._early_grants.pop(worker_id, None)
+        for request_id, handoff in list(self._handoffs.items()):
+            if (handoff.receiver.worker_id, handoff.receiver.epoch) == (worker_id, epoch):
+                self._outbox.cancel(request_id, reason)
