@@ -122,6 +122,9 @@ class _Inbox:
 
     def take(self, message: bytes) -> Iterator[bytes]:
         """Payloads that are due now that `message` has come."""
+        if len(message) < _HEADER.size:
+            logger.warning("dropped a notification of %d bytes: it was not sent by this transport", len(message))
+            return
         link, sequence = _HEADER.unpack_from(message)
         if link > self.link:  # the sender added us anew and counts from 0
             self.link, self.next_sequence, self.early = link, 0, {}
@@ -188,6 +191,10 @@ class NixlTransport(Transport):
             self._agent.make_connection(name)  # the first write then does not pay for it
             remote_blocks = self._prepare_blocks(name, shape, theirs.address, theirs.device_id, theirs.memory_type)
         self._peers[worker_id] = _Peer(worker_id, epoch, shape, remote_blocks, next(self._links))
+        # NOTE: an inbox outlives `remove_peer`, since the peer's own link to us goes on counting; only a restart ends it.
+        for former in [name for name in self._inboxes if name != _agent_name(worker_id, epoch)]:
+            if former.startswith(f"{worker_id}#"):
+                del self._inboxes[former]
 
     @override
     def remove_peer(self, worker_id: str) -> None:
@@ -195,7 +202,6 @@ class NixlTransport(Transport):
         if peer is None:
             return
         self._disconnect(peer)
-        self._inboxes.pop(_agent_name(worker_id, peer.epoch), None)
 
     @override
     def write_blocks(
@@ -246,12 +252,14 @@ class NixlTransport(Transport):
         self._is_closed = True
         for worker_id in list(self._peers):
             self.remove_peer(worker_id)
-        for handle in self._stuck_handles:
+        for handle in list(self._stuck_handles):
             self._release(handle)
-        with _nixl_errors("close of the NIXL agent"):
-            self._local_blocks.release()
-            self._agent.deregister_memory(self._registration)
-        self._agent = None  # the last reference: ends the agent, its sockets and its memory maps
+        try:
+            with _nixl_errors("close of the NIXL agent"):
+                self._local_blocks.release()
+                self._agent.deregister_memory(self._registration)
+        finally:
+            self._agent = None  # the last reference: ends the agent, its sockets and its memory maps
 
     def _prepare_blocks(self, agent: str, shape: PoolShape, address: int, device_id: int, memory_type: str) -> Any:
         """NIXL's list of all blocks of a pool, given as one row: (address, length, device, stride, count)."""

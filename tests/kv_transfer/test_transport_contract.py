@@ -188,6 +188,18 @@ def test_a_removed_peer_is_unknown_and_can_be_added_again(network: Network) -> N
     assert torch.equal(target[:2], source[:2])
 
 
+def test_notifications_go_on_after_the_receiver_removed_and_added_the_sender(network: Network) -> None:
+    sender, receiver = network.link(random_pool(), random_pool())
+    sender.write_blocks("d", [0], [0], b"before")
+    assert receive(1, receiver, sender) == [Notification("p", 1, b"before")]
+    receiver.remove_peer("p")
+    sender.write_blocks("d", [0], [0], b"between")
+    assert receive(1, receiver, sender) == [Notification("p", 1, b"between")]
+    receiver.add_peer("p", 1, sender.local_metadata())
+    sender.write_blocks("d", [0], [0], b"after")
+    assert receive(1, receiver, sender) == [Notification("p", 1, b"after")]
+
+
 def test_adding_a_known_peer_again_changes_nothing(network: Network) -> None:
     sender, receiver = network.link(random_pool(), random_pool())
     transfer = sender.write_blocks("d", [0], [0], b"a")
