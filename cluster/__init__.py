@@ -1,0 +1,1 @@
+"""Worker processes and their Ray actors, pools, autoscaler and the launcher."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
 
 from engine.attention.interface import ATTENTION_NAME, register
 from protocol.config import EngineConfig
@@ -81,6 +82,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         raise ConfigError(f"model={config.model!r} is not a model folder: it has no config.json")
     device = resolve_device(config.device)
     register()
+    disable_progress_bar()  # a worker has no terminal
     model_config = AutoConfig.from_pretrained(folder)
     dtype = resolve_dtype(config.dtype, model_config, device)
     try:

@@ -71,6 +71,7 @@ def create_app(backend: Backend, tokenizer: Tokenizer, config: RouterConfig, reg
     _add_generation_routes(app, edge)
     _add_catalog_routes(app, edge)
     _add_operation_routes(app, backend, readiness, registry)
+    app.state.readiness = readiness
     return app
 
 

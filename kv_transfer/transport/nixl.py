@@ -191,9 +191,9 @@ class NixlTransport(Transport):
             self._agent.make_connection(name)  # the first write then does not pay for it
             remote_blocks = self._prepare_blocks(name, shape, theirs.address, theirs.device_id, theirs.memory_type)
         self._peers[worker_id] = _Peer(worker_id, epoch, shape, remote_blocks, next(self._links))
-        # NOTE: an inbox outlives `remove_peer`, since the peer's own link to us goes on counting; only a restart ends it.
-        for former in [name for name in self._inboxes if name != _agent_name(worker_id, epoch)]:
-            if former.startswith(f"{worker_id}#"):
+        # NOTE: an inbox outlives `remove_peer`, as the peer's own link to us goes on counting; only a restart ends it.
+        for former in list(self._inboxes):
+            if former != name and _worker_of(former)[0] == worker_id:
                 del self._inboxes[former]
 
     @override

@@ -1,0 +1,280 @@
+"""`tandem serve` from a config to a clean exit: Ray, workers, router, in one process plus one per worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+
+import psutil
+import ray
+import uvicorn
+from prometheus_client import CollectorRegistry
+from rich.console import Console
+
+from cluster.supervisor import Supervisor
+from protocol.config import ClusterConfig, WorkerConfig
+from protocol.errors import ConfigError, WorkerError
+from protocol.messages import Role
+from router.app import create_app
+from router.cost_model import CostModel
+from router.flow import RequestFlow
+from router.placement import Placer
+from router.prefix_index import PrefixIndex
+from router.registry import Registry
+from router.tokenizer import Tokenizer
+from router.worker_client import WorkerClient
+
+__all__ = ["resolve", "serve", "worker_configs"]
+
+logger = logging.getLogger(__name__)
+
+_OBJECT_STORE_BYTES = 100 * 1024 * 1024  # Ray's smallest sensible: nothing of ours goes through it
+_READY_TIMEOUT_S = 120.0
+
+
+def serve(config: ClusterConfig) -> int:
+    """Start everything, serve until SIGINT or SIGTERM, stop everything that was started; the exit code.
+
+    Raises ConfigError for what the user can mend.
+    """
+    console = Console(stderr=True, highlight=False)
+    started = time.monotonic()
+
+    def progress(line: str) -> None:
+        console.print(f"[dim]{time.monotonic() - started:6.1f} s[/]  {line}")
+
+    with _ray(config, progress):
+        config = resolve(config)
+        try:
+            return asyncio.run(_serve(config, progress, console))
+        except KeyboardInterrupt:  # before the handlers were in place
+            return 130
+
+
+def resolve(config: ClusterConfig) -> ClusterConfig:
+    """Fill in what is derived from the machine or the Ray cluster: cores and GPUs per worker, threads per step."""
+    num_workers = 1 if config.colocated else config.num_prefill + config.num_decode
+    resources = ray.cluster_resources()
+    num_cpus = config.num_cpus_per_worker or max(resources.get("CPU", 1.0) / num_workers, 0.01)
+    if num_cpus >= 1 and not config.num_cpus_per_worker:
+        num_cpus = float(int(num_cpus))
+    num_gpus = config.num_gpus_per_worker
+    if not num_gpus and config.engine.device != "cpu" and resources.get("GPU", 0) >= num_workers:
+        num_gpus = 1.0
+    if num_gpus * num_workers > resources.get("GPU", 0):
+        raise ConfigError(
+            f"num_gpus_per_worker={num_gpus} for {num_workers} workers needs {num_gpus * num_workers} GPUs; "
+            f"Ray has {resources.get('GPU', 0)}"
+        )
+    threads = config.engine.num_threads or max(1, int(num_cpus))
+    return replace(
+        config,
+        engine=replace(config.engine, num_threads=threads),
+        num_cpus_per_worker=num_cpus,
+        num_gpus_per_worker=num_gpus,
+    )
+
+
+def worker_configs(config: ClusterConfig) -> list[WorkerConfig]:
+    """One config per worker. On a private Ray each gets cores of its own, as far as there are enough."""
+    roles = [Role.COLOCATED] if config.colocated else []
+    roles = roles or [Role.PREFILL] * config.num_prefill + [Role.DECODE] * config.num_decode
+    counts: dict[Role, int] = {}
+    configs = []
+    for idx, role in enumerate(roles):
+        number = counts[role] = counts.get(role, -1) + 1
+        configs.append(
+            WorkerConfig(
+                worker_id=f"{role}-{number}",
+                role=role,
+                engine=config.engine,
+                transfer=config.transfer,
+                host="" if config.ray_address else "127.0.0.1",
+                cpu_cores=() if config.ray_address else _cores(idx, len(roles), config.engine.num_threads),
+            )
+        )
+    return configs
+
+
+def _cores(idx: int, num_workers: int, num_threads: int) -> tuple[int, ...]:
+    cores = sorted(os.sched_getaffinity(0))
+    if num_workers == 1 or num_workers * num_threads > len(cores):
+        return ()
+    return tuple(cores[idx * num_threads : (idx + 1) * num_threads])
+
+
+@contextlib.contextmanager
+def _ray(config: ClusterConfig, progress: Callable[[str], None]) -> Iterator[None]:
+    """Ray for as long as the block runs: a private one, or a connection to a running cluster."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA_VISIBLE_DEVICES as it is on CPU actors
+    common = {"logging_level": logging.ERROR, "log_to_driver": True, "configure_logging": True}
+    with contextlib.ExitStack() as stack:
+        if config.ray_address:
+            progress(f"joining Ray at {config.ray_address}")
+            try:
+                ray.init(address=config.ray_address, **common)
+            except ConnectionError as exc:
+                raise ConfigError(f"ray_address={config.ray_address!r} cannot be reached: {exc}") from exc
+        else:
+            progress("starting Ray")
+            # A folder of our own with a short name: Ray puts sockets in it, whose paths must not be long.
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True))
+            num_cpus = len(os.sched_getaffinity(0))
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _temp_dir=folder,
+                **common,
+            )
+        children = psutil.Process().children(recursive=True)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+            if not config.ray_address:
+                _reap(children)
+
+
+def _reap(children: list[psutil.Process]) -> None:
+    """Make sure that the processes of our private Ray are gone."""
+    _, alive = psutil.wait_procs(children, timeout=5.0)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=5.0)
+
+
+async def _serve(config: ClusterConfig, progress: Callable[[str], None], console: Console) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    serving = asyncio.create_task(_run_until(stop, config, progress, console))
+    return await serving
+
+
+async def _run_until(
+    stop: asyncio.Event, config: ClusterConfig, progress: Callable[[str], None], console: Console
+) -> int:
+    registry, index, costs = Registry(), PrefixIndex(), CostModel()
+    placer = Placer(registry, index, costs, config.router)
+    workers = WorkerClient(registry, index, costs, config.router)
+    flow = RequestFlow(
+        model=config.engine.served_model_name,
+        registry=registry,
+        index=index,
+        costs=costs,
+        placer=placer,
+        workers=workers,
+        config=config.router,
+    )
+    supervisor = Supervisor(config, registry, costs, workers, flow, on_progress=progress)
+    app = create_app(flow, Tokenizer(config.engine.model), config.router, CollectorRegistry())
+    async with _closing(workers, supervisor):
+        await workers.start()
+        configs = worker_configs(config)
+        progress(f"loading {config.engine.served_model_name} into {len(configs)} worker(s)")
+        if not await _unless(stop, supervisor.start(configs)):
+            return 0
+        async with _http(app, config) as server:
+            is_ready = await _unless(stop, _first_generation(app))
+            if is_ready:
+                progress("the first generation succeeded")
+                _print_welcome(config, console)
+            await _until_stopped(stop, server)
+            progress("stopping")
+    return 0
+
+
+async def _unless(stop: asyncio.Event, work: object) -> bool:
+    """Await `work` unless `stop` comes first; whether it finished. Its exceptions are raised."""
+    task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not task.done():
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return False
+    task.result()
+    return True
+
+
+async def _first_generation(app: object) -> None:
+    """Wait until the readiness probe has generated a token."""
+    deadline = time.monotonic() + _READY_TIMEOUT_S
+    readiness = app.state.readiness  # type: ignore[attr-defined]
+    while readiness.reason is not None:
+        if time.monotonic() > deadline:
+            raise WorkerError(f"no token was generated in {_READY_TIMEOUT_S:.0f} s: {readiness.reason}")
+        await asyncio.sleep(0.02)
+
+
+async def _until_stopped(stop: asyncio.Event, server: asyncio.Task[None]) -> None:
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({server, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if server.done():
+        server.result()
+
+
+@contextlib.asynccontextmanager
+async def _closing(workers: WorkerClient, supervisor: Supervisor) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        await supervisor.close()
+        await workers.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: ours stop the workers too."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _http(app: object, config: ClusterConfig) -> AsyncIterator[asyncio.Task[None]]:
+    """The HTTP server for as long as the block runs; then running streams get `drain_timeout_s` to end."""
+    router = config.router
+    server = _Server(
+        uvicorn.Config(
+            app,  # type: ignore[arg-type]
+            host=router.host,
+            port=router.port,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=max(1, round(router.drain_timeout_s)),
+        )
+    )
+    task = asyncio.create_task(server.serve())
+    try:
+        yield task
+    finally:
+        server.should_exit = True
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _print_welcome(config: ClusterConfig, console: Console) -> None:
+    host = "127.0.0.1" if config.router.host in ("0.0.0.0", "::") else config.router.host
+    base = f"http://{f'[{host}]' if ':' in host else host}:{config.router.port}"
+    body = (
+        f'{{"model": "{config.engine.served_model_name}", "temperature": 0, '
+        '"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    )
+    console.print(f"\n[bold]Serving {config.engine.served_model_name} on {base}[/]  (Ctrl-C stops it)\n\nTry:\n")
+    # Written raw: this line is to be copied whole.
+    console.file.write(f"  curl {base}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n")
+    console.file.write(f"  tandem chat --url {base}\n\n")
+    console.file.flush()
