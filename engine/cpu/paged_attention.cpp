@@ -7,6 +7,9 @@
 
 #include "common.h"
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 #include <omp.h>
 
 namespace {
@@ -14,6 +17,8 @@ namespace {
 constexpr int KEYS = 64;    // keys of one tile
 constexpr int ROWS = 4;     // query rows of one micro-kernel call
 constexpr int QUERIES = 32; // query tokens of one work item
+constexpr int MAX_DIM = 256;        // largest head dimension; CpuAttention checks it
+constexpr int DIM_UNIT = 2 * LANES; // head dimensions are padded to a multiple: whole vectors, also of pairs
 
 struct Arguments {
   void *out;       // [num_tokens, num_heads, head_dim]
@@ -50,24 +55,18 @@ template <typename T> void write_cache(const Arguments &a) {
   }
 }
 
-// Scratch of one thread, sized for one work item.
+// Scratch of one thread, sized for one work item. Operands are in the kernel's own format (see Format below).
 struct Scratch {
-  float *query;   // [rows, dim], scaled
-  float *keys_t;  // [dim, KEYS]
-  float *values;  // [KEYS, dim]
-  float *scores;  // [rows, KEYS]
-  float *out;     // [rows, dim]
-  float *max;     // [rows]
-  float *sum;     // [rows]
+  float *query;  // [rows, dim]
+  float *keys_t; // [dim, KEYS]
+  float *values; // [KEYS, dim]
+  float *scores; // [rows, KEYS]; weights after the softmax step
+  float *out;    // [rows, dim]
+  float *max;    // [rows]
+  float *sum;    // [rows]
 };
 
-inline void load_row(const float *from, float *to, int n) { std::memcpy(to, from, n * sizeof(float)); }
-inline void load_row(const bfloat16 *from, float *to, int n) {
-  uint32_t *bits = reinterpret_cast<uint32_t *>(to);
-  for (int i = 0; i < n; ++i) bits[i] = static_cast<uint32_t>(from[i].bits) << 16;
-}
-
-// to[c][r] = from[r][c] for a LANES x LANES square of floats.
+// to[c][r] = from[r][c] for a LANES x LANES square of 32-bit words.
 inline void transpose_square(const float *from, int64_t from_stride, float *to, int64_t to_stride) {
   vfloat r[LANES], s[LANES];
   for (int i = 0; i < LANES; ++i) r[i] = load(from + i * from_stride);
@@ -83,36 +82,71 @@ inline void transpose_square(const float *from, int64_t from_stride, float *to, 
   for (int i = 0; i < LANES; ++i) store(to + i * to_stride, r[i]);
 }
 
+// How operands are laid out and multiplied. A word is what one lane holds: one float here, a pair of bfloat16 below.
+template <typename T> struct Format {
+  static constexpr int PER_WORD = 1;
+  static void load_row(const T *from, float *to, int n) {
+    for (int i = 0; i < n; ++i) to[i] = to_float(from[i]);
+  }
+  static void load_values(const T *even, const T *odd, float *to, int n, int dim) {
+    load_row(even, to, n);
+    load_row(odd, to + dim, n);
+  }
+  static void pack_weights(float *) {}
+  static void multiply_add(vfloat &acc, float scalar, vfloat words) { acc += scalar * words; }
+};
+
+#ifdef __AVX512BF16__
+// Pairs of bfloat16 along the summed axis: one instruction multiplies and sums both, at twice the rate of floats.
+// Softmax weights are rounded to bfloat16 for the product with the values, as flash attention does.
+template <> struct Format<bfloat16> {
+  static constexpr int PER_WORD = 2;
+  static void load_row(const bfloat16 *from, float *to, int n) { std::memcpy(to, from, n * sizeof(bfloat16)); }
+  static void load_values(const bfloat16 *even, const bfloat16 *odd, float *to, int n, int) {
+    uint32_t *words = reinterpret_cast<uint32_t *>(to);
+    for (int i = 0; i < n; ++i) words[i] = even[i].bits | static_cast<uint32_t>(odd[i].bits) << 16;
+  }
+  static void pack_weights(float *weights) { // in place: the pairs take the first half of the row
+    for (int v = 0; v < KEYS / LANES; ++v) {
+      __m256bh half = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(load(weights + v * LANES)));
+      std::memcpy(reinterpret_cast<bfloat16 *>(weights) + v * LANES, &half, sizeof half);
+    }
+  }
+  static void multiply_add(vfloat &acc, float scalar, vfloat words) {
+    __m512 pair = _mm512_set1_ps(scalar);
+    acc = reinterpret_cast<vfloat>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc), reinterpret_cast<__m512bh>(pair),
+                                                    reinterpret_cast<__m512bh>(words)));
+  }
+};
+#endif
+
 // Scores of ROWS rows against one tile: [ROWS, dim] x [dim, KEYS].
-inline void score_rows(const float *query, const float *keys_t, int dim, float *scores) {
+template <typename T> inline void score_rows(const float *query, const float *keys_t, int dim, float *scores) {
   constexpr int V = KEYS / LANES;
   vfloat acc[ROWS][V] = {};
-  for (int d = 0; d < dim; ++d) {
+  for (int d = 0; d < dim / Format<T>::PER_WORD; ++d) {
     vfloat k[V];
     for (int v = 0; v < V; ++v) k[v] = load(keys_t + d * KEYS + v * LANES);
-    for (int r = 0; r < ROWS; ++r) {
-      float q = query[r * dim + d];
-      for (int v = 0; v < V; ++v) acc[r][v] += q * k[v];
-    }
+    for (int r = 0; r < ROWS; ++r)
+      for (int v = 0; v < V; ++v) Format<T>::multiply_add(acc[r][v], query[r * dim + d], k[v]);
   }
   for (int r = 0; r < ROWS; ++r)
     for (int v = 0; v < V; ++v) store(scores + r * KEYS + v * LANES, acc[r][v]);
 }
 
 // out = out * correction + weights x values, for ROWS rows and `COLUMNS` vectors of columns.
-template <int COLUMNS>
+template <typename T, int COLUMNS>
 inline void add_values(const float *weights, const float *values, int num_keys, int dim, const float *correction,
                        float *out) {
   vfloat acc[ROWS][COLUMNS];
   for (int r = 0; r < ROWS; ++r)
     for (int c = 0; c < COLUMNS; ++c) acc[r][c] = load(out + r * dim + c * LANES) * correction[r];
-  for (int j = 0; j < num_keys; ++j) {
+  int num_words = (num_keys + Format<T>::PER_WORD - 1) / Format<T>::PER_WORD;
+  for (int j = 0; j < num_words; ++j) {
     vfloat v[COLUMNS];
     for (int c = 0; c < COLUMNS; ++c) v[c] = load(values + j * dim + c * LANES);
-    for (int r = 0; r < ROWS; ++r) {
-      float w = weights[r * KEYS + j];
-      for (int c = 0; c < COLUMNS; ++c) acc[r][c] += w * v[c];
-    }
+    for (int r = 0; r < ROWS; ++r)
+      for (int c = 0; c < COLUMNS; ++c) Format<T>::multiply_add(acc[r][c], weights[r * KEYS + j], v[c]);
   }
   for (int r = 0; r < ROWS; ++r)
     for (int c = 0; c < COLUMNS; ++c) store(out + r * dim + c * LANES, acc[r][c]);
@@ -121,28 +155,33 @@ inline void add_values(const float *weights, const float *values, int num_keys, 
 template <typename T>
 void load_tile(const Arguments &a, const int32_t *table, int64_t kv_head, int64_t start, int num_keys, int dim,
                Scratch &s) {
+  static const T zeros[MAX_DIM] = {};
+  constexpr int P = Format<T>::PER_WORD;
   const T *keys = static_cast<const T *>(a.layer_keys), *values = static_cast<const T *>(a.layer_values);
-  int padded_keys = (num_keys + LANES - 1) / LANES * LANES;
-  int head_dim = static_cast<int>(a.head_dim);
-  alignas(64) float rows[LANES * 256];
+  int padded_keys = (num_keys + LANES - 1) / LANES * LANES, head_dim = static_cast<int>(a.head_dim);
+  alignas(64) float rows[LANES * MAX_DIM];
+  const T *value_rows[LANES];
   for (int base = 0; base < padded_keys; base += LANES) {
     for (int j = 0; j < LANES; ++j) {
-      float *value_row = s.values + (base + j) * dim, *key_row = rows + j * dim;
-      if (base + j >= num_keys) { // slots never written may hold NaN, and 0 * NaN is not 0
-        std::fill_n(key_row, dim, 0.0f);
-        std::fill_n(value_row, dim, 0.0f);
-        continue;
+      const T *key_row = value_rows[j] = zeros; // slots never written may hold NaN, and 0 * NaN is not 0
+      if (base + j < num_keys) {
+        int64_t position = start + base + j;
+        int64_t at = table[position / a.block_size] * a.block_stride +
+                     (position % a.block_size * a.num_kv_heads + kv_head) * a.head_dim;
+        key_row = keys + at;
+        value_rows[j] = values + at;
       }
-      int64_t position = start + base + j;
-      int64_t at = table[position / a.block_size] * a.block_stride +
-                   (position % a.block_size * a.num_kv_heads + kv_head) * a.head_dim;
-      load_row(keys + at, key_row, head_dim);
-      load_row(values + at, value_row, head_dim);
-      for (int d = head_dim; d < dim; ++d) key_row[d] = value_row[d] = 0.0f;
+      if (head_dim < dim) std::fill_n(rows + j * dim, dim, 0.0f);
+      Format<T>::load_row(key_row, rows + j * dim, head_dim);
     }
-    for (int d = 0; d < dim; d += LANES) transpose_square(rows + d, dim, s.keys_t + d * KEYS + base, KEYS);
+    for (int d = 0; d < dim / P; d += LANES) transpose_square(rows + d, dim, s.keys_t + d * KEYS + base, KEYS);
+    for (int j = 0; j < LANES; j += 2) {
+      float *to = s.values + (base + j) / P * dim;
+      if (head_dim < dim) std::fill_n(to, 2 / P * dim, 0.0f);
+      Format<T>::load_values(value_rows[j], value_rows[j + 1], to, head_dim, dim);
+    }
   }
-  for (int d = 0; d < dim; ++d)
+  for (int d = 0; d < dim / P; ++d)
     for (int j = padded_keys; j < KEYS; ++j) s.keys_t[d * KEYS + j] = 0.0f;
 }
 
@@ -154,7 +193,7 @@ inline float soften_row(const Arguments &a, float *scores, int64_t first_key, in
   int32_t first = a.window > 0 ? static_cast<int32_t>(std::max<int64_t>(position - a.window + 1 - first_key, 0)) : 0;
   vfloat x[V], top = splat(MINUS_INFINITY);
   for (int v = 0; v < V; ++v) {
-    x[v] = load(scores + v * LANES);
+    x[v] = load(scores + v * LANES) * a.scale;
     if (a.softcap > 0.0f)
       for (int i = 0; i < LANES; ++i) x[v][i] = a.softcap * std::tanh(x[v][i] / a.softcap);
     vint key = lane + v * LANES;
@@ -186,7 +225,7 @@ inline float soften_row(const Arguments &a, float *scores, int64_t first_key, in
 template <typename T>
 void attend(const Arguments &a, int64_t seq, int64_t first_query, int64_t num_queries, int64_t kv_head, Scratch &s) {
   int64_t group = a.num_heads / a.num_kv_heads;
-  int dim = static_cast<int>((a.head_dim + LANES - 1) / LANES * LANES);
+  int dim = static_cast<int>((a.head_dim + DIM_UNIT - 1) / DIM_UNIT * DIM_UNIT);
   int num_rows = static_cast<int>(num_queries * group);
   int padded_rows = (num_rows + ROWS - 1) / ROWS * ROWS;
   int64_t token = a.query_starts[seq] + first_query;
@@ -200,7 +239,7 @@ void attend(const Arguments &a, int64_t seq, int64_t first_query, int64_t num_qu
   for (int r = 0; r < num_rows; ++r) {
     const T *row = static_cast<const T *>(a.query) + (token + r / group) * a.query_token_stride +
                    (kv_head * group + r % group) * a.query_head_stride;
-    for (int d = 0; d < a.head_dim; ++d) s.query[r * dim + d] = to_float(row[d]) * a.scale;
+    Format<T>::load_row(row, s.query + r * dim, static_cast<int>(a.head_dim));
   }
 
   int64_t last_position = first_position + num_queries - 1;
@@ -215,17 +254,18 @@ void attend(const Arguments &a, int64_t seq, int64_t first_query, int64_t num_qu
       if (newest < first_key) continue; // causal: no row of these sees the tile
       if (a.window > 0 && oldest - a.window + 1 >= first_key + KEYS) continue;
       float *scores = s.scores + r * KEYS;
-      score_rows(s.query + r * dim, s.keys_t, dim, scores);
+      score_rows<T>(s.query + r * dim, s.keys_t, dim, scores);
       float correction[ROWS];
       for (int i = 0; i < ROWS; ++i) {
         int64_t position = first_position + std::min<int64_t>((r + i) / group, num_queries - 1);
         correction[i] = soften_row(a, scores + i * KEYS, first_key, position, s.max[r + i], s.sum[r + i]);
+        Format<T>::pack_weights(scores + i * KEYS);
       }
       int d = 0;
       for (; d + 4 * LANES <= dim; d += 4 * LANES)
-        add_values<4>(scores, s.values + d, num_keys, dim, correction, s.out + r * dim + d);
+        add_values<T, 4>(scores, s.values + d, num_keys, dim, correction, s.out + r * dim + d);
       for (; d < dim; d += LANES)
-        add_values<1>(scores, s.values + d, num_keys, dim, correction, s.out + r * dim + d);
+        add_values<T, 1>(scores, s.values + d, num_keys, dim, correction, s.out + r * dim + d);
     }
   }
 
@@ -255,7 +295,7 @@ template <typename T> int run(const Arguments &a, int num_threads) {
   write_cache<T>(a);
   int64_t group = a.num_heads / a.num_kv_heads;
   int64_t rows = (QUERIES * group + ROWS - 1) / ROWS * ROWS;
-  int64_t dim = (a.head_dim + LANES - 1) / LANES * LANES;
+  int64_t dim = (a.head_dim + DIM_UNIT - 1) / DIM_UNIT * DIM_UNIT;
   int64_t num_tiles = 0; // query tiles over all sequences
   for (int64_t i = 0; i < a.num_seqs; ++i)
     num_tiles += (a.query_starts[i + 1] - a.query_starts[i] + QUERIES - 1) / QUERIES;
