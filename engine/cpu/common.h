@@ -47,6 +47,29 @@ inline vfloat load(const float *p) { return *reinterpret_cast<const vfloat *>(p)
 inline void store(float *p, vfloat v) { *reinterpret_cast<vfloat *>(p) = v; }
 inline vfloat splat(float x) { return x - vfloat{}; }
 
+typedef uint32_t vword __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint16_t vhalf __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+
+// LANES elements as floats, and back (rounded to nearest even; NaN stays NaN).
+inline vfloat load_lanes(const float *p) { return load(p); }
+inline vfloat load_lanes(const bfloat16 *p) {
+  vword words = __builtin_convertvector(*reinterpret_cast<const vhalf *>(p), vword) << 16;
+  return reinterpret_cast<vfloat>(words);
+}
+inline void store_lanes(float *p, vfloat v) { store(p, v); }
+inline void store_lanes(bfloat16 *p, vfloat v) {
+  vword bits = reinterpret_cast<vword>(v);
+  vword rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  vword words = (v == v) ? rounded : (bits | 0x400000);
+  *reinterpret_cast<vhalf *>(p) = __builtin_convertvector(words >> 16, vhalf);
+}
+template <typename T> inline vfloat round_to(vfloat v) { // as if stored and loaded again
+  T lanes[LANES];
+  store_lanes(lanes, v);
+  return load_lanes(lanes);
+}
+template <> inline vfloat round_to<float>(vfloat v) { return v; }
+
 // exp(x) for x <= 0 (-inf gives 0): Cephes' polynomial after splitting off a power of two; error about 1 ulp.
 inline vfloat exp_nonpositive(vfloat x) {
   vint tiny = x < splat(-87.0f);

@@ -7,27 +7,46 @@
 
 namespace {
 
+constexpr int64_t ROWS_WORTH_THREADS = 32; // below, waking the others costs more than they help
+
+// Calls body(d, load, store) for each run of LANES elements of a row of `dim`; the last run may be shorter, in which case
+// it goes through a padded buffer, so that every element takes the same instructions.
+template <typename T, typename Body> inline void for_lanes(int64_t dim, Body body) {
+  int64_t d = 0;
+  for (; d + LANES <= dim; d += LANES) {
+    body([d](const T *row) { return load_lanes(row + d); }, [d](T *row, vfloat v) { store_lanes(row + d, v); });
+  }
+  if (d == dim) return;
+  size_t bytes = static_cast<size_t>(dim - d) * sizeof(T);
+  body(
+      [d, bytes](const T *row) {
+        T buffer[LANES] = {};
+        std::memcpy(buffer, row + d, bytes);
+        return load_lanes(buffer);
+      },
+      [d, bytes](T *row, vfloat v) {
+        T buffer[LANES];
+        store_lanes(buffer, v);
+        std::memcpy(row + d, buffer, bytes);
+      });
+}
+
 template <typename T>
 void rms_norm(const T *x, const T *weight, T *out, int64_t num_rows, int64_t dim, float epsilon) {
+#pragma omp parallel for schedule(static) if (num_rows >= ROWS_WORTH_THREADS)
   for (int64_t r = 0; r < num_rows; ++r) {
     const T *row = x + r * dim;
-    T *to = out + r * dim;
-    float lanes[LANES] = {};
-    int64_t d = 0;
-    for (; d + LANES <= dim; d += LANES)
-      for (int i = 0; i < LANES; ++i) {
-        float v = to_float(row[d + i]);
-        lanes[i] += v * v;
-      }
+    vfloat squares = splat(0.0f);
+    for_lanes<T>(dim, [&](auto load, auto) {
+      vfloat v = load(row);
+      squares += v * v;
+    });
     float sum = 0.0f;
-    for (int i = 0; i < LANES; ++i) sum += lanes[i];
-    for (; d < dim; ++d) sum += to_float(row[d]) * to_float(row[d]);
+    for (int i = 0; i < LANES; ++i) sum += squares[i];
     float inverse = 1.0f / std::sqrt(sum / static_cast<float>(dim) + epsilon);
-    for (d = 0; d < dim; ++d) {
-      T normed;
-      from_float(to_float(row[d]) * inverse, &normed);
-      from_float(to_float(weight[d]) * to_float(normed), &to[d]);
-    }
+    for_lanes<T>(dim, [&](auto load, auto store) {
+      store(out + r * dim, load(weight) * round_to<T>(load(row) * inverse));
+    });
   }
 }
 
@@ -36,23 +55,17 @@ template <typename T>
 void rotate(const T *x, T *out, const T *cos, const T *sin, int64_t num_tokens, int64_t num_heads, int64_t dim,
             int64_t token_stride, int64_t head_stride) {
   int64_t half = dim / 2;
+#pragma omp parallel for schedule(static) if (num_tokens >= ROWS_WORTH_THREADS)
   for (int64_t t = 0; t < num_tokens; ++t) {
     const T *c = cos + t * dim, *s = sin + t * dim;
     for (int64_t h = 0; h < num_heads; ++h) {
-      const T *row = x + t * token_stride + h * head_stride;
+      const T *low = x + t * token_stride + h * head_stride, *high = low + half;
       T *to = out + (t * num_heads + h) * dim;
-      for (int64_t d = 0; d < half; ++d) {
-        T straight, turned;
-        from_float(to_float(row[d]) * to_float(c[d]), &straight);
-        from_float(-to_float(row[d + half]) * to_float(s[d]), &turned);
-        from_float(to_float(straight) + to_float(turned), &to[d]);
-      }
-      for (int64_t d = half; d < dim; ++d) {
-        T straight, turned;
-        from_float(to_float(row[d]) * to_float(c[d]), &straight);
-        from_float(to_float(row[d - half]) * to_float(s[d]), &turned);
-        from_float(to_float(straight) + to_float(turned), &to[d]);
-      }
+      for_lanes<T>(half, [&](auto load, auto store) {
+        vfloat a = load(low), b = load(high);
+        store(to, round_to<T>(a * load(c)) + round_to<T>(-b * load(s)));
+        store(to + half, round_to<T>(b * load(c + half)) + round_to<T>(a * load(s + half)));
+      });
     }
   }
 }
@@ -61,24 +74,15 @@ void rotate(const T *x, T *out, const T *cos, const T *sin, int64_t num_tokens, 
 template <typename T>
 void silu_multiply(const T *gate, const T *up, T *out, int64_t num_rows, int64_t dim, int64_t gate_stride,
                    int64_t up_stride) {
+#pragma omp parallel for schedule(static) if (num_rows >= ROWS_WORTH_THREADS)
   for (int64_t r = 0; r < num_rows; ++r) {
     const T *g = gate + r * gate_stride, *u = up + r * up_stride;
-    T *to = out + r * dim;
-    int64_t d = 0;
-    alignas(64) float x[LANES], y[LANES];
-    for (; d < dim; d += LANES) {
-      int n = static_cast<int>(std::min<int64_t>(LANES, dim - d));
-      for (int i = 0; i < LANES; ++i) x[i] = i < n ? to_float(g[d + i]) : 0.0f;
-      vfloat v = load(x), magnitude = v < 0.0f ? v : -v;
-      vfloat e = exp_nonpositive(magnitude);
+    for_lanes<T>(dim, [&](auto load, auto store) {
+      vfloat v = load(g);
+      vfloat e = exp_nonpositive(v < 0.0f ? v : -v);
       vfloat sigmoid = (v < 0.0f ? e : splat(1.0f)) / (1.0f + e);
-      store(y, v * sigmoid);
-      for (int i = 0; i < n; ++i) {
-        T activated;
-        from_float(y[i], &activated);
-        from_float(to_float(activated) * to_float(u[d + i]), &to[d + i]);
-      }
-    }
+      store(out + r * dim, round_to<T>(v * sigmoid) * load(u));
+    });
   }
 }
 
