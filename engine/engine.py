@@ -13,13 +13,14 @@ import torch
 from engine.attention.interface import make_backend
 from engine.block_pool import BlockPool
 from engine.loader import LoadedModel, load_model
+from engine.model_check import check_model
 from engine.model_runner import ModelRunner
 from engine.sampling.sampler import SampledToken, Sampler
 from engine.scheduler import ScheduledChunk, Scheduler
 from engine.sequence import Phase, Sequence, SequenceStatus
 from protocol.config import EngineConfig
 from protocol.digest import namespace_digest, root_digest
-from protocol.errors import ConfigError, ContextLengthExceeded
+from protocol.errors import ConfigError, ContextLengthExceeded, RequestError
 from protocol.messages import FinishReason, StepStats, TokenLogprobs, WorkerLoad
 from protocol.sampling import SamplingParams
 
@@ -64,7 +65,9 @@ class Engine:
         self.pool = BlockPool(num_blocks)
         shape = _block_shape(config, model)
         self.kv = torch.zeros(num_blocks, *shape, dtype=model.dtype, device=model.device)
-        self.runner = ModelRunner(model, make_backend(model.device, torch.get_num_threads()), self.kv)
+        backend = make_backend(model.device, torch.get_num_threads())
+        check_model(model, backend, config.block_size)
+        self.runner = ModelRunner(model, backend, self.kv)
         self.scheduler = Scheduler(
             self.pool,
             block_size=config.block_size,
@@ -101,12 +104,21 @@ class Engine:
         cache_salt: str = "",
         phase: Phase = Phase.WHOLE,
     ) -> Sequence:
-        """A sequence for this engine, not queued yet. Raises ContextLengthExceeded if the prompt does not fit."""
+        """A sequence for this engine, not queued yet.
+
+        Raises ContextLengthExceeded if the prompt does not fit, RequestError for ids outside the model's vocabulary:
+        one of those inside a step would fail the whole batch.
+        """
         limit = self.config.max_model_len
         if not 0 < len(token_ids) < limit:
             raise ContextLengthExceeded(
                 f"the prompt has {len(token_ids)} tokens; this model serves 1 to {limit - 1} and at least one more"
             )
+        for ids in (token_ids, sampling.stop_token_ids, sampling.logit_bias):
+            if ids and not (min(ids) >= 0 and max(ids) < self.model.vocab_size):
+                raise RequestError(
+                    f"token ids {min(ids)} to {max(ids)}: this model's are 0 to {self.model.vocab_size - 1}"
+                )
         return Sequence(
             request_id=request_id,
             token_ids=list(token_ids),

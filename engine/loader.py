@@ -22,6 +22,9 @@ __all__ = ["LoadedModel", "load_model", "model_revision", "resolve_device", "res
 
 logger = logging.getLogger(__name__)
 
+_SAMPLE_STRIDE_BYTES, _SAMPLE_BYTES = 1 << 20, 4096
+_SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
@@ -59,16 +62,20 @@ def resolve_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
 
 
 def model_revision(folder: Path) -> str:
-    """A name for these very weights: hash of the config and of each weight file's name, size and head.
+    """A name for these very weights: hash of the config and, of each weight file, name, size, head and samples.
 
-    The head of a safetensors file holds its tensor table; with the size and the first tensors' bytes it tells
-    checkpoints apart without reading gigabytes at each start.
+    The head of a safetensors file holds its tensor table. A page out of every MiB tells fine-tunes of one model apart,
+    which often share table and embeddings, without reading gigabytes at each start.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{path.name}:{path.stat().st_size}".encode())
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
         with path.open("rb") as file:
-            digest.update(file.read(1 << 20))
+            digest.update(file.read(_SAMPLE_STRIDE_BYTES))
+            for offset in range(_SAMPLE_STRIDE_BYTES, size, _SAMPLE_STRIDE_BYTES):
+                file.seek(offset)
+                digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:32]
 
 
@@ -84,13 +91,16 @@ def load_model(config: EngineConfig) -> LoadedModel:
     register()
     disable_progress_bar()  # a worker has no terminal
     model_config = AutoConfig.from_pretrained(folder)
+    text = model_config.get_text_config(decoder=True)
+    _require_servable(config.model, model_config, text)
     dtype = resolve_dtype(config.dtype, model_config, device)
     try:
         module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION_NAME)
     except (ValueError, OSError) as exc:
         raise ConfigError(f"model={config.model!r} cannot be loaded for paged attention: {exc}") from exc
+    if module._is_stateful:
+        raise ConfigError(f"model={config.model!r} keeps state outside its KV cache, which this engine cannot page")
     module = module.to(device).eval()
-    text = model_config.get_text_config()
     num_heads = text.num_attention_heads
     if device.type == "cpu":
         from engine.cpu.optimize import optimize
@@ -102,13 +112,37 @@ def load_model(config: EngineConfig) -> LoadedModel:
         num_kv_heads=getattr(text, "num_key_value_heads", None) or num_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // num_heads,
         vocab_size=text.vocab_size,
-        max_model_len=text.max_position_embeddings,
+        max_model_len=_max_model_len(text),
         eos_token_ids=_eos_token_ids(folder, model_config),
         dtype=dtype,
         device=device,
         revision=model_revision(folder),
         attention=_attention_identity(text),
     )
+
+
+def _require_servable(name: str, config: Any, text: Any) -> None:
+    """Raise ConfigError for what a config already says cannot be served. The rest shows in `check_model`."""
+    if config.is_encoder_decoder:
+        raise ConfigError(f"model={name!r} is an encoder-decoder; this engine serves decoder-only models")
+    unknown = sorted(set(getattr(text, "layer_types", None) or ()) - _SERVED_LAYER_TYPES)
+    if unknown:
+        raise ConfigError(f"model={name!r} has layers this engine cannot serve: {', '.join(unknown)}")
+    for field in ("num_attention_heads", "num_hidden_layers", "max_position_embeddings"):
+        if not isinstance(getattr(text, field, None), int):
+            raise ConfigError(f"model={name!r} cannot be paged: its config has no {field}")
+
+
+def _max_model_len(text: Any) -> int:
+    """The model's context, as far as a token's KV depends on its position alone."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    if parameters.get("rope_type") == "longrope":
+        # Beyond this, transformers switches the whole batch to other frequencies, cached keys or not.
+        original = parameters.get("original_max_position_embeddings") or text.max_position_embeddings
+        if original < text.max_position_embeddings:
+            logger.warning("longrope: serving contexts up to %d of %d", original, text.max_position_embeddings)
+        return int(min(original, text.max_position_embeddings))
+    return int(text.max_position_embeddings)
 
 
 def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:

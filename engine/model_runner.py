@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, backend: AttentionBackend, pool: Tensor) -> None:
         self.model = model
         self.pool = pool
+        self.between_layers: Callable[[], None] = _nothing
         self._backend = backend
         self._block_size = pool.shape[3]
 
@@ -34,7 +36,7 @@ class ModelRunner:
             "input_ids": inputs,
             "position_ids": positions,
             "use_cache": False,
-            "paged_step": PagedStep(self._backend, context),
+            "paged_step": PagedStep(self._backend, context, self.between_layers),
         }
         ends = itertools.accumulate(chunk.num_tokens for chunk in chunks)
         rows = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples]
@@ -43,7 +45,8 @@ class ModelRunner:
             return None
         keep = torch.tensor(rows, device=self.model.device)
         logits: Tensor = self.model.module(**arguments, logits_to_keep=keep).logits[0]
-        return logits
+        # A few models ignore logits_to_keep and return every token's row.
+        return logits if logits.shape[0] == len(rows) else logits[keep]
 
     def _pack(self, chunks: list[ScheduledChunk]) -> tuple[Tensor, Tensor, StepContext]:
         """(input_ids [1, T], position_ids [1, T], context) for chunks laid end to end."""
@@ -80,3 +83,7 @@ class ModelRunner:
         if self.model.device.type == "cuda":
             return tensor.pin_memory().to(self.model.device, non_blocking=True)
         return tensor
+
+
+def _nothing() -> None:
+    """Default of `between_layers`."""

@@ -19,16 +19,15 @@ __all__ = ["ScheduledChunk", "Scheduler"]
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """Compute tokens [start, start + num_tokens) of a sequence; sample if that reaches its end."""
+    """Compute tokens [start, start + num_tokens) of a sequence; `samples` if that reaches its end.
+
+    NOTE: `samples` is stored, because the sequence's end moves as soon as the sampled token is appended.
+    """
 
     sequence: Sequence
     start: int
     num_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the chunk's last row yields the next token."""
-        return self.start + self.num_tokens == len(self.sequence.token_ids)
+    samples: bool
 
 
 class Scheduler:
@@ -74,7 +73,7 @@ class Scheduler:
             if sequence.is_decoding:
                 if not self._grow(sequence, len(sequence.token_ids)):
                     continue  # it preempted itself: the same position now holds another sequence, or none
-                chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1))
+                chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1, samples=True))
                 budget -= 1
             position += 1
         for sequence in self.running:
@@ -82,7 +81,9 @@ class Scheduler:
                 budget = self._add_prefill(sequence, budget, chunks)
         while budget > 0 and self.waiting and len(self.running) < self.max_num_seqs:
             if not self._try_admit(self.waiting[0]):
-                break
+                if self.running or not self._reclaim_from_waiting():
+                    break
+                continue
             sequence = self.waiting.popleft()
             sequence.status = SequenceStatus.RUNNING
             self.running.append(sequence)
@@ -105,15 +106,17 @@ class Scheduler:
             sequence.num_published_blocks = num_full
 
     def match_prefix(self, digests: list[bytes], num_tokens: int) -> list[int]:
-        """Take references on the longest usable cached prefix of a prompt of `num_tokens` tokens.
+        """Take references on the longest usable cached prefix of a prompt of `num_tokens` tokens."""
+        return self.pool.acquire_cached(self._usable_digests(digests, num_tokens))
 
-        The last token is never taken from the cache: its logits are needed.
-        """
-        return self.pool.acquire_cached(digests[: (num_tokens - 1) // self.block_size])
+    def _usable_digests(self, digests: list[bytes], num_tokens: int) -> list[bytes]:
+        """Without the block of the last token, which is never taken from the cache: its logits are needed."""
+        return digests[: (num_tokens - 1) // self.block_size]
 
     def _add_prefill(self, sequence: Sequence, budget: int, chunks: list[ScheduledChunk]) -> int:
         num_tokens = min(budget, sequence.num_uncomputed_tokens)
-        chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens))
+        samples = num_tokens == sequence.num_uncomputed_tokens
+        chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens, samples))
         return budget - num_tokens
 
     def _try_admit(self, sequence: Sequence) -> bool:
@@ -144,10 +147,11 @@ class Scheduler:
 
     def _waits_for_shared_prefix(self, sequence: Sequence) -> bool:
         """Whether a running prompt is computing the next block this one needs: waiting saves computing it twice."""
-        num_cached = self.pool.count_cached(sequence.digests)
-        if sequence.blocks or num_cached == len(sequence.digests):
+        usable = self._usable_digests(sequence.digests, len(sequence.token_ids))
+        num_cached = self.pool.count_cached(usable)
+        if sequence.blocks or num_cached == len(usable):
             return False
-        needed = sequence.digests[num_cached]
+        needed = usable[num_cached]
         return any(
             len(other.digests) > num_cached
             and other.digests[num_cached] == needed
@@ -171,9 +175,25 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self._take_blocks_back(sequence)
+        sequence.status = SequenceStatus.WAITING
+        self.waiting.appendleft(sequence)
+
+    def _reclaim_from_waiting(self) -> bool:
+        """Take back the blocks of the last waiting sequence that holds any, but never the head's; False if none does.
+
+        NOTE: with nothing running, received blocks of sequences behind the head could block it for ever.
+        """
+        victim = next((other for other in reversed(self.waiting) if other.blocks), None)
+        if victim is None or victim is self.waiting[0]:
+            return False
+        self._take_blocks_back(victim)
+        return True
+
+    def _take_blocks_back(self, sequence: Sequence) -> None:
+        """What was computed or received stays findable until it is evicted; the rest is computed again."""
+        self.publish_computed(sequence)
         self.release_blocks(sequence)
         sequence.num_computed_tokens = 0
         sequence.num_published_blocks = 0
-        sequence.status = SequenceStatus.WAITING
-        self.waiting.appendleft(sequence)
         self.num_preemptions += 1

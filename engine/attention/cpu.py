@@ -63,7 +63,8 @@ class CpuAttention:
         """Write this layer's KV, attend. query [T, H, D], key and value [T, KVH, D] -> [T, H, D]."""
         pool = context.pool
         num_tokens, num_heads, head_dim = query.shape
-        assert head_dim <= MAX_HEAD_DIM, f"head_dim={head_dim} is over {MAX_HEAD_DIM}"
+        if head_dim > MAX_HEAD_DIM:
+            raise NotImplementedError(f"head_dim={head_dim} is over {MAX_HEAD_DIM}, the most the CPU kernel holds")
         assert query.dtype == pool.dtype, f"query is {query.dtype}, the pool {pool.dtype}"
         query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
         out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype)

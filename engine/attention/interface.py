@@ -7,6 +7,7 @@ block tables would silently compute something else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -43,13 +44,17 @@ class AttentionBackend(Protocol):
 
 
 class PagedStep:
-    """The keyword argument that carries backend and context to every attention layer of one forward."""
+    """The keyword argument that carries backend and context to every attention layer of one forward.
 
-    __slots__ = ("backend", "context")
+    `between_layers` is called in each of them: work of other parts that must not wait for the end of a long step.
+    """
 
-    def __init__(self, backend: AttentionBackend, context: StepContext) -> None:
+    __slots__ = ("backend", "between_layers", "context")
+
+    def __init__(self, backend: AttentionBackend, context: StepContext, between_layers: Callable[[], None]) -> None:
         self.backend = backend
         self.context = context
+        self.between_layers = between_layers
 
 
 def paged_attention_forward(
@@ -74,8 +79,11 @@ def paged_attention_forward(
         )
     if s_aux is not None:
         raise NotImplementedError(f"{type(module).__name__} uses attention sinks, which this engine cannot attend with")
+    layer_idx: int = module.layer_idx  # type: ignore[assignment]  # every decoder attention of transformers has it
+    _check_geometry(type(module).__name__, layer_idx, query, key, value, paged_step.context.pool)
+    paged_step.between_layers()
     out = paged_step.backend(
-        module.layer_idx,  # type: ignore[arg-type]  # an attribute of every decoder attention of transformers
+        layer_idx,
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
@@ -85,6 +93,24 @@ def paged_attention_forward(
         softcap=softcap or 0.0,
     )
     return out.unsqueeze(0), None
+
+
+def _check_geometry(name: str, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, pool: Tensor) -> None:
+    """Raise NotImplementedError unless this layer's KV is what a slot of the pool holds: backends trust it blindly."""
+    num_layers, num_kv_heads, head_dim = pool.shape[1], pool.shape[4], pool.shape[5]
+    num_tokens = query.shape[2]
+    slots = (1, num_kv_heads, num_tokens, head_dim)
+    if (
+        key.shape != slots
+        or value.shape != slots
+        or query.shape != (1, query.shape[1], num_tokens, head_dim)
+        or query.shape[1] % num_kv_heads
+        or not 0 <= layer_idx < num_layers
+    ):
+        raise NotImplementedError(
+            f"{name} of layer {layer_idx} attends with query {tuple(query.shape)}, key {tuple(key.shape)} and value "
+            f"{tuple(value.shape)}, but the KV pool has {num_layers} layers of {num_kv_heads} heads of {head_dim}"
+        )
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -27,6 +27,7 @@ def make_rms_norm() -> Callable[[Tensor, Tensor, float], Tensor]:
     kernel.restype = None
 
     def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        assert weight.dtype == x.dtype, f"the norm's weight is {weight.dtype}, its input {x.dtype}"
         x = x.contiguous()
         out = torch.empty_like(x)
         dim = x.shape[-1]

@@ -154,10 +154,12 @@ def _replace_norm(module: nn.Module) -> None:
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or epsilon is None:
         return
-    rms_norm = make_rms_norm()
+    rms_norm, original = make_rms_norm(), module.forward
     weight, epsilon = weight.detach(), float(epsilon)
 
     def forward(x: Tensor) -> Tensor:
+        if x.dtype != weight.dtype:  # some models keep their norms in float32
+            return original(x)  # type: ignore[no-any-return]
         return rms_norm(x, weight, epsilon)
 
     probe = torch.randn(1, 5, weight.shape[0], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
@@ -176,7 +178,19 @@ def _replace_rotary(module: nn.Module) -> None:
     def apply_rotary(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if rest or kwargs or cos.shape[-1] != q.shape[-1] or cos.dtype != q.dtype or q.shape[0] != 1:
+        # What the kernel takes for granted; anything else goes the model's own way.
+        table = (1, q.shape[2], q.shape[3])
+        fits = (
+            not (rest or kwargs)
+            and cos.shape == table
+            and sin.shape == table
+            and k.shape[2:] == q.shape[2:]
+            and q.dtype == k.dtype == cos.dtype == sin.dtype
+            and q.stride(3) == k.stride(3) == 1
+            and cos.is_contiguous()
+            and sin.is_contiguous()
+        )
+        if not fits:
             return original(q, k, cos, sin, *rest, **kwargs)  # type: ignore[no-any-return]
         return rotate(q, cos, sin), rotate(k, cos, sin)
 

@@ -23,6 +23,7 @@ __all__ = ["SampledToken", "Sampler"]
 
 # Most nuclei are far smaller than this; only a flat distribution needs the full sort of the vocabulary.
 _NUCLEUS_GUESS = 512
+_MIN_TEMPERATURE = 1e-6
 
 
 class SampledToken(NamedTuple):
@@ -98,7 +99,9 @@ def draw_token(logits: Tensor, sampling: SamplingParams, draw: float) -> int:
 
     Filters apply in the order temperature, top-k, top-p, min-p, each to what the one before left.
     """
-    probabilities = (logits / sampling.temperature).softmax(dim=-1)
+    # Largest logit first taken to 0: a temperature near 0 then means greedy, where 1e-40 would make inf - inf of it.
+    scaled = (logits - logits.max()) / max(sampling.temperature, _MIN_TEMPERATURE)
+    probabilities = scaled.softmax(dim=-1)
     if sampling.top_k <= 0 and sampling.top_p >= 1.0:
         kept, ids = probabilities, None
     else:

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.engine import Engine
+from protocol.config import EngineConfig
+from tests.engine.tiny_models import SERVED, save_model
+
+BuildEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    # Tiny models gain nothing from more, and idle OpenMP threads spin. test_attention.py asks for two where it matters.
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Function from an architecture's name to its folder, written once per session."""
+    folders: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in folders:
+            folders[name] = save_model(tmp_path_factory.mktemp("model") / name, SERVED[name])
+        return folders[name]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def build_engine(model_folder: Callable[[str], Path]) -> BuildEngine:
+    """Function that makes an engine on the CPU; `num_blocks` sizes its pool exactly."""
+    block_bytes: dict[tuple[object, ...], int] = {}
+
+    def build(name: str = "llama", *, num_blocks: int = 200, dtype: str = "float32", **settings: Any) -> Engine:
+        options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "model": str(model_folder(name)), **settings}
+        kind = (name, dtype, settings.get("block_size"))
+        if kind not in block_bytes:  # a model tells its geometry once it is loaded
+            block_bytes[kind] = Engine(
+                EngineConfig(dtype=dtype, device="cpu", pool_bytes=64 << 20, **options)
+            ).block_bytes
+        return Engine(EngineConfig(dtype=dtype, device="cpu", pool_bytes=block_bytes[kind] * num_blocks, **options))
+
+    return build

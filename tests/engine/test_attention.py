@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention.context import StepContext
+from engine.attention.cpu import CpuAttention
+from engine.attention.interface import PagedStep, paged_attention_forward
+from engine.attention.reference import ReferenceAttention
+
+NUM_LAYERS = 2
+
+
+class Case:
+    """Two or more sequences' queries, keys and values, and the pool they are to be written into."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        *,
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+        head_dim: int = 16,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.lengths, self.block_size, self.dtype = lengths, block_size, dtype
+
+        def draw(length: int, heads: int) -> Tensor:
+            return torch.randn(length, heads, head_dim, generator=generator).to(dtype)
+
+        self.q = [draw(length, num_heads) for length in lengths]
+        self.k = [draw(length, num_kv_heads) for length in lengths]
+        self.v = [draw(length, num_kv_heads) for length in lengths]
+        num_blocks = [-(-length // block_size) for length in lengths]
+        ids = torch.randperm(sum(num_blocks) + 1, generator=generator).tolist()
+        self.blocks = [[ids.pop() for _ in range(count)] for count in num_blocks]
+        self.shape = (sum(num_blocks) + 1, NUM_LAYERS, 2, block_size, num_kv_heads, head_dim)
+
+    def new_pool(self, fill: float) -> Tensor:
+        return torch.full(self.shape, fill, dtype=self.dtype)
+
+    def run(self, backend: Any, pool: Tensor, chunks: list[tuple[int, int, int]], **options: Any) -> list[Tensor]:
+        """One step over `chunks` of (sequence, start, end); their outputs."""
+        tables = torch.zeros(len(chunks), max(len(self.blocks[i]) for i, _, _ in chunks), dtype=torch.int32)
+        slots = []
+        for row, (i, start, end) in enumerate(chunks):
+            tables[row, : len(self.blocks[i])] = torch.tensor(self.blocks[i])
+            slots += [
+                self.blocks[i][position // self.block_size] * self.block_size + position % self.block_size
+                for position in range(start, end)
+            ]
+        counts = [end - start for _, start, end in chunks]
+        context = StepContext(
+            pool=pool,
+            block_tables=tables,
+            query_starts=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
+            kv_lens=torch.tensor([end for _, _, end in chunks], dtype=torch.int32),
+            slot_mapping=torch.tensor(slots),
+            max_query_len=max(counts),
+            max_kv_len=max(end for _, _, end in chunks),
+        )
+        query, key, value = (
+            torch.cat([tensors[i][start:end] for i, start, end in chunks]) for tensors in (self.q, self.k, self.v)
+        )
+        settings = {"scale": 0.3, "window": 0, "softcap": 0.0, **options}
+        return list(backend(1, query, key, value, context, **settings).split(counts))
+
+    def whole(self) -> list[tuple[int, int, int]]:
+        return [(i, 0, length) for i, length in enumerate(self.lengths)]
+
+
+def assert_agrees(case: Case, **options: Any) -> None:
+    """The kernel equals the reference, within rounding, over a pool full of NaN; and writes the same KV."""
+    pools = case.new_pool(float("nan")), case.new_pool(0.0)
+    actual = case.run(CpuAttention(2), pools[0], case.whole(), **options)
+    expected = case.run(ReferenceAttention(), pools[1], case.whole(), **options)
+    tolerance = 2e-5 if case.dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(torch.cat(actual), torch.cat(expected), atol=tolerance, rtol=tolerance)
+    written = ~pools[0].isnan()
+    assert int(written.sum()) == sum(case.lengths) * 2 * case.shape[4] * case.shape[5]
+    assert torch.equal(pools[0][written], pools[1][written])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 80, 128, 256])
+def test_kernel_agrees_for_every_head_dim(head_dim: int, dtype: torch.dtype) -> None:
+    assert_agrees(Case([1, 70, 33], head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (9, 3), (8, 1), (6, 2), (7, 7), (12, 1)])
+def test_kernel_agrees_for_every_grouping_of_heads(num_heads: int, num_kv_heads: int) -> None:
+    assert_agrees(Case([5, 40], num_heads=num_heads, num_kv_heads=num_kv_heads))
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 16, 64, 256])
+def test_kernel_agrees_for_every_block_size(block_size: int) -> None:
+    assert_agrees(Case([1, 15, 16, 17, 63, 64, 65, 130], block_size=block_size))
+
+
+@pytest.mark.parametrize("window", [1, 2, 31, 63, 64, 65, 129, 1000])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_kernel_agrees_with_windows_and_soft_caps(window: int, softcap: float) -> None:
+    assert_agrees(Case([200, 3, 65]), window=window, softcap=softcap)
+
+
+def test_kernel_survives_large_scores() -> None:
+    case = Case([80])
+    case.q = [q * 200 for q in case.q]
+    assert_agrees(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"window": 24}, {"softcap": 2.0}])
+def test_results_do_not_depend_on_batch_chunks_or_threads(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    case = Case([1, 17, 64, 150], num_heads=9, num_kv_heads=3, dtype=dtype)
+    together_pool = case.new_pool(0.0)
+    together = case.run(CpuAttention(2), together_pool, case.whole(), **options)
+    for chunk_size in (1, 7, 32, 33):
+        pool = case.new_pool(0.0)
+        pieces: list[list[Tensor]] = [[] for _ in case.lengths]
+        for start in range(0, max(case.lengths), chunk_size):
+            chunks = [
+                (i, start, min(start + chunk_size, length)) for i, length in enumerate(case.lengths) if start < length
+            ][::-1]
+            for (i, _, _), out in zip(chunks, case.run(CpuAttention(1), pool, chunks, **options), strict=True):
+                pieces[i].append(out)
+        for i, expected in enumerate(together):
+            assert torch.equal(torch.cat(pieces[i]), expected), f"sequence {i} in chunks of {chunk_size}"
+        assert torch.equal(pool, together_pool)
+    for i, length in enumerate(case.lengths):
+        [alone] = case.run(CpuAttention(1), case.new_pool(0.0), [(i, 0, length)], **options)
+        assert torch.equal(alone, together[i])
+
+
+def test_kernel_reads_strided_inputs() -> None:
+    # As a fused projection hands them over: views into one tensor, heads before tokens.
+    case = Case([20])
+    pool = case.new_pool(0.0)
+    [expected] = case.run(CpuAttention(1), pool, case.whole())
+    fused = torch.cat([case.q[0], case.k[0], case.v[0]], dim=1).transpose(0, 1).contiguous().transpose(0, 1)
+    case.q, case.k, case.v = [fused[:, :4]], [fused[:, 4:6]], [fused[:, 6:]]
+    [actual] = case.run(CpuAttention(1), case.new_pool(0.0), case.whole())
+    assert torch.equal(actual, expected)
+
+
+def test_kernel_refuses_heads_it_has_no_room_for() -> None:
+    with pytest.raises(NotImplementedError, match="head_dim=272"):
+        assert_agrees(Case([3], head_dim=272))
+
+
+def call_interface(
+    *,
+    query: tuple[int, ...] = (1, 4, 5, 16),
+    key: tuple[int, ...] = (1, 2, 5, 16),
+    value: tuple[int, ...] = (1, 2, 5, 16),
+    layer_idx: int = 0,
+    with_step: bool = True,
+    **options: Any,
+) -> Tensor:
+    case = Case([5])
+
+    class Backend:
+        name = "case"
+
+        def __call__(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, context: StepContext, **_: Any) -> Tensor:
+            return q
+
+    context = StepContext(
+        pool=case.new_pool(0.0),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32),
+        query_starts=torch.tensor([0, 5], dtype=torch.int32),
+        kv_lens=torch.tensor([5], dtype=torch.int32),
+        slot_mapping=torch.arange(5),
+        max_query_len=5,
+        max_kv_len=5,
+    )
+    step = PagedStep(Backend(), context, lambda: None) if with_step else None
+    module: Any = SimpleNamespace(layer_idx=layer_idx)
+    tensors = (torch.zeros(shape) for shape in (query, key, value))
+    return paged_attention_forward(module, *tensors, None, paged_step=step, **options)[0]
+
+
+def test_interface_gives_transformers_its_layout() -> None:
+    assert call_interface().shape == (1, 5, 4, 16)
+
+
+def test_interface_raises_without_a_step() -> None:
+    with pytest.raises(RuntimeError, match="paged_step is missing"):
+        call_interface(with_step=False)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"key": (1, 4, 5, 16), "value": (1, 4, 5, 16)},  # other number of KV heads than the pool
+        {"query": (1, 4, 5, 32), "key": (1, 2, 5, 32), "value": (1, 2, 5, 32)},  # other head_dim
+        {"value": (1, 2, 5, 8)},  # values narrower than keys
+        {"query": (1, 4, 5, 24)},
+        {"query": (1, 3, 5, 16)},  # heads that do not divide into groups
+        {"query": (2, 4, 5, 16), "key": (2, 2, 5, 16), "value": (2, 2, 5, 16)},  # a batch that is not packed
+        {"key": (1, 2, 9, 16), "value": (1, 2, 9, 16)},  # more keys than tokens: cross attention
+        {"layer_idx": NUM_LAYERS},
+    ],
+)
+def test_interface_refuses_kv_that_does_not_fit_the_pool(wrong: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match="the KV pool has 2 layers of 2 heads of 16"):
+        call_interface(**wrong)
+
+
+def test_interface_refuses_attention_sinks() -> None:
+    with pytest.raises(NotImplementedError, match="attention sinks"):
+        call_interface(s_aux=torch.zeros(4))

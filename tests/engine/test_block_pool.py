@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.block_pool import BlockPool
+
+
+def digest(i: int) -> bytes:
+    return bytes([i]) * 16
+
+
+def chain(pool: BlockPool, *names: int) -> list[int]:
+    """Allocate and publish one block per name."""
+    blocks = pool.try_allocate(len(names))
+    assert blocks is not None
+    for block, name in zip(blocks, names, strict=True):
+        pool.publish(block, digest(name))
+    return blocks
+
+
+def evicted_order(pool: BlockPool) -> list[int]:
+    """Names in the order in which allocations evict them; leaves the pool full."""
+    order = []
+    pool.take_events()
+    while pool.try_allocate(1):
+        order += [removed[0] for removed in pool.take_events()[1]]
+    return order
+
+
+def test_fresh_blocks_come_in_order() -> None:
+    pool = BlockPool(4)
+    assert pool.try_allocate(3) == [0, 1, 2]
+    pool.release([0, 1, 2])
+    assert pool.try_allocate(4) == [0, 1, 2, 3]
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize(("wanted", "is_granted"), [(0, True), (1, True), (4, True), (5, False)])
+def test_allocation_is_all_or_nothing(wanted: int, is_granted: bool) -> None:
+    pool = BlockPool(4)
+    blocks = pool.try_allocate(wanted)
+    assert (blocks is not None) is is_granted
+    assert pool.num_used == (wanted if is_granted else 0)
+    pool.check_integrity()
+
+
+def test_a_block_is_shared_until_its_last_user_leaves() -> None:
+    pool = BlockPool(2)
+    blocks = chain(pool, 1, 2)
+    assert pool.acquire_cached([digest(1), digest(2)]) == blocks
+    pool.release(blocks)
+    assert (pool.num_used, pool.num_available) == (2, 0)
+    pool.release(blocks)
+    assert (pool.num_used, pool.num_available) == (0, 2)
+    pool.check_integrity(idle=True)
+
+
+def test_a_hit_ends_at_the_first_missing_block() -> None:
+    pool = BlockPool(4)
+    blocks = chain(pool, 1, 2, 4)
+    wanted = [digest(1), digest(2), digest(3), digest(4)]
+    assert pool.count_cached(wanted) == 2
+    assert pool.acquire_cached(wanted) == blocks[:2]
+    assert pool.acquire_cached([digest(9), digest(1)]) == []
+    assert pool.count_cached([]) == 0
+    pool.release(blocks[:2])
+    pool.release(blocks)
+    pool.check_integrity(idle=True)
+
+
+def test_evicts_tail_blocks_first_and_the_oldest_chain_before() -> None:
+    pool = BlockPool(6)
+    old, new = chain(pool, 1, 2, 3), chain(pool, 4, 5, 6)
+    pool.release(old)
+    pool.release(new)
+    assert evicted_order(pool) == [3, 2, 1, 6, 5, 4]
+
+
+def test_a_hit_makes_a_chain_recent_again() -> None:
+    pool = BlockPool(6)
+    old, new = chain(pool, 1, 2, 3), chain(pool, 4, 5, 6)
+    pool.release(old)
+    pool.release(new)
+    pool.release(pool.acquire_cached([digest(1), digest(2)]))
+    assert evicted_order(pool) == [3, 6, 5, 4, 2, 1]
+
+
+def test_unpublished_blocks_are_reused_before_any_is_evicted() -> None:
+    pool = BlockPool(4)
+    cached, private = chain(pool, 1, 2), pool.try_allocate(2)
+    assert private is not None
+    pool.release(cached)
+    pool.release(private)
+    assert pool.try_allocate(2) == private
+    assert pool.take_events() == ([digest(1), digest(2)], [])
+    pool.check_integrity()
+
+
+def test_used_blocks_are_never_evicted() -> None:
+    pool = BlockPool(3)
+    chain(pool, 1, 2)
+    assert pool.try_allocate(2) is None
+    assert pool.count_cached([digest(1), digest(2)]) == 2
+    pool.check_integrity()
+
+
+def test_a_duplicate_stays_private() -> None:
+    pool = BlockPool(2)
+    first, second = chain(pool, 1), chain(pool, 1)
+    assert pool.take_events() == ([digest(1)], [])
+    pool.release(second)
+    assert pool.acquire_cached([digest(1)]) == first
+    assert pool.try_allocate(1) == second
+    pool.release(first)
+    pool.release(first)
+    pool.release(second)
+    pool.check_integrity(idle=True)
+
+
+def test_events_are_net() -> None:
+    pool = BlockPool(1)
+    pool.release(chain(pool, 1))
+    assert pool.take_events() == ([digest(1)], [])
+    pool.release(chain(pool, 2))  # evicts 1
+    pool.release(chain(pool, 1))  # evicts 2 again: 2 came and went between two calls
+    assert pool.take_events() == ([digest(1)], [digest(2)])
+    assert pool.take_events() == ([], [])
+    assert pool.cached_digests() == [digest(1)]
+
+
+@pytest.mark.parametrize("misuse", ["release", "publish"])
+def test_using_a_block_without_a_reference_is_a_bug(misuse: str) -> None:
+    pool = BlockPool(1)
+    with pytest.raises(AssertionError, match="block 0"):
+        pool.release([0]) if misuse == "release" else pool.publish(0, digest(1))
+
+
+def test_idle_check_finds_a_leak() -> None:
+    pool = BlockPool(2)
+    pool.try_allocate(1)
+    with pytest.raises(AssertionError, match="still have users"):
+        pool.check_integrity(idle=True)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """The pool against a naive model: lists of held blocks and a map from names to blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(6)
+        self.held: list[list[int]] = []
+        self.names: dict[int, int] = {}  # block -> name while cached
+        self.subscriber: set[bytes] = set()
+
+    @rule(count=st.integers(0, 7))
+    def allocate(self, count: int) -> None:
+        users = Counter(block for blocks in self.held for block in blocks)
+        blocks = self.pool.try_allocate(count)
+        assert (blocks is not None) is (count <= 6 - len(users))
+        if blocks is None:
+            return
+        assert len(set(blocks)) == count
+        assert not set(blocks) & set(users)
+        unnamed = {block for block in range(6) if block not in users and block not in self.names}
+        assert len(unnamed & set(blocks)) == min(count, len(unnamed)), "evicted while free blocks were left"
+        for block in blocks:
+            self.names.pop(block, None)
+        self.held.append(blocks)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), name=st.integers(0, 9))
+    def publish(self, data: st.DataObject, name: int) -> None:
+        blocks = data.draw(st.sampled_from(self.held))
+        if blocks:
+            block = data.draw(st.sampled_from(blocks))
+            self.pool.publish(block, digest(name))
+            if name not in self.names.values():
+                self.names.setdefault(block, name)
+
+    @rule(names=st.lists(st.integers(0, 9), unique=True, max_size=4))
+    def acquire(self, names: list[int]) -> None:
+        by_name = {name: block for block, name in self.names.items()}
+        expected = []
+        for name in names:
+            if name not in by_name:
+                break
+            expected.append(by_name[name])
+        assert self.pool.count_cached([digest(name) for name in names]) == len(expected)
+        assert self.pool.acquire_cached([digest(name) for name in names]) == expected
+        self.held.append(expected)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.pool.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    @rule()
+    def take_events(self) -> None:
+        stored, removed = self.pool.take_events()
+        assert not set(stored) & set(removed)
+        self.subscriber = (self.subscriber | set(stored)) - set(removed)
+        assert self.subscriber == set(self.pool.cached_digests())
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        self.pool.check_integrity()
+        assert set(self.pool.cached_digests()) == {digest(name) for name in self.names.values()}
+        assert self.pool.num_used == len({block for blocks in self.held for block in blocks})
+
+    def teardown(self) -> None:
+        for blocks in self.held:
+            self.pool.release(blocks)
+        self.pool.check_integrity(idle=True)
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)

@@ -1,0 +1,369 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from engine.engine import Engine
+from engine.sequence import Phase, Sequence
+from protocol.config import EngineConfig
+from protocol.errors import ConfigError, ContextLengthExceeded, RequestError
+from protocol.messages import FinishReason
+from protocol.sampling import SamplingParams
+from tests.engine.conftest import BuildEngine
+from tests.engine.tiny_models import EOS, LONGROPE, REFUSED, SERVED, VOCAB, save_model
+
+EDGE_LENGTHS = (1, 15, 16, 17, 33, 60)
+DENSE = ("llama", "gemma2", "phi3")
+
+
+def make_prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+
+
+def make_sampling(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 10, "temperature": 0, "ignore_eos": True, **changes})
+
+
+def add(engine: Engine, name: str, prompt: list[int], phase: Phase = Phase.WHOLE, **sampling: Any) -> Sequence:
+    sequence = engine.make_sequence(name, prompt, make_sampling(**sampling), phase=phase)
+    engine.add(sequence)
+    return sequence
+
+
+def drain(engine: Engine) -> None:
+    while engine.has_work:
+        assert engine.step() is not None, "stuck"
+        engine.check_integrity()
+
+
+def output(sequence: Sequence) -> list[int]:
+    return sequence.token_ids[sequence.num_prompt_tokens :]
+
+
+def generate(engine: Engine, prompts: Iterable[list[int]], **sampling: Any) -> list[list[int]]:
+    """All prompts together; their outputs. Nothing is left behind."""
+    sequences = [add(engine, str(i), prompt, **sampling) for i, prompt in enumerate(prompts)]
+    drain(engine)
+    engine.check_integrity(idle=True)
+    return [output(sequence) for sequence in sequences]
+
+
+def prompt_kv(engine: Engine, blocks: list[int], num_tokens: int) -> Tensor:
+    """[num_layers, 2, num_tokens, heads, head_dim] of a sequence's first tokens."""
+    return engine.kv[blocks].permute(1, 2, 0, 3, 4, 5).flatten(2, 3)[:, :, :num_tokens].clone()
+
+
+# -- equal to transformers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_greedy_tokens_equal_transformers(
+    name: str, build_engine: BuildEngine, model_folder: Callable[[str], Path]
+) -> None:
+    prompts = [make_prompt(length) for length in EDGE_LENGTHS]
+    outputs = generate(build_engine(name, max_num_batched_tokens=17), prompts)
+    plain = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=torch.float32, attn_implementation="eager")
+    for prompt, tokens in zip(prompts, outputs, strict=True):
+        with torch.inference_mode():
+            logits = plain.eval()(torch.tensor([prompt + tokens]), use_cache=False).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+def test_tokens_equal_transformers_own_generate(build_engine: BuildEngine, model_folder: Callable[[str], Path]) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(model_folder("llama"), dtype=torch.float32)
+    prompts = [make_prompt(length, seed=1) for length in EDGE_LENGTHS]
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = plain.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False, eos_token_id=-1
+        )
+        expected.append(out[0, len(prompt) :].tolist())
+    assert generate(build_engine(), prompts) == expected
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_served_is_refused_at_load(reason: str, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", REFUSED[reason])
+    with pytest.raises(ConfigError, match=reason):
+        Engine(EngineConfig(model=str(folder), dtype="float32", device="cpu", pool_bytes=4 << 20))
+
+
+def test_longrope_is_served_as_far_as_its_frequencies_are_fixed(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", LONGROPE)
+    assert Engine(EngineConfig(model=str(folder), device="cpu", pool_bytes=4 << 20)).config.max_model_len == 64
+    with pytest.raises(ConfigError, match="own context of 64"):
+        Engine(EngineConfig(model=str(folder), device="cpu", pool_bytes=4 << 20, max_model_len=65))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "/nowhere"}, "has no config.json"),
+        ({"pool_bytes": 1}, "at least two are needed"),
+        ({"pool_bytes": 1 << 60}, "does not fit"),
+        ({"max_model_len": 513}, "own context of 512"),
+        ({"pool_bytes": 100_000, "max_model_len": 512}, "does not fit the KV pool"),
+    ],
+)
+def test_a_bad_setting_is_a_config_error(
+    settings: dict[str, Any], message: str, model_folder: Callable[[str], Path]
+) -> None:
+    options = {"model": str(model_folder("llama")), "device": "cpu", "dtype": "float32", **settings}
+    with pytest.raises(ConfigError, match=message):
+        Engine(EngineConfig(**options))
+
+
+def test_a_small_pool_shortens_the_context(build_engine: BuildEngine) -> None:
+    engine = build_engine(num_blocks=3)
+    assert engine.config.max_model_len == 48
+    [tokens] = generate(engine, [make_prompt(47)])
+    assert len(tokens) == 1
+    with pytest.raises(ContextLengthExceeded, match="48 tokens"):
+        engine.make_sequence("r", make_prompt(48), make_sampling())
+    with pytest.raises(ContextLengthExceeded, match="0 tokens"):
+        engine.make_sequence("r", [], make_sampling())
+
+
+@pytest.mark.parametrize("wrong", [{"stop_token_ids": (VOCAB,)}, {"logit_bias": {-1: 1.0}}, {}])
+def test_ids_outside_the_vocabulary_are_refused_before_a_step(wrong: dict[str, Any], build_engine: BuildEngine) -> None:
+    engine = build_engine()
+    with pytest.raises(RequestError, match="this model's are 0 to 199"):
+        engine.make_sequence("r", [5] if wrong else [5, VOCAB], make_sampling(**wrong))
+
+
+# -- bit for bit the same, however it was computed ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", DENSE)
+def test_batch_and_chunks_change_neither_tokens_nor_kv(name: str, dtype: str, build_engine: BuildEngine) -> None:
+    prompts = [make_prompt(length, seed=2) for length in EDGE_LENGTHS]
+    results = {}
+    for budget in (8, 29, 256):
+        engine = build_engine(name, dtype=dtype, max_num_batched_tokens=budget)
+        sequences = [add(engine, str(i), prompt) for i, prompt in enumerate(prompts)]
+        held: dict[str, Tensor] = {}
+        while engine.has_work:
+            for sequence in engine.sequences.values():
+                if sequence.num_output_tokens == 9:  # as late as the blocks are still held
+                    length = sequence.num_computed_tokens
+                    held[sequence.request_id] = prompt_kv(engine, sequence.blocks, length)
+            assert engine.step()
+        engine.check_integrity(idle=True)
+        results[budget] = [output(sequence) for sequence in sequences], held
+    for i, prompt in enumerate(prompts):
+        engine = build_engine(name, dtype=dtype, max_num_batched_tokens=256)
+        sequence = add(engine, "alone", prompt)
+        kv = torch.empty(0)
+        while engine.has_work:
+            if sequence.num_output_tokens == 9:
+                kv = prompt_kv(engine, sequence.blocks, sequence.num_computed_tokens)
+            engine.step()
+        for budget, (tokens, held) in results.items():
+            assert tokens[i] == output(sequence), f"prompt of {len(prompt)}, budget {budget}"
+            assert torch.equal(held[str(i)], kv), f"KV of the prompt of {len(prompt)}, budget {budget}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("length", [16, 17, 32, 33, 60])
+def test_a_prefix_hit_gives_what_no_hit_gives(length: int, dtype: str, build_engine: BuildEngine) -> None:
+    engine = build_engine(dtype=dtype)
+    prompt = make_prompt(length, seed=3)
+    [first] = generate(engine, [prompt])
+    again = add(engine, "again", prompt)
+    drain(engine)
+    assert again.num_cached_tokens == (length - 1) // 16 * 16
+    assert output(again) == first
+    longer = prompt + first + make_prompt(5)
+    turn = add(engine, "turn", longer)
+    drain(engine)
+    assert turn.num_cached_tokens == (length + 9) // 16 * 16  # all but the last output token has KV
+    assert [output(turn)] == generate(build_engine(dtype=dtype), [longer])
+    engine.check_integrity(idle=True)
+
+
+def test_tenants_do_not_share_a_prefix(build_engine: BuildEngine) -> None:
+    engine = build_engine()
+    prompt = make_prompt(40)
+    hits = []
+    for i, salt in enumerate(("a", "b", "a", "")):
+        sequence = engine.make_sequence(str(i), prompt, make_sampling(), cache_salt=salt)
+        engine.add(sequence)
+        drain(engine)
+        hits.append(sequence.num_cached_tokens)
+    assert hits == [0, 0, 32, 0]
+    engine.check_integrity(idle=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_preemption_changes_nothing(dtype: str, temperature: float, build_engine: BuildEngine) -> None:
+    prompts = [make_prompt(length, seed=4) for length in (15, 16, 17, 14)]
+    options = {"max_tokens": 30, "temperature": temperature, "seed": 5}
+    tight = build_engine(dtype=dtype, num_blocks=7)
+    outputs = generate(tight, prompts, **options)
+    assert tight.scheduler.num_preemptions > 0
+    assert outputs == generate(build_engine(dtype=dtype), prompts, **options)
+
+
+# -- handoff ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("length", EDGE_LENGTHS)
+def test_received_blocks_continue_exactly(length: int, dtype: str, build_engine: BuildEngine) -> None:
+    prompt = make_prompt(length, seed=6)
+    options = {"temperature": 1.0, "seed": 3, "max_tokens": 20}
+    [expected] = generate(build_engine(dtype=dtype), [prompt], **options)
+    sender, receiver = build_engine(dtype=dtype, max_num_batched_tokens=8), build_engine(dtype=dtype)
+    sent = add(sender, "r", prompt, phase=Phase.PREFILL_ONLY, **options)
+    drain(sender)
+    assert sent.finish_reason is None
+    assert sender.pool.num_used == len(sent.blocks) == -(-length // 16)
+    received = receiver.make_sequence("r", prompt, make_sampling(**options))
+    blocks = receiver.pool.try_allocate(len(sent.blocks))
+    assert blocks is not None
+    receiver.kv[blocks] = sender.kv[sent.blocks]
+    received.blocks, received.num_computed_tokens = blocks, length
+    received.token_ids.append(output(sent)[0])
+    receiver.add(received)
+    generate(receiver, [make_prompt(20, seed=7)])  # and another one beside it
+    assert output(received) == expected
+    sender.scheduler.release_blocks(sent)
+    sender.check_integrity(idle=True)
+    receiver.check_integrity(idle=True)
+
+
+def test_a_prefilled_prompt_keeps_its_blocks_until_released(build_engine: BuildEngine) -> None:
+    engine = build_engine(num_blocks=8)
+    sequence = add(engine, "r", make_prompt(40), phase=Phase.PREFILL_ONLY)
+    drain(engine)
+    kv = prompt_kv(engine, sequence.blocks, 40)
+    use_the_rest_of_the_pool(engine)
+    assert torch.equal(prompt_kv(engine, sequence.blocks, 40), kv)
+    engine.scheduler.release_blocks(sequence)
+    engine.check_integrity(idle=True)
+
+
+def use_the_rest_of_the_pool(engine: Engine) -> None:
+    """Write every block that nobody uses, several times over."""
+    for i in range(4):
+        add(engine, f"filler{i}", make_prompt(60, seed=10 + i))
+        drain(engine)
+
+
+# -- ends ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 8])
+@pytest.mark.parametrize("phase", Phase)
+def test_abort_in_any_phase_frees_everything(num_steps: int, phase: Phase, build_engine: BuildEngine) -> None:
+    engine = build_engine(max_num_batched_tokens=16)
+    sequence = add(engine, "r", make_prompt(60), phase=phase)
+    other = add(engine, "other", make_prompt(5))
+    for _ in range(num_steps):
+        engine.step()
+    if "r" in engine.sequences:
+        assert engine.abort("r")
+        assert sequence.finish_reason is FinishReason.ABORT
+    else:  # prefilled: it left with its first token
+        engine.scheduler.release_blocks(sequence)
+    assert not engine.abort("r")
+    drain(engine)
+    assert [output(other)] == generate(build_engine(), [make_prompt(5)])
+    engine.check_integrity(idle=True)
+
+
+def test_abort_of_a_preempted_sequence_frees_everything(build_engine: BuildEngine) -> None:
+    engine = build_engine(num_blocks=5)
+    for name in "ab":
+        add(engine, name, make_prompt(16), max_tokens=60)
+    while not engine.scheduler.waiting or not engine.scheduler.num_preemptions:
+        assert engine.step()
+    assert engine.abort(engine.scheduler.waiting[0].request_id)
+    drain(engine)
+    engine.check_integrity(idle=True)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 7])
+def test_max_tokens_is_exact(max_tokens: int, build_engine: BuildEngine) -> None:
+    engine = build_engine()
+    sequence = add(engine, "r", make_prompt(9), max_tokens=max_tokens)
+    drain(engine)
+    assert sequence.num_output_tokens == max_tokens
+    assert sequence.finish_reason is FinishReason.LENGTH
+
+
+def test_a_full_context_ends_the_sequence(build_engine: BuildEngine) -> None:
+    engine = build_engine(max_model_len=20)
+    sequence = add(engine, "r", make_prompt(17), max_tokens=50)
+    drain(engine)
+    assert (len(sequence.token_ids), sequence.finish_reason) == (20, FinishReason.LENGTH)
+    engine.check_integrity(idle=True)
+
+
+def test_stop_tokens_end_exactly_there(build_engine: BuildEngine) -> None:
+    prompt = make_prompt(9)
+    [tokens] = generate(build_engine(), [prompt])
+    stop = next(token for i, token in enumerate(tokens) if i >= 3 and token not in tokens[:i])
+    engine = build_engine()
+    sequence = add(engine, "r", prompt, stop_token_ids=(stop,))
+    drain(engine)
+    assert output(sequence) == tokens[: tokens.index(stop) + 1]
+    assert (sequence.finish_reason, sequence.stop_token_id) == (FinishReason.STOP, stop)
+
+
+@pytest.mark.parametrize(("ignore_eos", "min_tokens", "expected"), [(False, 0, 1), (True, 0, 5), (False, 3, 4)])
+def test_eos_ends_unless_ignored_or_too_early(
+    ignore_eos: bool, min_tokens: int, expected: int, build_engine: BuildEngine
+) -> None:
+    engine = build_engine()
+    sequence = add(
+        engine,
+        "r",
+        make_prompt(9),
+        logit_bias={EOS: 1e4},
+        ignore_eos=ignore_eos,
+        min_tokens=min_tokens,
+        max_tokens=5,
+    )
+    drain(engine)
+    assert sequence.num_output_tokens == expected
+    assert (EOS in output(sequence)[:min_tokens]) is False
+    assert sequence.stop_token_id == (None if ignore_eos else EOS)
+
+
+def test_a_step_without_work_does_nothing(build_engine: BuildEngine) -> None:
+    engine = build_engine()
+    assert not engine.has_work
+    assert engine.step() is None
+
+
+def test_a_step_tells_what_it_did(build_engine: BuildEngine) -> None:
+    engine = build_engine(max_num_batched_tokens=24)
+    add(engine, "a", make_prompt(10))
+    first = engine.step()
+    assert first is not None
+    assert (first.stats.num_prefill_tokens, first.stats.num_decode_seqs) == (10, 0)
+    assert first.stats.prefill_attention == 50.0
+    add(engine, "b", make_prompt(40))
+    second = engine.step()
+    assert second is not None
+    assert (second.stats.num_prefill_tokens, second.stats.num_decode_seqs) == (23, 1)
+    assert second.stats.num_decode_kv_tokens == 11
+    assert [out.sequence.request_id for out in second.outputs] == ["a"]
+    load = engine.load()
+    assert (load.num_running, load.num_waiting, load.num_waiting_tokens, load.num_kv_tokens) == (2, 0, 17, 34)
+    drain(engine)
+    engine.check_integrity(idle=True)

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved_rotary
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as half_rotary
+
+from engine.cpu.ops import make_rms_norm, make_rotate, make_silu_multiply
+from engine.cpu.optimize import PackedLinear, _agrees, _rotary_agrees, optimize
+from tests.engine.tiny_models import SERVED
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def make_model(name: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    recipe = SERVED[name]
+    model = AutoModelForCausalLM.from_config(getattr(transformers, recipe[0])(**recipe[1]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += torch.randn_like(parameter) * 0.2
+    return model.to(dtype).eval()
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_an_optimized_model_gives_the_same_logits(name: str) -> None:
+    model = make_model(name, torch.float32)
+    ids = torch.randint(0, 200, (1, 30), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = model(ids, use_cache=False).logits
+        actual = optimize(model)(ids, use_cache=False).logits
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def replaced(name: str, dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    """Whether the first layer's MLP, its input norm and its rotary embedding were replaced."""
+    layer = optimize(make_model(name, dtype)).model.layers[0]
+    return tuple("forward" in vars(part) for part in (layer.mlp, layer.input_layernorm, layer.self_attn))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama", (True, True, True)),
+        ("gemma2", (False, False, True)),  # GELU gate, (1 + weight) norm
+        ("phi", (False, False, True)),  # no gate, LayerNorm; partial rotary is taken at run time as it comes
+        ("cohere", (True, False, False)),  # interleaved rotary
+    ],
+)
+def test_only_what_agrees_is_replaced(name: str, expected: tuple[bool, bool, bool], dtype: torch.dtype) -> None:
+    assert replaced(name, dtype) == expected
+
+
+def test_a_probe_tells_rotary_layouts_apart() -> None:
+    rotate = make_rotate()
+
+    def candidate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+
+    assert _rotary_agrees(half_rotary, candidate)
+    assert not _rotary_agrees(interleaved_rotary, candidate)
+
+
+def test_a_candidate_of_another_shape_or_with_an_error_does_not_agree() -> None:
+    probe = torch.randn(1, 5, 8)
+    assert _agrees(nn.Identity(), lambda x: x, probe)
+    assert not _agrees(nn.Identity(), lambda x: x[..., :4], probe)
+    assert not _agrees(nn.Identity(), lambda x: x.missing, probe)
+    assert not _agrees(nn.Identity(), lambda x: x * 1.1, probe)
+
+
+def test_a_norm_kept_in_float32_serves_bfloat16_inputs_its_own_way() -> None:
+    norm = make_model("llama", torch.float32).model.norm
+    plain = copy.deepcopy(norm)
+    x = torch.randn(1, 3, 64).bfloat16()
+    with torch.inference_mode():
+        assert torch.equal(optimize(norm)(x), plain(x))
+
+
+def test_original_weights_are_released() -> None:
+    model = make_model("llama", torch.float32)
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    originals = [
+        weakref.ref(part.weight) for part in (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)
+    ]
+    optimize(model)
+    gc.collect()
+    assert [original() for original in originals] == [None] * 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_in", "num_out"), [(64, 96), (576, 1536), (1536, 576), (1536, 49)])
+def test_a_row_of_a_packed_product_does_not_depend_on_the_others(num_in: int, num_out: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    linear = nn.Linear(num_in, num_out, bias=num_out == 96).to(dtype)
+    x = torch.randn(1, 70, num_in, generator=generator).to(dtype)
+    with torch.inference_mode():
+        packed = PackedLinear([linear])
+        whole = packed(x)
+        torch.testing.assert_close(whole, linear(x), atol=2e-2, rtol=2e-2)
+        for size in (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 64):
+            for start in range(0, 70 - size + 1, max(1, size // 2) if size > 1 else 1):
+                part = packed(x[:, start : start + size])
+                assert torch.equal(part, whole[:, start : start + size]), f"rows {start} to {start + size}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [8, 15, 16, 17, 96])
+def test_kernels_agree_with_torch(dim: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(1, 7, dim, generator=generator).to(dtype) for _ in range(2))
+    weight = torch.randn(dim, generator=generator).to(dtype)
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    normed = (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype) * weight
+    torch.testing.assert_close(make_rms_norm()(x, weight, 1e-6), normed, atol=tolerance, rtol=tolerance)
+    wide = torch.cat([x * 30, y], dim=-1)  # strided halves, as a merged product hands them over
+    gated = nn.functional.silu(wide[..., :dim]) * wide[..., dim:]
+    actual = make_silu_multiply()(wide[..., :dim], wide[..., dim:])
+    torch.testing.assert_close(actual, gated, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotation_equals_transformers_bit_for_bit(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 5, 3, 16, generator=generator).to(dtype).transpose(1, 2)
+    angles = torch.rand(1, 5, 8, generator=generator).repeat(1, 1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    expected, _ = half_rotary(q, q, cos, sin)
+    torch.testing.assert_close(make_rotate()(q, cos, sin), expected, atol=1e-6, rtol=0)

@@ -1,0 +1,355 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.block_pool import BlockPool
+from engine.scheduler import ScheduledChunk, Scheduler
+from engine.sequence import Phase, Sequence, SequenceStatus
+from protocol.sampling import SamplingParams
+
+SIZE = 4
+
+
+def make_scheduler(num_blocks: int = 32, *, max_num_seqs: int = 8, max_num_batched_tokens: int = 16) -> Scheduler:
+    return Scheduler(
+        BlockPool(num_blocks),
+        block_size=SIZE,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+
+
+def make_sequence(
+    num_tokens: int, *, name: str = "a", family: int | None = None, max_tokens: int = 100, phase: Phase = Phase.WHOLE
+) -> Sequence:
+    """A prompt of `num_tokens`; sequences of one family have the same tokens, others share none."""
+    first = 1000 * (sum(name.encode()) if family is None else family)
+    tokens = list(range(first, first + num_tokens))
+    return Sequence(name, tokens, num_tokens, SamplingParams(max_tokens=max_tokens), root=b"root", phase=phase)
+
+
+def make_received(scheduler: Scheduler, num_prompt_tokens: int, **options: object) -> Sequence | None:
+    """A sequence whose prompt KV arrived from elsewhere, with its first token; None when the pool has no room."""
+    sequence = make_sequence(num_prompt_tokens, **options)  # type: ignore[arg-type]
+    blocks = scheduler.pool.try_allocate(math.ceil(num_prompt_tokens / SIZE))
+    if blocks is None:
+        return None
+    sequence.blocks = blocks
+    sequence.num_computed_tokens = num_prompt_tokens
+    sequence.token_ids.append(7)
+    return sequence
+
+
+def plan(chunks: list[ScheduledChunk]) -> list[tuple[str, int, int]]:
+    return [(chunk.sequence.request_id, chunk.start, chunk.num_tokens) for chunk in chunks]
+
+
+def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
+    """One step of an engine whose model always says 7."""
+    chunks = scheduler.schedule()
+    assert sum(chunk.num_tokens for chunk in chunks) <= scheduler.max_num_batched_tokens
+    assert len(scheduler.running) <= scheduler.max_num_seqs
+    for chunk in chunks:
+        sequence = chunk.sequence
+        assert chunk.num_tokens > 0
+        assert chunk.start == sequence.num_computed_tokens
+        assert len(sequence.blocks) * SIZE >= chunk.start + chunk.num_tokens, "no slot for a scheduled token"
+        scheduler.advance(chunk)
+    for chunk in chunks:
+        sequence = chunk.sequence
+        if sequence.num_uncomputed_tokens == 0:
+            assert chunk.samples
+            sequence.token_ids.append(7)
+            if sequence.phase is Phase.PREFILL_ONLY or sequence.num_output_tokens >= sequence.sampling.max_tokens:
+                scheduler.remove(sequence, keep_blocks=sequence.phase is Phase.PREFILL_ONLY)
+        else:
+            assert not chunk.samples
+    scheduler.pool.check_integrity()
+    return plan(chunks)
+
+
+def drain(scheduler: Scheduler, limit: int = 1000) -> int:
+    """Steps until nothing is queued; fails when a step does nothing."""
+    for count in range(limit):
+        if not (scheduler.running or scheduler.waiting):
+            return count
+        assert step(scheduler), f"stuck: {len(scheduler.waiting)} waiting, {scheduler.pool.num_available} blocks free"
+    raise AssertionError(f"not drained after {limit} steps")
+
+
+def test_nothing_queued_gives_no_chunks() -> None:
+    assert make_scheduler().schedule() == []
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"),
+    [
+        (1, [(0, 1)]),
+        (15, [(0, 15)]),
+        (16, [(0, 16)]),
+        (17, [(0, 16), (16, 1)]),
+        (33, [(0, 16), (16, 16), (32, 1)]),
+    ],
+)
+def test_a_prompt_is_cut_by_the_token_budget(num_tokens: int, expected: list[tuple[int, int]]) -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(num_tokens, max_tokens=1))
+    steps = []
+    while scheduler.waiting or scheduler.running:
+        steps += [(start, count) for _, start, count in step(scheduler)]
+    assert steps == expected
+    scheduler.pool.check_integrity(idle=True)
+
+
+def test_decoding_sequences_go_first_and_prompts_share_the_rest_in_order_of_arrival() -> None:
+    scheduler = make_scheduler()
+    for name, count in (("a", 3), ("b", 20), ("c", 9)):
+        scheduler.add(make_sequence(count, name=name))
+    assert step(scheduler) == [("a", 0, 3), ("b", 0, 13)]
+    assert step(scheduler) == [("a", 3, 1), ("b", 13, 7), ("c", 0, 8)]
+    assert step(scheduler) == [("a", 4, 1), ("b", 20, 1), ("c", 8, 1)]
+    assert step(scheduler) == [("a", 5, 1), ("b", 21, 1), ("c", 9, 1)]
+
+
+def test_no_more_than_max_num_seqs_run() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    for name in "abc":
+        scheduler.add(make_sequence(2, name=name, max_tokens=2))
+    assert step(scheduler) == [("a", 0, 2), ("b", 0, 2)]
+    assert step(scheduler) == [("a", 2, 1), ("b", 2, 1)]
+    assert step(scheduler) == [("c", 0, 2)]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_hit"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+def test_a_prefix_hit_leaves_the_last_token_to_compute(num_tokens: int, num_hit: int) -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(12, family=1, max_tokens=1))
+    drain(scheduler)
+    again = make_sequence(num_tokens, name="b", family=1, max_tokens=1)
+    scheduler.add(again)
+    assert step(scheduler) == [("b", num_hit, num_tokens - num_hit)]
+    assert again.num_cached_tokens == num_hit
+    scheduler.pool.check_integrity(idle=True)
+
+
+def test_a_prompt_waits_while_another_computes_its_prefix() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(30, name="a", family=1))
+    scheduler.add(make_sequence(30, name="b", family=1))
+    assert step(scheduler) == [("a", 0, 16)]
+    assert step(scheduler) == [("a", 16, 14)]
+    assert step(scheduler) == [("a", 30, 1), ("b", 28, 2)]
+
+
+def test_a_prompt_does_not_wait_for_a_block_it_could_not_use() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=16)
+    scheduler.add(make_sequence(24, name="a", family=1))
+    assert step(scheduler) == [("a", 0, 16)]
+    # The last token of b must be computed, so the block that a computes next is of no use to it.
+    scheduler.add(make_sequence(20, name="b", family=1))
+    assert step(scheduler) == [("a", 16, 8), ("b", 16, 4)]
+
+
+def test_pool_exactly_full_serves_and_one_block_short_waits() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    scheduler.add(make_sequence(8, name="a", max_tokens=1))
+    scheduler.add(make_sequence(4, name="b", max_tokens=1))  # one block, and one in reserve for a
+    assert step(scheduler) == [("a", 0, 8), ("b", 0, 4)]
+    scheduler.add(make_sequence(8, name="c", max_tokens=1))
+    scheduler.add(make_sequence(8, name="d", max_tokens=1))  # two blocks and the reserve: one short
+    assert step(scheduler) == [("c", 0, 8)]
+    assert step(scheduler) == [("d", 0, 8)]
+    scheduler.pool.check_integrity(idle=True)
+
+
+def test_a_lone_sequence_may_use_the_whole_pool() -> None:
+    scheduler = make_scheduler(num_blocks=3)
+    scheduler.add(make_sequence(12, max_tokens=1))
+    assert step(scheduler) == [("a", 0, 12)]
+    scheduler.pool.check_integrity(idle=True)
+
+
+def test_failed_admission_keeps_nothing() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    scheduler.add(make_sequence(4, name="a", family=1))
+    step(scheduler)
+    waiting = make_sequence(16, name="b", family=1)
+    scheduler.add(waiting)
+    step(scheduler)
+    assert (waiting.status, waiting.blocks, waiting.num_computed_tokens) == (SequenceStatus.WAITING, [], 0)
+
+
+def test_the_sequence_admitted_last_is_preempted_and_comes_back_first() -> None:
+    scheduler = make_scheduler(num_blocks=4, max_num_batched_tokens=32)
+    scheduler.add(make_sequence(4, name="a"))
+    scheduler.add(make_sequence(4, name="b"))
+    step(scheduler)
+    assert step(scheduler) == [("a", 4, 1), ("b", 4, 1)]  # two blocks each: full
+    for _ in range(3):
+        step(scheduler)
+    scheduler.add(make_sequence(4, name="c"))
+    assert step(scheduler) == [("a", 8, 1)]  # took b's
+    assert [sequence.request_id for sequence in scheduler.waiting] == ["b", "c"]
+    assert scheduler.num_preemptions == 1
+    b = scheduler.waiting[0]
+    assert (b.blocks, b.num_computed_tokens, b.num_output_tokens) == ([], 0, 5)
+
+
+def test_a_preempted_sequence_keeps_its_first_hit_count() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    scheduler.add(make_sequence(4, name="a", max_tokens=6))
+    b = make_sequence(4, name="b", max_tokens=6)
+    scheduler.add(b)
+    drain(scheduler)
+    assert scheduler.num_preemptions >= 1
+    assert b.num_cached_tokens == 0
+    scheduler.pool.check_integrity(idle=True)
+
+
+def test_a_prompt_being_handed_over_is_never_preempted() -> None:
+    scheduler = make_scheduler(num_blocks=6, max_num_batched_tokens=8)
+    scheduler.add(make_sequence(3, name="a", max_tokens=20))
+    step(scheduler)
+    scheduler.add(make_sequence(16, name="handed", phase=Phase.PREFILL_ONLY))
+    step(scheduler)
+    handed = scheduler.running[1]
+    assert len(handed.blocks) == 4
+    blocks = list(handed.blocks)
+    while not handed.num_output_tokens:
+        assert step(scheduler)
+        assert handed.blocks == blocks
+    while scheduler.running:  # a outgrows what is left and has to preempt itself
+        step(scheduler)
+    assert scheduler.schedule() == []  # the rest is held by the handoff and will come back
+    assert handed.blocks == blocks
+    scheduler.release_blocks(handed)
+    drain(scheduler)
+    scheduler.pool.check_integrity(idle=True)
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [1, 3, 4, 5, 8])
+def test_a_received_sequence_computes_its_newest_token_only(num_prompt_tokens: int) -> None:
+    scheduler = make_scheduler()
+    sequence = make_received(scheduler, num_prompt_tokens, max_tokens=3)
+    assert sequence is not None
+    scheduler.add(sequence)
+    assert step(scheduler) == [("a", num_prompt_tokens, 1)]
+    assert step(scheduler) == [("a", num_prompt_tokens + 1, 1)]
+    scheduler.pool.check_integrity(idle=True)
+    assert len(scheduler.pool.cached_digests()) == (num_prompt_tokens + 2) // SIZE
+
+
+def test_received_blocks_behind_the_head_cannot_block_it_for_ever() -> None:
+    # Both need a block for their next token and the pool is full of what they received.
+    scheduler = make_scheduler(num_blocks=4)
+    for name in "ab":
+        sequence = make_received(scheduler, 8, name=name, max_tokens=3)
+        assert sequence is not None
+        scheduler.add(sequence)
+    assert step(scheduler) == [("a", 8, 1)]
+    drain(scheduler)
+    scheduler.pool.check_integrity(idle=True)
+
+
+def test_blocks_are_reclaimed_from_the_tail_and_stay_findable() -> None:
+    scheduler = make_scheduler(num_blocks=6)
+    sequences = [make_received(scheduler, 8, name=name, max_tokens=2) for name in "abc"]
+    for sequence in sequences:
+        assert sequence is not None
+        scheduler.add(sequence)
+    assert step(scheduler) == [("a", 8, 1)]
+    assert [bool(sequence.blocks) for sequence in scheduler.waiting] == [True, False]
+    step(scheduler)  # b runs in what a left
+    assert step(scheduler) == [("c", 4, 5)]  # one of c's two blocks was evicted: its leaf
+    scheduler.pool.check_integrity(idle=True)
+
+
+def test_blocks_held_outside_leave_the_head_waiting() -> None:
+    scheduler = make_scheduler(num_blocks=2)
+    leased = scheduler.pool.try_allocate(1)
+    assert leased is not None
+    scheduler.add(make_sequence(8, max_tokens=1))
+    assert scheduler.schedule() == []
+    assert scheduler.schedule() == []
+    scheduler.pool.release(leased)
+    assert step(scheduler) == [("a", 0, 8)]
+    scheduler.pool.check_integrity(idle=True)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
+def test_removing_a_sequence_in_any_phase_frees_its_blocks(num_steps: int) -> None:
+    scheduler = make_scheduler()
+    sequence = make_sequence(20)
+    scheduler.add(sequence)
+    for _ in range(num_steps):
+        step(scheduler)
+    scheduler.remove(sequence)
+    assert not scheduler.running
+    assert not scheduler.waiting
+    scheduler.pool.check_integrity(idle=True)
+
+
+arrivals = st.tuples(
+    st.sampled_from(["prompt", "prefill_only", "received", "abort", "release"]),
+    st.integers(1, 20),  # prompt tokens, or which sequence to abort
+    st.integers(1, 12),  # max tokens
+    st.integers(0, 3),  # family: prompts that share a prefix
+    st.integers(0, 3),  # steps afterwards
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.lists(arrivals, min_size=1, max_size=25), st.integers(8, 12), st.sampled_from([(1, 1), (2, 4), (4, 5), (8, 16)])
+)
+def test_every_mix_of_arrivals_drains(
+    events: list[tuple[str, int, int, int, int]], num_blocks: int, limits: tuple[int, int]
+) -> None:
+    scheduler = make_scheduler(num_blocks, max_num_seqs=limits[0], max_num_batched_tokens=limits[1])
+    handed: list[Sequence] = []
+
+    def add(sequence: Sequence) -> None:
+        if sequence.phase is Phase.PREFILL_ONLY:
+            handed.append(sequence)
+        scheduler.add(sequence)
+
+    for i, (kind, number, max_tokens, family, num_steps) in enumerate(events):
+        name = f"s{i}"
+        queued = [*scheduler.waiting, *scheduler.running]
+        if kind == "prompt":
+            add(make_sequence(number, name=name, family=family, max_tokens=max_tokens))
+        elif kind == "prefill_only":
+            add(make_sequence(number, name=name, family=family, phase=Phase.PREFILL_ONLY))
+        elif kind == "received":
+            sequence = make_received(scheduler, number, name=name, family=family, max_tokens=max_tokens + 1)
+            if sequence is not None:
+                add(sequence)
+        elif kind == "abort" and queued:
+            scheduler.remove(queued[number % len(queued)])
+        elif kind == "release":  # handoffs that are over give their blocks back
+            release_finished(scheduler, handed)
+        for _ in range(num_steps):
+            step(scheduler)
+    for _ in range(2000):
+        if not (scheduler.waiting or scheduler.running):
+            break
+        if not step(scheduler):  # only handoffs may hold everybody up
+            assert release_finished(scheduler, handed), "stuck with nothing held outside"
+    assert not scheduler.waiting
+    assert not scheduler.running
+    release_finished(scheduler, handed)
+    scheduler.pool.check_integrity(idle=True)
+
+
+def release_finished(scheduler: Scheduler, handed: list[Sequence]) -> int:
+    """Give back what finished handoffs hold; how many blocks that were."""
+    finished = [sequence for sequence in handed if sequence.status is SequenceStatus.FINISHED]
+    count = sum(len(sequence.blocks) for sequence in finished)
+    for sequence in finished:
+        scheduler.release_blocks(sequence)
+        handed.remove(sequence)
+    return count

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.digest import DIGEST_BYTES, block_digests, extend_digests, namespace_digest, root_digest
+
+SIZE = 4
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=5 * SIZE)
+text = st.text(max_size=6)
+
+
+def make_namespace(**changes: object) -> bytes:
+    fields: dict[str, object] = {
+        "model_revision": "m",
+        "kv_dtype": "bfloat16",
+        "codec": "raw",
+        "block_size": 16,
+        "attention": "a",
+    }
+    return namespace_digest(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_digests_are_stable_across_versions() -> None:
+    # A change here silently empties every cache and tier that outlives a process: it must be meant.
+    root = root_digest(make_namespace(), cache_salt="tenant", lora="l@1")
+    assert root.hex() == "6fbc6dbccd0cd543b29965bb9629a117"
+    assert [digest.hex() for digest in block_digests(root, list(range(10)), SIZE)] == [
+        "d56808baacf7f6d818339aa95c08f4de",
+        "21ee9d9d4427847bad946a085d544b98",
+    ]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 0), (3, 0), (4, 1), (5, 1), (8, 2)])
+def test_only_full_blocks_have_digests(num_tokens: int, num_blocks: int) -> None:
+    digests = block_digests(b"root", list(range(num_tokens)), SIZE)
+    assert len(digests) == num_blocks
+    assert all(len(digest) == DIGEST_BYTES for digest in digests)
+
+
+@given(tokens, tokens)
+def test_chains_agree_exactly_as_far_as_the_blocks_do(left: list[int], right: list[int]) -> None:
+    a, b = block_digests(b"root", left, SIZE), block_digests(b"root", right, SIZE)
+    for i in range(max(len(a), len(b))):
+        end = (i + 1) * SIZE
+        is_shared = len(left) >= end and len(right) >= end and left[:end] == right[:end]
+        assert (a[i : i + 1] == b[i : i + 1]) is is_shared
+
+
+@given(tokens, st.integers(0, 5 * SIZE))
+def test_extending_step_by_step_equals_at_once(token_ids: list[int], cut: int) -> None:
+    digests = block_digests(b"root", token_ids[:cut], SIZE)
+    extend_digests(digests, b"root", token_ids, SIZE)
+    assert digests == block_digests(b"root", token_ids, SIZE)
+
+
+def test_equal_blocks_at_different_depths_differ() -> None:
+    digests = block_digests(b"root", [7] * 4 * SIZE, SIZE)
+    assert len(set(digests)) == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"model_revision": "n"}, {"kv_dtype": "float32"}, {"codec": "fp8"}, {"block_size": 32}, {"attention": "b"}],
+)
+def test_namespace_depends_on_every_field(change: dict[str, object]) -> None:
+    assert make_namespace(**change) != make_namespace()
+
+
+@given(st.tuples(text, text), st.tuples(text, text))
+def test_no_value_can_imitate_a_neighbouring_field(left: tuple[str, str], right: tuple[str, str]) -> None:
+    # Tenant and adapter, spelled alike when joined, must not share a root.
+    a, b = (root_digest(b"n" * 16, cache_salt=salt, lora=lora) for salt, lora in (left, right))
+    assert (a == b) is (left == right)
+    c, d = (make_namespace(model_revision=x, attention=y) for x, y in (left, right))
+    assert (c == d) is (left == right)
+
+
+def test_tenants_and_namespaces_do_not_share_blocks() -> None:
+    roots = [
+        root_digest(make_namespace()),
+        root_digest(make_namespace(), cache_salt="a"),
+        root_digest(make_namespace(), lora="a"),
+        root_digest(make_namespace(model_revision="n")),
+        make_namespace(),
+    ]
+    chains = [block_digests(root, list(range(2 * SIZE)), SIZE) for root in roots]
+    assert len({digest for chain in chains for digest in chain}) == 2 * len(roots)
