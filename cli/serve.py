@@ -91,6 +91,13 @@ def serve(
             rich_help_panel=_POOLS,
         ),
     ] = default_of(ClusterConfig, "ray_address"),
+    local_prefill: Annotated[
+        bool,
+        typer.Option(
+            help="Let a decode worker compute a prompt itself where that is cheaper than a handoff.",
+            rich_help_panel=_POOLS,
+        ),
+    ] = default_of(RouterConfig, "local_prefill"),
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 = reachable from outside.", rich_help_panel=_HTTP)
     ] = default_of(RouterConfig, "host"),

@@ -9,13 +9,17 @@ import logging
 import os
 import threading
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import ray
 
-from cluster.worker import Worker, WorkerStatus
+from cluster.status import WorkerStatus
 from protocol.config import WorkerConfig
 from protocol.errors import WorkerError
 from protocol.messages import PeerAddress, Role
+
+if TYPE_CHECKING:
+    from cluster.worker import Worker
 
 __all__ = ["WorkerActor"]
 
@@ -25,19 +29,29 @@ logger = logging.getLogger(__name__)
 class WorkerActor:
     """Owns one worker. Its methods run on Ray's threads; the worker's loop has a thread of its own."""
 
+    _worker: Worker
+    _thread: threading.Thread
+
     def __init__(self, config: WorkerConfig) -> None:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+        self._config = config
+        self._failure: BaseException | None = None
+
+    def start(self) -> PeerAddress:
+        """Load the model and serve; where the worker is reached. Raises ConfigError for what the user can mend.
+
+        Apart from the constructor, whose errors Ray reports as the death of an actor and a page of traceback.
+        """
+        config = self._config
         if config.cpu_cores:
-            os.sched_setaffinity(0, config.cpu_cores)
+            os.sched_setaffinity(0, config.cpu_cores)  # before torch starts its threads, which inherit it
         if not config.host:
             config = replace(config, host=ray.util.get_node_ip_address())
+        from cluster.worker import Worker  # here: it brings torch, which the supervisor's process does not need
+
         self._worker = Worker(config)
-        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._thread.start()
-
-    def address(self) -> PeerAddress:
-        """Where the worker is reached. Answered once the model is loaded."""
         return self._worker.address
 
     def watch(self) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -15,20 +16,17 @@ from dataclasses import replace
 import psutil
 import ray
 import uvicorn
-from prometheus_client import CollectorRegistry
 from rich.console import Console
 
 from cluster.supervisor import Supervisor
 from protocol.config import ClusterConfig, WorkerConfig
 from protocol.errors import ConfigError, WorkerError
 from protocol.messages import Role
-from router.app import create_app
 from router.cost_model import CostModel
 from router.flow import RequestFlow
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Registry
-from router.tokenizer import Tokenizer
 from router.worker_client import WorkerClient
 
 __all__ = ["resolve", "serve", "worker_configs"]
@@ -50,12 +48,13 @@ def serve(config: ClusterConfig) -> int:
     def progress(line: str) -> None:
         console.print(f"[dim]{time.monotonic() - started:6.1f} s[/]  {line}")
 
-    with _ray(config, progress):
-        config = resolve(config)
-        try:
-            return asyncio.run(_serve(config, progress, console))
-        except KeyboardInterrupt:  # before the handlers were in place
-            return 130
+    # The port is ours from here on: nobody takes it while the model loads, and port 0 becomes a number.
+    try:
+        with _listening(config) as listener, _ray(config, progress):
+            return asyncio.run(_serve(resolve(config), listener, progress, console))
+    except KeyboardInterrupt:  # before the handlers were in place
+        progress("stopped")
+        return 0
 
 
 def resolve(config: ClusterConfig) -> ClusterConfig:
@@ -115,7 +114,9 @@ def _ray(config: ClusterConfig, progress: Callable[[str], None]) -> Iterator[Non
     """Ray for as long as the block runs: a private one, or a connection to a running cluster."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA_VISIBLE_DEVICES as it is on CPU actors
     common = {"logging_level": logging.ERROR, "log_to_driver": True, "configure_logging": True}
+    before = set(psutil.Process().children(recursive=True))
     with contextlib.ExitStack() as stack:
+        stack.callback(_end_ray, before if not config.ray_address else None)
         if config.ray_address:
             progress(f"joining Ray at {config.ray_address}")
             try:
@@ -135,17 +136,13 @@ def _ray(config: ClusterConfig, progress: Callable[[str], None]) -> Iterator[Non
                 _temp_dir=folder,
                 **common,
             )
-        children = psutil.Process().children(recursive=True)
-        try:
-            yield
-        finally:
-            ray.shutdown()
-            if not config.ray_address:
-                _reap(children)
+        yield
 
 
-def _reap(children: list[psutil.Process]) -> None:
-    """Make sure that the processes of our private Ray are gone."""
+def _end_ray(before: set[psutil.Process] | None) -> None:
+    """Leave Ray, and where it was private make sure that its processes, all we have but those `before`, are gone."""
+    children = [] if before is None else [p for p in psutil.Process().children(recursive=True) if p not in before]
+    ray.shutdown()
     _, alive = psutil.wait_procs(children, timeout=5.0)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -153,17 +150,40 @@ def _reap(children: list[psutil.Process]) -> None:
     psutil.wait_procs(alive, timeout=5.0)
 
 
-async def _serve(config: ClusterConfig, progress: Callable[[str], None], console: Console) -> int:
+@contextlib.contextmanager
+def _listening(config: ClusterConfig) -> Iterator[socket.socket]:
+    """A socket bound to the router's address; uvicorn begins to listen on it when there is something to serve."""
+    host, port = config.router.host, config.router.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as exc:
+        raise ConfigError(f"cannot listen on host={host} port={port} ({exc}); choose another with --port") from exc
+    with listener:
+        yield listener
+
+
+async def _serve(
+    config: ClusterConfig, listener: socket.socket, progress: Callable[[str], None], console: Console
+) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    serving = asyncio.create_task(_run_until(stop, config, progress, console))
+    serving = asyncio.create_task(_run_until(stop, config, listener, progress, console))
     return await serving
 
 
 async def _run_until(
-    stop: asyncio.Event, config: ClusterConfig, progress: Callable[[str], None], console: Console
+    stop: asyncio.Event,
+    config: ClusterConfig,
+    listener: socket.socket,
+    progress: Callable[[str], None],
+    console: Console,
 ) -> int:
     registry, index, costs = Registry(), PrefixIndex(), CostModel()
     placer = Placer(registry, index, costs, config.router)
@@ -178,21 +198,32 @@ async def _run_until(
         config=config.router,
     )
     supervisor = Supervisor(config, registry, costs, workers, flow, on_progress=progress)
-    app = create_app(flow, Tokenizer(config.engine.model), config.router, CollectorRegistry())
     async with _closing(workers, supervisor):
         await workers.start()
         configs = worker_configs(config)
         progress(f"loading {config.engine.served_model_name} into {len(configs)} worker(s)")
-        if not await _unless(stop, supervisor.start(configs)):
+        starting = asyncio.gather(supervisor.start(configs), asyncio.to_thread(_create_app, flow, config))
+        if not await _unless(stop, starting):
             return 0
-        async with _http(app, config) as server:
+        app = starting.result()[1]
+        async with _http(app, config, listener) as server:
             is_ready = await _unless(stop, _first_generation(app))
             if is_ready:
                 progress("the first generation succeeded")
-                _print_welcome(config, console)
+                _print_welcome(config, listener.getsockname()[1], console)
             await _until_stopped(stop, server)
             progress("stopping")
     return 0
+
+
+def _create_app(flow: RequestFlow, config: ClusterConfig) -> object:
+    """The HTTP app. Its imports cost seconds (the tokenizer brings transformers); the workers load meanwhile."""
+    from prometheus_client import CollectorRegistry
+
+    from router.app import create_app
+    from router.tokenizer import Tokenizer
+
+    return create_app(flow, Tokenizer(config.engine.model), config.router, CollectorRegistry())
 
 
 async def _unless(stop: asyncio.Event, work: object) -> bool:
@@ -245,7 +276,7 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def _http(app: object, config: ClusterConfig) -> AsyncIterator[asyncio.Task[None]]:
+async def _http(app: object, config: ClusterConfig, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
     """The HTTP server for as long as the block runs; then running streams get `drain_timeout_s` to end."""
     router = config.router
     server = _Server(
@@ -258,7 +289,7 @@ async def _http(app: object, config: ClusterConfig) -> AsyncIterator[asyncio.Tas
             timeout_graceful_shutdown=max(1, round(router.drain_timeout_s)),
         )
     )
-    task = asyncio.create_task(server.serve())
+    task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         yield task
     finally:
@@ -266,9 +297,9 @@ async def _http(app: object, config: ClusterConfig) -> AsyncIterator[asyncio.Tas
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _print_welcome(config: ClusterConfig, console: Console) -> None:
+def _print_welcome(config: ClusterConfig, port: int, console: Console) -> None:
     host = "127.0.0.1" if config.router.host in ("0.0.0.0", "::") else config.router.host
-    base = f"http://{f'[{host}]' if ':' in host else host}:{config.router.port}"
+    base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     body = (
         f'{{"model": "{config.engine.served_model_name}", "temperature": 0, '
         '"messages": [{"role": "user", "content": "What is the capital of France?"}]}'

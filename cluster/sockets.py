@@ -45,6 +45,8 @@ class WorkerSockets:
     def wake(self) -> None:
         """End the present or the next `receive` early. The only method other threads may call."""
         with self._wake_lock:
+            if self._waker.closed:
+                return
             try:
                 self._waker.send(b"", zmq.NOBLOCK)
             except Again:
@@ -97,7 +99,9 @@ class WorkerSockets:
 
     def close(self) -> None:
         """Close all sockets; unsent messages get a moment to leave."""
-        for socket in (self._router, self._heartbeats, self._wake, self._waker, *self._peers.values()):
+        with self._wake_lock:
+            self._waker.close()
+        for socket in (self._router, self._heartbeats, self._wake, *self._peers.values()):
             socket.close(linger=200 if socket is self._router else 0)
         self._peers.clear()
 

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -18,7 +19,7 @@ from ray.exceptions import RayError
 
 from cluster.actor import WorkerActor
 from cluster.autoscaler import AutoscalerState, Decision, Flip, decide, observe
-from cluster.worker import WorkerStatus
+from cluster.status import WorkerStatus
 from protocol.config import ClusterConfig, WorkerConfig
 from protocol.errors import ConfigError, ServingError, WorkerError
 from protocol.messages import PeerAddress, WorkerState
@@ -75,6 +76,7 @@ class Supervisor:
         self._is_stopping = False
         self._flips: deque[dict[str, object]] = deque(maxlen=_NUM_REMEMBERED_FLIPS)
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        flow.integrity_check = partial(self.check_integrity, idle=True)
         registry.listen(self._on_change)
 
     async def start(self, configs: list[WorkerConfig]) -> None:
@@ -97,7 +99,8 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         actors = [member.actor for member in self._members.values() if member.actor is not None]
-        stops = [asyncio.ensure_future(_call(actor.stop)) for actor in actors]
+        up = [member.actor for member in self._members.values() if member.is_up.is_set()]
+        stops = [asyncio.ensure_future(_call(actor.stop)) for actor in up]  # one that still loads is only killed
         if stops:
             await asyncio.wait(stops, timeout=_STOP_TIMEOUT_S)
         for stop in stops:
@@ -116,8 +119,12 @@ class Supervisor:
     async def check_integrity(self, *, idle: bool) -> dict[str, str]:
         """What is wrong with each worker's books, "" where nothing is."""
         up = {worker_id: member for worker_id, member in self._members.items() if member.is_up.is_set()}
-        answers = await asyncio.gather(*(_call(member.actor.check_integrity, idle) for member in up.values()))
-        return dict(zip(up, answers, strict=True))
+        calls = (_call(member.actor.check_integrity, idle) for member in up.values())
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        return {
+            worker_id: f"no answer: {_first_line(answer)}" if isinstance(answer, BaseException) else answer
+            for worker_id, answer in zip(up, answers, strict=True)
+        }
 
     async def flip(self, flip: Flip, reason: str) -> None:
         """Drain a worker, switch its role and let it serve again; the cache stays. Never leaves it draining."""
@@ -156,12 +163,12 @@ class Supervisor:
                 ended = _first_line(exc)
             if self._is_stopping:
                 return
-            logger.warning("worker %s ended: %s", worker_id, ended)
             was_up = member.is_up.is_set()
             await self._bury(member, ended)
             if not was_up and not member.num_restarts:
                 self._fail(ConfigError(f"worker {worker_id} did not start: {ended}"))
                 return
+            logger.warning("worker %s ended: %s", worker_id, ended)
             member.num_restarts += 1
             if member.num_restarts > self._config.max_restarts:
                 logger.error("worker %s was restarted %d times; giving it up", worker_id, self._config.max_restarts)
@@ -177,7 +184,7 @@ class Supervisor:
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(member.config.engine.num_threads or 1)}},
         }
         member.actor = ray.remote(WorkerActor).options(**options).remote(member.config)
-        member.address = await _call(member.actor.address, timeout_s=_START_TIMEOUT_S)
+        member.address = await _call(member.actor.start, timeout_s=_START_TIMEOUT_S)
         await self._workers.add_worker(member.address)
         member.is_up.set()
         self._on_progress(f"{member.config.role} worker {member.config.worker_id} is ready")

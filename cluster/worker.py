@@ -15,19 +15,19 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import zmq
 
 from cluster.sockets import HeartbeatThread, WorkerSockets
+from cluster.status import WorkerStatus
 from decode_worker import DecodeRole
 from engine.engine import Engine, StepResult
 from engine.sequence import Sequence
 from kv_transfer.handshake import compatibility_fields
 from kv_transfer.links import LinkChange, LinkState, PeerLinks
-from kv_transfer.transport.base import Transport, create_transport
+from kv_transfer.transport.base import Notification, Transport, create_transport
 from kv_transfer.transport.in_process import InProcessHub
 from prefill_worker import PrefillRole
 from protocol.config import WorkerConfig
@@ -57,10 +57,9 @@ from protocol.messages import (
     StepOutput,
     Welcome,
     WorkerCard,
-    WorkerLoad,
 )
 
-__all__ = ["Worker", "WorkerStatus"]
+__all__ = ["Worker"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,25 +68,6 @@ _TRANSFER_POLL_MS = 1  # NIXL has no file descriptor to wait on
 _LINK_EXPIRY_S = 1.0
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """What control wants to know: is it alive, may it flip, is it clean."""
-
-    worker_id: str
-    role: Role
-    load: WorkerLoad
-    num_open_handoffs: int  # sent and received
-    num_open_leases: int
-    num_used_blocks: int
-    num_preemptions: int
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing of any request is left here."""
-        busy = self.load.num_waiting + self.load.num_running + self.num_open_handoffs + self.num_open_leases
-        return busy == 0
 
 
 class Worker:
@@ -125,7 +105,9 @@ class Worker:
         self._links = PeerLinks(
             self.address, compatibility, self._transport, self._sockets.send_peer, timeout_s=timeout_s
         )
-        self._prefill = PrefillRole(self._engine, self._transport, self._links, config.transfer, self._fail)
+        self._prefill = PrefillRole(
+            self._engine, self._transport, self._links, config.transfer, self._fail, self._forget
+        )
         self._decode = DecodeRole(
             self._engine, self._links, config.transfer, self._fail, first_generation=epoch & 0x7FFFFFFFFFFFFFFF
         )
@@ -135,6 +117,9 @@ class Worker:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._next_link_expiry = 0.0
+        self._waits_for_room = False  # the last step found work but no blocks for it
+        self._notifications: list[Notification] = []
+        self._engine.runner.between_layers = self._poll_transport
 
     @property
     def card(self) -> WorkerCard:
@@ -230,6 +215,7 @@ class Worker:
         self._prefill.check_integrity(idle=idle)
         self._decode.check_integrity(idle=idle)
         self._engine.check_integrity(idle=idle)
+        assert not (idle and self._clients), f"requests not forgotten: {sorted(self._clients)}"
 
     # The loop.
 
@@ -239,27 +225,43 @@ class Worker:
             self._handle(identity, message, now)
         self._run_calls()
         now = time.monotonic()
-        for notification in self._transport.poll():
+        self._notifications += self._transport.poll()
+        for notification in self._notifications:
             self._decode.notified(notification, now)
+        self._notifications.clear()
         if now >= self._next_link_expiry:
             self._next_link_expiry = now + _LINK_EXPIRY_S
             for change in self._links.expire(now):
                 self._link_changed(change, now)
         self._pump(now)
+        self._publish_state()  # before the step: however long it takes, heartbeats name every handoff
         result = self._step()
+        self._waits_for_room = result is None and self._engine.has_work
         if result is not None:
             self._prefill.after_step(result)
             self._send_output(result)
             self._pump(time.monotonic())
         self._send_events()
-        self._live_handoffs = self._prefill.live_handoffs
-        self._load = self._engine.load()
+        self._publish_state()
+
+    def _poll_transport(self) -> None:
+        """Keep writes moving while a step computes: a peer's write completes only when its receiver polls.
+
+        What arrives is acted upon after the step.
+        """
+        if self._prefill.is_transferring or self._decode.is_transferring:
+            self._notifications += self._transport.poll()
 
     def _poll_ms(self) -> int:
         if self._engine.has_work:
-            return 0
+            return _TRANSFER_POLL_MS if self._waits_for_room else 0
         is_transferring = self._prefill.is_transferring or self._decode.is_transferring
         return _TRANSFER_POLL_MS if is_transferring else _IDLE_POLL_MS
+
+    def _publish_state(self) -> None:
+        """What the heartbeat thread sends from now on."""
+        self._live_handoffs = self._prefill.live_handoffs
+        self._load = self._engine.load()
 
     def _pump(self, now: float) -> None:
         self._prefill.pump(now)
@@ -301,6 +303,11 @@ class Worker:
                 logger.warning("ignored a %s", type(message).__name__)
 
     def _accept(self, identity: bytes, request: Generate | Prefill | Decode, now: float) -> None:
+        if request.request_id in self._clients or self._prefill.has(request.request_id):
+            reason = f"request id {request.request_id} is in use"
+            failed = RequestFailed(request_id=request.request_id, message=reason, code=WorkerError.code or "")
+            self._sockets.reply(identity, failed)
+            return
         self._clients[request.request_id] = identity
         try:
             if isinstance(request, Prefill):
@@ -392,6 +399,10 @@ class Worker:
         identity = self._clients.pop(request_id, None)
         if identity is not None:
             self._sockets.reply(identity, RequestFailed(request_id=request_id, message=message, code=code))
+
+    def _forget(self, request_id: str) -> None:
+        """This worker has nothing more to say about the request."""
+        self._clients.pop(request_id, None)
 
     def _run_calls(self) -> None:
         while True:

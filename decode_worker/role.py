@@ -19,6 +19,7 @@ from protocol.config import TransferConfig
 from protocol.digest import extend_digests
 from protocol.errors import PeerLost, TransferError, TransferTimeout
 from protocol.messages import (
+    FINISHED_EARLY,
     ChunkArrived,
     Decode,
     HandoffDone,
@@ -136,8 +137,11 @@ class DecodeRole:
         released = self._leases.lease_closed(
             message.request_id, message.generation, sender.worker_id, sender.epoch, message.reason
         )
-        if released is not None:
-            self._release(released)
+        if released is None:
+            return
+        if message.reason == FINISHED_EARLY:  # the router has the whole answer, or it is on its way there
+            self._drop(message.request_id)
+        self._release(released)
 
     def peer_lost(self, worker_id: str, epoch: int) -> None:
         """The process of that epoch is known to be dead: nothing of it will land any more."""
@@ -232,10 +236,15 @@ class DecodeRole:
         if released.was_live:
             self._fail(released.lease.request_id, released.reason, code)
 
-    def _fail(self, request_id: str, reason: str, code: str | None) -> None:
+    def _drop(self, request_id: str) -> bool:
+        """Forget a pending request and give back its cached prefix; whether it was pending."""
         pending = self._pending.pop(request_id, None)
         if pending is not None:
             self._engine.pool.release(pending.sequence.blocks)
+        return pending is not None
+
+    def _fail(self, request_id: str, reason: str, code: str | None) -> None:
+        if self._drop(request_id):
             self._on_failed(request_id, f"KV handoff failed: {reason}", code or "")
 
     def _refuse(self, pending: _Pending, reason: str) -> None:

@@ -8,7 +8,9 @@ A block is in exactly one of three places:
     used      one or more users, cached or not
 
 Sequences release their blocks tail first, and a prefix hit touches every ancestor, so a block is never more recent
-than its parent: evicting in LRU order takes leaves before the blocks they hang from.
+than its parent: evicting in LRU order takes leaves before the blocks they hang from. The one exception is harmless: a
+sequence that computed a block somebody else had cached keeps its private copy, so the cached one may be evicted before
+what hangs from it, which is then not found until it is computed again.
 """
 
 from __future__ import annotations

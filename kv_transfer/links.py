@@ -121,6 +121,12 @@ class PeerLinks:
         late = [link for link in self._links.values() if link.state is LinkState.CONNECTING and now >= link.deadline]
         return [self._refuse(link, f"{link.peer.worker_id} did not answer in {self._timeout_s} s") for link in late]
 
+    def broke(self, worker_id: str, epoch: int) -> None:
+        """The transport lost this peer, which may well be alive: the next `connect` opens the link anew."""
+        link = self._links.get(worker_id)
+        if link is not None and link.peer.epoch == epoch and link.state is LinkState.READY:
+            del self._links[worker_id]
+
     def forget(self, worker_id: str, epoch: int) -> None:
         """That epoch is dead: drop its link; its unsettled writes become lost."""
         self._known.pop((worker_id, epoch), None)

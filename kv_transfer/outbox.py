@@ -101,6 +101,11 @@ class BlockWrite:
     notification: ChunkArrived | HandoffDone  # add the checksums of `local_block_ids`, if they are on
     handoff: _Handoff
 
+    @property
+    def receiver_epoch(self) -> int:
+        """The epoch of the receiver that granted the blocks."""
+        return self.handoff.key.receiver_epoch
+
 
 class Outbox:
     """All handoffs of one sending worker."""

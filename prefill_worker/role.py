@@ -18,6 +18,7 @@ from kv_transfer.transport.base import Transfer, TransferState, Transport
 from protocol.config import TransferConfig
 from protocol.errors import PeerLost, TransferError
 from protocol.messages import (
+    FINISHED_EARLY,
     ChunkArrived,
     LeaseClosed,
     LeaseGrant,
@@ -38,7 +39,11 @@ class _Handoff:
 
 
 class PrefillRole:
-    """All handoffs this worker sends. `on_failed(request_id, message, code)` tells the router of one that failed."""
+    """All handoffs this worker sends.
+
+    `on_failed(request_id, message, code)` tells the router of one that failed, `on_delivered(request_id)` says that
+    this worker has nothing more to do with the request.
+    """
 
     def __init__(
         self,
@@ -47,21 +52,27 @@ class PrefillRole:
         links: PeerLinks,
         config: TransferConfig,
         on_failed: Callable[[str, str, str], None],
+        on_delivered: Callable[[str], None],
     ) -> None:
         self._engine = engine
         self._transport = transport
         self._links = links
         self._config = config
         self._on_failed = on_failed
+        self._on_delivered = on_delivered
         self._outbox = Outbox()
         self._handoffs: dict[str, _Handoff] = {}
-        self._early_grants: dict[str, list[LeaseGrant]] = {}  # by worker id: its link is not up yet
+        self._early_grants: dict[tuple[str, int], list[LeaseGrant]] = {}  # by worker and epoch: the link is not up yet
         self._in_flight: list[tuple[BlockWrite, Transfer]] = []
 
     @property
     def num_open(self) -> int:
         """Handoffs that still hold blocks here."""
         return len(self._handoffs)
+
+    def has(self, request_id: str) -> bool:
+        """Whether a handoff of this request is still open here, if only until its writes have settled."""
+        return request_id in self._handoffs
 
     @property
     def is_transferring(self) -> bool:
@@ -100,11 +111,12 @@ class PrefillRole:
         if self._links.is_ready(grant.sender):
             self._apply_grant(grant, now)
         else:
-            self._early_grants.setdefault(grant.sender.worker_id, []).append(grant)
+            self._links.connect(grant.sender, now)  # it may have broken since the request came
+            self._early_grants.setdefault((grant.sender.worker_id, grant.sender.epoch), []).append(grant)
 
     def link_ready(self, peer: PeerAddress, now: float) -> None:
         """The peer may be written to from now on: use the grants that were waiting for that."""
-        for grant in self._early_grants.pop(peer.worker_id, []):
+        for grant in self._early_grants.pop((peer.worker_id, peer.epoch), []):
             self._apply_grant(grant, now)
 
     def link_refused(self, peer: PeerAddress, reason: str) -> None:
@@ -121,9 +133,11 @@ class PrefillRole:
 
     def cancel(self, request_id: str) -> None:
         """Stop computing and sending this request."""
-        if request_id in self._handoffs:
-            self._engine.abort(request_id)
-            self._outbox.cancel(request_id)
+        handoff = self._handoffs.get(request_id)
+        if handoff is None:
+            return
+        self._withdraw(handoff.sequence)
+        self._outbox.cancel(request_id)
 
     def peer_lost(self, worker_id: str, epoch: int) -> None:
         """The process of that epoch is known to be dead: its handoffs fail, in-flight writes settle as lost."""
@@ -146,7 +160,7 @@ class PrefillRole:
             if sequence.finish_reason is None:
                 self._outbox.first_token(sequence.request_id, output.token_id)
             else:  # the first token was the last: there is nothing to hand over
-                self._outbox.cancel(sequence.request_id, "finished with the first token")
+                self._outbox.cancel(sequence.request_id, FINISHED_EARLY)
 
     def pump(self, now: float) -> None:
         """Start what can be written, notice what finished, give back the blocks of handoffs that are over."""
@@ -202,9 +216,9 @@ class PrefillRole:
             transfer = self._transport.write_blocks(
                 write.receiver_id, write.local_block_ids, write.remote_block_ids, payload
             )
-        except PeerLost:
-            self._outbox.write_settled(write, TransferState.LOST)
-        except TransferError:
+        except TransferError as exc:  # nothing was written
+            if isinstance(exc, PeerLost):
+                self._links.broke(write.receiver_id, write.receiver_epoch)
             self._outbox.write_settled(write, TransferState.FAILED)
         else:
             self._in_flight.append((write, transfer))
@@ -216,20 +230,26 @@ class PrefillRole:
         if settled:
             self._in_flight = [entry for entry in self._in_flight if not entry[1].is_settled]
             for write, transfer in settled:
+                if transfer.state is TransferState.LOST:
+                    self._links.broke(write.receiver_id, write.receiver_epoch)
                 self._outbox.write_settled(write, transfer.state)
 
     def _finish(self, ended: HandoffEnded) -> None:
         handoff = self._handoffs.pop(ended.request_id)
-        sequence = handoff.sequence
-        if ended.is_delivered or sequence.finish_reason is not None:
-            self._engine.scheduler.release_blocks(sequence)
-            return
-        if not self._engine.abort(ended.request_id):  # it already left the engine and kept its blocks
-            self._engine.scheduler.release_blocks(sequence)
-        self._on_failed(ended.request_id, f"KV handoff failed: {ended.reason}", TransferError.code or "")
+        self._withdraw(handoff.sequence)
+        self._engine.scheduler.release_blocks(handoff.sequence)
+        if ended.is_delivered:
+            self._on_delivered(ended.request_id)
+        elif handoff.sequence.finish_reason is None:
+            self._on_failed(ended.request_id, f"KV handoff failed: {ended.reason}", TransferError.code or "")
+
+    def _withdraw(self, sequence: Sequence) -> None:
+        """Take the prompt out of the engine, if it is still there, with its blocks: a write may be reading them."""
+        if self._engine.sequences.pop(sequence.request_id, None) is not None:
+            self._engine.scheduler.remove(sequence, keep_blocks=True)
 
     def _fail_receiver(self, worker_id: str, epoch: int, reason: str) -> None:
-        self._early_grants.pop(worker_id, None)
+        self._early_grants.pop((worker_id, epoch), None)
         for request_id, handoff in list(self._handoffs.items()):
             if (handoff.receiver.worker_id, handoff.receiver.epoch) == (worker_id, epoch):
                 self._outbox.cancel(request_id, reason)

@@ -49,6 +49,10 @@ class EngineConfig:
             f"block_size={self.block_size} must be a power of two from 1 to 256",
         )
         _require(self.pool_bytes >= 0, f"pool_bytes={self.pool_bytes} must not be negative")
+        _require(
+            self.max_model_len >= 0, f"max_model_len={self.max_model_len} must not be negative; 0 is the model's own"
+        )
+        _require(self.num_threads >= 0, f"num_threads={self.num_threads} must not be negative; 0 leaves it to torch")
         _require(self.max_num_seqs >= 1, f"max_num_seqs={self.max_num_seqs} must be at least 1")
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,
@@ -94,6 +98,7 @@ class RouterConfig:
     port: int = 8000
     max_body_bytes: int = 8 * 1024 * 1024
     max_queued_prompt_tokens: int = 2_000_000  # over all workers; above it requests get 429
+    local_prefill: bool = True  # a decode worker may compute a prompt itself where that is cheaper
     tokenizer_threads: int = 2
     worker_timeout_s: float = 8.0  # silence after which a worker counts as dead
     request_timeout_s: float = 600.0  # longest silence between two tokens of a request

@@ -7,7 +7,7 @@ Three conversations use them:
     worker -> worker   PeerHello, PeerRefused, LeaseGrant, LeaseRefused,
                        LeaseRevoked, LeaseClosed                                       (ZMQ DEALER -> ROUTER)
                        ChunkArrived, HandoffDone                                       (notified by the KV transport)
-    worker -> all      Heartbeat                                                       (ZMQ PUB, from a thread of its own)
+    worker -> all      Heartbeat                                          (ZMQ PUB, from its own thread)
 
 `WIRE_VERSION` changes whenever a field changes its meaning; peers with another version are refused.
 """
@@ -21,6 +21,7 @@ import msgspec
 from protocol.sampling import SamplingParams
 
 __all__ = [
+    "FINISHED_EARLY",
     "WIRE_VERSION",
     "BlockEvents",
     "BlockSnapshot",
@@ -57,6 +58,9 @@ __all__ = [
 ]
 
 WIRE_VERSION = 1
+
+# `LeaseClosed.reason` of a request that ended with its first token: there is nothing to hand over, nothing failed.
+FINISHED_EARLY = "finished with the first token"
 
 
 class Role(enum.StrEnum):

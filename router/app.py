@@ -125,6 +125,11 @@ def _add_operation_routes(app: FastAPI, backend: Backend, readiness: Readiness, 
     async def show_pools() -> Response:
         return _json(await backend.pools())
 
+    @app.post("/v1/pools/check")
+    async def check_pools() -> Response:
+        workers = await backend.check()
+        return _json({"idle": not any(workers.values()), "workers": workers})
+
     @app.get("/version")
     async def show_version() -> Response:
         return _json({"version": _version()})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from protocol.config import RouterConfig
@@ -58,7 +58,10 @@ class RequestFlow:
         self._clock = clock
         self._roots: dict[tuple[bytes, str], bytes] = {}
         self.mean_output_tokens = FIRST_GUESS_OUTPUT_TOKENS
+        self.num_handoffs = 0  # requests that both workers of a pair sent tokens for
         self.autoscaler_status: dict[str, object] = {}  # set by whoever runs the autoscaler
+        # What is wrong with each worker's books, set by whoever runs the workers; "" where nothing is.
+        self.integrity_check: Callable[[], Awaitable[dict[str, str]]] | None = None
 
     @property
     def model(self) -> str:
@@ -114,10 +117,15 @@ class RequestFlow:
             "costs": self._costs.export(),
             "queued_prompt_tokens": self._registry.queued_prompt_tokens,
             "num_requests": self._registry.num_bookings,
+            "num_handoffs": self.num_handoffs,
             "num_indexed_blocks": len(self._index),
             "mean_output_tokens": self.mean_output_tokens,
             "autoscaler": self.autoscaler_status,
         }
+
+    async def check(self) -> dict[str, str]:
+        """What is wrong with, or held by, each worker that should be idle; "" where nothing is."""
+        return {} if self.integrity_check is None else await self.integrity_check()
 
     async def _digests(self, request: GenerateRequest) -> list[bytes]:
         worker = next(iter(self._registry), None)
@@ -204,7 +212,10 @@ class RequestFlow:
     def _note_handoff(self, handoff: _Handoff, event: LegEvent) -> None:
         """Learn what the handoff cost, from the gap between the first token and those of the decode worker."""
         gap_s = handoff.note(event)
-        if gap_s is None or handoff.best.terms.memory_s > 0:
+        if gap_s is None:
+            return
+        self.num_handoffs += 1
+        if handoff.best.terms.memory_s > 0:
             return
         decode = handoff.best.decode
         step_s = self._costs.steps(decode.card.kind).step_s(decode.num_booked_seqs, decode.booked_kv_tokens)

@@ -117,7 +117,7 @@ _Side = TypeVar("_Side", _PrefillSide, _DecodeSide)
 class Placer:
     """Places one request at a time. The caller books the result before it decides again.
 
-    `local_prefill=False` takes "decode worker alone" out of the candidates while any pair is there; colocated
+    `config.local_prefill=False` takes "decode worker alone" out of the candidates while any pair is there; colocated
     workers stay.
     """
 
@@ -127,14 +127,11 @@ class Placer:
         index: PrefixIndex,
         costs: CostModel,
         config: RouterConfig,
-        *,
-        local_prefill: bool = True,
     ) -> None:
         self._registry = registry
         self._index = index
         self._costs = costs
         self._config = config
-        self._local_prefill = local_prefill
 
     @property
     def can_place(self) -> bool:
@@ -160,7 +157,7 @@ class Placer:
         pair = request.best_pair(
             [request.prefill_side(worker) for worker in workers if can_prefill(worker)], decode_sides
         )
-        if pair is not None and not self._local_prefill:
+        if pair is not None and not self._config.local_prefill:
             decode_sides = [side for side in decode_sides if side.worker.role == Role.COLOCATED]
         alone = request.best_alone(decode_sides)
         candidates = sorted((c for c in (pair, alone) if c is not None), key=_preference)

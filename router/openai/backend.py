@@ -63,3 +63,6 @@ class Backend(Protocol):
 
     async def pools(self) -> dict[str, Any]:
         """State of the worker pools, as JSON."""
+
+    async def check(self) -> dict[str, str]:
+        """What is wrong with, or held by, each worker that should be idle; "" where nothing is."""

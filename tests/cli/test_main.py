@@ -58,6 +58,7 @@ def test_serve_hands_every_flag_to_the_launcher(tmp_path: Path, launched: list[C
     folder = make_model(tmp_path / "toy")
     words = f"--model {folder} --prefill 2 --decode 3 --port 0 --pool-gb 0.5 --no-autoscale --gpus-per-worker 0.5"
     more = "--block-size 32 --dtype float32 --checksums all --cors-allow-origins a --cors-allow-origins b"
+    more += " --no-local-prefill"
     assert run(["serve", *words.split(), *more.split()]) == 7
     assert launched == [
         ClusterConfig(
@@ -65,7 +66,7 @@ def test_serve_hands_every_flag_to_the_launcher(tmp_path: Path, launched: list[C
                 model=str(folder), served_model_name="toy", block_size=32, dtype="float32", pool_bytes=500_000_000
             ),
             transfer=TransferConfig(checksums="all"),
-            router=RouterConfig(port=0, cors_allow_origins=("a", "b")),
+            router=RouterConfig(port=0, cors_allow_origins=("a", "b"), local_prefill=False),
             num_prefill=2,
             num_decode=3,
             autoscale=False,

@@ -37,6 +37,7 @@ class FakeBackend:
         self.num_open = 0
         self.max_open = 0
         self.num_steps = 0
+        self.held: dict[str, str] = {}  # worker -> what it holds
 
     async def serve(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         self.requests.append(request)
@@ -57,6 +58,9 @@ class FakeBackend:
 
     async def pools(self) -> dict[str, Any]:
         return {"workers": []}
+
+    async def check(self) -> dict[str, str]:
+        return self.held
 
     def reply_steps(self, request: GenerateRequest) -> list[Step]:
         """The reply, ended by </s> or by max_tokens; 3 cached tokens."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 from zmq.asyncio import Context
 from zmq.constants import SocketType
@@ -149,7 +150,7 @@ class FakeWorker:
 class FakeCluster:
     """Some fake workers and the router's parts, connected."""
 
-    def __init__(self, config: RouterConfig, *, local_prefill: bool) -> None:
+    def __init__(self, config: RouterConfig) -> None:
         self.registry = Registry()
         self.index = PrefixIndex()
         self.costs = CostModel()
@@ -159,7 +160,7 @@ class FakeCluster:
             registry=self.registry,
             index=self.index,
             costs=self.costs,
-            placer=Placer(self.registry, self.index, self.costs, config, local_prefill=local_prefill),
+            placer=Placer(self.registry, self.index, self.costs, config),
             workers=self.client,
             config=config,
         )
@@ -186,7 +187,7 @@ async def fake_cluster(
     local_prefill: bool = False,
 ) -> AsyncIterator[FakeCluster]:
     """Workers "p" and "d", those whose script is given, behind a started router."""
-    cluster = FakeCluster(config or RouterConfig(), local_prefill=local_prefill)
+    cluster = FakeCluster(replace(config or RouterConfig(), local_prefill=local_prefill))
     await cluster.client.start()
     try:
         if prefill is not None:

@@ -36,6 +36,19 @@ async def test_small_routes(tokenizer: Tokenizer) -> None:
         assert (await client.get("/version")).json()["version"]
 
 
+@pytest.mark.parametrize(
+    ("held", "idle"), [({}, True), ({"p": "", "d": ""}, True), ({"p": "", "d": "2 blocks in use"}, False)]
+)
+async def test_check_of_the_pools_tells_what_each_worker_holds(
+    tokenizer: Tokenizer, held: dict[str, str], idle: bool
+) -> None:
+    backend = FakeBackend(tokenizer)
+    backend.held = held
+    async with closing(backend) as client:
+        response = await client.post("/v1/pools/check")
+        assert (response.status_code, response.json()) == (200, {"idle": idle, "workers": held})
+
+
 async def test_tokenize_agrees_with_usage_and_detokenize_round_trips(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "héllo"}]
     async with closing(FakeBackend(tokenizer)) as client:

@@ -209,8 +209,22 @@ def test_shows_its_pools() -> None:
             assert pools["roles"]["colocated"] == []
             assert "cpu-1" in pools["costs"]["steps"]
             assert pools["autoscaler"] == {"reason": "hold"}
+            assert pools["num_handoffs"] == 1
             assert (cluster.flow.model, cluster.flow.max_model_len) == ("toy", 32768)
             assert cluster.flow.ready
+
+    asyncio.run(scenario())
+
+
+def test_check_asks_whoever_runs_the_workers() -> None:
+    async def held() -> dict[str, str]:
+        return {"p": "", "d": "one lease is open"}
+
+    async def scenario() -> None:
+        async with fake_cluster() as cluster:
+            assert await cluster.flow.check() == {}
+            cluster.flow.integrity_check = held
+            assert await cluster.flow.check() == {"p": "", "d": "one lease is open"}
 
     asyncio.run(scenario())
 

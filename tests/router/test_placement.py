@@ -23,8 +23,8 @@ class Pool:
         self.registry = Registry()
         self.index = PrefixIndex()
         self.costs = CostModel()
-        config = RouterConfig(max_queued_prompt_tokens=max_queued_prompt_tokens)
-        self.placer = Placer(self.registry, self.index, self.costs, config, local_prefill=local_prefill)
+        config = RouterConfig(max_queued_prompt_tokens=max_queued_prompt_tokens, local_prefill=local_prefill)
+        self.placer = Placer(self.registry, self.index, self.costs, config)
 
     def add(self, worker_id: str, role: Role, *, num_blocks: int = 4096, max_model_len: int = 32768) -> None:
         add_ready(self.registry, make_card(worker_id, role, num_blocks=num_blocks, max_model_len=max_model_len))

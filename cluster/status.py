@@ -1,0 +1,28 @@
+"""What a worker tells control. Apart from the worker, so that the router's process need not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.messages import Role, WorkerLoad
+
+__all__ = ["WorkerStatus"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """What control wants to know: is it alive, may it flip, is it clean."""
+
+    worker_id: str
+    role: Role
+    load: WorkerLoad
+    num_open_handoffs: int  # sent and received
+    num_open_leases: int
+    num_used_blocks: int
+    num_preemptions: int
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of any request is left here."""
+        busy = self.load.num_waiting + self.load.num_running + self.num_open_handoffs + self.num_open_leases
+        return busy == 0

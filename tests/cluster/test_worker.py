@@ -1,0 +1,328 @@
+"""A worker's loop: control calls, failures, heartbeats, events, late and repeated messages."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from zmq.constants import SocketType
+
+from cluster.worker import Worker
+from kv_transfer.transport.in_process import InProcessHub, Verdict
+from protocol.errors import ServingError, WorkerError
+from protocol.messages import (
+    WIRE_VERSION,
+    BlockEvents,
+    BlockSnapshot,
+    Cancel,
+    Decode,
+    Generate,
+    Heartbeat,
+    Hello,
+    LeaseClosed,
+    LeaseGrant,
+    LeaseRefused,
+    LeaseRevoked,
+    Message,
+    PeerRefused,
+    Prefill,
+    RequestFailed,
+    Role,
+    SnapshotRequest,
+    StepOutput,
+    Welcome,
+    WorkerState,
+    decode_message,
+    encode_message,
+)
+from protocol.sampling import SamplingParams
+from tests.cluster.harness import (
+    DEADLINE_S,
+    PAIR,
+    Cluster,
+    Oracle,
+    RunningWorker,
+    eventually,
+    running_cluster,
+    worker_config,
+)
+from tests.cluster.test_roles import make_prompt
+
+GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+
+
+class Client:
+    """A router's bare socket."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(SocketType.DEALER)
+        self._socket.connect(worker.address.endpoint)
+
+    def send(self, message: Message) -> None:
+        self._socket.send(encode_message(message))
+
+    def receive(self, kind: type[Any]) -> Any:
+        """The next message of this kind; others are skipped."""
+        while self._socket.poll(DEADLINE_S * 1000):
+            message = decode_message(self._socket.recv())
+            if isinstance(message, kind):
+                return message
+        raise AssertionError(f"no {kind.__name__} came")
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def worker(tiny_model: Path) -> Any:
+    running = RunningWorker(Worker(worker_config(tiny_model, "w", Role.COLOCATED), hub=InProcessHub()))
+    yield running.worker
+    running.stop()
+
+
+@pytest.fixture
+def client(worker: Worker) -> Any:
+    client = Client(worker)
+    yield client
+    client.close()
+
+
+def test_a_router_of_another_wire_version_is_refused(client: Client) -> None:
+    client.send(Hello(router_id="r", wire_version=WIRE_VERSION + 1))
+    welcome = client.receive(Welcome)
+    assert welcome.refusal == f"wire version {WIRE_VERSION + 1} there, {WIRE_VERSION} here"
+
+
+def test_a_prompt_that_does_not_fit_is_refused_by_the_worker_too(client: Client) -> None:
+    client.send(Generate(request_id="a", token_ids=[1] * 512, sampling=GREEDY))
+    failed = client.receive(RequestFailed)
+    assert (failed.request_id, failed.code) == ("a", "context_length_exceeded")
+
+
+def test_a_second_request_of_the_same_id_does_not_touch_the_first(worker: Worker, client: Client) -> None:
+    client.send(Hello(router_id="r"))
+    client.send(Generate(request_id="a", token_ids=[5] * 40, sampling=SamplingParams(max_tokens=60, ignore_eos=True)))
+    client.send(Generate(request_id="a", token_ids=[6], sampling=GREEDY))
+    assert "in use" in client.receive(RequestFailed).message
+    num_tokens = 0
+    while num_tokens < 60:
+        num_tokens += sum(len(delta.token_ids) for delta in client.receive(StepOutput).deltas)
+    worker.call(lambda: worker.check_integrity(idle=True))
+
+
+def test_events_have_no_gap_and_a_snapshot_holds_them_all(client: Client) -> None:
+    client.send(Hello(router_id="r"))
+    stored: list[bytes] = []
+    for number in (1, 2, 3):
+        client.send(Generate(request_id=str(number), token_ids=[number] * 33, sampling=GREEDY))
+        events = client.receive(BlockEvents)
+        assert events.sequence == number
+        stored += events.stored
+    client.send(SnapshotRequest())
+    snapshot = client.receive(BlockSnapshot)
+    assert snapshot.sequence == 3
+    assert sorted(snapshot.digests) == sorted(stored)
+    assert len(stored) == 6
+
+
+def test_late_and_unknown_messages_change_nothing(worker: Worker, client: Client, tiny_model: Path) -> None:
+    stranger = worker.address
+    for message in (
+        Cancel(request_id="x"),
+        LeaseGrant(sender=stranger, request_id="x", generation=1, first_block=0, block_ids=[0], ttl_s=0.1),
+        LeaseRefused(sender=stranger, request_id="x", reason="?"),
+        LeaseRevoked(sender=stranger, request_id="x", generation=9),
+        LeaseClosed(sender=stranger, request_id="x", generation=9),
+        PeerRefused(sender=stranger, reason="?"),
+        Heartbeat(worker_id="x", epoch=1, step_age_s=0, load=worker.status().load, handoffs=[("x", 9)]),
+        Welcome(card=worker.card),
+    ):
+        client.send(message)
+        client.send(message)
+    client.send(Hello(router_id="r"))
+    client.receive(Welcome)
+    worker.call(lambda: worker.check_integrity(idle=True))
+
+
+def test_a_call_runs_in_the_loop_and_passes_its_error_on(worker: Worker) -> None:
+    assert worker.call(threading.current_thread).name == "w"
+    with pytest.raises(ZeroDivisionError):
+        worker.call(lambda: 1 // 0)
+    worker.stop()
+    with pytest.raises(WorkerError, match="has stopped"):
+        worker.call(lambda: None)
+
+
+def test_stop_and_wake_are_harmless_after_the_end(tiny_model: Path) -> None:
+    running = RunningWorker(Worker(worker_config(tiny_model, "w", Role.COLOCATED), hub=InProcessHub()))
+    running.stop()
+    running.stop()
+    assert running.failure is None
+
+
+def break_step(cluster: Cluster, worker_id: str) -> None:
+    def run(chunks: object) -> None:
+        raise RuntimeError("injected")
+
+    cluster.worker(worker_id)._engine.runner.run = run  # type: ignore[assignment,method-assign]
+
+
+@pytest.mark.parametrize("broken", ["p", "d"])
+def test_a_failing_step_ends_the_worker_and_tells_every_request(tiny_model: Path, broken: str) -> None:
+    async def scenario() -> None:
+        async with running_cluster(tiny_model) as cluster:
+            await cluster.generate(make_prompt(5))
+            break_step(cluster, broken)
+            requests = [cluster.generate(make_prompt(20, seed), ignore_eos=True) for seed in range(5)]
+            for result in await asyncio.gather(*requests, return_exceptions=True):
+                assert isinstance(result, ServingError), result
+            await eventually(lambda: not cluster.workers[broken].thread.is_alive())
+            assert isinstance(cluster.workers[broken].failure, RuntimeError)
+            (survivor,) = set(PAIR) - {broken}
+            worker = cluster.worker(survivor)
+            await cluster.call(survivor, lambda: worker.peer_died(cluster.worker(broken).address))
+            await cluster.becomes_idle(survivor)
+
+    asyncio.run(scenario())
+
+
+def test_the_place_of_a_dead_worker_is_taken_by_a_new_epoch(tiny_model: Path, oracle: Oracle) -> None:
+    async def scenario() -> None:
+        async with running_cluster(tiny_model) as cluster:
+            for worker_id, role in PAIR.items():
+                old = cluster.worker(worker_id)
+                await cluster.generate(make_prompt(40))
+                await asyncio.to_thread(cluster.workers[worker_id].stop)
+                cluster.client.mark_dead(worker_id, "test")
+                await cluster.add(worker_config(tiny_model, worker_id, role))
+                (other,) = set(PAIR) - {worker_id}
+                peer = cluster.worker(other)
+                await cluster.call(other, lambda peer=peer, old=old: peer.peer_died(old.address))
+                prompt = make_prompt(70)
+                assert (await cluster.generate(prompt)).token_ids == oracle.answer(prompt)
+            await cluster.becomes_idle()
+
+    asyncio.run(scenario())
+
+
+def test_the_death_of_the_sender_frees_the_blocks_it_might_have_written(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        async with running_cluster(tiny_model, judge=lambda _: Verdict.HOLD) as cluster:
+            request = asyncio.create_task(cluster.generate(make_prompt(100)))
+            await eventually(lambda: cluster.hub.held)
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+            decode = cluster.worker("d")
+            assert (await cluster.call("d", decode.status)).num_open_leases == 1
+            await asyncio.to_thread(cluster.workers["p"].stop)
+            await cluster.call("d", lambda: decode.peer_died(cluster.worker("p").address))
+            await cluster.becomes_idle("d")
+
+    asyncio.run(scenario())
+
+
+def test_a_silent_sender_costs_its_lease_and_the_request_in_bounded_time(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        transfer = {"lease_ttl_s": 0.5, "heartbeat_interval_s": 0.1}
+        async with running_cluster(tiny_model, transfer=transfer, judge=lambda _: Verdict.HOLD) as cluster:
+            request = asyncio.create_task(cluster.generate(make_prompt(100)))
+            await eventually(lambda: cluster.hub.held)
+            prefill = cluster.worker("p")
+            prefill._heartbeat._stopped.set()  # as if the process were suspended
+            with pytest.raises(ServingError, match="did not arrive in time"):
+                await request
+            decode = cluster.worker("d")
+            assert (await cluster.call("d", decode.status)).num_open_leases == 1, "in quarantine: it may still land"
+            cluster.hub.judge = None
+            cluster.hub.release_held()
+            await cluster.becomes_idle()
+
+    asyncio.run(scenario())
+
+
+def test_heartbeats_keep_a_lease_through_a_step_longer_than_it(tiny_model: Path, oracle: Oracle) -> None:
+    go_on, is_stuck = threading.Event(), threading.Event()
+
+    async def scenario() -> None:
+        transfer = {"lease_ttl_s": 0.6, "heartbeat_interval_s": 0.1}
+        async with running_cluster(tiny_model, transfer=transfer) as cluster:
+            await cluster.generate(make_prompt(5))  # the link is up
+            runner = cluster.worker("p")._engine.runner
+            run, steps = runner.run, 0
+
+            def slow_run(chunks: Any) -> Any:
+                nonlocal steps
+                steps += 1
+                if steps == 3:  # by now the lease is granted and known to the sender
+                    is_stuck.set()
+                    go_on.wait(DEADLINE_S)
+                return run(chunks)
+
+            runner.run = slow_run  # type: ignore[method-assign]
+            prompt = make_prompt(250)  # four steps
+            request = asyncio.create_task(cluster.generate(prompt))
+            await eventually(is_stuck.is_set)
+            state = cluster.registry.get("p")
+            assert state is not None
+            await eventually(lambda: state.step_age_s > 2.0)  # more than three leases long
+            go_on.set()
+            assert (await request).token_ids == oracle.answer(prompt)
+            await cluster.becomes_idle()
+
+    asyncio.run(scenario())
+
+
+def test_a_flip_keeps_the_cache(tiny_model: Path, oracle: Oracle) -> None:
+    async def scenario() -> None:
+        roles = {"p": Role.PREFILL, "x": Role.PREFILL, "d": Role.DECODE}
+        async with running_cluster(tiny_model, roles) as cluster:
+            prompts = [make_prompt(80, seed) for seed in range(4)]
+            await asyncio.gather(*(cluster.generate(prompt) for prompt in prompts))
+            await cluster.becomes_idle()
+            cached = cluster.index.num_blocks("x")
+            assert cached > 0
+            for worker_id, role in {"x": Role.DECODE, "d": Role.PREFILL}.items():
+                worker = cluster.worker(worker_id)
+                cluster.registry.set_state(worker_id, WorkerState.DRAINING, "flip")
+                await cluster.call(worker_id, lambda worker=worker, role=role: worker.set_role(role))
+                cluster.registry.set_role(worker_id, role)
+                cluster.registry.set_state(worker_id, WorkerState.READY, "flip")
+            assert cluster.index.num_blocks("x") == cached
+            for prompt in prompts:
+                answer = await cluster.generate(prompt)
+                assert answer.token_ids == oracle.answer(prompt)
+                assert answer.num_cached_tokens == 64
+            await cluster.becomes_idle()
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_ends_with_its_first_token_fails_nowhere(tiny_model: Path) -> None:
+    """The decode worker must not report what it was told is finished: that would race the answer to the router."""
+
+    async def scenario() -> None:
+        async with running_cluster(tiny_model) as cluster:
+            failed: list[str] = []
+            decode = cluster.worker("d")
+            decode._decode._on_failed = lambda request_id, *_: failed.append(request_id)
+            prefill = cluster.worker("p")
+            client = Client(prefill)
+            try:
+                other = Client(decode)
+                one = SamplingParams(max_tokens=1, temperature=0.0)
+                prompt = make_prompt(100)
+                other.send(Decode(request_id="a", token_ids=prompt, sampling=one, prefill_worker=prefill.address))
+                client.send(Prefill(request_id="a", token_ids=prompt, sampling=one, decode_worker=decode.address))
+                client.receive(StepOutput)
+                await eventually(lambda: decode._decode.num_open == 0)
+                assert failed == []
+                other.close()
+            finally:
+                client.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,46 @@
+"""A Llama of random weights small enough that a step takes a millisecond, with a byte tokenizer if wanted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.router.conftest import build_tokenizer
+
+VOCAB_SIZE = 256
+MAX_MODEL_LEN = 512
+EOS_TOKEN_ID = 2
+
+__all__ = ["EOS_TOKEN_ID", "MAX_MODEL_LEN", "VOCAB_SIZE", "save_tiny_model", "save_tiny_text_model"]
+
+
+def save_tiny_model(
+    folder: Path, *, vocab_size: int = VOCAB_SIZE, max_model_len: int = MAX_MODEL_LEN, seed: int = 0
+) -> Path:
+    """Weights from `seed` alone; large enough that greedy output depends on every token before it."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=max_model_len,
+        bos_token_id=1,
+        eos_token_id=EOS_TOKEN_ID,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def save_tiny_text_model(folder: Path, *, max_model_len: int = 2048) -> Path:
+    """The same with a tokenizer of bytes and a chat template, for servers that speak text."""
+    build_tokenizer(folder)
+    return save_tiny_model(folder, vocab_size=300, max_model_len=max_model_len)

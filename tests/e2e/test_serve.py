@@ -1,0 +1,129 @@
+"""The whole product in real processes over NIXL: answers, deaths and ends."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.e2e.server import Server, started, until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+POOL = ("--pool-bytes", "20000000")
+WORKER_TIMEOUT_S = 6.0
+
+
+@pytest.fixture(scope="module")
+def server(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ("--no-local-prefill", "--worker-timeout-s", str(WORKER_TIMEOUT_S), "--max-restarts", "9", *POOL)
+    with started(text_model, tmp_path_factory.mktemp("log"), *flags) as server:
+        yield server.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def colocated(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with started(text_model, tmp_path_factory.mktemp("log"), "--colocated", *POOL) as server:
+        yield server.wait_ready()
+
+
+def client_of(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def complete(server: Server, prompt: str, **fields: Any) -> str:
+    with client_of(server) as client:
+        fields = {"max_tokens": 24, "temperature": 0} | fields
+        return client.completions.create(model="tiny", prompt=prompt, **fields).choices[0].text
+
+
+def assert_idle(server: Server) -> None:
+    check = lambda: httpx.post(f"{server.url}/v1/pools/check", timeout=30).json()  # noqa: E731
+    until(lambda: check()["idle"], 30, lambda: str(check()))
+
+
+def test_a_normal_start_prints_its_progress_and_nothing_else(server: Server) -> None:
+    lines = [line for line in server.output.splitlines() if line.strip()]
+    progress = [line for line in lines if line.lstrip()[0].isdigit()]
+    assert [line.split(maxsplit=2)[2] for line in progress][:2] == ["starting Ray", "loading tiny into 2 worker(s)"]
+    rest = [line.strip() for line in lines if line not in progress]
+    assert [line.split()[0] for line in rest] == ["Serving", "Try:", "curl", "tandem"], server.output
+
+
+def test_the_openai_client_chats_with_and_without_a_stream(server: Server) -> None:
+    messages: Any = [{"role": "user", "content": "hello world"}]
+    with client_of(server) as client:
+        fields: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 30, "temperature": 0}
+        whole = client.chat.completions.create(**fields)
+        chunks = list(client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert whole.usage is not None
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens > 0
+
+
+def test_disaggregated_over_nixl_is_colocated_token_for_token(server: Server, colocated: Server) -> None:
+    random_ = random.Random(1)
+    before = httpx.get(f"{server.url}/v1/pools").json()["num_handoffs"]
+    lengths = [1, 14, 15, 16, 17, 31, 200, 511, 512, 600, 1500]  # in bytes, which are tokens; <s> comes before them
+    prompts = ["".join(random_.choices("abcdefgh wor", k=length)) for length in lengths]
+    prompts += [prompt + " and more" for prompt in prompts[-4:]]  # prefix hits
+    prompts += [prompts[2]] * 2
+    for idx, prompt in enumerate(prompts):
+        fields = {} if idx % 2 else {"temperature": 0.8, "top_p": 0.9, "seed": idx}
+        assert complete(server, prompt, **fields) == complete(colocated, prompt, **fields), (idx, len(prompt))
+    assert httpx.get(f"{server.url}/v1/pools").json()["num_handoffs"] - before >= len(prompts) // 2
+    assert_idle(server)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+def test_a_decode_worker_lost_in_mid_stream_is_told_and_replaced(server: Server, number: int) -> None:
+    victim = server.worker("decode")
+    with client_of(server) as client:
+        stream = client.completions.create(
+            model="tiny", prompt="x" * 100, max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
+        )
+        for _ in range(4):
+            next(stream)
+        psutil.Process(victim["pid"]).send_signal(number)
+        lost = time.monotonic()
+        with pytest.raises(openai.APIError, match="decode-0"):
+            list(stream)
+    assert time.monotonic() - lost < (10.0 if number == signal.SIGKILL else WORKER_TIMEOUT_S + 10.0)
+    server.wait_recovered("decode", victim["epoch"])
+    assert not psutil.pid_exists(victim["pid"])
+    assert complete(server, "still there?")
+    assert_idle(server)
+
+
+def test_a_prefill_worker_killed_during_a_prompt_is_told_and_replaced(server: Server) -> None:
+    victim = server.worker("prefill")
+    process = psutil.Process(victim["pid"])
+    process.suspend()  # so that the prompt is on its way, whatever its speed
+    Timer(1.0, process.kill).start()
+    started_at = time.monotonic()
+    with pytest.raises(openai.APIError, match="prefill-0"):
+        complete(server, "y" * 1900)
+    assert time.monotonic() - started_at < 11.0
+    server.wait_recovered("prefill", victim["epoch"])
+    assert complete(server, "y" * 1900)
+    assert_idle(server)
+
+
+def test_ctrl_c_ends_one_of_two_servers_and_all_it_started(server: Server, colocated: Server) -> None:
+    children = server.children()
+    assert len(children) > 3
+    assert server.stop() == 0
+    assert "Traceback" not in server.output
+    assert complete(colocated, "the other one is untouched")
+    assert colocated.stop(signal.SIGTERM) == 0

@@ -1,0 +1,54 @@
+"""What keeps a server from starting is told in one line; nothing is left running."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import START_S, started, until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+
+def one_error_line(output: str) -> str:
+    lines = [line for line in output.splitlines() if line.strip() and not line.lstrip()[0].isdigit()]
+    assert len(lines) == 1, output
+    assert lines[0].startswith("tandem: "), output
+    return lines[0]
+
+
+def test_a_pool_over_the_memory_is_told_by_the_worker_that_cannot_build_it(text_model: Path, tmp_path: Path) -> None:
+    with started(text_model, tmp_path, "--colocated", "--pool-bytes", "900000000000000") as server:
+        until(lambda: server.children() and server.process.poll() is not None, START_S, lambda: server.output)
+        assert server.wait_ended() == 2
+        line = one_error_line(server.output)
+        assert "pool_bytes=900000000000000 does not fit" in line
+        assert "Error" not in line
+
+
+def test_a_busy_port_is_told_before_anything_starts(text_model: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with started(text_model, tmp_path, "--port", str(port)) as server:
+            assert server.wait_ended() == 2
+            assert f"port={port}" in one_error_line(server.output)
+
+
+def test_a_missing_model_folder_is_told_before_anything_starts(tmp_path: Path) -> None:
+    with started(tmp_path / "nothing-here", tmp_path) as server:
+        assert server.wait_ended() == 2
+        assert "nothing-here" in one_error_line(server.output)
+
+
+@pytest.mark.parametrize("after", ["starting Ray", "loading tiny"])
+def test_ctrl_c_during_the_start_ends_everything(text_model: Path, tmp_path: Path, after: str) -> None:
+    with started(text_model, tmp_path) as server:
+        until(lambda: after in server.output, START_S, lambda: server.output)
+        if after == "starting Ray":
+            until(server.children, START_S)
+        assert server.stop() == 0
+        assert "Traceback" not in server.output

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kv_transfer.links import LinkState, PeerLinks
+from kv_transfer.transport.in_process import InProcessHub, InProcessTransport
+from protocol.messages import Message, PeerAddress, PeerHello, PeerRefused
+
+TIMEOUT_S = 5.0
+
+
+class Side:
+    """One worker's links; what it sends waits in `sent` until `deliver`."""
+
+    def __init__(self, hub: InProcessHub, worker_id: str, epoch: int = 1, **fields: str) -> None:
+        self.address = PeerAddress(worker_id, epoch, f"tcp://{worker_id}", f"tcp://{worker_id}-beat")
+        self.transport = InProcessTransport(worker_id, epoch, torch.zeros(4, 8), hub)
+        self.sent: list[tuple[PeerAddress, Message]] = []
+        compatibility = {"model_revision": "m", "block_size": "16"} | fields
+        self.links = PeerLinks(
+            self.address,
+            compatibility,
+            self.transport,
+            lambda peer, message: self.sent.append((peer, message)),
+            timeout_s=TIMEOUT_S,
+        )
+
+    def take(self, message: Message) -> LinkState | None:
+        if isinstance(message, PeerHello):
+            change = self.links.hello(message)
+        else:
+            assert isinstance(message, PeerRefused)
+            change = self.links.refused(message)
+        return None if change is None else change.state
+
+
+def deliver(sender: Side, receiver: Side) -> list[LinkState | None]:
+    sent, sender.sent = sender.sent, []
+    assert all(peer == receiver.address for peer, _ in sent)
+    return [receiver.take(message) for _, message in sent]
+
+
+def connect(a: Side, b: Side) -> LinkState | None:
+    a.links.connect(b.address, now=0.0)
+    assert deliver(a, b) == [None]
+    (state,) = deliver(b, a)
+    return state
+
+
+@pytest.fixture
+def hub() -> InProcessHub:
+    return InProcessHub()
+
+
+def test_a_link_is_ready_once_its_hello_is_answered(hub: InProcessHub) -> None:
+    a, b = Side(hub, "a"), Side(hub, "b")
+    assert not a.links.is_ready(b.address)
+    assert connect(a, b) is LinkState.READY
+    assert a.links.is_ready(b.address)
+    assert not b.links.is_ready(a.address), "each direction has a link of its own"
+    a.transport.write_blocks("b", [0], [1])
+
+
+def test_memory_is_described_only_after_both_agree(hub: InProcessHub) -> None:
+    a, b = Side(hub, "a", model_revision="other"), Side(hub, "b")
+    a.links.connect(b.address, now=0.0)
+    (hello,) = [message for _, message in a.sent]
+    assert isinstance(hello, PeerHello)
+    assert hello.transport_metadata == b""
+    deliver(a, b)
+    ((_, answer),) = b.sent
+    assert isinstance(answer, PeerRefused)
+    assert answer.reason == "model_revision: 'm' here, 'other' there"
+    assert deliver(b, a) == [LinkState.REFUSED]
+    assert not a.links.is_ready(b.address)
+
+
+def test_connecting_twice_sends_one_hello(hub: InProcessHub) -> None:
+    a, b = Side(hub, "a"), Side(hub, "b")
+    a.links.connect(b.address, now=0.0)
+    a.links.connect(b.address, now=1.0)
+    assert len(a.sent) == 1
+    deliver(a, b)
+    deliver(b, a)
+    a.links.connect(b.address, now=2.0)
+    assert a.sent == []
+
+
+def test_a_refused_link_is_tried_again(hub: InProcessHub) -> None:
+    a, b = Side(hub, "a", block_size="32"), Side(hub, "b")
+    assert connect(a, b) is LinkState.REFUSED
+    a.links.connect(b.address, now=1.0)
+    assert len(a.sent) == 1
+
+
+def test_a_peer_that_does_not_answer_is_given_up(hub: InProcessHub) -> None:
+    a, b = Side(hub, "a"), Side(hub, "b")
+    a.links.connect(b.address, now=1.0)
+    assert a.links.expire(TIMEOUT_S + 0.9) == []
+    (change,) = a.links.expire(TIMEOUT_S + 1.0)
+    assert (change.peer, change.state) == (b.address, LinkState.REFUSED)
+    assert change.reason == "b cannot be written to: b did not answer in 5.0 s"
+    assert a.links.expire(100.0) == [], "told once"
+    deliver(a, b)
+    assert deliver(b, a) == [None], "a late answer changes nothing"
+
+
+def test_an_answer_of_another_epoch_changes_nothing(hub: InProcessHub) -> None:
+    a, old = Side(hub, "a"), Side(hub, "b", epoch=1)
+    a.links.connect(old.address, now=0.0)
+    deliver(a, old)
+    new = Side(hub, "b", epoch=2)
+    a.links.connect(new.address, now=0.0)
+    assert deliver(old, a) == [None]
+    assert not a.links.is_ready(new.address)
+    assert deliver(a, new) == [None]
+    assert deliver(new, a) == [LinkState.READY]
+    assert not a.links.is_ready(old.address)
+
+
+def test_a_broken_link_is_opened_anew_by_the_next_connect(hub: InProcessHub) -> None:
+    a, b = Side(hub, "a"), Side(hub, "b")
+    connect(a, b)
+    a.transport.lose_peer("b")
+    a.links.broke("b", 1)
+    assert not a.links.is_ready(b.address)
+    assert connect(a, b) is LinkState.READY
+    a.transport.write_blocks("b", [0], [1])
+
+
+def test_a_break_of_a_former_epoch_leaves_the_new_link_alone(hub: InProcessHub) -> None:
+    a, b = Side(hub, "a"), Side(hub, "b", epoch=2)
+    connect(a, b)
+    a.links.broke("b", 1)
+    a.links.forget("b", 1)
+    assert a.links.is_ready(b.address)
+
+
+def test_nothing_is_sent_to_an_epoch_that_was_forgotten(hub: InProcessHub) -> None:
+    a, b = Side(hub, "a"), Side(hub, "b")
+    connect(a, b)
+    a.links.forget("b", 1)
+    a.links.send("b", 1, PeerRefused(sender=a.address, reason=""))
+    assert a.sent == []
+    assert not a.links.is_ready(b.address)
+
+
+def test_a_worker_answers_whoever_was_remembered(hub: InProcessHub) -> None:
+    a, b = Side(hub, "a"), Side(hub, "b")
+    message = PeerRefused(sender=a.address, reason="")
+    a.links.send("b", 1, message)
+    assert a.sent == []
+    a.links.remember(b.address)
+    a.links.send("b", 1, message)
+    assert a.sent == [(b.address, message)]
