@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -38,6 +39,7 @@ _STOP_TIMEOUT_S = 15.0
 _DRAIN_TIMEOUT_S = 120.0
 _DRAIN_POLL_S = 0.02
 _RESTART_DELAY_S = 1.0
+_STABLE_AFTER_S = 300.0  # a worker that ran this long starts with no restarts counted
 _NUM_REMEMBERED_FLIPS = 20
 _ACTOR_THREADS = 8
 
@@ -47,7 +49,8 @@ class _Member:
     config: WorkerConfig
     actor: Any = None
     address: PeerAddress | None = None
-    num_restarts: int = 0
+    num_restarts: int = 0  # since it last ran for a while
+    up_since: float = math.inf
     task: asyncio.Task[None] | None = None
     is_up: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -164,6 +167,8 @@ class Supervisor:
             if self._is_stopping:
                 return
             was_up = member.is_up.is_set()
+            if time.monotonic() - member.up_since > _STABLE_AFTER_S:
+                member.num_restarts = 0
             await self._bury(member, ended)
             if not was_up and not member.num_restarts:
                 self._fail(ConfigError(f"worker {worker_id} did not start: {ended}"))
@@ -186,6 +191,7 @@ class Supervisor:
         member.actor = ray.remote(WorkerActor).options(**options).remote(member.config)
         member.address = await _call(member.actor.start, timeout_s=_START_TIMEOUT_S)
         await self._workers.add_worker(member.address)
+        member.up_since = time.monotonic()
         member.is_up.set()
         self._on_progress(f"{member.config.role} worker {member.config.worker_id} is ready")
 

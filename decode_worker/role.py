@@ -200,6 +200,7 @@ class DecodeRole:
             sender_epoch=pending.sender.epoch,
             now=now,
             ttl_s=self._config.lease_ttl_s,
+            first_ttl_s=self._config.handoff_timeout_s,
         )
         grant = LeaseGrant(
             sender=self._links.me,
@@ -207,7 +208,7 @@ class DecodeRole:
             generation=lease.generation,
             first_block=lease.first_block,
             block_ids=reserved,
-            ttl_s=lease.ttl_s,
+            ttl_s=self._config.handoff_timeout_s,
         )
         self._links.send(lease.sender_id, lease.sender_epoch, grant)
         return True

@@ -88,13 +88,18 @@ class LeaseTable:
         sender_epoch: int,
         now: float,
         ttl_s: float,
+        first_ttl_s: float | None = None,
     ) -> Lease:
-        """Lend these blocks to the sender. At most one lease of a request is live at a time."""
+        """Lend these blocks to the sender. At most one lease of a request is live at a time.
+
+        The sender cannot vouch for a lease before it has read the grant, which may have to wait for the end of a long
+        step: `first_ttl_s` is the time until then, `ttl_s` the one that each heartbeat gives.
+        """
         assert request_id not in self._live, f"{request_id} has the live lease {self._live.get(request_id)}"
         lease = Lease(
             request_id, next(self._generations), first_block, tuple(block_ids), sender_id, sender_epoch, ttl_s
         )
-        self._entries[lease.generation] = _Entry(lease, deadline=now + ttl_s)
+        self._entries[lease.generation] = _Entry(lease, deadline=now + (ttl_s if first_ttl_s is None else first_ttl_s))
         self._live[request_id] = lease.generation
         return lease
 

@@ -228,7 +228,7 @@ def test_the_death_of_the_sender_frees_the_blocks_it_might_have_written(tiny_mod
 
 def test_a_silent_sender_costs_its_lease_and_the_request_in_bounded_time(tiny_model: Path) -> None:
     async def scenario() -> None:
-        transfer = {"lease_ttl_s": 0.5, "heartbeat_interval_s": 0.1}
+        transfer = {"lease_ttl_s": 0.5, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 1.0}
         async with running_cluster(tiny_model, transfer=transfer, judge=lambda _: Verdict.HOLD) as cluster:
             request = asyncio.create_task(cluster.generate(make_prompt(100)))
             await eventually(lambda: cluster.hub.held)
@@ -249,7 +249,7 @@ def test_heartbeats_keep_a_lease_through_a_step_longer_than_it(tiny_model: Path,
     go_on, is_stuck = threading.Event(), threading.Event()
 
     async def scenario() -> None:
-        transfer = {"lease_ttl_s": 0.6, "heartbeat_interval_s": 0.1}
+        transfer = {"lease_ttl_s": 0.6, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 3.0}
         async with running_cluster(tiny_model, transfer=transfer) as cluster:
             await cluster.generate(make_prompt(5))  # the link is up
             runner = cluster.worker("p")._engine.runner

@@ -166,3 +166,12 @@ def test_a_second_live_lease_of_a_request_is_our_own_bug() -> None:
     grant(table)
     with pytest.raises(AssertionError):
         grant(table)
+
+
+def test_the_first_deadline_gives_the_sender_time_to_read_the_grant() -> None:
+    table = LeaseTable()
+    lease = table.grant("r", (7,), first_block=0, sender_id="p", sender_epoch=1, now=0.0, ttl_s=1.0, first_ttl_s=30.0)
+    assert table.expire(29.9) == []
+    table.extend("p", 1, [("r", lease.generation)], now=29.9)
+    assert table.expire(30.8) == [], "a heartbeat that names it gives it ttl_s"
+    assert table.expire(30.9) == [Fenced(lease, "the lease expired")]

@@ -3,7 +3,7 @@ import socket
 
 import pytest
 
-from loadtest.client import MeasuringClient, StreamTiming
+from loadtest.client import CUT, MeasuringClient, StreamTiming
 from tests.fake_openai import FakeServer
 
 
@@ -94,3 +94,23 @@ def test_request_json_raises_for_a_bad_status(server: FakeServer) -> None:
 def test_refuses_what_is_not_a_url(url: str) -> None:
     with pytest.raises(ValueError):
         MeasuringClient(url)
+
+
+def cut(url: str) -> StreamTiming:
+    body = {"model": "m", "prompt": "a b c", "max_tokens": 5}
+    return asyncio.run(MeasuringClient(url).stream("/v1/completions", body, cut_after_s=0.3))
+
+
+def test_a_cut_stream_has_what_came_before(server: FakeServer) -> None:
+    server.pause.clear()  # the stream stops after its first event
+    timing = cut(server.url)
+    assert timing.error == CUT
+    assert (timing.text, len(timing.event_times_s)) == ("word ", 1)
+
+
+def test_a_stream_can_be_cut_before_it_is_answered() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        timing = cut(f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert timing.error == CUT
+    assert (timing.text, timing.event_times_s) == ("", [])
+    assert timing.finished_s > timing.started_s

@@ -73,7 +73,8 @@ def test_a_decode_leg_that_is_ahead_waits_for_the_first_token() -> None:
 def test_one_worker_serves_alone_when_that_is_cheaper() -> None:
     async def scenario() -> None:
         async with fake_cluster(prefill=first_token, decode=remaining_tokens, local_prefill=True) as cluster:
-            assert tokens(await collect(cluster, make_request())) == [100, 101, 102, 103]
+            # Four tokens are computed sooner than a handoff is made.
+            assert tokens(await collect(cluster, make_request(num_prompt_tokens=4))) == [100, 101, 102, 103]
             assert len(cluster.workers["d"].of_type(Generate)) == 1
             assert cluster.workers["p"].of_type(Prefill) == []
             cluster.assert_nothing_left()

@@ -75,9 +75,10 @@ def test_a_short_uncached_tail_stays_on_the_decode_worker() -> None:
     assert placement.num_new_tokens == 8
 
 
-def test_an_idle_decode_worker_saves_the_handoff() -> None:
-    assert chosen(make_pair().place(512)) == ("d", "d")
-    assert chosen(make_pair(local_prefill=False).place(512)) == ("p", "d")
+def test_an_idle_decode_worker_saves_the_handoff_of_a_short_prompt_only() -> None:
+    assert chosen(make_pair().place(4)) == ("d", "d")
+    assert chosen(make_pair().place(512)) == ("p", "d"), "it would stall the next request"
+    assert chosen(make_pair(local_prefill=False).place(4)) == ("p", "d")
 
 
 def test_without_prefill_workers_decode_workers_do_it_all() -> None:
@@ -160,7 +161,7 @@ def test_nothing_to_serve_says_why() -> None:
     pool.registry.set_state("leaving", WorkerState.DRAINING, "test")
     with pytest.raises(NoWorker, match="1 draining, 1 too small, 1 prefill only"):
         pool.place(64)
-    assert chosen(pool.place(63)) == ("small", "small")
+    assert chosen(pool.place(63)) == ("p", "small")
 
 
 def test_too_much_queued_work_is_refused_with_a_true_retry_after() -> None:
