@@ -123,7 +123,10 @@ def serve(
         EngineConfig, "max_num_seqs"
     ),
     max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Tokens in one step: the chunk size of prefill.", rich_help_panel=_ENGINE)
+        int,
+        typer.Option(
+            help="Tokens in one step: the chunk size of prefill; 0 = by role and device.", rich_help_panel=_ENGINE
+        ),
     ] = default_of(EngineConfig, "max_num_batched_tokens"),
     num_threads: Annotated[
         int, typer.Option(help="CPU threads of a step; 0 = left to torch.", rich_help_panel=_ENGINE)

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 100 * 1024 * 1024  # Ray's smallest sensible: nothing of ours goes through it
 _READY_TIMEOUT_S = 120.0
+# Tokens of a step by (has a GPU, colocated). A chunk of a prompt delays the sequences that decode beside it by its
+# whole duration, so a worker that always does both takes smaller ones.
+_STEP_TOKENS = {(False, False): 512, (False, True): 256, (True, False): 8192, (True, True): 2048}
 
 
 def serve(config: ClusterConfig) -> int:
@@ -72,10 +75,15 @@ def resolve(config: ClusterConfig) -> ClusterConfig:
             f"num_gpus_per_worker={num_gpus} for {num_workers} workers needs {num_gpus * num_workers} GPUs; "
             f"Ray has {resources.get('GPU', 0)}"
         )
-    threads = config.engine.num_threads or max(1, int(num_cpus))
+    engine = config.engine
+    tokens = _STEP_TOKENS[num_gpus > 0, config.colocated]
     return replace(
         config,
-        engine=replace(config.engine, num_threads=threads),
+        engine=replace(
+            engine,
+            num_threads=engine.num_threads or max(1, int(num_cpus)),
+            max_num_batched_tokens=engine.max_num_batched_tokens or max(tokens, engine.max_num_seqs),
+        ),
         num_cpus_per_worker=num_cpus,
         num_gpus_per_worker=num_gpus,
     )
@@ -112,6 +120,7 @@ def _cores(idx: int, num_workers: int, num_threads: int) -> tuple[int, ...]:
 @contextlib.contextmanager
 def _ray(config: ClusterConfig, progress: Callable[[str], None]) -> Iterator[None]:
     """Ray for as long as the block runs: a private one, or a connection to a running cluster."""
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would let everything else on the machine go first
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA_VISIBLE_DEVICES as it is on CPU actors
     common = {"logging_level": logging.ERROR, "log_to_driver": True, "configure_logging": True}
     before = set(psutil.Process().children(recursive=True))

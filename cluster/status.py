@@ -20,6 +20,7 @@ class WorkerStatus:
     num_open_leases: int
     num_used_blocks: int
     num_preemptions: int
+    request_ids: frozenset[str]  # of requests this worker still has something to say about
 
     @property
     def is_idle(self) -> bool:

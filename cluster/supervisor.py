@@ -37,7 +37,7 @@ _START_TIMEOUT_S = 600.0  # loading a large model from a cold disk
 _CALL_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 15.0
 _DRAIN_TIMEOUT_S = 120.0
-_DRAIN_POLL_S = 0.02
+_DRAIN_POLL_S = 0.1
 _RESTART_DELAY_S = 1.0
 _STABLE_AFTER_S = 300.0  # a worker that ran this long starts with no restarts counted
 _NUM_REMEMBERED_FLIPS = 20
@@ -130,7 +130,11 @@ class Supervisor:
         }
 
     async def flip(self, flip: Flip, reason: str) -> None:
-        """Drain a worker, switch its role and let it serve again; the cache stays. Never leaves it draining."""
+        """Give a worker another role; its cache stays.
+
+        It is given nothing more of its old role, serves in the new one within milliseconds, and finishes what it still
+        has beside that: any worker can do both, and placement counts what it delays there. Ends when that is done.
+        """
         member, worker = self._members[flip.worker_id], self._registry.get(flip.worker_id)
         if worker is None:
             return
@@ -139,17 +143,19 @@ class Supervisor:
         self._flips.append(record)
         self._registry.set_state(flip.worker_id, WorkerState.DRAINING, reason)
         try:
-            await self._drained(member)
-            record["drained_after_s"] = round(time.monotonic() - started, 4)
             await _call(member.actor.set_role, flip.to_role)
             self._registry.set_role(flip.worker_id, flip.to_role)
             member.config = replace(member.config, role=flip.to_role)
+            left = (await self._status(member)).request_ids
+            self._registry.set_state(flip.worker_id, WorkerState.READY, "it plays its new role")
             record["serving_after_s"] = round(time.monotonic() - started, 4)
+            await self._finished(member, left)
+            record["drained_after_s"] = round(time.monotonic() - started, 4)
         except (RayError, ServingError, TimeoutError, KeyError) as exc:
             logger.warning("%s did not flip to %s: %s", flip.worker_id, flip.to_role, exc)
             record["failed"] = str(exc) or type(exc).__name__
         finally:
-            self._registry.set_state(flip.worker_id, WorkerState.READY, "flip is over")
+            self._registry.set_state(flip.worker_id, WorkerState.READY, "the flip is over")
 
     async def _all_up(self) -> None:
         for member in self._members.values():
@@ -215,12 +221,17 @@ class Supervisor:
             if isinstance(result, BaseException):
                 logger.warning("a survivor could not be told of %s: %s", address.worker_id, result)
 
-    async def _drained(self, member: _Member) -> None:
+    async def _finished(self, member: _Member, request_ids: frozenset[str]) -> None:
+        """Wait until the worker has nothing left of these requests."""
         deadline = time.monotonic() + _DRAIN_TIMEOUT_S
-        while not (await _call(member.actor.status)).is_idle:
+        while (await self._status(member)).request_ids & request_ids:
             if time.monotonic() > deadline:
                 raise WorkerError(f"{member.config.worker_id} did not finish its work in {_DRAIN_TIMEOUT_S} s")
             await asyncio.sleep(_DRAIN_POLL_S)
+
+    async def _status(self, member: _Member) -> WorkerStatus:
+        status: WorkerStatus = await _call(member.actor.status)
+        return status
 
     async def _autoscale(self) -> None:
         state = AutoscalerState()

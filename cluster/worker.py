@@ -196,10 +196,11 @@ class Worker:
             num_open_leases=self._decode.num_leases,
             num_used_blocks=self._engine.pool.num_used,
             num_preemptions=self._engine.scheduler.num_preemptions,
+            request_ids=frozenset(self._clients),
         )
 
     def set_role(self, role: Role) -> None:
-        """Play another role from now on; the cache stays. Control drains the old one first."""
+        """Play another role from now on; the cache stays, and so does what is being worked on."""
         logger.info("worker %s: %s -> %s", self.config.worker_id, self.role, role)
         self.role = role
 

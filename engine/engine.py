@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 # where memory is shared with everything else on the machine.
 _POOL_SHARE = {"cpu": 0.25, "cuda": 0.9}
 _CPU_POOL_CAP_BYTES = 2 << 30
+_STEP_TOKENS = 512  # where nobody who knows the role has chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,11 @@ class Engine:
             torch.set_num_threads(config.num_threads)
         model = load_model(config)
         num_blocks = _num_blocks(config, model)
-        self.config = replace(config, max_model_len=_max_model_len(config, model, num_blocks))
+        self.config = replace(
+            config,
+            max_model_len=_max_model_len(config, model, num_blocks),
+            max_num_batched_tokens=config.max_num_batched_tokens or max(_STEP_TOKENS, config.max_num_seqs),
+        )
         self.model = model
         self.pool = BlockPool(num_blocks)
         shape = _block_shape(config, model)
@@ -72,7 +77,7 @@ class Engine:
             self.pool,
             block_size=config.block_size,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
         )
         self.sampler = Sampler(model.eos_token_ids)
         self.sequences: dict[str, Sequence] = {}

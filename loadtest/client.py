@@ -19,10 +19,13 @@ import httptools
 import msgspec
 import uvloop
 
-__all__ = ["MeasuringClient", "StreamTiming", "run_measured"]
+__all__ = ["CUT", "MeasuringClient", "StreamTiming", "run_measured"]
 
 Result = TypeVar("Result")
 
+CUT = "cut by the client"  # the error of a stream that was cut on purpose
+
+_NO_STATUS = 0  # cut before the answer began
 _DATA = b"data:"
 _DONE = b"[DONE]"
 
@@ -90,22 +93,27 @@ class MeasuringClient:
         request = {"model": model, "messages": messages, "max_tokens": max_tokens, **body}
         return await self.stream("/v1/chat/completions", request)
 
-    async def stream(self, path: str, body: dict[str, Any]) -> StreamTiming:
-        """POST `body` as a streaming request. Failures of any kind are told by `error`, never raised."""
+    async def stream(self, path: str, body: dict[str, Any], *, cut_after_s: float | None = None) -> StreamTiming:
+        """POST `body` as a streaming request. Failures of any kind are told by `error`, never raised.
+
+        After `cut_after_s` the client hangs up: the timing has what came until then, and says so as its error.
+        """
         options = {"include_usage": True, "continuous_usage_stats": True}
         payload = msgspec.json.encode({"stream_options": options, **body, "stream": True})
         timing = StreamTiming(started_s=time.perf_counter())
         try:
-            reply = await self._send("POST", path, payload)
+            reply = await self._send("POST", path, payload, cut_after_s)
         except (OSError, TimeoutError) as exc:
             timing.error = str(exc) or f"no answer within {self.timeout_s:.0f} s"
             timing.finished_s = time.perf_counter()
             return timing
         timing.finished_s = reply.finished_s
-        if reply.status != 200:
+        if reply.status not in (200, _NO_STATUS):
             timing.error = f"HTTP {reply.status}: {reply.body[:300].decode(errors='replace')}"
         else:
             _parse_events(reply, timing)
+        if reply.is_cut:
+            timing.error = CUT
         return timing
 
     async def request_json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -118,7 +126,7 @@ class MeasuringClient:
         except msgspec.DecodeError as exc:
             raise OSError(f"{method} {path}: the answer is not JSON ({exc})") from exc
 
-    async def _send(self, method: str, path: str, payload: bytes) -> _Reply:
+    async def _send(self, method: str, path: str, payload: bytes, cut_after_s: float | None = None) -> _Reply:
         loop = asyncio.get_running_loop()
         head = (
             f"{method} {self.base_path}{path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n{self._authorization}"
@@ -128,6 +136,8 @@ class MeasuringClient:
             transport, reply = await loop.create_connection(
                 lambda: _ReplyProtocol(loop.create_future()), self.host, self.port, ssl=self._tls
             )
+            if cut_after_s is not None:
+                loop.call_later(cut_after_s, reply.cut)
             try:
                 transport.write(head.encode() + payload)
                 return await reply.done
@@ -150,6 +160,7 @@ class _Reply(NamedTuple):
     status: int
     body: bytearray
     marks: list[tuple[float, int]]
+    is_cut: bool = False  # by us, before its end
 
     @property
     def finished_s(self) -> float:
@@ -183,6 +194,11 @@ class _ReplyProtocol(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if not self.done.done():
             self.done.set_result(_Reply(self._parser.get_status_code(), self._body, self._marks))
+
+    def cut(self) -> None:
+        """Be content with what is there."""
+        if not self.done.done():
+            self.done.set_result(_Reply(self._parser.get_status_code(), self._body, self._marks, is_cut=True))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Without a length, the end of the connection ends the answer; [DONE] tells whether it was whole."""

@@ -40,7 +40,7 @@ class EngineConfig:
     pool_bytes: int = 0  # 0 = derive from free memory
     max_model_len: int = 0  # 0 = the model's own
     max_num_seqs: int = 128
-    max_num_batched_tokens: int = 512  # tokens of one step: the chunk size of prefill
+    max_num_batched_tokens: int = 0  # tokens of one step: the chunk size of prefill; 0 = by role and device
     num_threads: int = 0  # CPU threads of the step; 0 = leave to torch
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class EngineConfig:
         _require(self.num_threads >= 0, f"num_threads={self.num_threads} must not be negative; 0 leaves it to torch")
         _require(self.max_num_seqs >= 1, f"max_num_seqs={self.max_num_seqs} must be at least 1")
         _require(
-            self.max_num_batched_tokens >= self.max_num_seqs,
+            self.max_num_batched_tokens == 0 or self.max_num_batched_tokens >= self.max_num_seqs,
             f"max_num_batched_tokens={self.max_num_batched_tokens} is smaller than max_num_seqs={self.max_num_seqs}; "
             "raise it or lower max_num_seqs, so that every running sequence gets its token in each step",
         )

@@ -185,6 +185,15 @@ void load_tile(const Arguments &a, const int32_t *table, int64_t kv_head, int64_
     for (int j = padded_keys; j < KEYS; ++j) s.keys_t[d * KEYS + j] = 0.0f;
 }
 
+// Reduces the lanes in a tree of fixed shape.
+template <typename Combine> inline float reduce(vfloat v, Combine combine) {
+  v = combine(v, __builtin_shuffle(v, (vint){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
+  v = combine(v, __builtin_shuffle(v, (vint){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
+  v = combine(v, __builtin_shuffle(v, (vint){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13}));
+  v = combine(v, __builtin_shuffle(v, (vint){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14}));
+  return v[0];
+}
+
 // One row's online softmax step over a tile: turns scores into weights and returns the factor for what was summed.
 inline float soften_row(const Arguments &a, float *scores, int64_t first_key, int64_t position, float &max, float &sum) {
   constexpr int V = KEYS / LANES;
@@ -196,12 +205,13 @@ inline float soften_row(const Arguments &a, float *scores, int64_t first_key, in
     x[v] = load(scores + v * LANES) * a.scale;
     if (a.softcap > 0.0f)
       for (int i = 0; i < LANES; ++i) x[v][i] = a.softcap * std::tanh(x[v][i] / a.softcap);
-    vint key = lane + v * LANES;
-    x[v] = ((key <= last) & (key >= first)) ? x[v] : splat(MINUS_INFINITY);
+    if (last < KEYS - 1 || first > 0) { // most tiles are seen whole
+      vint key = lane + v * LANES;
+      x[v] = ((key <= last) & (key >= first)) ? x[v] : splat(MINUS_INFINITY);
+    }
     top = x[v] > top ? x[v] : top;
   }
-  float tile_max = MINUS_INFINITY;
-  for (int i = 0; i < LANES; ++i) tile_max = std::max(tile_max, top[i]);
+  float tile_max = reduce(top, [](vfloat p, vfloat q) { return p > q ? p : q; });
   float new_max = std::max(max, tile_max);
   if (new_max == MINUS_INFINITY) { // nothing visible yet
     for (int v = 0; v < V; ++v) store(scores + v * LANES, splat(0.0f));
@@ -213,8 +223,7 @@ inline float soften_row(const Arguments &a, float *scores, int64_t first_key, in
     store(scores + v * LANES, weight);
     total += weight;
   }
-  float tile_sum = 0.0f;
-  for (int i = 0; i < LANES; ++i) tile_sum += total[i];
+  float tile_sum = reduce(total, [](vfloat p, vfloat q) { return p + q; });
   float correction = max == new_max ? 1.0f : exp_nonpositive(splat(max - new_max))[0];
   max = new_max;
   sum = sum * correction + tile_sum;

@@ -1,0 +1,267 @@
+"""What all benchmarks share: servers started and stopped by their own handle, results as a table and as JSON.
+
+A benchmark measures its set-ups one after another in one run, so that what it compares saw the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import math
+import os
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from cli.version import commit, machine, product_version
+from cluster.model_store import DEFAULT_MODEL, served_name
+from loadtest.client import MeasuringClient, run_measured
+
+__all__ = [
+    "COLOCATED",
+    "ONE_PAIR",
+    "ONE_PAIR_ALWAYS",
+    "Launched",
+    "Server",
+    "Setup",
+    "arguments",
+    "console",
+    "free_port",
+    "launched",
+    "measure_each",
+    "ms",
+    "print_table",
+    "ratio",
+    "serving",
+    "write_result",
+]
+
+_ROOT = Path(__file__).resolve().parent.parent
+_READY_TIMEOUT_S = 300.0
+_STOP_TIMEOUT_S = 45.0
+_POLL_S = 0.1
+_PORTS = range(20_000, 32_000)  # below those the system hands out: Ray and the workers take many of them meanwhile
+
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A way to start `tandem serve`."""
+
+    name: str
+    flags: tuple[str, ...]
+
+
+COLOCATED = Setup("colocated", ("--colocated",))
+ONE_PAIR = Setup("1P1D", ("--prefill=1", "--decode=1"))
+ONE_PAIR_ALWAYS = Setup("1P1D, always a pair", (*ONE_PAIR.flags, "--no-local-prefill"))
+
+
+class Launched(NamedTuple):
+    """A running process and how long it took to answer."""
+
+    process: subprocess.Popen[bytes]
+    start_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that answers."""
+
+    name: str
+    url: str
+    model: str
+    start_s: float  # from its command to ready; NaN for one that was there already
+
+    @property
+    def client(self) -> MeasuringClient:
+        """A client for it."""
+        return MeasuringClient(self.url, timeout_s=300.0)
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the flags of every benchmark; `description` is the docstring of its module.
+
+    From here on SIGTERM ends this process as SIGINT does: what it started is stopped.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="as of `tandem serve` (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a short run that shows that it works; measures nothing")
+    parser.add_argument("--seed", type=int, default=0, help="same seed, same requests")
+    return parser
+
+
+@contextlib.contextmanager
+def serving(setup: Setup, model: str, *flags: str) -> Iterator[Server]:
+    """A `tandem serve` on a free port, ready, for as long as the block runs."""
+    port = free_port()
+    command = [sys.executable, "-m", "cli", "serve", f"--model={model}", f"--port={port}", *setup.flags, *flags]
+    url = f"http://127.0.0.1:{port}"
+    with launched(command, ready=f"{url}/ready") as running:
+        yield Server(setup.name, url, served_name(model), running.start_s)
+
+
+def measure_each(
+    servers: Iterable[contextlib.AbstractContextManager[Server]], measure: Callable[[Server], Coroutine[Any, Any, Any]]
+) -> dict[str, Any]:
+    """What was measured of each server, by name, one server after another.
+
+    One that does not start or fails is told and left out: what the others took is not thrown away.
+    """
+    results = {}
+    for starting in servers:
+        try:
+            with starting as server:
+                results[server.name] = run_measured(measure(server))
+                console.print(f"[dim]measured {server.name}[/]")
+        except (RuntimeError, OSError) as exc:
+            console.print(f"[red]left out:[/] {exc}")
+    return results
+
+
+@contextlib.contextmanager
+def launched(command: Sequence[str], *, ready: str, env: Mapping[str, str] | None = None) -> Iterator[Launched]:
+    """Run a server for as long as the block runs; `start_s` is the time until GET `ready` answered 200.
+
+    At the end it gets SIGINT and time to stop; then it and all that it started are killed by their handles.
+    """
+    console.print(f"[dim]starting {shlex.join(command)}[/]", soft_wrap=True)
+    with tempfile.TemporaryFile() as log:
+        started = time.perf_counter()
+        process = subprocess.Popen(
+            command,
+            cwd=_ROOT,
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C comes to us alone, and we pass it on
+        )
+        try:
+            _wait_until_ready(process, ready, log)
+            yield Launched(process, time.perf_counter() - started)
+        except BaseException:
+            _print_end(log)
+            raise
+        finally:
+            _stop(process)
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Any) -> None:
+    deadline = time.monotonic() + _READY_TIMEOUT_S
+    with httpx.Client(timeout=5.0, trust_env=False) as client:
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                raise RuntimeError(f"the server ended with code {process.returncode} before it was ready")
+            with contextlib.suppress(httpx.TransportError):
+                if client.get(url).status_code == 200:
+                    return
+            time.sleep(_POLL_S)
+    raise RuntimeError(f"{url} was not ready within {_READY_TIMEOUT_S:.0f} s")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Stop the server and everything it started. Its children are looked up before they can lose their parent."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                console.print(f"[red]the server did not stop in {_STOP_TIMEOUT_S:.0f} s: killed[/]")
+                process.kill()
+                process.wait()
+        _, alive = psutil.wait_procs(children, timeout=5.0)
+        for child in alive:
+            console.print(f"[red]the server left a process behind ({child.pid}): killed[/]")
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(alive, timeout=5.0)
+
+
+def _print_end(log: Any) -> None:
+    log.seek(0)
+    lines = log.read().decode(errors="replace").splitlines()[-30:]
+    console.print("[red]the end of the server's log:[/]")
+    for line in lines:
+        console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def free_port() -> int:
+    """A port nobody listens on now, and that the system does not give away before the server has come up."""
+    while True:
+        port = random.choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds, for a table."""
+    return "-" if math.isnan(seconds) else f"{seconds * 1e3:.1f}"
+
+
+def ratio(value: float, base: float) -> float:
+    """`value / base`; NaN where that says nothing."""
+    return value / base if base > 0 else math.nan
+
+
+def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> None:
+    """Rows on screen: the first column to the left, numbers to the right."""
+    table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
+    for idx, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if idx else "left")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row))
+    console.print(table)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return "-" if math.isnan(value) else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return str(value)
+
+
+def write_result(name: str, settings: argparse.Namespace, results: object) -> Path:
+    """Write bench-results/NAME.json with all one needs to repeat the run; NaN becomes null."""
+    path = _ROOT / "bench-results" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    report = {
+        "command": shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "version": product_version(),
+        "commit": commit(),
+        "machine": machine(),
+        "settings": vars(settings),
+        "results": results,
+    }
+    path.write_text(json.dumps(_plain(report), indent=2, default=str) + "\n")
+    console.print(f"written to {path.relative_to(_ROOT)}")
+    return path
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

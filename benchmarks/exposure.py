@@ -1,0 +1,104 @@
+"""How much of the KV transfer a client waits for: between the first token and the decode worker's first.
+
+One request at a time, always on a pair of workers. The first token comes from the prefill worker; the second from the
+decode worker, once it holds the KV. Exposed is the gap between the two less one decode step (the median gap of the
+rest of that stream), as a share of TTFT. What went over while prefill still computed is not seen, which is the point.
+
+    python -m benchmarks.exposure
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.common import ONE_PAIR_ALWAYS, Server, arguments, ms, print_table, serving, write_result
+from loadtest.client import StreamTiming, run_measured
+from loadtest.prompts import random_prompts
+from loadtest.stats import Distribution
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[512, 2000, 6000])
+    parser.add_argument("--requests", type=int, default=10, help="of each length")
+    parser.add_argument("--output-tokens", type=int, default=24)
+    settings = parser.parse_args()
+    if settings.quick:
+        settings.prompt_tokens, settings.requests = [512, 2000], 3
+    with serving(ONE_PAIR_ALWAYS, settings.model) as server:
+        results = run_measured(measure(server, settings))
+    print_table(
+        f"Exposed KV transfer, {settings.requests} requests of each length, one at a time",
+        ["prompt tokens", "TTFT ms", "second token after ms", "decode step ms", "exposed ms p50", "max", "of TTFT"],
+        [
+            [
+                length,
+                ms(result["ttft_s"]),
+                ms(result["second_token_s"]),
+                ms(result["step_s"]),
+                ms(result["exposed_s"]["p50"]),
+                ms(result["exposed_s"]["max"]),
+                f"{result['share_of_ttft']:.2%}",
+            ]
+            for length, result in results["lengths"].items()
+        ],
+        caption="medians",
+    )
+    for link, model in results["transfers"].items():
+        rate = f"{1e-9 / model['byte_s']:.2f} GB/s" if model["byte_s"] else "no cost per byte"
+        print_table(
+            f"Learned by the router over {results['num_handoffs']} handoffs: {link}",
+            ["latency ms", "rate", "relative error"],
+            [[ms(model["latency_s"]), rate, model["relative_error"]]],
+        )
+    write_result("exposure", settings, results)
+    return 0
+
+
+async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any]:
+    """All lengths, and what the router has learned from them."""
+    lengths = {length: await _one_length(server, settings, length) for length in settings.prompt_tokens}
+    pools = await server.client.request_json("GET", "/v1/pools")
+    return {"lengths": lengths, "transfers": pools["costs"]["transfers"], "num_handoffs": pools["num_handoffs"]}
+
+
+async def _one_length(server: Server, settings: argparse.Namespace, num_tokens: int) -> dict[str, Any]:
+    prompts = await random_prompts(
+        server.client,
+        model=server.model,
+        num_prompts=settings.requests + 1,
+        num_tokens=num_tokens,
+        seed=1_000_003 * settings.seed + num_tokens,
+    )
+    timings = []
+    for prompt in prompts:
+        timing = await server.client.stream_completion(
+            prompt, model=server.model, max_tokens=settings.output_tokens, ignore_eos=True, temperature=0.0
+        )
+        if timing.error or len(timing.itl_s) < 2:
+            raise RuntimeError(timing.error or f"{len(timing.event_times_s)} events are too few to tell a decode step")
+        timings.append(timing)
+        await asyncio.sleep(0.1)  # the server's own end-of-request work is not the next one's
+    timings = timings[1:]  # the first one connects the two workers
+    return {
+        "ttft_s": statistics.median(timing.ttft_s for timing in timings),
+        "second_token_s": statistics.median(timing.itl_s[0] for timing in timings),
+        "step_s": statistics.median(statistics.median(timing.itl_s[1:]) for timing in timings),
+        "exposed_s": asdict(Distribution.of(exposed_s(timing) for timing in timings)),
+        "share_of_ttft": statistics.median(exposed_s(timing) / timing.ttft_s for timing in timings),
+    }
+
+
+def exposed_s(timing: StreamTiming) -> float:
+    """Seconds the second token came later than a decode step explains."""
+    first_gap, *other_gaps = timing.itl_s
+    return max(0.0, first_gap - statistics.median(other_gaps))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

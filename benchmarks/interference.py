@@ -1,0 +1,185 @@
+"""Interference: what long prompts do to streams that are being decoded.
+
+Four steady streams (128 tokens in) decode all the time. In the control phase they are alone; then a prompt of 2,048
+tokens arrives every 3 s, whether or not the last one is answered. Reported are the gaps between the tokens of the
+steady streams in both phases, and the TTFT of the long prompts. The set-ups run one after another: 1P1D with half of
+the cores for each worker, colocated with all of them, and vLLM or any other server if asked for.
+
+    python -m benchmarks.interference [--vllm-python PATH] [--also NAME=URL]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from benchmarks import vllm
+from benchmarks.common import (
+    COLOCATED,
+    ONE_PAIR,
+    Server,
+    arguments,
+    measure_each,
+    ms,
+    print_table,
+    ratio,
+    serving,
+    write_result,
+)
+from loadtest.client import CUT, StreamTiming
+from loadtest.prompts import random_prompts
+from loadtest.stats import Distribution
+
+_STEADY_MAX_TOKENS = 6000  # more than any phase lasts
+_SETTLE_S = 1.5  # from the expected first token of the last steady stream to the first gap that counts
+_MAX_START_S = 30.0  # until all steady streams have begun
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--stream-tokens", type=int, default=128, help="prompt of a steady stream")
+    parser.add_argument("--long-tokens", type=int, default=2048)
+    parser.add_argument("--long-output-tokens", type=int, default=8)
+    parser.add_argument("--every-s", type=float, default=3.0)
+    parser.add_argument("--control-s", type=float, default=20.0)
+    parser.add_argument("--loaded-s", type=float, default=45.0)
+    vllm.add_arguments(parser)
+    settings = parser.parse_args()
+    if settings.quick:
+        settings.control_s, settings.loaded_s = 4.0, 9.0
+    servers = [*(serving(setup, settings.model) for setup in (ONE_PAIR, COLOCATED)), *vllm.others(settings)]
+    results = measure_each(servers, partial(measure, settings=settings))
+    _show(results, settings)
+    write_result("interference", settings, results)
+    return int(len(results) < len(servers))
+
+
+async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any]:
+    """Both phases on one server; a long prompt before them warms it up and does not count."""
+    num_long = int(settings.loaded_s / settings.every_s) + 1
+    long_prompts = await _prompts(server, settings, num_long + 1, settings.long_tokens, part=0)
+    short_prompts = await _prompts(server, settings, 2 * settings.streams, settings.stream_tokens, part=1)
+    await _long(server, settings, long_prompts[0])
+    alone, _ = await _phase(server, settings, short_prompts[: settings.streams], [], settings.control_s)
+    gaps, long_ttfts = await _phase(
+        server, settings, short_prompts[settings.streams :], long_prompts[1:], settings.loaded_s
+    )
+    return {
+        "itl_alone_s": asdict(Distribution.of(alone)),
+        "itl_loaded_s": asdict(Distribution.of(gaps)),
+        "long_ttft_s": asdict(Distribution.of(long_ttfts)),
+        "p99_ratio": ratio(Distribution.of(gaps).p99, Distribution.of(alone).p99),
+    }
+
+
+async def _phase(
+    server: Server,
+    settings: argparse.Namespace,
+    short_prompts: Sequence[list[int]],
+    long_prompts: Sequence[list[int]],
+    duration_s: float,
+) -> tuple[list[float], list[float]]:
+    """The gaps of the steady streams within the phase, and the TTFT of the long prompts sent in it."""
+    start_s = await _time_to_start(server, short_prompts)
+    body = {"model": server.model, "max_tokens": _STEADY_MAX_TOKENS, "ignore_eos": True, "temperature": 0.0}
+    async with asyncio.TaskGroup() as group:
+        steady = [
+            group.create_task(
+                server.client.stream(
+                    "/v1/completions",
+                    body | {"prompt": prompt, "cache_salt": "steady"},
+                    cut_after_s=start_s + _SETTLE_S + duration_s,
+                )
+            )
+            for prompt in short_prompts
+        ]
+        await asyncio.sleep(start_s + _SETTLE_S)
+        begun = time.perf_counter()
+        long = []
+        for idx, prompt in enumerate(long_prompts):
+            await asyncio.sleep(begun + idx * settings.every_s - time.perf_counter())
+            if time.perf_counter() >= begun + duration_s - settings.every_s / 2:
+                break  # its effect would fall out of the phase
+            long.append(group.create_task(_long(server, settings, prompt)))
+    timings = [task.result() for task in steady]
+    for timing in timings:
+        if timing.error != CUT:
+            raise RuntimeError(f"{server.name}: a steady stream ended early: {timing.error or timing.finish_reason}")
+        if not timing.event_times_s or timing.event_times_s[0] > begun + duration_s / 4:
+            raise RuntimeError(f"{server.name}: a steady stream began too late for a phase of {duration_s:.0f} s")
+    return gaps_within(timings, begun, begun + duration_s), [task.result().ttft_s for task in long]
+
+
+def gaps_within(timings: Sequence[StreamTiming], begin_s: float, end_s: float) -> list[float]:
+    """Gaps between the events of each stream that end within [begin_s, end_s)."""
+    return [
+        gap
+        for timing in timings
+        for gap, ended_s in zip(timing.itl_s, timing.event_times_s[1:], strict=True)
+        if begin_s <= ended_s < end_s
+    ]
+
+
+async def _time_to_start(server: Server, prompts: Sequence[list[int]]) -> float:
+    """How long this many prompts take to all get their first token; a trial with other contents tells."""
+    trials = [
+        server.client.stream_completion(
+            prompt, model=server.model, max_tokens=4, ignore_eos=True, temperature=0.0, cache_salt="trial"
+        )
+        for prompt in prompts
+    ]
+    timings = await asyncio.gather(*trials)
+    return min(_MAX_START_S, 3 * max(_checked(server, timing).ttft_s for timing in timings))
+
+
+async def _long(server: Server, settings: argparse.Namespace, prompt: list[int]) -> StreamTiming:
+    timing = await server.client.stream_completion(
+        prompt, model=server.model, max_tokens=settings.long_output_tokens, ignore_eos=True, temperature=0.0
+    )
+    return _checked(server, timing)
+
+
+async def _prompts(
+    server: Server, settings: argparse.Namespace, num_prompts: int, num_tokens: int, *, part: int
+) -> list[list[int]]:
+    seed = 1_000_003 * settings.seed + part
+    return await random_prompts(
+        server.client, model=server.model, num_prompts=num_prompts, num_tokens=num_tokens, seed=seed
+    )
+
+
+def _checked(server: Server, timing: StreamTiming) -> StreamTiming:
+    if timing.error:
+        raise RuntimeError(f"{server.name}: {timing.error}")
+    return timing
+
+
+def _show(results: dict[str, dict[str, Any]], settings: argparse.Namespace) -> None:
+    rows = [
+        [
+            name,
+            *(ms(result["itl_alone_s"][key]) for key in ("p50", "p99", "max")),
+            *(ms(result["itl_loaded_s"][key]) for key in ("p50", "p99", "max")),
+            f"{result['p99_ratio']:.2f}",
+            *(ms(result["long_ttft_s"][key]) for key in ("p50", "max")),
+        ]
+        for name, result in results.items()
+    ]
+    headings = ["set-up", "alone: ITL p50", "p99", "max", "loaded: p50", "p99", "max", "p99 loaded / alone"]
+    print_table(
+        f"{settings.streams} steady streams; a prompt of {settings.long_tokens} tokens every {settings.every_s} s",
+        [*headings, "long: TTFT p50", "max"],
+        rows,
+        caption="ms",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Throughput: output tokens/s at several concurrencies, prefill tokens/s at 2,048, and the time to ready.
+
+Closed loop, prompts of 128 tokens that share nothing, 64 tokens out. Prefill speed is that of one prompt at a time
+with a single token out. All set-ups run in one go; with --vllm-python vLLM is among them, and the ratios that the
+project holds itself to are printed: 0.8 of vLLM colocated, 1.0 of vLLM 1P1D.
+
+    python -m benchmarks.throughput --vllm-python PATH
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from benchmarks import vllm
+from benchmarks.common import (
+    COLOCATED,
+    ONE_PAIR,
+    ONE_PAIR_ALWAYS,
+    Server,
+    arguments,
+    measure_each,
+    ms,
+    print_table,
+    ratio,
+    serving,
+    write_result,
+)
+from loadtest.closed_loop import run_completions
+from loadtest.prompts import random_prompts
+from loadtest.stats import summarize
+
+_WARMUP_REQUESTS = 4
+_FLOORS = {COLOCATED.name: ("vLLM colocated", 0.8), ONE_PAIR.name: ("vLLM 1P1D", 1.0)}
+
+Results = dict[str, dict[str, Any]]
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--requests-per-client", type=int, default=4, help="but at least 8 requests in all")
+    parser.add_argument("--input-tokens", type=int, default=128)
+    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--prefill-tokens", type=int, default=2048)
+    parser.add_argument("--prefill-requests", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=1, help="go through all set-ups this often; the best counts")
+    vllm.add_arguments(parser)
+    settings = parser.parse_args()
+    if settings.quick:
+        settings.concurrency, settings.requests_per_client, settings.prefill_requests = [1, 8], 1, 2
+    results: Results = {}
+    for _ in range(settings.rounds):
+        servers = _servers(settings)
+        for name, result in measure_each(servers, partial(measure, settings=settings)).items():
+            _keep_better(results, name, result)
+    _show(results, settings)
+    write_result("throughput", settings, results)
+    return int(len(results) < len(servers))
+
+
+def _servers(settings: argparse.Namespace) -> list[AbstractContextManager[Server]]:
+    ours = [serving(setup, settings.model) for setup in (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS)]
+    return [*ours, *vllm.others(settings)]
+
+
+async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any]:
+    """All figures of one server."""
+    loads = {}
+    for concurrency in settings.concurrency:
+        # A warm-up at this concurrency first: compiled kernels and memory of this batch size.
+        await _load(server, settings, concurrency, max(_WARMUP_REQUESTS, concurrency), seed=2 * concurrency + 1)
+        num_requests = max(8, settings.requests_per_client * concurrency)
+        loads[concurrency] = await _load(server, settings, concurrency, num_requests, seed=2 * concurrency)
+    return {
+        "start_s": server.start_s,
+        "loads": loads,
+        "prefill_tokens_per_s": await _prefill_speed(server, settings),
+    }
+
+
+async def _load(
+    server: Server, settings: argparse.Namespace, concurrency: int, num_requests: int, *, seed: int
+) -> dict[str, Any]:
+    prompts = await random_prompts(
+        server.client,
+        model=server.model,
+        num_prompts=num_requests,
+        num_tokens=settings.input_tokens,
+        seed=1_000_003 * settings.seed + seed,
+    )
+    run = await run_completions(
+        server.client,
+        prompts,
+        model=server.model,
+        output_tokens=settings.output_tokens,
+        concurrency=concurrency,
+    )
+    summary = summarize(run.timings, concurrency=concurrency, duration_s=run.duration_s)
+    if summary.num_errors:
+        raise RuntimeError(f"{server.name}: {summary.num_errors} errors, the first: {summary.first_error}")
+    return summary.as_dict()
+
+
+async def _prefill_speed(server: Server, settings: argparse.Namespace) -> float:
+    """Prompt tokens per second of TTFT, the median of several prompts after one that does not count."""
+    prompts = await random_prompts(
+        server.client,
+        model=server.model,
+        num_prompts=settings.prefill_requests + 1,
+        num_tokens=settings.prefill_tokens,
+        seed=1_000_003 * settings.seed + 9,
+    )
+    run = await run_completions(server.client, prompts, model=server.model, output_tokens=1, concurrency=1)
+    errors = [timing.error for timing in run.timings if timing.error]
+    if errors:
+        raise RuntimeError(f"{server.name}: {errors[0]}")
+    return statistics.median(timing.num_prompt_tokens / timing.ttft_s for timing in run.timings[1:])
+
+
+def _keep_better(results: Results, name: str, new: dict[str, Any]) -> None:
+    """Of several rounds on a shared machine the fastest says most about the server."""
+    old = results.setdefault(name, new)
+    old["start_s"] = min(old["start_s"], new["start_s"])
+    old["prefill_tokens_per_s"] = max(old["prefill_tokens_per_s"], new["prefill_tokens_per_s"])
+    for concurrency, load in new["loads"].items():
+        if load["output_tokens_per_s"] > old["loads"][concurrency]["output_tokens_per_s"]:
+            old["loads"][concurrency] = load
+
+
+def _show(results: Results, settings: argparse.Namespace) -> None:
+    headings = ["set-up", "ready s", f"prefill tok/s at {settings.prefill_tokens}"]
+    for concurrency in settings.concurrency:
+        headings += [f"{concurrency}: tok/s", "TTFT p50", "ITL p50"]
+    rows = [
+        [
+            name,
+            result["start_s"],
+            f"{result['prefill_tokens_per_s']:.0f}",
+            *(cell for load in result["loads"].values() for cell in _load_cells(load)),
+        ]
+        for name, result in results.items()
+    ]
+    title = f"{settings.input_tokens} tokens in, {settings.output_tokens} out, closed loop"
+    print_table(title, headings, rows, caption="times in ms; for each concurrency: output tokens/s, TTFT, ITL")
+    for ours, (theirs, floor) in _FLOORS.items():
+        eager = f"{theirs}, eager"
+        base = theirs if theirs in results else eager
+        if ours in results and base in results:
+            _show_ratios(ours, base, floor, results)
+
+
+def _load_cells(load: dict[str, Any]) -> list[str]:
+    return [f"{load['output_tokens_per_s']:.0f}", ms(load["ttft_s"]["p50"]), ms(load["itl_s"]["p50"] or float("nan"))]
+
+
+def _show_ratios(ours: str, theirs: str, floor: float, results: Results) -> None:
+    loads = results[ours]["loads"]
+    base = results[theirs]["loads"]
+    ratios = {c: ratio(loads[c]["output_tokens_per_s"], base[c]["output_tokens_per_s"]) for c in loads}
+    prefill = ratio(results[ours]["prefill_tokens_per_s"], results[theirs]["prefill_tokens_per_s"])
+    print_table(
+        f"{ours} / {theirs}: output tokens/s, floor {floor}",
+        [*(f"at {concurrency}" for concurrency in ratios), "prefill"],
+        [[*(f"{value:.2f}" for value in ratios.values()), f"{prefill:.2f}"]],
+    )
+    results[ours]["ratio_to_vllm"] = {"of": theirs, "floor": floor, "output": ratios, "prefill": prefill}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
