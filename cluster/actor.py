@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -47,11 +48,10 @@ class WorkerActor:
             os.sched_setaffinity(0, config.cpu_cores)  # before torch starts its threads, which inherit it
         if not config.host:
             config = replace(config, host=ray.util.get_node_ip_address())
-        from cluster.worker import Worker  # here: it brings torch, which the supervisor's process does not need
-
-        self._worker = Worker(config)
-        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
+        started: Future[Worker] = Future()
+        self._thread = threading.Thread(target=self._run, args=(config, started), name="worker", daemon=True)
         self._thread.start()
+        self._worker = started.result()
         return self._worker.address
 
     def watch(self) -> str:
@@ -86,8 +86,19 @@ class WorkerActor:
         if self._thread.is_alive():
             raise WorkerError("the worker's loop did not end in 10 s")
 
-    def _run(self) -> None:
+    def _run(self, config: WorkerConfig, started: Future[Worker]) -> None:
+        # Built in the thread that runs it: each thread that computes gets an OpenMP team of its own, and with more
+        # threads than cores OpenMP puts them to sleep between two operations instead of letting them spin. That took
+        # the whole gain of the second core.
         try:
-            self._worker.run()
+            from cluster.worker import Worker  # here: it brings torch, which the supervisor's process does not need
+
+            worker = Worker(config)
+        except BaseException as exc:
+            started.set_exception(exc)
+            return
+        started.set_result(worker)
+        try:
+            worker.run()
         except BaseException as exc:
             self._failure = exc
