@@ -1,8 +1,10 @@
 """Pools that follow the load: 2 + 2 workers under a load that swings, with the autoscaler on and off.
 
 A fixed number of clients send one request after another. For a while these are long prompts with short answers, then
-short prompts with long answers, then the first kind again. Per phase: TTFT, ITL and answered requests per second of
-the requests sent in it. With the autoscaler on, the flips it made and how long each took, from the decision to a
+short prompts with long answers, then the first kind again. Each worker is held to a share of a core's time, so that a
+worker taken from one pool brings the other what it would on a machine of its own; four workers that compete for two
+cores gain nothing by playing another role. Per phase: TTFT, ITL and answered requests per second of the requests sent
+in it. With the autoscaler on, the flips it made and how long each took, from the decision to a
 drained worker and to one that serves in its new role.
 
     python -m benchmarks.role_flip
@@ -20,6 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.common import Server, Setup, arguments, console, ms, print_table, serving, write_result
+from benchmarks.cpu_share import cpu_share
 from loadtest.client import StreamTiming, run_measured
 from loadtest.stats import Distribution
 
@@ -43,8 +46,9 @@ class Phase:
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--clients", type=int, default=12)
-    parser.add_argument("--phase-s", type=float, default=45.0, help="of each of the three")
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--phase-s", type=float, default=90.0, help="of each of the three")
+    parser.add_argument("--core-share", type=float, default=0.45, help="of each worker; 0 = no limit, needs no root")
     parser.add_argument("--prefill-heavy", type=int, nargs=2, default=[1000, 4], metavar=("IN", "OUT"))
     parser.add_argument("--decode-heavy", type=int, nargs=2, default=[32, 256], metavar=("IN", "OUT"))
     settings = parser.parse_args()
@@ -53,10 +57,17 @@ def main() -> int:
     results = {}
     for setup in (_OFF, _ON):
         with serving(setup, settings.model) as server:
-            results[setup.name] = run_measured(measure(server, settings))
+            with cpu_share(worker_pids(server) if settings.core_share else (), settings.core_share):
+                results[setup.name] = run_measured(measure(server, settings))
     _show(results)
     write_result("role_flip", settings, results)
     return 0
+
+
+def worker_pids(server: Server) -> list[int]:
+    """Process ids of all workers."""
+    pools = run_measured(server.client.request_json("GET", "/v1/pools"))
+    return [worker["pid"] for workers in pools["roles"].values() for worker in workers]
 
 
 def phases(settings: argparse.Namespace) -> list[Phase]:

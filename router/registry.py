@@ -44,6 +44,8 @@ class Worker:
     computed_prompt_tokens: int = 0  # of these, already computed by steps reported since
     num_booked_seqs: int = 0  # booked to decode here
     booked_kv_tokens: int = 0  # their prompts and expected outputs
+    num_awaited_seqs: int = 0  # of these sequences, how many have no first token yet, wherever it is computed
+    awaited_kv_tokens: int = 0
     num_placed_tokens: int = 0  # all work ever placed here: breaks ties
 
     @property
@@ -89,7 +91,9 @@ class Booking:
         prefill.queued_attention += self._attention
         prefill.num_placed_tokens += num_new_tokens
         decode.num_booked_seqs += 1
+        decode.num_awaited_seqs += 1
         decode.booked_kv_tokens += num_kv_tokens
+        decode.awaited_kv_tokens += num_kv_tokens
         decode.num_placed_tokens += num_kv_tokens
 
     def prefill_done(self) -> None:
@@ -103,6 +107,9 @@ class Booking:
             worker.queued_attention = 0.0  # sheds rounding
         computed = worker.computed_prompt_tokens - self._num_new_tokens
         worker.computed_prompt_tokens = min(max(computed, 0), worker.queued_prompt_tokens)
+        if self._decode is not None:
+            self._decode.num_awaited_seqs -= 1
+            self._decode.awaited_kv_tokens -= self._num_kv_tokens
 
     def release(self) -> None:
         """Take the whole load off again. Later calls change nothing."""

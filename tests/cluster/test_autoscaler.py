@@ -18,7 +18,7 @@ from cluster.autoscaler import (
     observe,
 )
 from protocol.errors import ConfigError
-from protocol.messages import PeerAddress, Role, WorkerCard, WorkerState
+from protocol.messages import PeerAddress, Role, WorkerCard, WorkerLoad, WorkerState
 from router.cost_model import CPU_PRIOR, CostModel
 from router.registry import Registry
 
@@ -221,13 +221,17 @@ def test_observes_the_registry_in_the_units_of_the_cost_model() -> None:
         registry.add(card, now=0.0)
         registry.set_state(worker_id, WorkerState.READY, "test")
     registry.set_state("leaving", WorkerState.DRAINING, "test")
+    registry.reserve("p", "d", num_new_tokens=1000, num_context_tokens=0, num_kv_tokens=1100).prefill_done()
     registry.reserve("p", "d", num_new_tokens=1024, num_context_tokens=0, num_kv_tokens=1100)
+    registry.note_load("d", WorkerLoad(num_waiting=1), now=0.0)
     seen = observe(registry, costs, 64.0)
     assert [(view.worker_id, view.is_ready, view.num_running) for view in seen.workers] == [
         ("p", True, 0),
-        ("d", True, 1),
+        ("d", True, 2),
         ("leaving", False, 0),
     ]
+    # The second sequence has no token yet: it waits for prefill, and more decode workers would not help it.
+    assert seen.num_waiting_seqs == 0
     assert (seen.queued_prompt_tokens, seen.num_decode_seqs, seen.num_decode_kv_tokens) == (1024, 1, 1100)
     assert seen.prefill_tokens_per_s == pytest.approx(1024 / costs.steps("cpu-1").prefill_s(1024, 0, 512))
     assert observe([], costs, 64.0).workers == ()
