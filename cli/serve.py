@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
 from cli.config_flags import default_of, from_flags
+from cluster.listening import listening
 from cluster.model_store import DEFAULT_MODEL, resolve_model, served_name
 from protocol.config import ClusterConfig, DType, EngineConfig, RouterConfig, TransferConfig
 from protocol.errors import ConfigError
 
-__all__ = ["build_config", "check_port", "serve"]
+__all__ = ["build_config", "serve"]
 
 _MODEL = "Model"
 _POOLS = "Workers"
@@ -186,7 +185,8 @@ def serve(
     """
     flags: dict[str, Any] = dict(ctx.params)
     build_config(flags | {"model": "."})  # a bad value is told before a model is fetched
-    check_port(host, port)
+    with listening(host, port):
+        pass  # asked before anything is fetched or started
     console = Console(stderr=True, highlight=False)
     with console.status(f"model {model}"):
         folder = resolve_model(model, report=lambda line: console.print(f"  {line}"))
@@ -213,17 +213,3 @@ def build_config(flags: dict[str, Any]) -> ClusterConfig:
     )
 
 
-def check_port(host: str, port: int) -> None:
-    """Raise `ConfigError` if the router could not listen there; asked before anything is started."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as exc:
-        reason = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror
-        raise ConfigError(
-            f"cannot listen on host={host} port={port} ({reason}); choose another with --port or --host"
-        ) from exc

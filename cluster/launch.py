@@ -18,6 +18,7 @@ import ray
 import uvicorn
 from rich.console import Console
 
+from cluster.listening import listening
 from cluster.supervisor import Supervisor
 from protocol.config import ClusterConfig, WorkerConfig
 from protocol.errors import ConfigError, WorkerError
@@ -53,7 +54,7 @@ def serve(config: ClusterConfig) -> int:
 
     # The port is ours from here on: nobody takes it while the model loads, and port 0 becomes a number.
     try:
-        with _listening(config) as listener, _ray(config, progress):
+        with listening(config.router.host, config.router.port) as listener, _ray(config, progress):
             return asyncio.run(_serve(resolve(config), listener, progress, console))
     except KeyboardInterrupt:  # before the handlers were in place
         progress("stopped")
@@ -157,23 +158,6 @@ def _end_ray(before: set[psutil.Process] | None) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(alive, timeout=5.0)
-
-
-@contextlib.contextmanager
-def _listening(config: ClusterConfig) -> Iterator[socket.socket]:
-    """A socket bound to the router's address; uvicorn begins to listen on it when there is something to serve."""
-    host, port = config.router.host, config.router.port
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as exc:
-        raise ConfigError(f"cannot listen on host={host} port={port} ({exc}); choose another with --port") from exc
-    with listener:
-        yield listener
 
 
 async def _serve(

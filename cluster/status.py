@@ -21,9 +21,3 @@ class WorkerStatus:
     num_used_blocks: int
     num_preemptions: int
     request_ids: frozenset[str]  # of requests this worker still has something to say about
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing of any request is left here."""
-        busy = self.load.num_waiting + self.load.num_running + self.num_open_handoffs + self.num_open_leases
-        return busy == 0

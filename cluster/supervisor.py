@@ -115,10 +115,6 @@ class Supervisor:
         for actor in actors:
             ray.kill(actor, no_restart=True)
 
-    async def statuses(self) -> list[WorkerStatus]:
-        """Status of every worker that is up."""
-        return list(await asyncio.gather(*(_call(m.actor.status) for m in self._members.values() if m.is_up.is_set())))
-
     async def check_integrity(self, *, idle: bool) -> dict[str, str]:
         """What is wrong with each worker's books, "" where nothing is."""
         up = {worker_id: member for worker_id, member in self._members.items() if member.is_up.is_set()}
