@@ -8,6 +8,7 @@ preempted: its blocks go back and it is computed again later (mostly from the ca
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool
@@ -41,6 +42,11 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.num_preemptions = 0
+        # Whoever keeps KV beyond the pool. `on_admitted`: the sequence has just got its blocks and computes nothing
+        # before the call returns; it may be given an onboarding. `on_published`: its blocks [first, end) hold their
+        # final KV, and nobody overwrites them before the call returns.
+        self.on_admitted: Callable[[Sequence], None] = _nothing
+        self.on_published: Callable[[Sequence, int, int], None] = _nothing
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. It may already own blocks whose KV was received (`num_computed_tokens` > 0)."""
@@ -54,6 +60,7 @@ class Scheduler:
         elif sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
+        sequence.onboarding = None
         if not keep_blocks:
             self.release_blocks(sequence)
 
@@ -94,7 +101,42 @@ class Scheduler:
         """The chunk's KV is in place: count it and make newly full blocks findable."""
         sequence = chunk.sequence
         sequence.num_computed_tokens = chunk.start + chunk.num_tokens
+        self._join_loaded(sequence)
         self.publish_computed(sequence)
+
+    def onboard(self, sequence: Sequence, start: int, end: int) -> bool:
+        """The KV of tokens [start, end), whole blocks, is in place in a running sequence's blocks.
+
+        Pieces come from the back: each ends where the one before it starts. False, and nothing changes, when computing
+        has got there already.
+        """
+        onboarding = sequence.onboarding
+        if onboarding is None or start < sequence.num_computed_tokens:
+            return False
+        assert end == onboarding.start, f"tokens {start} to {end} do not meet those from {onboarding.start} on"
+        onboarding.start = start
+        self._join_loaded(sequence)
+        self.publish_computed(sequence)
+        return True
+
+    def end_onboarding(self, sequence: Sequence) -> None:
+        """Nothing more will be loaded: compute up to what is in place."""
+        onboarding = sequence.onboarding
+        if onboarding is not None and onboarding.start == onboarding.end:
+            sequence.onboarding = None
+        elif onboarding is not None:
+            onboarding.hold_at = None
+
+    def _join_loaded(self, sequence: Sequence) -> None:
+        """Count what was loaded once everything before it is computed."""
+        onboarding = sequence.onboarding
+        if onboarding is None or sequence.num_computed_tokens < onboarding.start:
+            return
+        if sequence.num_output_tokens == 0:  # else it was preempted, and its prompt is counted
+            num_cached = sequence.num_cached_tokens + onboarding.end - sequence.num_computed_tokens
+            sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens - 1)
+        sequence.num_computed_tokens = onboarding.end
+        sequence.onboarding = None
 
     def publish_computed(self, sequence: Sequence) -> None:
         """Publish full computed blocks that were not published yet."""
@@ -103,7 +145,8 @@ class Scheduler:
             extend_digests(sequence.digests, sequence.root, sequence.token_ids, self.block_size)
             for idx in range(sequence.num_published_blocks, num_full):
                 self.pool.publish(sequence.blocks[idx], sequence.digests[idx])
-            sequence.num_published_blocks = num_full
+            first, sequence.num_published_blocks = sequence.num_published_blocks, num_full
+            self.on_published(sequence, first, num_full)
 
     def match_prefix(self, digests: list[bytes], num_tokens: int) -> list[int]:
         """Take references on the longest usable cached prefix of a prompt of `num_tokens` tokens."""
@@ -115,6 +158,12 @@ class Scheduler:
 
     def _add_prefill(self, sequence: Sequence, budget: int, chunks: list[ScheduledChunk]) -> int:
         num_tokens = min(budget, sequence.num_uncomputed_tokens)
+        onboarding = sequence.onboarding
+        if onboarding is not None:
+            limit = onboarding.start if onboarding.hold_at is None else min(onboarding.hold_at, onboarding.start)
+            num_tokens = min(num_tokens, limit - sequence.num_computed_tokens)
+            if num_tokens <= 0:
+                return budget
         samples = num_tokens == sequence.num_uncomputed_tokens
         chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens, samples))
         return budget - num_tokens
@@ -143,6 +192,8 @@ class Scheduler:
                 sequence.num_cached_tokens = sequence.num_computed_tokens
         sequence.is_admitted_before = True
         sequence.blocks += fresh
+        if not received:
+            self.on_admitted(sequence)
         return True
 
     def _waits_for_shared_prefix(self, sequence: Sequence) -> bool:
@@ -192,8 +243,13 @@ class Scheduler:
 
     def _take_blocks_back(self, sequence: Sequence) -> None:
         """What was computed or received stays findable until it is evicted; the rest is computed again."""
+        sequence.onboarding = None
         self.publish_computed(sequence)
         self.release_blocks(sequence)
         sequence.num_computed_tokens = 0
         sequence.num_published_blocks = 0
         self.num_preemptions += 1
+
+
+def _nothing(*_: object) -> None:
+    """Nobody has registered."""

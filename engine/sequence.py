@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from protocol.messages import FinishReason
 from protocol.sampling import SamplingParams
 
-__all__ = ["Phase", "Sequence", "SequenceStatus"]
+__all__ = ["Onboarding", "Phase", "Sequence", "SequenceStatus"]
 
 
 class SequenceStatus(enum.Enum):
@@ -24,6 +24,22 @@ class Phase(enum.Enum):
 
     WHOLE = enum.auto()  # prefill and decode
     PREFILL_ONLY = enum.auto()  # up to the first token; blocks are kept until the handoff is over
+
+
+@dataclass(eq=False, slots=True)
+class Onboarding:
+    """Blocks of a prompt that come from a tier or a peer while the engine may already compute those before them.
+
+    tokens   0 ····· num_computed ····· hold_at ········ start ▓▓▓▓▓▓▓▓▓ end ·····
+                          in the pool / computed            in place, not counted yet
+
+    Loads come in from `end` downwards. Once computing reaches `start` it goes on from `end`; it overtakes a load that
+    is late, whose blocks are then computed like any other.
+    """
+
+    start: int  # first token in place; `end` while nothing is
+    end: int
+    hold_at: int | None  # computing stops here for now: the loads are expected to be faster
 
 
 @dataclass(eq=False, slots=True)
@@ -46,8 +62,9 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)  # of full blocks of token_ids
     num_computed_tokens: int = 0
     num_published_blocks: int = 0
-    num_cached_tokens: int = 0  # prompt tokens found in the cache at first admission
+    num_cached_tokens: int = 0  # prompt tokens not computed: found in the pool at first admission, or loaded
     is_admitted_before: bool = False  # preempted sequences keep their first hit count
+    onboarding: Onboarding | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
 

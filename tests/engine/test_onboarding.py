@@ -1,0 +1,149 @@
+"""Prompts whose KV comes from elsewhere while the engine computes the blocks before it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.scheduler import Scheduler
+from engine.sequence import Onboarding, Sequence
+from tests.engine.test_scheduler import SIZE, drain, make_scheduler, make_sequence, step
+
+
+def onboarding(scheduler: Scheduler, *, end: int, hold_at: int | None) -> None:
+    """The next admitted sequence expects tokens up to `end` from elsewhere."""
+
+    def begin(sequence: Sequence) -> None:
+        sequence.onboarding = Onboarding(start=end, end=end, hold_at=hold_at)
+
+    scheduler.on_admitted = begin
+
+
+def test_held_while_a_fast_load_is_on_its_way_then_only_the_tail_is_computed() -> None:
+    scheduler = make_scheduler()
+    onboarding(scheduler, end=40, hold_at=0)
+    sequence = make_sequence(42)
+    scheduler.add(sequence)
+    assert step(scheduler) == []
+    assert scheduler.onboard(sequence, 20, 40)
+    assert step(scheduler) == []
+    assert scheduler.onboard(sequence, 0, 20)
+    assert sequence.num_computed_tokens == 40
+    assert sequence.num_cached_tokens == 40
+    assert step(scheduler) == [("a", 40, 2)]
+
+
+def test_others_compute_while_one_is_held() -> None:
+    scheduler = make_scheduler()
+    onboarding(scheduler, end=20, hold_at=0)
+    scheduler.add(make_sequence(22))
+    assert step(scheduler) == []
+    scheduler.on_admitted = lambda sequence: None
+    scheduler.add(make_sequence(10, name="b"))
+    assert step(scheduler) == [("b", 0, 10)]
+
+
+def test_computing_and_loading_meet() -> None:
+    scheduler = make_scheduler()
+    onboarding(scheduler, end=40, hold_at=12)
+    sequence = make_sequence(42)
+    scheduler.add(sequence)
+    assert step(scheduler) == [("a", 0, 12)]
+    assert scheduler.onboard(sequence, 24, 40)
+    assert step(scheduler) == [], "it computes no more than planned while the load is in time"
+    assert scheduler.onboard(sequence, 12, 24)
+    assert step(scheduler) == [("a", 40, 2)]
+    assert sequence.num_cached_tokens == 28
+    assert sequence.onboarding is None
+
+
+def test_a_late_load_is_overtaken_and_what_came_is_used() -> None:
+    scheduler = make_scheduler()
+    onboarding(scheduler, end=40, hold_at=0)
+    sequence = make_sequence(42)
+    scheduler.add(sequence)
+    step(scheduler)
+    assert scheduler.onboard(sequence, 32, 40)
+    scheduler.end_onboarding(sequence)
+    assert step(scheduler) == [("a", 0, 16)]
+    assert not scheduler.onboard(sequence, 8, 32), "these tokens are computed already"
+    assert step(scheduler) == [("a", 16, 16)]
+    assert step(scheduler) == [("a", 40, 2)]
+    assert sequence.num_cached_tokens == 8
+
+
+def test_a_load_that_brings_nothing_costs_nothing() -> None:
+    scheduler = make_scheduler()
+    onboarding(scheduler, end=40, hold_at=0)
+    sequence = make_sequence(42)
+    scheduler.add(sequence)
+    step(scheduler)
+    scheduler.end_onboarding(sequence)
+    assert [step(scheduler) for _ in range(3)] == [[("a", 0, 16)], [("a", 16, 16)], [("a", 32, 10)]]
+    assert sequence.num_cached_tokens == 0
+
+
+def test_loaded_blocks_are_published_in_their_order_and_found_by_the_next() -> None:
+    scheduler = make_scheduler()
+    published: list[tuple[int, int]] = []
+    scheduler.on_published = lambda sequence, first, end: published.append((first, end))
+    onboarding(scheduler, end=40, hold_at=0)
+    sequence = make_sequence(42, max_tokens=1)
+    scheduler.add(sequence)
+    step(scheduler)
+    scheduler.onboard(sequence, 8, 40)
+    assert published == []
+    scheduler.onboard(sequence, 0, 8)
+    assert published == [(0, 40 // SIZE)]
+    drain(scheduler)
+    scheduler.on_admitted = lambda sequence: None
+    again = make_sequence(42, name="b", family=sum(b"a"))
+    scheduler.add(again)
+    step(scheduler)
+    assert again.num_cached_tokens == 40
+
+
+@pytest.mark.parametrize("end_by", ["abort", "preempt"])
+def test_an_onboarding_ends_with_its_sequences_hold_on_the_blocks(end_by: str) -> None:
+    scheduler = make_scheduler()
+    onboarding(scheduler, end=40, hold_at=0)
+    sequence = make_sequence(42)
+    scheduler.add(sequence)
+    step(scheduler)
+    if end_by == "abort":
+        scheduler.remove(sequence)
+    else:
+        scheduler._preempt(sequence)
+    assert sequence.onboarding is None
+    assert not scheduler.onboard(sequence, 20, 40)
+    scheduler.pool.check_integrity(idle=True)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_whatever_comes_when_every_token_is_computed_or_loaded_once(seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    scheduler = make_scheduler(64)
+    end = SIZE * rng.randint(1, 15)
+    onboarding(scheduler, end=end, hold_at=rng.choice([None, SIZE * rng.randint(0, end // SIZE)]))
+    sequence = make_sequence(62, max_tokens=3)
+    scheduler.add(sequence)
+    covered: list[tuple[int, int]] = []
+    for _ in range(100):
+        covered += [(start, start + count) for _, start, count in step(scheduler)]
+        current = sequence.onboarding
+        if current is not None and rng.random() < 0.6:
+            piece = SIZE * rng.randint(1, 4)
+            start, stop = max(current.start - piece, 0), current.start
+            if scheduler.onboard(sequence, start, stop):
+                covered.append((start, stop))
+        elif current is not None and rng.random() < 0.3:
+            scheduler.end_onboarding(sequence)
+        if sequence.num_output_tokens == 3:
+            break
+    else:
+        raise AssertionError("it did not finish")
+    tokens = sorted(token for start, stop in covered for token in range(start, stop))
+    assert tokens == list(range(64))
+    scheduler.pool.check_integrity(idle=True)
