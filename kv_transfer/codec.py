@@ -1,0 +1,291 @@
+"""How blocks look outside the pool: as they are, or in fewer bits for tiers where room or bandwidth is scarce.
+
+A codec knows shapes and dtypes, nothing of tiers or digests. Every block takes the same number of bytes, so that a tier
+is an array of slots. All codecs are torch operations and run on the device their tensors are on.
+
+    raw   [elements, as they are]
+    fp8   [e4m3 elements]   [scales]              one scale per layer, K or V, token and head
+    int8  [int8 elements]   [scales]              the same
+    int4  [element pairs]   [scales] [centres]    keys: per layer, head and channel; values: per layer, token and head
+
+Scales and centres are bfloat16, which has the range of float32; elements are quantised with the rounded ones, so that
+their rounding costs next to nothing.
+
+The lossy codecs keep zeros zero and turn finite numbers up to 3e38 into finite numbers. An infinity or a NaN is not
+hidden: everything that shares its scale comes back as infinity or NaN, nothing else does.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from protocol.errors import ConfigError
+
+__all__ = ["CODEC_NAMES", "Codec", "create_codec"]
+
+_PARAMETER = torch.bfloat16
+_SMALLEST_NORMAL = 2.0**-126  # a subnormal scale's reciprocal may be infinite
+# Blocks are worked on in float32 slabs of this size, or one by one if they are larger. On a CPU a slab should stay in
+# the cache: 32 MiB take up to twice as long.
+_SLAB_BYTES = {"cpu": 3 << 20, "cuda": 256 << 20}
+
+
+class Codec(ABC):
+    """Turns blocks into a fixed number of bytes and back.
+
+    A block is [num_layers, 2, block_size, num_kv_heads, head_dim] in bfloat16 or float32, `n` of them may have any
+    strides; encoded blocks are rows of uint8, each contiguous and at any address. Inputs are never changed. `out` is on
+    the device of the input and must not overlap it. Calls are stateless: any thread may make them.
+    """
+
+    name: str
+
+    @abstractmethod
+    def encoded_bytes(self, block_shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Bytes of one encoded block."""
+
+    @abstractmethod
+    def encode(self, blocks: Tensor, out: Tensor) -> None:
+        """Write blocks [n, *block_shape] to out [n, encoded_bytes], uint8."""
+
+    @abstractmethod
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        """Write what data [n, encoded_bytes], uint8, holds to out [n, *block_shape], in the shape it was encoded from.
+
+        NOTE: nothing in the bytes tells whether they are what this codec wrote; that is the tier's checksum's task.
+        """
+
+    def _check(self, blocks: Tensor, data: Tensor) -> None:
+        # copy_ would broadcast a wrong shape without a word
+        expected = (blocks.shape[0], self.encoded_bytes(blocks.shape[1:], blocks.dtype))
+        assert data.shape == expected, f"{self.name}: encoded blocks are {tuple(data.shape)}, expected {expected}"
+        assert data.dtype == torch.uint8, f"{self.name}: encoded blocks are {data.dtype}, expected uint8"
+        assert data.device == blocks.device, f"{self.name}: {data.device} is not {blocks.device}"
+
+
+class _RawCodec(Codec):
+    """Bit for bit."""
+
+    name = "raw"
+
+    def encoded_bytes(self, block_shape: Sequence[int], dtype: torch.dtype) -> int:
+        return math.prod(block_shape) * dtype.itemsize
+
+    def encode(self, blocks: Tensor, out: Tensor) -> None:
+        self._check(blocks, out)
+        out.copy_(_as_bytes(blocks))
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        self._check(out, data)
+        out.copy_(_from_bytes(data, out.dtype).view(out.shape))
+
+
+class _LossyCodec(Codec):
+    """Works through slabs of blocks in one float32 buffer.
+
+    Without it the temporaries of each slab may be fresh pages from the system: int8 then took four times as long.
+    """
+
+    def encode(self, blocks: Tensor, out: Tensor) -> None:
+        self._check(blocks, out)
+        for slab, work in _slabs(blocks):
+            self._encode(work.copy_(blocks[slab]), out[slab])
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        self._check(out, data)
+        for slab, work in _slabs(out):
+            self._decode(data[slab], work)
+            out[slab].copy_(work)
+
+    @abstractmethod
+    def _encode(self, work: Tensor, out: Tensor) -> None:
+        """Encode the blocks in `work`, float32, which is free to be overwritten."""
+
+    @abstractmethod
+    def _decode(self, data: Tensor, work: Tensor) -> None:
+        """Decode to `work`, float32."""
+
+
+class _ByteCodec(_LossyCodec):
+    """One byte per element, with a symmetric scale for each head's vector of each token."""
+
+    largest: float
+
+    def encoded_bytes(self, block_shape: Sequence[int], dtype: torch.dtype) -> int:
+        return sum(self._layout(block_shape))
+
+    def _encode(self, work: Tensor, out: Tensor) -> None:
+        elements, scale_bytes = out.split_with_sizes(self._layout(work.shape[1:]), dim=1)
+        scales = _scales(work.amax(-1, keepdim=True), -work.amin(-1, keepdim=True), self.largest)
+        self._quantise(work.mul_(_reciprocal(scales)), elements.view(work.shape))
+        scale_bytes.copy_(_as_bytes(scales))
+
+    def _decode(self, data: Tensor, work: Tensor) -> None:
+        elements, scale_bytes = data.split_with_sizes(self._layout(work.shape[1:]), dim=1)
+        self._widen(elements.view(work.shape), work)
+        work.mul_(_from_bytes(scale_bytes, _PARAMETER).view(*work.shape[:-1], 1))
+
+    @staticmethod
+    def _layout(block_shape: Sequence[int]) -> list[int]:
+        """Bytes of elements and scales."""
+        return [math.prod(block_shape), math.prod(block_shape[:-1]) * _PARAMETER.itemsize]
+
+    @abstractmethod
+    def _quantise(self, scaled: Tensor, elements: Tensor) -> None:
+        """Write numbers of magnitude up to `largest` to `elements`, uint8; `scaled` is free to be overwritten."""
+
+    @abstractmethod
+    def _widen(self, elements: Tensor, work: Tensor) -> None:
+        """Write what `_quantise` wrote to `work`, float32."""
+
+
+class _Fp8Codec(_ByteCodec):
+    """e4m3: 3 bits of mantissa.
+
+    A scale per head and token has 5 to 20 % less error than one per head and block, for 3 % more bytes.
+    """
+
+    name = "fp8"
+    largest = 448.0
+
+    def _quantise(self, scaled: Tensor, elements: Tensor) -> None:
+        elements.view(torch.float8_e4m3fn).copy_(scaled)
+
+    def _widen(self, elements: Tensor, work: Tensor) -> None:
+        # Sign, exponent and mantissa at float32's places are the number times 2^-120, subnormal or not. Four times as
+        # fast as torch's own conversion on a CPU. The shift leaves copies of the sign in the exponent: mask 0x87F00000.
+        bits = work.view(torch.int32).copy_(elements.view(torch.int8))
+        bits.bitwise_left_shift_(20).bitwise_and_(-0x78100000)
+        work.mul_(2.0**120)
+
+
+class _Int8Codec(_ByteCodec):
+    """Even steps, -127 to 127: half to a third of fp8's error in the same bytes."""
+
+    name = "int8"
+    largest = 127.0
+
+    def _quantise(self, scaled: Tensor, elements: Tensor) -> None:
+        elements.view(torch.int8).copy_(scaled.round_())
+
+    def _widen(self, elements: Tensor, work: Tensor) -> None:
+        work.copy_(elements.view(torch.int8))
+
+
+class _Int4Codec(_LossyCodec):
+    """16 even steps around a centre, two elements per byte; keys by channel, values by token, as KIVI does.
+
+    Channels of the keys lie far from zero in every token: with a scale per token their error is four times as large.
+    NOTE: so a key shares its scale with the other slots of its block, also with those that hold no token.
+    """
+
+    name = "int4"
+
+    def encoded_bytes(self, block_shape: Sequence[int], dtype: torch.dtype) -> int:
+        return sum(self._layout(block_shape))
+
+    def _encode(self, work: Tensor, out: Tensor) -> None:
+        regions = out.split_with_sizes(self._layout(work.shape[1:]), dim=1)
+        for kind, dim in enumerate(_INT4_SHARED_DIMS):
+            elements, scale_bytes, centre_bytes = regions[3 * kind : 3 * kind + 3]
+            part = work[:, :, kind]
+            high, low = part.amax(dim, keepdim=True), part.amin(dim, keepdim=True)
+            centres = (high / 2 + low / 2).to(_PARAMETER)
+            scales = _scales(high - centres, centres - low, 7.5)
+            _pack(part.sub_(centres).mul_(_reciprocal(scales)).add_(7.5).round_(), elements)
+            scale_bytes.copy_(_as_bytes(scales))
+            centre_bytes.copy_(_as_bytes(centres))
+
+    def _decode(self, data: Tensor, work: Tensor) -> None:
+        regions = data.split_with_sizes(self._layout(work.shape[1:]), dim=1)
+        for kind, dim in enumerate(_INT4_SHARED_DIMS):
+            elements, scale_bytes, centre_bytes = regions[3 * kind : 3 * kind + 3]
+            part = work[:, :, kind]
+            shared = part.select(dim, 0).unsqueeze(dim).shape
+            scales = _from_bytes(scale_bytes, _PARAMETER).view(shared)
+            centres = _from_bytes(centre_bytes, _PARAMETER).view(shared)
+            _unpack(elements, part)
+            part.sub_(7.5).mul_(scales).add_(centres)
+
+    @staticmethod
+    def _layout(block_shape: Sequence[int]) -> list[int]:
+        """Bytes of elements, scales and centres of the keys, then of the values."""
+        num_layers, _, block_size, num_kv_heads, head_dim = block_shape
+        elements = num_layers * block_size * num_kv_heads * -(-head_dim // 2)
+        of_keys = num_layers * num_kv_heads * head_dim * _PARAMETER.itemsize
+        of_values = num_layers * block_size * num_kv_heads * _PARAMETER.itemsize
+        return [elements, of_keys, of_keys, elements, of_values, of_values]
+
+
+# Of [..., block_size, num_kv_heads, head_dim], what shares a scale: for keys, for values.
+_INT4_SHARED_DIMS = (-3, -1)
+
+
+def _pack(nibbles: Tensor, out: Tensor) -> None:
+    """Write nibbles [n, ..., D], float32, to out [n, bytes]: the first half of D in the low bits, the rest above it."""
+    low, high = nibbles.to(torch.uint8).tensor_split([-(-nibbles.shape[-1] // 2)], dim=-1)
+    packed = out.view(low.shape)
+    # A NaN became any byte: it must not reach its neighbour, which may have another scale.
+    torch.bitwise_and(low, 15, out=packed)
+    packed[..., : high.shape[-1]].bitwise_or_(high.bitwise_left_shift_(4))
+
+
+def _unpack(data: Tensor, nibbles: Tensor) -> None:
+    """Write what `_pack` wrote to nibbles [n, ..., D], float32."""
+    low, high = nibbles.tensor_split([-(-nibbles.shape[-1] // 2)], dim=-1)
+    packed = data.view(low.shape)
+    low.copy_(packed & 15)
+    high.copy_(packed[..., : high.shape[-1]] >> 4)
+
+
+def _slabs(blocks: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Runs of blocks, each with float32 room for them that the next one gets too."""
+    num_blocks, *block_shape = blocks.shape
+    step = max(1, _SLAB_BYTES[blocks.device.type] // (math.prod(block_shape) * torch.float32.itemsize))
+    work = torch.empty(min(step, num_blocks), *block_shape, device=blocks.device)
+    for start in range(0, num_blocks, step):
+        yield slice(start, start + step), work[: num_blocks - start]
+
+
+def _scales(high: Tensor, low: Tensor, largest: float) -> Tensor:
+    """Scales by which the larger of two magnitudes becomes `largest`.
+
+    NOTE: rounding may make them too small by 1 part in 2^8. 127 and 448 then still round to themselves, and 7.5 + 7.5
+    to 15: nothing needs to be clamped.
+    """
+    return torch.maximum(high, low).div_(largest).to(_PARAMETER)
+
+
+def _reciprocal(scales: Tensor) -> Tensor:
+    return scales.float().clamp_min_(_SMALLEST_NORMAL).reciprocal_()
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """x [n, ...] as uint8 [n, bytes]; a copy only if an item is not contiguous."""
+    rows = x.flatten(1)
+    return (rows if rows.stride(1) == 1 else rows.contiguous()).view(torch.uint8)
+
+
+def _from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """data [n, bytes] as [n, bytes / itemsize] of `dtype`; a copy only if it is not aligned for that."""
+    offsets = (data.data_ptr(), data.storage_offset(), data.stride(0))
+    is_aligned = all(offset % dtype.itemsize == 0 for offset in offsets)
+    return (data if is_aligned else data.clone(memory_format=torch.contiguous_format)).view(dtype)
+
+
+_CODECS: dict[str, Callable[[], Codec]] = {
+    codec.name: codec for codec in (_RawCodec, _Fp8Codec, _Int8Codec, _Int4Codec)
+}
+CODEC_NAMES = tuple(_CODECS)
+
+
+def create_codec(name: str) -> Codec:
+    """The codec of that name. Raises ConfigError if there is none."""
+    if name not in _CODECS:
+        raise ConfigError(f"codec={name!r} is not known; use one of: {', '.join(CODEC_NAMES)}")
+    return _CODECS[name]()
