@@ -1,0 +1,25 @@
+"""KV below the pool: host memory, local disk, object store. They see bytes by digest, never tokens or requests."""
+
+from __future__ import annotations
+
+from kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure
+from kv_transfer.tiers.disk import DiskStore
+from kv_transfer.tiers.memory import MemoryStore
+from kv_transfer.tiers.object import ObjectStore
+from kv_transfer.tiers.throttled import ThrottledStore
+from kv_transfer.tiers.tier import Load, Tier, TierStats, Write
+
+__all__ = [
+    "Block",
+    "BlockName",
+    "BlockStore",
+    "DiskStore",
+    "Failure",
+    "Load",
+    "MemoryStore",
+    "ObjectStore",
+    "ThrottledStore",
+    "Tier",
+    "TierStats",
+    "Write",
+]

@@ -1,0 +1,133 @@
+"""L4: blocks in an object store (S3, GCS, Azure, or a folder by file://), shared by all hosts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure, file_name, parse_file_name
+from kv_transfer.tiers.footer import FOOTER_BYTES, make_footer
+from protocol.errors import ConfigError
+
+__all__ = ["ObjectStore"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_RETRIES = 2
+_FIRST_BACKOFF_S = 0.05
+
+
+class ObjectStore(BlockStore):
+    """Objects `<url>/<namespace>/<digest>-<parent>`; the object store itself publishes them whole.
+
+    A read or write takes at most about twice `timeout_s`, retries included; a listing, that per page. Credentials and
+    endpoint come from the environment, as the cloud's own tools read them, or from `options` by obstore's names.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        namespace: bytes,
+        block_bytes: int,
+        *,
+        timeout_s: float = 2.0,
+        options: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(block_bytes)
+        self._obstore = _import_obstore()
+        self._errors = (self._obstore.exceptions.BaseError, OSError)
+        self._absent_errors = (self._obstore.exceptions.NotFoundError, FileNotFoundError)
+        self._url = url
+        self._folder = namespace.hex()
+        self._store = _open(self._obstore, url, timeout_s, options or {})
+
+    @override
+    def read(self, name: BlockName, scratch: Block) -> Block | Failure:
+        try:
+            content = self._obstore.get(self._store, self._path(name)).bytes()
+        except self._errors as exc:
+            if isinstance(exc, self._absent_errors):
+                return Failure.ABSENT
+            return self._unreachable("cannot read a block", exc)
+        stored = np.frombuffer(content, np.uint8)
+        data, footer = stored[: self.block_bytes], stored[self.block_bytes :]
+        if data.nbytes != self.block_bytes or footer.tobytes() != make_footer(name, data):
+            self.delete(name)
+            return Failure.CORRUPT
+        return data
+
+    @override
+    def write(self, name: BlockName, data: Block) -> Failure | None:
+        content = np.empty(data.nbytes + FOOTER_BYTES, np.uint8)
+        np.copyto(content[: data.nbytes], data)  # lets go of the interpreter lock, unlike joining bytes
+        content[data.nbytes :] = np.frombuffer(make_footer(name, data), np.uint8)
+        try:
+            self._obstore.put(self._store, self._path(name), content.data, use_multipart=False)
+        except self._errors as exc:
+            return self._unreachable("cannot write a block", exc)
+        return None
+
+    @override
+    def delete(self, name: BlockName) -> None:
+        try:
+            self._obstore.delete(self._store, self._path(name))
+        except self._errors as exc:
+            if not isinstance(exc, self._absent_errors):
+                self._unreachable("cannot delete a block", exc)
+
+    @override
+    def scan(self) -> Sequence[BlockName] | Failure:
+        found: list[tuple[datetime, BlockName]] = []
+        try:
+            for page in self._obstore.list(self._store, self._folder, chunk_size=1000):
+                for entry in page:
+                    if (name := parse_file_name(entry["path"].rpartition("/")[2])) is not None:
+                        found.append((entry["last_modified"], name))
+        except self._errors as exc:
+            return self._unreachable("cannot be listed", exc)
+        found.sort(key=itemgetter(0))
+        return [name for _, name in found]
+
+    def _path(self, name: BlockName) -> str:
+        return f"{self._folder}/{file_name(name)}"
+
+    def _unreachable(self, what: str, exc: Exception) -> Failure:
+        logger.warning("%s: %s: %s", self._url, what, str(exc).partition("\n")[0])
+        return Failure.UNREACHABLE
+
+
+def _import_obstore() -> Any:
+    try:
+        import obstore
+        import obstore.exceptions
+        import obstore.store
+    except ImportError as exc:
+        raise ConfigError(
+            f"the object store tier cannot be loaded ({exc}); pip install 'tandem-serve[worker]'"
+        ) from exc
+    return obstore
+
+
+def _open(obstore: Any, url: str, timeout_s: float, options: Mapping[str, str]) -> Any:
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        if url.startswith("file:"):
+            return obstore.store.from_url(url, mkdir=True)
+        return obstore.store.from_url(
+            url,
+            config=dict(options),
+            client_options={"timeout": timeout, "connect_timeout": timeout, "allow_http": True},
+            retry_config={
+                "max_retries": _MAX_RETRIES,
+                "retry_timeout": timeout,
+                "backoff": {"init_backoff": timedelta(seconds=_FIRST_BACKOFF_S), "max_backoff": timeout, "base": 2},
+            },
+        )
+    except (obstore.exceptions.BaseError, OSError, ValueError) as exc:
+        raise ConfigError(f"object store {url!r} cannot be opened: {str(exc).partition(chr(10))[0]}") from exc

@@ -1,0 +1,58 @@
+"""A slow store, to test and measure what depends on a tier's speed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from typing_extensions import override
+
+from kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure
+
+__all__ = ["ThrottledStore"]
+
+
+class ThrottledStore(BlockStore):
+    """Another store whose reads and writes share `bytes_per_s` and each take at least `latency_s`.
+
+    Both may be changed at any time, for the calls that come after.
+    """
+
+    def __init__(self, store: BlockStore, *, bytes_per_s: float = float("inf"), latency_s: float = 0.0) -> None:
+        super().__init__(store.block_bytes)
+        self.bytes_per_s = bytes_per_s
+        self.latency_s = latency_s
+        self._store = store
+        self._free_at = 0.0  # when the bytes of all calls so far are through
+        self._lock = threading.Lock()
+
+    @override
+    def read(self, name: BlockName, scratch: Block) -> Block | Failure:
+        self._wait()
+        return self._store.read(name, scratch)
+
+    @override
+    def write(self, name: BlockName, data: Block) -> Failure | None:
+        self._wait()
+        return self._store.write(name, data)
+
+    @override
+    def delete(self, name: BlockName) -> None:
+        self._store.delete(name)
+
+    @override
+    def scan(self) -> Sequence[BlockName] | Failure:
+        return self._store.scan()
+
+    @override
+    def close(self) -> None:
+        self._store.close()
+
+    def _wait(self) -> None:
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now) + self.block_bytes / self.bytes_per_s
+            wait_s = self._free_at - now + self.latency_s
+        if wait_s > 0:
+            time.sleep(wait_s)

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kv_transfer.tiers.store_world import S3Server, World
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    server = S3Server()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
+    """A store's place; of which kind, says the test by indirect parameters."""
+    server = request.getfixturevalue("s3_server") if request.param == "object-s3" else None
+    return World(request.param, tmp_path, server)

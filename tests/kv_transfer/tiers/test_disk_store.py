@@ -1,0 +1,202 @@
+"""The disk tier where the world is at its worst: killed writers, full disks, strange files, shared folders."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kv_transfer.tiers import DiskStore, Failure
+from protocol.errors import ConfigError
+from tests.kv_transfer.tiers.store_world import BLOCK_BYTES, NAMESPACE, World, chain, content, name_of, read
+
+LARGE_BYTES = 2_000_000
+NUM_KILLS = 3
+
+# Writes blocks with numbers from `first` on and says so after each, until it is killed.
+WRITER = f"""
+import sys
+from pathlib import Path
+from tests.kv_transfer.tiers.store_world import NAMESPACE, content, name_of
+from kv_transfer.tiers import DiskStore
+store = DiskStore(Path(sys.argv[1]), NAMESPACE, {LARGE_BYTES})
+for number in range(int(sys.argv[2]), int(sys.argv[3])):
+    name = name_of(number)
+    assert store.write(name, content(name, {LARGE_BYTES})) is None
+    print(number, flush=True)
+"""
+
+
+def start_writer(folder: Path, first: int, end: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder), str(first), str(end)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    )
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World("disk", tmp_path)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for a few blocks."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, timeout=10).returncode != 0:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True, timeout=10)
+
+
+def unfinished_files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.suffix == ".tmp"]
+
+
+def test_writers_killed_in_mid_write_leave_whole_blocks_only(tmp_path: Path) -> None:
+    seed = 20
+    print(f"seed={seed}")
+    rng = random.Random(seed)
+    reported: list[int] = []
+    for turn in range(NUM_KILLS):
+        writer = start_writer(tmp_path, 1000 * turn, 1000 * (turn + 1))
+        assert writer.stdout is not None
+        reported += [int(writer.stdout.readline()) for _ in range(rng.randint(1, 4))]
+        while not unfinished_files(tmp_path) and writer.poll() is None:
+            pass  # so that it dies while a file is being written, most times
+        writer.kill()
+        reported += [int(line) for line in writer.communicate(timeout=20)[0].splitlines()]
+
+    store = DiskStore(tmp_path, NAMESPACE, LARGE_BYTES)
+    found = store.scan()
+    assert {name_of(number) for number in reported} <= set(found)
+    assert all(read(store, name) is True for name in found)
+
+    left_behind = unfinished_files(tmp_path)
+    for path in left_behind:
+        os.utime(path, (0, 0))
+    store.scan()
+    assert unfinished_files(tmp_path) == []
+    assert set(store.scan()) == set(found)
+
+
+def test_scan_leaves_the_files_of_writers_at_work(world: World, tmp_path: Path) -> None:
+    store = world.open()
+    store.write(name_of(1), content(name_of(1)))
+    at_work = world.path(name_of(1)).with_suffix(".0a1b2c3d.tmp")
+    at_work.write_bytes(b"half")
+    assert store.scan() == [name_of(1)]
+    assert unfinished_files(tmp_path) == [at_work]
+
+
+def test_processes_share_a_folder(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, NAMESPACE, LARGE_BYTES)
+    writers = [start_writer(tmp_path, 0, 20) for _ in range(2)]
+    deadline = time.monotonic() + 30
+    results: list[Failure | bool] = []
+    while any(writer.poll() is None for writer in writers):
+        assert time.monotonic() < deadline
+        results += [read(store, name_of(number)) for number in range(0, 20, 5)]
+    assert [writer.wait() for writer in writers] == [0, 0]
+    for writer in writers:
+        assert writer.stdout is not None
+        writer.stdout.close()
+    assert set(results) <= {True, Failure.ABSENT}
+    assert sorted(store.scan()) == sorted(name_of(number) for number in range(20))
+    assert all(read(store, name_of(number)) is True for number in range(20))
+
+
+def test_scan_is_ordered_by_age(world: World) -> None:
+    store = world.open()
+    names = chain(5, 200, 3, 100)
+    for name in names:
+        store.write(name, content(name))
+    for age, name in enumerate(names):
+        os.utime(world.path(name), (1000 - age, 1000 - age))
+    assert store.scan() == names[::-1]
+
+
+def test_a_folder_in_place_of_the_file_is_a_miss(world: World) -> None:
+    store = world.open()
+    store.write(name_of(1), content(name_of(1)))
+    path = world.path(name_of(1))
+    path.unlink()
+    path.mkdir()
+    assert read(store, name_of(1)) is Failure.CORRUPT
+
+
+def test_foreign_files_are_not_blocks(world: World, tmp_path: Path) -> None:
+    store = world.open()
+    store.write(name_of(1), content(name_of(1)))
+    folder = world.path(name_of(1)).parent
+    for name in ("README", "-", "00-11", "zz-", f"{bytes(16).hex()}-{bytes(15).hex()}"):
+        (folder / name).write_bytes(b"x" * BLOCK_BYTES)
+    assert store.scan() == [name_of(1)]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_write_that_fails_drops_the_block(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    store = world.open()
+
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", fail)
+        expected = Failure.UNREACHABLE if code == errno.EIO else Failure.FULL
+        assert store.write(name_of(1), content(name_of(1))) is expected
+    assert read(store, name_of(1)) is Failure.ABSENT
+    assert unfinished_files(tmp_path) == []
+    assert store.write(name_of(1), content(name_of(1))) is None
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE])
+def test_an_error_of_the_file_is_not_one_of_this_process(
+    world: World, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    store = world.open()
+    store.write(name_of(1), content(name_of(1)))
+
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fail)
+        failure = read(store, name_of(1))
+    if code == errno.EIO:
+        assert (failure, read(store, name_of(1))) == (Failure.CORRUPT, Failure.ABSENT)
+    else:
+        assert (failure, read(store, name_of(1))) == (Failure.UNREACHABLE, True)
+
+
+def test_a_full_disk_keeps_what_it_has(tiny_disk: Path) -> None:
+    store = DiskStore(tiny_disk, NAMESPACE, BLOCK_BYTES)
+    results = [store.write(name_of(number), content(name_of(number))) for number in range(20)]
+    num_stored = results.count(None)
+    assert 0 < num_stored < 20
+    assert set(results) == {None, Failure.FULL}
+    assert unfinished_files(tiny_disk) == []
+    found = store.scan()
+    assert len(found) == num_stored
+    assert all(read(store, name) is True for name in found)
+    store.delete(found[0])
+    assert store.write(name_of(99), content(name_of(99))) is None
+
+
+def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError, match="disk tier"):
+        DiskStore(tmp_path / "file" / "blocks", NAMESPACE, BLOCK_BYTES)

@@ -1,0 +1,97 @@
+"""The object store tier when its server dies, hangs and comes back."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kv_transfer.tiers import Failure, ObjectStore
+from protocol.errors import ConfigError
+from tests.kv_transfer.tiers.store_world import (
+    BLOCK_BYTES,
+    NAMESPACE,
+    S3_TIMEOUT_S,
+    Clock,
+    S3Server,
+    World,
+    chain,
+    content,
+    get,
+    make_tier,
+    name_of,
+    poll_until,
+    put,
+    read,
+)
+
+BOUND_S = 2 * S3_TIMEOUT_S + 1.0
+PAUSE_S = 0.2
+
+
+@pytest.fixture
+def mortal_server() -> Iterator[S3Server]:
+    """One that only this test uses."""
+    server = S3Server()
+    yield server
+    server.kill()
+
+
+def test_a_hanging_server_is_a_bounded_failure(s3_server: S3Server, tmp_path: Path) -> None:
+    store = World("object-s3", tmp_path, s3_server).open()
+    store.write(name_of(1), content(name_of(1)))
+    s3_server.signal(signal.SIGSTOP)
+    for call in (lambda: read(store, name_of(1)), lambda: store.write(name_of(2), content(name_of(2))), store.scan):
+        begun_at = time.monotonic()
+        assert call() is Failure.UNREACHABLE
+        assert time.monotonic() - begun_at < BOUND_S
+    s3_server.signal(signal.SIGCONT)
+    assert read(store, name_of(1)) is True
+
+
+def test_a_tier_goes_on_without_a_killed_server_and_with_the_next(mortal_server: S3Server, tmp_path: Path) -> None:
+    clock = Clock()
+    tier = make_tier(World("object-s3", tmp_path, mortal_server).open(), pause_s=PAUSE_S, clock=clock)
+    names = chain(1, 2, 3, 4)
+    put(tier, names)
+    assert get(tier, names) == 4
+
+    mortal_server.kill()
+    begun_at = time.monotonic()
+    assert get(tier, names) == 0
+    assert time.monotonic() - begun_at < BOUND_S
+    assert tier.count_present([name.digest for name in names]) == 0
+    assert tier.store(*name_of(9), content(name_of(9))) is None
+
+    mortal_server.start()  # it has lost everything
+    clock.now += PAUSE_S
+    poll_until(tier, lambda: tier.digests() == [])
+    put(tier, names)
+    assert get(tier, names) == 4
+    stats = tier.stats()
+    assert stats.num_drops["unreachable"] == 1
+    assert (stats.num_hits, stats.num_misses) == (8, {"unreachable": 4})
+    tier.check_integrity(idle=True)
+    tier.close()
+
+
+def test_a_scan_that_failed_is_made_again(s3_server: S3Server, tmp_path: Path) -> None:
+    world = World("object-s3", tmp_path, s3_server)
+    world.open().write(name_of(1), content(name_of(1)))
+    s3_server.signal(signal.SIGSTOP)
+    tier = make_tier(world.open(), pause_s=PAUSE_S)
+    assert tier.digests() == []
+    s3_server.signal(signal.SIGCONT)
+    poll_until(tier, lambda: tier.digests() == [name_of(1).digest])
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "options"), [("gopher://bucket", {}), ("bucket", {}), ("s3://bucket", {"no_such_option": "1"})]
+)
+def test_a_bad_url_or_option_is_a_config_error(url: str, options: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        ObjectStore(url, NAMESPACE, BLOCK_BYTES, options=options)

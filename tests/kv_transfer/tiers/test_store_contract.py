@@ -1,0 +1,165 @@
+"""What every store promises, asserted of each of them by the same tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from kv_transfer.tiers import BlockName, Failure
+from tests.kv_transfer.tiers.store_world import BLOCK_BYTES, KINDS, PERSISTENT, World, chain, content, name_of, read
+
+every_kind = pytest.mark.parametrize("world", KINDS, indirect=True)
+every_persistent_kind = pytest.mark.parametrize("world", PERSISTENT, indirect=True)
+
+
+@every_kind
+def test_bytes_come_back_under_their_name_alone(world: World) -> None:
+    store = world.open()
+    names = chain(1, 2, 3)
+    assert [store.write(name, content(name)) for name in names[:2]] == [None, None]
+    assert [read(store, name) for name in names] == [True, True, Failure.ABSENT]
+
+
+@every_kind
+@pytest.mark.parametrize("block_bytes", [1, 4096, 368_640])
+def test_any_block_size(world: World, block_bytes: int) -> None:
+    store = world.open(num_blocks=2, block_bytes=block_bytes)
+    name = name_of(7, parent=6)
+    assert store.write(name, content(name, block_bytes)) is None
+    assert read(store, name) is True
+
+
+@every_kind
+def test_what_was_written_does_not_follow_the_buffer(world: World) -> None:
+    store = world.open()
+    data = content(name_of(1))
+    store.write(name_of(1), data)
+    data[:] = 0
+    assert read(store, name_of(1)) is True
+
+
+@every_kind
+def test_writing_a_block_again_changes_nothing(world: World) -> None:
+    store = world.open(num_blocks=1)
+    for _ in range(3):
+        assert store.write(name_of(1), content(name_of(1))) is None
+    assert read(store, name_of(1)) is True
+    assert store.scan() == [name_of(1)]
+
+
+@every_kind
+def test_a_deleted_block_is_absent(world: World) -> None:
+    store = world.open()
+    for name in chain(1, 2):
+        store.write(name, content(name))
+    for _ in range(2):
+        store.delete(name_of(1))
+    assert read(store, name_of(1)) is Failure.ABSENT
+    assert store.scan() == [name_of(2, parent=1)]
+
+
+@every_kind
+def test_scan_names_every_block_with_its_parent(world: World) -> None:
+    store = world.open()
+    names = [*chain(*range(1, 20)), *chain(500, 501)]
+    assert store.scan() == []
+    for name in names:
+        store.write(name, content(name))
+    assert set(store.scan()) == set(names)
+
+
+@every_kind
+def test_threads_at_once(world: World) -> None:
+    store = world.open(num_blocks=100)
+
+    def work(thread: int) -> list[object]:
+        results: list[object] = []
+        for number in range(24):
+            name = name_of(number if number % 2 else 1000 * thread + number)  # every other one is everybody's
+            results += [store.write(name, content(name)), read(store, name)]
+        return results
+
+    with ThreadPoolExecutor(4) as threads:
+        assert [list(results) for results in threads.map(work, range(1, 5))] == [[None, True] * 24] * 4
+    found = store.scan()
+    assert len(found) == 12 + 4 * 12
+    assert all(read(store, name) is True for name in found)
+
+
+@every_persistent_kind
+def test_blocks_outlive_the_store(world: World) -> None:
+    store = world.open()
+    for name in chain(1, 2, 3):
+        store.write(name, content(name))
+    store.close()
+    store = world.open()
+    assert set(store.scan()) == set(chain(1, 2, 3))
+    assert [read(store, name) for name in chain(1, 2, 3)] == [True] * 3
+
+
+@every_persistent_kind
+def test_namespaces_do_not_mix(world: World) -> None:
+    store, other = world.open(), world.open(namespace=bytes(16))
+    store.write(name_of(1), content(name_of(1)))
+    assert read(other, name_of(1)) is Failure.ABSENT
+    assert other.scan() == []
+
+
+def flip(position: int) -> Callable[[bytes], bytes]:
+    def change(stored: bytes) -> bytes:
+        changed = bytearray(stored)
+        changed[position] ^= 1
+        return bytes(changed)
+
+    return change
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "first byte flipped": flip(0),
+    "a middle byte flipped": flip(BLOCK_BYTES // 2),
+    "last byte flipped": flip(BLOCK_BYTES - 1),
+    "footer flipped": flip(BLOCK_BYTES + 50),
+    "one byte short": lambda stored: stored[:-1],
+    "without its footer": lambda stored: stored[:BLOCK_BYTES],
+    "cut in the middle": lambda stored: stored[: BLOCK_BYTES // 2],
+    "empty": lambda stored: b"",
+    "zeros": lambda stored: bytes(len(stored)),
+}
+
+
+@every_persistent_kind
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_bytes_are_a_miss_and_the_block_is_gone(world: World, damage: str) -> None:
+    store = world.open()
+    for name in chain(1, 2):
+        store.write(name, content(name))
+    world.change(name_of(1), DAMAGES[damage])
+    assert read(store, name_of(1)) is Failure.CORRUPT
+    assert read(store, name_of(1)) is Failure.ABSENT
+    assert store.scan() == [name_of(2, parent=1)]
+    assert store.write(name_of(1), content(name_of(1))) is None
+    assert read(store, name_of(1)) is True
+
+
+@every_persistent_kind
+@pytest.mark.parametrize("other", [name_of(2), name_of(1, parent=9)], ids=["digest", "parent"])
+def test_a_block_under_another_name_is_a_miss(world: World, other: BlockName) -> None:
+    store = world.open()
+    taken = bytearray()
+    for name in (name_of(1), other):
+        store.write(name, content(name))
+    world.change(name_of(1), lambda stored: (taken.extend(stored), stored)[1])
+    world.change(other, lambda _: bytes(taken))
+    assert read(store, other) is Failure.CORRUPT
+
+
+def test_a_full_slab_takes_a_block_again_after_one_was_deleted() -> None:
+    store = World("memory", None).open(num_blocks=2)
+    assert [store.write(name, content(name)) for name in chain(1, 2, 3)] == [None, None, Failure.FULL]
+    store.delete(name_of(1))
+    assert store.write(name_of(4), content(name_of(4))) is None
+    assert [read(store, name) for name in (name_of(2, parent=1), name_of(4))] == [True, True]
+    assert isinstance(store.read(name_of(4), np.zeros(BLOCK_BYTES, np.uint8)), np.ndarray)

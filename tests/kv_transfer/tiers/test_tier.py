@@ -1,0 +1,401 @@
+"""Tiers: what is present, what goes first, and what happens when the store is slow, full, broken or gone."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typing_extensions import override
+
+from kv_transfer.tiers import Block, BlockName, Failure, Load, MemoryStore, ThrottledStore, Tier
+from tests.kv_transfer.tiers.store_world import (
+    BLOCK_BYTES,
+    DEADLINE_S,
+    KINDS,
+    PERSISTENT,
+    Clock,
+    World,
+    chain,
+    content,
+    digest_of,
+    get,
+    make_tier,
+    name_of,
+    poll_until,
+    put,
+    zeros,
+)
+
+every_kind = pytest.mark.parametrize("world", KINDS, indirect=True)
+
+
+class ScriptedStore(MemoryStore):
+    """Memory that fails as it is told, can be held up, and notes what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(BLOCK_BYTES, 100)
+        self.failures: dict[bytes, Failure] = {}  # by digest
+        self.go = threading.Event()
+        self.go.set()
+        self.calls: list[tuple[str, bytes]] = []
+
+    @override
+    def read(self, name: BlockName, scratch: Block) -> Block | Failure:
+        self._pass("read", name)
+        return self.failures.get(name.digest) or super().read(name, scratch)
+
+    @override
+    def write(self, name: BlockName, data: Block) -> Failure | None:
+        self._pass("write", name)
+        return self.failures.get(name.digest) or super().write(name, data)
+
+    def _pass(self, call: str, name: BlockName) -> None:
+        self.calls.append((call, name.digest))
+        assert self.go.wait(DEADLINE_S)
+
+
+def digests(*numbers: int) -> list[bytes]:
+    return [digest_of(number) for number in numbers]
+
+
+def hold(tier: Tier, store: ScriptedStore, number: int = 1) -> tuple[Load, Block]:
+    """A load of one block in whose read a thread hangs until `store.go` is set."""
+    store.go.clear()
+    num_calls = len(store.calls)
+    buffers = zeros()
+    load = tier.load(digests(number), buffers)
+    poll_until(tier, lambda: len(store.calls) > num_calls)
+    return load, buffers[0]
+
+
+@every_kind
+def test_a_chain_comes_back_as_far_as_it_is_present(world: World) -> None:
+    tier = make_tier(world.open())
+    names = chain(1, 2, 3, 4, 5)
+    put(tier, [*names[:3], names[4]])
+    assert tier.count_present(digests(1, 2, 3, 4, 5)) == 3
+    assert tier.count_present(digests(5)) == 1
+    assert tier.count_present(digests(9, 1)) == 0
+    assert tier.count_present([]) == 0
+    assert get(tier, names) == 3
+    assert get(tier, names[1:3]) == 2
+    stats = tier.stats()
+    assert (stats.num_hits, stats.num_misses) == (5, {"absent": 2})
+    assert (stats.num_blocks, stats.num_stored, stats.num_drops) == (4, 4, {})
+    assert (stats.bytes_in, stats.bytes_out) == (4 * BLOCK_BYTES, 5 * BLOCK_BYTES)
+    assert stats.seconds_in > 0
+    assert stats.seconds_out > 0
+    tier.check_integrity(idle=True)
+    tier.close()
+
+
+@every_kind
+def test_leaves_go_before_the_blocks_they_hang_from(world: World) -> None:
+    store = world.open(num_blocks=4)
+    tier = make_tier(store, capacity=4)
+    put(tier, chain(1, 2, 3, 4))
+    assert tier.take_events() == (digests(1, 2, 3, 4), [])
+    put(tier, chain(11, 12))
+    assert tier.digests() == digests(1, 2, 11, 12)
+    assert tier.take_events() == (digests(11, 12), digests(4, 3))
+    assert tier.stats().num_evictions == 2
+    assert get(tier, chain(1, 2)) == 2
+    put(tier, chain(21))
+    assert tier.digests() == digests(1, 2, 11, 21)
+    poll_until(tier, lambda: not tier.is_busy)
+    found = store.scan()
+    assert {name.digest for name in found} == set(tier.digests())
+    tier.check_integrity(idle=True)
+    tier.close()
+
+
+@pytest.mark.parametrize("world", PERSISTENT, indirect=True)
+def test_after_a_restart_blocks_and_their_chains_are_known(world: World) -> None:
+    tier = make_tier(world.open())
+    put(tier, chain(1, 2, 3, 4))
+    tier.close()
+
+    tier = make_tier(world.open(), capacity=4)
+    assert set(tier.take_events()[0]) == set(digests(1, 2, 3, 4))
+    assert get(tier, chain(1, 2, 3, 4)) == 4
+    put(tier, chain(11))
+    assert set(tier.digests()) == set(digests(1, 2, 3, 11))
+    tier.close()
+
+    tier = make_tier(world.open(), capacity=2)  # a smaller one
+    poll_until(tier, lambda: not tier.is_busy)
+    assert tier.stats().num_blocks == 2
+    assert tier.stats().num_evictions == 2
+    assert digest_of(3) not in tier
+    tier.check_integrity(idle=True)
+    tier.close()
+
+
+@every_kind
+def test_random_loads_and_stores_never_bring_wrong_bytes(world: World) -> None:
+    seed = 7
+    print(f"seed={seed}")
+    rng = random.Random(seed)
+    capacity = 12
+    tier = make_tier(world.open(num_blocks=capacity), capacity=capacity, num_threads=4, max_queued_stores=6)
+    chains = [chain(*range(10 * number, 10 * number + 6)) for number in range(1, 6)]
+    loads: list[tuple[Load, list[BlockName], Block]] = []
+    num_asked = num_checked = 0
+    for _ in range(300):
+        names = rng.choice(chains)[: rng.randint(1, 6)]
+        if rng.random() < 0.5:
+            buffers = zeros(len(names))
+            loads.append((tier.load([name.digest for name in names], buffers), names, buffers))
+            num_asked += len(names)
+            if rng.random() < 0.1:
+                loads[-1][0].abandon()
+        else:
+            for name in names:
+                tier.store(*name, content(name))
+        tier.poll()
+        if rng.random() < 0.05:
+            poll_until(tier, lambda: not tier.is_busy)
+        tier.check_integrity()
+    poll_until(tier, lambda: not tier.is_busy)
+    for load, names, buffers in loads:
+        num_checked += load.num_loaded
+        for name, buffer in zip(names[: load.num_loaded], buffers, strict=False):
+            assert np.array_equal(buffer, content(name))
+    tier.check_integrity(idle=True)
+    stats = tier.stats()
+    assert stats.num_hits + sum(stats.num_misses.values()) == num_asked
+    assert num_checked > 20
+    tier.close()
+
+
+def test_a_load_is_whole_or_says_why_not() -> None:
+    store = ScriptedStore()
+    tier = make_tier(store)
+    put(tier, chain(1, 2, 3, 4))
+    tier.take_events()
+    store.failures[digest_of(3)] = Failure.CORRUPT
+    load = tier.load(digests(1, 2, 3, 4), zeros(4))
+    poll_until(tier, lambda: load.is_done)
+    assert (load.num_loaded, load.failure, load.is_complete) == (2, "corrupt", False)
+    assert tier.take_events() == ([], digests(3))
+    assert tier.stats().num_misses == {"corrupt": 2}
+    load = tier.load(digests(1, 2), zeros(2))
+    poll_until(tier, lambda: load.is_done)
+    assert (load.num_loaded, load.failure, load.is_complete) == (2, "", True)
+    tier.check_integrity(idle=True)
+    tier.close()
+
+
+def test_an_abandoned_load_is_done_at_once_and_never_touches_its_buffers_again() -> None:
+    store = ScriptedStore()
+    tier = make_tier(store)
+    put(tier, chain(1, 2))
+    load, buffer = hold(tier, store)
+    load.abandon()
+    tier.poll()
+    assert (load.is_done, load.num_loaded, load.failure) == (True, 0, "abandoned")
+    store.go.set()
+    assert get(tier, chain(1, 2)) == 2  # the only thread has come back
+    assert not buffer.any()
+    assert tier.stats().num_misses == {"abandoned": 1}
+    tier.close()
+
+
+def test_a_load_is_given_up_at_its_deadline() -> None:
+    store, clock = ScriptedStore(), Clock()
+    tier = make_tier(store, clock=clock, load_timeout_s=5.0)
+    put(tier, chain(1))
+    load, buffer = hold(tier, store)
+    clock.now += 4.9
+    tier.poll()
+    assert not load.is_done
+    clock.now += 0.1
+    tier.poll()
+    assert (load.is_done, load.failure, tier.stats().num_misses) == (True, "late", {"late": 1})
+    store.go.set()
+    tier.close()
+    assert not buffer.any()
+
+
+def test_loads_go_before_stores() -> None:
+    store = ScriptedStore()
+    tier = make_tier(store)
+    put(tier, chain(1, 2, 3))
+    hold(tier, store)
+    del store.calls[:]
+    writes = [tier.store(*name, content(name)) for name in chain(11, 12)]
+    load = tier.load(digests(2, 3), zeros(2))
+    store.go.set()
+    poll_until(tier, lambda: load.is_done and all(write is not None and write.is_done for write in writes))
+    assert [call for call, _ in store.calls] == ["read", "read", "write", "write"]
+    tier.close()
+
+
+def test_stores_beyond_the_queue_are_dropped() -> None:
+    store = ScriptedStore()
+    tier = make_tier(store, max_queued_stores=2)
+    store.go.clear()
+    writes = [tier.store(*name, content(name)) for name in chain(1, 2, 3, 4)]
+    assert [write is not None for write in writes] == [True, True, False, False]
+    assert digest_of(1) in tier
+    assert tier.count_present(digests(1)) == 0  # not before it is written
+    assert tier.store(*name_of(1), content(name_of(1))) is None  # no second time, and no drop
+    assert tier.stats().num_queued_stores == 2
+    assert tier.stats().num_drops == {"queue full": 2}
+    store.go.set()
+    poll_until(tier, lambda: not tier.is_busy)
+    assert tier.digests() == digests(1, 2)
+    tier.close()
+
+
+def test_blocks_being_loaded_are_not_evicted() -> None:
+    store = ScriptedStore()
+    tier = make_tier(store, capacity=2)
+    put(tier, chain(1, 2))
+    load, _ = hold(tier, store, number=2)
+    assert tier.store(*name_of(9), content(name_of(9))) is None
+    assert tier.stats().num_drops == {"not worth it": 1}
+    store.go.set()
+    poll_until(tier, lambda: load.is_done)
+    put(tier, chain(9))
+    assert tier.digests() == digests(1, 9)
+    tier.check_integrity(idle=True)
+    tier.close()
+
+
+def test_a_block_whose_child_is_in_use_does_not_exceed_the_capacity() -> None:
+    store = ScriptedStore()
+    tier = make_tier(store, capacity=1)
+    put(tier, [name_of(2, parent=1)])
+    hold(tier, store, number=2)
+    assert tier.store(*name_of(1), content(name_of(1))) is None  # neither of the two is a leaf that may go
+    tier.check_integrity()
+    store.go.set()
+    tier.close()
+
+
+def test_a_block_evicted_during_a_scan_does_not_come_back(tmp_path: Path) -> None:
+    world, clock = World("disk", tmp_path), Clock()
+    tier = make_tier(world.open(), capacity=2, clock=clock, rescan_s=60.0)
+    put(tier, chain(1, 2))
+    clock.now += 60.0
+    tier.poll()  # begins the scan
+    deadline = time.monotonic() + DEADLINE_S
+    while not tier._done:
+        assert time.monotonic() < deadline
+    put(tier, chain(9))
+    poll_until(tier, lambda: not tier.is_busy)
+    assert tier.digests() == digests(1, 9)
+    assert tier.stats().num_evictions == 1
+    tier.close()
+
+
+def test_a_chain_longer_than_the_tier_keeps_its_beginning() -> None:
+    tier = make_tier(ScriptedStore(), capacity=3)
+    put(tier, chain(1, 2, 3, 4, 5))
+    assert tier.digests() == digests(1, 2, 3)
+    assert tier.stats().num_drops == {"not worth it": 2}
+    tier.close()
+
+
+def test_a_full_store_makes_room_by_itself() -> None:
+    store = ScriptedStore()
+    tier = make_tier(store, capacity=10)
+    put(tier, chain(1, 2, 3))
+    store.failures[digest_of(9)] = Failure.FULL
+    put(tier, chain(9))
+    assert tier.digests() == digests(1, 2)
+    stats = tier.stats()
+    assert (stats.num_drops, stats.num_evictions) == ({"full": 1}, 1)
+    poll_until(tier, lambda: len(store.scan()) == 2)
+    tier.check_integrity(idle=True)
+    tier.close()
+
+
+def test_an_unreachable_store_is_left_alone_for_a_while() -> None:
+    store, clock = ScriptedStore(), Clock()
+    tier = make_tier(store, clock=clock, pause_s=3.0)
+    put(tier, chain(1, 2, 3))
+    store.failures[digest_of(2)] = Failure.UNREACHABLE
+    assert get(tier, chain(1, 2, 3)) == 1
+    assert tier.count_present(digests(1)) == 0
+    assert get(tier, chain(1)) == 0
+    assert tier.store(*name_of(9), content(name_of(9))) is None
+    assert tier.stats().num_misses == {"unreachable": 3}
+    assert tier.stats().num_drops == {"unreachable": 1}
+    clock.now += 3.0
+    store.failures.clear()
+    assert get(tier, chain(1, 2, 3)) == 3  # nothing was forgotten
+    tier.close()
+
+
+@pytest.mark.parametrize("world", PERSISTENT, indirect=True)
+def test_what_another_worker_adds_or_removes_is_noticed(world: World) -> None:
+    store, other, clock = world.open(), world.open(), Clock()
+    tier = make_tier(store, clock=clock, rescan_s=60.0)
+    put(tier, chain(1, 2, 3, 4))
+    tier.take_events()
+    other.delete(name_of(2, parent=1))
+    assert get(tier, chain(1, 2, 3, 4)) == 1
+    assert tier.take_events() == ([], digests(2))  # found out by asking for it
+    assert tier.stats().num_misses == {"absent": 3}
+
+    other.delete(name_of(3, parent=2))
+    other.write(name_of(5, parent=4), content(name_of(5)))
+    clock.now += 60.0
+    poll_until(tier, lambda: digest_of(5) in tier and not tier.is_busy)
+    assert tier.take_events() == (digests(5), digests(3))
+    tier.check_integrity(idle=True)
+    tier.close()
+
+
+def test_close_writes_what_is_queued(tmp_path: Path) -> None:
+    world = World("disk", tmp_path)
+    tier = make_tier(world.open())
+    for name in chain(*range(1, 40)):
+        tier.store(*name, content(name))
+    tier.close()
+    found = world.open().scan()
+    assert len(found) == 39
+    assert tier.stats().num_stored == 39
+
+
+def test_close_does_not_wait_for_a_thread_that_hangs() -> None:
+    store = ScriptedStore()
+    tier = make_tier(store)
+    put(tier, chain(1))
+    load, _ = hold(tier, store)
+    begun_at = time.monotonic()
+    tier.close(timeout_s=0.1)
+    tier.close()
+    assert time.monotonic() - begun_at < 5.0
+    assert (load.is_done, load.failure) == (True, "closed")
+    assert tier.count_present(digests(1)) == 0
+    assert tier.store(*name_of(2), content(name_of(2))) is None
+    assert tier.load(digests(1), zeros()).is_done
+    store.go.set()
+
+
+def test_a_throttled_store_is_as_slow_as_it_is_told() -> None:
+    store = ThrottledStore(MemoryStore(BLOCK_BYTES, 10), bytes_per_s=BLOCK_BYTES / 0.02, latency_s=0.03)
+    tier = make_tier(store, num_threads=4)
+    begun_at = time.monotonic()
+    put(tier, chain(1, 2, 3, 4))  # side by side, but through one pipe
+    assert 4 * 0.02 + 0.03 <= time.monotonic() - begun_at < 5.0
+    store.bytes_per_s, store.latency_s = float("inf"), 0.0
+    assert get(tier, chain(1, 2, 3, 4)) == 4
+    tier.close()
+
+
+@pytest.mark.parametrize("buffer", [np.zeros(BLOCK_BYTES - 1, np.uint8), np.zeros(BLOCK_BYTES, np.int8)])
+def test_a_buffer_that_is_no_block_is_a_mistake_of_the_caller(buffer: Block) -> None:
+    tier = make_tier(ScriptedStore())
+    with pytest.raises(AssertionError, match="is no block"):
+        tier.store(*name_of(1), buffer)
+    with pytest.raises(AssertionError, match="is no block"):
+        tier.load(digests(1), [buffer])
+    tier.close()
