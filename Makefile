@@ -13,11 +13,10 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup.sh scripts/debian-package
 	@touch $@
 
 .PHONY: help setup serve test test-slow lint types bench bench-all loadtest clean constraints
-.PHONY: bench-equality bench-cancel bench-second-turn bench-interference bench-exposure bench-role-flip bench-throughput
 
 help: ## show this list
 	@echo "Tandem: make <target> [ARGS='flags of the tandem command']"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-zA-Z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with everything in it
 
@@ -40,30 +39,18 @@ types: $(STAMP) ## mypy, strict on our packages
 bench: $(STAMP) ## measure a running server: TTFT, ITL, throughput (URL=..., ARGS=...)
 	$(BIN)/tandem bench --url $(URL) $(ARGS)
 
-BENCHMARKS := bench-equality bench-cancel bench-second-turn bench-interference bench-exposure bench-role-flip bench-throughput
+BENCHMARKS := equality cancel second-turn interference exposure role-flip throughput \
+	transfer tiers chat-tiers faults eviction miss-ratio codec
 
-bench-all: $(BENCHMARKS) ## every benchmark of ours in turn (ARGS=--quick: only whether they work); results in bench-results/
+.PHONY: bench-NAME $(addprefix bench-,$(BENCHMARKS))
 
-bench-equality: $(STAMP) ## token equality, disaggregated and colocated
-	$(BIN)/python -m benchmarks.equality $(ARGS)
+bench-all: $(addprefix bench-,$(BENCHMARKS)) ## every benchmark of ours in turn (ARGS=--quick: only whether they work); results in bench-results/
 
-bench-cancel: $(STAMP) ## 64 streams, half of them cut: the others right, nothing held
-	$(BIN)/python -m benchmarks.cancel $(ARGS)
+$(addprefix bench-,$(BENCHMARKS)): bench-%: $(STAMP)
+	$(BIN)/python -m benchmarks.$(subst -,_,$*) $(ARGS)
 
-bench-second-turn: $(STAMP) ## TTFT of a second turn over that of the first
-	$(BIN)/python -m benchmarks.second_turn $(ARGS)
-
-bench-interference: $(STAMP) ## what long prompts do to decoding streams
-	$(BIN)/python -m benchmarks.interference $(ARGS)
-
-bench-exposure: $(STAMP) ## the part of the KV transfer that a client waits for
-	$(BIN)/python -m benchmarks.exposure $(ARGS)
-
-bench-role-flip: $(STAMP) ## a load that swings, autoscaler on and off
-	$(BIN)/python -m benchmarks.role_flip $(ARGS)
-
-bench-throughput: $(STAMP) ## output and prefill tokens/s, time to ready
-	$(BIN)/python -m benchmarks.throughput $(ARGS)
+bench-NAME: ## one of them: equality cancel second-turn interference exposure role-flip throughput transfer tiers chat-tiers faults ...
+	@echo "NAME is one of: $(BENCHMARKS)"; exit 1
 
 loadtest: $(STAMP) ## eight locust users for 30 s against a running server (URL=...)
 	$(BIN)/locust -f loadtest/locustfile.py --headless -u 8 -r 8 -t 30s --host $(URL) $(ARGS)

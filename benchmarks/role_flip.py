@@ -18,6 +18,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,18 +57,19 @@ def main() -> int:
         settings.phase_s, settings.clients = 15.0, 8
     results = {}
     for setup in (_OFF, _ON):
-        with serving(setup, settings.model) as server:
-            with cpu_share(worker_pids(server) if settings.core_share else (), settings.core_share):
-                results[setup.name] = run_measured(measure(server, settings))
+        with serving(setup, settings.model) as server, _core_share(server, settings.core_share):
+            results[setup.name] = run_measured(measure(server, settings))
     _show(results)
     write_result("role_flip", settings, results)
     return 0
 
 
-def worker_pids(server: Server) -> list[int]:
-    """Process ids of all workers."""
+def _core_share(server: Server, share: float) -> AbstractContextManager[None]:
+    """All workers of the server, held to this share of a core each; 0 = as they are."""
+    if not share:
+        return nullcontext()
     pools = run_measured(server.client.request_json("GET", "/v1/pools"))
-    return [worker["pid"] for workers in pools["roles"].values() for worker in workers]
+    return cpu_share([worker["pid"] for workers in pools["roles"].values() for worker in workers], share)
 
 
 def phases(settings: argparse.Namespace) -> list[Phase]:

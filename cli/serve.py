@@ -10,7 +10,7 @@ from rich.console import Console
 from cli.config_flags import default_of, from_flags
 from cluster.listening import listening
 from cluster.model_store import DEFAULT_MODEL, resolve_model, served_name
-from protocol.config import ClusterConfig, DType, EngineConfig, RouterConfig, TransferConfig
+from protocol.config import ClusterConfig, Codec, DType, EngineConfig, RouterConfig, TierConfig, TransferConfig
 from protocol.errors import ConfigError
 
 __all__ = ["build_config", "serve"]
@@ -20,6 +20,7 @@ _POOLS = "Workers"
 _HTTP = "HTTP"
 _ENGINE = "Engine (of each worker)"
 _TRANSFER = "KV transfer"
+_TIERS = "KV tiers below the pool"
 _LIMITS = "Limits and timeouts"
 
 
@@ -131,11 +132,14 @@ def serve(
         int, typer.Option(help="CPU threads of a step; 0 = left to torch.", rich_help_panel=_ENGINE)
     ] = default_of(EngineConfig, "num_threads"),
     transport: Annotated[
-        Literal["nixl", "in_process"],
-        typer.Option(help="How KV travels; in_process is for tests within one process.", rich_help_panel=_TRANSFER),
+        Literal["nixl", "nccl", "in_process"],
+        typer.Option(
+            help="How KV travels; nccl is gloo on CPUs, in_process for tests in one process.", rich_help_panel=_TRANSFER
+        ),
     ] = default_of(TransferConfig, "transport"),
     checksums: Annotated[
-        Literal["off", "all"], typer.Option(help="Verify the bytes of every block moved.", rich_help_panel=_TRANSFER)
+        Literal["off", "sample", "all"],
+        typer.Option(help="Verify the bytes of blocks moved: of one in 16, or of all.", rich_help_panel=_TRANSFER),
     ] = default_of(TransferConfig, "checksums"),
     lease_ttl_s: Annotated[
         float, typer.Option(help="Seconds lent blocks outlive the lender's silence.", rich_help_panel=_TRANSFER)
@@ -147,6 +151,43 @@ def serve(
     handoff_timeout_s: Annotated[
         float, typer.Option(help="Longest wait for another worker's answer, in seconds.", rich_help_panel=_TRANSFER)
     ] = default_of(TransferConfig, "handoff_timeout_s"),
+    host_cache_gb: Annotated[
+        float,
+        typer.Option(help="GB of host memory of each worker for KV its pool evicts; 0 = none.", rich_help_panel=_TIERS),
+    ] = default_of(TierConfig, "host_cache_gb"),
+    host_cache_codec: Annotated[
+        Codec, typer.Option(help="How KV is kept there; all but raw lose a little.", rich_help_panel=_TIERS)
+    ] = default_of(TierConfig, "host_cache_codec"),
+    disk_cache_path: Annotated[
+        str,
+        typer.Option(
+            help="Folder for KV on a local disk, shared by the workers of a host and read again after a restart; "
+            "empty = none.",
+            rich_help_panel=_TIERS,
+        ),
+    ] = default_of(TierConfig, "disk_cache_path"),
+    disk_cache_gb: Annotated[float, typer.Option(help="GB the folder may hold.", rich_help_panel=_TIERS)] = default_of(
+        TierConfig, "disk_cache_gb"
+    ),
+    disk_cache_codec: Annotated[Codec, typer.Option(help="How KV is kept there.", rich_help_panel=_TIERS)] = default_of(
+        TierConfig, "disk_cache_codec"
+    ),
+    object_cache_url: Annotated[
+        str,
+        typer.Option(
+            help="Object store for KV, such as s3://bucket/prefix or file:///folder; empty = none.",
+            rich_help_panel=_TIERS,
+        ),
+    ] = default_of(TierConfig, "object_cache_url"),
+    object_cache_gb: Annotated[float, typer.Option(help="GB it may hold.", rich_help_panel=_TIERS)] = default_of(
+        TierConfig, "object_cache_gb"
+    ),
+    object_cache_codec: Annotated[
+        Codec, typer.Option(help="How KV is kept there.", rich_help_panel=_TIERS)
+    ] = default_of(TierConfig, "object_cache_codec"),
+    eviction_policy: Annotated[
+        str, typer.Option(help="What leaves a full tier first.", rich_help_panel=_TIERS)
+    ] = default_of(TierConfig, "eviction_policy"),
     max_body_bytes: Annotated[int, typer.Option(help="Largest request body.", rich_help_panel=_LIMITS)] = default_of(
         RouterConfig, "max_body_bytes"
     ),
@@ -209,7 +250,6 @@ def build_config(flags: dict[str, Any]) -> ClusterConfig:
         flags,
         engine=from_flags(EngineConfig, flags),
         transfer=from_flags(TransferConfig, flags),
+        tiers=from_flags(TierConfig, flags),
         router=from_flags(RouterConfig, flags),
     )
-
-

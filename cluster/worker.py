@@ -22,6 +22,7 @@ import zmq
 
 from cluster.sockets import HeartbeatThread, WorkerSockets
 from cluster.status import WorkerStatus
+from cluster.tiered_cache import TieredCache, create_tiers
 from decode_worker import DecodeRole
 from engine.engine import Engine, StepResult
 from engine.sequence import Sequence
@@ -38,6 +39,7 @@ from protocol.messages import (
     BlockSnapshot,
     Cancel,
     Decode,
+    FetchStats,
     Generate,
     Heartbeat,
     Hello,
@@ -55,9 +57,11 @@ from protocol.messages import (
     SequenceDelta,
     SnapshotRequest,
     StepOutput,
+    TierLoad,
     Welcome,
     WorkerCard,
 )
+from router.cost_model import CostModel
 
 __all__ = ["Worker"]
 
@@ -66,6 +70,7 @@ logger = logging.getLogger(__name__)
 _IDLE_POLL_MS = 200
 _TRANSFER_POLL_MS = 1  # NIXL has no file descriptor to wait on
 _LINK_EXPIRY_S = 1.0
+_TIER_REPORT_S = 0.5
 
 T = TypeVar("T")
 
@@ -80,7 +85,7 @@ class Worker:
         self.config = config
         self.role = config.role
         epoch = time.time_ns()
-        self._engine = Engine(config.engine)
+        self._engine = Engine(config.engine, kv_codec=config.tiers.codec_identity)
         self._transport: Transport = create_transport(
             config.transfer.transport, worker_id=config.worker_id, epoch=epoch, pool=self._engine.kv, hub=hub
         )
@@ -88,6 +93,8 @@ class Worker:
         self._sockets = WorkerSockets(self._context, config.host)
         self._live_handoffs: list[tuple[str, int]] = []
         self._load = self._engine.load()
+        self._tier_report: tuple[list[TierLoad], FetchStats | None] = ([], None)
+        self._next_tier_report = 0.0
         self._step_started = 0.0
         interval_s = config.transfer.heartbeat_interval_s
         self._heartbeat = HeartbeatThread(self._context, config.host, interval_s, self._make_heartbeat)
@@ -120,17 +127,17 @@ class Worker:
         self._waits_for_room = False  # the last step found work but no blocks for it
         self._notifications: list[Notification] = []
         self._engine.runner.between_layers = self._poll_transport
+        steps = CostModel().steps(self._kind)
+        self._cache = TieredCache(self._engine, create_tiers(config.tiers, self._engine), steps)
 
     @property
     def card(self) -> WorkerCard:
         """What a router has to know of this worker."""
         engine, config = self._engine, self.config
-        device = engine.model.device
-        cpu_kind = f"cpu-{torch.get_num_threads()}"
         return WorkerCard(
             address=self.address,
             role=self.role,
-            kind=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_kind,
+            kind=self._kind,
             model=config.engine.served_model_name or os.path.basename(config.engine.model),
             max_model_len=engine.config.max_model_len,
             block_size=engine.config.block_size,
@@ -140,6 +147,12 @@ class Worker:
             namespace=engine.namespace,
             pid=os.getpid(),
         )
+
+    @property
+    def _kind(self) -> str:
+        """Workers of one kind compute at one speed."""
+        device = self._engine.model.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu-{torch.get_num_threads()}"
 
     def run(self) -> None:
         """Serve until `stop`. An error in a step ends the worker: its requests are told, the process is replaced."""
@@ -216,6 +229,7 @@ class Worker:
         self._prefill.check_integrity(idle=idle)
         self._decode.check_integrity(idle=idle)
         self._engine.check_integrity(idle=idle)
+        self._cache.check_integrity(idle=idle)
         assert not (idle and self._clients), f"requests not forgotten: {sorted(self._clients)}"
 
     # The loop.
@@ -235,10 +249,12 @@ class Worker:
             for change in self._links.expire(now):
                 self._link_changed(change, now)
         self._pump(now)
+        self._cache.pump(now)
         self._publish_state()  # before the step: however long it takes, heartbeats name every handoff
         result = self._step()
         self._waits_for_room = result is None and self._engine.has_work
         if result is not None:
+            self._cache.after_step(result.stats)
             self._prefill.after_step(result)
             self._send_output(result)
             self._pump(time.monotonic())
@@ -256,13 +272,17 @@ class Worker:
     def _poll_ms(self) -> int:
         if self._engine.has_work:
             return _TRANSFER_POLL_MS if self._waits_for_room else 0
-        is_transferring = self._prefill.is_transferring or self._decode.is_transferring
-        return _TRANSFER_POLL_MS if is_transferring else _IDLE_POLL_MS
+        is_moving = self._prefill.is_transferring or self._decode.is_transferring or self._cache.is_busy
+        return _TRANSFER_POLL_MS if is_moving else _IDLE_POLL_MS
 
     def _publish_state(self) -> None:
         """What the heartbeat thread sends from now on."""
         self._live_handoffs = self._prefill.live_handoffs
         self._load = self._engine.load()
+        now = time.monotonic()
+        if now >= self._next_tier_report:
+            self._next_tier_report = now + _TIER_REPORT_S
+            self._tier_report = (self._cache.loads(), self._cache.fetch_stats())
 
     def _pump(self, now: float) -> None:
         self._prefill.pump(now)
@@ -372,7 +392,7 @@ class Worker:
             self._sockets.reply(identity, message)
 
     def _send_events(self) -> None:
-        stored, removed = self._engine.pool.take_events()
+        stored, removed = self._cache.take_events()
         if not stored and not removed:
             return
         self._event_sequence += 1
@@ -392,7 +412,7 @@ class Worker:
             worker_id=self.config.worker_id,
             epoch=self.address.epoch,
             sequence=self._event_sequence,
-            digests=self._engine.pool.cached_digests(),
+            digests=self._cache.digests(),
         )
         self._sockets.reply(identity, snapshot)
 
@@ -422,10 +442,13 @@ class Worker:
             step_age_s=time.monotonic() - started if started else 0.0,
             load=self._load,
             handoffs=self._live_handoffs,
+            tiers=self._tier_report[0],
+            fetches=self._tier_report[1],
         )
 
     def _close(self) -> None:
         self._heartbeat.close()
+        self._cache.close()
         self._transport.close()
         self._sockets.close()
         self._context.term()

@@ -49,6 +49,10 @@ class BlockPool:
         """Blocks with at least one user."""
         return self.num_blocks - self.num_available
 
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether a block is cached under this digest."""
+        return digest in self._block_of
+
     def cached_digests(self) -> list[bytes]:
         """All digests cached now: a snapshot for whoever missed events."""
         return list(self._block_of)

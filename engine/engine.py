@@ -56,7 +56,10 @@ class StepResult:
 class Engine:
     """A model, a block pool and a scheduler. Not thread-safe: one thread owns it."""
 
-    def __init__(self, config: EngineConfig, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, config: EngineConfig, *, kv_codec: str = "raw", clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`kv_codec` tells KV that may have been through a lossy codec from KV that never was: both are never mixed."""
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         model = load_model(config)
@@ -84,7 +87,7 @@ class Engine:
         self.namespace = namespace_digest(
             model_revision=model.revision,
             kv_dtype=str(model.dtype),
-            codec="raw",
+            codec=kv_codec,
             block_size=config.block_size,
             attention=model.attention,
         )

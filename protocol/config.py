@@ -16,11 +16,13 @@ __all__ = [
     "ClusterConfig",
     "EngineConfig",
     "RouterConfig",
+    "TierConfig",
     "TransferConfig",
     "WorkerConfig",
 ]
 
 DType = Literal["auto", "float32", "bfloat16"]
+Codec = Literal["raw", "fp8", "int8", "int4"]
 
 
 def _require(condition: bool, message: str) -> None:
@@ -65,17 +67,55 @@ class EngineConfig:
 class TransferConfig:
     """Handoff of KV between two workers."""
 
-    transport: Literal["nixl", "in_process"] = "nixl"
+    transport: Literal["nixl", "nccl", "in_process"] = "nixl"
     lease_ttl_s: float = 10.0  # extended by each heartbeat of the sender
     heartbeat_interval_s: float = 1.0
     handoff_timeout_s: float = 30.0  # longest wait for a grant, a peer's hello or a closed lease
-    checksums: Literal["off", "all"] = "off"
+    checksums: Literal["off", "sample", "all"] = "off"
 
     def __post_init__(self) -> None:
         _require(
             0 < self.heartbeat_interval_s * 3 <= self.lease_ttl_s,
             f"lease_ttl_s={self.lease_ttl_s} must be at least three heartbeats ({self.heartbeat_interval_s} s each)",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierConfig:
+    """KV beyond the pool: host memory (L2), local disk (L3), object store (L4). A size of 0 or no path: not used."""
+
+    host_cache_gb: float = 0.0  # of each worker; GB are 10^9 bytes
+    host_cache_codec: Codec = "raw"
+    disk_cache_path: str = ""  # a folder; workers of one host share it, and it is read again after a restart
+    disk_cache_gb: float = 20.0
+    disk_cache_codec: Codec = "raw"
+    object_cache_url: str = ""  # s3://bucket/prefix, gs://, az://, file:///folder
+    object_cache_gb: float = 1000.0
+    object_cache_codec: Codec = "raw"
+    eviction_policy: str = "lru"  # of every tier
+
+    def __post_init__(self) -> None:
+        for name in ("host_cache_gb", "disk_cache_gb", "object_cache_gb"):
+            _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")
+        _require(
+            not self.object_cache_url or "://" in self.object_cache_url,
+            f"object_cache_url={self.object_cache_url!r} must be a URL such as s3://bucket/prefix or file:///folder",
+        )
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is any tier below the pool."""
+        return bool(self.host_cache_gb or self.disk_cache_path or self.object_cache_url)
+
+    @property
+    def codec_identity(self) -> str:
+        """What KV of this worker may have been through: part of its identity. "raw" if it comes back as it was."""
+        used = {
+            self.host_cache_codec if self.host_cache_gb else "raw",
+            self.disk_cache_codec if self.disk_cache_path else "raw",
+            self.object_cache_codec if self.object_cache_url else "raw",
+        }
+        return "+".join(sorted(used - {"raw"})) or "raw"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +126,7 @@ class WorkerConfig:
     role: Role
     engine: EngineConfig
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    tiers: TierConfig = field(default_factory=TierConfig)
     host: str = "127.0.0.1"
     cpu_cores: tuple[int, ...] = ()  # cores to pin to; empty = no pinning
 
@@ -116,6 +157,7 @@ class ClusterConfig:
 
     engine: EngineConfig
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    tiers: TierConfig = field(default_factory=TierConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     num_prefill: int = 1
     num_decode: int = 1
@@ -128,8 +170,8 @@ class ClusterConfig:
     max_restarts: int = 3  # of one worker
 
     def __post_init__(self) -> None:
-        _require(
-            self.colocated or (self.num_prefill >= 1 and self.num_decode >= 1),
-            f"num_prefill={self.num_prefill} and num_decode={self.num_decode} must be at least 1; "
-            "use colocated for a single worker that does both",
-        )
+        for name in ("num_prefill", "num_decode"):
+            _require(
+                self.colocated or getattr(self, name) >= 1,
+                f"{name}={getattr(self, name)} must be at least 1; use colocated for one worker that does both",
+            )

@@ -28,6 +28,7 @@ __all__ = [
     "Cancel",
     "ChunkArrived",
     "Decode",
+    "FetchStats",
     "FinishReason",
     "Generate",
     "HandoffDone",
@@ -48,6 +49,7 @@ __all__ = [
     "SnapshotRequest",
     "StepOutput",
     "StepStats",
+    "TierLoad",
     "TokenLogprobs",
     "Welcome",
     "WorkerCard",
@@ -125,6 +127,36 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_tokens: int = 0  # tokens of running sequences
     num_free_blocks: int = 0  # unused or evictable
     num_open_leases: int = 0
+
+
+class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """One KV tier of a worker. Counts are of blocks and since the start; the first four are of now."""
+
+    name: str
+    num_blocks: int
+    capacity_blocks: int
+    num_queued_loads: int
+    num_queued_stores: int
+    num_hits: int  # hits and misses are all blocks that loads asked for
+    num_misses: dict[str, int]  # by reason
+    num_stored: int
+    num_drops: dict[str, int]  # blocks that were to be stored and were not, by reason
+    num_evictions: int
+    bytes_in: int
+    bytes_out: int
+    seconds_in: float  # of all I/O threads, in the store
+    seconds_out: float
+    block_s: float  # learned seconds to load a block
+
+
+class FetchStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker decided about prompts whose KV a tier had, since the start."""
+
+    num_prompts: dict[str, int]  # by outcome: loaded, overtaken, failed, withdrawn, computed (loading would be slower)
+    num_loaded_blocks: int
+    predicted_load_s: float  # sums, over the prompts that were loaded
+    actual_load_s: float
+    saved_s: float  # predicted: what computing would have taken beyond loading
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -272,6 +304,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     step_age_s: float
     load: WorkerLoad
     handoffs: list[tuple[str, int]] = []
+    tiers: list[TierLoad] = []
+    fetches: FetchStats | None = None  # of a worker with tiers
 
 
 # -- worker -> worker ------------------------------------------------------------------------------------------

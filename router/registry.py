@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from protocol.messages import Role, StepStats, WorkerCard, WorkerLoad, WorkerState
+from protocol.messages import FetchStats, Role, StepStats, TierLoad, WorkerCard, WorkerLoad, WorkerState
 from router.cost_model import StepModel, prefill_attention
 
 __all__ = ["Booking", "Registry", "Worker", "WorkerChange", "can_decode", "can_prefill", "queue_s"]
@@ -39,6 +39,8 @@ class Worker:
     last_seen_s: float
     load: WorkerLoad = field(default_factory=WorkerLoad)
     step_age_s: float = 0.0
+    tiers: Sequence[TierLoad] = ()
+    fetches: FetchStats | None = None
     queued_prompt_tokens: int = 0  # booked uncached prompt tokens whose first token has not come
     queued_attention: float = 0.0  # of these tokens
     computed_prompt_tokens: int = 0  # of these, already computed by steps reported since
@@ -188,6 +190,12 @@ class Registry:
             worker.load = load
             worker.step_age_s = step_age_s
             worker.last_seen_s = now
+
+    def note_tiers(self, worker_id: str, tiers: Sequence[TierLoad], fetches: FetchStats | None) -> None:
+        """Remember what a worker says of its KV tiers."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.tiers, worker.fetches = tiers, fetches
 
     def note_step(self, worker_id: str, stats: StepStats) -> None:
         """Count what a step computed against the prompt tokens booked there."""

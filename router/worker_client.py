@@ -353,6 +353,7 @@ class WorkerClient:
             link = self._links.get(message.worker_id)
             if link is not None and link.address.epoch == message.epoch:
                 self._registry.note_load(message.worker_id, message.load, self._clock(), step_age_s=message.step_age_s)
+                self._registry.note_tiers(message.worker_id, message.tiers, message.fetches)
 
     async def _watch(self) -> None:
         """Give up workers that are silent, and ask again for snapshots that did not come."""

@@ -10,11 +10,11 @@ import pytest
 
 from cli.main import run
 from cli.serve import build_config, serve
-from protocol.config import ClusterConfig, EngineConfig, RouterConfig, TransferConfig
+from protocol.config import ClusterConfig, EngineConfig, RouterConfig, TierConfig, TransferConfig
 from protocol.errors import ConfigError
 
-CONFIGS = [EngineConfig, TransferConfig, RouterConfig, ClusterConfig]
-COMPONENTS = {"engine", "transfer", "router"}
+CONFIGS = [EngineConfig, TransferConfig, TierConfig, RouterConfig, ClusterConfig]
+COMPONENTS = {"engine", "tiers", "transfer", "router"}
 FLAGS = inspect.signature(serve).parameters
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from cluster.worker import Worker
 from engine.engine import Engine
 from kv_transfer.transport.in_process import InProcessHub, Verdict, Write
-from protocol.config import EngineConfig, RouterConfig, TransferConfig, WorkerConfig
+from protocol.config import EngineConfig, RouterConfig, TierConfig, TransferConfig, WorkerConfig
 from protocol.messages import FinishReason, Role
 from protocol.sampling import SamplingParams
 from router.cost_model import CostModel
@@ -149,6 +149,7 @@ async def running_cluster(
     router: dict[str, Any] | None = None,
     judge: Callable[[Write], Verdict] | None = None,
     overrides: dict[str, dict[str, Any]] | None = None,
+    tiers: TierConfig | None = None,
 ) -> AsyncIterator[Cluster]:
     """Workers of these roles behind a router that always pairs them. `overrides`: engine fields by worker id."""
     registry, index, costs = Registry(), PrefixIndex(), CostModel()
@@ -163,7 +164,7 @@ async def running_cluster(
     try:
         for worker_id, role in (roles or PAIR).items():
             fields = (engine or {}) | (overrides or {}).get(worker_id, {})
-            await cluster.add(worker_config(model, worker_id, role, transfer, **fields))
+            await cluster.add(worker_config(model, worker_id, role, transfer, tiers, **fields))
         yield cluster
     finally:
         await client.close()
@@ -173,7 +174,12 @@ async def running_cluster(
 
 
 def worker_config(
-    model: Path, worker_id: str, role: Role, transfer: dict[str, Any] | None = None, **engine: Any
+    model: Path,
+    worker_id: str,
+    role: Role,
+    transfer: dict[str, Any] | None = None,
+    tiers: TierConfig | None = None,
+    **engine: Any,
 ) -> WorkerConfig:
     defaults = {"transport": "in_process", "heartbeat_interval_s": 0.1, "lease_ttl_s": 5.0}
     return WorkerConfig(
@@ -181,6 +187,7 @@ def worker_config(
         role=role,
         engine=engine_config(engine.pop("model", model), **engine),
         transfer=TransferConfig(**defaults | (transfer or {})),
+        tiers=tiers or TierConfig(),
     )
 
 

@@ -9,15 +9,22 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from protocol.config import ClusterConfig, EngineConfig, RouterConfig, TransferConfig
+from protocol.config import ClusterConfig, EngineConfig, RouterConfig, TierConfig, TransferConfig
 from tests.deploy.commands import accept, tandem_commands
 
 CHART = Path(__file__).resolve().parents[2] / "helm" / "tandem"
 HELM = Path(sys.executable).parent / "helm"
-COMPONENTS = {"engine": EngineConfig, "transfer": TransferConfig, "router": RouterConfig, "cluster": ClusterConfig}
+COMPONENTS = {
+    "engine": EngineConfig,
+    "transfer": TransferConfig,
+    "tiers": TierConfig,
+    "router": RouterConfig,
+    "cluster": ClusterConfig,
+}
 NOT_VALUES = {
     "engine",
     "transfer",
+    "tiers",
     "router",
     "ray_address",
 }  # parts of ClusterConfig, and what the chart itself decides
@@ -25,6 +32,7 @@ NOT_VALUES = {
 EVERYTHING = {
     "engine": {"model": "org/big-model", "dtype": "bfloat16", "pool_bytes": 40_000_000_000, "block_size": 32},
     "transfer": {"checksums": "all", "lease_ttl_s": 12.5},
+    "tiers": {"host_cache_gb": 1.5, "disk_cache_path": "/kv", "object_cache_codec": "int8"},
     "router": {"port": 9000, "cors_allow_origins": ["a", "b"]},
     "cluster": {"num_prefill": 2, "num_decode": 2, "autoscale": False, "num_gpus_per_worker": 0.5},
     "worker": {"replicas": 4, "gpus": 1, "nodeSelector": {"gpu": "yes"}, "tolerations": [{"operator": "Exists"}]},
@@ -80,7 +88,7 @@ def test_head_runs_a_command_that_the_command_line_accepts() -> None:
     pull, serve = tandem_commands(scripts["head.sh"])
     flags = accept(serve)
     assert flags["ray_address"] == "auto"
-    for component in ("engine", "transfer", "router", "cluster"):
+    for component in ("engine", "transfer", "tiers", "router", "cluster"):
         for field, value in EVERYTHING[component].items():
             assert flags[field] == value, field
     assert flags["host"] == "0.0.0.0"

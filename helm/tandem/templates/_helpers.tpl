@@ -24,7 +24,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 
 {{/* Flags of `tandem serve`: every config value under its own name, one on each line. */}}
 {{- define "tandem.flags" -}}
-{{- range $component := list .Values.engine .Values.transfer .Values.router .Values.cluster }}
+{{- range $component := list .Values.engine .Values.transfer .Values.tiers .Values.router .Values.cluster }}
 {{- range $field, $value := $component }}
 {{- $flag := replace "_" "-" $field }}
 {{- if eq $field "colocated" }}

@@ -1,0 +1,106 @@
+"""Prometheus metrics of the workers, read from the registry when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from router.registry import Registry, Worker
+
+__all__ = ["WorkerCollector"]
+
+_LOAD = {
+    "num_waiting": "Sequences waiting for room",
+    "num_running": "Sequences in the batch",
+    "num_waiting_tokens": "Prompt tokens not computed yet",
+    "num_kv_tokens": "KV tokens of running sequences",
+    "num_free_blocks": "Blocks of the pool that are unused or evictable",
+    "num_open_leases": "Leases of blocks to other workers",
+}
+_TIER_GAUGES = {
+    "num_blocks": "Blocks in the tier",
+    "capacity_blocks": "Blocks the tier has room for",
+    "num_queued_loads": "Blocks asked for and not loaded yet",
+    "num_queued_stores": "Blocks on their way down",
+    "block_s": "Learned seconds to load a block",
+}
+_TIER_COUNTERS = {
+    "num_hits": "Blocks loaded from the tier",
+    "num_stored": "Blocks stored in the tier",
+    "num_evictions": "Blocks the tier evicted for others",
+    "bytes_in": "Bytes written to the tier",
+    "bytes_out": "Bytes read from the tier",
+    "seconds_in": "Seconds of I/O threads spent writing",
+    "seconds_out": "Seconds of I/O threads spent reading",
+}
+_TIER_REASONS = {
+    "num_misses": "Blocks a load asked for and did not get",
+    "num_drops": "Blocks that were to be stored and were not",
+}
+_FETCH_COUNTERS = {
+    "num_loaded_blocks": "Blocks of prompts that came from a tier",
+    "predicted_load_s": "Predicted seconds of loads",
+    "actual_load_s": "Actual seconds of loads",
+    "saved_s": "Predicted seconds of computing that loads saved",
+}
+
+
+class WorkerCollector:
+    """Load, tiers and fetches of every worker in the registry, labelled by worker and, where it is of one, by tier."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, as they are now."""
+        workers = list(self._registry)
+        for name, text in _LOAD.items():
+            gauge = GaugeMetricFamily(f"tandem_worker_{_plain(name)}", text, labels=["worker", "role"])
+            for worker in workers:
+                gauge.add_metric([worker.worker_id, worker.role.value], getattr(worker.load, name))
+            yield gauge
+        yield from _tier_metrics(workers)
+        yield from _fetch_metrics(workers)
+
+
+def _tier_metrics(workers: list[Worker]) -> Iterator[Metric]:
+    tiers = [(worker.worker_id, tier) for worker in workers for tier in worker.tiers]
+    for name, text in _TIER_GAUGES.items():
+        gauge = GaugeMetricFamily(f"tandem_tier_{_plain(name)}", text, labels=["worker", "tier"])
+        for worker_id, tier in tiers:
+            gauge.add_metric([worker_id, tier.name], getattr(tier, name))
+        yield gauge
+    for name, text in _TIER_COUNTERS.items():
+        counter = CounterMetricFamily(f"tandem_tier_{_plain(name)}", text, labels=["worker", "tier"])
+        for worker_id, tier in tiers:
+            counter.add_metric([worker_id, tier.name], getattr(tier, name))
+        yield counter
+    for name, text in _TIER_REASONS.items():
+        counter = CounterMetricFamily(f"tandem_tier_{_plain(name)}", text, labels=["worker", "tier", "reason"])
+        for worker_id, tier in tiers:
+            for reason, count in getattr(tier, name).items():
+                counter.add_metric([worker_id, tier.name, reason], count)
+        yield counter
+
+
+def _fetch_metrics(workers: list[Worker]) -> Iterator[Metric]:
+    fetches = [(worker.worker_id, worker.fetches) for worker in workers if worker.fetches is not None]
+    outcomes = CounterMetricFamily(
+        "tandem_fetch_prompts", "Prompts whose KV a tier had, by what became of it", labels=["worker", "outcome"]
+    )
+    for worker_id, stats in fetches:
+        for outcome, count in stats.num_prompts.items():
+            outcomes.add_metric([worker_id, outcome], count)
+    yield outcomes
+    for name, text in _FETCH_COUNTERS.items():
+        counter = CounterMetricFamily(f"tandem_fetch_{_plain(name)}", text, labels=["worker"])
+        for worker_id, stats in fetches:
+            counter.add_metric([worker_id], getattr(stats, name))
+        yield counter
+
+
+def _plain(name: str) -> str:
+    """A field's name as part of a metric's: Prometheus wants no `num_`, and units written out."""
+    name = name.removeprefix("num_")
+    return f"{name[:-2]}_seconds" if name.endswith("_s") else name

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from protocol.messages import FetchStats, TierLoad, WorkerLoad
+from router.worker_metrics import WorkerCollector
+from tests.router.test_registry import make_registry
+
+TIER = TierLoad(
+    name="disk",
+    num_blocks=5,
+    capacity_blocks=9,
+    num_queued_loads=1,
+    num_queued_stores=2,
+    num_hits=40,
+    num_misses={"corrupt": 1, "absent": 3},
+    num_stored=50,
+    num_drops={"queue full": 4},
+    num_evictions=6,
+    bytes_in=500,
+    bytes_out=400,
+    seconds_in=0.5,
+    seconds_out=0.25,
+    block_s=1e-3,
+)
+
+
+def test_what_workers_tell_is_in_the_metrics() -> None:
+    registry = make_registry("a", "b")
+    registry.note_load("a", WorkerLoad(num_waiting=3), now=1.0)
+    fetches = FetchStats(
+        num_prompts={"loaded": 7, "overtaken": 1},
+        num_loaded_blocks=40,
+        predicted_load_s=0.5,
+        actual_load_s=0.75,
+        saved_s=9.0,
+    )
+    registry.note_tiers("a", [TIER], fetches)
+    metrics = CollectorRegistry()
+    metrics.register(WorkerCollector(registry))
+    text = generate_latest(metrics).decode()
+    for line in (
+        'tandem_worker_waiting{role="decode",worker="a"} 3.0',
+        'tandem_tier_hits_total{tier="disk",worker="a"} 40.0',
+        'tandem_tier_misses_total{reason="corrupt",tier="disk",worker="a"} 1.0',
+        'tandem_tier_drops_total{reason="queue full",tier="disk",worker="a"} 4.0',
+        'tandem_tier_block_seconds{tier="disk",worker="a"} 0.001',
+        'tandem_tier_seconds_out_total{tier="disk",worker="a"} 0.25',
+        'tandem_fetch_prompts_total{outcome="overtaken",worker="a"} 1.0',
+        'tandem_fetch_actual_load_seconds_total{worker="a"} 0.75',
+    ):
+        assert line in text.splitlines(), f"{line} is not in\n{text}"
+    assert 'tier="disk",worker="b"' not in text
