@@ -87,7 +87,12 @@ class Worker:
         epoch = time.time_ns()
         self._engine = Engine(config.engine, kv_codec=config.tiers.codec_identity)
         self._transport: Transport = create_transport(
-            config.transfer.transport, worker_id=config.worker_id, epoch=epoch, pool=self._engine.kv, hub=hub
+            config.transfer.transport,
+            worker_id=config.worker_id,
+            epoch=epoch,
+            pool=self._engine.kv,
+            hub=hub,
+            host=config.host,
         )
         self._context = zmq.Context()
         self._sockets = WorkerSockets(self._context, config.host)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import enum
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
     from kv_transfer.transport.in_process import InProcessHub
 
 __all__ = [
+    "BlockRun",
     "Notification",
     "PoolShape",
     "Transfer",
     "TransferState",
     "Transport",
+    "block_runs",
     "check_block_ids",
     "create_transport",
     "pool_shape",
@@ -31,7 +34,7 @@ __all__ = [
 
 
 class TransferState(enum.Enum):
-    """Where a write stands.
+    """Where a write or a read stands.
 
     FAILED and LOST differ in what may still happen at the receiver, and so in whether its blocks may be reused.
     """
@@ -39,24 +42,40 @@ class TransferState(enum.Enum):
     PENDING = "pending"
     DONE = "done"  # every byte is in place and the notification is on its way
     FAILED = "failed"  # not done, and no byte of it will land from now on
-    LOST = "lost"  # the link broke: bytes already under way may still land
+    LOST = "lost"  # the link broke: bytes of a write may still land at the peer; those of a read will not land here
 
 
 class Transfer:
-    """One write. Its state changes only inside `write_blocks`, `poll`, `remove_peer` and `close` of its transport.
+    """One write or read. Its state changes only inside calls of its transport.
 
-    The local blocks must stay unchanged until it is settled. There is nothing to release.
+    Until it is settled the local blocks of a write must stay unchanged, and those of a read belong to it. There is
+    nothing to release.
+
+    `num_bytes` is what it moves without the notification. `seconds`, None until it is settled, is how long its link
+    was busy with it: from the call, or from the end of what was before it on the link, to the poll that saw its end.
     """
 
-    __slots__ = ("state",)
+    __slots__ = ("_begun", "num_bytes", "seconds", "state")
 
-    def __init__(self) -> None:
+    def __init__(self, num_bytes: int = 0) -> None:
         self.state = TransferState.PENDING
+        self.num_bytes = num_bytes
+        self.seconds: float | None = None
+        self._begun = time.perf_counter()
 
     @property
     def is_settled(self) -> bool:
         """Whether the state will not change any more."""
         return self.state is not TransferState.PENDING
+
+    def begin(self) -> None:
+        """Called by its transport when nothing is before it on its link any more: `seconds` counts from here."""
+        self._begun = time.perf_counter()
+
+    def settle(self, state: TransferState) -> None:
+        """Called by its transport, once."""
+        self.state = state
+        self.seconds = time.perf_counter() - self._begun
 
 
 class Notification(NamedTuple):
@@ -74,13 +93,21 @@ class PoolShape(NamedTuple):
     block_bytes: int
 
 
+class BlockRun(NamedTuple):
+    """Blocks that follow each other on both sides: `[local, local + num_blocks)` and `[remote, ...)`."""
+
+    local: int
+    remote: int
+    num_blocks: int
+
+
 class Transport(abc.ABC):
-    """One-sided writes of blocks from this worker's pool into its peers' pools.
+    """One-sided writes and reads of blocks between this worker's pool and those of its peers.
 
     No method waits for a peer. All calls come from one thread; which one is up to the owner.
 
-    Both sides of a link must `poll` often: a write may need the receiver's polls to complete, and the sender's poll
-    sends its notification. An idle poll costs about a microsecond.
+    Both sides of a link must `poll` often: a transfer may need the peer's polls to complete, and the sender's poll
+    may have to send its notification. An idle poll costs a few microseconds.
     """
 
     @abc.abstractmethod
@@ -97,7 +124,10 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def remove_peer(self, worker_id: str) -> None:
-        """Forget a peer; its unsettled writes become LOST. Unknown ids are ignored."""
+        """Forget a peer; unsettled transfers with it become LOST. Unknown ids are ignored.
+
+        What the peer itself writes or reads here goes on: leases are what ends it.
+        """
 
     @abc.abstractmethod
     def write_blocks(
@@ -118,15 +148,25 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
+    def read_blocks(self, worker_id: str, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> Transfer:
+        """Start copying `remote_block_ids[i]` of the peer's pool over `local_block_ids[i]` of ours.
+
+        The peer's owner takes no part and is not told: whoever calls this holds a lease under which the remote blocks
+        stay as they are. A read may run beside writes of the same link. The copy may run inside this call.
+
+        Raises as `write_blocks` does, with our pool as the receiver.
+        """
+
+    @abc.abstractmethod
     def poll(self) -> list[Notification]:
-        """Drive unsettled writes and return the notifications that arrived, oldest first per peer.
+        """Drive unsettled transfers and return the notifications that arrived, oldest first per peer.
 
         A peer that has our metadata may write before we added it, so the sender may be one not added here.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let go of all peers and of the pool; unsettled writes become LOST. Closing twice is fine."""
+        """Let go of all peers and of the pool; unsettled transfers become LOST. Closing twice is fine."""
 
 
 def pool_shape(pool: Tensor) -> PoolShape:
@@ -141,11 +181,16 @@ def pool_shape(pool: Tensor) -> PoolShape:
 
 
 def check_block_ids(
-    local_block_ids: Sequence[int], remote_block_ids: Sequence[int], local: PoolShape, remote: PoolShape
+    local_block_ids: Sequence[int],
+    remote_block_ids: Sequence[int],
+    local: PoolShape,
+    remote: PoolShape,
+    *,
+    is_read: bool = False,
 ) -> None:
-    """Raise `TransferError` unless the ids pair up, lie within their pools and name no remote block twice."""
+    """Raise `TransferError` unless the ids pair up, lie within their pools and name no block to be written twice."""
     if len(local_block_ids) != len(remote_block_ids):
-        raise TransferError(f"{len(local_block_ids)} local blocks cannot fill {len(remote_block_ids)} remote blocks")
+        raise TransferError(f"{len(local_block_ids)} local blocks do not pair with {len(remote_block_ids)} remote ones")
     if not local_block_ids:
         return
     for side, block_ids, shape in (("local", local_block_ids, local), ("remote", remote_block_ids, remote)):
@@ -153,23 +198,43 @@ def check_block_ids(
             raise TransferError(
                 f"{side} block ids {min(block_ids)}..{max(block_ids)} leave the pool of {shape.num_blocks} blocks"
             )
-    if len(set(remote_block_ids)) != len(remote_block_ids):
-        raise TransferError("a write names a remote block twice")
+    written = local_block_ids if is_read else remote_block_ids
+    if len(set(written)) != len(written):
+        raise TransferError("a read names a local block twice" if is_read else "a write names a remote block twice")
+
+
+def block_runs(local_block_ids: Sequence[int], remote_block_ids: Sequence[int]) -> list[BlockRun]:
+    """The pairs of blocks as few runs, in order of local ids; pools often hand out neighbours, if not in order."""
+    runs: list[BlockRun] = []
+    for local, remote in sorted(zip(local_block_ids, remote_block_ids, strict=True)):
+        if runs:
+            last = runs[-1]
+            if local - last.local == remote - last.remote == last.num_blocks:
+                runs[-1] = last._replace(num_blocks=last.num_blocks + 1)
+                continue
+        runs.append(BlockRun(local, remote, 1))
+    return runs
 
 
 def create_transport(
-    name: str, *, worker_id: str, epoch: int, pool: Tensor, hub: InProcessHub | None = None
+    name: str,
+    *,
+    worker_id: str,
+    epoch: int,
+    pool: Tensor,
+    hub: InProcessHub | None = None,
+    host: str = "127.0.0.1",
 ) -> Transport:
     """Transport of this name around `pool`, a contiguous tensor `[num_blocks, ...]` that must outlive it.
 
-    `hub` joins `in_process` transports; the others do not use it.
+    `hub` joins `in_process` transports; `host` is this machine's address for the peers of `nccl`.
     """
     if name not in _FACTORIES:
         raise ConfigError(f"transport={name!r} is unknown; choose one of {', '.join(sorted(_FACTORIES))}")
-    return _FACTORIES[name](worker_id, epoch, pool, hub)
+    return _FACTORIES[name](worker_id, epoch, pool, hub, host)
 
 
-def _create_in_process(worker_id: str, epoch: int, pool: Tensor, hub: InProcessHub | None) -> Transport:
+def _create_in_process(worker_id: str, epoch: int, pool: Tensor, hub: InProcessHub | None, host: str) -> Transport:
     from kv_transfer.transport.in_process import InProcessTransport
 
     if hub is None:
@@ -177,13 +242,20 @@ def _create_in_process(worker_id: str, epoch: int, pool: Tensor, hub: InProcessH
     return InProcessTransport(worker_id, epoch, pool, hub)
 
 
-def _create_nixl(worker_id: str, epoch: int, pool: Tensor, hub: InProcessHub | None) -> Transport:
+def _create_nccl(worker_id: str, epoch: int, pool: Tensor, hub: InProcessHub | None, host: str) -> Transport:
+    from kv_transfer.transport.collective import CollectiveTransport
+
+    return CollectiveTransport(worker_id, epoch, pool, host)
+
+
+def _create_nixl(worker_id: str, epoch: int, pool: Tensor, hub: InProcessHub | None, host: str) -> Transport:
     from kv_transfer.transport.nixl import NixlTransport
 
     return NixlTransport(worker_id, epoch, pool)
 
 
-_FACTORIES: dict[str, Callable[[str, int, Tensor, InProcessHub | None], Transport]] = {
+_FACTORIES: dict[str, Callable[[str, int, Tensor, InProcessHub | None, str], Transport]] = {
     "in_process": _create_in_process,
+    "nccl": _create_nccl,
     "nixl": _create_nixl,
 }

@@ -30,17 +30,17 @@ __all__ = ["InProcessHub", "InProcessTransport", "Verdict", "Write"]
 
 
 class Verdict(enum.Enum):
-    """What the hub does with a write."""
+    """What the hub does with a write or a read."""
 
     DELIVER = "deliver"
-    HOLD = "hold"  # it stays pending until `release_held`, and later writes of this link queue behind it
+    HOLD = "hold"  # it stays pending until `release_held`, and what comes later on this link queues behind it
     FAIL = "fail"  # nothing lands
     LOSE = "lose"  # the link breaks after the first block
 
 
 @dataclass(eq=False, slots=True)
 class Write:
-    """One write on its way from `sender` to `receiver`."""
+    """One write of `sender` into the pool of `receiver`; with `is_read`, a read of `sender` from that pool."""
 
     sender: InProcessTransport
     receiver: InProcessTransport
@@ -48,6 +48,7 @@ class Write:
     remote_block_ids: list[int]
     notification: bytes
     transfer: Transfer
+    is_read: bool = False
 
 
 class InProcessHub:
@@ -103,7 +104,7 @@ class InProcessHub:
             for link, queue in list(self._held.items()):
                 for write in [write for write in queue if is_cut(write)]:
                     queue.remove(write)
-                    write.transfer.state = TransferState.LOST
+                    write.transfer.settle(TransferState.LOST)
                 if not queue:
                     del self._held[link]
 
@@ -113,10 +114,10 @@ class InProcessHub:
             verdict = self.judge(write) if self.judge else Verdict.DELIVER
             link = (write.sender, write.receiver)
             if verdict is Verdict.FAIL:
-                write.transfer.state = TransferState.FAILED
+                write.transfer.settle(TransferState.FAILED)
             elif verdict is Verdict.LOSE:
                 _copy_blocks(write, count=1)
-                write.transfer.state = TransferState.LOST
+                write.transfer.settle(TransferState.LOST)
                 write.sender.lose_peer(write.receiver.worker_id)
             elif verdict is Verdict.HOLD or link in self._held:
                 self._held.setdefault(link, deque()).append(write)
@@ -183,13 +184,11 @@ class InProcessTransport(Transport):
         remote_block_ids: Sequence[int],
         notification: bytes = b"",
     ) -> Transfer:
-        peer = self._peers.get(worker_id)
-        if peer is None or worker_id in self._lost or self._hub.find(worker_id, peer.epoch) is not peer:
-            raise PeerLost(f"{worker_id} is unknown or gone")
-        check_block_ids(local_block_ids, remote_block_ids, self.shape, peer.shape)
-        transfer = Transfer()
-        self._hub.submit(Write(self, peer, list(local_block_ids), list(remote_block_ids), notification, transfer))
-        return transfer
+        return self._copy(worker_id, local_block_ids, remote_block_ids, notification)
+
+    @override
+    def read_blocks(self, worker_id: str, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> Transfer:
+        return self._copy(worker_id, local_block_ids, remote_block_ids, is_read=True)
 
     @override
     def poll(self) -> list[Notification]:
@@ -214,6 +213,24 @@ class InProcessTransport(Transport):
         self._lost.add(worker_id)
         self._hub.cut(lambda write: write.sender is self and write.receiver is peer)
 
+    def _copy(
+        self,
+        worker_id: str,
+        local_block_ids: Sequence[int],
+        remote_block_ids: Sequence[int],
+        notification: bytes = b"",
+        *,
+        is_read: bool = False,
+    ) -> Transfer:
+        peer = self._peers.get(worker_id)
+        if peer is None or worker_id in self._lost or self._hub.find(worker_id, peer.epoch) is not peer:
+            raise PeerLost(f"{worker_id} is unknown or gone")
+        check_block_ids(local_block_ids, remote_block_ids, self.shape, peer.shape, is_read=is_read)
+        transfer = Transfer(len(local_block_ids) * self.shape.block_bytes)
+        local_block_ids, remote_block_ids = list(local_block_ids), list(remote_block_ids)
+        self._hub.submit(Write(self, peer, local_block_ids, remote_block_ids, notification, transfer, is_read))
+        return transfer
+
 
 def _decode_metadata(metadata: bytes) -> _Metadata:
     try:
@@ -226,11 +243,13 @@ def _deliver(write: Write) -> None:
     _copy_blocks(write, count=len(write.local_block_ids))
     if write.notification:
         write.receiver.inbox.append(Notification(write.sender.worker_id, write.sender.epoch, write.notification))
-    write.transfer.state = TransferState.DONE
+    write.transfer.settle(TransferState.DONE)
 
 
 def _copy_blocks(write: Write, count: int) -> None:
     """Copy the first `count` blocks as bytes: two pools may see the same bytes as different shapes."""
     for local_id, remote_id in zip(write.local_block_ids[:count], write.remote_block_ids[:count], strict=True):
-        source = write.sender.pool[local_id].view(-1)
-        write.receiver.pool[remote_id].view(-1).view(source.dtype).copy_(source)
+        source, target = write.sender.pool[local_id].view(-1), write.receiver.pool[remote_id].view(-1)
+        if write.is_read:
+            source, target = target, source
+        target.view(source.dtype).copy_(source)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,10 +12,11 @@ import pytest
 import torch
 
 from kv_transfer.transport import Notification, Transfer, TransferState, Transport, create_transport
+from kv_transfer.transport.base import BlockRun, block_runs
 from kv_transfer.transport.in_process import InProcessHub
 from protocol.errors import ConfigError, IncompatiblePeer, PeerLost, TransferError
 
-TRANSPORTS = ["in_process", "nixl"]
+TRANSPORTS = ["in_process", "nccl", "nixl"]
 DEADLINE_S = 20.0
 
 
@@ -96,6 +99,7 @@ def test_the_notification_comes_after_the_bytes(network: Network) -> None:
         transfer = sender.write_blocks("d", [0, 1, 2, 3], [3, 2, 1, 0], b"%d" % turn)
         assert receive(1, receiver, sender) == [Notification("p", 1, b"%d" % turn)]
         assert bool((target == turn + 1).all())
+        settle([transfer], sender, receiver)
         assert transfer.state is TransferState.DONE
 
 
@@ -115,6 +119,7 @@ def test_an_empty_write_is_a_pure_notification(network: Network) -> None:
     sender, receiver = network.link(random_pool(), target)
     transfer = sender.write_blocks("d", [], [], b"done")
     assert receive(1, receiver, sender) == [Notification("p", 1, b"done")]
+    settle([transfer], sender, receiver)
     assert transfer.state is TransferState.DONE
     assert torch.equal(target, before)
 
@@ -166,6 +171,89 @@ def test_bad_block_ids_raise_and_write_nothing(network: Network, local_ids: list
     assert torch.equal(target, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("block_shape", [(1,), (3, 2, 16, 1, 5), (30, 2, 16, 3, 64)], ids=str)
+def test_a_read_fills_exactly_the_named_blocks(
+    network: Network, dtype: torch.dtype, block_shape: tuple[int, ...]
+) -> None:
+    ours = random_pool(6, block_shape, seed=1).mul(50).to(dtype)
+    theirs = random_pool(9, block_shape, seed=2).mul(50).to(dtype)
+    expected, unchanged = ours.clone(), theirs.clone()
+    expected[[5, 0, 1, 2]] = theirs[[3, 7, 8, 3]]
+    reader, owner = network.link(ours, theirs)
+
+    transfer = reader.read_blocks("d", [3, 7, 8, 3], [5, 0, 1, 2])
+    assert transfer.state in (TransferState.PENDING, TransferState.DONE)
+    settle([transfer], reader, owner)
+
+    assert transfer.state is TransferState.DONE
+    assert torch.equal(ours.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(theirs.view(torch.uint8), unchanged.view(torch.uint8))
+    assert owner.poll() == []
+
+
+def test_reads_and_writes_of_both_sides_at_once(network: Network) -> None:
+    left, right = random_pool(96, seed=8), random_pool(96, seed=9)
+    expected_left, expected_right = left.clone(), right.clone()
+    expected_left[32:64], expected_left[64:] = right[:32], right[:32].flip(0)
+    expected_right[32:64], expected_right[64:] = left[:32], left[:32].flip(0)
+    sender, receiver = network.link(left, right)
+    transfers = []
+    for block in range(32):
+        for transport, peer in ((sender, "d"), (receiver, "p")):
+            transfers.append(transport.read_blocks(peer, [block], [32 + block]))
+            transfers.append(transport.write_blocks(peer, [block], [95 - block]))
+    settle(transfers, sender, receiver)
+    assert {transfer.state for transfer in transfers} == {TransferState.DONE}
+    assert torch.equal(left, expected_left)
+    assert torch.equal(right, expected_right)
+
+
+@pytest.mark.parametrize(
+    ("remote_ids", "local_ids"),
+    [([8], [0]), ([0], [8]), ([-1], [0]), ([0], [-1]), ([0, 1], [0]), ([], [0]), ([0, 1], [2, 2])],
+)
+def test_bad_block_ids_raise_and_read_nothing(network: Network, remote_ids: list[int], local_ids: list[int]) -> None:
+    ours = random_pool(seed=6)
+    before = ours.clone()
+    reader, owner = network.link(ours, random_pool())
+    with pytest.raises(TransferError):
+        reader.read_blocks("d", remote_ids, local_ids)
+    settle([reader.read_blocks("d", [], [])], reader, owner)
+    assert torch.equal(ours, before)
+
+
+def test_reading_from_an_unknown_peer_raises_peer_lost(network: Network) -> None:
+    with pytest.raises(PeerLost):
+        network.make("p", random_pool()).read_blocks("nobody", [0], [0])
+
+
+def test_removing_a_peer_loses_reads_that_are_not_done(network: Network) -> None:
+    ours = random_pool()
+    reader, owner = network.link(ours, random_pool(seed=1))
+    settle([reader.read_blocks("d", [0], [0])], reader, owner)
+    transfer = reader.read_blocks("d", [1], [1])
+    reader.remove_peer("d")
+    assert transfer.state in (TransferState.LOST, TransferState.DONE)
+    now = ours.clone()
+    owner.poll()
+    assert torch.equal(ours, now)  # nothing of a lost read lands
+
+
+def test_a_settled_transfer_knows_its_bytes_and_seconds(network: Network) -> None:
+    sender, receiver = network.link(random_pool(), random_pool())
+    started = time.perf_counter()
+    transfers = [sender.write_blocks("d", [0, 1], [2, 3], b"x" * 1000), sender.read_blocks("d", [0], [5])]
+    transfers += [sender.write_blocks("d", [], [], b"y")]
+    settle(transfers, sender, receiver)
+    elapsed_s = time.perf_counter() - started
+    assert [transfer.num_bytes for transfer in transfers] == [192, 96, 0]
+    seconds = [transfer.seconds for transfer in transfers if transfer.seconds is not None]
+    assert len(seconds) == 3
+    assert min(seconds) >= 0.0
+    assert sum(seconds) <= elapsed_s  # each second of the link belongs to one transfer
+
+
 def test_writing_to_an_unknown_peer_raises_peer_lost(network: Network) -> None:
     sender = network.make("p", random_pool())
     with pytest.raises(PeerLost):
@@ -206,6 +294,7 @@ def test_adding_a_known_peer_again_changes_nothing(network: Network) -> None:
     sender.add_peer("d", 1, receiver.local_metadata())
     sender.write_blocks("d", [0], [0], b"b")
     assert [notification.payload for notification in receive(2, receiver, sender)] == [b"a", b"b"]
+    settle([transfer], sender, receiver)
     assert transfer.state is TransferState.DONE
 
 
@@ -279,5 +368,36 @@ def test_a_pool_without_contiguous_blocks_is_refused(network: Network, pool: tor
 
 
 def test_an_unknown_transport_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="in_process, nixl"):
+    with pytest.raises(ConfigError, match="in_process, nccl, nixl"):
         create_transport("pigeon", worker_id="p", epoch=1, pool=random_pool())
+
+
+@pytest.mark.parametrize(
+    ("local", "remote", "runs"),
+    [
+        ([], [], []),
+        ([4], [9], [(4, 9, 1)]),
+        ([1, 2, 3], [5, 6, 7], [(1, 5, 3)]),
+        ([3, 2, 1], [7, 6, 5], [(1, 5, 3)]),
+        ([1, 2, 3], [7, 6, 5], [(1, 7, 1), (2, 6, 1), (3, 5, 1)]),
+        ([1, 2, 4, 5], [1, 2, 3, 4], [(1, 1, 2), (4, 3, 2)]),
+    ],
+)
+def test_neighbours_on_both_sides_become_one_run(
+    local: list[int], remote: list[int], runs: list[tuple[int, int, int]]
+) -> None:
+    assert block_runs(local, remote) == [BlockRun(*run) for run in runs]
+
+
+def test_runs_name_the_same_pairs_of_blocks() -> None:
+    seed = 11
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(200):
+        num_blocks = rng.randrange(1, 30)
+        local, remote = rng.sample(range(30), num_blocks), rng.sample(range(30), num_blocks)
+        runs = block_runs(local, remote)
+        pairs = [(run.local + i, run.remote + i) for run in runs for i in range(run.num_blocks)]
+        assert pairs == sorted(zip(local, remote, strict=True))
+        for one, other in itertools.pairwise(runs):  # none could be longer
+            assert (other.local, other.remote) != (one.local + one.num_blocks, one.remote + one.num_blocks)

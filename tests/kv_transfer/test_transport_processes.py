@@ -1,4 +1,4 @@
-"""NIXL between real processes: bytes, restarts, and peers that are killed or stopped in the middle of a write."""
+"""Transports between real processes: bytes, restarts, and peers killed or stopped in the middle of a transfer."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def zero_pool() -> torch.Tensor:
     return torch.zeros(NUM_BLOCKS, *BLOCK_SHAPE, dtype=torch.bfloat16)
 
 
-def run_peer(connection: Connection, epoch: int) -> None:
+def run_peer(connection: Connection, name: str, epoch: int) -> None:
     """A worker "d": polls its transport and does what the test asks for."""
     torch.set_num_threads(1)
     pool = zero_pool()
-    transport = create_transport("nixl", worker_id="d", epoch=epoch, pool=pool)
+    transport = create_transport(name, worker_id="d", epoch=epoch, pool=pool)
     connection.send(transport.local_metadata())
     arrived: list[Notification] = []
     while True:
@@ -40,6 +40,8 @@ def run_peer(connection: Connection, epoch: int) -> None:
         match connection.recv():
             case ("block", block_id):
                 connection.send(pool[block_id].float().numpy())
+            case ("fill", value):
+                connection.send(bool((pool.fill_(value) == value).all()))
             case ("arrived",):
                 connection.send(arrived)
             case ("write", metadata, count):
@@ -57,10 +59,11 @@ def run_peer(connection: Connection, epoch: int) -> None:
 class Peer:
     """The other process, held by its own handle."""
 
-    def __init__(self, epoch: int = 1) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, name: str, epoch: int = 1) -> None:
+        context = multiprocessing.get_context("forkserver")  # fork without our threads
+        context.set_forkserver_preload(["kv_transfer.transport.collective", "kv_transfer.transport.nixl"])
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=run_peer, args=(theirs, epoch), daemon=True)
+        self.process = context.Process(target=run_peer, args=(theirs, name, epoch), daemon=True)
         self.process.start()
         theirs.close()
         self.metadata: bytes = self.receive()
@@ -83,12 +86,17 @@ class Peer:
         self.connection.close()
 
 
+@pytest.fixture(params=["nccl", "nixl"])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def peers() -> Iterator[Callable[..., Peer]]:
+def peers(name: str) -> Iterator[Callable[..., Peer]]:
     started: list[Peer] = []
 
     def start(epoch: int = 1) -> Peer:
-        started.append(Peer(epoch))
+        started.append(Peer(name, epoch))
         return started[-1]
 
     yield start
@@ -102,8 +110,8 @@ def pool() -> torch.Tensor:
 
 
 @pytest.fixture
-def transport(pool: torch.Tensor) -> Iterator[Transport]:
-    transport = create_transport("nixl", worker_id="p", epoch=1, pool=pool)
+def transport(name: str, pool: torch.Tensor) -> Iterator[Transport]:
+    transport = create_transport(name, worker_id="p", epoch=1, pool=pool)
     yield transport
     transport.close()
 
@@ -143,6 +151,46 @@ def test_blocks_and_notifications_cross_processes(
         assert torch.equal(torch.from_numpy(peer.ask("block", i)), pool[i].float())
         assert torch.equal(torch.from_numpy(peer.ask("block", 16 + i)), pool[31 - i].float())
     assert peer.ask("close") == "closed"
+
+
+def test_reads_cross_processes_beside_writes(
+    peers: Callable[..., Peer], pool: torch.Tensor, transport: Transport
+) -> None:
+    peer = peers()
+    assert peer.ask("fill", 3.0)
+    transport.add_peer("d", 1, peer.metadata)
+    reads = [transport.read_blocks("d", [16 + i, 8 + i], [i, 8 + i]) for i in range(8)]
+    write = transport.write_blocks("d", [20, 21], [0, 1], b"beside")
+    poll_until(transport, lambda: all(transfer.is_settled for transfer in [*reads, write]))
+    assert states([*reads, write]) == {TransferState.DONE}
+    assert bool((pool[:16] == 3.0).all())
+    assert not bool((pool[16:] == 3.0).all())
+    assert torch.equal(torch.from_numpy(peer.ask("block", 1)), pool[21].float())
+    assert peer.ask("close") == "closed"
+
+
+def test_reads_from_a_peer_that_is_stopped_and_killed_are_right_or_lost(
+    peers: Callable[..., Peer], pool: torch.Tensor, transport: Transport
+) -> None:
+    peer = peers()
+    assert peer.ask("fill", 3.0)
+    transport.add_peer("d", 1, peer.metadata)
+    first = transport.read_blocks("d", [0], [0])
+    poll_until(transport, lambda: first.is_settled)
+    assert first.state is TransferState.DONE
+
+    peer.signal(signal.SIGSTOP)
+    reads = [transport.read_blocks("d", [i], [i]) for i in range(8)]  # nixl: nothing of the peer is needed for them
+    peer.kill()
+    poll_until(transport, lambda: all(read.is_settled for read in reads), LOSS_BOUND_S)
+    assert states(reads) <= {TransferState.DONE, TransferState.LOST}
+    assert all(bool((pool[i] == 3.0).all()) for i in range(8) if reads[i].state is TransferState.DONE)
+    try:
+        late = transport.read_blocks("d", [9], [9])
+    except PeerLost:
+        return
+    poll_until(transport, lambda: late.is_settled, LOSS_BOUND_S)
+    assert late.state is TransferState.LOST
 
 
 def test_a_receiver_killed_in_mid_use_is_lost_within_a_bound(peers: Callable[..., Peer], transport: Transport) -> None:
@@ -234,3 +282,16 @@ def test_a_sender_killed_while_writing_leaves_the_receiver_alive(
     transfer = transport.write_blocks("d", [0], [0])
     poll_until(transport, lambda: transfer.is_settled)
     assert transfer.state is TransferState.DONE
+
+
+def test_close_does_not_wait_for_a_stopped_peer(peers: Callable[..., Peer], transport: Transport) -> None:
+    peer = peers()
+    transport.add_peer("d", 1, peer.metadata)
+    first = transport.write_blocks("d", [0], [0])
+    poll_until(transport, lambda: first.is_settled)
+    peer.signal(signal.SIGSTOP)
+    pending = [transport.write_blocks("d", [i], [i], b"never") for i in range(8)]
+    started = time.monotonic()
+    transport.close()
+    assert time.monotonic() - started < 2.0
+    assert all(transfer.is_settled for transfer in pending)

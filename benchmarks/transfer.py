@@ -1,0 +1,174 @@
+"""Bandwidth and latency of the KV transports between two processes of this machine, beside a plain memory copy.
+
+Both sides poll at an interval, as workers do between the layers of a model. Contiguous blocks are one run on both
+sides; scattered ones are random on both. The memory copy is one thread's, from this process's pool into memory that
+both processes share, in turn with the transfers: what a transport reaches of it is the ratio.
+
+    python -m benchmarks.transfer
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import arguments, ms, print_table, write_result
+from kv_transfer.transport import Transfer, TransferState, Transport, create_transport
+
+_TRANSPORTS = ("nixl", "nccl")
+_TIMEOUT_S = 60.0
+_WARM_UP_ROUNDS = 3
+_REST_S = 0.02  # else a system that is not idle gives the less time to those that computed just before
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--megabytes", type=int, default=64, help="per transfer (MiB)")
+    parser.add_argument(
+        "--block-kilobytes", type=int, default=360, help="per block (KiB); 360 is 16 tokens of the default"
+    )
+    parser.add_argument("--rounds", type=int, default=30, help="transfers of each kind")
+    parser.add_argument("--poll-ms", type=float, default=1.0, help="how often both sides poll")
+    settings = parser.parse_args()
+    if settings.quick:
+        settings.megabytes, settings.rounds = 4, 3
+    torch.set_num_threads(1)
+    results = {name: measure(name, settings) for name in _TRANSPORTS}
+    print_table(
+        f"{settings.megabytes} MiB in blocks of {settings.block_kilobytes} KiB between two processes",
+        ["transport", "operation", "blocks", "ms", "GB/s", "of a memory copy", "one block ms"],
+        [row for name, result in results.items() for row in _rows(name, result)],
+        caption=f"medians of {settings.rounds} rounds; both sides poll every {settings.poll_ms} ms",
+    )
+    write_result("transfer", settings, results)
+    return 0
+
+
+def measure(name: str, settings: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of each kind of transfer, and of the memory copy in the same rounds."""
+    block_bytes = settings.block_kilobytes << 10
+    num_moved = max(1, (settings.megabytes << 20) // block_bytes)
+    context = multiprocessing.get_context("spawn")
+    connection, theirs = context.Pipe()
+    shared = torch.zeros(num_moved, block_bytes, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+    arguments_of_peer = (theirs, name, 2 * num_moved, block_bytes, settings.poll_ms * 1e-3, shared)
+    process = context.Process(target=_run_peer, args=arguments_of_peer, daemon=True)
+    process.start()
+    pool = torch.randint(0, 256, (2 * num_moved, block_bytes), dtype=torch.uint8)
+    transport = create_transport(name, worker_id="p", epoch=1, pool=pool)
+    try:
+        transport.add_peer("d", 1, connection.recv())
+        return _measure_link(transport, pool, shared, settings)
+    finally:
+        connection.send("stop")
+        process.join(_TIMEOUT_S)
+        transport.close()
+
+
+def _run_peer(
+    connection: Connection, name: str, num_blocks: int, block_bytes: int, poll_s: float, shared: Tensor
+) -> None:
+    torch.set_num_threads(1)
+    shared[:, 0].sum()  # mapped here too
+    transport = create_transport(
+        name, worker_id="d", epoch=1, pool=torch.zeros(num_blocks, block_bytes, dtype=torch.uint8)
+    )
+    connection.send(transport.local_metadata())
+    while not connection.poll(poll_s):
+        transport.poll()
+    transport.close()
+
+
+def _measure_link(transport: Transport, pool: Tensor, shared: Tensor, settings: argparse.Namespace) -> dict[str, Any]:
+    num_moved = shared.shape[0]
+    rng = random.Random(settings.seed)
+    contiguous = list(range(num_moved))
+    here, there = (rng.sample(range(2 * num_moved), num_moved) for _ in range(2))
+
+    def write(local: Sequence[int], remote: Sequence[int]) -> Callable[[], Transfer]:
+        return lambda: transport.write_blocks("d", local, remote)
+
+    def read(local: Sequence[int], remote: Sequence[int]) -> Callable[[], Transfer]:
+        return lambda: transport.read_blocks("d", remote, local)
+
+    kinds = {
+        "write contiguous": write(contiguous, contiguous),
+        "write scattered": write(here, there),
+        "write one": write([0], [0]),
+        "read contiguous": read(contiguous, contiguous),
+        "read scattered": read(here, there),
+        "read one": read([0], [0]),
+    }
+    seconds: dict[str, list[float]] = {kind: [] for kind in ("copy", *kinds)}
+    for number in range(settings.rounds + _WARM_UP_ROUNDS):
+        took = {"copy": _time_of(lambda: shared.copy_(pool[:num_moved]))}
+        for kind, start in kinds.items():
+            took[kind] = _time_of(lambda start=start: _finish(transport, start(), settings))  # type: ignore[misc]
+        if number >= _WARM_UP_ROUNDS:
+            for kind, value in took.items():
+                seconds[kind].append(value)
+    _check_bytes(transport, pool, here, there, settings)
+    # Of each round, as what else runs on the machine changes from one to the next.
+    of_copy = {kind: [copy / took for copy, took in zip(seconds["copy"], seconds[kind], strict=True)] for kind in kinds}
+    return {
+        "num_bytes": shared.numel(),
+        "seconds": {kind: statistics.median(values) for kind, values in seconds.items()},
+        "of_copy": {kind: statistics.median(values) for kind, values in of_copy.items()},
+    }
+
+
+def _finish(transport: Transport, transfer: Transfer, settings: argparse.Namespace) -> None:
+    deadline = time.monotonic() + _TIMEOUT_S
+    while not transfer.is_settled:
+        if time.monotonic() >= deadline:
+            raise RuntimeError(f"a transfer did not end in {_TIMEOUT_S:.0f} s")
+        time.sleep(settings.poll_ms * 1e-3)
+        transport.poll()
+    if transfer.state is not TransferState.DONE:
+        raise RuntimeError(f"a transfer ended as {transfer.state.value}")
+
+
+def _check_bytes(
+    transport: Transport, pool: Tensor, here: Sequence[int], there: Sequence[int], settings: argparse.Namespace
+) -> None:
+    """What was written scattered comes back the same from there."""
+    expected = pool[here].clone()
+    _finish(transport, transport.write_blocks("d", here, there), settings)
+    pool[here] = 0
+    _finish(transport, transport.read_blocks("d", there, here), settings)
+    if not torch.equal(pool[here], expected):
+        raise RuntimeError("the bytes that came back are not those that were sent")
+
+
+def _time_of(action: Callable[[], object]) -> float:
+    time.sleep(_REST_S)
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def _rows(name: str, result: dict[str, Any]) -> list[list[object]]:
+    seconds, num_bytes = result["seconds"], result["num_bytes"]
+    copy_s = seconds["copy"]
+    rows: list[list[object]] = [[name, "memory copy", "contiguous", ms(copy_s), num_bytes / copy_s / 1e9, 1.0, "-"]]
+    for operation in ("write", "read"):
+        for blocks in ("contiguous", "scattered"):
+            kind = f"{operation} {blocks}"
+            one = ms(seconds[f"{operation} one"]) if blocks == "contiguous" else "-"
+            rate = num_bytes / seconds[kind] / 1e9
+            rows.append([name, operation, blocks, ms(seconds[kind]), rate, result["of_copy"][kind], one])
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Whole messages over a TCP connection, without ever blocking: how two ends of the `nccl` transport talk.
+
+The end of a connection is how a peer's death is noticed: at once if its process died, within seconds if its host did.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import struct
+
+from protocol.errors import PeerLost
+
+__all__ = ["MessageStream", "connect", "listen"]
+
+_LENGTH = struct.Struct("<I")
+_MAX_MESSAGE_BYTES = 64 << 20  # more than that is not a message of ours
+_READ_BYTES = 1 << 18
+_KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),  # ms
+)
+
+
+class MessageStream:
+    """One end of a connection; the peer's end is another one."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        for level, name, value in _KEEPALIVE:
+            connection.setsockopt(level, name, value)
+        self._socket = connection
+        self._unsent = bytearray()
+        self._unread = bytearray()
+
+    def fileno(self) -> int:
+        """For a selector: readable means that `receive` has something to say."""
+        return self._socket.fileno()
+
+    def put(self, message: bytes) -> None:
+        """Queue a message behind those before it. `flush` sends it."""
+        self._unsent += _LENGTH.pack(len(message)) + message
+
+    def flush(self) -> None:
+        """Send what was queued, as far as the connection takes it. Raises `PeerLost` when that is broken."""
+        while self._unsent:
+            try:
+                sent = self._socket.send(self._unsent)
+            except BlockingIOError:
+                return
+            except OSError as exc:
+                raise PeerLost(f"connection broke: {exc}") from exc
+            del self._unsent[:sent]
+
+    def receive(self) -> list[bytes]:
+        """Messages that came, oldest first. Raises `PeerLost` when the connection ended, which a later call repeats."""
+        try:
+            chunk = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError as exc:
+            raise PeerLost(f"connection broke: {exc}") from exc
+        if not chunk:
+            raise PeerLost("connection closed by the peer")
+        self._unread += chunk
+        return self._take_messages()
+
+    def close(self) -> None:
+        """End the connection, unsent messages included."""
+        self._socket.close()
+
+    def _take_messages(self) -> list[bytes]:
+        messages: list[bytes] = []
+        start = 0
+        while len(self._unread) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._unread, start)
+            if length > _MAX_MESSAGE_BYTES:
+                raise PeerLost(f"a message of {length} bytes was announced: not a peer of ours")
+            end = start + _LENGTH.size + length
+            if len(self._unread) < end:
+                break
+            messages.append(bytes(self._unread[start + _LENGTH.size : end]))
+            start = end
+        del self._unread[:start]
+        return messages
+
+
+def listen(host: str) -> socket.socket:
+    """A listening socket on a free port of this address and no other."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    listener.setblocking(False)
+    return listener
+
+
+def connect(host: str, port: int) -> MessageStream:
+    """Start to connect. Whether it worked shows in later calls: messages put meanwhile are kept."""
+    connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    stream = MessageStream(connection)
+    code = connection.connect_ex((host, port))
+    if code not in (0, errno.EINPROGRESS):
+        stream.close()
+        raise PeerLost(f"{host}:{port} cannot be reached: {errno.errorcode.get(code, code)}")
+    return stream
