@@ -6,12 +6,15 @@ lease's generation and before its deadline.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.engine import Engine
 from engine.sequence import Sequence
-from kv_transfer.checksum import wrong_blocks
+from kv_transfer.checksum import unseal, wrong_blocks
 from kv_transfer.leases import Lease, LeaseTable, Received, Released
 from kv_transfer.links import PeerLinks
 from kv_transfer.transport.base import Notification
@@ -27,11 +30,14 @@ from protocol.messages import (
     LeaseGrant,
     LeaseRefused,
     LeaseRevoked,
+    Message,
     PeerAddress,
     decode_message,
 )
 
 __all__ = ["DecodeRole"]
+
+logger = logging.getLogger(__name__)
 
 # Seconds between two reminders of a revoked lease to a sender that has not confirmed its end.
 _REVOKE_AGAIN_S = 1.0
@@ -68,6 +74,7 @@ class DecodeRole:
         self._leases = LeaseTable(first_generation=first_generation)
         self._pending: dict[str, _Pending] = {}  # in order of arrival
         self._revoke_again_at = 0.0
+        self._dead: set[tuple[str, int]] = set()  # worker and epoch; requests may still name them
 
     @property
     def num_open(self) -> int:
@@ -85,14 +92,21 @@ class DecodeRole:
         return self.num_leases > 0
 
     def accept(self, request: Decode, now: float) -> None:
-        """Queue the request for a reservation. Raises RequestError if the engine cannot take it."""
+        """Queue the request for a reservation.
+
+        Raises RequestError if the engine cannot take it, PeerLost if the prefill worker is known to be dead: nobody
+        would ever confirm the end of a lease granted to it.
+        """
+        sender = request.prefill_worker
+        if (sender.worker_id, sender.epoch) in self._dead:
+            raise PeerLost(f"prefill worker {sender.worker_id} died")
         sequence = self._engine.make_sequence(
             request.request_id, request.token_ids, request.sampling, cache_salt=request.cache_salt
         )
         extend_digests(sequence.digests, sequence.root, sequence.token_ids, self._engine.config.block_size)
-        self._links.remember(request.prefill_worker)
+        self._links.remember(sender)
         deadline = now + self._config.handoff_timeout_s
-        self._pending[request.request_id] = _Pending(sequence, request.prefill_worker, deadline)
+        self._pending[request.request_id] = _Pending(sequence, sender, deadline)
 
     def cancel(self, request_id: str) -> None:
         """Drop a request whose KV is not here yet; its lease is fenced, its blocks wait for the sender's word."""
@@ -111,8 +125,8 @@ class DecodeRole:
         self._leases.extend(sender_id, sender_epoch, handoffs, now=now)
 
     def notified(self, notification: Notification, now: float) -> None:
-        """Something a sender wrote is in place."""
-        message = decode_message(notification.payload)
+        """Something a sender wrote is in place. What cannot be read is dropped: its lease runs out."""
+        message = _decode(notification)
         if isinstance(message, ChunkArrived):
             ended: Received | Released | None = self._leases.chunk_arrived(
                 message.request_id,
@@ -125,7 +139,8 @@ class DecodeRole:
         elif isinstance(message, HandoffDone):
             ended = self._leases.handoff_done(message.request_id, message.generation, message.first_token_id, now=now)
         else:
-            raise TransferError(f"{notification.worker_id} notified us of a {type(message).__name__}")
+            logger.warning("dropped a notification from %s: it was damaged on its way", notification.worker_id)
+            return
         if isinstance(ended, Received):
             self._join(ended)
         elif ended is not None:
@@ -145,6 +160,7 @@ class DecodeRole:
 
     def peer_lost(self, worker_id: str, epoch: int) -> None:
         """The process of that epoch is known to be dead: nothing of it will land any more."""
+        self._dead.add((worker_id, epoch))
         for released in self._leases.sender_lost(worker_id, epoch):
             self._release(released, code=PeerLost.code)
         for request_id, pending in list(self._pending.items()):
@@ -255,3 +271,12 @@ class DecodeRole:
     def _revoke(self, lease: Lease) -> None:
         message = LeaseRevoked(sender=self._links.me, request_id=lease.request_id, generation=lease.generation)
         self._links.send(lease.sender_id, lease.sender_epoch, message)
+
+
+def _decode(notification: Notification) -> Message | None:
+    """The message a sender attached to its write, or None if it is not what was sent."""
+    payload = unseal(notification.payload)
+    try:
+        return None if payload is None else decode_message(payload)
+    except msgspec.MsgspecError:
+        return None

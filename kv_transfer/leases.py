@@ -14,7 +14,6 @@ them. Messages that name no such lease are late, repeated or foreign: they chang
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -73,7 +72,7 @@ class LeaseTable:
 
     def __init__(self, *, first_generation: int = 1) -> None:
         """Start from something that grows with each start of the process, so that no old message fits a new lease."""
-        self._generations = itertools.count(first_generation)
+        self._next_generation = first_generation
         self._entries: dict[int, _Entry] = {}  # by generation; live and fenced
         self._live: dict[str, int] = {}  # request id -> generation
         self.ignored: Counter[str] = Counter()
@@ -96,9 +95,8 @@ class LeaseTable:
         step: `first_ttl_s` is the time until then, `ttl_s` the one that each heartbeat gives.
         """
         assert request_id not in self._live, f"{request_id} has the live lease {self._live.get(request_id)}"
-        lease = Lease(
-            request_id, next(self._generations), first_block, tuple(block_ids), sender_id, sender_epoch, ttl_s
-        )
+        lease = Lease(request_id, self._next_generation, first_block, tuple(block_ids), sender_id, sender_epoch, ttl_s)
+        self._next_generation += 1
         self._entries[lease.generation] = _Entry(lease, deadline=now + (ttl_s if first_ttl_s is None else first_ttl_s))
         self._live[request_id] = lease.generation
         return lease

@@ -84,7 +84,7 @@ class _Handoff:
     is_done_submitted: bool = False
     is_done_settled: bool = False
     has_failed_write: bool = False
-    has_lost_write: bool = False  # it may still land
+    has_lost_write: bool = False  # its blocks may still land
     is_revoked: bool = False
     is_receiver_lost: bool = False
     is_ended: bool = False
@@ -238,7 +238,7 @@ class Outbox:
             self._end_if_settled(handoff)
         else:
             handoff.has_failed_write = True
-            handoff.has_lost_write |= state is TransferState.LOST
+            handoff.has_lost_write |= state is TransferState.LOST and bool(write.remote_block_ids)
             self._fail(handoff, f"a write to {write.receiver_id} is {state.value}")
 
     def take_ended(self) -> list[HandoffEnded | LeaseEnded]:

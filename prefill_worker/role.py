@@ -6,12 +6,14 @@ is here; the first token goes to the router without waiting for any of it.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.engine import Engine, StepResult
 from engine.sequence import Phase, Sequence
-from kv_transfer.checksum import block_checksums
+from kv_transfer.checksum import block_checksums, seal
 from kv_transfer.links import PeerLinks
 from kv_transfer.outbox import BlockWrite, HandoffEnded, Outbox
 from kv_transfer.transport.base import Transfer, TransferState, Transport
@@ -30,6 +32,15 @@ from protocol.messages import (
 )
 
 __all__ = ["PrefillRole"]
+
+# Share of the blocks that travel with a checksum.
+_CHECKED_SHARE: dict[str, float] = {"off": 0.0, "sample": 1 / 16, "all": 1.0}
+
+
+class _Flight(NamedTuple):
+    write: BlockWrite
+    transfer: Transfer
+    deadline: float
 
 
 @dataclass(eq=False, slots=True)
@@ -63,7 +74,9 @@ class PrefillRole:
         self._outbox = Outbox()
         self._handoffs: dict[str, _Handoff] = {}
         self._early_grants: dict[tuple[str, int], list[LeaseGrant]] = {}  # by worker and epoch: the link is not up yet
-        self._in_flight: list[tuple[BlockWrite, Transfer]] = []
+        self._in_flight: list[_Flight] = []
+        self._dead: set[tuple[str, int]] = set()  # worker and epoch; its last messages may come after its death
+        self._draw = random.Random(0).random  # of the blocks to check
 
     @property
     def num_open(self) -> int:
@@ -85,7 +98,13 @@ class PrefillRole:
         return self._outbox.heartbeat_handoffs
 
     def accept(self, request: Prefill, now: float) -> None:
-        """Queue the prompt and open its handoff. Raises RequestError if the engine cannot take it."""
+        """Queue the prompt and open its handoff.
+
+        Raises RequestError if the engine cannot take it, PeerLost if the decode worker is known to be dead.
+        """
+        receiver = request.decode_worker
+        if (receiver.worker_id, receiver.epoch) in self._dead:
+            raise PeerLost(f"decode worker {receiver.worker_id} died")
         sequence = self._engine.make_sequence(
             request.request_id,
             request.token_ids,
@@ -93,7 +112,6 @@ class PrefillRole:
             cache_salt=request.cache_salt,
             phase=Phase.PREFILL_ONLY,
         )
-        receiver = request.decode_worker
         self._links.connect(receiver, now)
         num_blocks = -(-len(request.token_ids) // self._engine.config.block_size)
         self._outbox.open(
@@ -108,6 +126,8 @@ class PrefillRole:
 
     def granted(self, grant: LeaseGrant, now: float) -> None:
         """The decode worker reserved blocks. Held back while the link to it is not up."""
+        if (grant.sender.worker_id, grant.sender.epoch) in self._dead:
+            return
         if self._links.is_ready(grant.sender):
             self._apply_grant(grant, now)
         else:
@@ -141,6 +161,7 @@ class PrefillRole:
 
     def peer_lost(self, worker_id: str, epoch: int) -> None:
         """The process of that epoch is known to be dead: its handoffs fail, in-flight writes settle as lost."""
+        self._dead.add((worker_id, epoch))
         self._fail_receiver(worker_id, epoch, f"decode worker {worker_id} died")
         self._outbox.receiver_lost(worker_id, epoch)
 
@@ -165,9 +186,10 @@ class PrefillRole:
     def pump(self, now: float) -> None:
         """Start what can be written, notice what finished, give back the blocks of handoffs that are over."""
         self._settle()
+        self._give_up_stalled(now)
         self._outbox.expire(now)
         for write in self._outbox.next_writes():
-            self._start(write)
+            self._start(write, now)
         self._settle()
         for ended in self._outbox.take_ended():
             if isinstance(ended, HandoffEnded):
@@ -201,17 +223,23 @@ class PrefillRole:
             now=now,
         )
 
-    def _start(self, write: BlockWrite) -> None:
+    def _start(self, write: BlockWrite, now: float) -> None:
         notification = write.notification
-        if self._config.checksums == "all" and isinstance(notification, ChunkArrived):
+        # NOTE: the transport knows peers by name alone. After a restart that name leads to another process, and the
+        # blocks granted by the old one are somebody else's there.
+        if not self._links.is_ready(self._handoffs[notification.request_id].receiver):
+            self._outbox.write_settled(write, TransferState.FAILED)
+            return
+        share = _CHECKED_SHARE[self._config.checksums]
+        if share > 0 and isinstance(notification, ChunkArrived):
             notification = ChunkArrived(
                 request_id=notification.request_id,
                 generation=notification.generation,
                 first_block=notification.first_block,
                 num_blocks=notification.num_blocks,
-                checksums=block_checksums(self._engine.kv, write.local_block_ids),
+                checksums=block_checksums(self._engine.kv, write.local_block_ids, share=share, draw=self._draw),
             )
-        payload = encode_message(notification)
+        payload = seal(encode_message(notification))
         try:
             transfer = self._transport.write_blocks(
                 write.receiver_id, write.local_block_ids, write.remote_block_ids, payload
@@ -221,18 +249,25 @@ class PrefillRole:
                 self._links.broke(write.receiver_id, write.receiver_epoch)
             self._outbox.write_settled(write, TransferState.FAILED)
         else:
-            self._in_flight.append((write, transfer))
+            self._in_flight.append(_Flight(write, transfer, now + self._config.handoff_timeout_s))
 
     def _settle(self) -> None:
         if not self._in_flight:
             return
-        settled = [(write, transfer) for write, transfer in self._in_flight if transfer.is_settled]
+        settled = [flight for flight in self._in_flight if flight.transfer.is_settled]
         if settled:
-            self._in_flight = [entry for entry in self._in_flight if not entry[1].is_settled]
-            for write, transfer in settled:
+            self._in_flight = [flight for flight in self._in_flight if not flight.transfer.is_settled]
+            for write, transfer, _ in settled:
                 if transfer.state is TransferState.LOST:
                     self._links.broke(write.receiver_id, write.receiver_epoch)
                 self._outbox.write_settled(write, transfer.state)
+
+    def _give_up_stalled(self, now: float) -> None:
+        """Stop vouching for handoffs with a write that takes too long: without heartbeats their leases run out."""
+        for flight in self._in_flight:
+            if now >= flight.deadline:
+                reason = f"a write to {flight.write.receiver_id} took over {self._config.handoff_timeout_s} s"
+                self._outbox.cancel(flight.write.notification.request_id, reason)
 
     def _finish(self, ended: HandoffEnded) -> None:
         handoff = self._handoffs.pop(ended.request_id)

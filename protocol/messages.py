@@ -59,7 +59,7 @@ __all__ = [
     "encode_message",
 ]
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 # `LeaseClosed.reason` of a request that ended with its first token: there is nothing to hand over, nothing failed.
 FINISHED_EARLY = "finished with the first token"

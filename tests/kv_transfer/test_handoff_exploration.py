@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from handoff_world import World, walk
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.kv_transfer.handoff_world import World, walk
 
 
 class Exploration(RuleBasedStateMachine):

@@ -1,0 +1,264 @@
+"""A transport that goes wrong on purpose: wraps any other and injects faults into what it sends.
+
+For tests and benchmarks. Everything is drawn from one random source and timed by one clock, both passed in, so a run
+over the in-process transport with a virtual clock repeats exactly.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from kv_transfer.transport.base import Notification, Transfer, TransferState, Transport, pool_shape
+from protocol.errors import PeerLost, TransferError
+
+__all__ = ["Fault", "FaultyTransport"]
+
+
+class Fault(enum.Enum):
+    """What can happen to a write."""
+
+    DELAY = "write delayed"  # it stays pending, and later writes of this link queue behind it
+    FAIL = "write failed"  # nothing lands
+    LOSE = "link lost"  # some blocks landed, others land much later; the link is down until the peer is added again
+    TEAR = "write torn"  # reported done although one block never landed
+    FLIP = "bit flipped in a block"
+    GARBLE = "bit flipped in a notification"
+    DROP = "notification dropped"
+    REPEAT = "notification repeated"
+
+
+_NEED_BLOCKS = {Fault.TEAR, Fault.FLIP}
+_NEED_NOTIFICATION = {Fault.GARBLE, Fault.DROP, Fault.REPEAT}
+
+
+class _Write(NamedTuple):
+    worker_id: str
+    local_block_ids: list[int]
+    remote_block_ids: list[int]
+    notification: bytes
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    """A write that waits: for its own delay or for those before it."""
+
+    write: _Write
+    transfer: Transfer
+    due: float
+    fault: Fault | None
+
+
+class FaultyTransport(Transport):
+    """`inner` with faults in its writes. `rates` gives each fault's probability per write, and may be replaced.
+
+    `injected` counts what happened, in a counter that several transports may share. A flipped bit is put back once the
+    write was handed over, so the inner transport must copy inside `write_blocks`, as both of ours do on CPUs.
+    """
+
+    def __init__(
+        self,
+        inner: Transport,
+        pool: Tensor,
+        *,
+        rates: Mapping[Fault, float],
+        source: random.Random,
+        clock: Callable[[], float],
+        max_delay_s: float,
+        injected: Counter[str] | None = None,
+    ) -> None:
+        self.rates = rates
+        self.injected: Counter[str] = Counter() if injected is None else injected
+        self.has_lost_blocks = False  # nobody can vouch for these while this process lives
+        self._inner = inner
+        self._pool = pool
+        self._block_bytes = pool_shape(pool).block_bytes
+        self._source = source
+        self._clock = clock
+        self._max_delay_s = max_delay_s
+        self._queues: dict[str, deque[_Held]] = {}
+        self._strays: list[tuple[float, _Write]] = []  # lost blocks and when they land
+        self._lost: set[str] = set()
+        self._epochs: dict[str, int] = {}
+        self._mirrored: list[tuple[Transfer, Transfer]] = []  # (of the inner transport, ours)
+
+    @override
+    def local_metadata(self) -> bytes:
+        return self._inner.local_metadata()
+
+    @override
+    def add_peer(self, worker_id: str, epoch: int, metadata: bytes) -> None:
+        self._inner.add_peer(worker_id, epoch, metadata)
+        if self._epochs.get(worker_id, epoch) != epoch:  # nothing meant for the old process reaches the new one
+            self._forget(worker_id)
+        self._epochs[worker_id] = epoch
+        self._lost.discard(worker_id)
+
+    @override
+    def remove_peer(self, worker_id: str) -> None:
+        self._inner.remove_peer(worker_id)
+        self._forget(worker_id)
+        self._lost.discard(worker_id)
+
+    @override
+    def write_blocks(
+        self,
+        worker_id: str,
+        local_block_ids: Sequence[int],
+        remote_block_ids: Sequence[int],
+        notification: bytes = b"",
+    ) -> Transfer:
+        if worker_id in self._lost:
+            raise PeerLost(f"the link to {worker_id} is down")
+        write = _Write(worker_id, list(local_block_ids), list(remote_block_ids), notification)
+        fault = self._draw(write)
+        queue = self._queues.get(worker_id)
+        if not queue and fault is not Fault.DELAY:
+            return self._carry_out(write, fault)
+        delay_s = self._source.uniform(0.0, self._max_delay_s) if fault is Fault.DELAY else 0.0
+        held = _Held(write, Transfer(len(local_block_ids) * self._block_bytes), self._clock() + delay_s, fault)
+        self._queues.setdefault(worker_id, deque()).append(held)
+        return held.transfer
+
+    @override
+    def read_blocks(self, worker_id: str, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> Transfer:
+        if worker_id in self._lost:
+            raise PeerLost(f"the link to {worker_id} is down")
+        return self._inner.read_blocks(worker_id, remote_block_ids, local_block_ids)
+
+    @override
+    def poll(self) -> list[Notification]:
+        self._land_strays()
+        for worker_id in list(self._queues):
+            self._advance(worker_id)
+        arrived = self._inner.poll()
+        self._mirror()
+        return arrived
+
+    @override
+    def close(self) -> None:
+        for worker_id in list(self._queues):
+            self._lose_queue(worker_id)
+        self._strays.clear()
+        self._inner.close()
+        self._mirror()
+
+    def _forget(self, worker_id: str) -> None:
+        """What was under way to a peer that is gone lands nowhere."""
+        self._lose_queue(worker_id)
+        self._strays = [(due, write) for due, write in self._strays if write.worker_id != worker_id]
+
+    def _draw(self, write: _Write) -> Fault | None:
+        """The first fault whose share of [0, 1) the drawn number falls into, if this write can have it."""
+        drawn = self._source.random()
+        for fault, rate in self.rates.items():
+            drawn -= rate
+            if drawn < 0:
+                is_possible = (write.local_block_ids or fault not in _NEED_BLOCKS) and (
+                    write.notification or fault not in _NEED_NOTIFICATION
+                )
+                if is_possible:
+                    self.injected[fault.value] += 1
+                return fault if is_possible else None
+        return None
+
+    def _advance(self, worker_id: str) -> None:
+        """Carry out what is due of this link, in order."""
+        queue = self._queues[worker_id]
+        while queue and queue[0].due <= self._clock():
+            held = queue.popleft()
+            try:
+                inner = self._carry_out(held.write, held.fault)
+            except TransferError:  # the peer is gone by now
+                held.transfer.settle(TransferState.LOST)
+            else:
+                self._mirrored.append((inner, held.transfer))
+        if not queue:
+            self._queues.pop(worker_id, None)
+
+    def _carry_out(self, write: _Write, fault: Fault | None) -> Transfer:
+        worker_id, local_ids, remote_ids, notification = write
+        if fault is Fault.FAIL:
+            return _settled(TransferState.FAILED)
+        if fault is Fault.LOSE:
+            return self._lose_link(write)
+        if fault is Fault.FLIP:
+            return self._write_flipped(write)
+        if fault is Fault.TEAR:
+            missing = self._source.randrange(len(local_ids))
+            del local_ids[missing], remote_ids[missing]
+        elif fault is Fault.GARBLE:
+            notification = self._flipped(notification)
+        elif fault is Fault.DROP:
+            notification = b""
+        transfer = self._inner.write_blocks(worker_id, local_ids, remote_ids, notification)
+        if fault is Fault.REPEAT:
+            self._inner.write_blocks(worker_id, [], [], notification)
+        return transfer
+
+    def _lose_link(self, write: _Write) -> Transfer:
+        """Break the link in the middle of this write; all that is queued behind it is lost with it."""
+        landed = self._source.randint(0, len(write.local_block_ids))
+        self._inner.write_blocks(write.worker_id, write.local_block_ids[:landed], write.remote_block_ids[:landed])
+        self._lost.add(write.worker_id)
+        self._stray(write, landed)
+        self._lose_queue(write.worker_id)
+        return _settled(TransferState.LOST)
+
+    def _lose_queue(self, worker_id: str) -> None:
+        queue = self._queues.pop(worker_id, deque())
+        for held in queue:
+            self._stray(held.write, 0)
+            held.transfer.settle(TransferState.LOST)
+        queue.clear()  # `_advance` may be walking it
+
+    def _mirror(self) -> None:
+        """Tell the ends of inner transfers that began later than ours."""
+        for inner, ours in self._mirrored:
+            if inner.is_settled:
+                ours.settle(inner.state)
+        self._mirrored = [(inner, ours) for inner, ours in self._mirrored if not inner.is_settled]
+
+    def _stray(self, write: _Write, landed: int) -> None:
+        """Let the rest of a lost write land whenever it likes, with what its local blocks hold by then."""
+        for local_id, remote_id in zip(write.local_block_ids[landed:], write.remote_block_ids[landed:], strict=True):
+            due = self._clock() + self._source.uniform(0.0, self._max_delay_s)
+            self._strays.append((due, _Write(write.worker_id, [local_id], [remote_id], b"")))
+        self.has_lost_blocks |= bool(write.local_block_ids)
+
+    def _land_strays(self) -> None:
+        now = self._clock()
+        due = [write for when, write in self._strays if when <= now]
+        self._strays = [(when, write) for when, write in self._strays if when > now]
+        for write in due:
+            with suppress(TransferError):  # its receiver is gone
+                self._inner.write_blocks(*write)
+
+    def _write_flipped(self, write: _Write) -> Transfer:
+        block = self._pool[self._source.choice(write.local_block_ids)].view(-1).view(torch.uint8)
+        position, bit = self._source.randrange(len(block)), 1 << self._source.randrange(8)
+        block[position] ^= bit
+        try:
+            return self._inner.write_blocks(*write)
+        finally:
+            block[position] ^= bit
+
+    def _flipped(self, notification: bytes) -> bytes:
+        flipped = bytearray(notification)
+        flipped[self._source.randrange(len(flipped))] ^= 1 << self._source.randrange(8)
+        return bytes(flipped)
+
+
+def _settled(state: TransferState) -> Transfer:
+    transfer = Transfer()
+    transfer.settle(state)
+    return transfer

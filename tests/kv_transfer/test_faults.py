@@ -1,0 +1,408 @@
+"""Faults on purpose: the faulty transport, roles whose peers and writes go wrong, and handoffs by the hundred."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.faults import Faults, run, save_tiny_model
+from decode_worker import DecodeRole
+from engine.engine import Engine
+from kv_transfer.checksum import block_checksums, seal, unseal, wrong_blocks
+from kv_transfer.links import PeerLinks
+from kv_transfer.outbox import LeaseEnded, Outbox
+from kv_transfer.transport.base import Notification, TransferState
+from kv_transfer.transport.faulty import Fault, FaultyTransport
+from kv_transfer.transport.in_process import InProcessHub, InProcessTransport
+from prefill_worker import PrefillRole
+from protocol.config import EngineConfig, TransferConfig
+from protocol.errors import PeerLost
+from protocol.messages import (
+    ChunkArrived,
+    Decode,
+    LeaseGrant,
+    Message,
+    PeerAddress,
+    PeerHello,
+    Prefill,
+    decode_message,
+)
+from protocol.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+BLOCK_SIZE = 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.WARNING)  # links break by the dozen here
+    yield
+    logging.disable(logging.NOTSET)
+
+
+# -- the faulty transport --------------------------------------------------------------------------------------
+
+
+class Link:
+    """A faulty sender "p" and a receiver "d" over the in-process transport, at a time set by hand."""
+
+    def __init__(self, rates: dict[Fault, float], *, num_blocks: int = 8, seed: int = 0) -> None:
+        self.now = 0.0
+        self.source, self.target = torch.rand(num_blocks, 64) + 1, torch.zeros(num_blocks, 64)
+        self.hub = InProcessHub()
+        self.receiver = InProcessTransport("d", 1, self.target, self.hub)
+        self.sender = FaultyTransport(
+            InProcessTransport("p", 1, self.source, self.hub),
+            self.source,
+            rates=rates,
+            source=random.Random(seed),
+            clock=lambda: self.now,
+            max_delay_s=10.0,
+        )
+        self.sender.add_peer("d", 1, self.receiver.local_metadata())
+
+    @property
+    def landed(self) -> list[int]:
+        return [block for block in range(len(self.target)) if torch.equal(self.target[block], self.source[block])]
+
+    def arrived(self) -> list[bytes]:
+        return [notification.payload for notification in self.receiver.poll()]
+
+
+def test_without_faults_nothing_changes() -> None:
+    link = Link({})
+    assert link.sender.write_blocks("d", [1, 2], [1, 2], b"x").state is TransferState.DONE
+    assert (link.landed, link.arrived()) == ([1, 2], [b"x"])
+    assert not link.sender.injected
+
+
+@pytest.mark.parametrize(
+    ("fault", "landed", "payloads"),
+    [
+        (Fault.DROP, 3, []),
+        (Fault.REPEAT, 3, [b"message", b"message"]),
+        (Fault.TEAR, 2, [b"message"]),
+        (Fault.FLIP, 2, [b"message"]),
+    ],
+)
+def test_a_fault_of_a_write_that_is_reported_as_done(fault: Fault, landed: int, payloads: list[bytes]) -> None:
+    link = Link({fault: 1.0})
+    before = link.source.clone()
+    assert link.sender.write_blocks("d", [1, 2, 3], [1, 2, 3], b"message").state is TransferState.DONE
+    assert (len(link.landed), link.arrived()) == (landed, payloads)
+    assert torch.equal(link.source, before)
+    assert link.sender.injected == Counter({fault.value: 1})
+
+
+def test_a_garbled_notification_differs_by_one_bit() -> None:
+    link = Link({Fault.GARBLE: 1.0})
+    link.sender.write_blocks("d", [], [], b"message")
+    (payload,) = link.arrived()
+    assert sum((a ^ b).bit_count() for a, b in zip(payload, b"message", strict=True)) == 1
+
+
+def test_a_delayed_write_holds_up_the_link_and_keeps_its_order() -> None:
+    link = Link({Fault.DELAY: 1.0})
+    first = link.sender.write_blocks("d", [1], [1], b"1")
+    link.sender.rates = {}
+    second = link.sender.write_blocks("d", [2], [2], b"2")
+    link.sender.poll()
+    assert (first.is_settled, second.is_settled, link.landed) == (False, False, [])
+    link.now = 10.0
+    link.sender.poll()
+    assert (first.state, second.state) == (TransferState.DONE, TransferState.DONE)
+    assert (link.landed, link.arrived()) == ([1, 2], [b"1", b"2"])
+
+
+def test_a_lost_link_is_down_until_it_is_opened_again_and_its_blocks_land_late() -> None:
+    link = Link({Fault.LOSE: 1.0}, seed=1)
+    assert link.sender.write_blocks("d", [1, 2, 3], [1, 2, 3], b"x").state is TransferState.LOST
+    assert link.landed == []
+    with pytest.raises(PeerLost):
+        link.sender.write_blocks("d", [4], [4])
+    link.sender.rates = {}
+    link.sender.add_peer("d", 1, link.receiver.local_metadata())
+    assert link.sender.write_blocks("d", [4], [4]).state is TransferState.DONE
+    link.now = 10.0
+    link.sender.poll()
+    assert (link.landed, link.arrived()) == ([1, 2, 3, 4], [])
+    assert link.sender.has_lost_blocks
+
+
+def test_nothing_that_was_lost_lands_in_the_next_process_of_that_name() -> None:
+    link = Link({Fault.LOSE: 1.0})
+    link.sender.write_blocks("d", [1, 2, 3], [1, 2, 3])
+    target = torch.zeros(8, 64)
+    restarted = InProcessTransport("d", 2, target, link.hub)
+    link.sender.add_peer("d", 2, restarted.local_metadata())
+    link.now = 10.0
+    link.sender.poll()
+    assert not target.any()
+
+
+def test_what_is_held_is_lost_with_its_peer() -> None:
+    link = Link({Fault.DELAY: 1.0})
+    transfer = link.sender.write_blocks("d", [1], [1])
+    link.sender.remove_peer("d")
+    assert transfer.state is TransferState.LOST
+    link.now = 10.0
+    link.sender.poll()
+    assert link.landed == []
+
+
+# -- checksums -------------------------------------------------------------------------------------------------
+
+
+def test_a_sealed_message_shows_every_flipped_bit_and_every_cut() -> None:
+    message = b"the first token is 42"
+    sealed = seal(message)
+    assert unseal(sealed) == message
+    for position in range(len(sealed)):
+        assert unseal(sealed[:position]) is None
+        for bit in range(8):
+            flipped = bytearray(sealed)
+            flipped[position] ^= 1 << bit
+            assert unseal(bytes(flipped)) is None
+
+
+@pytest.mark.parametrize(("checksums", "low", "high"), [("off", 0, 0), ("sample", 5, 60), ("all", 320, 320)])
+def test_a_sample_or_all_of_the_blocks_are_checked(model: Path, checksums: str, low: int, high: int) -> None:
+    sender = SenderSide(model, checksums=checksums)
+    num_checked = num_blocks = 0
+    for number in range(80):
+        for chunk in sender.hand_off(f"r{number}", [number + 3] * 3 * BLOCK_SIZE + [5]):
+            num_blocks += chunk.num_blocks
+            assert len(chunk.checksums) in (0, chunk.num_blocks)
+            num_checked += sum(checksum != b"" for checksum in chunk.checksums)
+    assert num_blocks == 320
+    assert low <= num_checked <= high
+    if checksums == "sample":  # one in sixteen: 20 are to be expected
+        print(f"{num_checked} of {num_blocks} blocks checked")
+
+
+def test_a_flipped_bit_in_a_sampled_block_is_caught_and_one_beside_it_is_not() -> None:
+    pool = torch.rand(40, 16)
+    block_ids = list(range(40))
+    checksums = block_checksums(pool, block_ids, share=0.5, draw=random.Random(0).random)
+    checked = [block for block, checksum in zip(block_ids, checksums, strict=True) if checksum]
+    assert 10 < len(checked) < 30
+    pool.view(torch.uint8)[:, 3] ^= 16
+    assert wrong_blocks(pool, block_ids, checksums) == checked
+
+
+# -- roles -----------------------------------------------------------------------------------------------------
+
+
+def make_engine(model: Path) -> Engine:
+    config = EngineConfig(
+        model=str(model), dtype="float32", device="cpu", block_size=BLOCK_SIZE, pool_bytes=1 << 18, num_threads=1
+    )
+    return Engine(config)
+
+
+def address(worker_id: str, epoch: int = 1) -> PeerAddress:
+    return PeerAddress(worker_id, epoch, "", "")
+
+
+class SenderSide:
+    """A prefill role with a link to "d", whose pool and answers the test plays."""
+
+    def __init__(self, model: Path, *, rates: dict[Fault, float] | None = None, **config: Any) -> None:
+        self.now = 0.0
+        self.generation = 0
+        self.engine = make_engine(model)
+        self.hub = InProcessHub()
+        self.transport = FaultyTransport(
+            InProcessTransport("p", 1, self.engine.kv, self.hub),
+            self.engine.kv,
+            rates=rates or {},
+            source=random.Random(0),
+            clock=lambda: self.now,
+            max_delay_s=1000.0,
+        )
+        self.sent: list[Message] = []
+        self.failed: list[str] = []
+        self.links = PeerLinks(
+            address("p"), {}, self.transport, lambda _, message: self.sent.append(message), timeout_s=30.0
+        )
+        self.role = PrefillRole(
+            self.engine,
+            self.transport,
+            self.links,
+            TransferConfig(transport="in_process", **config),
+            lambda request_id, message, code: self.failed.append(message),
+            lambda request_id: None,
+        )
+        self.receiver = self.start_receiver(1)
+
+    def start_receiver(self, epoch: int) -> InProcessTransport:
+        """A process named "d"; the link leads to it from now on."""
+        receiver = InProcessTransport("d", epoch, torch.zeros_like(self.engine.kv), self.hub)
+        self.links.connect(address("d", epoch), self.now)
+        reply = PeerHello(
+            sender=address("d", epoch), compatibility={}, transport_metadata=receiver.local_metadata(), is_reply=True
+        )
+        assert self.links.hello(reply) is not None
+        return receiver
+
+    def prefill(self, request_id: str, prompt: list[int]) -> None:
+        self.role.accept(
+            Prefill(request_id=request_id, token_ids=prompt, sampling=GREEDY, decode_worker=address("d")), self.now
+        )
+        while request_id in self.engine.sequences:
+            result = self.engine.step()
+            assert result is not None
+            self.role.after_step(result)
+
+    def grant(self, request_id: str, num_blocks: int) -> None:
+        self.generation += 1
+        grant = LeaseGrant(
+            sender=address("d"),
+            request_id=request_id,
+            generation=self.generation,
+            first_block=0,
+            block_ids=list(range(num_blocks)),
+            ttl_s=30.0,
+        )
+        self.role.granted(grant, self.now)
+
+    def hand_off(self, request_id: str, prompt: list[int]) -> list[ChunkArrived]:
+        """What the receiver is told, the end of the handoff left out."""
+        self.prefill(request_id, prompt)
+        self.grant(request_id, -(-len(prompt) // BLOCK_SIZE))
+        self.role.pump(self.now)
+        messages = [decode_message(unseal(n.payload) or b"") for n in self.receiver.poll()]
+        return [message for message in messages if isinstance(message, ChunkArrived)]
+
+
+def test_a_grant_of_a_dead_process_is_not_written_to_its_successor(model: Path) -> None:
+    sender = SenderSide(model)
+    sender.prefill("r", [7] * 20)
+    sender.grant("r", 3)
+    successor = sender.start_receiver(2)  # a later request brought its link up before the death was told
+    sender.role.pump(0.0)
+    assert not successor.pool.any(), "blocks that the dead process granted are somebody else's in the new one"
+    assert successor.poll() == []
+    assert sender.failed == ["KV handoff failed: a write to d is failed"]
+    sender.role.check_integrity(idle=True)
+    sender.engine.check_integrity(idle=True)
+
+
+def test_a_write_that_stalls_stops_vouching_for_its_lease(model: Path) -> None:
+    sender = SenderSide(model, rates={Fault.DELAY: 1.0}, handoff_timeout_s=30.0)
+    sender.prefill("r", [7] * 20)
+    sender.grant("r", 3)
+    sender.role.pump(0.0)
+    sender.role.pump(29.0)
+    assert sender.role.live_handoffs == [("r", 1)]
+    sender.role.pump(30.0)
+    assert sender.role.live_handoffs == []
+    assert sender.engine.pool.num_used == 3, "blocks under a write were given back"
+    sender.now = 1000.0
+    sender.transport.poll()
+    sender.role.pump(1000.0)
+    sender.role.check_integrity(idle=True)
+    sender.engine.check_integrity(idle=True)
+
+
+def test_nothing_is_sent_for_a_receiver_that_is_known_to_be_dead(model: Path) -> None:
+    sender = SenderSide(model)
+    sender.links.forget("d", 1)
+    sender.role.peer_lost("d", 1)
+    sender.sent.clear()
+    with pytest.raises(PeerLost, match="decode worker d died"):
+        sender.prefill("r", [7] * 20)
+    sender.grant("r", 3)  # a last message
+    assert sender.sent == [], "the link to a dead process is opened again"
+    sender.engine.check_integrity(idle=True)
+
+
+def make_receiver(model: Path) -> tuple[DecodeRole, Engine]:
+    engine = make_engine(model)
+    transport = InProcessTransport("d", 1, engine.kv, InProcessHub())
+    links = PeerLinks(address("d"), {}, transport, lambda peer, message: None, timeout_s=30.0)
+    role = DecodeRole(
+        engine,
+        links,
+        TransferConfig(transport="in_process"),
+        lambda request_id, message, code: None,
+        first_generation=1,
+    )
+    return role, engine
+
+
+def test_no_lease_is_granted_to_a_sender_that_is_known_to_be_dead(model: Path) -> None:
+    role, engine = make_receiver(model)
+    role.peer_lost("p", 1)
+    request = Decode(request_id="r", token_ids=[7] * 20, sampling=GREEDY, prefill_worker=address("p"))
+    with pytest.raises(PeerLost, match="prefill worker p died"):  # its blocks would stay in quarantine for ever
+        role.accept(request, 0.0)
+    role.pump(0.0)
+    role.check_integrity(idle=True)
+    engine.check_integrity(idle=True)
+
+
+@pytest.mark.parametrize("payload", [b"", b"garbage", seal(b"garbage"), seal(b"")], ids=str)
+def test_a_notification_that_cannot_be_read_is_dropped(model: Path, payload: bytes) -> None:
+    role, engine = make_receiver(model)
+    role.accept(Decode(request_id="r", token_ids=[7] * 20, sampling=GREEDY, prefill_worker=address("p")), 0.0)
+    role.pump(0.0)
+    role.notified(Notification("p", 1, payload), 0.0)
+    assert (role.num_open, role.num_leases, engine.pool.num_used) == (1, 1, 3)
+
+
+def test_a_lost_notification_alone_keeps_no_block_in_quarantine() -> None:
+    outbox = Outbox()
+    outbox.open("r", "d", 1, num_blocks=1, grant_deadline=30)
+    outbox.granted("r", "d", 1, generation=5, first_block=0, block_ids=[9], ttl_s=10, now=0)
+    outbox.blocks_computed("r", [0])
+    outbox.first_token("r", 42)
+    chunk, done = outbox.next_writes()
+    outbox.write_settled(chunk, TransferState.DONE)
+    outbox.write_settled(done, TransferState.LOST)
+    assert any(isinstance(ended, LeaseEnded) for ended in outbox.take_ended())  # it carried no block that could land
+
+
+# -- handoffs by the hundred -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_two_hundred_handoffs_under_all_faults(model: Path, seed: int) -> None:
+    print(f"seed {seed}")
+    report = run(model, handoffs=200, seed=seed, faults=Faults())
+    print(report)
+    assert report.is_clean, report.complaints[:5]
+    assert report.completed > 100
+    assert report.completed + report.cancelled + report.failed.total() == report.handoffs == 200
+    assert len(report.injected) > 8
+
+
+def test_the_same_seed_gives_the_same_run(model: Path) -> None:
+    first, second = (run(model, handoffs=25, seed=3, faults=Faults()) for _ in range(2))
+    assert first == second
+
+
+def test_without_checksums_damage_is_seen(model: Path) -> None:
+    faults = Faults(writes={Fault.TEAR: 0.3})
+    report = run(model, handoffs=40, seed=4, faults=faults, checksums="off")
+    assert report.wrong_tokens > 0
+    assert not report.is_clean
+
+
+def test_a_leak_is_seen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DecodeRole, "closed", lambda self, message: None)  # it never hears that a lease is closed
+    report = run(model, handoffs=40, seed=5, faults=Faults(writes={Fault.FAIL: 0.2}))
+    assert report.leaked_blocks > 0
+    assert not report.is_clean

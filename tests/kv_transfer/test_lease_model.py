@@ -1,0 +1,708 @@
+"""Every interleaving of a small world: a real LeaseTable and a real Outbox under every fault, state by state.
+
+The world is one request of a few blocks that may be granted and sent twice, a pool, a network and two processes that
+may die. Breadth first, each state is expanded by everything that can happen in it: control messages are delivered in
+any order, repeated or dropped; writes succeed, fail or are lost with their link and may land at any time after;
+notifications are repeated or dropped; leases run out; either side cancels, dies and comes back. States are told apart
+by a canonical snapshot with times relative to now, so the walk ends by itself.
+
+That nothing leaks is checked for every state: from each, the quiet schedule (no more faults, everything under way
+arrives, time passes, the dead are reported) has to lead to a world at rest.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import pytest
+
+from kv_transfer.leases import Fenced, LeaseTable, Received, Released
+from kv_transfer.outbox import BlockWrite, HandoffEnded, LeaseEnded, Outbox
+from kv_transfer.transport.base import TransferState
+from protocol.messages import ChunkArrived
+
+REQUEST, RECEIVER, SENDER = "r", "d", "p"
+TTL_TICKS = 2  # a lease outlives one tick and a heartbeat in it
+FIRST_TOKEN = 7
+
+Snapshot = tuple[Any, ...]
+
+
+class Broken(Exception):
+    """An invariant does not hold; the message says which."""
+
+
+def require(condition: bool, claim: str) -> None:
+    if not condition:
+        raise Broken(claim)
+
+
+class Message(NamedTuple):
+    """A control message: to the receiver `closed` and `beat`, to the sender `grant` and `revoked`."""
+
+    kind: str
+    sender_epoch: int
+    receiver_epoch: int
+    generation: int
+    block_ids: tuple[int, ...] = ()
+
+
+class Stray(NamedTuple):
+    """A block of a lost write: it may land at any time while its sender lives."""
+
+    generation: int
+    block_id: int
+
+
+class Bounds(NamedTuple):
+    """How large the world is: each number is a budget."""
+
+    num_blocks: int = 1  # of the prompt
+    num_pool_blocks: int = 1
+    grants: int = 2
+    opens: int = 2
+    cancels: int = 1  # on either side
+    sender_deaths: int = 1
+    receiver_deaths: int = 1
+    repeats: int = 1  # of control messages and notifications
+
+
+@dataclass(eq=False)
+class World:
+    """All state. What can happen in it is named by `actions`, the first of which belongs to the quiet schedule."""
+
+    bounds: Bounds
+    table_type: type[LeaseTable] = LeaseTable
+    outbox_type: type[Outbox] = Outbox
+    now: int = 0
+    sender_epoch: int = 1
+    receiver_epoch: int = 1
+    network: frozenset[Message] = frozenset()
+    writes: deque[BlockWrite] = field(default_factory=deque)  # on the link, oldest first
+    notifications: deque[Any] = field(default_factory=deque)  # of writes that are done, in order
+    strays: frozenset[Stray] = frozenset()
+    is_link_up: bool = True
+    is_sender_death_known: bool = True
+    is_receiver_death_known: bool = True
+    used: dict[str, int] = field(default_factory=dict)
+    pinned: set[int] = field(default_factory=set)
+    lent: dict[int, int] = field(default_factory=dict)  # block -> generation, the world's own account
+    content: dict[int, tuple[int, int]] = field(default_factory=dict)  # lent block -> (generation, index) that landed
+    last_generation: int = 0
+    num_received: int = 0
+
+    def __post_init__(self) -> None:
+        self.outbox = self.outbox_type()
+        self._start_receiver()
+
+    def _start_receiver(self) -> None:
+        self.table = self.table_type(first_generation=self.receiver_epoch * 10)
+        self.free = set(range(self.bounds.num_pool_blocks))
+        self.lent.clear()
+        self.content.clear()
+
+    # -- what can happen ---------------------------------------------------------------------------------------
+
+    def actions(self) -> list[tuple[str, Callable[[World], None]]]:
+        """Everything that can happen now. The quiet schedule takes the first; faults and clients come after."""
+        return [*self._quiet_actions(), *self._client_actions(), *self._fault_actions()]
+
+    def _quiet_actions(self) -> list[tuple[str, Callable[[World], None]]]:
+        actions: list[tuple[str, Callable[[World], None]]] = []
+        for message in sorted(self.network):
+            actions.append((f"deliver {message}", lambda world, message=message: world.deliver(message, keep=False)))
+        if self.notifications:
+            actions.append(("notify", lambda world: world.notify(keep=False)))
+        if self.writes:
+            actions.append(("write done", World.write_done))
+        if not self.is_sender_death_known:
+            actions.append(("receiver is told of the sender's death", World.tell_receiver))
+        if not self.is_receiver_death_known:
+            actions.append(("sender is told of the receiver's death", World.tell_sender))
+        actions.append(("sender submits", World.submit))
+        if (
+            any(lease.sender_epoch == self.sender_epoch for lease in self.table.fenced)
+            and self.outbox._unsure
+            and self.is_sender_death_known
+        ):
+            actions.append(("sender with a lost write is restarted", World.kill_sender))
+        actions.append(("receiver pumps", World.pump_receiver))
+        if self.table.num_live or self.outbox.num_open or self.outbox._early_grants:
+            actions.append(("tick", World.tick))
+        return actions
+
+    def _client_actions(self) -> list[tuple[str, Callable[[World], None]]]:
+        actions: list[tuple[str, Callable[[World], None]]] = []
+        key = (REQUEST, RECEIVER, self.receiver_epoch)
+        active = next(iter(self.outbox._active.values()), None)
+        if self._may("opens") and key not in self.outbox._active:
+            actions.append(("sender opens", World.open))
+        room = len(self.free) >= self.bounds.num_blocks
+        if self._may("grants") and room and self.table.num_live == 0:
+            actions.append(("receiver grants", World.grant))
+        if active is not None and len(active.local_block_ids) < active.num_blocks:
+            actions.append(("block computed", World.compute))
+        elif active is not None and active.first_token_id is None:
+            actions.append(("first token", lambda world: world.outbox.first_token(REQUEST, FIRST_TOKEN)))
+        if self.outbox.heartbeat_handoffs:
+            actions.append(("heartbeat", World.heartbeat))
+        if self._may("cancels") and active is not None:
+            actions.append(("sender cancels", World.cancel_at_sender))
+        if self._may("cancels") and self.table.num_live:
+            actions.append(("receiver cancels", World.cancel_at_receiver))
+        return actions
+
+    def _fault_actions(self) -> list[tuple[str, Callable[[World], None]]]:
+        actions: list[tuple[str, Callable[[World], None]]] = []
+        for message in sorted(self.network):
+            actions.append((f"drop {message}", lambda world, message=message: world.drop(message)))
+            if self._may("repeats"):
+                actions.append(
+                    (f"deliver and repeat {message}", lambda world, message=message: world.deliver(message, keep=True))
+                )
+        if self.notifications:
+            actions.append(("notification dropped", lambda world: world.notifications.popleft()))
+            if self._may("repeats"):
+                actions.append(("notification repeated", lambda world: world.notify(keep=True)))
+        if self.writes:
+            actions.append(("write fails", World.write_failed))
+            actions.append(("link is lost", World.lose_link))
+        if not self.is_link_up:
+            actions.append(("link is back", World.restore_link))
+        if self._may("sender_deaths") and self.is_sender_death_known:
+            actions.append(("sender dies", World.kill_sender))
+        if self._may("receiver_deaths") and self.is_receiver_death_known:
+            actions.append(("receiver dies", World.kill_receiver))
+        return actions
+
+    def _may(self, budget: str) -> bool:
+        return self.used.get(budget, 0) < getattr(self.bounds, budget)
+
+    def _use(self, budget: str) -> None:
+        self.used[budget] = self.used.get(budget, 0) + 1
+
+    # -- how it happens ----------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        self._use("opens")
+        handoff = self.outbox.open(
+            REQUEST,
+            RECEIVER,
+            self.receiver_epoch,
+            num_blocks=self.bounds.num_blocks,
+            grant_deadline=self.now + TTL_TICKS,
+        )
+        self.pinned.add(handoff)
+
+    def grant(self) -> None:
+        self._use("grants")
+        blocks = sorted(self.free)[: self.bounds.num_blocks]
+        self.free -= set(blocks)
+        lease = self.table.grant(
+            REQUEST,
+            blocks,
+            first_block=0,
+            sender_id=SENDER,
+            sender_epoch=self.sender_epoch if self.is_sender_death_known else self.sender_epoch - 1,
+            now=self.now,
+            ttl_s=TTL_TICKS,
+        )
+        require(lease.generation > self.last_generation, f"generation {lease.generation} is used again")
+        self.last_generation = lease.generation
+        self.lent |= dict.fromkeys(blocks, lease.generation)
+        self._send(Message("grant", lease.sender_epoch, self.receiver_epoch, lease.generation, lease.block_ids))
+
+    def compute(self) -> None:
+        handoff = next(iter(self.outbox._active.values()))
+        self.outbox.blocks_computed(REQUEST, list(range(len(handoff.local_block_ids) + 1)))
+
+    def heartbeat(self) -> None:
+        for _, generation in self.outbox.heartbeat_handoffs:
+            self._send(Message("beat", self.sender_epoch, self.receiver_epoch, generation))
+
+    def cancel_at_sender(self) -> None:
+        self._use("cancels")
+        self.outbox.cancel(REQUEST)
+
+    def cancel_at_receiver(self) -> None:
+        self._use("cancels")
+        self._end(self.table.cancel(REQUEST))
+
+    def tick(self) -> None:
+        self.now += 1
+
+    def pump_receiver(self) -> None:
+        for ended in self.table.expire(self.now):
+            self._end(ended)
+        for lease in self.table.fenced:
+            self._send(Message("revoked", lease.sender_epoch, self.receiver_epoch, lease.generation))
+
+    def submit(self) -> None:
+        for write in self.outbox.next_writes():
+            if self.is_link_up and write.receiver_epoch == self.receiver_epoch:
+                self._check_target(write)
+                self.writes.append(write)
+            else:
+                self.outbox.write_settled(write, TransferState.FAILED)
+
+    def collect(self) -> None:
+        """What the sender's shell does with what has ended. It follows every step: it waits for nobody."""
+        self.outbox.expire(self.now)
+        for ended in self.outbox.take_ended():
+            if isinstance(ended, HandoffEnded):
+                self.pinned.remove(ended.handoff_id)
+                require(ended.handoff_id not in self._flying_handoffs(), "blocks are unpinned under a write")
+            elif isinstance(ended, LeaseEnded):
+                self._send(Message("closed", self.sender_epoch, ended.receiver_epoch, ended.generation))
+
+    def write_done(self) -> None:
+        write = self.writes.popleft()
+        self._check_target(write)
+        if isinstance(write.notification, ChunkArrived):
+            for block, index in zip(write.remote_block_ids, write.local_block_ids, strict=True):
+                self.content[block] = (write.notification.generation, index)
+        self.notifications.append(write.notification)
+        self.outbox.write_settled(write, TransferState.DONE)
+
+    def write_failed(self) -> None:
+        self.outbox.write_settled(self.writes.popleft(), TransferState.FAILED)
+
+    def lose_link(self) -> None:
+        """All writes of the link are lost, and what they carry may land at any time."""
+        self.is_link_up = False
+        while self.writes:
+            write = self.writes.popleft()
+            generation = write.notification.generation
+            self.strays |= {Stray(generation, block) for block in write.remote_block_ids}
+            self.outbox.write_settled(write, TransferState.LOST)
+
+    def restore_link(self) -> None:
+        self.is_link_up = True
+
+    def notify(self, *, keep: bool) -> None:
+        message = self.notifications[0]
+        if keep:
+            self._use("repeats")
+        else:
+            self.notifications.popleft()
+        if isinstance(message, ChunkArrived):
+            ended: Any = self.table.chunk_arrived(
+                REQUEST, message.generation, message.first_block, message.num_blocks, [], now=self.now
+            )
+        else:
+            ended = self.table.handoff_done(REQUEST, message.generation, message.first_token_id, now=self.now)
+        self._end(ended)
+
+    def drop(self, message: Message) -> None:
+        self.network -= {message}
+
+    def deliver(self, message: Message, *, keep: bool) -> None:
+        if keep:
+            self._use("repeats")
+        else:
+            self.network -= {message}
+        if message.kind in ("grant", "revoked"):
+            self._deliver_to_sender(message)
+        else:
+            self._deliver_to_receiver(message)
+
+    def _deliver_to_sender(self, message: Message) -> None:
+        if message.sender_epoch != self.sender_epoch:
+            return
+        if message.kind == "revoked":
+            self.outbox.revoked(REQUEST, RECEIVER, message.receiver_epoch, message.generation)
+        elif message.receiver_epoch == self.receiver_epoch or not self.is_receiver_death_known:
+            # the role drops grants of an epoch that it knows to be dead
+            self.outbox.granted(
+                REQUEST,
+                RECEIVER,
+                message.receiver_epoch,
+                generation=message.generation,
+                first_block=0,
+                block_ids=message.block_ids,
+                ttl_s=TTL_TICKS,
+                now=self.now,
+            )
+
+    def _deliver_to_receiver(self, message: Message) -> None:
+        if message.receiver_epoch != self.receiver_epoch:
+            return
+        if message.kind == "beat":
+            self.table.extend(SENDER, message.sender_epoch, [(REQUEST, message.generation)], now=self.now)
+        else:
+            self._end(self.table.lease_closed(REQUEST, message.generation, SENDER, message.sender_epoch))
+
+    def kill_sender(self) -> None:
+        """Nothing of the process lands after its death. What it sent before may still be under way."""
+        self._use("sender_deaths")
+        self.sender_epoch += 1
+        self.outbox = self.outbox_type()
+        self.writes.clear()
+        self.strays = frozenset()
+        self.pinned.clear()
+        self.is_link_up = True
+        self.is_sender_death_known = False
+        self.is_receiver_death_known = True  # the new process knows no dead receiver
+
+    def tell_receiver(self) -> None:
+        self.is_sender_death_known = True
+        for released in self.table.sender_lost(SENDER, self.sender_epoch - 1):
+            self._end(released)
+
+    def kill_receiver(self) -> None:
+        """The process, its memory and its leases are gone; a new one starts with a new pool."""
+        self._use("receiver_deaths")
+        while self.writes:
+            self.outbox.write_settled(self.writes.popleft(), TransferState.LOST)
+        self.notifications.clear()
+        self.strays = frozenset()
+        self.receiver_epoch += 1
+        self.is_receiver_death_known = False
+        self.is_sender_death_known = True
+        self._start_receiver()
+
+    def tell_sender(self) -> None:
+        self.is_receiver_death_known = True
+        self.outbox.receiver_lost(RECEIVER, self.receiver_epoch - 1)
+
+    def _send(self, message: Message) -> None:
+        self.network |= {message}
+
+    def _end(self, end: Received | Released | Fenced | None) -> None:
+        """What the receiver's shell does with what the table says."""
+        if end is None or isinstance(end, Fenced):
+            return
+        lease = end.lease
+        if isinstance(end, Received):
+            self.num_received += 1
+            arrived = [self.content.get(block) for block in lease.block_ids]
+            whole = [(lease.generation, index) for index in range(len(lease.block_ids))]
+            require(arrived == whole, f"received {arrived} as {whole}")
+        for block in lease.block_ids:
+            require(self.lent.get(block) == lease.generation, f"lease {lease.generation} ends twice")
+            require(not self._is_written(block), f"block {block} is freed while a write to it is in flight")
+            del self.lent[block]
+            self.content.pop(block, None)
+            self.free.add(block)
+
+    def _is_written(self, block: int) -> bool:
+        return any(block in write.remote_block_ids for write in self.writes) or any(
+            stray.block_id == block for stray in self.strays
+        )
+
+    def _check_target(self, write: BlockWrite) -> None:
+        for block in write.remote_block_ids:
+            generation = write.notification.generation
+            require(self.lent.get(block) == generation, f"{generation} writes to block {block} of {self.lent}")
+
+    def _flying_handoffs(self) -> set[int]:
+        return {write.handoff.handoff_id for write in self.writes}
+
+    def clone(self) -> World:
+        """An independent copy, by hand: copy.deepcopy takes ten times as long, and this is most of a walk's time."""
+        new = World.__new__(World)
+        new.__dict__ |= self.__dict__
+        new.free, new.pinned, new.used = set(self.free), set(self.pinned), dict(self.used)
+        new.lent, new.content = dict(self.lent), dict(self.content)
+        new.notifications = deque(self.notifications)
+        new.table = _clone_table(self.table)
+        outbox = self.outbox
+        handoffs = [*outbox._active.values(), *outbox._by_lease.values(), *(write.handoff for write in self.writes)]
+        copies = {h: replace(h, local_block_ids=list(h.local_block_ids)) for h in dict.fromkeys(handoffs)}
+        new.writes = deque(replace(write, handoff=copies[write.handoff]) for write in self.writes)
+        new.outbox = _clone_outbox(outbox, copies)
+        return new
+
+    # -- what can be said of it --------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """The invariants of every state; those of a step are checked when it is taken."""
+        try:
+            self.table.check_integrity()
+            self.outbox.check_integrity()
+        except AssertionError as exc:
+            raise Broken(str(exc)) from exc
+        held = sorted(self.table.held_block_ids)
+        require(held == sorted(self.lent), f"the table holds {held}, lent is {self.lent}")
+        everything = sorted([*self.free, *held])
+        require(everything == list(range(self.bounds.num_pool_blocks)), f"free {self.free}, held {held}")
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nobody holds anything."""
+        is_free = len(self.free) == self.bounds.num_pool_blocks
+        return is_free and not self.pinned and self.outbox.num_open == 0 and not self.outbox._early_grants
+
+    def snapshot(self) -> Snapshot:
+        """What tells this state from others: times count from now, and deadlines that have passed are all equal."""
+        table, outbox, now = self.table, self.outbox, self.now
+        names = {id(handoff): handoff.handoff_id for handoff in outbox._active.values()}
+        handoffs = {id(h): h for h in (*outbox._active.values(), *outbox._by_lease.values())}
+        handoffs |= {id(write.handoff): write.handoff for write in self.writes}
+        leases = tuple(
+            (g, e.is_fenced, max(0, e.deadline - now), e.first_token_id, e.lease.sender_epoch, tuple(e.checksums))
+            for g, e in table._entries.items()
+        )
+        sent = tuple(
+            sorted(
+                (
+                    *(h.handoff_id, h.key.receiver_epoch, id(h) in names, h.num_submitted, h.num_in_flight),
+                    *(len(h.local_block_ids), h.first_token_id is None, h.is_done_submitted, h.is_done_settled),
+                    *(h.has_failed_write, h.has_lost_write, h.is_revoked, h.is_receiver_lost, h.is_ended),
+                    *(bool(h.failure), h.grant is None and max(0, h.grant_deadline - now)),
+                    0 if h.grant is None else h.grant.lease.generation,
+                )
+                for h in handoffs.values()
+            )
+        )
+        early = tuple((g.lease, max(0, g.deadline - now)) for g in outbox._early_grants.values())
+        writes = tuple(
+            (w.handoff.handoff_id, w.notification.generation, tuple(w.remote_block_ids)) for w in self.writes
+        )
+        notifications = tuple(
+            (m.generation, m.first_block if isinstance(m, ChunkArrived) else -1) for m in self.notifications
+        )
+        past = tuple(sorted(outbox._past)), tuple(sorted(outbox._unsure))
+        return (
+            *(leases, sent, early, writes, notifications, past, self.network, self.strays, self.is_link_up),
+            *(self.sender_epoch, self.receiver_epoch, self.is_sender_death_known, self.is_receiver_death_known),
+            *(tuple(sorted(self.used.items())), tuple(sorted(self.content.items())), frozenset(self.pinned)),
+            self.last_generation,
+        )
+
+
+def _clone_table(table: LeaseTable) -> LeaseTable:
+    assert vars(table).keys() == vars(LeaseTable()).keys()
+    new = object.__new__(type(table))
+    new.__dict__ |= table.__dict__
+    new._entries = {g: replace(entry, checksums=dict(entry.checksums)) for g, entry in table._entries.items()}
+    new._live = dict(table._live)
+    return new
+
+
+def _clone_outbox(outbox: Outbox, copies: dict[Any, Any]) -> Outbox:
+    """`copies` has the copy of each handoff that anybody refers to."""
+    assert not outbox._ended, "collect comes first"
+    new = object.__new__(type(outbox))
+    new.__dict__ |= outbox.__dict__
+    new._active = {key: copies[handoff] for key, handoff in outbox._active.items()}
+    new._by_lease = {key: copies[handoff] for key, handoff in outbox._by_lease.items()}
+    new._early_grants, new._past = dict(outbox._early_grants), outbox._past.copy()
+    new._unsure, new._ended = set(outbox._unsure), []
+    return new
+
+
+class Explored(NamedTuple):
+    """The outcome of a walk over all states."""
+
+    num_states: int
+    num_steps: int
+    num_deepest: int
+    num_received: int  # steps by which KV was received
+    violation: str
+    trace: list[str]
+
+
+def explore(world: World) -> Explored:
+    """Expand all states breadth first until an invariant breaks; then the shortest way there is the trace."""
+    numbers: dict[Snapshot, int] = {world.snapshot(): 0}  # states are numbered, as hashing a snapshot is what costs
+    parents: list[tuple[int, str]] = [(0, "")]
+    quiet: dict[int, int] = {}
+    at_rest: set[int] = set()
+    frontier = deque([(0, world, 0)])
+    num_steps = depth = num_received = 0
+    violation, trace = "", []
+    while frontier and not violation:
+        state, world, depth = frontier.popleft()
+        if world.is_at_rest:
+            at_rest.add(state)
+        for name, act in world.actions():
+            successor = world.clone()
+            num_steps += 1
+            try:
+                act(successor)
+                successor.collect()
+                reached = numbers.setdefault(successor.snapshot(), len(parents))
+                if reached == len(parents):
+                    successor.check()
+                    parents.append((state, name))
+                    frontier.append((reached, successor, depth + 1))
+            except Broken as exc:
+                violation, trace = str(exc), [*_trace(parents, state), name]
+                break
+            num_received += successor.num_received - world.num_received
+            if reached != state:
+                quiet.setdefault(state, reached)
+    leak = None if violation else _find_leak(quiet, at_rest)
+    if leak is not None:
+        violation, trace = "a leak: the quiet schedule never comes to rest", _trace(parents, leak)
+    return Explored(len(parents), num_steps, depth, num_received, violation, trace)
+
+
+def _find_leak(quiet: dict[int, int], at_rest: set[int]) -> int | None:
+    """A state from which the first step that changes anything, taken again and again, never leads to rest."""
+    safe = set(at_rest)
+    for start in quiet:
+        way: dict[int, None] = {}
+        state: int | None = start
+        while state is not None and state not in safe:
+            if state in way:
+                return start
+            way[state] = None
+            state = quiet.get(state)
+        if state is None:
+            return start
+        safe.update(way)
+    return None
+
+
+def _trace(parents: list[tuple[int, str]], state: int) -> list[str]:
+    names: list[str] = []
+    while state != 0:
+        state, name = parents[state]
+        names.append(name)
+    return names[::-1]
+
+
+@pytest.fixture(autouse=True)
+def _no_garbage_collection() -> Iterator[None]:
+    """A walk makes many objects and no cycles: looking for some would take half of its time."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+NO_FAULTS = Bounds(grants=1, opens=1, cancels=0, sender_deaths=0, receiver_deaths=0, repeats=0)
+SMALL = [
+    NO_FAULTS._replace(cancels=1, sender_deaths=1),
+    NO_FAULTS._replace(cancels=1, receiver_deaths=1),
+    NO_FAULTS._replace(num_blocks=2, num_pool_blocks=2, repeats=1),
+    NO_FAULTS._replace(grants=2),
+]
+
+
+def explore_all(bounds: Bounds) -> Explored:
+    started = time.perf_counter()
+    explored = explore(World(bounds))
+    print(
+        f"{bounds}: {explored.num_states} states, {explored.num_steps} steps, at most {explored.num_deepest} deep, "
+        f"KV received in {explored.num_received} of them; {time.perf_counter() - started:.1f} s"
+    )
+    assert not explored.violation, f"{explored.violation}: {explored.trace}"
+    assert explored.num_received > 0
+    return explored
+
+
+def test_no_interleaving_breaks_a_lease() -> None:
+    assert sum(explore_all(bounds).num_states for bounds in SMALL) > 20_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        NO_FAULTS._replace(cancels=1, sender_deaths=1, receiver_deaths=1, repeats=1),
+        NO_FAULTS._replace(num_blocks=2, num_pool_blocks=2, sender_deaths=1, receiver_deaths=1),
+        NO_FAULTS._replace(num_pool_blocks=2, grants=2),
+        NO_FAULTS._replace(grants=2, opens=2),
+    ],
+    ids=["all faults", "two blocks", "two leases", "two handoffs"],
+)
+def test_no_interleaving_of_a_larger_world_breaks_a_lease(bounds: Bounds) -> None:
+    assert explore_all(bounds).num_states > 10_000
+
+
+class FreesAtFencing(LeaseTable):
+    def _fence(self, entry: Any, reason: str) -> Any:
+        super()._fence(entry, reason)
+        return self._release(entry, reason)
+
+
+class TakesAnyGeneration(LeaseTable):
+    def _find(self, request_id: str, generation: int, what: str) -> Any:
+        return super()._find(request_id, self._live.get(request_id, generation), what)
+
+
+class RepeatsGenerations(LeaseTable):
+    def __init__(self, *, first_generation: int = 1) -> None:
+        super().__init__()
+
+
+class ReceivesWithoutAllChunks(LeaseTable):
+    def _is_whole(self, entry: Any) -> bool:
+        return entry.first_token_id is not None
+
+
+class FreesLateLeases(LeaseTable):
+    def expire(self, now: float) -> Any:
+        return [self._release(self._entries[fenced.lease.generation], "late") for fenced in super().expire(now)]
+
+
+class KeepsLeasesOfTheDead(LeaseTable):
+    def sender_lost(self, sender_id: str, sender_epoch: int) -> list[Released]:
+        return []
+
+
+class EndsLeasesTwice(LeaseTable):
+    def _remove(self, entry: Any) -> None:
+        if entry.is_fenced:  # a fenced lease stays and is released by the next confirmation, too
+            return
+        super()._remove(entry)
+
+
+class ConfirmsUnderAWrite(Outbox):
+    def revoked(self, request_id: str, receiver_id: str, receiver_epoch: int, generation: int) -> None:
+        super().revoked(request_id, receiver_id, receiver_epoch, generation)
+        self._ended.append(LeaseEnded(receiver_id, receiver_epoch, request_id, generation, ""))
+
+
+class VouchesForLostWrites(Outbox):
+    def write_settled(self, write: BlockWrite, state: TransferState) -> None:
+        super().write_settled(write, TransferState.FAILED if state is TransferState.LOST else state)
+
+
+class WritesAfterItsEnd(Outbox):
+    def granted(self, *args: Any, **fields: Any) -> None:
+        self._past.clear()
+        super().granted(*args, **fields)
+
+
+class ConfirmsOnce(Outbox):
+    def revoked(self, request_id: str, receiver_id: str, receiver_epoch: int, generation: int) -> None:
+        if not any(lease.generation == generation for lease in self._past):
+            super().revoked(request_id, receiver_id, receiver_epoch, generation)
+
+
+@pytest.mark.parametrize(
+    ("broken", "bounds", "violation"),
+    [
+        (FreesAtFencing, NO_FAULTS, "is freed while a write|writes to block"),
+        (FreesLateLeases, NO_FAULTS, "is freed while a write|writes to block"),
+        (
+            TakesAnyGeneration,
+            NO_FAULTS._replace(num_pool_blocks=2, grants=2),
+            "received|is freed while|writes to block",
+        ),
+        (RepeatsGenerations, NO_FAULTS._replace(grants=2, receiver_deaths=1), "is used again"),
+        (ReceivesWithoutAllChunks, NO_FAULTS, "received"),
+        (KeepsLeasesOfTheDead, NO_FAULTS._replace(sender_deaths=1), "a leak"),
+        (EndsLeasesTwice, NO_FAULTS, "ends twice|the table holds"),
+        (ConfirmsUnderAWrite, NO_FAULTS, "is freed while a write|writes to block"),
+        (VouchesForLostWrites, NO_FAULTS, "is freed while a write|writes to block"),
+        (WritesAfterItsEnd, NO_FAULTS._replace(opens=2, cancels=1, repeats=1), "writes to block|is freed while"),
+        (ConfirmsOnce, NO_FAULTS, "a leak"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_the_walk_finds_what_is_broken(broken: type[LeaseTable] | type[Outbox], bounds: Bounds, violation: str) -> None:
+    world = World(bounds, table_type=broken) if issubclass(broken, LeaseTable) else World(bounds, outbox_type=broken)
+    explored = explore(world)
+    print(f"{explored.violation} after {explored.num_states} states: {' -> '.join(explored.trace)}")
+    assert re.search(violation, explored.violation)
