@@ -117,8 +117,15 @@ class PeerLinks:
         return self._refuse(link, message.reason)
 
     def expire(self, now: float) -> list[LinkChange]:
-        """Give up links whose peer did not answer in time."""
-        late = [link for link in self._links.values() if link.state is LinkState.CONNECTING and now >= link.deadline]
+        """Give up links whose peer did not answer in time, and say hello again to the others: a message may get lost.
+
+        Call it every second or so.
+        """
+        opening = [link for link in self._links.values() if link.state is LinkState.CONNECTING]
+        late = [link for link in opening if now >= link.deadline]
+        for link in opening:
+            if now < link.deadline:
+                self._send(link.peer, PeerHello(sender=self.me, compatibility=self._compatibility))
         return [self._refuse(link, f"{link.peer.worker_id} did not answer in {self._timeout_s} s") for link in late]
 
     def broke(self, worker_id: str, epoch: int) -> None:
