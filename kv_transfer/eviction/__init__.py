@@ -1,0 +1,29 @@
+"""Eviction policies: which block a tier gives up next. Pure bookkeeping over keys; knows neither bytes nor time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kv_transfer.eviction.arc import ARC
+from kv_transfer.eviction.base import EvictionPolicy
+from kv_transfer.eviction.lfu import LFUAging
+from kv_transfer.eviction.lru import LRU
+from kv_transfer.eviction.s3fifo import S3FIFO
+from kv_transfer.eviction.sieve import Sieve
+
+__all__ = ["POLICIES", "EvictionPolicy", "create_policy"]
+
+POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
+    "arc": ARC,
+    "lfu": LFUAging,
+    "lru": LRU,
+    "s3-fifo": S3FIFO,
+    "sieve": Sieve,
+}
+
+
+def create_policy(name: str, capacity: int) -> EvictionPolicy:
+    """A policy for a tier of `capacity` keys; ValueError if there is none of that name."""
+    if name not in POLICIES:
+        raise ValueError(f"eviction policy {name!r} is unknown; choose from {', '.join(POLICIES)}")
+    return POLICIES[name](capacity)

@@ -1,0 +1,196 @@
+"""What every eviction policy shares: the forest of resident keys, leaf-first victims, pins.
+
+A policy ranks keys and owns nothing else: the tier (or pool) that asks it moves the bytes. It has no clock and no lock.
+
+Keys are chained: a key names a block *and its whole prefix*, so a block is of no use without its parent, and a hit on
+a key is a hit on all its ancestors. Two things follow, and every policy here is built on them:
+
+- A victim is always a leaf: a key with no resident child. A pinned key therefore keeps its ancestors as well.
+- A hit is recorded on the deepest key found, in O(1). An ancestor needs its rank only once it is a leaf itself, and
+  by then it has taken over that of each child that left. So policies made for single objects see a run of blocks
+  that were last used together as one object, and evict it tail first, block by block.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+__all__ = ["EvictionPolicy", "LeafQueue", "Node"]
+
+
+class Node:
+    """A resident key. What `rank`, `num_uses` and `queue` mean is up to the policy."""
+
+    __slots__ = ("key", "num_children", "num_pins", "num_uses", "parent_key", "queue", "rank", "run", "turns")
+
+    def __init__(self, key: Hashable, parent_key: Hashable | None) -> None:
+        self.key = key
+        self.parent_key = parent_key
+        self.num_children = 0  # resident ones
+        self.num_pins = 0
+        self.num_uses = 0
+        self.turns = 0
+        self.queue = 0
+        self.rank: Any = 0  # comparable within one policy
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether it is a leaf and not pinned."""
+        return not (self.num_children or self.num_pins)
+
+
+class LeafQueue:
+    """The evictable nodes of one queue, lowest rank first; O(log n) amortised.
+
+    An entry is not searched for when its node leaves, moves or gets a child: `peek` drops it when it comes up.
+    """
+
+    def __init__(self, queue: int, nodes: dict[Hashable, Node]) -> None:
+        self._queue = queue
+        self._nodes = nodes
+        self._heap: list[tuple[Any, Hashable]] = []
+
+    def push(self, node: Node) -> None:
+        """Enter an evictable node under its present rank, which no other node has: keys are never compared."""
+        if len(self._heap) > 2 * len(self._nodes) + 64:
+            self._heap = list({entry[1]: entry for entry in self._heap if self._holds(entry)}.values())
+            heapq.heapify(self._heap)
+        heapq.heappush(self._heap, (node.rank, node.key))
+
+    def peek(self) -> Node | None:
+        """The evictable node of the lowest rank."""
+        while self._heap:
+            if self._holds(self._heap[0]):
+                return self._nodes[self._heap[0][1]]
+            heapq.heappop(self._heap)
+        return None
+
+    def _holds(self, entry: tuple[Any, Hashable]) -> bool:
+        node = self._nodes.get(entry[1])
+        return node is not None and node.is_evictable and node.rank == entry[0] and node.queue == self._queue
+
+
+class EvictionPolicy(ABC):
+    """Says which key to evict next from a tier of about `capacity` keys.
+
+    The tier calls `touch` once per lookup, `add` for what it stores and, while it is too full, `remove(victim())`.
+    Adding before evicting lets a policy refuse a key: the victim may be one just added. To protect a chain that is in
+    use or being stored, pin its deepest key.
+    """
+
+    num_queues = 1
+
+    def __init__(self, capacity: int) -> None:
+        if capacity <= 0:
+            raise ValueError(f"capacity={capacity} must be positive")
+        self.capacity = capacity
+        self._nodes: dict[Hashable, Node] = {}
+        self._orphans: dict[Hashable, int] = {}  # number of resident children, by key that is not resident
+        self._queues = [LeafQueue(queue, self._nodes) for queue in range(self.num_queues)]
+        self._sizes = [0] * self.num_queues
+        self._tick = 0  # events so far
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._nodes
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._nodes)
+
+    def touch(self, key: Hashable | None) -> None:
+        """Note a lookup that found `key` and its ancestors and nothing below; None if it found nothing.
+
+        To be called once per lookup, before what was not found is added.
+        """
+        self._tick += 1
+        node = None if key is None else self._nodes[key]
+        self._on_lookup(node)
+        if node is not None:
+            self._offer(node)
+
+    def add(self, key: Hashable, parent_key: Hashable | None) -> None:
+        """Make a key resident. Its parent may come later (a tier below is filled leaf first) or not at all."""
+        assert key not in self._nodes, f"{key!r} is resident already"
+        self._tick += 1
+        node = self._nodes[key] = Node(key, parent_key)
+        node.num_children = self._orphans.pop(key, 0)
+        self._count_child(node, 1)
+        self._on_add(node)
+        self._sizes[node.queue] += 1
+        self._offer(node)
+
+    def remove(self, key: Hashable) -> None:
+        """Forget a key: evicted, or lost by the tier in another way. Its pins end with it."""
+        node = self._nodes.pop(key)
+        self._sizes[node.queue] -= 1
+        if node.num_children:
+            self._orphans[key] = node.num_children
+        self._count_child(node, -1)
+        self._on_remove(node)
+        parent = self._parent_of(node)
+        if parent is not None:
+            self._inherit(parent, node)
+            self._offer(parent)
+
+    def pin(self, key: Hashable) -> None:
+        """Keep a resident key, and with it its ancestors, until as many `unpin` calls."""
+        self._nodes[key].num_pins += 1
+
+    def unpin(self, key: Hashable) -> None:
+        """End one pin of a resident key."""
+        node = self._nodes[key]
+        assert node.num_pins > 0, f"{key!r} is not pinned"
+        node.num_pins -= 1
+        self._offer(node)
+
+    def victim(self) -> Hashable | None:
+        """The key to evict next: an unpinned leaf, the same one until something changes; None if there is none."""
+        node = self._choose()
+        return None if node is None else node.key
+
+    @abstractmethod
+    def _on_lookup(self, node: Node | None) -> None:
+        """Rank the deepest node that a lookup found."""
+
+    @abstractmethod
+    def _on_add(self, node: Node) -> None:
+        """Rank a new node and set its queue."""
+
+    @abstractmethod
+    def _choose(self) -> Node | None:
+        """The victim."""
+
+    def _on_remove(self, node: Node) -> None:
+        """Remember a node that left, if the policy does that."""
+
+    def _inherit(self, parent: Node, child: Node) -> None:
+        """Let a parent take over what its child stood for: a hit on the child was one on the parent."""
+        parent.rank = max(parent.rank, child.rank)
+        parent.num_uses = max(parent.num_uses, child.num_uses)
+
+    def _parent_of(self, node: Node) -> Node | None:
+        return None if node.parent_key is None else self._nodes.get(node.parent_key)
+
+    def _move(self, node: Node, queue: int) -> None:
+        self._sizes[node.queue] -= 1
+        node.queue = queue
+        self._sizes[queue] += 1
+
+    def _offer(self, node: Node) -> None:
+        if node.is_evictable:
+            self._queues[node.queue].push(node)
+
+    def _count_child(self, child: Node, change: int) -> None:
+        parent = self._parent_of(child)
+        if parent is not None:
+            parent.num_children += change
+        elif child.parent_key is not None:
+            self._orphans[child.parent_key] = self._orphans.get(child.parent_key, 0) + change
+            if not self._orphans[child.parent_key]:
+                del self._orphans[child.parent_key]

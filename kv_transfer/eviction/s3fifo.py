@@ -1,0 +1,73 @@
+"""S3-FIFO: a small queue on probation, a main queue, and a memory of what left the small one.
+
+Yang, Zhang, Qiu, Yue, Rashmi: FIFO queues are all you need for cache eviction, SOSP 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from kv_transfer.eviction.base import EvictionPolicy, Node
+
+__all__ = ["S3FIFO"]
+
+_SMALL, _MAIN = 0, 1
+_SMALL_SHARE = 0.1
+_MAX_USES = 3
+
+
+class S3FIFO(EvictionPolicy):
+    """S3-FIFO over leaves, with the paper's sizes.
+
+    A leaf that was used moves to the main queue together with its ancestors: they are used whenever it is, and left
+    behind they would fill the small queue with keys that cannot be evicted.
+    """
+
+    num_queues = 2
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._ghosts: dict[Hashable, None] = {}  # evicted from the small queue, oldest first
+
+    def _on_lookup(self, node: Node | None) -> None:
+        if node is not None:
+            node.num_uses = min(_MAX_USES, node.num_uses + 1)
+
+    def _on_add(self, node: Node) -> None:
+        node.rank = self._tick
+        if node.key in self._ghosts:
+            del self._ghosts[node.key]
+            node.queue = _MAIN
+
+    def _on_remove(self, node: Node) -> None:
+        if node.queue == _SMALL:
+            self._ghosts[node.key] = None
+            if len(self._ghosts) > self.capacity * (1 - _SMALL_SHARE):
+                del self._ghosts[next(iter(self._ghosts))]
+
+    def _inherit(self, parent: Node, child: Node) -> None:
+        super()._inherit(parent, child)
+        if child.queue == _MAIN != parent.queue:
+            self._move(parent, _MAIN)
+
+    def _choose(self) -> Node | None:
+        while True:
+            small, main = self._queues[_SMALL].peek(), self._queues[_MAIN].peek()
+            is_small = main is None or self._sizes[_SMALL] >= self.capacity * _SMALL_SHARE
+            node = small if small is not None and is_small else main
+            if node is None or not node.num_uses:
+                return node
+            if node.queue == _SMALL:
+                self._promote(node)
+            else:
+                node.num_uses -= 1
+            self._tick += 1
+            node.rank = self._tick
+            self._offer(node)
+
+    def _promote(self, leaf: Node) -> None:
+        leaf.num_uses = 0
+        node: Node | None = leaf
+        while node is not None and node.queue == _SMALL:
+            self._move(node, _MAIN)
+            node = self._parent_of(node)
