@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
@@ -20,12 +21,16 @@ from loadtest.client import MeasuringClient, run_measured
 from loadtest.closed_loop import ChatLoad, LoadRun, run_chats, run_completions
 from loadtest.prompts import random_prompts
 from loadtest.stats import Distribution, Summary, summarize
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, ServingError
 
 __all__ = ["BenchSettings", "bench", "measure"]
 
 Dataset = Literal["random", "chat"]
 _WORDS_PER_TOKEN = 0.75  # of English text; the chat dataset needs no exact sizes
+
+
+class WarmupError(ServingError):
+    """No request of a warm-up succeeded: there is nothing to measure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +101,8 @@ def bench(
             raise ConfigError(f"{name}={value} must be at least {least}")
     if output is not None and not output.resolve().parent.is_dir():
         raise ConfigError(f"output={output}: its folder does not exist")
+    if "://" not in url:
+        raise ConfigError(f"url={url!r} is not of the form http://host:port")
     try:
         client = MeasuringClient(url, api_key=api_key)
     except ValueError as exc:
@@ -114,12 +121,16 @@ def bench(
         seed=seed,
     )
     console = Console()
-    summaries = run_measured(_measure_all(client, settings))
-    console.print(_table(settings, summaries))
+    try:
+        summaries = run_measured(_measure_all(client, settings))
+    except WarmupError as exc:
+        sys.stderr.write(f"tandem: {exc.message}\n")
+        return 1
+    _print_table(settings, summaries, console)
     for summary in summaries:
         if summary.num_errors:
             console.print(f"[red]concurrency {summary.concurrency}: {summary.num_errors} errors, the first:[/red]")
-            console.print(f"  {summary.first_error}", markup=False)
+            console.print(f"  {_readable(summary.first_error)}", markup=False)
     if output is not None:
         output.write_text(json.dumps(_report(settings, summaries), indent=2) + "\n")
         console.print(f"written to {output}", highlight=False)
@@ -127,19 +138,27 @@ def bench(
 
 
 async def measure(client: MeasuringClient, settings: BenchSettings, concurrency: int, progress: Progress) -> Summary:
-    """Warm up, then one measured run at this concurrency."""
+    """Warm up, then one measured run at this concurrency. Raises WarmupError if no request of the warm-up succeeds."""
     num_requests = settings.num_requests or max(8, 3 * concurrency)
     task = progress.add_task(f"{concurrency} at once", total=num_requests)
     # Another seed for each run and for the warm-up, or a prefix cache would know the prompts already.
-    await _load(client, settings, settings.warmup, concurrency, seed=2 * concurrency + 1, progress=progress, task=None)
+    warmup = await _load(
+        client, settings, settings.warmup, concurrency, seed=2 * concurrency + 1, progress=progress, task=None
+    )
+    errors = [timing.error for timing in warmup.timings if timing.error]
+    if errors and len(errors) == len(warmup.timings):
+        raise WarmupError(f"every request of the warm-up failed, the first with: {_readable(errors[0])}")
     run = await _load(client, settings, num_requests, concurrency, seed=2 * concurrency, progress=progress, task=task)
     return summarize(run.timings, concurrency=concurrency, duration_s=run.duration_s)
 
 
 async def _measure_all(client: MeasuringClient, settings: BenchSettings) -> list[Summary]:
     columns = (SpinnerColumn(), "{task.description}", MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
     # Redrawn rarely: the terminal's thread takes time from a server on the same cores.
-    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as progress:
+    with Progress(
+        *columns, console=console, transient=True, refresh_per_second=2, disable=not console.is_terminal
+    ) as progress:
         return [await measure(client, settings, concurrency, progress) for concurrency in settings.concurrency]
 
 
@@ -201,26 +220,44 @@ def _parse_concurrency(text: str) -> tuple[int, ...]:
     return levels
 
 
-def _table(settings: BenchSettings, summaries: list[Summary]) -> Table:
-    table = Table(
-        title=f"{settings.model}: {settings.dataset}, {settings.input_tokens} tokens in, {settings.output_tokens} out",
-        caption="times in ms; ITL = gap between streamed events",
-        title_justify="left",
+def _readable(error: str) -> str:
+    """The message of an answer in OpenAI's form, other errors as they are."""
+    status, _, body = error.partition(": ")
+    try:
+        return f"{json.loads(body)['error']['message']} ({status})"
+    except (ValueError, LookupError, TypeError):
+        return error
+
+
+def _print_table(settings: BenchSettings, summaries: list[Summary], console: Console) -> None:
+    table = _table(summaries)
+    # A terminal that is too narrow folds lines; rich would shorten the numbers, and shorter numbers are wrong ones.
+    needed = console.measure(table, options=console.options.update(max_width=1000)).maximum
+    console.width = max(console.width, needed)
+    console.print(
+        f"\n{settings.model}: {settings.dataset}, {settings.input_tokens} tokens in, {settings.output_tokens} out",
+        highlight=False,
     )
+    console.print(table)
+    console.print("[dim]TTFT, ITL and TPOT in ms; ITL = gap between streamed events[/dim]")
+
+
+def _table(summaries: list[Summary]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in [
-        "at once",
-        "requests",
-        "errors",
-        "tok/s",
-        "req/s",
-        "TTFT p50",
-        "p99",
-        "ITL p50",
-        "p99",
-        "max",
-        "TPOT p50",
+        "at\nonce",
+        "\nsent",
+        "\nfailed",
+        "\ntok/s",
+        "\nreq/s",
+        "TTFT\np50",
+        "TTFT\np99",
+        "ITL\np50",
+        "ITL\np99",
+        "ITL\nmax",
+        "TPOT\np50",
     ]:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for summary in summaries:
         table.add_row(
             str(summary.concurrency),
@@ -236,7 +273,10 @@ def _table(settings: BenchSettings, summaries: list[Summary]) -> Table:
 
 
 def _ms(distribution: Distribution, *names: str) -> list[str]:
-    return [f"{getattr(distribution, name) * 1e3:.1f}" if distribution.count else "-" for name in names]
+    if not distribution.count:
+        return ["-"] * len(names)
+    values = [getattr(distribution, name) * 1e3 for name in names]
+    return [f"{value:.1f}" if value < 1000 else f"{value:.0f}" for value in values]
 
 
 def _report(settings: BenchSettings, summaries: list[Summary]) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import sys
 import time
 from collections.abc import Generator, Iterator
@@ -20,6 +22,7 @@ __all__ = ["Conversation", "chat"]
 _CONNECT_TIMEOUT_S = 5.0
 _READ_TIMEOUT_S = 600.0  # a queued prompt is silent for long
 _LEAVE = {"/exit", "/quit"}
+_COMMAND = re.compile(r"/\w+")
 
 
 class ChatError(ServingError):
@@ -126,18 +129,27 @@ def _talk(conversation: Conversation, system: str) -> int:
     is_terminal = sys.stdin.isatty()
     console = Console(highlight=False)
     if is_terminal:
+        with contextlib.suppress(ImportError):  # not every Python has it
+            import readline  # noqa: F401  # gives input() editing and a history
         console.print(f"[bold]{conversation.model}[/bold]  [dim]Ctrl-C stops an answer, /exit leaves[/dim]")
     while (line := _read_line(is_terminal)) is not None and line not in _LEAVE:
         if line == "/reset":
             conversation.messages = list(beginning)
         elif line:
             try:
+                _refuse_command(line)
                 _answer(conversation, line, console)
             except ChatError as exc:
                 if not is_terminal:
                     raise
                 console.print(f"[red]{exc.message}[/red]")
     return 0
+
+
+def _refuse_command(line: str) -> None:
+    """Raise ChatError for what looks like a command: a slip of the finger is not meant for the model."""
+    if _COMMAND.fullmatch(line):
+        raise ChatError(f"unknown command {line}; known: {', '.join([*sorted(_LEAVE), '/reset'])}")
 
 
 def _read_line(is_terminal: bool) -> str | None:
@@ -166,6 +178,10 @@ def _answer(conversation: Conversation, text: str, console: Console) -> None:
         is_stopped = True
         if not sys.stdin.isatty():
             raise
+    except (ChatError, httpx.HTTPError):
+        if num_events:
+            console.print()  # the error gets a line of its own
+        raise
     finally:
         pieces.close()  # hangs up
     console.print()

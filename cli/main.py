@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import typer
+from typer import rich_utils
 
 from cli import bench, chat, model, serve, version
 from protocol.errors import ServingError
@@ -14,6 +18,16 @@ __all__ = ["app", "main", "run"]
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+# Short names of flags. As second names of their options they would take the width that the help needs on a terminal.
+ALIASES = {
+    "prefill": "num-prefill",
+    "decode": "num-decode",
+    "gpus-per-worker": "num-gpus-per-worker",
+    "cpus-per-worker": "num-cpus-per-worker",
+}
+
+# Narrower than typer has it, for the same reason: its tables shorten a flag that does not fit into 80 columns.
+rich_utils.STYLE_OPTIONS_TABLE_PADDING = (0, 1, 0, 0)  # type: ignore[assignment]
 
 app = typer.Typer(
     name="tandem",
@@ -22,11 +36,30 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda token: ALIASES.get(token, token),
+    },
 )
-app.command()(serve.serve)
-app.command()(chat.chat)
-app.command()(bench.bench)
+
+
+@app.callback()
+def tandem(
+    _: Annotated[
+        bool,
+        typer.Option("--version", help="Same as tandem version.", callback=version.print_and_leave, is_eager=True),
+    ] = False,
+) -> None:
+    """Options that stand before the command."""
+
+
+def _paragraphs(command: Callable[..., int]) -> str:
+    """Its docstring with each paragraph on one line: the help is as wide as the terminal, not as the source."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
+
+
+for command in (serve.serve, chat.chat, bench.bench):
+    app.command(help=_paragraphs(command))(command)
 app.add_typer(model.app, name="model")
 app.command()(version.version)
 

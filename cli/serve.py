@@ -46,10 +46,10 @@ def serve(
     ] = default_of(EngineConfig, "device"),
     num_prefill: Annotated[
         int,
-        typer.Option("--num-prefill", "--prefill", help="Workers that start as prefill.", rich_help_panel=_POOLS),
+        typer.Option(help="Workers that start as prefill; short: --prefill.", rich_help_panel=_POOLS),
     ] = default_of(ClusterConfig, "num_prefill"),
     num_decode: Annotated[
-        int, typer.Option("--num-decode", "--decode", help="Workers that start as decode.", rich_help_panel=_POOLS)
+        int, typer.Option(help="Workers that start as decode; short: --decode.", rich_help_panel=_POOLS)
     ] = default_of(ClusterConfig, "num_decode"),
     colocated: Annotated[
         bool,
@@ -68,17 +68,12 @@ def serve(
     ] = default_of(ClusterConfig, "autoscale_interval_s"),
     num_gpus_per_worker: Annotated[
         float,
-        typer.Option(
-            "--num-gpus-per-worker", "--gpus-per-worker", help="GPUs Ray sets aside for each.", rich_help_panel=_POOLS
-        ),
+        typer.Option(help="GPUs Ray sets aside for each; short: --gpus-per-worker.", rich_help_panel=_POOLS),
     ] = default_of(ClusterConfig, "num_gpus_per_worker"),
     num_cpus_per_worker: Annotated[
         float,
         typer.Option(
-            "--num-cpus-per-worker",
-            "--cpus-per-worker",
-            help="Cores for each; 0 = share the machine's evenly.",
-            rich_help_panel=_POOLS,
+            help="Cores for each; 0 = share the machine's evenly; short: --cpus-per-worker.", rich_help_panel=_POOLS
         ),
     ] = default_of(ClusterConfig, "num_cpus_per_worker"),
     max_restarts: Annotated[
@@ -132,10 +127,8 @@ def serve(
         int, typer.Option(help="CPU threads of a step; 0 = left to torch.", rich_help_panel=_ENGINE)
     ] = default_of(EngineConfig, "num_threads"),
     transport: Annotated[
-        Literal["nixl", "nccl", "in_process"],
-        typer.Option(
-            help="How KV travels; nccl is gloo on CPUs, in_process for tests in one process.", rich_help_panel=_TRANSFER
-        ),
+        Literal["nixl", "nccl"],  # in_process cannot reach the worker processes that are started here
+        typer.Option(help="How KV travels; nccl is gloo on CPUs.", rich_help_panel=_TRANSFER),
     ] = default_of(TransferConfig, "transport"),
     checksums: Annotated[
         Literal["off", "sample", "all"],
@@ -225,6 +218,7 @@ def serve(
     [cyan]tandem serve --ray-address auto --host 0.0.0.0[/cyan]
     """
     flags: dict[str, Any] = dict(ctx.params)
+    _refuse_sizes_of_pools(ctx)
     build_config(flags | {"model": "."})  # a bad value is told before a model is fetched
     with listening(host, port):
         pass  # asked before anything is fetched or started
@@ -237,6 +231,14 @@ def serve(
     from cluster.launch import serve as launch  # here: it brings Ray, which `tandem --help` need not wait for
 
     return launch(config)
+
+
+def _refuse_sizes_of_pools(ctx: typer.Context) -> None:
+    """Raise ConfigError where --colocated would leave the number of workers of a pool unused."""
+    for name in ("num_prefill", "num_decode"):
+        source = ctx.get_parameter_source(name)
+        if ctx.params["colocated"] and source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"colocated is one worker for both roles; {name}={ctx.params[name]} has no use with it")
 
 
 def build_config(flags: dict[str, Any]) -> ClusterConfig:

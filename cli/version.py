@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import typer
 
-__all__ = ["commit", "machine", "product_version", "version"]
+__all__ = ["commit", "machine", "print_and_leave", "product_version", "version"]
 
 
 def version() -> int:
@@ -19,6 +19,13 @@ def version() -> int:
     built_from = f", commit {known}" if (known := commit()) else ""
     typer.echo(f"tandem {product_version()} (Python {platform.python_version()}{built_from})")
     return 0
+
+
+def print_and_leave(is_asked: bool) -> None:
+    """Callback of --version."""
+    if is_asked:
+        version()
+        raise typer.Exit
 
 
 def product_version() -> str:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from cluster.listening import listening
 from cluster.supervisor import Supervisor
-from protocol.config import ClusterConfig, WorkerConfig
+from protocol.config import ClusterConfig, RouterConfig, WorkerConfig
 from protocol.errors import ConfigError, WorkerError
 from protocol.messages import Role
 from router.cost_model import CostModel
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 100 * 1024 * 1024  # Ray's smallest sensible: nothing of ours goes through it
 _READY_TIMEOUT_S = 120.0
+_PROBE_TIMEOUT_S = 2.0  # of a Ray address; Ray itself would try for a minute
+_LAST_WORDS_S = 2.0  # for clients to read how their answer ended
 # Tokens of a step by (has a GPU, colocated). A chunk of a prompt delays the sequences that decode beside it by its
 # whole duration, so a worker that always does both takes smaller ones.
 _STEP_TOKENS = {(False, False): 512, (False, True): 256, (True, False): 8192, (True, True): 2048}
@@ -76,6 +78,12 @@ def resolve(config: ClusterConfig) -> ClusterConfig:
             f"num_gpus_per_worker={num_gpus} for {num_workers} workers needs {num_gpus * num_workers} GPUs; "
             f"Ray has {resources.get('GPU', 0)}"
         )
+    # A cluster that was joined may grow to what is asked for; a private Ray would wait for cores for ever.
+    if not config.ray_address and config.num_cpus_per_worker * num_workers > resources.get("CPU", 0):
+        raise ConfigError(
+            f"num_cpus_per_worker={num_cpus:g} for {num_workers} worker(s) needs {num_cpus * num_workers:g} cores; "
+            f"this machine has {resources.get('CPU', 0):g}"
+        )
     engine = config.engine
     tokens = _STEP_TOKENS[num_gpus > 0, config.colocated]
     return replace(
@@ -104,6 +112,7 @@ def worker_configs(config: ClusterConfig) -> list[WorkerConfig]:
                 role=role,
                 engine=config.engine,
                 transfer=config.transfer,
+                tiers=config.tiers,
                 host="" if config.ray_address else "127.0.0.1",
                 cpu_cores=() if config.ray_address else _cores(idx, len(roles), config.engine.num_threads),
             )
@@ -129,6 +138,7 @@ def _ray(config: ClusterConfig, progress: Callable[[str], None]) -> Iterator[Non
         stack.callback(_end_ray, before if not config.ray_address else None)
         if config.ray_address:
             progress(f"joining Ray at {config.ray_address}")
+            _probe(config.ray_address)
             try:
                 ray.init(address=config.ray_address, **common)
             except ConnectionError as exc:
@@ -149,30 +159,50 @@ def _ray(config: ClusterConfig, progress: Callable[[str], None]) -> Iterator[Non
         yield
 
 
+def _probe(ray_address: str) -> None:
+    """Raise ConfigError where nothing listens at `ray_address`; one without a port, such as auto, is left to Ray."""
+    host, _, port = ray_address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_TIMEOUT_S).close()
+    except (OSError, OverflowError) as exc:
+        raise ConfigError(f"ray_address={ray_address!r} cannot be reached: {exc}") from exc
+
+
 def _end_ray(before: set[psutil.Process] | None) -> None:
     """Leave Ray, and where it was private make sure that its processes, all we have but those `before`, are gone."""
-    children = [] if before is None else [p for p in psutil.Process().children(recursive=True) if p not in before]
-    ray.shutdown()
-    _, alive = psutil.wait_procs(children, timeout=5.0)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=5.0)
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient Ctrl-C here would leave them running
+    try:
+        children = [] if before is None else [p for p in psutil.Process().children(recursive=True) if p not in before]
+        ray.shutdown()
+        _, alive = psutil.wait_procs(children, timeout=5.0)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(alive, timeout=5.0)
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 async def _serve(
     config: ClusterConfig, listener: socket.socket, progress: Callable[[str], None], console: Console
 ) -> int:
-    stop = asyncio.Event()
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (stop_now if stop.is_set() else stop).set()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    serving = asyncio.create_task(_run_until(stop, config, listener, progress, console))
+        loop.add_signal_handler(number, on_signal)
+    serving = asyncio.create_task(_run_until(stop, stop_now, config, listener, progress, console))
     return await serving
 
 
 async def _run_until(
     stop: asyncio.Event,
+    stop_now: asyncio.Event,
     config: ClusterConfig,
     listener: socket.socket,
     progress: Callable[[str], None],
@@ -195,28 +225,31 @@ async def _run_until(
         await workers.start()
         configs = worker_configs(config)
         progress(f"loading {config.engine.served_model_name} into {len(configs)} worker(s)")
-        starting = asyncio.gather(supervisor.start(configs), asyncio.to_thread(_create_app, flow, config))
+        starting = asyncio.gather(supervisor.start(configs), asyncio.to_thread(_create_app, flow, registry, config))
         if not await _unless(stop, starting):
             return 0
         app = starting.result()[1]
-        async with _http(app, config, listener) as server:
+        async with _http(app, config.router, listener) as server:
             is_ready = await _unless(stop, _first_generation(app))
             if is_ready:
                 progress("the first generation succeeded")
                 _print_welcome(config, listener.getsockname()[1], console)
             await _until_stopped(stop, server)
-            progress("stopping")
+            await _drain(server, stop_now, flow, config.router.drain_timeout_s, progress)
     return 0
 
 
-def _create_app(flow: RequestFlow, config: ClusterConfig) -> object:
+def _create_app(flow: RequestFlow, registry: Registry, config: ClusterConfig) -> object:
     """The HTTP app. Its imports cost seconds (the tokenizer brings transformers); the workers load meanwhile."""
     from prometheus_client import CollectorRegistry
 
     from router.app import create_app
     from router.tokenizer import Tokenizer
+    from router.worker_metrics import WorkerCollector
 
-    return create_app(flow, Tokenizer(config.engine.model), config.router, CollectorRegistry())
+    metrics = CollectorRegistry()
+    metrics.register(WorkerCollector(registry))
+    return create_app(flow, Tokenizer(config.engine.model), config.router, metrics)
 
 
 async def _unless(stop: asyncio.Event, work: object) -> bool:
@@ -243,12 +276,25 @@ async def _first_generation(app: object) -> None:
         await asyncio.sleep(0.02)
 
 
-async def _until_stopped(stop: asyncio.Event, server: asyncio.Task[None]) -> None:
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({server, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if server.done():
-        server.result()
+async def _until_stopped(stop: asyncio.Event, server: _Server) -> None:
+    await server.wait_ended(stop)
+    if server.serving.done():
+        server.serving.result()
+
+
+async def _drain(
+    server: _Server, stop_now: asyncio.Event, flow: RequestFlow, timeout_s: float, progress: Callable[[str], None]
+) -> None:
+    """Accept nothing more and let answers end, for `timeout_s` or until `stop_now`; those left end with an error."""
+    server.should_exit = True
+    if num_running := server.num_running:
+        answers = "1 answer" if num_running == 1 else f"{num_running} answers"
+        progress(f"stopping: waiting up to {timeout_s:g} s for {answers} (Ctrl-C again stops now)")
+        await server.wait_ended(stop_now, timeout_s=timeout_s)
+    else:
+        progress("stopping")
+    flow.shut_down()
+    await asyncio.wait({server.serving}, timeout=_LAST_WORDS_S)
 
 
 @contextlib.asynccontextmanager
@@ -261,33 +307,52 @@ async def _closing(workers: WorkerClient, supervisor: Supervisor) -> AsyncIterat
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: ours stop the workers too."""
+    """uvicorn without its signal handlers: ours stop the workers too. Serves from its making on."""
+
+    def __init__(self, app: object, config: RouterConfig, listener: socket.socket) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]
+                host=config.host,
+                port=config.port,
+                log_level="warning",
+                access_log=False,
+            )
+        )
+        self.serving = asyncio.create_task(self.serve(sockets=[listener]))
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are being answered."""
+        return len(self.server_state.tasks)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def wait_ended(self, event: asyncio.Event, *, timeout_s: float | None = None) -> None:
+        """Wait until the server has ended, `event` is set or the time is over."""
+        happened = asyncio.create_task(event.wait())
+        await asyncio.wait({self.serving, happened}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        happened.cancel()
+
+    async def close(self) -> None:
+        """End now. Who still reads an answer finds the connection closed, and the app sees a client that left."""
+        self.should_exit = True
+        while not self.serving.done():
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+            await asyncio.wait({self.serving}, timeout=0.1)
+
 
 @contextlib.asynccontextmanager
-async def _http(app: object, config: ClusterConfig, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
-    """The HTTP server for as long as the block runs; then running streams get `drain_timeout_s` to end."""
-    router = config.router
-    server = _Server(
-        uvicorn.Config(
-            app,  # type: ignore[arg-type]
-            host=router.host,
-            port=router.port,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=max(1, round(router.drain_timeout_s)),
-        )
-    )
-    task = asyncio.create_task(server.serve(sockets=[listener]))
+async def _http(app: object, config: RouterConfig, listener: socket.socket) -> AsyncIterator[_Server]:
+    """The HTTP server for as long as the block runs."""
+    server = _Server(app, config, listener)
     try:
-        yield task
+        yield server
     finally:
-        server.should_exit = True
-        await asyncio.gather(task, return_exceptions=True)
+        await server.close()
 
 
 def _print_welcome(config: ClusterConfig, port: int, console: Console) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from cluster.actor import WorkerActor
 from cluster.autoscaler import AutoscalerState, Decision, Flip, decide, observe
@@ -41,6 +41,7 @@ _DRAIN_POLL_S = 0.1
 _RESTART_DELAY_S = 1.0
 _STABLE_AFTER_S = 300.0  # a worker that ran this long starts with no restarts counted
 _NUM_REMEMBERED_FLIPS = 20
+_LOST = "it died; the answer is lost, send the request again"  # told to the clients of a dead worker
 _ACTOR_THREADS = 8
 
 
@@ -49,6 +50,7 @@ class _Member:
     config: WorkerConfig
     actor: Any = None
     address: PeerAddress | None = None
+    pid: int = 0
     num_restarts: int = 0  # since it last ran for a while
     up_since: float = math.inf
     task: asyncio.Task[None] | None = None
@@ -171,16 +173,23 @@ class Supervisor:
             was_up = member.is_up.is_set()
             if time.monotonic() - member.up_since > _STABLE_AFTER_S:
                 member.num_restarts = 0
-            await self._bury(member, ended)
+            await self._bury(member)
             if not was_up and not member.num_restarts:
                 self._fail(ConfigError(f"worker {worker_id} did not start: {ended}"))
                 return
-            logger.warning("worker %s ended: %s", worker_id, ended)
             member.num_restarts += 1
-            if member.num_restarts > self._config.max_restarts:
-                logger.error("worker %s was restarted %d times; giving it up", worker_id, self._config.max_restarts)
+            is_given_up = member.num_restarts > self._config.max_restarts
+            logger.log(logging.ERROR if is_given_up else logging.WARNING, "%s", self._obituary(member, was_up, ended))
+            if is_given_up:
                 return
             await asyncio.sleep(_RESTART_DELAY_S)
+
+    def _obituary(self, member: _Member, was_up: bool, reason: str) -> str:
+        died = f"(pid {member.pid}) died" if was_up else "did not start"
+        limit = self._config.max_restarts
+        count = f"({member.num_restarts} of {limit})"
+        then = f"starting it again {count}" if member.num_restarts <= limit else f"giving it up after {limit} restarts"
+        return f"worker {member.config.worker_id} {died}: {reason}; {then}"
 
     async def _bring_up(self, member: _Member) -> None:
         options = {
@@ -192,7 +201,7 @@ class Supervisor:
         }
         member.actor = ray.remote(WorkerActor).options(**options).remote(member.config)
         member.address = await _call(member.actor.start, timeout_s=_START_TIMEOUT_S)
-        await self._workers.add_worker(member.address)
+        member.pid = (await self._workers.add_worker(member.address)).pid
         member.up_since = time.monotonic()
         member.is_up.set()
         self._on_progress(f"{member.config.role} worker {member.config.worker_id} is ready")
@@ -203,14 +212,14 @@ class Supervisor:
         except RayError as exc:
             return _first_line(exc)
 
-    async def _bury(self, member: _Member, reason: str) -> None:
+    async def _bury(self, member: _Member) -> None:
         member.is_up.clear()
         if member.actor is not None:
             ray.kill(member.actor, no_restart=True)
         address, member.address = member.address, None
         if address is None:
             return
-        self._workers.mark_dead(address.worker_id, reason)
+        self._workers.mark_dead(address.worker_id, _LOST)
         survivors = [other for other in self._members.values() if other.is_up.is_set()]
         tellings = (_call(other.actor.peer_died, address) for other in survivors)
         for result in await asyncio.gather(*tellings, return_exceptions=True):
@@ -271,7 +280,9 @@ async def _call(method: Any, *args: Any, timeout_s: float = _CALL_TIMEOUT_S) -> 
 
 
 def _first_line(exc: BaseException) -> str:
-    """The part of an error a person wants. Ray wraps what an actor raised in pages of traceback."""
+    """The part of an error a person wants. Ray wraps what an actor raised in pages of traceback, and follows the news
+    of a death with a list of what may have caused it."""
     cause = getattr(exc, "cause", None) or exc
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return (lines[-1] if lines else "") or type(exc).__name__
+    line = (lines[-1] if lines else "") or type(exc).__name__
+    return line.partition(". ")[0].rstrip(".") if isinstance(cause, RayActorError) else line

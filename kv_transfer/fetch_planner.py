@@ -76,15 +76,15 @@ def plan_fetch(
     best = FetchPlan((), recompute_s, 0.0, recompute_s)
     limit_s = recompute_s * (1 - _MIN_GAIN)
     segments = _segments(sources, first_block)
-    for count in range(1, len(segments) + 1):
-        end_block = segments[count - 1].end_block
+    # A source need not be used to its end: where a queue hides the loads of some blocks, one more may not be worth it.
+    for end_block in sorted({source.end_block for source in sources if source.end_block > first_block}):
         rest_s = compute_s(end_block * block_size, num_tokens)
 
         def front_s(meet: int) -> float:
             # With nothing to compute in front, the queue is only in the way of what comes behind the loads.
             return queue_s + (compute_s(first_block * block_size, meet * block_size) if meet > first_block else 0.0)
 
-        used = segments[:count]
+        used = [s._replace(end_block=min(s.end_block, end_block)) for s in segments if s.first_block < end_block]
         for meet in _meeting_blocks(used, first_block, end_block, front_s):
             load_s = _load_s(used, meet)
             total_s = max(load_s, front_s(meet)) + rest_s

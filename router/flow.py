@@ -11,9 +11,11 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
+import msgspec
+
 from protocol.config import RouterConfig
 from protocol.digest import block_digests, root_digest
-from protocol.errors import WorkerError
+from protocol.errors import NoWorker, WorkerError
 from protocol.messages import Decode, FinishReason, Generate, Prefill, Role, SequenceDelta
 from router.cost_model import CostModel
 from router.openai.backend import GenerateRequest, TokenDelta
@@ -31,6 +33,7 @@ FIRST_GUESS_OUTPUT_TOKENS = 128.0
 OUTPUT_LENGTH_WEIGHT = 0.05  # of the newest answer in the mean length
 MAX_ROOTS = 4096  # cached digest roots, one per tenant salt
 MIN_HANDOFF_S = 1e-4
+SHUTTING_DOWN = "the server is shutting down; send the request again"
 
 
 class RequestFlow:
@@ -57,6 +60,8 @@ class RequestFlow:
         self._config = config
         self._clock = clock
         self._roots: dict[tuple[bytes, str], bytes] = {}
+        self._running: dict[Inbox, Leg] = {}  # the inbox of each request, and its last leg
+        self._is_shut_down = False
         self.mean_output_tokens = FIRST_GUESS_OUTPUT_TOKENS
         self.num_handoffs = 0  # requests that both workers of a pair sent tokens for
         self.autoscaler_status: dict[str, object] = {}  # set by whoever runs the autoscaler
@@ -84,11 +89,15 @@ class RequestFlow:
         Raises a `ServingError`. Closing the generator cancels the request on its workers without waiting for them.
         """
         digests = await self._digests(request)
+        if self._is_shut_down:
+            raise NoWorker(SHUTTING_DOWN)
         placement = self._place(request, digests)
         booking = self._book(placement, digests)
         legs: list[Leg] = []
+        inbox: Inbox = asyncio.Queue()
         try:
-            inbox = self._dispatch(request, placement, legs)
+            self._dispatch(request, placement, legs, inbox)
+            self._running[inbox] = legs[-1]
             order = DeltaOrder()
             handoff = _Handoff(placement, legs, self._clock)
             while True:
@@ -103,9 +112,16 @@ class RequestFlow:
                         self._note_output_length(order.num_tokens)
                         return
         finally:
+            self._running.pop(inbox, None)
             booking.release()
             for leg in legs:
                 leg.cancel()
+
+    def shut_down(self) -> None:
+        """End every running request with an error and refuse new ones: the server is going. Call it in the loop."""
+        self._is_shut_down = True
+        for inbox, leg in self._running.items():
+            inbox.put_nowait(LegEvent(leg, NoWorker(SHUTTING_DOWN)))
 
     async def pools(self) -> dict[str, Any]:
         """State of the worker pools, as JSON."""
@@ -170,9 +186,8 @@ class RequestFlow:
             num_kv_tokens=placement.num_kv_tokens,
         )
 
-    def _dispatch(self, request: GenerateRequest, placement: Placement, legs: list[Leg]) -> Inbox:
+    def _dispatch(self, request: GenerateRequest, placement: Placement, legs: list[Leg], inbox: Inbox) -> None:
         """Send every leg its part at once. `legs` gets each as it is opened: decode last, or the only one."""
-        inbox: Inbox = asyncio.Queue()
         request_id, token_ids, sampling = request.request_id, request.token_ids, request.sampling
         prefill, decode = placement.best.prefill.card.address, placement.best.decode.card.address
         if not placement.best.is_pair:
@@ -180,7 +195,7 @@ class RequestFlow:
                 request_id=request_id, token_ids=token_ids, sampling=sampling, cache_salt=request.cache_salt
             )
             legs.append(self._workers.open_leg(decode.worker_id, whole, inbox))
-            return inbox
+            return
         first = Prefill(
             request_id=request_id,
             token_ids=token_ids,
@@ -197,7 +212,6 @@ class RequestFlow:
         )
         legs.append(self._workers.open_leg(prefill.worker_id, first, inbox))
         legs.append(self._workers.open_leg(decode.worker_id, rest, inbox))
-        return inbox
 
     async def _next_event(self, request: GenerateRequest, inbox: Inbox) -> LegEvent:
         timeout_s = self._config.request_timeout_s
@@ -247,6 +261,8 @@ class RequestFlow:
             "num_booked_seqs": worker.num_booked_seqs,
             "booked_kv_tokens": worker.booked_kv_tokens,
             "queue_s": queue_s(worker, self._costs.steps(card.kind)),
+            "tiers": [msgspec.to_builtins(tier) for tier in worker.tiers],
+            "fetches": msgspec.to_builtins(worker.fetches),
         }
 
 

@@ -18,6 +18,12 @@ die() {
     exit 1
 }
 
+interrupted() {
+    printf '\n  interrupted; run make again\n' >&2
+    exit 130
+}
+trap interrupted INT
+
 find_python() {
     local candidate
     for candidate in "${PYTHON:-}" python3 python3.13 python3.12 python3.11; do
@@ -45,6 +51,7 @@ pip() {
         "$venv/bin/python" -m pip --disable-pip-version-check "$@" >>"$log" 2>&1 || status=$?
     fi
     [ "$status" -eq 0 ] && return
+    [ "$status" -ne 130 ] || interrupted # Ctrl-C reached pip first
     grep -i 'error' "$log" | tail -n 5 >&2 || true
     die "pip $1 failed (exit code $status)" "the whole log: $log"
 }

@@ -173,7 +173,7 @@ async def _stream(
                 yield event
         yield chunks.ending()
     except ServingError as exc:
-        logger.warning("Stream %s failed: %s", answer.answer_id, exc)
+        logger.info("Stream %s failed: %s", answer.answer_id, exc)  # one dead worker fails many: not a warning each
         metrics.stream_errors.inc()
         yield _event(serving_error_body(exc))
     except Exception:

@@ -2,8 +2,12 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from cli.bench import BenchSettings, _print_table
 from cli.main import run
+from loadtest.client import StreamTiming
+from loadtest.stats import summarize
 from tests.fake_openai import FakeServer
 
 
@@ -37,5 +41,36 @@ def test_chat_dataset_sends_conversations(server: FakeServer) -> None:
 
 def test_failed_requests_give_exit_code_1(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     server.status = 500
-    assert run(["bench", "--url", server.url, "--concurrency", "1", "--requests", "2"]) == 1
-    assert "not today" in capsys.readouterr().out
+    sizes = "--concurrency 1 --requests 2 --warmup 0"
+    assert run(["bench", "--url", server.url, *sizes.split()]) == 1
+    assert "concurrency 1: 2 errors, the first:\n  not today (HTTP 500)\n" in capsys.readouterr().out
+
+
+def test_a_warmup_that_fails_altogether_ends_it(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.status = 500
+    assert run(["bench", "--url", server.url, "--concurrency", "1,8"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == "tandem: every request of the warm-up failed, the first with: not today (HTTP 500)\n"
+    assert captured.out == ""
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_the_table_shows_every_digit(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    timing = StreamTiming(started_s=0.0)
+    timing.event_times_s, timing.event_tokens, timing.num_output_tokens = [123.456, 143.2], [1, 15], 16
+    timing.finished_s = 143.2
+    summary = summarize([timing] * 2048, concurrency=1024, duration_s=2.0)
+    settings = BenchSettings(
+        url="", model="m", concurrency=(1,), num_requests=1, input_tokens=1, output_tokens=1, dataset="random",
+        turns=1, warmup=0, seed=0,
+    )  # fmt: skip
+    _print_table(settings, [summary], Console())
+    output = capsys.readouterr().out
+    assert "…" not in output
+    row = next(line.split() for line in output.splitlines() if line.lstrip().startswith("1024"))
+    assert row == ["1024", "2048", "0", "16384.0", "1024.00", "123456", "123456", "19744", "19744", "19744", "1316"]
+    assert width < 80 or max(map(len, output.splitlines())) <= 80

@@ -62,6 +62,25 @@ def test_broken_stream_keeps_what_was_said(server: FakeServer) -> None:
     assert conversation.messages[-1] == {"role": "assistant", "content": "word "}
 
 
+def test_error_in_the_middle_of_an_answer_has_a_line_of_its_own(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.break_after = 1
+    assert talk(server, "hello\n", monkeypatch) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "word \n"
+    assert captured.err == "tandem: the server closed the connection in the middle of the answer\n"
+
+
+def test_unknown_command_is_not_sent(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talk(server, "/clear\n", monkeypatch) == 2
+    assert capsys.readouterr().err == "tandem: unknown command /clear; known: /exit, /quit, /reset\n"
+    assert server.requests == []
+    assert talk(server, "/etc/hosts holds what?\n", monkeypatch) == 0
+
+
 def test_closing_an_answer_hangs_up(server: FakeServer) -> None:
     server.pause.clear()
     with httpx.Client(base_url=server.url) as client:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer import rich_utils
 
-from cli.main import run
+from cli.main import ALIASES, run
 from cli.serve import build_config, serve
 from protocol.config import ClusterConfig, EngineConfig, RouterConfig, TierConfig, TransferConfig
 from protocol.errors import ConfigError
@@ -88,7 +89,10 @@ def test_no_flag_means_the_defaults_of_the_config() -> None:
         ("serve --port x", "'--port'"),
         ("serve --dtype int3", "'--dtype'"),
         ("serve --bogus", "No such option: --bogus"),
-        ("serve --prefill 0", "num_prefill=0"),
+        ("serve --prefill 0", "num_prefill=0 must be at least 1"),
+        ("serve --colocated --prefill 2", "num_prefill=2 has no use with it"),
+        ("serve --num-decode 1 --colocated", "num_decode=1 has no use with it"),
+        ("serve --transport in_process", "'--transport'"),
         ("serve --pool-gb 1 --pool-bytes 5", "pool_gb and pool_bytes"),
         ("serve --port 0 --model /no/such/folder", "model folder /no/such/folder does not exist"),
         ("serve --port 0 --model nonsense", "model='nonsense' is neither"),
@@ -96,6 +100,7 @@ def test_no_flag_means_the_defaults_of_the_config() -> None:
         ("bogus", "No such command 'bogus'"),
         ("bench --concurrency 1,x", "concurrency='1,x'"),
         ("bench --url ftp://x", "url='ftp://x'"),
+        ("bench --url foo", "url='foo' is not of the form http://host:port"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -136,6 +141,18 @@ def test_help_is_there_for_every_command(command: list[str], capsys: pytest.Capt
     assert "Usage: tandem" in capsys.readouterr().out
 
 
-def test_version_names_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["version"]) == 0
+def test_help_shows_every_flag_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(rich_utils, "MAX_WIDTH", 80)
+    assert run(["serve", "--help"]) == 0
+    output = capsys.readouterr().out
+    assert "…" not in output
+    for name in set(FLAGS) - {"ctx"}:
+        assert f"--{name.replace('_', '-')} " in output
+    for alias in ALIASES:
+        assert f"--{alias}" in output
+
+
+@pytest.mark.parametrize("word", ["version", "--version"])
+def test_version_names_the_distribution(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([word]) == 0
     assert capsys.readouterr().out.startswith("tandem 0.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.supervisor import _first_line
@@ -34,3 +35,14 @@ def test_every_error_has_a_line(error: Exception, line: str) -> None:
 def test_a_dead_process_has_a_line() -> None:
     assert "\n" not in _first_line(ActorDiedError())
     assert _first_line(ActorDiedError())
+
+
+def test_a_killed_process_is_told_without_what_might_have_caused_it() -> None:
+    context = ActorDiedErrorContext(
+        class_name="WorkerActor",
+        actor_id=b"a" * 16,
+        pid=7,
+        error_message="The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker "
+        "exit detail: Worker unexpectedly exits with a connection error code 2. End of file. Some common causes...",
+    )
+    assert _first_line(ActorDiedError(context)) == "The actor is dead because its worker process has died"
