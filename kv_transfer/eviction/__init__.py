@@ -10,6 +10,7 @@ from kv_transfer.eviction.lfu import LFUAging
 from kv_transfer.eviction.lru import LRU
 from kv_transfer.eviction.s3fifo import S3FIFO
 from kv_transfer.eviction.sieve import Sieve
+from protocol.errors import ConfigError
 
 __all__ = ["POLICIES", "EvictionPolicy", "create_policy"]
 
@@ -23,7 +24,7 @@ POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
 
 
 def create_policy(name: str, capacity: int) -> EvictionPolicy:
-    """A policy for a tier of `capacity` keys; ValueError if there is none of that name."""
+    """A policy for a tier of `capacity` keys. Raises `ConfigError` if there is none of that name."""
     if name not in POLICIES:
-        raise ValueError(f"eviction policy {name!r} is unknown; choose from {', '.join(POLICIES)}")
+        raise ConfigError(f"eviction_policy={name!r} is unknown; choose one of {', '.join(POLICIES)}")
     return POLICIES[name](capacity)
