@@ -92,7 +92,7 @@ class RequestFlow:
         if self._is_shut_down:
             raise NoWorker(SHUTTING_DOWN)
         placement = self._place(request, digests)
-        booking = self._book(placement, digests)
+        booking = self._book(placement, digests, request)
         legs: list[Leg] = []
         inbox: Inbox = asyncio.Queue()
         try:
@@ -174,10 +174,12 @@ class RequestFlow:
         )
         return placement
 
-    def _book(self, placement: Placement, digests: list[bytes]) -> Booking:
+    def _book(self, placement: Placement, digests: list[bytes], request: GenerateRequest) -> Booking:
         """Let the next decision see this one. NOTE: no `await` between deciding and booking."""
         prefill_id, decode_id = placement.best.prefill.worker_id, placement.best.decode.worker_id
-        self._index.speculate({prefill_id, decode_id}, digests, self._clock())
+        # An answer of one token comes from the prefill worker, and no KV ever reaches the other.
+        holders = {prefill_id} if request.sampling.max_tokens == 1 else {prefill_id, decode_id}
+        self._index.speculate(holders, digests, self._clock())
         return self._registry.reserve(
             prefill_id,
             decode_id,

@@ -183,14 +183,15 @@ def test_silence_ends_a_request() -> None:
     asyncio.run(scenario())
 
 
-def test_a_second_request_follows_the_first_by_its_speculative_blocks() -> None:
+@pytest.mark.parametrize(("max_tokens", "holders"), [(4, "pd"), (1, "p")], ids=["handed over", "one token"])
+def test_a_second_request_follows_the_first_by_its_speculative_blocks(max_tokens: int, holders: str) -> None:
     async def scenario() -> None:
         async with fake_cluster(prefill=silent, decode=silent) as cluster:
-            stream = cluster.flow.serve(make_request(num_prompt_tokens=3000))
+            stream = cluster.flow.serve(make_request(num_prompt_tokens=3000, max_tokens=max_tokens))
             reading = asyncio.ensure_future(anext(stream))
             await until(lambda: cluster.registry.num_bookings == 1)
             digests = block_digests(root_digest(NAMESPACE), range(3000), 16)
-            assert cluster.index.longest_prefix(digests, time.monotonic()) == {"p": 187, "d": 187}
+            assert cluster.index.longest_prefix(digests, time.monotonic()) == dict.fromkeys(holders, 187)
             reading.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await reading
