@@ -58,7 +58,8 @@ def token_hit_ratio(policy: EvictionPolicy, requests: Iterable[TraceRequest]) ->
         depth = next((idx for idx, block in enumerate(ids) if block not in policy), len(ids))
         num_hits += request.num_tokens_in(depth)
         num_tokens += request.num_prompt_tokens
-        policy.touch(ids[depth - 1] if depth else None)
+        if depth:
+            policy.touch(ids[depth - 1])
         for idx in range(depth, len(ids)):
             if ids[idx] not in policy:
                 policy.add(ids[idx], ids[idx - 1] if idx else None)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from kv_transfer.eviction.arc import ARC
 from kv_transfer.eviction.base import EvictionPolicy
+from kv_transfer.eviction.hit_density import HitDensity
 from kv_transfer.eviction.lfu import LFUAging
 from kv_transfer.eviction.lru import LRU
 from kv_transfer.eviction.s3fifo import S3FIFO
@@ -16,6 +17,7 @@ __all__ = ["POLICIES", "EvictionPolicy", "create_policy"]
 
 POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
     "arc": ARC,
+    "hit-density": HitDensity,
     "lfu": LFUAging,
     "lru": LRU,
     "s3-fifo": S3FIFO,

@@ -17,8 +17,8 @@ _RECENT, _FREQUENT = 0, 1
 class ARC(EvictionPolicy):
     """ARC over leaves.
 
-    A key that is used moves to the frequent list together with its ancestors. Where the list that should give way has
-    no leaf, the other one does.
+    A key that is used moves to the frequent list together with its ancestors, and what is appended to a leaf there
+    joins it. Where the list that should give way has no leaf, the other one does.
     """
 
     num_queues = 2
@@ -28,17 +28,17 @@ class ARC(EvictionPolicy):
         self._recent_target = 0.0
         self._ghosts: tuple[dict[Hashable, None], dict[Hashable, None]] = ({}, {})  # evicted, oldest first
 
-    def _on_lookup(self, node: Node | None) -> None:
-        if node is None:
-            return
+    def _on_hit(self, node: Node) -> None:
         node.rank = self._tick
         ancestor: Node | None = node
         while ancestor is not None and ancestor.queue == _RECENT:
             self._move(ancestor, _FREQUENT)
             ancestor = self._parent_of(ancestor)
 
-    def _on_add(self, node: Node) -> None:
+    def _on_add(self, node: Node, parent: Node | None) -> None:
         node.rank = self._tick
+        if parent is not None and parent.num_children == 1:
+            node.queue = parent.queue
         recent, frequent = self._ghosts
         if node.key in recent:
             self._recent_target = min(self.capacity, self._recent_target + max(1.0, len(frequent) / len(recent)))

@@ -7,15 +7,14 @@ a key is a hit on all its ancestors. Two things follow, and every policy here is
 
 - A victim is always a leaf: a key with no resident child. A pinned key therefore keeps its ancestors as well.
 - A hit is recorded on the deepest key found, in O(1). An ancestor needs its rank only once it is a leaf itself, and
-  by then it has taken over that of each child that left. So policies made for single objects see a run of blocks
-  that were last used together as one object, and evict it tail first, block by block.
+  by then it has taken over that of each child that left. A key appended to a leaf takes over the leaf's standing. So
+  policies made for single objects see a chain as one object that grows at its end, and evict it tail first.
 """
 
 from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -23,9 +22,9 @@ __all__ = ["EvictionPolicy", "LeafQueue", "Node"]
 
 
 class Node:
-    """A resident key. What `rank`, `num_uses` and `queue` mean is up to the policy."""
+    """A resident key. What `rank`, `queue`, `num_uses` and `run` mean is up to the policy."""
 
-    __slots__ = ("key", "num_children", "num_pins", "num_uses", "parent_key", "queue", "rank", "run", "turns")
+    __slots__ = ("key", "num_children", "num_pins", "num_uses", "parent_key", "queue", "rank", "run")
 
     def __init__(self, key: Hashable, parent_key: Hashable | None) -> None:
         self.key = key
@@ -33,9 +32,9 @@ class Node:
         self.num_children = 0  # resident ones
         self.num_pins = 0
         self.num_uses = 0
-        self.turns = 0
         self.queue = 0
         self.rank: Any = 0  # comparable within one policy
+        self.run: Any = None
 
     @property
     def is_evictable(self) -> bool:
@@ -52,32 +51,34 @@ class LeafQueue:
     def __init__(self, queue: int, nodes: dict[Hashable, Node]) -> None:
         self._queue = queue
         self._nodes = nodes
-        self._heap: list[tuple[Any, Hashable]] = []
+        self._heap: list[tuple[Any, int, Hashable]] = []  # rank, number of the push, key
+        self._num_pushes = 0
 
     def push(self, node: Node) -> None:
-        """Enter an evictable node under its present rank, which no other node has: keys are never compared."""
+        """Enter an evictable node under its present rank."""
         if len(self._heap) > 2 * len(self._nodes) + 64:
-            self._heap = list({entry[1]: entry for entry in self._heap if self._holds(entry)}.values())
+            self._heap = list({entry[2]: entry for entry in self._heap if self._holds(entry)}.values())
             heapq.heapify(self._heap)
-        heapq.heappush(self._heap, (node.rank, node.key))
+        self._num_pushes += 1
+        heapq.heappush(self._heap, (node.rank, self._num_pushes, node.key))
 
     def peek(self) -> Node | None:
         """The evictable node of the lowest rank."""
         while self._heap:
             if self._holds(self._heap[0]):
-                return self._nodes[self._heap[0][1]]
+                return self._nodes[self._heap[0][2]]
             heapq.heappop(self._heap)
         return None
 
-    def _holds(self, entry: tuple[Any, Hashable]) -> bool:
-        node = self._nodes.get(entry[1])
+    def _holds(self, entry: tuple[Any, int, Hashable]) -> bool:
+        node = self._nodes.get(entry[2])
         return node is not None and node.is_evictable and node.rank == entry[0] and node.queue == self._queue
 
 
 class EvictionPolicy(ABC):
     """Says which key to evict next from a tier of about `capacity` keys.
 
-    The tier calls `touch` once per lookup, `add` for what it stores and, while it is too full, `remove(victim())`.
+    The tier calls `touch` for each hit, `add` for what it stores and, while it is too full, `remove(victim())`.
     Adding before evicting lets a policy refuse a key: the victim may be one just added. To protect a chain that is in
     use or being stored, pin its deepest key.
     """
@@ -103,25 +104,21 @@ class EvictionPolicy(ABC):
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self._nodes)
 
-    def touch(self, key: Hashable | None) -> None:
-        """Note a lookup that found `key` and its ancestors and nothing below; None if it found nothing.
-
-        To be called once per lookup, before what was not found is added.
-        """
+    def touch(self, key: Hashable) -> None:
+        """Note a lookup that found `key` and its ancestors and nothing below, before what it did not find is added."""
         self._tick += 1
-        node = None if key is None else self._nodes[key]
-        self._on_lookup(node)
-        if node is not None:
-            self._offer(node)
+        node = self._nodes[key]
+        self._on_hit(node)
+        self._offer(node)
 
     def add(self, key: Hashable, parent_key: Hashable | None) -> None:
-        """Make a key resident. Its parent may come later (a tier below is filled leaf first) or not at all."""
+        """Make a key resident. Its parent may come later (a tier below may be filled leaf first) or not at all."""
         assert key not in self._nodes, f"{key!r} is resident already"
         self._tick += 1
         node = self._nodes[key] = Node(key, parent_key)
         node.num_children = self._orphans.pop(key, 0)
         self._count_child(node, 1)
-        self._on_add(node)
+        self._on_add(node, self._parent_of(node))
         self._sizes[node.queue] += 1
         self._offer(node)
 
@@ -155,18 +152,18 @@ class EvictionPolicy(ABC):
         return None if node is None else node.key
 
     @abstractmethod
-    def _on_lookup(self, node: Node | None) -> None:
+    def _on_hit(self, node: Node) -> None:
         """Rank the deepest node that a lookup found."""
 
     @abstractmethod
-    def _on_add(self, node: Node) -> None:
-        """Rank a new node and set its queue."""
+    def _on_add(self, node: Node, parent: Node | None) -> None:
+        """Rank a new node and set its queue. Its parent was a leaf until now if it has one child."""
 
     @abstractmethod
     def _choose(self) -> Node | None:
         """The victim."""
 
-    def _on_remove(self, node: Node) -> None:
+    def _on_remove(self, node: Node) -> None:  # noqa: B027  # most policies remember nothing
         """Remember a node that left, if the policy does that."""
 
     def _inherit(self, parent: Node, child: Node) -> None:

@@ -20,13 +20,14 @@ class LFUAging(EvictionPolicy):
         super().__init__(capacity)
         self._age = 0
 
-    def _on_lookup(self, node: Node | None) -> None:
-        if node is not None:
-            node.num_uses += 1
-            node.rank = (self._age + node.num_uses, self._tick)
+    def _on_hit(self, node: Node) -> None:
+        node.num_uses += 1
+        node.rank = (self._age + node.num_uses, self._tick)
 
-    def _on_add(self, node: Node) -> None:
-        node.rank = (self._age, self._tick)
+    def _on_add(self, node: Node, parent: Node | None) -> None:
+        # One use at least, or the age would stand still while nothing is hit.
+        node.num_uses = parent.num_uses if parent is not None and parent.num_children == 1 else 1
+        node.rank = (self._age + node.num_uses, self._tick)
 
     def _choose(self) -> Node | None:
         node = self._queues[0].peek()

@@ -14,11 +14,10 @@ class LRU(EvictionPolicy):
     root last.
     """
 
-    def _on_lookup(self, node: Node | None) -> None:
-        if node is not None:
-            node.rank = self._tick
+    def _on_hit(self, node: Node) -> None:
+        node.rank = self._tick
 
-    def _on_add(self, node: Node) -> None:
+    def _on_add(self, node: Node, parent: Node | None) -> None:
         node.rank = self._tick
 
     def _choose(self) -> Node | None:

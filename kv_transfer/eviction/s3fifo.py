@@ -29,12 +29,14 @@ class S3FIFO(EvictionPolicy):
         super().__init__(capacity)
         self._ghosts: dict[Hashable, None] = {}  # evicted from the small queue, oldest first
 
-    def _on_lookup(self, node: Node | None) -> None:
-        if node is not None:
-            node.num_uses = min(_MAX_USES, node.num_uses + 1)
+    def _on_hit(self, node: Node) -> None:
+        node.num_uses = min(_MAX_USES, node.num_uses + 1)
 
-    def _on_add(self, node: Node) -> None:
+    def _on_add(self, node: Node, parent: Node | None) -> None:
         node.rank = self._tick
+        if parent is not None and parent.num_children == 1:
+            node.queue = parent.queue
+            node.num_uses, parent.num_uses = parent.num_uses, 0
         if node.key in self._ghosts:
             del self._ghosts[node.key]
             node.queue = _MAIN

@@ -22,12 +22,13 @@ class Sieve(EvictionPolicy):
         super().__init__(capacity)
         self._round = 0
 
-    def _on_lookup(self, node: Node | None) -> None:
-        if node is not None:
-            node.num_uses = 1
+    def _on_hit(self, node: Node) -> None:
+        node.num_uses = 1
 
-    def _on_add(self, node: Node) -> None:
+    def _on_add(self, node: Node, parent: Node | None) -> None:
         node.rank = (self._round, self._tick)
+        if parent is not None and parent.num_children == 1:
+            node.num_uses, parent.num_uses = parent.num_uses, 0
 
     def _choose(self) -> Node | None:
         node = self._queues[0].peek()

@@ -81,13 +81,24 @@ def test_what_is_used_again_outlives_a_scan(name: str) -> None:
     for _ in range(3):
         policy.touch("hot")
     for number in range(200):
-        policy.touch(None)
         policy.add(number, None)
         while len(policy) > 20:
             policy.remove(policy.victim())
         if number % 50 == 0 and "hot" in policy:
             policy.touch("hot")
     assert "hot" in policy
+
+
+def test_what_was_popular_once_ages() -> None:
+    policy = create_policy("lfu", 5)
+    chain(policy, "old hit")
+    for _ in range(50):
+        policy.touch("old hit")
+    for number in range(2000):
+        policy.add(number, None)
+        while len(policy) > 5:
+            policy.remove(policy.victim())
+    assert "old hit" not in policy
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -104,7 +115,8 @@ def test_random_walks_never_break_a_rule(name: str, seed: int) -> None:
         keys = [f"{rng.randrange(4)}/{''.join(branch[:depth])}" for depth in range(len(keys))]
         keys = [f"{keys[0][0]}{key[1:]}" for key in keys]
         depth = next((idx for idx, key in enumerate(keys) if key not in policy), len(keys))
-        policy.touch(keys[depth - 1] if depth else None)
+        if depth:
+            policy.touch(keys[depth - 1])
         for idx in range(depth, len(keys)):
             if keys[idx] not in policy:
                 parents[keys[idx]] = keys[idx - 1] if idx else None

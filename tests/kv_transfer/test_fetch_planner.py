@@ -26,7 +26,9 @@ def plan(*sources: Source, first: int = 0, tokens: int = 4001, queue_s: float = 
 
 def total_s(loads: list[tuple[Source, int, int]], meet: int, end: int, tokens: int, first: int, queue: float) -> float:
     """The formula of the module's docstring, written down once more."""
-    by_source = [s.latency_s + s.block_s * (s.queued_blocks + b - max(a, meet)) for s, a, b in loads if b > max(a, meet)]
+    by_source = [
+        s.latency_s + s.block_s * (s.queued_blocks + b - max(a, meet)) for s, a, b in loads if b > max(a, meet)
+    ]
     front = queue + (compute_s(first * SIZE, meet * SIZE) if meet > first else 0.0)
     return max(max(by_source, default=0.0), front) + compute_s(end * SIZE, tokens)
 

@@ -1,0 +1,210 @@
+"""Hit density: evict what is expected to find the fewest tokens for the time it would still take up room.
+
+After LHD (Beckmann, Chen, Cidon: LHD, improving cache hit rate by maximizing hit density, NSDI 2018), with what is
+particular to prefix caches: a turn of a conversation comes back as the start of the next, after a while that is typical
+for the users, or never, and conversations that went on for some turns are more likely to go on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_transfer.eviction.base import EvictionPolicy, Node
+
+__all__ = ["HitDensity"]
+
+_NUM_TURNS = 6  # turns that are told apart; later ones are as the last
+_FORK = _NUM_TURNS  # the group of keys below which chains keep parting, such as a system prompt
+_NUM_GROUPS = _NUM_TURNS + 1
+_MAX_OPEN_RUNS = 4096
+_RELEARN_LOOKUPS = 128
+_MEMORY_RUNS = 8 * _MAX_OPEN_RUNS
+
+# Ages are in lookups, in steps that grow: [0, 1), [1, 1.4), [1.4, 2), ... so that few numbers describe a long past.
+_STEPS_PER_OCTAVE = 2
+_NUM_STEPS = 1 + 20 * _STEPS_PER_OCTAVE
+_AGES = np.concatenate([[0.0], 2.0 ** (np.arange(_NUM_STEPS) / _STEPS_PER_OCTAVE)])
+
+# What is believed before there are observations: a chance to come back that is the same in every step, which ranks by
+# recency, and is greater after each turn.
+_PRIOR_CHANCE = 0.15 / _STEPS_PER_OCTAVE
+_PRIOR_RUNS = 10.0
+_PRIOR_GROWTH = 1.5
+_GROUP_PRIOR_RUNS = 8.0
+
+
+class _Run:
+    """The keys that one request added, or the fork it found: one observation of how long a return takes.
+
+    It is open until it is found again, evicted or not, or too old.
+    """
+
+    __slots__ = ("ghost", "group", "started", "turn")
+
+    def __init__(self, started: int, turn: int, group: int) -> None:
+        self.started = started
+        self.turn = turn
+        self.group = group
+        self.ghost: Hashable = None  # the shallowest of its keys that were evicted
+
+
+class HitDensity(EvictionPolicy):
+    """The leaf with the lowest chance to be found again per lookup that it stays, over the best time to keep it.
+
+    A key belongs to the group of its conversation's turn. How long runs of a group take to come back is observed on
+    all runs, those already evicted included (one remembered key per run), and gives a density for each group and age.
+    It need not fall with age: where the cache is too small for most conversations to come back in time, the newest have
+    the lowest, and the policy keeps some of the old ones instead of losing all. So it compares the oldest leaf of each
+    group with the chain last used.
+    """
+
+    num_queues = _NUM_GROUPS
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._num_lookups = 0
+        self._newest: Node | None = None
+        self._open: dict[_Run, None] = {}  # oldest first
+        self._ghosts: dict[Hashable, _Run] = {}
+        self._returned = np.zeros((_NUM_GROUPS, _NUM_STEPS))  # closed runs, by group and age
+        self._lost = np.zeros((_NUM_GROUPS, _NUM_STEPS))
+        self._learn()
+
+    def _on_hit(self, node: Node) -> None:
+        self._next_lookup()
+        is_return = self._close(node.run)
+        if not node.num_children:
+            node.num_uses += 1
+            self._join(node, self._start(node.num_uses, _group_of(node.num_uses)))
+        elif not is_return:  # found before, and now again with another continuation
+            self._join(node, self._start(node.num_uses, min(_FORK, node.queue + 1)))
+        node.rank = self._num_lookups
+        self._newest = node
+
+    def _on_add(self, node: Node, parent: Node | None) -> None:
+        run = None
+        if parent is not None and parent.num_children == 1:
+            node.num_uses = parent.num_uses
+            run = parent.run if parent.run in self._open else None
+        elif parent is not None:
+            node.num_uses = parent.num_uses + 1
+        if parent is None or (parent.num_children > 1 and parent is not self._newest):
+            self._next_lookup()
+        node.run = run or self._start(node.num_uses, _group_of(node.num_uses))
+        self._recall(node)
+        node.queue = node.run.group
+        node.rank = self._num_lookups
+        self._newest = node
+
+    def _on_remove(self, node: Node) -> None:
+        if node.run in self._open:
+            self._forget_ghost(node.run)
+            if node.key in self._ghosts:
+                self._forget_ghost(self._ghosts[node.key])
+            node.run.ghost = node.key
+            self._ghosts[node.key] = node.run
+        if node is self._newest:
+            self._newest = self._parent_of(node)
+
+    def _inherit(self, parent: Node, child: Node) -> None:
+        if child.rank >= parent.rank:
+            super()._inherit(parent, child)
+            self._move(parent, max(parent.queue, child.queue))
+
+    def _choose(self) -> Node | None:
+        leaves = [node for node in (queue.peek() for queue in self._queues) if node is not None]
+        if self._newest is not None and self._newest.is_evictable:
+            leaves.append(self._newest)
+        return min(leaves, key=self._worth, default=None)
+
+    def _worth(self, node: Node) -> tuple[float, int]:
+        return self._density[node.queue][_step_of(self._num_lookups - node.rank)], node.rank
+
+    def _next_lookup(self) -> None:
+        self._num_lookups += 1
+        if self._num_lookups % _RELEARN_LOOKUPS == 0:
+            self._learn()
+
+    def _start(self, turn: int, group: int) -> _Run:
+        if len(self._open) >= _MAX_OPEN_RUNS:
+            oldest = next(iter(self._open))
+            self._lost[oldest.group][_step_of(self._num_lookups - oldest.started)] += 1
+            self._end(oldest)
+        run = _Run(self._num_lookups, turn, group)
+        self._open[run] = None
+        return run
+
+    def _close(self, run: _Run) -> bool:
+        """Note that a run was found again. False if that is known."""
+        if run not in self._open:
+            return False
+        self._returned[run.group][_step_of(self._num_lookups - run.started)] += 1
+        self._end(run)
+        return True
+
+    def _recall(self, node: Node) -> None:
+        """If the node is where an evicted run began, that run is found again, and the conversation's turn known."""
+        ghost = self._ghosts.get(node.key)
+        if ghost is None:
+            return
+        self._close(ghost)
+        if ghost.turn >= node.num_uses:
+            node.num_uses = node.run.turn = ghost.turn + 1
+            node.run.group = _group_of(node.num_uses)
+
+    def _join(self, node: Node, run: _Run) -> None:
+        node.run = run
+        self._move(node, run.group)
+
+    def _end(self, run: _Run) -> None:
+        del self._open[run]
+        self._forget_ghost(run)
+
+    def _forget_ghost(self, run: _Run) -> None:
+        if run.ghost is not None:
+            del self._ghosts[run.ghost]
+            run.ghost = None
+
+    def _learn(self) -> None:
+        """Work out the density of each group at each age from the runs seen so far.
+
+        chance[g, a]: to come back in step a of its age, for a run that has not before (Kaplan-Meier: runs that are
+        open count until now). Groups with few runs lean on all runs together.
+        """
+        unknown = self._lost.copy()
+        for run in self._open:
+            unknown[run.group, _step_of(self._num_lookups - run.started)] += 1
+        left = np.cumsum((self._returned + unknown)[:, ::-1], axis=1)[:, ::-1] - unknown / 2
+        pooled = (self._returned.sum(0) + _PRIOR_RUNS * _PRIOR_CHANCE) / (left.sum(0) + _PRIOR_RUNS)
+        believed = np.minimum(1.0, pooled * _PRIOR_GROWTH ** np.arange(_NUM_GROUPS)[:, None])
+        chance = (self._returned + _GROUP_PRIOR_RUNS * believed) / (left + _GROUP_PRIOR_RUNS)
+        self._density = _best_densities(np.clip(chance, 0.0, 0.95)).tolist()
+        if self._returned.sum() + self._lost.sum() > _MEMORY_RUNS:
+            self._returned /= 2
+            self._lost /= 2
+
+
+def _best_densities(chance: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Hits per lookup of room taken, from each age on, if kept until the best age to give up.
+
+    chance: [num_groups, num_steps], to be found again in a step
+    """
+    absent = np.cumprod(np.concatenate([np.ones((len(chance), 1)), 1 - chance], axis=1), axis=1)
+    hits = absent[:, :-1] - absent[:, 1:]
+    room = np.diff(_AGES) * (absent[:, :-1] + absent[:, 1:]) / 2
+    density = np.empty_like(chance)
+    for step in range(chance.shape[1]):
+        density[:, step] = (np.cumsum(hits[:, step:], axis=1) / np.cumsum(room[:, step:], axis=1)).max(axis=1)
+    return density
+
+
+def _group_of(turn: int) -> int:
+    return min(turn, _NUM_TURNS - 1)
+
+
+def _step_of(age: int) -> int:
+    return 0 if age < 1 else min(_NUM_STEPS - 1, 1 + int(math.log2(age) * _STEPS_PER_OCTAVE))
