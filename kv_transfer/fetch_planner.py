@@ -139,6 +139,4 @@ def _load_s(segments: list[_Segment], meet: int) -> float:
 
 
 def _ranges(segments: list[_Segment], meet: int) -> list[LoadRange]:
-    return [
-        LoadRange(source.name, max(first, meet), end) for source, first, end in segments if end > max(first, meet)
-    ]
+    return [LoadRange(source.name, max(first, meet), end) for source, first, end in segments if end > max(first, meet)]
