@@ -92,7 +92,7 @@ class TierConfig:
     object_cache_url: str = ""  # s3://bucket/prefix, gs://, az://, file:///folder
     object_cache_gb: float = 1000.0
     object_cache_codec: Codec = "raw"
-    eviction_policy: str = "lru"  # of every tier
+    eviction_policy: str = "hit-density"  # of every tier
 
     def __post_init__(self) -> None:
         for name in ("host_cache_gb", "disk_cache_gb", "object_cache_gb"):
