@@ -8,6 +8,7 @@ flip is a change of that label once the old role's work is done.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -452,11 +453,13 @@ class Worker:
         )
 
     def _close(self) -> None:
-        self._heartbeat.close()
-        self._cache.close()
-        self._transport.close()
-        self._sockets.close()
-        self._context.term()
+        """Close everything, last made first, whatever goes wrong with one of them."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._context.term)
+            stack.callback(self._sockets.close)
+            stack.callback(self._transport.close)
+            stack.callback(self._cache.close)
+            stack.callback(self._heartbeat.close)
 
 
 def _delta(sequence: Sequence, token_ids: list[int], logprobs: list[Any] | None) -> SequenceDelta:

@@ -18,10 +18,10 @@ from kv_transfer.eviction.base import EvictionPolicy, Node
 __all__ = ["HitDensity"]
 
 _NUM_TURNS = 6  # turns that are told apart; later ones are as the last
-_FORK = _NUM_TURNS  # the group of keys below which chains keep parting, such as a system prompt
+_FORK = _NUM_TURNS  # the group of keys where many chains part, such as the end of a system prompt
 _NUM_GROUPS = _NUM_TURNS + 1
 _MAX_OPEN_RUNS = 4096
-_RELEARN_LOOKUPS = 128
+_RELEARN_LOOKUPS = 64
 _MEMORY_RUNS = 8 * _MAX_OPEN_RUNS
 
 # Ages are in lookups, in steps that grow: [0, 1), [1, 1.4), [1.4, 2), ... so that few numbers describe a long past.
@@ -38,9 +38,9 @@ _GROUP_PRIOR_RUNS = 8.0
 
 
 class _Run:
-    """The keys that one request added, or the fork it found: one observation of how long a return takes.
+    """What one request added, or the fork it ended at: one observation of how long it takes until it is found again.
 
-    It is open until it is found again, evicted or not, or too old.
+    It is open until then, whether its keys are still resident or not, or until there are too many newer ones.
     """
 
     __slots__ = ("ghost", "group", "started", "turn")
@@ -80,7 +80,7 @@ class HitDensity(EvictionPolicy):
         if not node.num_children:
             node.num_uses += 1
             self._join(node, self._start(node.num_uses, _group_of(node.num_uses)))
-        elif not is_return:  # found before, and now again with another continuation
+        elif not is_return:  # chains part here; the more often, the higher its group
             self._join(node, self._start(node.num_uses, min(_FORK, node.queue + 1)))
         node.rank = self._num_lookups
         self._newest = node
