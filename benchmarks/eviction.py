@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from benchmarks.common import console, print_table, write_result
+from benchmarks.common import print_table, write_result
 from kv_transfer.eviction import POLICIES, create_policy
 from loadtest.traces import TraceRequest, read_trace
 
@@ -126,5 +126,4 @@ def _next_uses(requests: Sequence[TraceRequest]) -> list[list[float]]:
 
 
 if __name__ == "__main__":
-    console.print("[dim]some minutes[/]")
     sys.exit(main())
