@@ -36,9 +36,10 @@ _FIRST = ("lru", "hit-density")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the smallest trace and caches")
+    parser.add_argument("--traces", nargs="+", choices=TRACES, default=TRACES, help="(default: all)")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     settings = parser.parse_args()
-    traces, capacities = (_QUICK_TRACES, _QUICK_CAPACITIES) if settings.quick else (TRACES, CAPACITIES)
+    traces, capacities = (_QUICK_TRACES, _QUICK_CAPACITIES) if settings.quick else (settings.traces, CAPACITIES)
     names = [*_FIRST, *(name for name in sorted(POLICIES) if name not in _FIRST), OPTIMAL]
     cells = [(trace, name, capacity) for trace in traces for name in names for capacity in capacities]
     with ProcessPoolExecutor(settings.processes) as pool:

@@ -24,10 +24,10 @@ _MAX_OPEN_RUNS = 4096
 _RELEARN_LOOKUPS = 64
 _MEMORY_RUNS = 8 * _MAX_OPEN_RUNS
 
-# Ages are in lookups, in steps that grow: [0, 1), [1, 1.4), [1.4, 2), ... so that few numbers describe a long past.
+# Ages are in lookups, in steps that grow: [1, 1.4), [1.4, 2), [2, 2.8), ... so that few numbers describe a long past.
 _STEPS_PER_OCTAVE = 2
-_NUM_STEPS = 1 + 20 * _STEPS_PER_OCTAVE
-_AGES = np.concatenate([[0.0], 2.0 ** (np.arange(_NUM_STEPS) / _STEPS_PER_OCTAVE)])
+_NUM_STEPS = 20 * _STEPS_PER_OCTAVE
+_AGES = 2.0 ** (np.arange(_NUM_STEPS + 1) / _STEPS_PER_OCTAVE)
 
 # What is believed before there are observations: a chance to come back that is the same in every step, which ranks by
 # recency, and is greater after each turn.
@@ -207,4 +207,4 @@ def _group_of(turn: int) -> int:
 
 
 def _step_of(age: int) -> int:
-    return 0 if age < 1 else min(_NUM_STEPS - 1, 1 + int(math.log2(age) * _STEPS_PER_OCTAVE))
+    return min(_NUM_STEPS - 1, int(math.log2(max(1, age)) * _STEPS_PER_OCTAVE))
