@@ -1,0 +1,162 @@
+"""The online miss-ratio curve against the exact one: token hit ratios of LRU caches on recorded traffic.
+
+The exact curve takes a table of every block's last use and a tree over all uses (Mattson with a Fenwick tree). The
+online one gets a hundredth of that memory. Which blocks it samples depends on their digests, so each trace is measured
+several times, each time with other digests.
+
+    python -m benchmarks.miss_ratio
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.common import console, print_table, write_result
+from benchmarks.eviction import CAPACITIES, TRACES, load
+from kv_transfer.miss_ratio import MissRatioCurve
+from loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
+from protocol.digest import DIGEST_BYTES
+
+_MEMORY_SHARE = 0.01
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the smallest trace, once")
+    parser.add_argument("--draws", type=int, default=5, help="sets of digests per trace (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="same seed, same digests")
+    settings = parser.parse_args()
+    if settings.quick:
+        settings.draws = 1
+    results = {}
+    for name in ["mooncake_synthetic_a"] if settings.quick else TRACES:
+        results[name] = measure(load(name), settings.draws, settings.seed)
+        console.print(f"[dim]measured {name}[/]")
+    print_table(
+        "Token hit ratio (%) of an LRU cache of C blocks: exact, estimated online, largest error in points",
+        ["trace", "curve", *(f"C={capacity}" for capacity in CAPACITIES)],
+        [row for name, result in results.items() for row in _rows(name, result)],
+        caption=f"first draw, and the largest of {settings.draws}; "
+        + "; ".join(
+            f"{name}: {result['online_bytes'] / 1e3:.0f} of {result['exact_bytes'] / 1e3:.0f} KB, "
+            f"{result['online_s_per_request'] * 1e6:.0f} us per request"
+            for name, result in results.items()
+        ),
+    )
+    write_result("miss_ratio", settings, results)
+    return 0
+
+
+def measure(requests: Sequence[TraceRequest], num_draws: int, seed: int) -> dict[str, Any]:
+    """The exact curve of a trace and `num_draws` estimates of it."""
+    num_blocks = 1 + max(max(request.block_ids, default=-1) for request in requests)
+    exact = ExactCurve()
+    estimates = []
+    for draw in range(num_draws):
+        digests = draw_digests(num_blocks, f"{seed}/{draw}")
+        chains = [[digests[block_id] for block_id in request.block_ids] for request in requests]
+        if draw == 0:
+            for request, chain in zip(requests, chains, strict=True):
+                exact.observe(request, chain)
+        online = MissRatioCurve(TRACE_BLOCK_SIZE, num_bytes=int(_MEMORY_SHARE * exact.num_bytes))
+        started = time.perf_counter()
+        for request, chain in zip(requests, chains, strict=True):
+            online.observe(chain, request.num_prompt_tokens)
+        elapsed_s = time.perf_counter() - started
+        estimates.append(online.curve(CAPACITIES))
+    return {
+        "capacities": CAPACITIES,
+        "exact": exact.curve(CAPACITIES),
+        "estimates": estimates,
+        "exact_bytes": exact.num_bytes,
+        "online_bytes": online.num_bytes,
+        "online_s_per_request": elapsed_s / len(requests),
+    }
+
+
+def _rows(name: str, result: dict[str, Any]) -> list[list[str]]:
+    errors = 100 * (np.array(result["estimates"]) - np.array(result["exact"]))
+    return [
+        [name, "exact", *(f"{100 * ratio:.2f}" for ratio in result["exact"])],
+        [name, "online", *(f"{100 * ratio:.2f}" for ratio in result["estimates"][0])],
+        [name, "error", *(f"{error:.2f}" for error in np.abs(errors).max(axis=0))],
+    ]
+
+
+def draw_digests(num_blocks: int, seed: str) -> list[bytes]:
+    """A digest for each block id."""
+    drawn = random.Random(seed).randbytes(num_blocks * DIGEST_BYTES)
+    return [drawn[start : start + DIGEST_BYTES] for start in range(0, len(drawn), DIGEST_BYTES)]
+
+
+class ExactCurve:
+    """Hit ratios of LRU caches by how many blocks were used since a block's last use, for every block of a trace."""
+
+    def __init__(self) -> None:
+        self._last_use: dict[bytes, int] = {}
+        self._tree = np.zeros(1 << 12, np.int32)  # Fenwick tree over uses: 1 where a block was used last, 1-based
+        self._num_uses = 0
+        self._num_tokens = 0
+        self._hit_tokens = np.zeros(1 << 12, np.int64)  # by the capacity that just finds them
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what it looks up and counts with; its results are left out."""
+        entries = sum(sys.getsizeof(digest) + sys.getsizeof(use) for digest, use in self._last_use.items())
+        return sys.getsizeof(self._last_use) + entries + self._tree.itemsize * self._num_uses
+
+    def observe(self, request: TraceRequest, digests: Sequence[bytes]) -> None:
+        """Count a request, then make its blocks the most recent ones, the root last."""
+        end = self._num_uses + len(digests)
+        self._reserve(end)
+        last_uses = np.array([self._last_use.get(digest, 0) for digest in digests], np.int64)
+        num_known = int(np.cumprod(last_uses > 0).sum())
+        depths = len(self._last_use) - self._count_before(last_uses[:num_known])
+        ends = [request.num_tokens_in(num_blocks) for num_blocks in range(num_known + 1)]
+        np.add.at(self._hit_tokens, np.maximum.accumulate(depths), np.diff(ends))
+        self._num_tokens += request.num_prompt_tokens
+
+        uses = np.arange(end, self._num_uses, -1)
+        self._add(last_uses[last_uses > 0], -1)
+        self._add(uses, 1)
+        self._last_use.update(zip(digests, uses.tolist(), strict=True))
+        self._num_uses = end
+
+    def curve(self, capacities: Sequence[int]) -> list[float]:
+        """Token hit ratio of LRU caches of so many blocks."""
+        hits = np.cumsum(self._hit_tokens)
+        return [float(hits[min(capacity, len(hits) - 1)]) / max(1, self._num_tokens) for capacity in capacities]
+
+    def _reserve(self, num_uses: int) -> None:
+        while num_uses >= len(self._tree):
+            grown = np.zeros(2 * len(self._tree), np.int32)
+            grown[: len(self._tree)] = self._tree
+            grown[len(self._tree)] = len(self._last_use)  # a node of the tree that covers all there was
+            self._tree = grown
+            self._hit_tokens = np.concatenate([self._hit_tokens, np.zeros_like(self._hit_tokens)])
+
+    def _add(self, uses: NDArray[np.int64], change: int) -> None:
+        while len(uses):
+            np.add.at(self._tree, uses, change)
+            uses = uses + (uses & -uses)
+            uses = uses[uses < len(self._tree)]
+
+    def _count_before(self, uses: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many blocks were last used before each of these uses."""
+        nodes, counts = uses - 1, np.zeros(len(uses), np.int64)
+        while nodes.any():
+            counts += self._tree[nodes]  # [0] is 0
+            nodes = nodes & (nodes - 1)
+        return counts
+
+
+if __name__ == "__main__":
+    sys.exit(main())
