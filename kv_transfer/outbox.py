@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kv_transfer.transport.base import TransferState
 from protocol.errors import TransferError
@@ -27,9 +27,12 @@ from protocol.messages import ChunkArrived, HandoffDone
 
 __all__ = ["BlockWrite", "HandoffEnded", "LeaseEnded", "Outbox"]
 
-# Generations that ended here are remembered so that a grant which comes late or twice revives none of them. Links are
-# ordered, so a few would do.
+# Generations that ended here are remembered so that a grant which comes late or twice revives none of them, and so are
+# handoffs that ended ungranted: a grant that comes late is answered at once. Links are ordered, so a few would do.
 _NUM_REMEMBERED = 4096
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 class HandoffEnded(NamedTuple):
@@ -116,6 +119,7 @@ class Outbox:
         self._by_lease: dict[_LeaseKey, _Handoff] = {}  # granted, until ended
         self._early_grants: dict[_HandoffKey, _Grant] = {}  # came before their `open`
         self._past: OrderedDict[_LeaseKey, None] = OrderedDict()
+        self._ungranted: OrderedDict[_HandoffKey, str] = OrderedDict()  # ended before their grant came: why
         self._unsure: set[_LeaseKey] = set()  # ended with a lost write
         self._ended: list[HandoffEnded | LeaseEnded] = []
 
@@ -129,6 +133,7 @@ class Outbox:
         self._num_opened += 1
         handoff = _Handoff(self._num_opened, key, num_blocks, grant_deadline)
         self._active[key] = handoff
+        self._ungranted.pop(key, None)
         early = self._early_grants.pop(key, None)
         if early is not None:
             self._apply_grant(handoff, early)
@@ -157,6 +162,8 @@ class Outbox:
             self._apply_grant(handoff, grant)
         elif handoff is not None:
             self._end_lease(key, lease, "the request has another lease")
+        elif key in self._ungranted:
+            self._end_lease(key, lease, self._ungranted.pop(key))
         else:
             former = self._early_grants.get(key)
             if former is not None and former.lease != lease:
@@ -296,6 +303,8 @@ class Outbox:
         is_delivered = handoff.is_done_settled and not handoff.has_failed_write
         if handoff.grant is not None:
             self._end_grant(handoff, handoff.grant.lease, is_delivered)
+        elif not handoff.is_receiver_lost:
+            _remember(self._ungranted, handoff.key, handoff.failure)
         self._ended.append(
             HandoffEnded(
                 handoff.handoff_id, handoff.key.request_id, is_delivered, "" if is_delivered else handoff.failure
@@ -309,7 +318,7 @@ class Outbox:
         if handoff.has_lost_write:
             self._unsure.add(lease)
         elif is_delivered and not handoff.is_revoked:
-            self._remember(lease)  # `HandoffDone` told the receiver
+            _remember(self._past, lease, None)  # `HandoffDone` told the receiver
         else:
             self._end_lease(handoff.key, lease, handoff.failure)
 
@@ -318,13 +327,14 @@ class Outbox:
             del self._active[handoff.key]
 
     def _end_lease(self, key: _HandoffKey, lease: _LeaseKey, reason: str) -> None:
-        self._remember(lease)
+        _remember(self._past, lease, None)
         self._ended.append(LeaseEnded(*key[1:], key.request_id, lease.generation, reason))
 
-    def _remember(self, lease: _LeaseKey) -> None:
-        self._past[lease] = None
-        while len(self._past) > _NUM_REMEMBERED:
-            self._past.popitem(last=False)
+
+def _remember(memory: OrderedDict[_Key, _Value], key: _Key, value: _Value) -> None:
+    memory[key] = value
+    while len(memory) > _NUM_REMEMBERED:
+        memory.popitem(last=False)
 
 
 def _next_writes(handoff: _Handoff, grant: _Grant) -> list[BlockWrite]:

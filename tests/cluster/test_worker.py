@@ -317,9 +317,8 @@ def test_a_request_that_ends_with_its_first_token_fails_nowhere(tiny_model: Path
             decode = cluster.worker("d")
             decode._decode._on_failed = lambda request_id, *_: failed.append(request_id)
             prefill = cluster.worker("p")
-            client = Client(prefill)
+            client, other = Client(prefill), Client(decode)
             try:
-                other = Client(decode)
                 one = SamplingParams(max_tokens=1, temperature=0.0)
                 prompt = make_prompt(100)
                 other.send(Decode(request_id="a", token_ids=prompt, sampling=one, prefill_worker=prefill.address))
@@ -327,8 +326,8 @@ def test_a_request_that_ends_with_its_first_token_fails_nowhere(tiny_model: Path
                 client.receive(StepOutput)
                 await eventually(lambda: decode._decode.num_open == 0)
                 assert failed == []
-                other.close()
             finally:
                 client.close()
+                other.close()
 
     asyncio.run(scenario())

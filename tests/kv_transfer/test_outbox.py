@@ -5,7 +5,7 @@ import pytest
 from kv_transfer.outbox import BlockWrite, HandoffEnded, LeaseEnded, Outbox
 from kv_transfer.transport import TransferState
 from protocol.errors import TransferError
-from protocol.messages import ChunkArrived, HandoffDone
+from protocol.messages import FINISHED_EARLY, ChunkArrived, HandoffDone
 
 DONE, FAILED, LOST = TransferState.DONE, TransferState.FAILED, TransferState.LOST
 
@@ -158,6 +158,26 @@ def test_a_handoff_without_a_grant_fails_at_its_deadline() -> None:
     open_handoff(outbox)
     outbox.expire(30.0)
     assert outbox.take_ended() == [HandoffEnded(1, "r", False, "d granted no lease in time")]
+
+
+def test_a_grant_later_than_the_end_of_its_handoff_is_given_back_at_once() -> None:
+    outbox = Outbox()
+    open_handoff(outbox)
+    outbox.cancel("r", FINISHED_EARLY)
+    assert outbox.take_ended() == [HandoffEnded(1, "r", False, FINISHED_EARLY)]
+    grant(outbox)
+    assert outbox.take_ended() == [LeaseEnded("d", 1, "r", 5, FINISHED_EARLY)]
+    grant(outbox)
+    assert outbox.take_ended() == []
+
+
+def test_a_request_opened_again_takes_a_new_grant() -> None:
+    outbox = Outbox()
+    open_handoff(outbox)
+    outbox.cancel("r")
+    open_handoff(outbox)
+    grant(outbox)
+    assert outbox.heartbeat_handoffs == [("r", 5)]
 
 
 def test_a_refused_handoff_fails_at_once() -> None:
