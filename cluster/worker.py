@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import zmq
 
+from cluster.peer_reads import PeerHolder, PeerReader
 from cluster.sockets import HeartbeatThread, WorkerSockets
 from cluster.status import WorkerStatus
 from cluster.tiered_cache import TieredCache, create_tiers
@@ -53,6 +54,9 @@ from protocol.messages import (
     PeerHello,
     PeerRefused,
     Prefill,
+    ReadDone,
+    ReadGrant,
+    ReadRequest,
     RequestFailed,
     Role,
     SequenceDelta,
@@ -134,7 +138,10 @@ class Worker:
         self._notifications: list[Notification] = []
         self._engine.runner.between_layers = self._poll_transport
         steps = CostModel().steps(self._kind)
-        self._cache = TieredCache(self._engine, create_tiers(config.tiers, self._engine), steps)
+        self._reader = PeerReader(self._engine, self._transport, self._links, config.transfer)
+        tiers = create_tiers(config.tiers, self._engine)
+        self._cache = TieredCache(self._engine, tiers, steps, peers=self._reader)
+        self._holder = PeerHolder(self._engine, self._cache.tier("host"), self._links, config.transfer)
 
     @property
     def card(self) -> WorkerCard:
@@ -228,6 +235,8 @@ class Worker:
         self._links.forget(peer.worker_id, peer.epoch)
         self._prefill.peer_lost(peer.worker_id, peer.epoch)
         self._decode.peer_lost(peer.worker_id, peer.epoch)
+        self._reader.peer_lost(peer.worker_id, peer.epoch)
+        self._holder.peer_lost(peer.worker_id, peer.epoch)
         self._sockets.forget_peer(peer)
 
     def check_integrity(self, *, idle: bool = False) -> None:
@@ -236,6 +245,8 @@ class Worker:
         self._decode.check_integrity(idle=idle)
         self._engine.check_integrity(idle=idle)
         self._cache.check_integrity(idle=idle)
+        self._reader.check_integrity(idle=idle)
+        self._holder.check_integrity(idle=idle)
         assert not (idle and self._clients), f"requests not forgotten: {sorted(self._clients)}"
 
     # The loop.
@@ -255,7 +266,9 @@ class Worker:
             for change in self._links.expire(now):
                 self._link_changed(change, now)
         self._pump(now)
+        self._reader.pump(now)
         self._cache.pump(now)
+        self._holder.pump(now)
         self._publish_state()  # before the step: however long it takes, heartbeats name every handoff
         result = self._step()
         self._waits_for_room = result is None and self._engine.has_work
@@ -272,13 +285,19 @@ class Worker:
 
         What arrives is acted upon after the step.
         """
-        if self._prefill.is_transferring or self._decode.is_transferring:
+        if self._is_transferring:
             self._notifications += self._transport.poll()
+
+    @property
+    def _is_transferring(self) -> bool:
+        """Whether polling the transport often makes something finish sooner, here or at a peer."""
+        is_handing_off = self._prefill.is_transferring or self._decode.is_transferring
+        return is_handing_off or self._reader.is_reading or self._holder.num_open > 0
 
     def _poll_ms(self) -> int:
         if self._engine.has_work:
             return _TRANSFER_POLL_MS if self._waits_for_room else 0
-        is_moving = self._prefill.is_transferring or self._decode.is_transferring or self._cache.is_busy
+        is_moving = self._is_transferring or self._cache.is_busy
         return _TRANSFER_POLL_MS if is_moving else _IDLE_POLL_MS
 
     def _publish_state(self) -> None:
@@ -288,7 +307,7 @@ class Worker:
         now = time.monotonic()
         if now >= self._next_tier_report:
             self._next_tier_report = now + _TIER_REPORT_S
-            self._tier_report = (self._cache.loads(), self._cache.fetch_stats())
+            self._tier_report = (self._cache.loads(), self._cache.fetcher.stats(self._holder.num_lent_blocks))
 
     def _pump(self, now: float) -> None:
         self._prefill.pump(now)
@@ -318,6 +337,13 @@ class Worker:
                 self._prefill.revoked(message)
             case LeaseClosed():
                 self._decode.closed(message)
+            case ReadRequest():
+                self._links.remember(message.sender)
+                self._holder.requested(message, now)
+            case ReadGrant():
+                self._reader.granted(message, now)
+            case ReadDone():
+                self._holder.done(message)
             case PeerHello():
                 self._link_changed(self._links.hello(message), now)
             case PeerRefused():
@@ -345,6 +371,7 @@ class Worker:
                 sequence = self._engine.make_sequence(
                     request.request_id, request.token_ids, request.sampling, cache_salt=request.cache_salt
                 )
+                sequence.kv_holder = request.kv_holder
                 self._engine.add(sequence)
         except ServingError as exc:
             self._fail(request.request_id, exc.message, exc.code or "")

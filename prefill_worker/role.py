@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from engine.engine import Engine, StepResult
 from engine.sequence import Phase, Sequence
-from kv_transfer.checksum import block_checksums, seal
+from kv_transfer.checksum import CHECKED_SHARE, block_checksums, seal
 from kv_transfer.links import PeerLinks
 from kv_transfer.outbox import BlockWrite, HandoffEnded, Outbox
 from kv_transfer.transport.base import Transfer, TransferState, Transport
@@ -32,9 +32,6 @@ from protocol.messages import (
 )
 
 __all__ = ["PrefillRole"]
-
-# Share of the blocks that travel with a checksum.
-_CHECKED_SHARE: dict[str, float] = {"off": 0.0, "sample": 1 / 16, "all": 1.0}
 
 
 class _Flight(NamedTuple):
@@ -112,6 +109,7 @@ class PrefillRole:
             cache_salt=request.cache_salt,
             phase=Phase.PREFILL_ONLY,
         )
+        sequence.kv_holder = request.kv_holder
         self._links.connect(receiver, now)
         num_blocks = -(-len(request.token_ids) // self._engine.config.block_size)
         self._outbox.open(
@@ -230,7 +228,7 @@ class PrefillRole:
         if not self._links.is_ready(self._handoffs[notification.request_id].receiver):
             self._outbox.write_settled(write, TransferState.FAILED)
             return
-        share = _CHECKED_SHARE[self._config.checksums]
+        share = CHECKED_SHARE[self._config.checksums]
         if share > 0 and isinstance(notification, ChunkArrived):
             notification = ChunkArrived(
                 request_id=notification.request_id,

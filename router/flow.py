@@ -16,7 +16,7 @@ import msgspec
 from protocol.config import RouterConfig
 from protocol.digest import block_digests, root_digest
 from protocol.errors import NoWorker, WorkerError
-from protocol.messages import Decode, FinishReason, Generate, Prefill, Role, SequenceDelta
+from protocol.messages import Decode, FinishReason, Generate, KvHolder, Prefill, Role, SequenceDelta
 from router.cost_model import CostModel
 from router.openai.backend import GenerateRequest, TokenDelta
 from router.placement import Placement, Placer
@@ -192,9 +192,14 @@ class RequestFlow:
         """Send every leg its part at once. `legs` gets each as it is opened: decode last, or the only one."""
         request_id, token_ids, sampling = request.request_id, request.token_ids, request.sampling
         prefill, decode = placement.best.prefill.card.address, placement.best.decode.card.address
+        kv_holder = _kv_holder(placement)
         if not placement.best.is_pair:
             whole = Generate(
-                request_id=request_id, token_ids=token_ids, sampling=sampling, cache_salt=request.cache_salt
+                request_id=request_id,
+                token_ids=token_ids,
+                sampling=sampling,
+                cache_salt=request.cache_salt,
+                kv_holder=kv_holder,
             )
             legs.append(self._workers.open_leg(decode.worker_id, whole, inbox))
             return
@@ -204,6 +209,7 @@ class RequestFlow:
             sampling=sampling,
             decode_worker=decode,
             cache_salt=request.cache_salt,
+            kv_holder=kv_holder,
         )
         rest = Decode(
             request_id=request_id,
@@ -313,6 +319,11 @@ class _Handoff:
         self._is_over = True
         self._prefill_leg.close()  # its death does not touch this request any more
         return self._decoding_since_s - self._first_token_s
+
+
+def _kv_holder(placement: Placement) -> KvHolder | None:
+    holder = placement.best.holder
+    return None if holder is None else KvHolder(holder.worker.card.address, holder.num_blocks)
 
 
 def _token_delta(delta: SequenceDelta) -> TokenDelta:

@@ -39,7 +39,7 @@ _TIER_REASONS = {
     "num_drops": "Blocks that were to be stored and were not",
 }
 _FETCH_COUNTERS = {
-    "num_loaded_blocks": "Blocks of prompts that came from a tier",
+    "num_lent_blocks": "Blocks kept for peers to read",
     "predicted_load_s": "Predicted seconds of loads",
     "actual_load_s": "Actual seconds of loads",
     "saved_s": "Predicted seconds of computing that loads saved",
@@ -93,6 +93,13 @@ def _fetch_metrics(workers: list[Worker]) -> Iterator[Metric]:
         for outcome, count in stats.num_prompts.items():
             outcomes.add_metric([worker_id, outcome], count)
     yield outcomes
+    loaded = CounterMetricFamily(
+        "tandem_fetch_loaded_blocks", "Blocks of prompts that came from a tier or a peer", labels=["worker", "source"]
+    )
+    for worker_id, stats in fetches:
+        for source, count in stats.num_loaded_blocks.items():
+            loaded.add_metric([worker_id, source], count)
+    yield loaded
     for name, text in _FETCH_COUNTERS.items():
         counter = CounterMetricFamily(f"tandem_fetch_{_plain(name)}", text, labels=["worker"])
         for worker_id, stats in fetches:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from cluster.tiered_cache import CachedTier, LoadPrior, TieredCache, create_tiers
+from cluster.kv_source import LoadPrior
+from cluster.tiered_cache import CachedTier, TieredCache, create_tiers
 from engine.engine import Engine
 from engine.sequence import Sequence
 from kv_transfer.codec import create_codec
@@ -105,7 +106,7 @@ def tier_config(kind: str, folder: Path, codec: str = "raw") -> TierConfig:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads are waited for, however busy the machine is: what was planned is what happens."""
-    monkeypatch.setattr("cluster.tiered_cache._LATE_SLACK_S", DEADLINE_S)
+    monkeypatch.setattr("cluster.fetcher._LATE_SLACK_S", DEADLINE_S)
 
 
 @pytest.fixture(params=["host", "disk", "object"])
@@ -127,7 +128,7 @@ def test_an_evicted_prompt_comes_back_from_a_tier_with_the_same_tokens(
     assert engine.pool.count_cached(first.digests) == 0, "the pool was to forget it"
     again = machine.serve(first_prompt)
     assert again.token_ids == first.token_ids
-    record = machine.cache.records[-1]
+    record = machine.cache.fetcher.records[-1]
     assert record.outcome == "loaded"
     # A tier with some latency leaves the first few blocks to be computed meanwhile.
     assert record.num_loaded_blocks == 20 - record.loads[0].first_block >= 15
@@ -193,13 +194,13 @@ class Throttled:
         self.machine.flood(rng)
         self.store.latency_s = latency_s
         self.machine.serve(token_ids)
-        return self.machine.cache.records[-1].outcome
+        return self.machine.cache.fetcher.records[-1].outcome
 
 
 def test_a_slow_tier_is_overtaken_then_left_alone_and_comes_back(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.tiered_cache._PROBE_INTERVAL_S", 0.0)
+    monkeypatch.setattr("cluster.fetcher._PROBE_INTERVAL_S", 0.0)
     rng = random.Random(10)
     throttled = Throttled(tiny_model, learns=True)
     token_ids = prompt(rng, 20)
@@ -234,7 +235,7 @@ def test_a_tier_that_loses_a_block_costs_only_time(tiny_model: Path, tmp_path: P
         path.write_bytes(data)
     again = machine.serve(first_prompt)
     assert again.token_ids == first.token_ids
-    assert machine.cache.records[-1].outcome == "failed"
+    assert machine.cache.fetcher.records[-1].outcome == "failed"
     assert sum(machine.cache.tiers[0].tier.stats().num_misses.values()) > 0
     machine.close()
 
@@ -248,10 +249,10 @@ def test_a_request_that_is_cancelled_while_it_loads_leaves_nothing(tiny_model: P
     machine.flood(rng)
     throttled.store.latency_s = 0.05
     engine.add(engine.make_sequence("gone", token_ids, GREEDY))
-    machine.run_until(lambda: machine.cache.is_loading)
+    machine.run_until(lambda: machine.cache.fetcher.is_loading)
     assert engine.abort("gone")
-    machine.run_until(lambda: not machine.cache.is_loading)
-    assert machine.cache.records[-1].outcome == "withdrawn"
+    machine.run_until(lambda: not machine.cache.fetcher.is_loading)
+    assert machine.cache.fetcher.records[-1].outcome == "withdrawn"
     machine.close()
 
 
@@ -266,7 +267,7 @@ def test_a_preempted_sequence_comes_back_from_the_tier(tiny_model: Path, tmp_pat
         engine.add(sequence)
     machine.run_until(lambda: all(sequence.finish_reason for sequence in sequences))
     assert engine.scheduler.num_preemptions > 0
-    assert any(record.num_loaded_blocks > 8 for record in machine.cache.records), "no answer came back"
+    assert any(record.num_loaded_blocks > 8 for record in machine.cache.fetcher.records), "no answer came back"
     alone = Engine(engine_config(tiny_model))
     for sequence in sequences:
         expected = alone.make_sequence(sequence.request_id, sequence.token_ids[: sequence.num_prompt_tokens], long)

@@ -30,7 +30,8 @@ def test_what_workers_tell_is_in_the_metrics() -> None:
     registry.note_load("a", WorkerLoad(num_waiting=3), now=1.0)
     fetches = FetchStats(
         num_prompts={"loaded": 7, "overtaken": 1},
-        num_loaded_blocks=40,
+        num_loaded_blocks={"host": 30, "peer": 10},
+        num_lent_blocks=5,
         predicted_load_s=0.5,
         actual_load_s=0.75,
         saved_s=9.0,
