@@ -99,9 +99,8 @@ def test_nothing_is_read_from_a_worker_with_less_or_with_what_is_only_expected()
 def test_nothing_is_read_where_the_link_is_slower_than_computing() -> None:
     pool = make_pair(batch=4)
     pool.cache("d", chain(100))
-    link = pool.costs.transfer(make_card("p", Role.PREFILL).kind, make_card("d", Role.DECODE).kind)
     for _ in range(200):
-        link.observe(1e6, 1.0)
+        pool.costs.transfer("cpu-1", "cpu-1").observe(1e6, 5.0)
     assert pool.place(2048, digests=chain(128)).best.holder is None
 
 
