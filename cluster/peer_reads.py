@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from cluster.host_copy import host_buffer
 from cluster.kv_source import KvSource, LoadCost, LoadPrior, OpenSource, Piece
 from engine.engine import Engine
 from engine.sequence import Sequence as EngineSequence
@@ -407,7 +408,7 @@ class PeerHolder:
         fresh = pool.try_allocate(num_blocks) if num_blocks > 0 else None
         if tier is None or fresh is None:
             return False
-        held.data = torch.empty(num_blocks, tier.block_bytes, dtype=torch.uint8)
+        held.data = host_buffer(num_blocks, tier.block_bytes, tier.device)
         held.load = tier.tier.load(missing[:num_blocks], held.data.numpy())
         held.blocks = [*held.blocks, *fresh]
         return True

@@ -9,14 +9,17 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cluster.fetcher import Fetcher
+from cluster.host_copy import HostCopy, host_buffer
 from cluster.kv_source import KvSource, LoadCost, LoadPrior, OpenSource, Piece
 from cluster.peer_reads import PeerReader
 from engine.engine import Engine
@@ -36,6 +39,7 @@ _PRIORS = {
     "disk": LoadPrior(1e-3, 1e9),
     "object": LoadPrior(50e-3, 200e6),
 }
+_MAX_OFFLOAD_BYTES = 256 << 20  # encoded and not in host memory yet: none on a CPU, about 10 ms of a GPU's link
 _NUM_THREADS = {"host": 1, "disk": 2, "object": 8}
 _PRIVATE_TIERS = {"host"}
 _RESCAN_S = {"disk": 60.0, "object": 60.0}  # other workers add blocks to these
@@ -44,7 +48,16 @@ _RESCAN_S = {"disk": 60.0, "object": 60.0}  # other workers add blocks to these
 class CachedTier(KvSource):
     """A tier with the codec its blocks are kept in, and what its loads cost."""
 
-    def __init__(self, tier: Tier, codec: Codec, block_bytes: int, *, num_threads: int, prior: LoadPrior) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        codec: Codec,
+        block_bytes: int,
+        *,
+        num_threads: int,
+        prior: LoadPrior,
+        device: torch.device = torch.device("cpu"),
+    ) -> None:
         self.tier = tier
         self.codec = codec
         self.block_bytes = block_bytes  # encoded
@@ -52,6 +65,7 @@ class CachedTier(KvSource):
         self.name = self.kind = tier.name
         self.cost = LoadCost(prior, block_bytes)
         self.probed_at = -math.inf
+        self.device = device
 
     def look_up(self, first_block: int, digests: Sequence[bytes]) -> Source:
         """What could be loaded from `first_block` on. No I/O."""
@@ -66,7 +80,7 @@ class CachedTier(KvSource):
     def decode_into(self, kv: Tensor, blocks: Sequence[int], data: Tensor) -> None:
         """Copy encoded blocks into these blocks of the pool."""
         content = torch.empty(len(blocks), *kv.shape[1:], dtype=kv.dtype, device=kv.device)
-        self.codec.decode(data.to(kv.device), content)
+        self.codec.decode(data.to(kv.device, non_blocking=True), content)
         kv[torch.tensor(blocks, device=kv.device)] = content
 
 
@@ -90,7 +104,7 @@ class _TierPiece(Piece):
         super().__init__(first_block, end_block, now)
         self.kind = cached.kind
         self._cached = cached
-        self._data = torch.empty(self.num_blocks, cached.block_bytes, dtype=torch.uint8)
+        self._data = host_buffer(self.num_blocks, cached.block_bytes, cached.device)
         self._load = cached.tier.load(digests[first_block:end_block], self._data.numpy())
 
     @property
@@ -118,6 +132,14 @@ class _TierPiece(Piece):
         self._load.abandon()
 
 
+class _Offload(NamedTuple):
+    """Encoded blocks on their way from the device to a tier."""
+
+    cached: CachedTier
+    names: list[tuple[bytes, bytes]]  # digest and that of the block before it
+    copy: HostCopy
+
+
 class TieredCache:
     """Keeps the blocks of one engine in tiers, and brings them back.
 
@@ -137,12 +159,14 @@ class TieredCache:
         self._own_tiers = [cached.tier for cached in tiers if cached.name in _PRIVATE_TIERS]
         self.tiers = list(tiers)  # from fast to slow
         self.fetcher = Fetcher(engine, tiers, steps, peers, clock)
+        self._offloads: deque[_Offload] = deque()
+        self._num_offload_bytes = 0
         engine.scheduler.on_published = self._published
 
     @property
     def is_busy(self) -> bool:
         """Whether there is anything to pump for."""
-        return any(cached.tier.is_busy for cached in self.tiers)
+        return bool(self._offloads) or any(cached.tier.is_busy for cached in self.tiers)
 
     def tier(self, name: str) -> CachedTier | None:
         """The tier of that name, if it is used."""
@@ -154,6 +178,7 @@ class TieredCache:
 
     def pump(self, now: float) -> None:
         """Take in what the tiers have done, and let the fetches go on."""
+        self._store_offloaded()
         for cached in self.tiers:
             cached.tier.poll()
         self.fetcher.pump(now)
@@ -205,16 +230,27 @@ class TieredCache:
 
     def _published(self, sequence: EngineSequence, first: int, end: int) -> None:
         """Offer full blocks to every tier that lacks them. Copies them: the pool may reuse them from now on."""
-        kv = self._engine.kv
         for cached in self.tiers:
             missing = [idx for idx in range(first, end) if sequence.digests[idx] not in cached.tier]
-            if not missing:
+            room = (_MAX_OFFLOAD_BYTES - self._num_offload_bytes) // cached.block_bytes
+            cached.tier.note_dropped("offload queue full", max(len(missing) - room, 0))
+            if not (missing := missing[:room]):
                 continue
-            data = torch.empty(len(missing), cached.block_bytes, dtype=torch.uint8, device=kv.device)
-            cached.codec.encode(kv[torch.tensor([sequence.blocks[idx] for idx in missing], device=kv.device)], data)
-            for idx, row in zip(missing, data.cpu().numpy(), strict=True):
-                parent = sequence.digests[idx - 1] if idx else sequence.root
-                cached.tier.store(sequence.digests[idx], parent, row)
+            names = [(sequence.digests[idx], sequence.digests[idx - 1] if idx else sequence.root) for idx in missing]
+            blocks = torch.tensor([sequence.blocks[idx] for idx in missing], device=cached.device)
+            data = torch.empty(len(missing), cached.block_bytes, dtype=torch.uint8, device=cached.device)
+            cached.codec.encode(self._engine.kv[blocks], data)
+            self._offloads.append(_Offload(cached, names, HostCopy(data)))
+            self._num_offload_bytes += data.numel()
+        self._store_offloaded()
+
+    def _store_offloaded(self) -> None:
+        """Give to the tiers what has arrived in host memory."""
+        while self._offloads and self._offloads[0].copy.is_done:
+            cached, names, copy = self._offloads.popleft()
+            self._num_offload_bytes -= copy.num_bytes
+            for (digest, parent), row in zip(names, copy.host.numpy(), strict=True):
+                cached.tier.store(digest, parent, row)
 
 
 def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
@@ -234,7 +270,8 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
             num_threads=num_threads,
             rescan_s=_RESCAN_S.get(name, math.inf),
         )
-        tiers.append(CachedTier(tier, codec, block_bytes, num_threads=num_threads, prior=_PRIORS[name]))
+        device, prior = engine.kv.device, _PRIORS[name]
+        tiers.append(CachedTier(tier, codec, block_bytes, num_threads=num_threads, prior=prior, device=device))
 
     if config.host_cache_gb:
         add("host", config.host_cache_codec, config.host_cache_gb, MemoryStore)

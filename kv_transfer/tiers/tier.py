@@ -271,6 +271,11 @@ class Tier:
         self._submit(lambda _: self._write(write, evicted))
         return write
 
+    def note_dropped(self, reason: str, num_blocks: int) -> None:
+        """Count blocks that their owner could not even offer."""
+        if num_blocks:
+            self._counts.drops[reason] += num_blocks
+
     def poll(self) -> None:
         """Take in what the I/O threads have finished. Under a microsecond when there is nothing."""
         if not (self._done or self._live or self._is_scanning or self._scan_at < float("inf")):

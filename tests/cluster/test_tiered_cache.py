@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from cluster.host_copy import HostCopy
 from cluster.kv_source import LoadPrior
 from cluster.tiered_cache import CachedTier, TieredCache, create_tiers
 from engine.engine import Engine
@@ -62,9 +64,12 @@ class Machine:
 
     def flood(self, rng: random.Random) -> None:
         """Fill the pool with something else."""
+        self.flood_unsettled(rng)
+        self.settle()
+
+    def flood_unsettled(self, rng: random.Random) -> None:
         for _ in range(3):
             self.serve(prompt(rng, NUM_BLOCKS // 2))
-        self.settle()
 
     def close(self) -> None:
         self.cache.check_integrity(idle=True)
@@ -253,6 +258,45 @@ def test_a_request_that_is_cancelled_while_it_loads_leaves_nothing(tiny_model: P
     assert engine.abort("gone")
     machine.run_until(lambda: not machine.cache.fetcher.is_loading)
     assert machine.cache.fetcher.records[-1].outcome == "withdrawn"
+    machine.close()
+
+
+class SlowCopy(HostCopy):
+    """As on a GPU: the bytes are there some time later."""
+
+    arrived = False
+
+    @property
+    def is_done(self) -> bool:
+        return SlowCopy.arrived
+
+
+def test_blocks_that_are_still_on_the_device_are_bounded_and_stored_when_they_arrive(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.tiered_cache.HostCopy", SlowCopy)
+    monkeypatch.setattr("cluster.tiered_cache._MAX_OFFLOAD_BYTES", 15 * BLOCK_BYTES)
+    monkeypatch.setattr(SlowCopy, "arrived", False)
+    rng = random.Random(14)
+    engine = make_engine(tiny_model)
+    machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine))
+    (cached,) = machine.cache.tiers
+    sequence = machine.serve(prompt(rng, 20))
+    assert (len(cached.tier.digests()), machine.cache.is_busy) == (0, True)
+    assert cached.tier.stats().num_drops == {"offload queue full": 5}
+    exact = cached_kv(engine, sequence.digests[:15])
+    machine.flood_unsettled(rng)
+    monkeypatch.setattr(SlowCopy, "arrived", True)
+    machine.settle()
+    assert cached.tier.count_present(sequence.digests) == 15
+    data = torch.empty(15, cached.block_bytes, dtype=torch.uint8)
+    load = cached.tier.load(sequence.digests[:15], data.numpy())
+    machine.run_until(lambda: load.is_done)
+    blocks = engine.pool.try_allocate(15)
+    assert blocks is not None
+    cached.decode_into(engine.kv, blocks, data)
+    assert torch.equal(engine.kv[blocks], exact), "a block changed on its way"
+    engine.pool.release(blocks)
     machine.close()
 
 
