@@ -271,9 +271,9 @@ class Fetcher:
     def _probe(self, source: KvSource, first_block: int, end_block: int, digests: Sequence[bytes], now: float) -> None:
         """Load a few blocks for nothing from a source that has some and is not used, now and then."""
         end_block = min(end_block, first_block + _PROBE_BLOCKS)
-        if end_block <= first_block or now < source.probed_at + _PROBE_INTERVAL_S:
+        if end_block <= first_block or now < source.cost.probed_at + _PROBE_INTERVAL_S:
             return
-        source.probed_at = now
+        source.cost.probed_at = now
         opened = source.open(digests, first_block, end_block, now)
         self._probes.append((opened, opened.begin(first_block, end_block, now)))
 

@@ -34,6 +34,7 @@ class LoadCost:
     def __init__(self, prior: LoadPrior, block_bytes: int) -> None:
         self.latency_s = prior.latency_s
         self.block_s = block_bytes / prior.bytes_per_s
+        self.probed_at = -math.inf  # when a source that is not worth using was last tried
 
     def observe(self, num_blocks: int, seconds: float) -> None:
         """Learn from a load, without its latency."""
@@ -113,7 +114,6 @@ class KvSource(abc.ABC):
     name: str
     kind: str  # peers are one kind
     cost: LoadCost
-    probed_at: float
 
     @abc.abstractmethod
     def look_up(self, first_block: int, digests: Sequence[bytes]) -> Source:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -58,7 +57,7 @@ class PeerReader:
         self.transport = transport
         self.links = links
         self.config = config
-        self._sources: dict[str, _PeerSource] = {}  # by worker
+        self._costs: dict[str, LoadCost] = {}  # by worker, whatever its epoch: a restart does not change its speed
         self._reads: dict[int, _PeerRead] = {}
         self._numbers = itertools.count(1)
 
@@ -70,11 +69,9 @@ class PeerReader:
     def source(self, holder: KvHolder) -> KvSource:
         """The peer as a source of the prompt it was named for."""
         worker_id = holder.worker.worker_id
-        known = self._sources.get(worker_id)
-        if known is None:
-            known = self._sources[worker_id] = _PeerSource(self, worker_id)
-        known.holder = holder
-        return known
+        if worker_id not in self._costs:
+            self._costs[worker_id] = LoadCost(_PRIOR, self.engine.block_bytes)
+        return _PeerSource(self, holder, self._costs[worker_id])
 
     def ask(
         self, peer: PeerAddress, cost: LoadCost, digests: Sequence[bytes], first_block: int, now: float
@@ -126,25 +123,20 @@ class PeerReader:
 
 
 class _PeerSource(KvSource):
-    """One peer, whatever its epoch: a restart does not change how fast it is."""
-
     kind = "peer"
 
-    def __init__(self, reader: PeerReader, worker_id: str) -> None:
-        self.name = f"peer:{worker_id}"
-        self.cost = LoadCost(_PRIOR, reader.engine.block_bytes)
-        self.probed_at = -math.inf
-        self.holder: KvHolder | None = None  # of the prompt that is planned now
+    def __init__(self, reader: PeerReader, holder: KvHolder, cost: LoadCost) -> None:
+        self.name = f"peer:{holder.worker.worker_id}"
+        self.cost = cost
         self._reader = reader
+        self._holder = holder
 
     def look_up(self, first_block: int, digests: Sequence[bytes]) -> Source:
-        assert self.holder is not None
-        end_block = min(self.holder.num_blocks, len(digests))
+        end_block = min(self._holder.num_blocks, len(digests))
         return Source(self.name, max(end_block, first_block), self.cost.latency_s, self.cost.block_s)
 
     def open(self, digests: Sequence[bytes], first_block: int, end_block: int, now: float) -> OpenSource:
-        assert self.holder is not None
-        return self._reader.ask(self.holder.worker, self.cost, digests[first_block:end_block], first_block, now)
+        return self._reader.ask(self._holder.worker, self.cost, digests[first_block:end_block], first_block, now)
 
 
 class _PeerRead(OpenSource):

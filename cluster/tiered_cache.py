@@ -64,7 +64,6 @@ class CachedTier(KvSource):
         self.num_threads = num_threads
         self.name = self.kind = tier.name
         self.cost = LoadCost(prior, block_bytes)
-        self.probed_at = -math.inf
         self.device = device
 
     def look_up(self, first_block: int, digests: Sequence[bytes]) -> Source:
