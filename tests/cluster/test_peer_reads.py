@@ -95,11 +95,17 @@ def outcomes(cluster: Cluster, worker_id: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("checksums", ["off", "all"])
-def test_a_prompt_is_read_from_the_pool_of_a_peer(tiny_model: Path, oracle: Oracle, checksums: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "checksums"), [("in_process", "off"), ("in_process", "all"), ("nixl", "all"), ("nccl", "sample")]
+)
+def test_a_prompt_is_read_from_the_pool_of_a_peer(
+    tiny_model: Path, oracle: Oracle, transport: str, checksums: str
+) -> None:
     async def run() -> None:
         rng = random.Random(1)
-        async with running_cluster(tiny_model, TWO, transfer={"checksums": checksums}) as cluster:
+        async with running_cluster(
+            tiny_model, TWO, transfer={"transport": transport, "checksums": checksums}
+        ) as cluster:
             tokens = prompt(rng, 28)
             first = await ask(cluster, "a", tokens)
             holder = KvHolder(cluster.worker("a").address, 28)
