@@ -16,7 +16,8 @@ import msgspec
 from protocol.config import RouterConfig
 from protocol.digest import block_digests, root_digest
 from protocol.errors import NoWorker, WorkerError
-from protocol.messages import Decode, FinishReason, Generate, Prefill, Role, SequenceDelta
+from protocol.messages import Decode, FinishReason, Generate, Prefill, Role, SequenceDelta, WorkerCard
+from router.cache_sizing import CacheSizing
 from router.cost_model import CostModel
 from router.openai.backend import GenerateRequest, TokenDelta
 from router.placement import Placement, Placer
@@ -47,6 +48,7 @@ class RequestFlow:
         index: PrefixIndex,
         costs: CostModel,
         placer: Placer,
+        sizing: CacheSizing,
         workers: WorkerClient,
         config: RouterConfig,
         clock: Callable[[], float] = time.monotonic,
@@ -56,6 +58,7 @@ class RequestFlow:
         self._index = index
         self._costs = costs
         self._placer = placer
+        self._sizing = sizing
         self._workers = workers
         self._config = config
         self._clock = clock
@@ -95,6 +98,8 @@ class RequestFlow:
         booking = self._book(placement, digests, request)
         legs: list[Leg] = []
         inbox: Inbox = asyncio.Queue()
+        answer: list[int] = []
+        num_cached_tokens = 0
         try:
             self._dispatch(request, placement, legs, inbox)
             self._running[inbox] = legs[-1]
@@ -107,6 +112,8 @@ class RequestFlow:
                 self._note_handoff(handoff, event)
                 for delta in order.push(event.item):
                     booking.prefill_done()
+                    answer += delta.token_ids
+                    num_cached_tokens += delta.num_cached_tokens or 0
                     yield _token_delta(delta)
                     if delta.finish_reason is not None:
                         self._note_output_length(order.num_tokens)
@@ -116,6 +123,8 @@ class RequestFlow:
             booking.release()
             for leg in legs:
                 leg.cancel()
+            if answer:
+                self._observe(request, placement.best.decode.card, digests, answer, num_cached_tokens)
 
     def shut_down(self) -> None:
         """End every running request with an error and refuse new ones: the server is going. Call it in the loop."""
@@ -136,6 +145,7 @@ class RequestFlow:
             "num_handoffs": self.num_handoffs,
             "num_indexed_blocks": len(self._index),
             "mean_output_tokens": self.mean_output_tokens,
+            "cache_sizing": self._sizing.report(),
             "autoscaler": self.autoscaler_status,
         }
 
@@ -224,6 +234,30 @@ class RequestFlow:
             raise WorkerError(
                 f"request {request.request_id} got no token within request_timeout_s={timeout_s}"
             ) from exc
+
+    def _observe(
+        self,
+        request: GenerateRequest,
+        card: WorkerCard,
+        digests: list[bytes],
+        answer: list[int],
+        num_cached_tokens: int,
+    ) -> None:
+        """Let the sizing see a request, now that its answer is known: the next turn will ask for that too.
+
+        Prompts shorter than a block do not count, no cache can hold them. The readiness probe is one.
+        """
+        if not digests:
+            return
+        rest = request.token_ids[len(digests) * card.block_size :] + answer[:-1]  # nobody computes the last one's KV
+        self._sizing.observe(
+            digests,
+            block_digests(digests[-1], rest, card.block_size),
+            block_size=card.block_size,
+            num_prompt_tokens=len(request.token_ids),
+            num_cached_tokens=num_cached_tokens,
+            cache_salt=request.cache_salt,
+        )
 
     def _note_handoff(self, handoff: _Handoff, event: LegEvent) -> None:
         """Learn what the handoff cost, from the gap between the first token and those of the decode worker."""

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the workers, read from the registry when they are asked for."""
+"""Prometheus metrics of the workers and of what caches of other sizes would find, read when they are asked for."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from router.cache_sizing import CacheSizing
 from router.registry import Registry, Worker
 
-__all__ = ["WorkerCollector"]
+__all__ = ["CacheSizingCollector", "WorkerCollector"]
+
+# Fixed, so that the series stay the same whatever is configured: 256 to 16 million blocks.
+_CAPACITIES = [2**power for power in range(8, 25)]
 
 _LOAD = {
     "num_waiting": "Sequences waiting for room",
@@ -62,6 +66,33 @@ class WorkerCollector:
             yield gauge
         yield from _tier_metrics(workers)
         yield from _fetch_metrics(workers)
+
+
+class CacheSizingCollector:
+    """Predicted hit ratios of all traffic by the size of the cache, and the sizes that are configured."""
+
+    def __init__(self, sizing: CacheSizing) -> None:
+        self._sizing = sizing
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, as they are now."""
+        ratios = GaugeMetricFamily(
+            "tandem_cache_hit_ratio_predicted",
+            "Share of prompt tokens that one cache of this size would have found",
+            labels=["capacity_blocks"],
+        )
+        for capacity, ratio in zip(_CAPACITIES, self._sizing.hit_ratios(_CAPACITIES), strict=True):
+            ratios.add_metric([str(capacity)], ratio)
+        yield ratios
+        capacities = GaugeMetricFamily(
+            "tandem_cache_capacity_blocks", "Blocks that all workers together have room for", labels=["level"]
+        )
+        for level, num_blocks in self._sizing.levels().items():
+            capacities.add_metric([level], num_blocks)
+        yield capacities
+        yield CounterMetricFamily(
+            "tandem_cache_observed_tokens", "Prompt tokens the predictions come from", value=self._sizing.num_tokens
+        )
 
 
 def _tier_metrics(workers: list[Worker]) -> Iterator[Metric]:

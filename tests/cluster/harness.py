@@ -17,6 +17,7 @@ from kv_transfer.transport.in_process import InProcessHub, Verdict, Write
 from protocol.config import EngineConfig, RouterConfig, TierConfig, TransferConfig, WorkerConfig
 from protocol.messages import FinishReason, Role
 from protocol.sampling import SamplingParams
+from router.cache_sizing import CacheSizing
 from router.cost_model import CostModel
 from router.flow import RequestFlow
 from router.openai.backend import GenerateRequest
@@ -157,7 +158,14 @@ async def running_cluster(
     client = WorkerClient(registry, index, costs, config)
     placer = Placer(registry, index, costs, config)
     flow = RequestFlow(
-        model="tiny", registry=registry, index=index, costs=costs, placer=placer, workers=client, config=config
+        model="tiny",
+        registry=registry,
+        index=index,
+        costs=costs,
+        placer=placer,
+        sizing=CacheSizing(registry),
+        workers=client,
+        config=config,
     )
     cluster = Cluster(InProcessHub(judge), registry, client, index, flow)
     await client.start()

@@ -3,7 +3,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, generate_latest
 
 from protocol.messages import FetchStats, TierLoad, WorkerLoad
-from router.worker_metrics import WorkerCollector
+from router.cache_sizing import CacheSizing
+from router.worker_metrics import CacheSizingCollector, WorkerCollector
 from tests.router.test_registry import make_registry
 
 TIER = TierLoad(
@@ -51,3 +52,21 @@ def test_what_workers_tell_is_in_the_metrics() -> None:
     ):
         assert line in text.splitlines(), f"{line} is not in\n{text}"
     assert 'tier="disk",worker="b"' not in text
+
+
+def test_predicted_hit_ratios_are_in_the_metrics() -> None:
+    sizing = CacheSizing(make_registry("a", "b"))
+    for _ in range(2):
+        sizing.observe([b"x" * 16], [], block_size=16, num_prompt_tokens=20, num_cached_tokens=0, cache_salt="hunter2")
+    metrics = CollectorRegistry()
+    metrics.register(CacheSizingCollector(sizing))
+    text = generate_latest(metrics).decode()
+    for line in (
+        'tandem_cache_hit_ratio_predicted{capacity_blocks="256"} 0.4',
+        'tandem_cache_hit_ratio_predicted{capacity_blocks="16777216"} 0.4',
+        'tandem_cache_capacity_blocks{level="pool"} 8192.0',
+        "tandem_cache_observed_tokens_total 40.0",
+    ):
+        assert line in text.splitlines(), f"{line} is not in\n{text}"
+    assert text.count("tandem_cache_hit_ratio_predicted{") == 17
+    assert "hunter2" not in text
