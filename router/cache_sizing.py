@@ -22,8 +22,7 @@ __all__ = ["CacheSizing", "tenant_label"]
 # does not outweigh all that was seen before.
 _HALF_LIFE_S = 3600.0
 _FADE_INTERVAL_S = 60.0
-_POOL_STEPS = range(-3, 6)  # sizes of the pools to answer for, as powers of two times the present one
-_LEVEL_STEPS = range(-1, 2)  # and of each tier
+_OCTAVES = range(-3, 6)  # around the present size of the pools
 
 
 class CacheSizing:
@@ -125,9 +124,9 @@ def _owner(tier: str, worker: Worker) -> str:
 
 
 def _capacities(levels: dict[str, int]) -> list[int]:
-    """Sizes in blocks to answer for, in order."""
-    sizes: set[int] = set()
-    for name, num_blocks in levels.items():
-        steps = _POOL_STEPS if name == "pool" else _LEVEL_STEPS
-        sizes |= {int(num_blocks * 2.0**step) for step in steps}
+    """Sizes in blocks to answer for, in order: powers of two around the pools, each level as it is, and twice that."""
+    around = levels["pool"].bit_length() - 1
+    sizes = {int(2.0 ** (around + octave)) for octave in _OCTAVES} if levels["pool"] else set()
+    for num_blocks in levels.values():
+        sizes |= {num_blocks, 2 * num_blocks}
     return sorted(sizes - {0})

@@ -20,6 +20,7 @@ one cache, and each has its own counts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -184,9 +185,10 @@ class _SampledStack:
         segments = self._segment_of[slots]
         sizes = self._sizes[: self._num_segments]
         above = np.cumsum(sizes[::-1])[::-1] - sizes
-        _, first, group, counts = np.unique(segments, return_index=True, return_inverse=True, return_counts=True)
-        rank = np.arange(len(idx)) - first[group]
-        share = np.maximum(sizes[segments] / counts[group], 1.0)
+        first = np.flatnonzero(np.append(True, segments[1:] != segments[:-1])[: len(idx)])
+        counts = np.diff(first, append=len(idx))
+        rank = np.arange(len(idx)) - np.repeat(first, counts)
+        share = np.maximum(sizes[segments] / np.repeat(counts, counts), 1.0)
         return _Found(idx, above[segments] + share * (rank + 0.5), 1 << self._levels[segments].astype(np.int64))
 
     def _insert(self, tags: NDArray[np.uint32], slots: NDArray[np.int64]) -> None:
@@ -235,7 +237,7 @@ class _SampledStack:
     def _level_at(self, depth: float) -> int:
         if depth < self._whole_depth:
             return 0
-        return 1 + int(np.log2(depth / self._whole_depth) / _OCTAVES_PER_LEVEL)
+        return 1 + int(math.log2(depth / self._whole_depth) / _OCTAVES_PER_LEVEL)
 
 
 def _tags(digests: Sequence[bytes]) -> NDArray[np.uint32]:
