@@ -33,7 +33,6 @@ LONG_PROMPT_TOKENS = 2048  # hashing more than this (~0.3 ms) goes to a thread
 FIRST_GUESS_OUTPUT_TOKENS = 128.0
 OUTPUT_LENGTH_WEIGHT = 0.05  # of the newest answer in the mean length
 MAX_ROOTS = 4096  # cached digest roots, one per tenant salt
-MIN_HANDOFF_S = 1e-4
 SHUTTING_DOWN = "the server is shutting down; send the request again"
 
 
@@ -104,12 +103,12 @@ class RequestFlow:
             self._dispatch(request, placement, legs, inbox)
             self._running[inbox] = legs[-1]
             order = DeltaOrder()
-            handoff = _Handoff(placement, legs, self._clock)
+            handoff = _Handoff(legs)
             while True:
                 event = await self._next_event(request, inbox)
                 if not isinstance(event.item, SequenceDelta):
                     raise event.item
-                self._note_handoff(handoff, event)
+                self.num_handoffs += handoff.is_completed_by(event)
                 for delta in order.push(event.item):
                     booking.prefill_done()
                     answer += delta.token_ids
@@ -259,19 +258,6 @@ class RequestFlow:
             cache_salt=request.cache_salt,
         )
 
-    def _note_handoff(self, handoff: _Handoff, event: LegEvent) -> None:
-        """Learn what the handoff cost, from the gap between the first token and those of the decode worker."""
-        gap_s = handoff.note(event)
-        if gap_s is None:
-            return
-        self.num_handoffs += 1
-        if handoff.best.terms.memory_s > 0:
-            return
-        decode = handoff.best.decode
-        step_s = self._costs.steps(decode.card.kind).step_s(decode.num_booked_seqs, decode.booked_kv_tokens)
-        link = self._costs.transfer(handoff.best.prefill.card.kind, decode.card.kind)
-        link.observe(handoff.best.exposed_bytes, max(gap_s - step_s, MIN_HANDOFF_S))
-
     def _note_output_length(self, num_tokens: int) -> None:
         self.mean_output_tokens += OUTPUT_LENGTH_WEIGHT * (num_tokens - self.mean_output_tokens)
 
@@ -299,6 +285,7 @@ class RequestFlow:
             "queue_s": queue_s(worker, self._costs.steps(card.kind)),
             "tiers": [msgspec.to_builtins(tier) for tier in worker.tiers],
             "fetches": msgspec.to_builtins(worker.fetches),
+            "links": [msgspec.to_builtins(link) for link in worker.links],
         }
 
 
@@ -326,27 +313,19 @@ class DeltaOrder:
 class _Handoff:
     """Watches a pair's handoff. Once both workers have sent tokens, the prefill worker has done its part."""
 
-    def __init__(self, placement: Placement, legs: list[Leg], clock: Callable[[], float]) -> None:
-        self.best = placement.best
-        self._prefill_leg = legs[0]
-        self._clock = clock
-        self._first_token_s: float | None = None
-        self._decoding_since_s: float | None = None
-        self._is_over = not placement.best.is_pair
+    def __init__(self, legs: list[Leg]) -> None:
+        self._legs = legs  # prefill, decode; or the only one
+        self._silent = set(legs)
 
-    def note(self, event: LegEvent) -> float | None:
-        """Seconds from the first token to the decode worker's first; told once, when both are here."""
-        if self._is_over:
-            return None
-        if event.leg is self._prefill_leg:
-            self._first_token_s = self._clock()
-        elif self._decoding_since_s is None:
-            self._decoding_since_s = self._clock()
-        if self._first_token_s is None or self._decoding_since_s is None:
-            return None
-        self._is_over = True
-        self._prefill_leg.close()  # its death does not touch this request any more
-        return self._decoding_since_s - self._first_token_s
+    def is_completed_by(self, event: LegEvent) -> bool:
+        """Whether this is the event that shows the handoff to be complete; true once."""
+        if event.leg not in self._silent:
+            return False
+        self._silent.discard(event.leg)
+        if self._silent or len(self._legs) == 1:
+            return False
+        self._legs[0].close()  # its death does not touch this request any more
+        return True
 
 
 def _token_delta(delta: SequenceDelta) -> TokenDelta:

@@ -48,7 +48,6 @@ class Candidate(NamedTuple):
     prefill: Worker
     decode: Worker
     num_cached_tokens: int  # of the prompt, on the prefill side
-    exposed_bytes: float
     terms: Terms
 
     @property
@@ -249,8 +248,7 @@ class _Request:
         link = self._costs.transfer(prefill.worker.card.kind, card.kind)
         num_bytes = math.ceil((self._num_prompt_tokens - decode.hit_tokens) / card.block_size) * card.block_bytes
         chunk_bytes = prefill.worker.card.max_num_batched_tokens / card.block_size * card.block_bytes
-        exposed_bytes = link.exposed_bytes(num_bytes, chunk_bytes, prefill.prefill_s)
-        return _candidate(prefill, decode, link.transfer_s(exposed_bytes), exposed_bytes)
+        return _candidate(prefill, decode, link.exposed_s(num_bytes, chunk_bytes, prefill.prefill_s))
 
     def prefill_side(self, worker: Worker) -> _PrefillSide:
         """What it costs to compute the prompt there."""
@@ -316,11 +314,9 @@ def _best_of_equals(sides: Iterable[_Side], group: Callable[[_Side], Hashable]) 
     return sorted(best.values(), key=lambda side: side[:2])
 
 
-def _candidate(
-    prefill: _PrefillSide, decode: _DecodeSide, transfer_s: float = 0.0, exposed_bytes: float = 0.0
-) -> Candidate:
+def _candidate(prefill: _PrefillSide, decode: _DecodeSide, transfer_s: float = 0.0) -> Candidate:
     terms = Terms(prefill.queue_s, prefill.prefill_s, prefill.delay_s, transfer_s, decode.memory_s, decode.decode_s)
-    return Candidate(prefill.worker, decode.worker, prefill.hit_tokens, exposed_bytes, terms)
+    return Candidate(prefill.worker, decode.worker, prefill.hit_tokens, terms)
 
 
 def _preference(candidate: Candidate) -> tuple[float, int]:

@@ -42,6 +42,14 @@ _TIER_REASONS = {
     "num_misses": "Blocks a load asked for and did not get",
     "num_drops": "Blocks that were to be stored and were not",
 }
+_LINK_COUNTERS = {
+    "num_transfers": "Writes to the peer that succeeded",
+    "num_bytes": "Bytes of KV written to the peer",
+    "seconds": "Seconds the link was busy with them",
+    "num_handoffs": "Handoffs to the peer that were completed",
+    "exposed_bytes": "Bytes still to write when the prompt was computed",
+    "exposed_s": "Seconds the link was busy with those",
+}
 _FETCH_COUNTERS = {
     "num_loaded_blocks": "Blocks of prompts that came from a tier",
     "predicted_load_s": "Predicted seconds of loads",
@@ -51,7 +59,7 @@ _FETCH_COUNTERS = {
 
 
 class WorkerCollector:
-    """Load, tiers and fetches of every worker in the registry, labelled by worker and, where it is of one, by tier."""
+    """Load, tiers, fetches and links of every worker in the registry, labelled by worker, tier and peer."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -66,6 +74,7 @@ class WorkerCollector:
             yield gauge
         yield from _tier_metrics(workers)
         yield from _fetch_metrics(workers)
+        yield from _link_metrics(workers)
 
 
 class CacheSizingCollector:
@@ -128,6 +137,15 @@ def _fetch_metrics(workers: list[Worker]) -> Iterator[Metric]:
         counter = CounterMetricFamily(f"tandem_fetch_{_plain(name)}", text, labels=["worker"])
         for worker_id, stats in fetches:
             counter.add_metric([worker_id], getattr(stats, name))
+        yield counter
+
+
+def _link_metrics(workers: list[Worker]) -> Iterator[Metric]:
+    links = [(worker.worker_id, link) for worker in workers for link in worker.links]
+    for name, text in _LINK_COUNTERS.items():
+        counter = CounterMetricFamily(f"tandem_link_{_plain(name)}", text, labels=["worker", "peer"])
+        for worker_id, link in links:
+            counter.add_metric([worker_id, link.peer_id], getattr(link, name))
         yield counter
 
 

@@ -77,6 +77,7 @@ class Cluster:
     registry: Registry
     client: WorkerClient
     index: PrefixIndex
+    costs: CostModel
     flow: RequestFlow
     workers: dict[str, RunningWorker] = field(default_factory=dict)
     num_requests: int = 0
@@ -167,7 +168,7 @@ async def running_cluster(
         workers=client,
         config=config,
     )
-    cluster = Cluster(InProcessHub(judge), registry, client, index, flow)
+    cluster = Cluster(InProcessHub(judge), registry, client, index, costs, flow)
     await client.start()
     try:
         for worker_id, role in (roles or PAIR).items():

@@ -19,6 +19,7 @@ from protocol.messages import (
     Generate,
     Heartbeat,
     Hello,
+    LinkLoad,
     Message,
     PeerAddress,
     Prefill,
@@ -115,8 +116,10 @@ class FakeWorker:
             )
         )
 
-    def beat(self, load: WorkerLoad) -> None:
-        beat = Heartbeat(worker_id=self.worker_id, epoch=self.address.epoch, step_age_s=0.5, load=load)
+    def beat(self, load: WorkerLoad, *links: LinkLoad) -> None:
+        beat = Heartbeat(
+            worker_id=self.worker_id, epoch=self.address.epoch, step_age_s=0.5, load=load, links=list(links)
+        )
         self._beats.send(encode_message(beat))
 
     async def close(self) -> None:

@@ -215,6 +215,7 @@ def test_shows_its_pools() -> None:
             assert "cpu-1" in pools["costs"]["steps"]
             assert pools["autoscaler"] == {"reason": "hold"}
             assert pools["num_handoffs"] == 1
+            assert worker["links"] == []
             assert (cluster.flow.model, cluster.flow.max_model_len) == ("toy", 32768)
             assert cluster.flow.ready
 

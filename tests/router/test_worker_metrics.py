@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from protocol.messages import FetchStats, TierLoad, WorkerLoad
+from protocol.messages import FetchStats, LinkLoad, TierLoad, WorkerLoad
 from router.cache_sizing import CacheSizing
 from router.worker_metrics import CacheSizingCollector, WorkerCollector
 from tests.router.test_registry import make_registry
@@ -37,6 +37,10 @@ def test_what_workers_tell_is_in_the_metrics() -> None:
         saved_s=9.0,
     )
     registry.note_tiers("a", [TIER], fetches)
+    link = LinkLoad(
+        peer_id="b", num_transfers=5, num_bytes=700, seconds=0.5, num_handoffs=2, exposed_bytes=300, exposed_s=0.125
+    )
+    registry.note_links("a", [link])
     metrics = CollectorRegistry()
     metrics.register(WorkerCollector(registry))
     text = generate_latest(metrics).decode()
@@ -48,6 +52,12 @@ def test_what_workers_tell_is_in_the_metrics() -> None:
         'tandem_tier_block_seconds{tier="disk",worker="a"} 0.001',
         'tandem_tier_seconds_out_total{tier="disk",worker="a"} 0.25',
         'tandem_fetch_prompts_total{outcome="overtaken",worker="a"} 1.0',
+        'tandem_link_transfers_total{peer="b",worker="a"} 5.0',
+        'tandem_link_bytes_total{peer="b",worker="a"} 700.0',
+        'tandem_link_seconds_total{peer="b",worker="a"} 0.5',
+        'tandem_link_handoffs_total{peer="b",worker="a"} 2.0',
+        'tandem_link_exposed_bytes_total{peer="b",worker="a"} 300.0',
+        'tandem_link_exposed_seconds_total{peer="b",worker="a"} 0.125',
         'tandem_fetch_actual_load_seconds_total{worker="a"} 0.75',
     ):
         assert line in text.splitlines(), f"{line} is not in\n{text}"
