@@ -49,6 +49,7 @@ from protocol.messages import (
     LeaseGrant,
     LeaseRefused,
     LeaseRevoked,
+    LinkLoad,
     Message,
     PeerAddress,
     PeerHello,
@@ -75,7 +76,7 @@ logger = logging.getLogger(__name__)
 _IDLE_POLL_MS = 200
 _TRANSFER_POLL_MS = 1  # NIXL has no file descriptor to wait on
 _LINK_EXPIRY_S = 1.0
-_TIER_REPORT_S = 0.5
+_REPORT_S = 0.5  # between two looks at tiers and links
 
 T = TypeVar("T")
 
@@ -104,7 +105,8 @@ class Worker:
         self._live_handoffs: list[tuple[str, int]] = []
         self._load = self._engine.load()
         self._tier_report: tuple[list[TierLoad], FetchStats | None] = ([], None)
-        self._next_tier_report = 0.0
+        self._link_report: list[LinkLoad] = []
+        self._next_report = 0.0
         self._step_started = 0.0
         interval_s = config.transfer.heartbeat_interval_s
         self._heartbeat = HeartbeatThread(self._context, config.host, interval_s, self._make_heartbeat)
@@ -305,8 +307,9 @@ class Worker:
         self._live_handoffs = self._prefill.live_handoffs
         self._load = self._engine.load()
         now = time.monotonic()
-        if now >= self._next_tier_report:
-            self._next_tier_report = now + _TIER_REPORT_S
+        if now >= self._next_report:
+            self._next_report = now + _REPORT_S
+            self._link_report = self._prefill.link_loads
             self._tier_report = (self._cache.loads(), self._cache.fetcher.stats(self._holder.num_lent_blocks))
 
     def _pump(self, now: float) -> None:
@@ -477,6 +480,7 @@ class Worker:
             handoffs=self._live_handoffs,
             tiers=self._tier_report[0],
             fetches=self._tier_report[1],
+            links=self._link_report,
         )
 
     def _close(self) -> None:

@@ -39,6 +39,7 @@ __all__ = [
     "LeaseGrant",
     "LeaseRefused",
     "LeaseRevoked",
+    "LinkLoad",
     "Message",
     "PeerAddress",
     "PeerHello",
@@ -169,6 +170,21 @@ class FetchStats(msgspec.Struct, frozen=True, kw_only=True):
     predicted_load_s: float  # sums, over the prompts that were loaded
     actual_load_s: float
     saved_s: float  # predicted: what computing would have taken beyond loading
+
+
+class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker wrote to one peer since either of them started. Writes that failed are left out.
+
+    The exposed part of a handoff is what was not written yet when its prompt was computed, `HandoffDone` included.
+    """
+
+    peer_id: str
+    num_transfers: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0  # that the link was busy with it: see `Transfer.seconds`
+    num_handoffs: int = 0  # complete
+    exposed_bytes: int = 0
+    exposed_s: float = 0.0
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -320,6 +336,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     handoffs: list[tuple[str, int]] = []
     tiers: list[TierLoad] = []
     fetches: FetchStats | None = None
+    links: list[LinkLoad] = []  # counts, so a heartbeat that is lost loses nothing
 
 
 # -- worker -> worker ------------------------------------------------------------------------------------------

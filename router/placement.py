@@ -60,7 +60,6 @@ class Candidate(NamedTuple):
     decode: Worker
     num_cached_tokens: int  # of the prompt, on the prefill side, those it is to fetch from `holder` included
     holder: Holder | None  # another worker that has more of the prompt, if reading that is worth it
-    exposed_bytes: float
     terms: Terms
 
     @property
@@ -282,8 +281,7 @@ class _Request:
         link = self._costs.transfer(prefill.worker.card.kind, card.kind)
         num_bytes = math.ceil((self._num_prompt_tokens - decode.hit_tokens) / card.block_size) * card.block_bytes
         chunk_bytes = prefill.worker.card.max_num_batched_tokens / card.block_size * card.block_bytes
-        exposed_bytes = link.exposed_bytes(num_bytes, chunk_bytes, prefill.prefill_s)
-        return _candidate(prefill, decode, link.transfer_s(exposed_bytes), exposed_bytes)
+        return _candidate(prefill, decode, link.exposed_s(num_bytes, chunk_bytes, prefill.prefill_s))
 
     def prefill_side(self, worker: Worker) -> _PrefillSide:
         """What it costs to compute the prompt there, or to read what another has of it and compute the rest."""
@@ -380,9 +378,7 @@ def _best_of_equals(sides: Iterable[_Side], group: Callable[[_Side], Hashable]) 
     return sorted(best.values(), key=lambda side: side[:2])
 
 
-def _candidate(
-    prefill: _PrefillSide, decode: _DecodeSide, transfer_s: float = 0.0, exposed_bytes: float = 0.0
-) -> Candidate:
+def _candidate(prefill: _PrefillSide, decode: _DecodeSide, transfer_s: float = 0.0) -> Candidate:
     terms = Terms(
         queue_s=prefill.queue_s,
         fetch_s=prefill.fetch_s,
@@ -392,7 +388,7 @@ def _candidate(
         memory_s=decode.memory_s,
         decode_s=decode.decode_s,
     )
-    return Candidate(prefill.worker, decode.worker, prefill.hit_tokens, prefill.holder, exposed_bytes, terms)
+    return Candidate(prefill.worker, decode.worker, prefill.hit_tokens, prefill.holder, terms)
 
 
 def _preference(candidate: Candidate) -> tuple[float, int]:

@@ -21,6 +21,7 @@ from kv_transfer.transport.in_process import InProcessHub, Verdict, Write
 from protocol.config import EngineConfig, RouterConfig, TierConfig, TransferConfig, WorkerConfig
 from protocol.messages import FinishReason, Message, Role, decode_message, encode_message
 from protocol.sampling import SamplingParams
+from router.cache_sizing import CacheSizing
 from router.cost_model import CostModel
 from router.flow import RequestFlow
 from router.openai.backend import GenerateRequest
@@ -80,6 +81,7 @@ class Cluster:
     registry: Registry
     client: WorkerClient
     index: PrefixIndex
+    costs: CostModel
     flow: RequestFlow
     workers: dict[str, RunningWorker] = field(default_factory=dict)
     num_requests: int = 0
@@ -161,9 +163,16 @@ async def running_cluster(
     client = WorkerClient(registry, index, costs, config)
     placer = Placer(registry, index, costs, config)
     flow = RequestFlow(
-        model="tiny", registry=registry, index=index, costs=costs, placer=placer, workers=client, config=config
+        model="tiny",
+        registry=registry,
+        index=index,
+        costs=costs,
+        placer=placer,
+        sizing=CacheSizing(registry),
+        workers=client,
+        config=config,
     )
-    cluster = Cluster(InProcessHub(judge), registry, client, index, flow)
+    cluster = Cluster(InProcessHub(judge), registry, client, index, costs, flow)
     await client.start()
     try:
         for worker_id, role in (roles or PAIR).items():

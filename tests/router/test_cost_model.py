@@ -156,6 +156,14 @@ def test_learns_latency_and_bandwidth_of_a_link() -> None:
     assert link.transfer_s(40_000_000) == pytest.approx(20e-3, rel=0.1)
 
 
+def test_a_link_whose_bytes_cost_nothing_has_the_latency_that_was_measured() -> None:
+    link = TransferModel()
+    for num_bytes, measured_s in [(1.5e6, 2.2e-3), (6e6, 1.3e-3), (12e6, 1.9e-3), (9e6, 1.5e-3), (11e6, 1.6e-3)] * 10:
+        link.observe(num_bytes, measured_s)
+    assert link.transfer_s(8e6) == pytest.approx(1.7e-3, rel=0.15)
+    assert link.relative_error < 0.3
+
+
 def test_prefill_hides_all_of_a_transfer_but_its_tail() -> None:
     link = TransferModel()
     assert link.exposed_bytes(100e6, 10e6, prefill_s=10.0) == 10e6

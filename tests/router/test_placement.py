@@ -129,7 +129,8 @@ def test_only_missing_blocks_count_as_transfer() -> None:
     pair = warm.best if warm.best.is_pair else warm.runner_up
     assert pair is not None
     assert pair.terms.transfer_s <= cold.best.terms.transfer_s
-    assert pair.exposed_bytes <= 64 * 16 * 23_040
+    link = pool.costs.transfer("cpu-1", "cpu-1")
+    assert pair.terms.transfer_s <= link.transfer_s(64 * 16 * 23_040)
 
 
 def test_goes_to_the_worker_with_the_prefix_until_its_queue_outweighs_it() -> None:

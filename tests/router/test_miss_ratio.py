@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.eviction import CAPACITIES, TRACES, load
 from benchmarks.miss_ratio import ExactCurve, draw_digests, measure
-from kv_transfer.miss_ratio import OTHER_TENANTS, MissRatioCurve
 from loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
+from router.miss_ratio import OTHER_TENANTS, MissRatioCurve
 from tests.kv_transfer.test_eviction import LRU_REFERENCE
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
@@ -76,6 +76,23 @@ def test_too_many_tenants_share_one_count() -> None:
         "tenant 1": 16,
         OTHER_TENANTS: 48,
     }
+
+
+def test_tenants_that_faded_make_room() -> None:
+    curve = MissRatioCurve(16, max_tenants=1)
+    observe(curve, 1, tenant="a")
+    curve.fade(0.05)
+    observe(curve, 2, tenant="b")
+    assert set(curve.report([1])["tenants"]) == {"b"}
+
+
+def test_an_answer_is_found_by_who_asks_for_it() -> None:
+    curve = MissRatioCurve(16)
+    curve.observe(DIGESTS[:2], 32, answer=DIGESTS[2:4])
+    curve.observe(DIGESTS[:2], 32, answer=DIGESTS[2:4])  # found again, but not asked for
+    assert curve.curve([10]) == [0.5]
+    observe(curve, *range(4))
+    assert curve.curve([10]) == [0.75]
 
 
 def test_faded_traffic_weighs_less() -> None:
