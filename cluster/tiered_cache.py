@@ -166,6 +166,8 @@ class TieredCache:
         self._num_prompts: Counter[str] = Counter()
         self._num_loaded_blocks = 0
         self._predicted_load_s = self._actual_load_s = self._saved_s = 0.0
+        # Told of what `take_events` sees: the place ("pool" or a tier), digests stored there, digests removed.
+        self.on_changed: Callable[[str, list[bytes], list[bytes]], None] = _nothing
         engine.scheduler.on_admitted = self._admitted
         engine.scheduler.on_published = self._published
 
@@ -231,9 +233,12 @@ class TieredCache:
         Disk and object store are shared between workers, so what they hold says nothing for one worker or another.
         """
         pool = self._engine.pool
-        changed = dict.fromkeys(itertools.chain(*pool.take_events()))
+        of_pool = pool.take_events()
+        self.on_changed("pool", *of_pool)
+        changed = dict.fromkeys(itertools.chain(*of_pool))
         for cached in self.tiers:
             of_tier = cached.tier.take_events()
+            self.on_changed(cached.name, *of_tier)
             if cached.tier in self._own_tiers:
                 changed |= dict.fromkeys(itertools.chain(*of_tier))
         stored = [
@@ -468,3 +473,7 @@ def _outcome(fetch: _Fetch) -> str:
 def _learn(piece: _Piece) -> None:
     if piece.load.num_loaded:
         piece.tier.observe(piece.load.num_loaded, piece.load.read_s)
+
+
+def _nothing(*_: object) -> None:
+    """Nobody has registered."""

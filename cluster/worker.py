@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import zmq
 
+from cluster.pins import WorkerPins
 from cluster.sockets import HeartbeatThread, WorkerSockets
 from cluster.status import WorkerStatus
 from cluster.tiered_cache import TieredCache, create_tiers
@@ -52,6 +53,9 @@ from protocol.messages import (
     PeerAddress,
     PeerHello,
     PeerRefused,
+    Pin,
+    PinLoad,
+    PinQuery,
     Prefill,
     RequestFailed,
     Role,
@@ -59,6 +63,7 @@ from protocol.messages import (
     SnapshotRequest,
     StepOutput,
     TierLoad,
+    Unpin,
     Welcome,
     WorkerCard,
 )
@@ -99,7 +104,7 @@ class Worker:
         self._sockets = WorkerSockets(self._context, config.host)
         self._live_handoffs: list[tuple[str, int]] = []
         self._load = self._engine.load()
-        self._tier_report: tuple[list[TierLoad], FetchStats | None] = ([], None)
+        self._tier_report: tuple[list[TierLoad], FetchStats | None, PinLoad | None] = ([], None, None)
         self._next_tier_report = 0.0
         self._step_started = 0.0
         interval_s = config.transfer.heartbeat_interval_s
@@ -135,6 +140,7 @@ class Worker:
         self._engine.runner.between_layers = self._poll_transport
         steps = CostModel().steps(self._kind)
         self._cache = TieredCache(self._engine, create_tiers(config.tiers, self._engine), steps)
+        self._pins = WorkerPins(self._engine, self._cache, config.tiers.pin_share)
 
     @property
     def card(self) -> WorkerCard:
@@ -152,6 +158,7 @@ class Worker:
             max_num_batched_tokens=engine.config.max_num_batched_tokens,
             namespace=engine.namespace,
             pid=os.getpid(),
+            max_pinned_blocks=self._pins.max_blocks,
         )
 
     @property
@@ -236,6 +243,7 @@ class Worker:
         self._decode.check_integrity(idle=idle)
         self._engine.check_integrity(idle=idle)
         self._cache.check_integrity(idle=idle)
+        self._pins.check_integrity(idle=idle)
         assert not (idle and self._clients), f"requests not forgotten: {sorted(self._clients)}"
 
     # The loop.
@@ -256,6 +264,7 @@ class Worker:
                 self._link_changed(change, now)
         self._pump(now)
         self._cache.pump(now)
+        self._pins.pump(now)
         self._publish_state()  # before the step: however long it takes, heartbeats name every handoff
         result = self._step()
         self._waits_for_room = result is None and self._engine.has_work
@@ -288,7 +297,7 @@ class Worker:
         now = time.monotonic()
         if now >= self._next_tier_report:
             self._next_tier_report = now + _TIER_REPORT_S
-            self._tier_report = (self._cache.loads(), self._cache.fetch_stats())
+            self._tier_report = (self._cache.loads(), self._cache.fetch_stats(), self._pins.load())
 
     def _pump(self, now: float) -> None:
         self._prefill.pump(now)
@@ -326,6 +335,12 @@ class Worker:
                 self._welcome(identity, message)
             case SnapshotRequest():
                 self._send_snapshot(identity)
+            case Pin():
+                self._pins.pin(message, now)
+            case Unpin():
+                self._pins.unpin(message.pin_id)
+            case PinQuery():
+                self._sockets.reply(identity, self._pins.report(message.query_id, message.pin_ids))
             case _:
                 logger.warning("ignored a %s", type(message).__name__)
 
@@ -450,6 +465,7 @@ class Worker:
             handoffs=self._live_handoffs,
             tiers=self._tier_report[0],
             fetches=self._tier_report[1],
+            pins=self._tier_report[2],
         )
 
     def _close(self) -> None:
