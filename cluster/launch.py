@@ -244,11 +244,13 @@ def _create_app(flow: RequestFlow, registry: Registry, config: ClusterConfig) ->
     from prometheus_client import CollectorRegistry
 
     from router.app import create_app
+    from router.pin_metrics import PinCollector
     from router.tokenizer import Tokenizer
     from router.worker_metrics import WorkerCollector
 
     metrics = CollectorRegistry()
     metrics.register(WorkerCollector(registry))
+    metrics.register(PinCollector(flow.cache, registry))
     return create_app(flow, Tokenizer(config.engine.model), config.router, metrics)
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import msgspec
 
 from protocol.config import RouterConfig
-from protocol.digest import block_digests, root_digest
+from protocol.digest import block_digests, extend_digests, root_digest
 from protocol.errors import NoWorker, WorkerError
 from protocol.messages import Decode, FinishReason, Generate, Prefill, Role, SequenceDelta
 from router.cost_model import CostModel
 from router.openai.backend import GenerateRequest, TokenDelta
+from router.pins import PinService
 from router.placement import Placement, Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Booking, Registry, Worker, queue_s
@@ -60,6 +61,7 @@ class RequestFlow:
         self._config = config
         self._clock = clock
         self._roots: dict[tuple[bytes, str], bytes] = {}
+        self.cache = PinService(registry, index, workers, config, self._digests, clock=clock)
         self._running: dict[Inbox, Leg] = {}  # the inbox of each request, and its last leg
         self._is_shut_down = False
         self.mean_output_tokens = FIRST_GUESS_OUTPUT_TOKENS
@@ -88,14 +90,16 @@ class RequestFlow:
 
         Raises a `ServingError`. Closing the generator cancels the request on its workers without waiting for them.
         """
-        digests = await self._digests(request)
+        digests = await self._digests(request.token_ids, request.cache_salt)
         if self._is_shut_down:
             raise NoWorker(SHUTTING_DOWN)
         placement = self._place(request, digests)
         booking = self._book(placement, digests, request)
         legs: list[Leg] = []
         inbox: Inbox = asyncio.Queue()
+        output: list[int] = []
         try:
+            self._note_turn(request, digests, output)
             self._dispatch(request, placement, legs, inbox)
             self._running[inbox] = legs[-1]
             order = DeltaOrder()
@@ -107,6 +111,7 @@ class RequestFlow:
                 self._note_handoff(handoff, event)
                 for delta in order.push(event.item):
                     booking.prefill_done()
+                    output += delta.token_ids
                     yield _token_delta(delta)
                     if delta.finish_reason is not None:
                         self._note_output_length(order.num_tokens)
@@ -116,6 +121,8 @@ class RequestFlow:
             booking.release()
             for leg in legs:
                 leg.cancel()
+            if output:
+                self._note_turn(request, digests, output)
 
     def shut_down(self) -> None:
         """End every running request with an error and refuse new ones: the server is going. Call it in the loop."""
@@ -136,6 +143,7 @@ class RequestFlow:
             "num_handoffs": self.num_handoffs,
             "num_indexed_blocks": len(self._index),
             "mean_output_tokens": self.mean_output_tokens,
+            "pins": msgspec.to_builtins(self.cache.summary()),
             "autoscaler": self.autoscaler_status,
         }
 
@@ -143,15 +151,25 @@ class RequestFlow:
         """What is wrong with, or held by, each worker that should be idle; "" where nothing is."""
         return {} if self.integrity_check is None else await self.integrity_check()
 
-    async def _digests(self, request: GenerateRequest) -> list[bytes]:
+    async def _digests(self, token_ids: list[int], cache_salt: str) -> list[bytes]:
         worker = next(iter(self._registry), None)
         if worker is None:
             return []  # placement will say that there is no worker
-        root = self._root(worker.card.namespace, request.cache_salt)
+        root = self._root(worker.card.namespace, cache_salt)
         block_size = worker.card.block_size
-        if len(request.token_ids) <= LONG_PROMPT_TOKENS:
-            return block_digests(root, request.token_ids, block_size)
-        return await asyncio.to_thread(block_digests, root, request.token_ids, block_size)
+        if len(token_ids) <= LONG_PROMPT_TOKENS:
+            return block_digests(root, token_ids, block_size)
+        return await asyncio.to_thread(block_digests, root, token_ids, block_size)
+
+    def _note_turn(self, request: GenerateRequest, digests: list[bytes], output: list[int]) -> None:
+        """Let the request's conversation consist of prompt and answer, as far as there are full blocks of KV."""
+        worker = next(iter(self._registry), None)
+        if not request.conversation_id or worker is None:
+            return
+        root = self._root(worker.card.namespace, request.cache_salt)
+        # NOTE: the last token's KV is never computed.
+        extend_digests(digests, root, [*request.token_ids, *output[:-1]], worker.card.block_size)
+        self.cache.note_turn(request.cache_salt, request.conversation_id, digests)
 
     def _root(self, namespace: bytes, cache_salt: str) -> bytes:
         root = self._roots.get((namespace, cache_salt))
@@ -265,6 +283,7 @@ class RequestFlow:
             "queue_s": queue_s(worker, self._costs.steps(card.kind)),
             "tiers": [msgspec.to_builtins(tier) for tier in worker.tiers],
             "fetches": msgspec.to_builtins(worker.fetches),
+            "pins": msgspec.to_builtins(worker.pins),
         }
 
 

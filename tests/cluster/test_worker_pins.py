@@ -22,7 +22,7 @@ LONG_S = 600.0
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny model computes faster than anything loads: believe in a slow one, wait for its loads, and try no others."""
+    """A tiny model computes faster than anything loads: believe in a slow one, wait for loads, try no others."""
     monkeypatch.setattr("cluster.tiered_cache._PROBE_BLOCKS", 0)
     monkeypatch.setattr("cluster.tiered_cache._LATE_SLACK_S", DEADLINE_S)
     monkeypatch.setattr("cluster.tiered_cache.TieredCache.after_step", lambda self, stats: None)
