@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.pins import WorkerPins
+from cluster.tiered_cache import create_tiers
 from cluster.worker import Worker
 from protocol.config import TierConfig
 from protocol.digest import block_digests, root_digest
 from protocol.messages import Pin, Prefetch, Role, TierLoad
+from router.openai.backend import PinRequest
 from tests.cluster.harness import BLOCK_BYTES, BLOCK_SIZE, DEADLINE_S, Cluster, Oracle, eventually, running_cluster
+from tests.cluster.test_tiered_cache import GREEDY, Machine, make_engine
 
 NUM_BLOCKS = 48
 LONG_S = 600.0
@@ -225,3 +231,81 @@ def test_a_pinned_session_is_brought_into_free_blocks_of_the_pool(
     asyncio.run(fill())
     asyncio.run(come_back(NUM_BLOCKS))
     asyncio.run(come_back(16))
+
+
+def test_a_pinned_conversation_survives_with_its_answers(tiny_model: Path, oracle: Oracle) -> None:
+    """Through the router, over a pair: what the client sees of pinning."""
+
+    async def run() -> None:
+        rng = random.Random(8)
+        async with running_cluster(tiny_model, engine={"num_blocks": NUM_BLOCKS}) as cluster:
+            pins = cluster.flow.cache
+            asked = await pins.pin(PinRequest(token_ids=None, conversation_id="chat", ttl_s=LONG_S))
+            assert (asked.num_blocks, set(asked.held)) == (0, {"p", "d"})
+            first = prompt(rng, 3)
+            request = replace(cluster.request(first, max_tokens=40, ignore_eos=True), conversation_id="chat")
+            answer = await cluster.serve(request)
+            await flood(cluster, rng)
+            (state,) = await pins.pins("")
+            num_blocks = (len(first) + 39) // BLOCK_SIZE
+            assert (state.num_blocks, state.num_tokens) == (num_blocks, num_blocks * BLOCK_SIZE)
+            assert state.held == {"p": {"pool": 3}, "d": {"pool": num_blocks}}
+            second = [*first, *answer.token_ids, *prompt(rng, 1)]
+            again = await cluster.serve(replace(cluster.request(second), conversation_id="chat"))
+            assert again.token_ids == oracle.answer(second)
+            assert again.num_cached_tokens == 3 * BLOCK_SIZE  # as the worker that computes the prompt sees it
+            pins.unpin(state.pin_id)
+            for worker_id in ("p", "d"):
+                worker = cluster.worker(worker_id)
+                await eventually(lambda worker=worker: not worker._engine.pool.pinned_digests())
+            await cluster.becomes_idle()
+
+    asyncio.run(run())
+
+
+def test_a_request_goes_before_what_is_brought_up_for_a_pin(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the disk held up in the middle of a piece, a prompt's own loads begin at once and the piece starts anew."""
+    tiers = disk_and_host(tmp_path)
+    pinned, asked = prompt(random.Random(9), 12), prompt(random.Random(10), 12)
+    engine = make_engine(tiny_model)
+    machine = Machine(engine, create_tiers(tiers, engine))
+    for tokens in (pinned, asked):
+        machine.serve(tokens)
+        machine.settle()
+    machine.close()
+
+    engine = make_engine(tiny_model)
+    cache = (machine := Machine(engine, create_tiers(tiers, engine))).cache
+    machine.settle()
+    pins = WorkerPins(engine, cache, share=0.25)
+    disk = cache.tiers[1].tier
+    gate = threading.Event()
+    read = disk._store.read
+    monkeypatch.setattr(disk._store, "read", lambda name, scratch: gate.wait(DEADLINE_S) and read(name, scratch))
+    digests = block_digests(root_digest(engine.namespace), pinned, BLOCK_SIZE)
+    pins.pin(Pin(pin_id="a", digests=digests, ttl_s=LONG_S, prefetch=Prefetch.HOST), now := time.monotonic())
+    pins.pump(now)
+    assert pins._prefetcher.is_busy
+    sequence = engine.make_sequence("r", asked, GREEDY)
+    engine.add(sequence)
+    engine.step()
+    assert cache.is_loading
+    pins.pump(now)
+    assert not pins._prefetcher.is_busy
+    pins.pump(now)
+    assert not pins._prefetcher.is_busy, "it began again while the prompt waited"
+    gate.set()
+    machine.run_until(lambda: sequence.finish_reason is not None)
+    assert sequence.num_cached_tokens > 0
+
+    def is_up() -> bool:
+        pins.pump(now)
+        cache.take_events()
+        return pins.load().num_blocks["host"] == 12
+
+    machine.run_until(is_up)
+    pins.unpin("a")
+    pins.check_integrity(idle=True)
+    machine.close()
