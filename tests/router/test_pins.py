@@ -311,24 +311,27 @@ def conversation_request(num_prompt_tokens: int) -> GenerateRequest:
     return GenerateRequest("c0", request.token_ids, request.sampling, conversation_id="chat")
 
 
-def test_a_pinned_conversation_grows_by_prompt_and_answer() -> None:
+@pytest.mark.parametrize(("num_prompt_tokens", "num_blocks"), [(44, [0, 2]), (45, [0, 2, 3])])
+def test_a_pinned_conversation_grows_by_prompt_and_answer(num_prompt_tokens: int, num_blocks: list[int]) -> None:
+    """The answer has four tokens, and the KV of the last one is never computed."""
+
     async def scenario() -> None:
         async with fake_cluster() as cluster:
             await add_keeper(cluster, "p", Role.PREFILL)
             decode = await add_keeper(cluster, "d", Role.DECODE)
             state = await cluster.flow.cache.pin(PinRequest(token_ids=None, conversation_id="chat"))
             assert (state.num_blocks, state.conversation_id) == (0, "chat")
-            # 45 tokens of prompt and the answer 100 ... 103, of which the last is never computed: 48.
-            request = conversation_request(45)
+            request = conversation_request(num_prompt_tokens)
             deltas = [delta async for delta in cluster.flow.serve(request)]
             answer = [token_id for delta in deltas for token_id in delta.token_ids]
             assert len(answer) == 4
             whole = block_digests(root_digest(NAMESPACE), [*request.token_ids, *answer], 16)
-            await until(lambda: len(pins_of(decode)) == 3)
-            assert [message.digests for message in pins_of(decode)] == [[], whole[:2], whole]
+            await until(lambda: len(pins_of(decode)) >= len(num_blocks))
+            assert [message.digests for message in pins_of(decode)] == [whole[:count] for count in num_blocks]
             # A pin that comes later covers the turn that was.
             later = await cluster.flow.cache.pin(PinRequest(token_ids=None, conversation_id="chat"))
-            assert later.num_blocks == len(whole) == 3
+            assert later.num_blocks == num_blocks[-1]
+            assert [len(message.digests) for message in pins_of(decode)] == [*num_blocks, num_blocks[-1]]
             cluster.assert_nothing_left()
 
     asyncio.run(scenario())
