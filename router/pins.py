@@ -278,7 +278,7 @@ class PinService:
         num_tokens, block_size, limit = len(request.token_ids), worker.card.block_size, worker.card.max_model_len
         if num_tokens < block_size:
             raise RequestError(
-                f"The prefix has {num_tokens} tokens; KV is kept in blocks of {block_size}, so there is nothing to pin."
+                f"The prefix is {num_tokens} tokens long, shorter than a KV block of {block_size}: nothing to pin."
             )
         if num_tokens > limit:
             raise ContextLengthExceeded(f"The prefix has {num_tokens} tokens; this model's context is {limit}.")

@@ -340,7 +340,7 @@ def test_a_pinned_conversation_grows_by_prompt_and_answer(num_prompt_tokens: int
 @pytest.mark.parametrize(
     ("request_", "error", "message"),
     [
-        (PinRequest(token_ids=list(range(15))), RequestError, "15 tokens; KV is kept in blocks of 16"),
+        (PinRequest(token_ids=list(range(15))), RequestError, "15 tokens long, shorter than a KV block of 16"),
         (PinRequest(token_ids=[1] * 40_000), ContextLengthExceeded, "40000 tokens"),
         (PinRequest(token_ids=[1] * 20, ttl_s=101.0), RequestError, r"ttl_s=101 is over max_pin_ttl_s=100"),
         (PinRequest(token_ids=[1] * 16 * 11), PinQuotaExceeded, r"11 blocks of all pins, over the limit of 10"),
