@@ -181,6 +181,26 @@ def serve(
     eviction_policy: Annotated[
         str, typer.Option(help="What leaves a full tier first.", rich_help_panel=_TIERS)
     ] = default_of(TierConfig, "eviction_policy"),
+    pin_share: Annotated[
+        float,
+        typer.Option(
+            help="Share of the pool and of each tier that pinned prefixes may keep; 0 = no pins.",
+            rich_help_panel=_TIERS,
+        ),
+    ] = default_of(TierConfig, "pin_share"),
+    pin_tenant_share: Annotated[
+        float,
+        typer.Option(help="Share of that for the pins of one tenant (one cache_salt).", rich_help_panel=_TIERS),
+    ] = default_of(RouterConfig, "pin_tenant_share"),
+    max_pins: Annotated[int, typer.Option(help="Pins at one time.", rich_help_panel=_TIERS)] = default_of(
+        RouterConfig, "max_pins"
+    ),
+    max_pins_per_tenant: Annotated[
+        int, typer.Option(help="Pins of one tenant at one time.", rich_help_panel=_TIERS)
+    ] = default_of(RouterConfig, "max_pins_per_tenant"),
+    max_pin_ttl_s: Annotated[
+        float, typer.Option(help="Longest time a pin may last, in seconds.", rich_help_panel=_TIERS)
+    ] = default_of(RouterConfig, "max_pin_ttl_s"),
     max_body_bytes: Annotated[int, typer.Option(help="Largest request body.", rich_help_panel=_LIMITS)] = default_of(
         RouterConfig, "max_body_bytes"
     ),

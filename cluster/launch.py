@@ -249,12 +249,14 @@ def _create_app(flow: RequestFlow, registry: Registry, sizing: CacheSizing, conf
     from prometheus_client import CollectorRegistry
 
     from router.app import create_app
+    from router.pin_metrics import PinCollector
     from router.tokenizer import Tokenizer
     from router.worker_metrics import CacheSizingCollector, WorkerCollector
 
     metrics = CollectorRegistry()
     metrics.register(WorkerCollector(registry))
     metrics.register(CacheSizingCollector(sizing))
+    metrics.register(PinCollector(flow.cache, registry))
     return create_app(flow, Tokenizer(config.engine.model), config.router, metrics)
 
 

@@ -27,7 +27,7 @@ from engine.sequence import Sequence as EngineSequence
 from kv_transfer.codec import Codec, create_codec
 from kv_transfer.eviction import create_policy
 from kv_transfer.fetch_planner import Source
-from kv_transfer.tiers import BlockStore, DiskStore, MemoryStore, ObjectStore, Tier
+from kv_transfer.tiers import BlockStore, DiskStore, Load, MemoryStore, ObjectStore, Tier
 from protocol.config import TierConfig
 from protocol.messages import StepStats, TierLoad
 from router.cost_model import StepModel
@@ -76,6 +76,11 @@ class CachedTier(KvSource):
         """Nothing begins before a piece is asked for."""
         return _OpenTier(self, digests, end_block)
 
+    def learn(self, load: Load) -> None:
+        """Learn from a load of this tier what blocks cost. Its time in the store is summed over the threads."""
+        if load.num_loaded:
+            self.cost.observe(load.num_loaded, load.read_s / self.num_threads)
+
     def decode_into(self, kv: Tensor, blocks: Sequence[int], data: Tensor) -> None:
         """Copy encoded blocks into these blocks of the pool."""
         content = torch.empty(len(blocks), *kv.shape[1:], dtype=kv.dtype, device=kv.device)
@@ -115,9 +120,7 @@ class _TierPiece(Piece):
         return self._load.is_complete
 
     def learn(self) -> None:
-        # Time in the store is summed over the threads, which share the blocks.
-        if self._load.num_loaded:
-            self._cached.cost.observe(self._load.num_loaded, self._load.read_s / self._cached.num_threads)
+        self._cached.learn(self._load)
 
     def learn_late(self, now: float) -> None:
         self._cached.cost.observe_at_least(self.num_blocks, now - self.begun_at)
@@ -160,6 +163,8 @@ class TieredCache:
         self.fetcher = Fetcher(engine, tiers, steps, peers, clock)
         self._offloads: deque[_Offload] = deque()
         self._num_offload_bytes = 0
+        # Told of what `take_events` sees: the place ("pool" or a tier), digests stored there, digests removed.
+        self.on_changed: Callable[[str, list[bytes], list[bytes]], None] = _nothing
         engine.scheduler.on_published = self._published
 
     @property
@@ -202,9 +207,12 @@ class TieredCache:
         Disk and object store are shared between workers, so what they hold says nothing for one worker or another.
         """
         pool = self._engine.pool
-        changed = dict.fromkeys(itertools.chain(*pool.take_events()))
+        of_pool = pool.take_events()
+        self.on_changed("pool", *of_pool)
+        changed = dict.fromkeys(itertools.chain(*of_pool))
         for cached in self.tiers:
             of_tier = cached.tier.take_events()
+            self.on_changed(cached.name, *of_tier)
             if cached.tier in self._own_tiers:
                 changed |= dict.fromkeys(itertools.chain(*of_tier))
         stored = [
@@ -291,3 +299,7 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
             lambda size, _: ObjectStore(url, engine.namespace, size),
         )
     return tiers
+
+
+def _nothing(*_: object) -> None:
+    """Nobody has registered."""

@@ -22,6 +22,7 @@ import torch
 import zmq
 
 from cluster.peer_reads import PeerHolder, PeerReader
+from cluster.pins import WorkerPins
 from cluster.sockets import HeartbeatThread, WorkerSockets
 from cluster.status import WorkerStatus
 from cluster.tiered_cache import TieredCache, create_tiers
@@ -54,6 +55,9 @@ from protocol.messages import (
     PeerAddress,
     PeerHello,
     PeerRefused,
+    Pin,
+    PinLoad,
+    PinQuery,
     Prefill,
     ReadDone,
     ReadGrant,
@@ -64,6 +68,7 @@ from protocol.messages import (
     SnapshotRequest,
     StepOutput,
     TierLoad,
+    Unpin,
     Welcome,
     WorkerCard,
 )
@@ -104,7 +109,7 @@ class Worker:
         self._sockets = WorkerSockets(self._context, config.host)
         self._live_handoffs: list[tuple[str, int]] = []
         self._load = self._engine.load()
-        self._tier_report: tuple[list[TierLoad], FetchStats | None] = ([], None)
+        self._tier_report: tuple[list[TierLoad], FetchStats | None, PinLoad | None] = ([], None, None)
         self._link_report: list[LinkLoad] = []
         self._next_report = 0.0
         self._step_started = 0.0
@@ -144,6 +149,7 @@ class Worker:
         tiers = create_tiers(config.tiers, self._engine)
         self._cache = TieredCache(self._engine, tiers, steps, peers=self._reader)
         self._holder = PeerHolder(self._engine, self._cache.tier("host"), self._links, config.transfer)
+        self._pins = WorkerPins(self._engine, self._cache, config.tiers.pin_share)
 
     @property
     def card(self) -> WorkerCard:
@@ -161,6 +167,7 @@ class Worker:
             max_num_batched_tokens=engine.config.max_num_batched_tokens,
             namespace=engine.namespace,
             pid=os.getpid(),
+            max_pinned_blocks=self._pins.max_blocks,
         )
 
     @property
@@ -249,6 +256,7 @@ class Worker:
         self._cache.check_integrity(idle=idle)
         self._reader.check_integrity(idle=idle)
         self._holder.check_integrity(idle=idle)
+        self._pins.check_integrity(idle=idle)
         assert not (idle and self._clients), f"requests not forgotten: {sorted(self._clients)}"
 
     # The loop.
@@ -271,6 +279,7 @@ class Worker:
         self._reader.pump(now)
         self._cache.pump(now)
         self._holder.pump(now)
+        self._pins.pump(now)
         self._publish_state()  # before the step: however long it takes, heartbeats name every handoff
         result = self._step()
         self._waits_for_room = result is None and self._engine.has_work
@@ -310,7 +319,8 @@ class Worker:
         if now >= self._next_report:
             self._next_report = now + _REPORT_S
             self._link_report = self._prefill.link_loads
-            self._tier_report = (self._cache.loads(), self._cache.fetcher.stats(self._holder.num_lent_blocks))
+            fetches = self._cache.fetcher.stats(self._holder.num_lent_blocks)
+            self._tier_report = (self._cache.loads(), fetches, self._pins.load())
 
     def _pump(self, now: float) -> None:
         self._prefill.pump(now)
@@ -355,6 +365,12 @@ class Worker:
                 self._welcome(identity, message)
             case SnapshotRequest():
                 self._send_snapshot(identity)
+            case Pin():
+                self._pins.pin(message, now)
+            case Unpin():
+                self._pins.unpin(message.pin_id)
+            case PinQuery():
+                self._sockets.reply(identity, self._pins.report(message.query_id, message.pin_ids))
             case _:
                 logger.warning("ignored a %s", type(message).__name__)
 
@@ -481,6 +497,7 @@ class Worker:
             tiers=self._tier_report[0],
             fetches=self._tier_report[1],
             links=self._link_report,
+            pins=self._tier_report[2],
         )
 
     def _close(self) -> None:

@@ -2,9 +2,10 @@
 
 The pool alone changes a reference count. It knows nothing of tensors; block ids index the first axis of the KV tensor.
 
-A block is in exactly one of three places:
+A block is in exactly one of four places:
     free      no user, no digest                       (taken first)
     evictable no user, but cached under a digest       (taken when free ones are gone, least recently used first)
+    kept      the same, and its digest is pinned       (taken only when no other is left: a pin never starves a request)
     used      one or more users, cached or not
 
 Sequences release their blocks tail first, and a prefix hit touches every ancestor, so a block is never more recent
@@ -33,6 +34,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._kept: OrderedDict[int, None] = OrderedDict()  # the same
+        self._pinned: set[bytes] = set()  # cached or not
         self._ref_counts = [0] * num_blocks
         self._digest_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -42,7 +45,12 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks an allocation could get now, evicting what nobody uses."""
-        return len(self._free) + len(self._evictable)
+        return len(self._free) + len(self._evictable) + len(self._kept)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks an allocation could get without evicting any."""
+        return len(self._free)
 
     @property
     def num_used(self) -> int:
@@ -69,7 +77,7 @@ class BlockPool:
         blocks = [self._block_of[digest] for digest in digests[: self.count_cached(digests)]]
         for block in blocks:
             if self._ref_counts[block] == 0:
-                del self._evictable[block]
+                del self._unused(block)[block]
             self._ref_counts[block] += 1
         return blocks
 
@@ -95,9 +103,35 @@ class BlockPool:
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
                 if block in self._digest_of:
-                    self._evictable[block] = None
+                    self._unused(block)[block] = None
                 else:
                     self._free.append(block)
+
+    def pin(self, digests: Sequence[bytes]) -> None:
+        """Evict the blocks of these digests, given in their chain's order, after all others; also those cached later.
+
+        A second pin of a digest changes nothing but that its block is recent again.
+        """
+        for digest in reversed(digests):  # as blocks are released: leaves are taken before what they hang from
+            block = self._block_of.get(digest)
+            if block is not None and self._ref_counts[block] == 0:
+                del self._unused(block)[block]
+                self._kept[block] = None
+            self._pinned.add(digest)
+
+    def unpin(self, digests: Iterable[bytes]) -> None:
+        """End the pins of these digests; others are ignored."""
+        pinned = [digest for digest in digests if digest in self._pinned]
+        for digest in reversed(pinned):
+            block = self._block_of.get(digest)
+            if block is not None and self._ref_counts[block] == 0:
+                del self._kept[block]
+                self._evictable[block] = None
+            self._pinned.remove(digest)
+
+    def pinned_digests(self) -> set[bytes]:
+        """A copy of all pinned digests, cached or not."""
+        return set(self._pinned)
 
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
         """(stored, removed) digests since the last call, disjoint: each digest is listed as it is now."""
@@ -112,17 +146,20 @@ class BlockPool:
 
         With `idle`, also that no block has a user: nothing leaked.
         """
-        free, evictable = set(self._free), set(self._evictable)
+        free, evictable, kept = set(self._free), set(self._evictable), set(self._kept)
         used = {block for block, count in enumerate(self._ref_counts) if count > 0}
         assert all(count >= 0 for count in self._ref_counts), "a reference count is negative"
         assert len(free) == len(self._free), "a block is twice in the free list"
-        assert free.isdisjoint(evictable | used), "a free block is used or evictable"
-        assert evictable.isdisjoint(used), "an evictable block is used"
-        total = len(free) + len(evictable) + len(used)
+        assert free.isdisjoint(evictable | kept | used), "a free block is used or cached"
+        assert (evictable | kept).isdisjoint(used), "an evictable block is used"
+        assert evictable.isdisjoint(kept), "a kept block is evictable"
+        total = len(free) + len(evictable) + len(kept) + len(used)
         assert total == self.num_blocks, f"{total} blocks accounted for, the pool has {self.num_blocks}"
         assert {d: b for b, d in self._digest_of.items()} == self._block_of, "digest maps disagree"
         assert not free & set(self._digest_of), "a free block has a digest"
-        assert evictable <= set(self._digest_of), "an evictable block has no digest"
+        assert evictable | kept <= set(self._digest_of), "an evictable block has no digest"
+        assert all(self._digest_of[block] in self._pinned for block in kept), "a kept block is not pinned"
+        assert not any(self._digest_of[block] in self._pinned for block in evictable), "a pinned block is evictable"
         if idle:
             assert not used, f"{len(used)} blocks still have users: {sorted(used)[:10]}"
 
@@ -130,9 +167,13 @@ class BlockPool:
         if self._free:
             block = self._free.pop()
         else:
-            block, _ = self._evictable.popitem(last=False)
+            block, _ = (self._evictable or self._kept).popitem(last=False)
             digest = self._digest_of.pop(block)
             del self._block_of[digest]
             self._removed.append(digest)
         self._ref_counts[block] = 1
         return block
+
+    def _unused(self, block: int) -> OrderedDict[int, None]:
+        """Where a cached block is, or goes, without a user."""
+        return self._kept if self._digest_of[block] in self._pinned else self._evictable

@@ -93,8 +93,10 @@ class TierConfig:
     object_cache_gb: float = 1000.0
     object_cache_codec: Codec = "raw"
     eviction_policy: str = "hit-density"  # of every tier
+    pin_share: float = 0.25  # of the pool and of each tier: what pins may keep from eviction
 
     def __post_init__(self) -> None:
+        _require(0 <= self.pin_share <= 0.9, f"pin_share={self.pin_share} must be from 0 (no pins) to 0.9")
         for name in ("host_cache_gb", "disk_cache_gb", "object_cache_gb"):
             _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")
         _require(
@@ -145,8 +147,16 @@ class RouterConfig:
     request_timeout_s: float = 600.0  # longest silence between two tokens of a request
     drain_timeout_s: float = 5.0  # wait for running streams when the server stops
     cors_allow_origins: tuple[str, ...] = ("*",)
+    max_pins: int = 1024
+    max_pins_per_tenant: int = 128  # a tenant is a cache_salt
+    pin_tenant_share: float = 0.5  # of the blocks that may be pinned: what one tenant's pins may cover
+    max_pin_ttl_s: float = 3600.0
 
     def __post_init__(self) -> None:
+        for name in ("max_pins", "max_pins_per_tenant"):
+            _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative; 0 refuses all pins")
+        _require(0 < self.pin_tenant_share <= 1, f"pin_tenant_share={self.pin_tenant_share} must be above 0, at most 1")
+        _require(self.max_pin_ttl_s > 0, f"max_pin_ttl_s={self.max_pin_ttl_s} must be positive")
         _require(0 <= self.port <= 65535, f"port={self.port} is not a TCP port (0 to 65535)")
         _require(self.max_body_bytes > 0, f"max_body_bytes={self.max_body_bytes} must be positive")
 

@@ -4,7 +4,9 @@ ServingError
  |- RequestError               the client's fault: 4xx
  |   |- ModelNotFound          404
  |   |- ContextLengthExceeded  400
+ |   |- PinNotFound            404
  |- Overloaded                 429, with a Retry-After
+ |   |- PinQuotaExceeded
  |- WorkerError                a worker failed or is gone: 502/503
  |   |- NoWorker               503: nothing can serve this now
  |- TransferError              KV could not be moved
@@ -24,6 +26,8 @@ __all__ = [
     "NoWorker",
     "Overloaded",
     "PeerLost",
+    "PinNotFound",
+    "PinQuotaExceeded",
     "RequestError",
     "ServingError",
     "TransferError",
@@ -70,6 +74,13 @@ class ContextLengthExceeded(RequestError):
     code = "context_length_exceeded"
 
 
+class PinNotFound(RequestError):
+    """No pin of this id lives."""
+
+    status = 404
+    code = "pin_not_found"
+
+
 class Overloaded(ServingError):
     """Refused now to keep the promise made to those already admitted."""
 
@@ -80,6 +91,12 @@ class Overloaded(ServingError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class PinQuotaExceeded(Overloaded):
+    """One more pin would keep more than pins may."""
+
+    code = "pin_quota_exceeded"
 
 
 class WorkerError(ServingError):

@@ -2,8 +2,10 @@
 
 Three conversations use them:
 
-    router -> worker   Hello, Generate, Prefill, Decode, Cancel, SnapshotRequest        (ZMQ DEALER -> ROUTER)
-    worker -> router   Welcome, StepOutput, RequestFailed, BlockEvents, BlockSnapshot   (same sockets, back)
+    router -> worker   Hello, Generate, Prefill, Decode, Cancel, SnapshotRequest,
+                       Pin, Unpin, PinQuery                                             (ZMQ DEALER -> ROUTER)
+    worker -> router   Welcome, StepOutput, RequestFailed, BlockEvents, BlockSnapshot,
+                       PinReport                                                        (same sockets, back)
     worker -> worker   PeerHello, PeerRefused, LeaseGrant, LeaseRefused,
                        LeaseRevoked, LeaseClosed, ReadRequest, ReadGrant, ReadDone     (ZMQ DEALER -> ROUTER)
                        ChunkArrived, HandoffDone                                       (notified by the KV transport)
@@ -44,6 +46,11 @@ __all__ = [
     "PeerAddress",
     "PeerHello",
     "PeerRefused",
+    "Pin",
+    "PinLoad",
+    "PinQuery",
+    "PinReport",
+    "Prefetch",
     "Prefill",
     "ReadDone",
     "ReadGrant",
@@ -56,6 +63,7 @@ __all__ = [
     "StepStats",
     "TierLoad",
     "TokenLogprobs",
+    "Unpin",
     "Welcome",
     "WorkerCard",
     "WorkerLoad",
@@ -95,6 +103,14 @@ class FinishReason(enum.StrEnum):
     ABORT = "abort"  # cancelled
 
 
+class Prefetch(enum.StrEnum):
+    """How far up a worker brings the blocks of a pin before a request asks for them."""
+
+    NONE = "none"
+    HOST = "host"  # into host memory, from disk or object store
+    POOL = "pool"  # into host memory, and once into free blocks of the pool
+
+
 # -- what a worker is -----------------------------------------------------------------------------------------
 
 
@@ -128,6 +144,7 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     namespace: bytes  # protocol.digest.namespace_digest of this worker
     pid: int
+    max_pinned_blocks: dict[str, int] = {}  # by place: "pool" or a tier; what pins may keep there
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,6 +202,14 @@ class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_handoffs: int = 0  # complete
     exposed_bytes: int = 0
     exposed_s: float = 0.0
+
+
+class PinLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker keeps for pins."""
+
+    num_pins: int
+    num_blocks: dict[str, int]  # by place: "pool" or a tier
+    num_prefetched: dict[str, int]  # blocks since the start, by place they were brought to
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,6 +274,31 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Ask for the worker's whole set of cached digests, after a gap in its events."""
+
+
+class Pin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Keep the leading blocks of this chain from eviction for `ttl_s`, those that come later included.
+
+    Sent again under the same id it replaces the chain and the time. A worker keeps what its own bound allows.
+    """
+
+    pin_id: str
+    digests: list[bytes]
+    ttl_s: float
+    prefetch: Prefetch = Prefetch.NONE
+
+
+class Unpin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End a pin before its time; unknown ids are ignored."""
+
+    pin_id: str
+
+
+class PinQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask how much of some pins is here; answered by `PinReport`."""
+
+    query_id: str
+    pin_ids: list[str]
 
 
 # -- worker -> router ------------------------------------------------------------------------------------------
@@ -322,6 +372,13 @@ class BlockSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     digests: list[bytes]
 
 
+class PinReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to `PinQuery`: leading blocks of each pin's chain, by place ("pool" or a tier). Without unknown ids."""
+
+    query_id: str
+    held: dict[str, dict[str, int]]
+
+
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """I am alive. Sent from a thread of its own, so a long step does not silence it.
 
@@ -337,6 +394,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tiers: list[TierLoad] = []
     fetches: FetchStats | None = None
     links: list[LinkLoad] = []  # counts, so a heartbeat that is lost loses nothing
+    pins: PinLoad | None = None
 
 
 # -- worker -> worker ------------------------------------------------------------------------------------------
@@ -451,11 +509,15 @@ Message = (
     | Decode
     | Cancel
     | SnapshotRequest
+    | Pin
+    | Unpin
+    | PinQuery
     | Welcome
     | StepOutput
     | RequestFailed
     | BlockEvents
     | BlockSnapshot
+    | PinReport
     | Heartbeat
     | PeerHello
     | PeerRefused

@@ -22,6 +22,7 @@ from protocol.config import RouterConfig
 from protocol.errors import ServingError
 from router.metrics import EdgeMetrics
 from router.openai.backend import Backend
+from router.openai.cache import list_pins, pin_prefix, prefetch_pin, unpin_prefix
 from router.openai.catalog import detokenize, model_card, model_list, tokenize
 from router.openai.chat import create_chat_completion
 from router.openai.completions import create_completion
@@ -70,6 +71,7 @@ def create_app(backend: Backend, tokenizer: Tokenizer, config: RouterConfig, reg
     app.add_exception_handler(ClientDisconnected, _client_gone)
     _add_generation_routes(app, edge)
     _add_catalog_routes(app, edge)
+    _add_cache_routes(app, edge)
     _add_operation_routes(app, backend, readiness, registry)
     app.state.readiness = readiness
     return app
@@ -103,6 +105,24 @@ def _add_catalog_routes(app: FastAPI, edge: Edge) -> None:
     async def detokenize_ids(request: Request) -> Response:
         _, fields = await read_body(request, DetokenizeRequest)
         return _json(await detokenize(edge, fields))
+
+
+def _add_cache_routes(app: FastAPI, edge: Edge) -> None:
+    @app.post("/v1/cache/pin")
+    async def pin(request: Request) -> Response:
+        return _json(await pin_prefix(edge, request))
+
+    @app.post("/v1/cache/unpin")
+    async def unpin(request: Request) -> Response:
+        return _json(await unpin_prefix(edge, request))
+
+    @app.post("/v1/cache/prefetch")
+    async def prefetch(request: Request) -> Response:
+        return _json(await prefetch_pin(edge, request))
+
+    @app.get("/v1/cache/pins")
+    async def pins(cache_salt: str = "") -> Response:
+        return _json(await list_pins(edge, cache_salt))
 
 
 def _add_operation_routes(app: FastAPI, backend: Backend, readiness: Readiness, registry: CollectorRegistry) -> None:

@@ -14,12 +14,13 @@ from typing import Any
 import msgspec
 
 from protocol.config import RouterConfig
-from protocol.digest import block_digests, root_digest
+from protocol.digest import block_digests, extend_digests, root_digest
 from protocol.errors import NoWorker, WorkerError
 from protocol.messages import Decode, FinishReason, Generate, KvHolder, Prefill, Role, SequenceDelta, WorkerCard
 from router.cache_sizing import CacheSizing
 from router.cost_model import CostModel
 from router.openai.backend import GenerateRequest, TokenDelta
+from router.pins import PinService
 from router.placement import Placement, Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Booking, Registry, Worker, queue_s
@@ -62,6 +63,7 @@ class RequestFlow:
         self._config = config
         self._clock = clock
         self._roots: dict[tuple[bytes, str], bytes] = {}
+        self.cache = PinService(registry, index, workers, config, self._digests, clock=clock)
         self._running: dict[Inbox, Leg] = {}  # the inbox of each request, and its last leg
         self._is_shut_down = False
         self.mean_output_tokens = FIRST_GUESS_OUTPUT_TOKENS
@@ -90,16 +92,17 @@ class RequestFlow:
 
         Raises a `ServingError`. Closing the generator cancels the request on its workers without waiting for them.
         """
-        digests = await self._digests(request)
+        digests = await self._digests(request.token_ids, request.cache_salt)
         if self._is_shut_down:
             raise NoWorker(SHUTTING_DOWN)
         placement = self._place(request, digests)
         booking = self._book(placement, digests, request)
         legs: list[Leg] = []
         inbox: Inbox = asyncio.Queue()
-        answer: list[int] = []
+        output: list[int] = []
         num_cached_tokens = 0
         try:
+            self._note_turn(request, digests)
             self._dispatch(request, placement, legs, inbox)
             self._running[inbox] = legs[-1]
             order = DeltaOrder()
@@ -111,7 +114,7 @@ class RequestFlow:
                 self.num_handoffs += handoff.is_completed_by(event)
                 for delta in order.push(event.item):
                     booking.prefill_done()
-                    answer += delta.token_ids
+                    output += delta.token_ids
                     num_cached_tokens += delta.num_cached_tokens or 0
                     yield _token_delta(delta)
                     if delta.finish_reason is not None:
@@ -122,8 +125,8 @@ class RequestFlow:
             booking.release()
             for leg in legs:
                 leg.cancel()
-            if answer:
-                self._observe(request, placement.best.decode.card, digests, answer, num_cached_tokens)
+            if output:
+                self._note_answer(request, placement.best.decode.card, digests, output, num_cached_tokens)
 
     def shut_down(self) -> None:
         """End every running request with an error and refuse new ones: the server is going. Call it in the loop."""
@@ -145,6 +148,7 @@ class RequestFlow:
             "num_indexed_blocks": len(self._index),
             "mean_output_tokens": self.mean_output_tokens,
             "cache_sizing": self._sizing.report(),
+            "pins": msgspec.to_builtins(self.cache.summary()),
             "autoscaler": self.autoscaler_status,
         }
 
@@ -152,15 +156,20 @@ class RequestFlow:
         """What is wrong with, or held by, each worker that should be idle; "" where nothing is."""
         return {} if self.integrity_check is None else await self.integrity_check()
 
-    async def _digests(self, request: GenerateRequest) -> list[bytes]:
+    async def _digests(self, token_ids: list[int], cache_salt: str) -> list[bytes]:
         worker = next(iter(self._registry), None)
         if worker is None:
             return []  # placement will say that there is no worker
-        root = self._root(worker.card.namespace, request.cache_salt)
+        root = self._root(worker.card.namespace, cache_salt)
         block_size = worker.card.block_size
-        if len(request.token_ids) <= LONG_PROMPT_TOKENS:
-            return block_digests(root, request.token_ids, block_size)
-        return await asyncio.to_thread(block_digests, root, request.token_ids, block_size)
+        if len(token_ids) <= LONG_PROMPT_TOKENS:
+            return block_digests(root, token_ids, block_size)
+        return await asyncio.to_thread(block_digests, root, token_ids, block_size)
+
+    def _note_turn(self, request: GenerateRequest, digests: list[bytes]) -> None:
+        """The request's conversation, if it is of one, consists of these blocks now."""
+        if request.conversation_id:
+            self.cache.note_turn(request.cache_salt, request.conversation_id, digests)
 
     def _root(self, namespace: bytes, cache_salt: str) -> bytes:
         root = self._roots.get((namespace, cache_salt))
@@ -240,29 +249,32 @@ class RequestFlow:
                 f"request {request.request_id} got no token within request_timeout_s={timeout_s}"
             ) from exc
 
-    def _observe(
+    def _note_answer(
         self,
         request: GenerateRequest,
         card: WorkerCard,
         digests: list[bytes],
-        answer: list[int],
+        output: list[int],
         num_cached_tokens: int,
     ) -> None:
-        """Let the sizing see a request, now that its answer is known: the next turn will ask for that too.
+        """Let conversation and cache sizing know the answer: the next turn will ask for its blocks too.
 
-        Prompts shorter than a block do not count, no cache can hold them. The readiness probe is one.
+        Prompts shorter than a block do not count for the sizing, no cache can hold them. The readiness probe is one.
         """
-        if not digests:
-            return
-        rest = request.token_ids[len(digests) * card.block_size :] + answer[:-1]  # nobody computes the last one's KV
-        self._sizing.observe(
-            digests,
-            block_digests(digests[-1], rest, card.block_size),
-            block_size=card.block_size,
-            num_prompt_tokens=len(request.token_ids),
-            num_cached_tokens=num_cached_tokens,
-            cache_salt=request.cache_salt,
-        )
+        chain = list(digests)
+        # NOTE: the last token's KV is never computed.
+        token_ids = [*request.token_ids, *output[:-1]]
+        extend_digests(chain, self._root(card.namespace, request.cache_salt), token_ids, card.block_size)
+        self._note_turn(request, chain)
+        if digests:
+            self._sizing.observe(
+                digests,
+                chain[len(digests) :],
+                block_size=card.block_size,
+                num_prompt_tokens=len(request.token_ids),
+                num_cached_tokens=num_cached_tokens,
+                cache_salt=request.cache_salt,
+            )
 
     def _note_output_length(self, num_tokens: int) -> None:
         self.mean_output_tokens += OUTPUT_LENGTH_WEIGHT * (num_tokens - self.mean_output_tokens)
@@ -292,6 +304,7 @@ class RequestFlow:
             "tiers": [msgspec.to_builtins(tier) for tier in worker.tiers],
             "fetches": msgspec.to_builtins(worker.fetches),
             "links": [msgspec.to_builtins(link) for link in worker.links],
+            "pins": msgspec.to_builtins(worker.pins),
         }
 
 

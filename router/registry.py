@@ -11,7 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from protocol.messages import FetchStats, LinkLoad, Role, StepStats, TierLoad, WorkerCard, WorkerLoad, WorkerState
+from protocol.messages import (
+    FetchStats,
+    LinkLoad,
+    PinLoad,
+    Role,
+    StepStats,
+    TierLoad,
+    WorkerCard,
+    WorkerLoad,
+    WorkerState,
+)
 from router.cost_model import StepModel, prefill_attention
 
 __all__ = ["Booking", "Registry", "Worker", "WorkerChange", "can_decode", "can_prefill", "queue_s"]
@@ -42,6 +52,7 @@ class Worker:
     tiers: Sequence[TierLoad] = ()
     fetches: FetchStats | None = None
     links: Sequence[LinkLoad] = ()
+    pins: PinLoad | None = None
     queued_prompt_tokens: int = 0  # booked uncached prompt tokens whose first token has not come
     queued_attention: float = 0.0  # of these tokens
     computed_prompt_tokens: int = 0  # of these, already computed by steps reported since
@@ -203,6 +214,12 @@ class Registry:
         worker = self._workers.get(worker_id)
         if worker is not None:
             worker.links = links
+
+    def note_pins(self, worker_id: str, pins: PinLoad | None) -> None:
+        """Remember what a worker says it keeps for pins."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.pins = pins
 
     def note_step(self, worker_id: str, stats: StepStats) -> None:
         """Count what a step computed against the prompt tokens booked there."""

@@ -39,11 +39,15 @@ from protocol.messages import (
     LinkLoad,
     Message,
     PeerAddress,
+    Pin,
+    PinQuery,
+    PinReport,
     Prefill,
     RequestFailed,
     SequenceDelta,
     SnapshotRequest,
     StepOutput,
+    Unpin,
     Welcome,
     WorkerCard,
     WorkerState,
@@ -121,6 +125,7 @@ class _Link:
         self.welcome: asyncio.Future[WorkerCard] = asyncio.get_running_loop().create_future()
         self.kind = ""  # known with the welcome
         self.snapshot_asked_s: float | None = None
+        self.pin_reports: dict[str, asyncio.Future[PinReport]] = {}  # asked for, by query
         self.receiver: asyncio.Task[None] | None = None
         self._socket = socket
 
@@ -155,6 +160,8 @@ class _Link:
             leg.deliver(WorkerError(message))
         if not self.welcome.done():
             self.welcome.set_exception(WorkerError(message))
+        for report in self.pin_reports.values():
+            report.cancel()
         self.welcome.exception()  # marks it as seen: nobody need be waiting for it
 
 
@@ -256,6 +263,31 @@ class WorkerClient:
             raise WorkerError(f"worker {worker_id} is gone")
         return link.open_leg(request, inbox)
 
+    def send(self, worker_id: str, message: Pin | Unpin) -> None:
+        """Tell a worker something that needs no answer; one that is gone is ignored. Does not wait."""
+        if (link := self._links.get(worker_id)) is not None:
+            link.send(message)
+
+    async def query_pins(self, pin_ids: list[str], timeout_s: float) -> dict[str, dict[str, dict[str, int]]]:
+        """By worker, and by pin it knows, leading blocks by place. Without workers that do not answer in time."""
+        query_id = uuid.uuid4().hex
+        links = list(self._links.values())
+        for link in links:
+            link.pin_reports[query_id] = asyncio.get_running_loop().create_future()
+            link.send(PinQuery(query_id=query_id, pin_ids=pin_ids))
+        asked = {link.worker_id: link.pin_reports[query_id] for link in links}
+        try:
+            if asked:
+                await asyncio.wait(asked.values(), timeout=timeout_s)
+        finally:
+            for link in links:
+                link.pin_reports.pop(query_id).cancel()
+        return {
+            worker_id: report.result().held
+            for worker_id, report in asked.items()
+            if report.done() and not report.cancelled()
+        }
+
     def _leave(self, link: _Link, reason: str) -> None:
         worker_id = link.worker_id
         if self._links.get(worker_id) is not link:
@@ -292,6 +324,10 @@ class WorkerClient:
             case BlockSnapshot():
                 self._index.apply_snapshot(message)
                 link.snapshot_asked_s = None
+            case PinReport():
+                report = link.pin_reports.get(message.query_id)
+                if report is not None and not report.done():
+                    report.set_result(message)
             case RequestFailed():
                 if (leg := link.legs.get(message.request_id)) is not None:
                     error = _ERRORS.get(message.code, WorkerError)
@@ -355,6 +391,7 @@ class WorkerClient:
             if link is not None and link.address.epoch == message.epoch:
                 self._registry.note_load(message.worker_id, message.load, self._clock(), step_age_s=message.step_age_s)
                 self._registry.note_tiers(message.worker_id, message.tiers, message.fetches)
+                self._registry.note_pins(message.worker_id, message.pins)
                 self._on_links(message.worker_id, message.links)
 
     def _on_links(self, worker_id: str, links: list[LinkLoad]) -> None:

@@ -170,6 +170,7 @@ class Tier:
         self._index: dict[bytes, _Entry] = {}
         self._writes: dict[bytes, Write] = {}
         self._live: list[Load] = []
+        self._pinned: set[bytes] = set()  # there or not
         self._changed: dict[bytes, None] = {}  # digests whose presence changed since they were last taken
         self._counts = _Counters()
         self._paused_until = float("-inf")
@@ -275,6 +276,24 @@ class Tier:
         """Count blocks that their owner could not even offer."""
         if num_blocks:
             self._counts.drops[reason] += num_blocks
+
+    def pin(self, digests: Iterable[bytes]) -> None:
+        """Keep these blocks from eviction, now or once they are there, until `unpin`; a second pin changes nothing."""
+        for digest in digests:
+            if digest not in self._pinned and digest in self._index:
+                self._policy.pin(digest)
+            self._pinned.add(digest)
+
+    def unpin(self, digests: Iterable[bytes]) -> None:
+        """End the pins of these blocks; others are ignored."""
+        for digest in digests:
+            if digest in self._pinned and digest in self._index:
+                self._policy.unpin(digest)
+            self._pinned.discard(digest)
+
+    def pinned_digests(self) -> set[bytes]:
+        """A copy of all pinned digests, there or not."""
+        return set(self._pinned)
 
     def poll(self) -> None:
         """Take in what the I/O threads have finished. Under a microsecond when there is nothing."""
@@ -488,6 +507,8 @@ class Tier:
 
     def _publish(self, name: BlockName) -> None:
         self._index[name.digest] = _Entry(name, self._num_scans)
+        if name.digest in self._pinned:
+            self._policy.pin(name.digest)
         self._changed[name.digest] = None
 
     def _forget(self, entry: _Entry) -> None:

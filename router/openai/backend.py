@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from protocol.messages import FinishReason, TokenLogprobs
+from protocol.messages import FinishReason, Prefetch, TokenLogprobs
 from protocol.sampling import SamplingParams
 
-__all__ = ["Backend", "GenerateRequest", "TokenDelta"]
+__all__ = ["Backend", "GenerateRequest", "PinRequest", "PinState", "Pins", "TokenDelta"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class GenerateRequest:
     token_ids: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
+    conversation_id: str = ""  # "" = of none
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,47 @@ class TokenDelta:
     stop_token_id: int | None = None
     num_cached_tokens: int | None = None  # with the first token: prompt tokens not computed
     logprobs: list[TokenLogprobs] | None = None  # one for each of `token_ids`, if asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinRequest:
+    """A prefix to keep: these tokens, or (None) what the conversation consists of, now and from turn to turn."""
+
+    token_ids: list[int] | None
+    conversation_id: str = ""
+    cache_salt: str = ""
+    ttl_s: float | None = None  # None = the default
+    prefetch: Prefetch = Prefetch.HOST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinState:
+    """A live pin."""
+
+    pin_id: str
+    conversation_id: str
+    num_blocks: int
+    num_tokens: int  # of these blocks
+    remaining_s: float
+    prefetch: Prefetch
+    # By worker, leading blocks of the chain by place ("pool" or a tier); None for a worker that did not answer in time.
+    held: dict[str, dict[str, int] | None]
+
+
+class Pins(Protocol):
+    """Prefixes that clients ask to be kept."""
+
+    async def pin(self, request: PinRequest) -> PinState:
+        """Keep a prefix. Raises a `ServingError`."""
+
+    def unpin(self, pin_id: str) -> None:
+        """End a pin now. Raises `PinNotFound`."""
+
+    async def prefetch(self, pin_id: str, prefetch: Prefetch) -> PinState:
+        """Bring a pin's blocks up now. Raises `PinNotFound`."""
+
+    async def pins(self, cache_salt: str) -> list[PinState]:
+        """The live pins of one tenant, oldest first."""
 
 
 class Backend(Protocol):
@@ -53,6 +95,10 @@ class Backend(Protocol):
     @property
     def ready(self) -> bool:
         """Whether workers are there that could serve a request now."""
+
+    @property
+    def cache(self) -> Pins:
+        """What clients may say about the KV cache."""
 
     def serve(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Generate, ending with a delta that has a `finish_reason`.

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from protocol.errors import RequestError
 from router.openai.answer import answer_request
-from router.openai.edge import Edge, Prompt, plan_answer, read_body
+from router.openai.edge import Edge, Prompt, conversation_of, plan_answer, read_body
 from router.openai.formats import ChatFormat
 from router.openai.schema import ChatMessage, ChatRequest, refuse_unserved
 
@@ -47,6 +47,7 @@ async def create_chat_completion(edge: Edge, request: Request) -> Response:
         default_tokens=None,
         num_logprobs=num_logprobs,
         arrived_s=arrived_s,
+        conversation_id=conversation_of(request, fields),
     )
     return await answer_request(request, answer, edge.backend, edge.tokenizer, edge.metrics)
 

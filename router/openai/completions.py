@@ -10,13 +10,13 @@ from starlette.responses import Response
 
 from protocol.errors import RequestError
 from router.openai.answer import answer_request
-from router.openai.edge import Edge, Prompt, plan_answer, read_body
+from router.openai.edge import Edge, Prompt, conversation_of, plan_answer, read_body
 from router.openai.formats import CompletionFormat
 from router.openai.sampling import check_token_ids
 from router.openai.schema import CompletionRequest, refuse_unserved
 from router.tokenizer import Tokenizer
 
-__all__ = ["create_completion"]
+__all__ = ["create_completion", "tokenize_prompt"]
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -43,6 +43,7 @@ async def create_completion(edge: Edge, request: Request) -> Response:
         default_tokens=DEFAULT_MAX_TOKENS,
         num_logprobs=fields.logprobs,
         arrived_s=arrived_s,
+        conversation_id=conversation_of(request, fields),
     )
     return await answer_request(request, answer, edge.backend, edge.tokenizer, edge.metrics)
 
@@ -62,14 +63,22 @@ def _separate_prompts(prompt: str | list[str | int | list[int]]) -> list[str | l
 
 
 def _tokenize(prompt: str | list[int], fields: CompletionRequest, tokenizer: Tokenizer) -> Prompt:
+    token_ids = tokenize_prompt(prompt, tokenizer, add_special_tokens=fields.add_special_tokens is not False)
+    if isinstance(prompt, str):
+        return Prompt(token_ids, prompt)
+    return Prompt(token_ids, tokenizer.decode(prompt, skip_special_tokens=True) if fields.echo else "")
+
+
+def tokenize_prompt(prompt: str | list[int], tokenizer: Tokenizer, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of a prompt, at least one. Raises `RequestError`."""
     if isinstance(prompt, list):
         if not prompt:
             raise RequestError("A prompt of token ids must not be empty.", param="prompt")
         check_token_ids(prompt, tokenizer.vocab_size, param="prompt")
-        return Prompt(prompt, tokenizer.decode(prompt, skip_special_tokens=True) if fields.echo else "")
-    token_ids = tokenizer.encode(prompt, add_special_tokens=fields.add_special_tokens is not False)
+        return prompt
+    token_ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
     if not token_ids:  # as OpenAI: a text without a beginning starts from the mark that begins texts
         if tokenizer.start_id is None:
             raise RequestError("'prompt' must not be empty.", param="prompt")
         token_ids = [tokenizer.start_id]
-    return Prompt(token_ids, prompt)
+    return token_ids

@@ -18,11 +18,12 @@ from router.openai.errors import UnsupportedMediaType
 from router.openai.formats import AnswerFormat
 from router.openai.generation import ChoicePlan
 from router.openai.sampling import max_tokens_for, sampling_params, sibling_seed, stop_strings
-from router.openai.schema import GenerationFields, decode_body
+from router.openai.schema import MAX_CONVERSATION_ID_CHARS, GenerationFields, decode_body
 from router.tokenizer import Tokenizer, TokenizerPool
 
-__all__ = ["Edge", "Prompt", "plan_answer", "read_body"]
+__all__ = ["Edge", "Prompt", "conversation_of", "plan_answer", "read_body"]
 
+CONVERSATION_HEADER = "x-tandem-conversation"
 MAX_SEQUENCES = 2048  # of one request: prompts times n
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -60,6 +61,17 @@ async def read_body(request: Request, request_type: type[R]) -> tuple[bytes, R]:
     return body, decode_body(body, request_type)
 
 
+def conversation_of(request: Request, fields: GenerationFields) -> str:
+    """The conversation a request belongs to, by its body or its header; "" = none. Raises `RequestError`."""
+    conversation_id = fields.conversation_id or request.headers.get(CONVERSATION_HEADER, "")
+    if len(conversation_id) > MAX_CONVERSATION_ID_CHARS:
+        raise RequestError(
+            f"The header {CONVERSATION_HEADER} has {len(conversation_id)} characters, over the limit of "
+            f"{MAX_CONVERSATION_ID_CHARS}."
+        )
+    return conversation_id
+
+
 def plan_answer(
     edge: Edge,
     fields: GenerationFields,
@@ -70,6 +82,7 @@ def plan_answer(
     default_tokens: int | None,
     num_logprobs: int | None,
     arrived_s: float,
+    conversation_id: str = "",
 ) -> Answer:
     """The answer to generate for these prompts, `n` choices each. Raises `RequestError` for what cannot be served."""
     options = fields.stream_options
@@ -94,7 +107,9 @@ def plan_answer(
             fields, max_tokens=max_tokens, num_logprobs=num_logprobs, vocab_size=edge.tokenizer.vocab_size
         )
         for sibling in range(num_siblings):
-            choices.append(_choice(len(choices), answer_id, prompt, params, sibling, stops, fields))
+            # Of several answers the conversation goes on with the first.
+            conversation = "" if choices else conversation_id
+            choices.append(_choice(len(choices), answer_id, prompt, params, sibling, stops, fields, conversation))
     return Answer(
         answer_id=answer_id,
         model=fields.model or edge.backend.model,
@@ -116,12 +131,14 @@ def _choice(
     sibling: int,
     stops: tuple[str, ...],
     fields: GenerationFields,
+    conversation_id: str,
 ) -> ChoicePlan:
     request = GenerateRequest(
         request_id=f"{answer_id}-{index}",
         token_ids=prompt.token_ids,
         sampling=sibling_seed(params, sibling),
         cache_salt=fields.cache_salt or "",
+        conversation_id=conversation_id,
     )
     return ChoicePlan(
         index=index,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -25,8 +25,11 @@ __all__ = [
     "ContentPart",
     "DetokenizeRequest",
     "GenerationFields",
+    "PinFields",
+    "PrefetchFields",
     "StreamOptions",
     "TokenizeRequest",
+    "UnpinFields",
     "decode_body",
     "refuse_unserved",
 ]
@@ -34,12 +37,15 @@ __all__ = [
 MAX_CHOICES = 128  # of one prompt, as OpenAI
 MAX_STOPS = 1024
 MAX_STOP_CHARS = 4096
+MAX_CONVERSATION_ID_CHARS = 256
 
 Count = Annotated[int, Meta(ge=0)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+
+ConversationId = Annotated[str, Meta(min_length=1, max_length=MAX_CONVERSATION_ID_CHARS)]
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -76,6 +82,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, frozen=True):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
+    conversation_id: ConversationId | None = None  # as the header x-tandem-conversation
 
 
 class CompletionRequest(GenerationFields, kw_only=True, frozen=True):
@@ -134,6 +141,35 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
     tokens: list[Count]
 
 
+class PinFields(msgspec.Struct, kw_only=True, frozen=True):
+    """Body of `POST /v1/cache/pin`: messages, a prompt or a conversation."""
+
+    model: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    prompt: str | list[Count] | None = None
+    conversation_id: ConversationId | None = None
+    ttl_s: Annotated[float, Meta(gt=0)] | None = None
+    cache_salt: str | None = None
+    prefetch: Literal["none", "host", "pool"] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+
+class UnpinFields(msgspec.Struct, kw_only=True, frozen=True):
+    """Body of `POST /v1/cache/unpin`."""
+
+    id: str
+
+
+class PrefetchFields(msgspec.Struct, kw_only=True, frozen=True):
+    """Body of `POST /v1/cache/prefetch`."""
+
+    id: str
+    to: Literal["host", "pool"] | None = None
+
+
 # Field -> values that ask for nothing (null always does).
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": ([],),
@@ -171,7 +207,7 @@ def decode_body(body: bytes, request_type: type[R]) -> R:
         return msgspec.json.decode(body, type=request_type)
 
 
-def refuse_unserved(body: bytes, request: GenerationFields) -> None:
+def refuse_unserved(body: bytes, request: GenerationFields | PinFields) -> None:
     """Raise `RequestError` if the body sets a field that would change the answer and is not served."""
     with _decoding_errors():
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -179,7 +215,7 @@ def refuse_unserved(body: bytes, request: GenerationFields) -> None:
             value = msgspec.json.decode(fields[name])
             if value is None or value in UNSERVED[name]:
                 continue
-            if name == "tools" and isinstance(request, ChatRequest) and request.tool_choice == "none":
+            if name == "tools" and isinstance(request, ChatRequest | PinFields) and request.tool_choice == "none":
                 continue  # the model may not call them, so the answer is plain text
             raise RequestError(f"'{name}' is not supported by this server.", param=name, code="unsupported_parameter")
 

@@ -147,6 +147,47 @@ def test_idle_check_finds_a_leak() -> None:
         pool.check_integrity(idle=True)
 
 
+def test_pinned_blocks_are_evicted_last_and_leaves_first() -> None:
+    pool = BlockPool(6)
+    pinned, later = chain(pool, 1, 2, 3), chain(pool, 4, 5, 6)
+    pool.release(pinned)
+    pool.release(later)
+    pool.pin([digest(1), digest(2)])
+    assert (pool.num_available, pool.num_used) == (6, 0)
+    pool.check_integrity(idle=True)
+    assert evicted_order(pool) == [3, 6, 5, 4, 2, 1]
+
+
+def test_a_longer_pin_keeps_the_order_of_its_chain() -> None:
+    pool = BlockPool(4)
+    pool.release(chain(pool, 1, 2, 3, 4))
+    pool.pin([digest(1), digest(2)])
+    pool.pin([digest(1), digest(2), digest(3), digest(4)])
+    assert evicted_order(pool) == [4, 3, 2, 1]
+
+
+def test_a_pin_waits_for_its_block_and_outlives_it() -> None:
+    pool = BlockPool(3)
+    pool.pin([digest(1)])
+    for _ in range(2):
+        pool.release(chain(pool, 1))
+        pool.release(chain(pool, 2))
+        pool.release(chain(pool, 3))
+        assert evicted_order(pool) == [2, 3, 1]
+        pool.release([0, 1, 2])
+    pool.check_integrity(idle=True)
+
+
+def test_an_unpinned_block_is_the_most_recent_one() -> None:
+    pool = BlockPool(3)
+    pool.release(chain(pool, 1))
+    pool.pin([digest(1)])
+    pool.release(chain(pool, 2, 3))
+    pool.unpin([digest(1), digest(9)])
+    assert pool.pinned_digests() == set()
+    assert evicted_order(pool) == [3, 2, 1]
+
+
 class PoolMachine(RuleBasedStateMachine):
     """The pool against a naive model: lists of held blocks and a map from names to blocks."""
 
@@ -156,6 +197,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.held: list[list[int]] = []
         self.names: dict[int, int] = {}  # block -> name while cached
         self.subscriber: set[bytes] = set()
+        self.pinned: set[int] = set()  # names
 
     @rule(count=st.integers(0, 7))
     def allocate(self, count: int) -> None:
@@ -168,8 +210,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert not set(blocks) & set(users)
         unnamed = {block for block in range(6) if block not in users and block not in self.names}
         assert len(unnamed & set(blocks)) == min(count, len(unnamed)), "evicted while free blocks were left"
-        for block in blocks:
-            self.names.pop(block, None)
+        evicted = {self.names.pop(block) for block in blocks if block in self.names}
+        unpinned = {name for block, name in self.names.items() if block not in users} - self.pinned
+        assert not (evicted & self.pinned and unpinned), "a pinned block went before one that is not"
         self.held.append(blocks)
 
     @precondition(lambda self: self.held)
@@ -198,6 +241,12 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         self.pool.release(self.held.pop(data.draw(st.integers(0, len(self.held) - 1))))
+
+    @rule(names=st.lists(st.integers(0, 9), unique=True, max_size=4), is_pinned=st.booleans())
+    def pin(self, names: list[int], is_pinned: bool) -> None:
+        (self.pool.pin if is_pinned else self.pool.unpin)([digest(name) for name in names])
+        self.pinned = self.pinned | set(names) if is_pinned else self.pinned - set(names)
+        assert self.pool.pinned_digests() == {digest(name) for name in self.pinned}
 
     @rule()
     def take_events(self) -> None:

@@ -20,6 +20,7 @@ def make_card(
     max_model_len: int = 32768,
     max_num_batched_tokens: int = 512,
     namespace: bytes = NAMESPACE,
+    max_pinned_blocks: dict[str, int] | None = None,
 ) -> WorkerCard:
     return WorkerCard(
         address=PeerAddress(worker_id=worker_id, epoch=epoch, endpoint=endpoint, heartbeat_endpoint=heartbeat_endpoint),
@@ -33,6 +34,7 @@ def make_card(
         max_num_batched_tokens=max_num_batched_tokens,
         namespace=namespace,
         pid=1,
+        max_pinned_blocks=max_pinned_blocks or {},
     )
 
 

@@ -13,12 +13,52 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from protocol.config import RouterConfig
-from protocol.messages import FinishReason, TokenLogprobs
+from protocol.errors import PinNotFound
+from protocol.messages import FinishReason, Prefetch, TokenLogprobs
 from router.app import create_app
-from router.openai.backend import GenerateRequest, TokenDelta
+from router.openai.backend import GenerateRequest, PinRequest, PinState, TokenDelta
 from router.tokenizer import Tokenizer
 
 Step = TokenDelta | Exception | asyncio.Event
+
+
+class FakePins:
+    """Takes every pin, and says that worker "d" holds one block of it."""
+
+    def __init__(self) -> None:
+        self.requests: list[PinRequest] = []
+        self.prefetched: list[Prefetch] = []
+        self.live: dict[str, PinRequest] = {}
+
+    async def pin(self, request: PinRequest) -> PinState:
+        self.requests.append(request)
+        pin_id = f"pin-{len(self.requests)}"
+        self.live[pin_id] = request
+        return self._state(pin_id)
+
+    def unpin(self, pin_id: str) -> None:
+        if pin_id not in self.live:
+            raise PinNotFound("There is no such pin.", param="id")
+        del self.live[pin_id]
+
+    async def prefetch(self, pin_id: str, prefetch: Prefetch) -> PinState:
+        self.prefetched.append(prefetch)
+        return self._state(pin_id)
+
+    async def pins(self, cache_salt: str) -> list[PinState]:
+        return [self._state(pin_id) for pin_id, request in self.live.items() if request.cache_salt == cache_salt]
+
+    def _state(self, pin_id: str) -> PinState:
+        request = self.live[pin_id]
+        return PinState(
+            pin_id=pin_id,
+            conversation_id=request.conversation_id,
+            num_blocks=2,
+            num_tokens=32,
+            remaining_s=30.0,
+            prefetch=request.prefetch,
+            held={"d": {"pool": 1}, "p": None},
+        )
 
 
 class FakeBackend:
@@ -37,6 +77,7 @@ class FakeBackend:
         self.num_open = 0
         self.max_open = 0
         self.num_steps = 0
+        self.cache = FakePins()
         self.held: dict[str, str] = {}  # worker -> what it holds
 
     async def serve(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:

@@ -278,6 +278,45 @@ def test_a_block_whose_child_is_in_use_does_not_exceed_the_capacity() -> None:
     tier.close()
 
 
+@every_kind
+def test_pinned_blocks_and_what_they_hang_from_outlive_newer_ones(world: World) -> None:
+    tier = make_tier(world.open(), capacity=4)
+    tier.pin(digests(1, 2, 3))  # of which the third is never stored
+    put(tier, chain(1, 2))
+    for number in range(10, 16):
+        put(tier, [name_of(number)])
+    assert tier.count_present(digests(1, 2)) == 2
+    assert get(tier, chain(1, 2)) == 2
+    tier.unpin(digests(1, 2, 9))
+    assert tier.pinned_digests() == set(digests(3))
+    for number in range(20, 24):
+        put(tier, [name_of(number)])
+    assert tier.count_present(digests(1, 2)) == 0
+    tier.check_integrity(idle=True)
+    tier.close()
+
+
+def test_a_pin_outlives_its_block() -> None:
+    store = ScriptedStore()
+    tier = make_tier(store, capacity=2)
+    put(tier, [name_of(1)])
+    tier.pin(digests(1))
+    store.failures[digest_of(1)] = Failure.CORRUPT
+    assert get(tier, [name_of(1)]) == 0
+    assert digest_of(1) not in tier
+    store.failures.clear()
+    put(tier, [name_of(1)])
+    tier.pin(digests(1))  # again: one `unpin` ends both
+    for number in (2, 3, 4):
+        put(tier, [name_of(number)])
+    assert digest_of(1) in tier
+    tier.unpin(digests(1))
+    for number in (5, 6):
+        put(tier, [name_of(number)])
+    assert digest_of(1) not in tier
+    tier.close()
+
+
 def test_a_block_evicted_during_a_scan_does_not_come_back(tmp_path: Path) -> None:
     world, clock = World("disk", tmp_path), Clock()
     tier = make_tier(world.open(), capacity=2, clock=clock, rescan_s=60.0)

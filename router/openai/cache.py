@@ -1,0 +1,87 @@
+"""`/v1/cache/*`: keep a prefix or a conversation in the KV cache for a while."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from starlette.requests import Request
+
+from protocol.errors import RequestError
+from protocol.messages import Prefetch
+from router.openai.backend import PinRequest, PinState
+from router.openai.chat import template_messages, template_options
+from router.openai.completions import tokenize_prompt
+from router.openai.edge import Edge, read_body
+from router.openai.schema import PinFields, PrefetchFields, UnpinFields, refuse_unserved
+
+__all__ = ["list_pins", "pin_prefix", "prefetch_pin", "unpin_prefix"]
+
+SOURCES = ("messages", "prompt", "conversation_id")
+
+
+async def pin_prefix(edge: Edge, request: Request) -> dict[str, Any]:
+    """Body of `POST /v1/cache/pin`: the pin, and how much of it is where now. Raises a `ServingError`."""
+    body, fields = await read_body(request, PinFields)
+    edge.check_model(fields.model)
+    refuse_unserved(body, fields)
+    given = [name for name in SOURCES if getattr(fields, name) is not None]
+    if len(given) != 1:
+        raise RequestError(f"Give exactly one of {', '.join(SOURCES)}; got {len(given)}.", param=SOURCES[0])
+    pinned = PinRequest(
+        token_ids=None if fields.conversation_id else await _token_ids(edge, fields),
+        conversation_id=fields.conversation_id or "",
+        cache_salt=fields.cache_salt or "",
+        ttl_s=fields.ttl_s,
+        prefetch=Prefetch(fields.prefetch or Prefetch.HOST),
+    )
+    return _pin_json(await edge.backend.cache.pin(pinned))
+
+
+async def unpin_prefix(edge: Edge, request: Request) -> dict[str, Any]:
+    """Body of `POST /v1/cache/unpin`. Raises `PinNotFound`."""
+    _, fields = await read_body(request, UnpinFields)
+    edge.backend.cache.unpin(fields.id)
+    return {"id": fields.id, "object": "cache.pin", "deleted": True}
+
+
+async def prefetch_pin(edge: Edge, request: Request) -> dict[str, Any]:
+    """Body of `POST /v1/cache/prefetch`: the pin as it is before its blocks have come up. Raises `PinNotFound`."""
+    _, fields = await read_body(request, PrefetchFields)
+    return _pin_json(await edge.backend.cache.prefetch(fields.id, Prefetch(fields.to or Prefetch.POOL)))
+
+
+async def list_pins(edge: Edge, cache_salt: str) -> dict[str, Any]:
+    """Body of `GET /v1/cache/pins`: the live pins of one tenant."""
+    return {"object": "list", "data": [_pin_json(pin) for pin in await edge.backend.cache.pins(cache_salt)]}
+
+
+async def _token_ids(edge: Edge, fields: PinFields) -> list[int]:
+    """The prefix as a request with this prompt or these messages would have it."""
+    tokenizer = edge.tokenizer
+    if fields.prompt is not None:
+        prompt, add_special_tokens = fields.prompt, fields.add_special_tokens is not False
+        return await edge.pool.run(lambda: tokenize_prompt(prompt, tokenizer, add_special_tokens=add_special_tokens))
+    given = fields.messages or []
+    # Behind a system message or an answer the client goes on, not the model.
+    opens_answer = fields.add_generation_prompt
+    if opens_answer is None:
+        opens_answer = given[-1].role in ("user", "tool")
+    messages = template_messages(given)
+    options = template_options(fields.chat_template_kwargs, opens_answer)
+    with_special = bool(fields.add_special_tokens)
+    return await edge.pool.run(lambda: tokenizer.encode_chat(messages, options, add_special_tokens=with_special))
+
+
+def _pin_json(pin: PinState) -> dict[str, Any]:
+    return {
+        "id": pin.pin_id,
+        "object": "cache.pin",
+        "conversation_id": pin.conversation_id or None,
+        "num_tokens": pin.num_tokens,
+        "num_blocks": pin.num_blocks,
+        "prefetch": pin.prefetch.value,
+        "remaining_s": round(pin.remaining_s, 3),
+        "expires_at": int(time.time() + pin.remaining_s),
+        "held": pin.held,
+    }
