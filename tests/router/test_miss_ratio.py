@@ -16,7 +16,7 @@ SEED = int(os.environ.get("TEST_SEED", "0"))
 DIGESTS = draw_digests(100_000, "digests")
 
 
-def observe(curve: MissRatioCurve, *blocks: int, num_tokens: int | None = None, tenant: str | None = None) -> None:
+def observe(curve: MissRatioCurve, *blocks: int, num_tokens: int | None = None, tenant: str = "a tenant") -> None:
     digests = [DIGESTS[block] for block in blocks]
     curve.observe(digests, len(blocks) * curve.block_size if num_tokens is None else num_tokens, tenant=tenant)
 
@@ -140,9 +140,9 @@ def test_estimates_are_unbiased_for_any_length_of_the_hit() -> None:
         for _ in range(17):
             curve.observe([next(blocks) for _ in range(100)], 100)
         num = rng.choice(num_found)
-        before = sum(curve._total.tokens)
+        before = sum(curve._tenants["default"].tokens)
         curve.observe([*chains[num][:num], next(blocks)], num + 1)
-        shares[num] += (sum(curve._total.tokens) - before) / num
+        shares[num] += (sum(curve._tenants["default"].tokens) - before) / num
     assert sum(shares.values()) / num_draws == pytest.approx(1.0, abs=0.15)
 
 
