@@ -80,10 +80,15 @@ class KeptBlocks:
         for digest in gone:
             del self._kept[digest]
         arrived = [digest for digest in stored if digest in wanted and digest not in self._kept]
-        chosen = arrived[: self.room]
-        self._place.pin(chosen)
-        self._kept.update(dict.fromkeys(chosen))
-        return bool(gone) or len(chosen) < len(arrived)
+        num_chosen = min(len(arrived), self.room)
+        self.keep(arrived[:num_chosen])
+        return bool(gone) or num_chosen < len(arrived)
+
+    def keep(self, digests: Sequence[bytes]) -> None:
+        """Keep these as well, which pins want and there is room for."""
+        assert len(digests) <= self.room, f"{len(digests)} blocks, but there is room for {self.room}"
+        self._place.pin(digests)
+        self._kept.update(dict.fromkeys(digests))
 
     def check_integrity(self, wanted: Container[bytes]) -> None:
         """Raise AssertionError unless what is pinned there is what is kept, within the bound, and wanted by a pin."""
@@ -191,8 +196,7 @@ class WorkerPins:
         """Let pins expire and blocks come up."""
         self._now = now
         self._table.pump(now)
-        host = self._table.places.get("host")
-        self._prefetcher.pump(self._table.chains, 0 if host is None else host.room, now)
+        self._prefetcher.pump(self._table.chains, self._table.places.get("host"), now)
 
     def report(self, query_id: str, pin_ids: Sequence[str]) -> PinReport:
         """How many leading blocks of these pins are where."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,10 +20,21 @@ from engine.engine import Engine
 from kv_transfer.tiers import Load
 from protocol.messages import Prefetch
 
-__all__ = ["Prefetcher"]
+__all__ = ["HostBlocks", "Prefetcher"]
 
 _PIECE_BYTES = 8 << 20  # all that is ever in flight; copied between two steps, which takes a few ms
 _RETRY_S = 1.0  # after a load or a store that failed
+
+
+class HostBlocks(Protocol):
+    """The blocks that pins keep in host memory."""
+
+    @property
+    def room(self) -> int:
+        """Blocks that may still be kept."""
+
+    def keep(self, digests: Sequence[bytes]) -> None:
+        """Keep these as well, which pins want and there is room for."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -72,18 +84,18 @@ class Prefetcher:
         """There may be something to load."""
         self._look_at = -math.inf
 
-    def pump(self, chains: Mapping[str, tuple[bytes, ...]], host_room: int, now: float) -> None:
-        """Take in what has arrived and ask for the next piece. `host_room`: blocks that pins may still keep there."""
+    def pump(self, chains: Mapping[str, tuple[bytes, ...]], kept: HostBlocks | None, now: float) -> None:
+        """Take in what has arrived and ask for the next piece. `chains` by pin; `kept` is None without host memory."""
         piece = self._piece
-        if piece is not None and (self._cache.fetcher.is_loading or chains.get(piece.pin_id) is None):
+        if piece is not None and (self._cache.fetcher.is_loading or chains.get(piece.pin_id) is not piece.chain):
             piece.load.abandon()
             self._piece = None
             self._look_at = now
         elif piece is not None and piece.load.is_done:
             self._piece = None
-            self._look_at = now if self._land(piece) else now + _RETRY_S
+            self._look_at = now if self._land(piece, kept) else now + _RETRY_S
         if self._piece is None and now >= self._look_at and not self._cache.fetcher.is_loading:
-            self._piece = self._next_piece(chains, host_room)
+            self._piece = self._next_piece(chains, 0 if kept is None else kept.room)
             self._look_at = math.inf
 
     def _next_piece(self, chains: Mapping[str, tuple[bytes, ...]], host_room: int) -> _Piece | None:
@@ -131,28 +143,30 @@ class Prefetcher:
         load = source.tier.load(chain[first:end], data.numpy())
         return _Piece(pin_id, chain, first, source, target, data, load)
 
-    def _land(self, piece: _Piece) -> bool:
+    def _land(self, piece: _Piece, kept: HostBlocks | None) -> bool:
         """Put a piece where it belongs. Whether it is worth going on at once."""
         num_loaded = piece.load.num_loaded
         if not num_loaded:
             return False
         piece.source.learn(piece.load)
-        data = piece.data[:num_loaded]
-        if piece.target is None:
-            return self._land_in_pool(piece, data)
-        return self._land_in_host(piece, data, piece.target)
+        if piece.target is None or kept is None:
+            return self._land_in_pool(piece, piece.data[:num_loaded])
+        num_fitting = min(num_loaded, kept.room)
+        return num_fitting > 0 and self._land_in_host(piece, piece.data[:num_fitting], piece.target, kept)
 
-    def _land_in_host(self, piece: _Piece, data: Tensor, host: CachedTier) -> bool:
+    def _land_in_host(self, piece: _Piece, data: Tensor, host: CachedTier, kept: HostBlocks) -> bool:
         if host.codec.name != piece.source.codec.name:
             encoded = torch.empty(len(data), host.block_bytes, dtype=torch.uint8, device=self._engine.kv.device)
             host.codec.encode(self._decoded(piece, data), encoded)
             data = encoded.cpu()
-        first, num_stored = piece.first_block, 0
-        for idx, row in enumerate(data.numpy(), first):
+        stored = []
+        for idx, row in enumerate(data.numpy(), piece.first_block):
             parent = piece.chain[idx - 1] if idx else None
-            num_stored += host.tier.store(piece.chain[idx], parent, row) is not None
-        self.num_blocks[host.name] += num_stored
-        return num_stored > 0
+            if host.tier.store(piece.chain[idx], parent, row) is not None:
+                stored.append(piece.chain[idx])
+        kept.keep(stored)  # at once, or the next piece would count on the same room
+        self.num_blocks[host.name] += len(stored)
+        return bool(stored)
 
     def _land_in_pool(self, piece: _Piece, data: Tensor) -> bool:
         pool, first = self._engine.pool, piece.first_block

@@ -24,7 +24,8 @@ from router.worker_client import WorkerClient
 __all__ = ["Conversations", "PinService", "PinSummary", "PinTable", "PinnedChain", "max_pinned_blocks"]
 
 DEFAULT_TTL_S = 300.0
-MAX_CONVERSATION_BLOCKS = 1 << 20  # remembered over all conversations: 16 MiB
+MAX_CONVERSATION_BYTES = 32 << 20  # remembered over all conversations: 2 M blocks, less what short ones cost
+CONVERSATION_BYTES = 512  # of one beside its digests, about
 REPORT_TIMEOUT_S = 2.0  # a worker answers between two steps
 _SHARED_PLACES = {"disk", "object"}  # what one worker keeps there, all others find
 
@@ -34,9 +35,9 @@ Tenant = str  # its cache_salt
 class Conversations:
     """The latest chain of digests of each conversation, the least recently used forgotten first."""
 
-    def __init__(self, max_blocks: int = MAX_CONVERSATION_BLOCKS) -> None:
-        self._max_blocks = max_blocks
-        self._num_blocks = 0
+    def __init__(self, max_bytes: int = MAX_CONVERSATION_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
         self._chains: OrderedDict[tuple[Tenant, str], bytes] = OrderedDict()  # joined: a third of the memory
 
     def __len__(self) -> int:
@@ -45,10 +46,12 @@ class Conversations:
     def note(self, tenant: Tenant, conversation_id: str, digests: Sequence[bytes]) -> None:
         """Remember what a conversation consists of now."""
         key = (tenant, conversation_id)
-        self._num_blocks += len(digests) - len(self._chains.pop(key, b"")) // DIGEST_BYTES
-        self._chains[key] = b"".join(digests)
-        while self._num_blocks > self._max_blocks:
-            self._num_blocks -= len(self._chains.popitem(last=False)[1]) // DIGEST_BYTES
+        if key in self._chains:
+            self._num_bytes -= _size(key, self._chains.pop(key))
+        self._chains[key] = joined = b"".join(digests)
+        self._num_bytes += _size(key, joined)
+        while self._num_bytes > self._max_bytes:
+            self._num_bytes -= _size(*self._chains.popitem(last=False))
 
     def digests(self, tenant: Tenant, conversation_id: str) -> list[bytes]:
         """The chain of its latest turn; empty if the conversation is not known."""
@@ -250,8 +253,10 @@ class PinService:
     def note_turn(self, tenant: Tenant, conversation_id: str, digests: Sequence[bytes]) -> None:
         """A conversation consists of this now; pins of it follow."""
         self._conversations.note(tenant, conversation_id, digests)
-        now = self._clock()
-        for pin in self.table.follow(tenant, conversation_id, digests, self.max_blocks, now):
+        max_blocks, now = self.max_blocks, self._clock()
+        if not max_blocks:  # no worker decodes at the moment: what is covered stays covered
+            return
+        for pin in self.table.follow(tenant, conversation_id, digests, max_blocks, now):
             self._send(pin, now)
 
     @property
@@ -352,6 +357,10 @@ def max_pinned_blocks(registry: Registry) -> int:
             own += max((bound for place, bound in bounds.items() if place not in _SHARED_PLACES), default=0)
         shared = max([shared, *(bound for place, bound in bounds.items() if place in _SHARED_PLACES)])
     return max(own, shared)
+
+
+def _size(key: tuple[Tenant, str], joined: bytes) -> int:
+    return CONVERSATION_BYTES + sum(map(len, key)) + len(joined)
 
 
 def _leading(digests: Sequence[bytes], uses: Mapping[bytes, int], room: int) -> tuple[bytes, ...]:

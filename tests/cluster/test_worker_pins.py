@@ -176,6 +176,35 @@ def test_after_a_restart_a_pinned_session_is_served_from_host_memory(
     asyncio.run(come_back())
 
 
+def test_no_more_is_brought_up_than_pins_may_keep(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.prefetch._PIECE_BYTES", 2 * BLOCK_BYTES)  # three pieces
+    tiers = disk_and_host(tmp_path)
+    tokens = prompt(random.Random(11), 12)
+
+    async def fill() -> None:
+        async with alone(tiny_model, tiers) as cluster:
+            await cluster.generate(tokens)
+            await eventually(lambda: not cluster.worker("c")._cache.is_busy)
+
+    async def come_back() -> None:
+        small = replace(tiers, host_cache_gb=20.5 * BLOCK_BYTES / 1e9)
+        async with alone(tiny_model, small) as cluster:
+            worker = cluster.worker("c")
+            pinned = Pin(pin_id="a", digests=chain(worker, tokens), ttl_s=LONG_S, prefetch=Prefetch.HOST)
+            await pin(cluster, "c", pinned)
+            await eventually(lambda: worker._pins.load().num_blocks["host"] == 5)
+            await eventually(lambda: not worker._cache.is_busy and not worker._pins._prefetcher.is_busy)
+            assert (await tier(cluster, "c", "host")).num_blocks == 5
+            assert (await tier(cluster, "c", "disk")).num_hits == 5
+            assert await held(cluster, "c", "a") == {"pool": 0, "host": 5, "disk": 12}
+            await cluster.becomes_idle()
+
+    asyncio.run(fill())
+    asyncio.run(come_back())
+
+
 def test_a_pin_without_prefetch_brings_nothing_up(tiny_model: Path, tmp_path: Path) -> None:
     tiers = disk_and_host(tmp_path)
     tokens = prompt(random.Random(5), 4)
@@ -306,6 +335,46 @@ def test_a_request_goes_before_what_is_brought_up_for_a_pin(
         return pins.load().num_blocks["host"] == 12
 
     machine.run_until(is_up)
+    pins.unpin("a")
+    pins.check_integrity(idle=True)
+    machine.close()
+
+
+def test_what_is_under_way_for_a_chain_that_changed_is_given_up(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = disk_and_host(tmp_path)
+    tokens = prompt(random.Random(12), 6)
+    engine = make_engine(tiny_model)
+    machine = Machine(engine, create_tiers(tiers, engine))
+    machine.serve(tokens)
+    machine.settle()
+    machine.close()
+
+    engine = make_engine(tiny_model)
+    cache = (machine := Machine(engine, create_tiers(tiers, engine))).cache
+    machine.settle()
+    pins = WorkerPins(engine, cache, share=0.25)
+    digests = block_digests(root_digest(engine.namespace), tokens, BLOCK_SIZE)
+    gate = threading.Event()
+    disk = cache.tiers[1].tier
+    read = disk._store.read
+    monkeypatch.setattr(disk._store, "read", lambda name, scratch: gate.wait(DEADLINE_S) and read(name, scratch))
+    now = time.monotonic()
+    pins.pin(Pin(pin_id="a", digests=digests, ttl_s=LONG_S, prefetch=Prefetch.HOST), now)
+    pins.pump(now)
+    pins.pin(Pin(pin_id="a", digests=digests[:2], ttl_s=LONG_S, prefetch=Prefetch.HOST), now)
+    gate.set()
+
+    def is_up() -> bool:
+        pins.pump(now)
+        cache.take_events()
+        pins.check_integrity()
+        return pins.load().num_blocks["host"] == 2
+
+    machine.run_until(is_up)
+    machine.settle()
+    assert len(cache.tiers[0].tier.digests()) == 2
     pins.unpin("a")
     pins.check_integrity(idle=True)
     machine.close()

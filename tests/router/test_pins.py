@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prometheus_client import CollectorRegistry, generate_latest
 
 from protocol.config import RouterConfig
-from protocol.digest import block_digests, root_digest
+from protocol.digest import DIGEST_BYTES, block_digests, root_digest
 from protocol.errors import ContextLengthExceeded, NoWorker, PinNotFound, PinQuotaExceeded, RequestError
 from protocol.messages import (
     Message,
@@ -27,7 +27,7 @@ from protocol.messages import (
 )
 from router.openai.backend import GenerateRequest, PinRequest
 from router.pin_metrics import PinCollector
-from router.pins import Conversations, PinnedChain, PinTable, max_pinned_blocks
+from router.pins import CONVERSATION_BYTES, Conversations, PinnedChain, PinTable, max_pinned_blocks
 from router.registry import Registry
 from tests.router.builders import NAMESPACE, add_ready, make_card
 from tests.router.fake_worker import (
@@ -186,7 +186,7 @@ TestPinTableMachine.settings = settings(max_examples=60, stateful_step_count=30,
 
 
 def test_conversations_are_known_by_tenant_and_the_oldest_is_forgotten() -> None:
-    conversations = Conversations(max_blocks=4)
+    conversations = Conversations(max_bytes=2 * CONVERSATION_BYTES + 2 * len("tx") + 4 * DIGEST_BYTES)
     conversations.note("t", "x", digests(1, 2))
     conversations.note("u", "x", digests(3, 4))
     assert conversations.digests("t", "x") == digests(1, 2)
@@ -197,8 +197,11 @@ def test_conversations_are_known_by_tenant_and_the_oldest_is_forgotten() -> None
     assert conversations.digests("t", "x") == digests(1, 2)
     conversations.note("t", "y", digests(5, 6))
     assert len(conversations) == 2
-    conversations.note("t", "z", digests(*range(10, 15)))  # too long to remember: nobody else pays for more than that
+    conversations.note("t", "z", digests(*range(50, 99)))  # longer than all that may be remembered
     assert len(conversations) == 0
+    for number in range(9):
+        conversations.note("t", f"empty {number}", [])
+    assert len(conversations) == 2
 
 
 def test_what_pins_may_cover_is_what_the_decoding_workers_may_keep() -> None:
