@@ -93,7 +93,7 @@ def test_blocks_the_decode_worker_has_are_not_sent(tiny_model: Path) -> None:
 def test_what_was_written_reaches_the_cost_model_of_the_router(tiny_model: Path) -> None:
     async def scenario() -> None:
         async with running_cluster(tiny_model, {"p": Role.PREFILL, "d": Role.DECODE, "d2": Role.DECODE}) as cluster:
-            # Five steps; the first four chunks are written while the next is computed, the last one is exposed.
+            # Five steps, and a write after each, but for those before the grant came. The last chunk is exposed.
             prompts = [make_prompt(4 * 64 + 3 * BLOCK_SIZE, seed) for seed in range(4)]
             for prompt in prompts:
                 await cluster.generate(prompt)
@@ -102,10 +102,9 @@ def test_what_was_written_reaches_the_cost_model_of_the_router(tiny_model: Path)
             await eventually(lambda: sum(link.num_handoffs for link in worker.links) == 4)
             assert {link.peer_id for link in worker.links} <= {"d", "d2"}
             assert sum(link.num_bytes for link in worker.links) == 4 * 19 * BLOCK_BYTES
-            assert sum(link.exposed_bytes for link in worker.links) == 4 * 3 * BLOCK_BYTES
-            assert sum(link.num_transfers for link in worker.links) == 4 * (5 + 1)
-            for link in worker.links:
-                assert 0 < link.exposed_s < link.seconds
+            assert 4 * 3 * BLOCK_BYTES <= sum(link.exposed_bytes for link in worker.links) < 4 * 19 * BLOCK_BYTES
+            assert 4 * 2 < sum(link.num_transfers for link in worker.links) <= 4 * (5 + 1)
+            assert all(0 < link.exposed_s <= link.seconds for link in worker.links)
             assert cluster.flow.num_handoffs == 4
             kind = worker.card.kind
             # In this process a write is a copy: far below the milliseconds that the router first expected.
