@@ -17,8 +17,9 @@ import time
 from typing import Any
 
 from benchmarks.common import arguments, ms, print_table, ratio, write_result
+from cluster.kv_source import LoadPrior
 from cluster.model_store import resolve_model
-from cluster.tiered_cache import CachedTier, LoadPrior, TieredCache
+from cluster.tiered_cache import CachedTier, TieredCache
 from engine.engine import Engine
 from kv_transfer.codec import create_codec
 from kv_transfer.eviction import create_policy
@@ -110,7 +111,7 @@ def _phase(
         num_blocks = settings.prompt_tokens // 16
         bench.store.bytes_per_s = speed * num_blocks * bench.engine.block_bytes / recompute_s
         ttfts.append(bench.ttft_s(prompts[idx % len(prompts)]))  # the other one has pushed it out of the pool
-        outcomes.append(bench.cache.records[-1].outcome)
+        outcomes.append(bench.cache.fetcher.records[-1].outcome)
     return {"ttfts_s": ttfts, "outcomes": outcomes}
 
 

@@ -3,24 +3,35 @@
 Several prompts in a circle, more than the pool holds: in the first round each is computed, and asked for once more at
 once (out of the pool); in the second each has been evicted meanwhile and comes from the one tier that this server has.
 
+For "peer" the server is a pair whose prefill worker is killed after the first round: its successor reads what the
+decode worker still has of each prompt, over the KV transport.
+
     python -m benchmarks.tiers
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
+import signal
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Server, Setup, arguments, ms, print_table, ratio, serving, write_result
+import httpx
+
+from benchmarks.common import ONE_PAIR_ALWAYS, Server, Setup, arguments, ms, print_table, ratio, serving, write_result
 from kv_transfer.fetch_planner import Source, plan_fetch
 from loadtest.client import run_measured
 from loadtest.prompts import random_prompts
 
 _TOKEN_BYTES = 23_040  # of KV, of the default model
+_RESTART_TIMEOUT_S = 120.0
+_Timed = tuple[float, int]  # TTFT in seconds, tokens that were not computed
 _AIMS = {"host": 1 / 15, "disk": 1 / 10}
 
 # A 70B model with grouped queries (80 layers, 8 KV heads of 128) in bfloat16, on eight GPUs that compute 12,000 prompt
@@ -44,6 +55,9 @@ def main() -> int:
         for setup in _setups(Path(folder), pool_gb):
             with serving(setup, settings.model) as server:
                 results[setup.name] = run_measured(measure(server, settings))
+        room_gb = pool_gb * (settings.prompts + 2)
+        with serving(_peer_setup(room_gb), settings.model) as server:
+            results["peer"] = run_measured(measure_peer(server, settings))
     _show(results, settings)
     formula = _formula()
     write_result("tiers", settings, {"measured": results, "formula": formula})
@@ -59,8 +73,30 @@ def _setups(folder: Path, pool_gb: float) -> list[Setup]:
     ]
 
 
+def _peer_setup(pool_gb: float) -> Setup:
+    return Setup("peer", (*ONE_PAIR_ALWAYS.flags, f"--pool-gb={pool_gb:.4f}"))
+
+
 async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any]:
     """Medians of TTFT: computed, out of the pool, out of the tier."""
+    prompts = await _prompts(server, settings)
+    computed, pool = await _first_round(server, prompts)
+    tier = [await _ttft(server, prompt) for prompt in prompts]
+    # The first loads teach the tier's speed, so the later ones may be split otherwise: a third round says so.
+    tier += [await _ttft(server, prompt) for prompt in prompts]
+    return _medians(computed, pool, tier, settings)
+
+
+async def measure_peer(server: Server, settings: argparse.Namespace) -> dict[str, Any]:
+    """Medians of TTFT: computed, out of the pool, out of that of the other worker."""
+    prompts = await _prompts(server, settings)
+    computed, pool = await _first_round(server, prompts)
+    await _replace_prefill_worker(server)
+    tier = [await _ttft(server, prompt) for prompt in prompts]
+    return _medians(computed, pool, tier, settings)
+
+
+async def _prompts(server: Server, settings: argparse.Namespace) -> list[list[int]]:
     prompts = await random_prompts(
         server.client,
         model=server.model,
@@ -69,13 +105,38 @@ async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any
         seed=1_000_003 * settings.seed + 1,
     )
     await _ttft(server, prompts.pop())  # not counted: kernels and memory of this size
+    return prompts
+
+
+async def _first_round(server: Server, prompts: list[list[int]]) -> tuple[list[_Timed], list[_Timed]]:
     computed, pool = [], []
     for prompt in prompts:
         computed.append(await _ttft(server, prompt))
         pool.append(await _ttft(server, prompt))
-    tier = [await _ttft(server, prompt) for prompt in prompts]
-    # The first loads teach the tier's speed, so the later ones may be split otherwise: a third round says so.
-    tier += [await _ttft(server, prompt) for prompt in prompts]
+    return computed, pool
+
+
+async def _replace_prefill_worker(server: Server) -> None:
+    """Kill the prefill worker's process and wait for its successor."""
+
+    async def worker(client: httpx.AsyncClient) -> dict[str, Any] | None:
+        roles = (await client.get(f"{server.url}/v1/pools")).json()["roles"]
+        return next((w for w in roles["prefill"] if w["state"] == "ready"), None)
+
+    async with httpx.AsyncClient(timeout=10.0, trust_env=False) as client:
+        former = await worker(client)
+        assert former is not None
+        os.kill(former["pid"], signal.SIGKILL)
+        deadline = time.monotonic() + _RESTART_TIMEOUT_S
+        while (present := await worker(client)) is None or present["pid"] == former["pid"]:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the prefill worker was not replaced within {_RESTART_TIMEOUT_S:.0f} s")
+            await asyncio.sleep(0.2)
+
+
+def _medians(
+    computed: list[_Timed], pool: list[_Timed], tier: list[_Timed], settings: argparse.Namespace
+) -> dict[str, Any]:
     return {
         "computed_s": statistics.median(ttft for ttft, _ in computed),
         "pool_s": statistics.median(ttft for ttft, _ in pool),
@@ -86,7 +147,7 @@ async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any
     }
 
 
-async def _ttft(server: Server, prompt: list[int]) -> tuple[float, int]:
+async def _ttft(server: Server, prompt: list[int]) -> _Timed:
     timing = await server.client.stream_completion(
         prompt, model=server.model, max_tokens=2, ignore_eos=True, temperature=0.0
     )
@@ -115,7 +176,7 @@ def _show(results: dict[str, Any], settings: argparse.Namespace) -> None:
             ]
         )
     print_table(
-        f"A prompt of {settings.prompt_tokens} tokens, colocated",
+        f"A prompt of {settings.prompt_tokens} tokens; colocated, for the peer a pair",
         ["from", "TTFT p50 ms", "max", "tokens loaded", "over recomputing", "aim"],
         rows,
     )

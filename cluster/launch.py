@@ -23,6 +23,7 @@ from cluster.supervisor import Supervisor
 from protocol.config import ClusterConfig, RouterConfig, WorkerConfig
 from protocol.errors import ConfigError, WorkerError
 from protocol.messages import Role
+from router.cache_sizing import CacheSizing
 from router.cost_model import CostModel
 from router.flow import RequestFlow
 from router.placement import Placer
@@ -209,6 +210,7 @@ async def _run_until(
     console: Console,
 ) -> int:
     registry, index, costs = Registry(), PrefixIndex(), CostModel()
+    sizing = CacheSizing(registry)
     placer = Placer(registry, index, costs, config.router)
     workers = WorkerClient(registry, index, costs, config.router)
     flow = RequestFlow(
@@ -217,6 +219,7 @@ async def _run_until(
         index=index,
         costs=costs,
         placer=placer,
+        sizing=sizing,
         workers=workers,
         config=config.router,
     )
@@ -225,7 +228,9 @@ async def _run_until(
         await workers.start()
         configs = worker_configs(config)
         progress(f"loading {config.engine.served_model_name} into {len(configs)} worker(s)")
-        starting = asyncio.gather(supervisor.start(configs), asyncio.to_thread(_create_app, flow, registry, config))
+        starting = asyncio.gather(
+            supervisor.start(configs), asyncio.to_thread(_create_app, flow, registry, sizing, config)
+        )
         if not await _unless(stop, starting):
             return 0
         app = starting.result()[1]
@@ -239,17 +244,18 @@ async def _run_until(
     return 0
 
 
-def _create_app(flow: RequestFlow, registry: Registry, config: ClusterConfig) -> object:
+def _create_app(flow: RequestFlow, registry: Registry, sizing: CacheSizing, config: ClusterConfig) -> object:
     """The HTTP app. Its imports cost seconds (the tokenizer brings transformers); the workers load meanwhile."""
     from prometheus_client import CollectorRegistry
 
     from router.app import create_app
     from router.pin_metrics import PinCollector
     from router.tokenizer import Tokenizer
-    from router.worker_metrics import WorkerCollector
+    from router.worker_metrics import CacheSizingCollector, WorkerCollector
 
     metrics = CollectorRegistry()
     metrics.register(WorkerCollector(registry))
+    metrics.register(CacheSizingCollector(sizing))
     metrics.register(PinCollector(flow.cache, registry))
     return create_app(flow, Tokenizer(config.engine.model), config.router, metrics)
 

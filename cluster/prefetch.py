@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cluster.host_copy import host_buffer
 from cluster.tiered_cache import CachedTier, TieredCache
 from engine.engine import Engine
 from kv_transfer.tiers import Load
@@ -86,14 +87,14 @@ class Prefetcher:
     def pump(self, chains: Mapping[str, tuple[bytes, ...]], kept: HostBlocks | None, now: float) -> None:
         """Take in what has arrived and ask for the next piece. `chains` by pin; `kept` is None without host memory."""
         piece = self._piece
-        if piece is not None and (self._cache.is_loading or chains.get(piece.pin_id) is not piece.chain):
+        if piece is not None and (self._cache.fetcher.is_loading or chains.get(piece.pin_id) is not piece.chain):
             piece.load.abandon()
             self._piece = None
             self._look_at = now
         elif piece is not None and piece.load.is_done:
             self._piece = None
             self._look_at = now if self._land(piece, kept) else now + _RETRY_S
-        if self._piece is None and now >= self._look_at and not self._cache.is_loading:
+        if self._piece is None and now >= self._look_at and not self._cache.fetcher.is_loading:
             self._piece = self._next_piece(chains, 0 if kept is None else kept.room)
             self._look_at = math.inf
 
@@ -138,7 +139,7 @@ class Prefetcher:
     ) -> _Piece:
         end = min(end, first + max(_PIECE_BYTES // self._engine.block_bytes, 1), len(chain))
         end = first + max(source.tier.count_present(chain[first:end]), 1)
-        data = torch.empty(end - first, source.block_bytes, dtype=torch.uint8)
+        data = host_buffer(end - first, source.block_bytes, source.device)
         load = source.tier.load(chain[first:end], data.numpy())
         return _Piece(pin_id, chain, first, source, target, data, load)
 
@@ -147,7 +148,7 @@ class Prefetcher:
         num_loaded = piece.load.num_loaded
         if not num_loaded:
             return False
-        piece.source.observe(num_loaded, piece.load.read_s)
+        piece.source.learn(piece.load)
         if piece.target is None or kept is None:
             return self._land_in_pool(piece, piece.data[:num_loaded])
         num_fitting = min(num_loaded, kept.room)
@@ -173,8 +174,7 @@ class Prefetcher:
         parents = pool.acquire_cached(piece.chain[:first])
         blocks = pool.try_allocate(num_blocks) if len(parents) == first else None
         if blocks:
-            kv = self._engine.kv
-            kv[torch.tensor(blocks, device=kv.device)] = self._decoded(piece, data[:num_blocks])
+            piece.source.decode_into(self._engine.kv, blocks, data[:num_blocks])
             for block, digest in zip(blocks, piece.chain[first:], strict=False):
                 pool.publish(block, digest)
             self.num_blocks["pool"] += num_blocks

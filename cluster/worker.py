@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import zmq
 
+from cluster.peer_reads import PeerHolder, PeerReader
 from cluster.pins import WorkerPins
 from cluster.sockets import HeartbeatThread, WorkerSockets
 from cluster.status import WorkerStatus
@@ -49,6 +50,7 @@ from protocol.messages import (
     LeaseGrant,
     LeaseRefused,
     LeaseRevoked,
+    LinkLoad,
     Message,
     PeerAddress,
     PeerHello,
@@ -57,6 +59,9 @@ from protocol.messages import (
     PinLoad,
     PinQuery,
     Prefill,
+    ReadDone,
+    ReadGrant,
+    ReadRequest,
     RequestFailed,
     Role,
     SequenceDelta,
@@ -76,7 +81,7 @@ logger = logging.getLogger(__name__)
 _IDLE_POLL_MS = 200
 _TRANSFER_POLL_MS = 1  # NIXL has no file descriptor to wait on
 _LINK_EXPIRY_S = 1.0
-_TIER_REPORT_S = 0.5
+_REPORT_S = 0.5  # between two looks at tiers and links
 
 T = TypeVar("T")
 
@@ -105,7 +110,8 @@ class Worker:
         self._live_handoffs: list[tuple[str, int]] = []
         self._load = self._engine.load()
         self._tier_report: tuple[list[TierLoad], FetchStats | None, PinLoad | None] = ([], None, None)
-        self._next_tier_report = 0.0
+        self._link_report: list[LinkLoad] = []
+        self._next_report = 0.0
         self._step_started = 0.0
         interval_s = config.transfer.heartbeat_interval_s
         self._heartbeat = HeartbeatThread(self._context, config.host, interval_s, self._make_heartbeat)
@@ -139,7 +145,10 @@ class Worker:
         self._notifications: list[Notification] = []
         self._engine.runner.between_layers = self._poll_transport
         steps = CostModel().steps(self._kind)
-        self._cache = TieredCache(self._engine, create_tiers(config.tiers, self._engine), steps)
+        self._reader = PeerReader(self._engine, self._transport, self._links, config.transfer)
+        tiers = create_tiers(config.tiers, self._engine)
+        self._cache = TieredCache(self._engine, tiers, steps, peers=self._reader)
+        self._holder = PeerHolder(self._engine, self._cache.tier("host"), self._links, config.transfer)
         self._pins = WorkerPins(self._engine, self._cache, config.tiers.pin_share)
 
     @property
@@ -235,6 +244,8 @@ class Worker:
         self._links.forget(peer.worker_id, peer.epoch)
         self._prefill.peer_lost(peer.worker_id, peer.epoch)
         self._decode.peer_lost(peer.worker_id, peer.epoch)
+        self._reader.peer_lost(peer.worker_id, peer.epoch)
+        self._holder.peer_lost(peer.worker_id, peer.epoch)
         self._sockets.forget_peer(peer)
 
     def check_integrity(self, *, idle: bool = False) -> None:
@@ -243,6 +254,8 @@ class Worker:
         self._decode.check_integrity(idle=idle)
         self._engine.check_integrity(idle=idle)
         self._cache.check_integrity(idle=idle)
+        self._reader.check_integrity(idle=idle)
+        self._holder.check_integrity(idle=idle)
         self._pins.check_integrity(idle=idle)
         assert not (idle and self._clients), f"requests not forgotten: {sorted(self._clients)}"
 
@@ -263,7 +276,9 @@ class Worker:
             for change in self._links.expire(now):
                 self._link_changed(change, now)
         self._pump(now)
+        self._reader.pump(now)
         self._cache.pump(now)
+        self._holder.pump(now)
         self._pins.pump(now)
         self._publish_state()  # before the step: however long it takes, heartbeats name every handoff
         result = self._step()
@@ -281,13 +296,19 @@ class Worker:
 
         What arrives is acted upon after the step.
         """
-        if self._prefill.is_transferring or self._decode.is_transferring:
+        if self._is_transferring:
             self._notifications += self._transport.poll()
+
+    @property
+    def _is_transferring(self) -> bool:
+        """Whether polling the transport often makes something finish sooner, here or at a peer."""
+        is_handing_off = self._prefill.is_transferring or self._decode.is_transferring
+        return is_handing_off or self._reader.is_reading or self._holder.num_open > 0
 
     def _poll_ms(self) -> int:
         if self._engine.has_work:
             return _TRANSFER_POLL_MS if self._waits_for_room else 0
-        is_moving = self._prefill.is_transferring or self._decode.is_transferring or self._cache.is_busy
+        is_moving = self._is_transferring or self._cache.is_busy
         return _TRANSFER_POLL_MS if is_moving else _IDLE_POLL_MS
 
     def _publish_state(self) -> None:
@@ -295,9 +316,11 @@ class Worker:
         self._live_handoffs = self._prefill.live_handoffs
         self._load = self._engine.load()
         now = time.monotonic()
-        if now >= self._next_tier_report:
-            self._next_tier_report = now + _TIER_REPORT_S
-            self._tier_report = (self._cache.loads(), self._cache.fetch_stats(), self._pins.load())
+        if now >= self._next_report:
+            self._next_report = now + _REPORT_S
+            self._link_report = self._prefill.link_loads
+            fetches = self._cache.fetcher.stats(self._holder.num_lent_blocks)
+            self._tier_report = (self._cache.loads(), fetches, self._pins.load())
 
     def _pump(self, now: float) -> None:
         self._prefill.pump(now)
@@ -327,6 +350,13 @@ class Worker:
                 self._prefill.revoked(message)
             case LeaseClosed():
                 self._decode.closed(message)
+            case ReadRequest():
+                self._links.remember(message.sender)
+                self._holder.requested(message, now)
+            case ReadGrant():
+                self._reader.granted(message, now)
+            case ReadDone():
+                self._holder.done(message)
             case PeerHello():
                 self._link_changed(self._links.hello(message), now)
             case PeerRefused():
@@ -360,6 +390,7 @@ class Worker:
                 sequence = self._engine.make_sequence(
                     request.request_id, request.token_ids, request.sampling, cache_salt=request.cache_salt
                 )
+                sequence.kv_holder = request.kv_holder
                 self._engine.add(sequence)
         except ServingError as exc:
             self._fail(request.request_id, exc.message, exc.code or "")
@@ -465,6 +496,7 @@ class Worker:
             handoffs=self._live_handoffs,
             tiers=self._tier_report[0],
             fetches=self._tier_report[1],
+            links=self._link_report,
             pins=self._tier_report[2],
         )
 

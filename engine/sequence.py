@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from protocol.messages import FinishReason
+from protocol.messages import FinishReason, KvHolder
 from protocol.sampling import SamplingParams
 
 __all__ = ["Onboarding", "Phase", "Sequence", "SequenceStatus"]
@@ -65,6 +65,7 @@ class Sequence:
     num_cached_tokens: int = 0  # prompt tokens not computed: found in the pool at first admission, or loaded
     is_admitted_before: bool = False  # preempted sequences keep their first hit count
     onboarding: Onboarding | None = None
+    kv_holder: KvHolder | None = None  # a peer that has some of the prompt's KV
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
 

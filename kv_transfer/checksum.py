@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["CHECKSUM_BYTES", "block_checksums", "seal", "unseal", "wrong_blocks"]
+__all__ = ["CHECKED_SHARE", "CHECKSUM_BYTES", "block_checksums", "seal", "unseal", "wrong_blocks"]
 
 CHECKSUM_BYTES = 8
+# Share of the blocks that travel with a checksum, by `TransferConfig.checksums`.
+CHECKED_SHARE: dict[str, float] = {"off": 0.0, "sample": 1 / 16, "all": 1.0}
 _SEAL_BYTES = 4
 
 

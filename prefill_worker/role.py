@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from engine.engine import Engine, StepResult
 from engine.sequence import Phase, Sequence
-from kv_transfer.checksum import block_checksums, seal
+from kv_transfer.checksum import CHECKED_SHARE, block_checksums, seal
 from kv_transfer.links import PeerLinks
 from kv_transfer.outbox import BlockWrite, HandoffEnded, Outbox
 from kv_transfer.transport.base import Transfer, TransferState, Transport
@@ -22,19 +22,18 @@ from protocol.errors import PeerLost, TransferError
 from protocol.messages import (
     FINISHED_EARLY,
     ChunkArrived,
+    HandoffDone,
     LeaseClosed,
     LeaseGrant,
     LeaseRefused,
     LeaseRevoked,
+    LinkLoad,
     PeerAddress,
     Prefill,
     encode_message,
 )
 
 __all__ = ["PrefillRole"]
-
-# Share of the blocks that travel with a checksum.
-_CHECKED_SHARE: dict[str, float] = {"off": 0.0, "sample": 1 / 16, "all": 1.0}
 
 
 class _Flight(NamedTuple):
@@ -47,6 +46,21 @@ class _Flight(NamedTuple):
 class _Handoff:
     sequence: Sequence
     receiver: PeerAddress
+    is_computed: bool = False
+    exposed_bytes: int = 0  # written since
+    exposed_s: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Written:
+    """Totals of one link, as in `LinkLoad`."""
+
+    num_transfers: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    num_handoffs: int = 0
+    exposed_bytes: int = 0
+    exposed_s: float = 0.0
 
 
 class PrefillRole:
@@ -75,6 +89,7 @@ class PrefillRole:
         self._handoffs: dict[str, _Handoff] = {}
         self._early_grants: dict[tuple[str, int], list[LeaseGrant]] = {}  # by worker and epoch: the link is not up yet
         self._in_flight: list[_Flight] = []
+        self._written: dict[str, _Written] = {}  # by receiver
         self._dead: set[tuple[str, int]] = set()  # worker and epoch; its last messages may come after its death
         self._draw = random.Random(0).random  # of the blocks to check
 
@@ -97,6 +112,11 @@ class PrefillRole:
         """(request id, generation) pairs for the heartbeat that keeps their leases."""
         return self._outbox.heartbeat_handoffs
 
+    @property
+    def link_loads(self) -> list[LinkLoad]:
+        """What was written to each peer, for the heartbeat."""
+        return [LinkLoad(peer_id=peer_id, **asdict(written)) for peer_id, written in self._written.items()]
+
     def accept(self, request: Prefill, now: float) -> None:
         """Queue the prompt and open its handoff.
 
@@ -112,6 +132,7 @@ class PrefillRole:
             cache_salt=request.cache_salt,
             phase=Phase.PREFILL_ONLY,
         )
+        sequence.kv_holder = request.kv_holder
         self._links.connect(receiver, now)
         num_blocks = -(-len(request.token_ids) // self._engine.config.block_size)
         self._outbox.open(
@@ -164,9 +185,11 @@ class PrefillRole:
         self._dead.add((worker_id, epoch))
         self._fail_receiver(worker_id, epoch, f"decode worker {worker_id} died")
         self._outbox.receiver_lost(worker_id, epoch)
+        self._written.pop(worker_id, None)
 
     def after_step(self, result: StepResult) -> None:
         """Offer what the step computed to the outbox, first tokens included."""
+        self._settle()  # what was written while the step ran is not exposed
         size = self._engine.config.block_size
         for chunk in result.chunks:
             sequence = chunk.sequence
@@ -180,6 +203,8 @@ class PrefillRole:
                 continue
             if sequence.finish_reason is None:
                 self._outbox.first_token(sequence.request_id, output.token_id)
+                if (handoff := self._handoffs.get(sequence.request_id)) is not None:
+                    handoff.is_computed = True
             else:  # the first token was the last: there is nothing to hand over
                 self._outbox.cancel(sequence.request_id, FINISHED_EARLY)
 
@@ -230,7 +255,7 @@ class PrefillRole:
         if not self._links.is_ready(self._handoffs[notification.request_id].receiver):
             self._outbox.write_settled(write, TransferState.FAILED)
             return
-        share = _CHECKED_SHARE[self._config.checksums]
+        share = CHECKED_SHARE[self._config.checksums]
         if share > 0 and isinstance(notification, ChunkArrived):
             notification = ChunkArrived(
                 request_id=notification.request_id,
@@ -260,7 +285,31 @@ class PrefillRole:
             for write, transfer, _ in settled:
                 if transfer.state is TransferState.LOST:
                     self._links.broke(write.receiver_id, write.receiver_epoch)
+                elif transfer.state is TransferState.DONE:
+                    self._count(write, transfer)
                 self._outbox.write_settled(write, transfer.state)
+
+    def _count(self, write: BlockWrite, transfer: Transfer) -> None:
+        """Add up a write that succeeded.
+
+        Measured is the time the link was busy: from the start of a write, or from the end of the one before it, to the
+        poll of ours that saw its end and told the receiver. Waiting for the grant, for the writes of other handoffs
+        and, at the receiver, for its next step is not in it.
+        """
+        seconds = transfer.seconds or 0.0
+        written = self._written.setdefault(write.receiver_id, _Written())
+        written.num_transfers += 1
+        written.num_bytes += transfer.num_bytes
+        written.seconds += seconds
+        handoff = self._handoffs[write.notification.request_id]
+        if not handoff.is_computed:
+            return
+        handoff.exposed_bytes += transfer.num_bytes
+        handoff.exposed_s += seconds
+        if isinstance(write.notification, HandoffDone):
+            written.num_handoffs += 1
+            written.exposed_bytes += handoff.exposed_bytes
+            written.exposed_s += handoff.exposed_s
 
     def _give_up_stalled(self, now: float) -> None:
         """Stop vouching for handoffs with a write that takes too long: without heartbeats their leases run out."""

@@ -7,7 +7,7 @@ Three conversations use them:
     worker -> router   Welcome, StepOutput, RequestFailed, BlockEvents, BlockSnapshot,
                        PinReport                                                        (same sockets, back)
     worker -> worker   PeerHello, PeerRefused, LeaseGrant, LeaseRefused,
-                       LeaseRevoked, LeaseClosed                                       (ZMQ DEALER -> ROUTER)
+                       LeaseRevoked, LeaseClosed, ReadRequest, ReadGrant, ReadDone     (ZMQ DEALER -> ROUTER)
                        ChunkArrived, HandoffDone                                       (notified by the KV transport)
     worker -> all      Heartbeat                                          (ZMQ PUB, from its own thread)
 
@@ -36,10 +36,12 @@ __all__ = [
     "HandoffDone",
     "Heartbeat",
     "Hello",
+    "KvHolder",
     "LeaseClosed",
     "LeaseGrant",
     "LeaseRefused",
     "LeaseRevoked",
+    "LinkLoad",
     "Message",
     "PeerAddress",
     "PeerHello",
@@ -50,6 +52,9 @@ __all__ = [
     "PinReport",
     "Prefetch",
     "Prefill",
+    "ReadDone",
+    "ReadGrant",
+    "ReadRequest",
     "RequestFailed",
     "Role",
     "SequenceDelta",
@@ -118,6 +123,13 @@ class PeerAddress(msgspec.Struct, frozen=True):
     heartbeat_endpoint: str  # ZMQ PUB socket
 
 
+class KvHolder(msgspec.Struct, frozen=True):
+    """A worker believed to have the KV of a prompt's leading blocks, in its pool or its host memory."""
+
+    worker: PeerAddress
+    num_blocks: int
+
+
 class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     """All a router has to know of a worker to place requests on it."""
 
@@ -167,13 +179,29 @@ class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker decided about prompts whose KV a tier had, since the start."""
+    """What a worker decided about prompts whose KV a tier or a peer had, since the start."""
 
     num_prompts: dict[str, int]  # by outcome: loaded, overtaken, failed, withdrawn, computed (loading would be slower)
-    num_loaded_blocks: int
+    num_loaded_blocks: dict[str, int]  # by where they came from: a tier, or "peer"
+    num_lent_blocks: int  # kept for peers to read
     predicted_load_s: float  # sums, over the prompts that were loaded
     actual_load_s: float
     saved_s: float  # predicted: what computing would have taken beyond loading
+
+
+class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker wrote to one peer since either of them started. Writes that failed are left out.
+
+    The exposed part of a handoff is what was not written yet when its prompt was computed, `HandoffDone` included.
+    """
+
+    peer_id: str
+    num_transfers: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0  # that the link was busy with it: see `Transfer.seconds`
+    num_handoffs: int = 0  # complete
+    exposed_bytes: int = 0
+    exposed_s: float = 0.0
 
 
 class PinLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,6 +242,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     token_ids: list[int]
     sampling: SamplingParams
     cache_salt: str = ""
+    kv_holder: KvHolder | None = None  # if another worker has more of the prompt
 
 
 class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -224,6 +253,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampling: SamplingParams
     decode_worker: PeerAddress
     cache_salt: str = ""
+    kv_holder: KvHolder | None = None
 
 
 class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -362,7 +392,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     load: WorkerLoad
     handoffs: list[tuple[str, int]] = []
     tiers: list[TierLoad] = []
-    fetches: FetchStats | None = None  # of a worker with tiers
+    fetches: FetchStats | None = None
+    links: list[LinkLoad] = []  # counts, so a heartbeat that is lost loses nothing
     pins: PinLoad | None = None
 
 
@@ -422,6 +453,34 @@ class LeaseClosed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str = ""
 
 
+class ReadRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Reader -> holder: keep these blocks of a chain, those that are there, for `ttl_s` and say where they lie."""
+
+    sender: PeerAddress
+    read_id: int
+    digests: list[bytes]
+    ttl_s: float
+
+
+class ReadGrant(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Holder -> reader: the leading blocks asked for lie here and stay as they are, from now on for `ttl_s`.
+
+    `checksums` as in `ChunkArrived`.
+    """
+
+    sender: PeerAddress
+    read_id: int
+    block_ids: list[int]
+    checksums: list[bytes] = []
+
+
+class ReadDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Reader -> holder: nothing of this read is under way any more."""
+
+    sender: PeerAddress
+    read_id: int
+
+
 class ChunkArrived(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Rides with a write: these blocks (indices within the prompt) are in place now.
 
@@ -466,6 +525,9 @@ Message = (
     | LeaseRefused
     | LeaseRevoked
     | LeaseClosed
+    | ReadRequest
+    | ReadGrant
+    | ReadDone
     | ChunkArrived
     | HandoffDone
 )

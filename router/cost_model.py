@@ -24,6 +24,8 @@ Vector = npt.NDArray[np.float64]
 PRIOR_STD = 3.0  # of each weight, as a multiple of its prior
 RELATIVE_NOISE = 0.1  # of one measured duration
 MAX_DEVIATION = 3.0  # standard deviations; a measurement further off counts as this far
+MAX_SURPRISES = 5  # measurements in a row further off, all to one side: then the world has changed
+MIN_VARIANCE = 1e-12
 MIN_PREDICTION_S = 1e-6
 ERROR_WEIGHT = 0.05  # of the newest measurement in the exported prediction error
 
@@ -53,6 +55,9 @@ class LinearModel:
     Weights are multiples of the prior coefficients and measurements are divided by their prediction, so every
     number in the filter is near one. A feature's certainty fades only while the feature is seen, and never below
     the prior's: what a worker does not do at present (prefill, say) is neither forgotten nor blown up.
+
+    One outlier hardly moves it. Several in a row to the same side are none: the features seen are scaled by what they
+    were off by, and are uncertain again.
     """
 
     def __init__(self, prior: Sequence[float], *, forgetting: float = 0.995) -> None:
@@ -62,6 +67,7 @@ class LinearModel:
         self._growth = 1 / math.sqrt(forgetting)
         self.coefficients: tuple[float, ...] = tuple(prior)
         self.num_measurements = 0
+        self._surprises: list[float] = []  # measured over predicted, in a row, all above 1 or all below
         self.relative_error = 0.0  # moving average of |measured - predicted| / measured
 
     def predict(self, features: Sequence[float]) -> float:
@@ -79,18 +85,49 @@ class LinearModel:
         spread = self._covariance @ terms
         variance = float(terms @ spread) + RELATIVE_NOISE**2
         limit = MAX_DEVIATION * math.sqrt(variance)
-        deviation = min(max(duration_s / predicted_s - float(terms @ self._weights), -limit), limit)
+        surplus = duration_s / predicted_s - float(terms @ self._weights)
+        deviation = min(max(surplus, -limit), limit)
 
-        self._weights = np.maximum(self._weights + spread * (deviation / variance), 0.0)
+        self._weights = self._weights + spread * (deviation / variance)
         self._covariance -= np.outer(spread, spread) / variance
+        self._lift_negative_weights()
         self._fade(terms > 0)
+        self._note_surprise(surplus - deviation, duration_s / predicted_s, terms > 0)
         self.coefficients = tuple((self._weights * self._prior).tolist())
         self._note_error(abs(duration_s - predicted_s) / duration_s)
         return True
 
+    def _note_surprise(self, excess: float, ratio: float, is_seen: npt.NDArray[np.bool_]) -> None:
+        """Keep a measurement that lies beyond the limit, and follow when that has become the rule."""
+        if excess == 0 or (self._surprises and (ratio > 1) != (self._surprises[-1] > 1)):
+            self._surprises.clear()
+        if excess == 0:
+            return
+        self._surprises.append(ratio)
+        if len(self._surprises) == MAX_SURPRISES:
+            self._weights[is_seen] *= np.exp(np.mean(np.log(self._surprises)))
+            self._covariance[is_seen, :] = self._covariance[:, is_seen] = 0.0
+            weights = self._weights[is_seen]
+            self._covariance[is_seen, is_seen] = np.maximum(weights, 0.1 * weights.mean()) ** 2  # a 0 may come back
+            self._surprises.clear()
+
+    def _lift_negative_weights(self) -> None:
+        """Go to the most likely weights that are not negative.
+
+        Lifting one moves those it is confused with, too. Left where they are, they would be wrong for good: of a link
+        whose bytes cost nothing, the latency would stay at twice what it is.
+        """
+        for _ in self._weights:
+            idx = int(np.argmin(self._weights))
+            if self._weights[idx] >= 0:
+                return
+            column = self._covariance[:, idx]
+            self._weights = self._weights - column * (self._weights[idx] / max(column[idx], MIN_VARIANCE))
+        self._weights = np.maximum(self._weights, 0.0)
+
     def _fade(self, is_seen: npt.NDArray[np.bool_]) -> None:
         """Let the variance of the features seen grow a little, up to the prior's."""
-        deviations = np.sqrt(np.maximum(np.diagonal(self._covariance), 1e-12))
+        deviations = np.sqrt(np.maximum(np.diagonal(self._covariance), MIN_VARIANCE))
         growth = np.where(is_seen, np.minimum(self._growth, PRIOR_STD / deviations), 1.0)
         self._covariance *= np.outer(growth, growth)
 
@@ -165,7 +202,10 @@ class StepModel:
 
 
 class TransferModel:
-    """Time by which a handoff delays the decode side after the last chunk was computed."""
+    """Time a link takes to write what is left of a handoff when its prompt was computed.
+
+    Taught by the sending workers' own measurements (`LinkLoad.exposed_s`), latency and the final notification included.
+    """
 
     def __init__(self) -> None:
         self._model = LinearModel((TRANSFER_LATENCY_S, 1 / TRANSFER_BYTES_PER_S))

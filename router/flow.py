@@ -16,7 +16,8 @@ import msgspec
 from protocol.config import RouterConfig
 from protocol.digest import block_digests, extend_digests, root_digest
 from protocol.errors import NoWorker, WorkerError
-from protocol.messages import Decode, FinishReason, Generate, Prefill, Role, SequenceDelta
+from protocol.messages import Decode, FinishReason, Generate, KvHolder, Prefill, Role, SequenceDelta, WorkerCard
+from router.cache_sizing import CacheSizing
 from router.cost_model import CostModel
 from router.openai.backend import GenerateRequest, TokenDelta
 from router.pins import PinService
@@ -33,7 +34,6 @@ LONG_PROMPT_TOKENS = 2048  # hashing more than this (~0.3 ms) goes to a thread
 FIRST_GUESS_OUTPUT_TOKENS = 128.0
 OUTPUT_LENGTH_WEIGHT = 0.05  # of the newest answer in the mean length
 MAX_ROOTS = 4096  # cached digest roots, one per tenant salt
-MIN_HANDOFF_S = 1e-4
 SHUTTING_DOWN = "the server is shutting down; send the request again"
 
 
@@ -48,6 +48,7 @@ class RequestFlow:
         index: PrefixIndex,
         costs: CostModel,
         placer: Placer,
+        sizing: CacheSizing,
         workers: WorkerClient,
         config: RouterConfig,
         clock: Callable[[], float] = time.monotonic,
@@ -57,6 +58,7 @@ class RequestFlow:
         self._index = index
         self._costs = costs
         self._placer = placer
+        self._sizing = sizing
         self._workers = workers
         self._config = config
         self._clock = clock
@@ -98,20 +100,22 @@ class RequestFlow:
         legs: list[Leg] = []
         inbox: Inbox = asyncio.Queue()
         output: list[int] = []
+        num_cached_tokens = 0
         try:
-            self._note_turn(request, digests, output)
+            self._note_turn(request, digests)
             self._dispatch(request, placement, legs, inbox)
             self._running[inbox] = legs[-1]
             order = DeltaOrder()
-            handoff = _Handoff(placement, legs, self._clock)
+            handoff = _Handoff(legs)
             while True:
                 event = await self._next_event(request, inbox)
                 if not isinstance(event.item, SequenceDelta):
                     raise event.item
-                self._note_handoff(handoff, event)
+                self.num_handoffs += handoff.is_completed_by(event)
                 for delta in order.push(event.item):
                     booking.prefill_done()
                     output += delta.token_ids
+                    num_cached_tokens += delta.num_cached_tokens or 0
                     yield _token_delta(delta)
                     if delta.finish_reason is not None:
                         self._note_output_length(order.num_tokens)
@@ -122,7 +126,7 @@ class RequestFlow:
             for leg in legs:
                 leg.cancel()
             if output:
-                self._note_turn(request, digests, output)
+                self._note_answer(request, placement.best.decode.card, digests, output, num_cached_tokens)
 
     def shut_down(self) -> None:
         """End every running request with an error and refuse new ones: the server is going. Call it in the loop."""
@@ -143,6 +147,7 @@ class RequestFlow:
             "num_handoffs": self.num_handoffs,
             "num_indexed_blocks": len(self._index),
             "mean_output_tokens": self.mean_output_tokens,
+            "cache_sizing": self._sizing.report(),
             "pins": msgspec.to_builtins(self.cache.summary()),
             "autoscaler": self.autoscaler_status,
         }
@@ -161,15 +166,10 @@ class RequestFlow:
             return block_digests(root, token_ids, block_size)
         return await asyncio.to_thread(block_digests, root, token_ids, block_size)
 
-    def _note_turn(self, request: GenerateRequest, digests: list[bytes], output: list[int]) -> None:
-        """Let the request's conversation consist of prompt and answer, as far as there are full blocks of KV."""
-        worker = next(iter(self._registry), None)
-        if not request.conversation_id or worker is None:
-            return
-        root = self._root(worker.card.namespace, request.cache_salt)
-        # NOTE: the last token's KV is never computed.
-        extend_digests(digests, root, [*request.token_ids, *output[:-1]], worker.card.block_size)
-        self.cache.note_turn(request.cache_salt, request.conversation_id, digests)
+    def _note_turn(self, request: GenerateRequest, digests: list[bytes]) -> None:
+        """The request's conversation, if it is of one, consists of these blocks now."""
+        if request.conversation_id:
+            self.cache.note_turn(request.cache_salt, request.conversation_id, digests)
 
     def _root(self, namespace: bytes, cache_salt: str) -> bytes:
         root = self._roots.get((namespace, cache_salt))
@@ -210,9 +210,14 @@ class RequestFlow:
         """Send every leg its part at once. `legs` gets each as it is opened: decode last, or the only one."""
         request_id, token_ids, sampling = request.request_id, request.token_ids, request.sampling
         prefill, decode = placement.best.prefill.card.address, placement.best.decode.card.address
+        kv_holder = _kv_holder(placement)
         if not placement.best.is_pair:
             whole = Generate(
-                request_id=request_id, token_ids=token_ids, sampling=sampling, cache_salt=request.cache_salt
+                request_id=request_id,
+                token_ids=token_ids,
+                sampling=sampling,
+                cache_salt=request.cache_salt,
+                kv_holder=kv_holder,
             )
             legs.append(self._workers.open_leg(decode.worker_id, whole, inbox))
             return
@@ -222,6 +227,7 @@ class RequestFlow:
             sampling=sampling,
             decode_worker=decode,
             cache_salt=request.cache_salt,
+            kv_holder=kv_holder,
         )
         rest = Decode(
             request_id=request_id,
@@ -243,18 +249,32 @@ class RequestFlow:
                 f"request {request.request_id} got no token within request_timeout_s={timeout_s}"
             ) from exc
 
-    def _note_handoff(self, handoff: _Handoff, event: LegEvent) -> None:
-        """Learn what the handoff cost, from the gap between the first token and those of the decode worker."""
-        gap_s = handoff.note(event)
-        if gap_s is None:
-            return
-        self.num_handoffs += 1
-        if handoff.best.terms.memory_s > 0:
-            return
-        decode = handoff.best.decode
-        step_s = self._costs.steps(decode.card.kind).step_s(decode.num_booked_seqs, decode.booked_kv_tokens)
-        link = self._costs.transfer(handoff.best.prefill.card.kind, decode.card.kind)
-        link.observe(handoff.best.exposed_bytes, max(gap_s - step_s, MIN_HANDOFF_S))
+    def _note_answer(
+        self,
+        request: GenerateRequest,
+        card: WorkerCard,
+        digests: list[bytes],
+        output: list[int],
+        num_cached_tokens: int,
+    ) -> None:
+        """Let conversation and cache sizing know the answer: the next turn will ask for its blocks too.
+
+        Prompts shorter than a block do not count for the sizing, no cache can hold them. The readiness probe is one.
+        """
+        chain = list(digests)
+        # NOTE: the last token's KV is never computed.
+        token_ids = [*request.token_ids, *output[:-1]]
+        extend_digests(chain, self._root(card.namespace, request.cache_salt), token_ids, card.block_size)
+        self._note_turn(request, chain)
+        if digests:
+            self._sizing.observe(
+                digests,
+                chain[len(digests) :],
+                block_size=card.block_size,
+                num_prompt_tokens=len(request.token_ids),
+                num_cached_tokens=num_cached_tokens,
+                cache_salt=request.cache_salt,
+            )
 
     def _note_output_length(self, num_tokens: int) -> None:
         self.mean_output_tokens += OUTPUT_LENGTH_WEIGHT * (num_tokens - self.mean_output_tokens)
@@ -283,6 +303,7 @@ class RequestFlow:
             "queue_s": queue_s(worker, self._costs.steps(card.kind)),
             "tiers": [msgspec.to_builtins(tier) for tier in worker.tiers],
             "fetches": msgspec.to_builtins(worker.fetches),
+            "links": [msgspec.to_builtins(link) for link in worker.links],
             "pins": msgspec.to_builtins(worker.pins),
         }
 
@@ -311,27 +332,24 @@ class DeltaOrder:
 class _Handoff:
     """Watches a pair's handoff. Once both workers have sent tokens, the prefill worker has done its part."""
 
-    def __init__(self, placement: Placement, legs: list[Leg], clock: Callable[[], float]) -> None:
-        self.best = placement.best
-        self._prefill_leg = legs[0]
-        self._clock = clock
-        self._first_token_s: float | None = None
-        self._decoding_since_s: float | None = None
-        self._is_over = not placement.best.is_pair
+    def __init__(self, legs: list[Leg]) -> None:
+        self._legs = legs  # prefill, decode; or the only one
+        self._silent = set(legs)
 
-    def note(self, event: LegEvent) -> float | None:
-        """Seconds from the first token to the decode worker's first; told once, when both are here."""
-        if self._is_over:
-            return None
-        if event.leg is self._prefill_leg:
-            self._first_token_s = self._clock()
-        elif self._decoding_since_s is None:
-            self._decoding_since_s = self._clock()
-        if self._first_token_s is None or self._decoding_since_s is None:
-            return None
-        self._is_over = True
-        self._prefill_leg.close()  # its death does not touch this request any more
-        return self._decoding_since_s - self._first_token_s
+    def is_completed_by(self, event: LegEvent) -> bool:
+        """Whether this is the event that shows the handoff to be complete; true once."""
+        if event.leg not in self._silent:
+            return False
+        self._silent.discard(event.leg)
+        if self._silent or len(self._legs) == 1:
+            return False
+        self._legs[0].close()  # its death does not touch this request any more
+        return True
+
+
+def _kv_holder(placement: Placement) -> KvHolder | None:
+    holder = placement.best.holder
+    return None if holder is None else KvHolder(holder.worker.card.address, holder.num_blocks)
 
 
 def _token_delta(delta: SequenceDelta) -> TokenDelta:

@@ -18,14 +18,18 @@ from router.cost_model import CostModel, StepModel, prefill_attention
 from router.prefix_index import PrefixIndex
 from router.registry import Registry, Worker, can_decode, can_prefill, queue_s
 
-__all__ = ["Candidate", "Placement", "Placer", "Terms"]
+__all__ = ["Candidate", "Holder", "Placement", "Placer", "Terms"]
+
+_MAX_HOLDERS = 4  # looked at more closely
+_FETCH_GAIN = 0.95  # reading from a peer must save this much, as predictions are not that exact
 
 
 class Terms(NamedTuple):
     """What a placement costs, term by term, in seconds."""
 
     queue_s: float = 0.0  # prompts booked before this one
-    prefill_s: float = 0.0  # computing the uncached part of the prompt
+    fetch_s: float = 0.0  # reading what another worker has of the prompt
+    prefill_s: float = 0.0  # computing the rest of it
     delay_s: float = 0.0  # what that takes from the sequences decoding on the same worker, summed over them
     transfer_s: float = 0.0  # part of the KV transfer that prefill does not hide
     memory_s: float = 0.0  # until the decode worker has room
@@ -39,7 +43,14 @@ class Terms(NamedTuple):
     @property
     def ttft_s(self) -> float:
         """Predicted time to first token: it comes from the prefill side and waits for no transfer."""
-        return self.queue_s + self.prefill_s
+        return self.queue_s + self.fetch_s + self.prefill_s
+
+
+class Holder(NamedTuple):
+    """A worker that has leading blocks of the prompt."""
+
+    worker: Worker
+    num_blocks: int
 
 
 class Candidate(NamedTuple):
@@ -47,8 +58,8 @@ class Candidate(NamedTuple):
 
     prefill: Worker
     decode: Worker
-    num_cached_tokens: int  # of the prompt, on the prefill side
-    exposed_bytes: float
+    num_cached_tokens: int  # of the prompt, on the prefill side, those it is to fetch from `holder` included
+    holder: Holder | None  # another worker that has more of the prompt, if reading that is worth it
     terms: Terms
 
     @property
@@ -95,7 +106,9 @@ class _PrefillSide(NamedTuple):
     num_placed_tokens: int
     worker: Worker
     hit_tokens: int
+    holder: Holder | None
     queue_s: float
+    fetch_s: float
     prefill_s: float
     delay_s: float
 
@@ -152,7 +165,7 @@ class Placer:
         if not decoders:
             raise NoWorker(self._explain_no_worker(len(workers), skipped))
         hits = self._index.longest_prefix(digests, now)
-        request = _Request(num_prompt_tokens, expected_output_tokens, hits, self._costs)
+        request = _Request(num_prompt_tokens, expected_output_tokens, hits, self._holders(hits, digests), self._costs)
         decode_sides = [request.decode_side(worker) for worker in decoders]
         pair = request.best_pair(
             [request.prefill_side(worker) for worker in workers if can_prefill(worker)], decode_sides
@@ -169,6 +182,19 @@ class Placer:
             expected_output_tokens=expected_output_tokens,
             skipped=dict(skipped),
         )
+
+    def _holders(self, hits: dict[str, int], digests: Sequence[bytes]) -> list[Holder]:
+        """The two workers with the most of the prompt, best first: one to read from, and another for that one.
+
+        Speculative hits do not count: nobody can read what is not computed yet.
+        """
+        found = []
+        for worker_id in sorted(hits, key=lambda worker_id: -hits[worker_id])[:_MAX_HOLDERS]:
+            worker = self._registry.get(worker_id)
+            num_blocks = self._index.count_held(worker_id, digests)
+            if worker is not None and num_blocks:
+                found.append(Holder(worker, num_blocks))
+        return sorted(found, key=lambda holder: -holder.num_blocks)[:2]
 
     def _fits(self, worker: Worker, num_prompt_tokens: int, skipped: Counter[str]) -> bool:
         if worker.state != WorkerState.READY:
@@ -211,12 +237,18 @@ class _Request:
     """Scores one request on the workers it could use."""
 
     def __init__(
-        self, num_prompt_tokens: int, expected_output_tokens: int, hits: dict[str, int], costs: CostModel
+        self,
+        num_prompt_tokens: int,
+        expected_output_tokens: int,
+        hits: dict[str, int],
+        holders: Sequence[Holder],
+        costs: CostModel,
     ) -> None:
         self._num_prompt_tokens = num_prompt_tokens
         self._num_outputs = expected_output_tokens
         self._num_kv_tokens = num_prompt_tokens + expected_output_tokens
         self._hits = hits
+        self._holders = holders
         self._costs = costs
 
     def best_alone(self, decode_sides: Iterable[_DecodeSide]) -> Candidate | None:
@@ -249,23 +281,51 @@ class _Request:
         link = self._costs.transfer(prefill.worker.card.kind, card.kind)
         num_bytes = math.ceil((self._num_prompt_tokens - decode.hit_tokens) / card.block_size) * card.block_bytes
         chunk_bytes = prefill.worker.card.max_num_batched_tokens / card.block_size * card.block_bytes
-        exposed_bytes = link.exposed_bytes(num_bytes, chunk_bytes, prefill.prefill_s)
-        return _candidate(prefill, decode, link.transfer_s(exposed_bytes), exposed_bytes)
+        return _candidate(prefill, decode, link.exposed_s(num_bytes, chunk_bytes, prefill.prefill_s))
 
     def prefill_side(self, worker: Worker) -> _PrefillSide:
-        """What it costs to compute the prompt there."""
+        """What it costs to compute the prompt there, or to read what another has of it and compute the rest."""
         model = self._costs.steps(worker.card.kind)
-        hit = self._hit_tokens(worker)
-        num_new = self._num_prompt_tokens - hit
-        waiting_s = queue_s(worker, model)
-        work_s = model.prefill_work_s(num_new, prefill_attention(num_new, hit))
-        num_steps = math.ceil(num_new / worker.card.max_num_batched_tokens)
-        prefill_s = num_steps * model.step_s(worker.num_booked_seqs, worker.booked_kv_tokens) + work_s
+        hit, holder, fetch_s = self._hit_tokens(worker), None, 0.0
+        prefill_s, work_s = self._prefill_s(worker, model, hit)
+        other = self._holder_for(worker)
+        if other is not None:
+            other_hit = self._usable_tokens(other.num_blocks * worker.card.block_size)
+            num_bytes = (other_hit - hit) / worker.card.block_size * worker.card.block_bytes
+            other_fetch_s = self._fetch_s(other.worker, worker, num_bytes)
+            other_prefill_s, other_work_s = self._prefill_s(worker, model, other_hit)
+            if other_fetch_s + other_prefill_s < _FETCH_GAIN * prefill_s:
+                hit, holder, fetch_s = other_hit, other, other_fetch_s
+                prefill_s, work_s = other_prefill_s, other_work_s
         # A decode worker that computes a prompt stalls what decodes there, and be it the request that comes next.
         num_stalled = max(worker.num_booked_seqs, 1) if worker.role is Role.DECODE else worker.num_booked_seqs
-        delay_s = num_stalled * work_s
-        cost_s = waiting_s + prefill_s + delay_s
-        return _PrefillSide(cost_s, worker.num_placed_tokens, worker, hit, waiting_s, prefill_s, delay_s)
+        waiting_s, delay_s = queue_s(worker, model), num_stalled * work_s
+        cost_s = waiting_s + fetch_s + prefill_s + delay_s
+        return _PrefillSide(
+            cost_s, worker.num_placed_tokens, worker, hit, holder, waiting_s, fetch_s, prefill_s, delay_s
+        )
+
+    def _prefill_s(self, worker: Worker, model: StepModel, num_cached: int) -> tuple[float, float]:
+        """Seconds to compute the prompt behind its cached tokens, and how much that takes from sequences beside it."""
+        num_new = self._num_prompt_tokens - num_cached
+        work_s = model.prefill_work_s(num_new, prefill_attention(num_new, num_cached))
+        num_steps = math.ceil(num_new / worker.card.max_num_batched_tokens)
+        return num_steps * model.step_s(worker.num_booked_seqs, worker.booked_kv_tokens) + work_s, work_s
+
+    def _fetch_s(self, holder: Worker, reader: Worker, num_bytes: float) -> float:
+        """Seconds to read so much from another worker, which answers between two of its steps."""
+        model = self._costs.steps(holder.card.kind)
+        num_tokens = min(holder.uncomputed_tokens, holder.card.max_num_batched_tokens)
+        step_s = model.step_s(holder.num_booked_seqs, holder.booked_kv_tokens) + model.prefill_work_s(num_tokens, 0)
+        return step_s + self._costs.transfer(holder.card.kind, reader.card.kind).transfer_s(num_bytes)
+
+    def _holder_for(self, worker: Worker) -> Holder | None:
+        """The other worker that has the most of the prompt, if that is more than this one has itself."""
+        other = next((holder for holder in self._holders if holder.worker is not worker), None)
+        if other is None or other.num_blocks <= self._hits.get(worker.worker_id, 0):
+            return None
+        is_alike = other.worker.card.namespace == worker.card.namespace
+        return other if is_alike and other.worker.card.block_size == worker.card.block_size else None
 
     def decode_side(self, worker: Worker) -> _DecodeSide:
         """What it costs to decode there."""
@@ -282,8 +342,10 @@ class _Request:
 
     def _hit_tokens(self, worker: Worker) -> int:
         """Cached prompt tokens; the last token is always computed, for its logits."""
-        hit = self._hits.get(worker.worker_id, 0) * worker.card.block_size
-        return min(hit, self._num_prompt_tokens - 1)
+        return self._usable_tokens(self._hits.get(worker.worker_id, 0) * worker.card.block_size)
+
+    def _usable_tokens(self, num_tokens: int) -> int:
+        return min(num_tokens, self._num_prompt_tokens - 1)
 
     def _memory_s(self, worker: Worker, model: StepModel) -> float:
         """Wait until running sequences have given back what this one lacks: they end evenly over one lifetime."""
@@ -316,11 +378,17 @@ def _best_of_equals(sides: Iterable[_Side], group: Callable[[_Side], Hashable]) 
     return sorted(best.values(), key=lambda side: side[:2])
 
 
-def _candidate(
-    prefill: _PrefillSide, decode: _DecodeSide, transfer_s: float = 0.0, exposed_bytes: float = 0.0
-) -> Candidate:
-    terms = Terms(prefill.queue_s, prefill.prefill_s, prefill.delay_s, transfer_s, decode.memory_s, decode.decode_s)
-    return Candidate(prefill.worker, decode.worker, prefill.hit_tokens, exposed_bytes, terms)
+def _candidate(prefill: _PrefillSide, decode: _DecodeSide, transfer_s: float = 0.0) -> Candidate:
+    terms = Terms(
+        queue_s=prefill.queue_s,
+        fetch_s=prefill.fetch_s,
+        prefill_s=prefill.prefill_s,
+        delay_s=prefill.delay_s,
+        transfer_s=transfer_s,
+        memory_s=decode.memory_s,
+        decode_s=decode.decode_s,
+    )
+    return Candidate(prefill.worker, decode.worker, prefill.hit_tokens, prefill.holder, terms)
 
 
 def _preference(candidate: Candidate) -> tuple[float, int]:
@@ -336,6 +404,7 @@ def _explain(candidate: Candidate) -> dict[str, object]:
         "prefill_worker": candidate.prefill.worker_id,
         "decode_worker": candidate.decode.worker_id,
         "num_cached_tokens": candidate.num_cached_tokens,
+        "kv_holder": candidate.holder.worker.worker_id if candidate.holder else None,
         "total_s": candidate.terms.total_s,
         **candidate.terms._asdict(),
     }

@@ -6,6 +6,7 @@ before it (workers evict the tail of a chain first): the longest prefix is found
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -145,6 +146,14 @@ class PrefixIndex:
             open_ranges.append((middle, high, holding))
             open_ranges.append((low, middle - 1, mask & ~holding))
         return depths
+
+    def count_held(self, worker_id: str, digests: Sequence[bytes]) -> int:
+        """Number of leading blocks the worker has said it holds: what is only expected of it does not count."""
+        holder = self._holders.get(worker_id)
+        if holder is None:
+            return 0
+        bit, masks = holder.bit, self._masks
+        return bisect_left(range(len(digests)), True, key=lambda idx: not masks.get(digests[idx], 0) & bit)
 
     def _begin_epoch(self, holder: _Holder, epoch: int) -> None:
         self._clear(holder)

@@ -11,7 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from protocol.messages import FetchStats, PinLoad, Role, StepStats, TierLoad, WorkerCard, WorkerLoad, WorkerState
+from protocol.messages import (
+    FetchStats,
+    LinkLoad,
+    PinLoad,
+    Role,
+    StepStats,
+    TierLoad,
+    WorkerCard,
+    WorkerLoad,
+    WorkerState,
+)
 from router.cost_model import StepModel, prefill_attention
 
 __all__ = ["Booking", "Registry", "Worker", "WorkerChange", "can_decode", "can_prefill", "queue_s"]
@@ -41,6 +51,7 @@ class Worker:
     step_age_s: float = 0.0
     tiers: Sequence[TierLoad] = ()
     fetches: FetchStats | None = None
+    links: Sequence[LinkLoad] = ()
     pins: PinLoad | None = None
     queued_prompt_tokens: int = 0  # booked uncached prompt tokens whose first token has not come
     queued_attention: float = 0.0  # of these tokens
@@ -197,6 +208,12 @@ class Registry:
         worker = self._workers.get(worker_id)
         if worker is not None:
             worker.tiers, worker.fetches = tiers, fetches
+
+    def note_links(self, worker_id: str, links: Sequence[LinkLoad]) -> None:
+        """Remember what a worker says of its writes to its peers."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.links = links
 
     def note_pins(self, worker_id: str, pins: PinLoad | None) -> None:
         """Remember what a worker says it keeps for pins."""

@@ -36,6 +36,7 @@ from protocol.messages import (
     Generate,
     Heartbeat,
     Hello,
+    LinkLoad,
     Message,
     PeerAddress,
     Pin,
@@ -391,6 +392,23 @@ class WorkerClient:
                 self._registry.note_load(message.worker_id, message.load, self._clock(), step_age_s=message.step_age_s)
                 self._registry.note_tiers(message.worker_id, message.tiers, message.fetches)
                 self._registry.note_pins(message.worker_id, message.pins)
+                self._on_links(message.worker_id, message.links)
+
+    def _on_links(self, worker_id: str, links: list[LinkLoad]) -> None:
+        """Learn what the handoffs since the last heartbeat cost: the mean of each link counts as one measurement."""
+        worker = self._registry.get(worker_id)
+        if worker is None:
+            return
+        known = {link.peer_id: link for link in worker.links}
+        for link in links:
+            before = known.get(link.peer_id, LinkLoad(peer_id=link.peer_id))
+            num_handoffs = link.num_handoffs - before.num_handoffs  # negative where the peer was replaced
+            peer = self._registry.get(link.peer_id)
+            if num_handoffs > 0 and peer is not None:
+                num_bytes = (link.exposed_bytes - before.exposed_bytes) / num_handoffs
+                exposed_s = (link.exposed_s - before.exposed_s) / num_handoffs
+                self._costs.transfer(worker.card.kind, peer.card.kind).observe(num_bytes, exposed_s)
+        self._registry.note_links(worker_id, links)
 
     async def _watch(self) -> None:
         """Give up workers that are silent, and ask again for snapshots that did not come."""

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the workers, read from the registry when they are asked for."""
+"""Prometheus metrics of the workers and of what caches of other sizes would find, read when they are asked for."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from router.cache_sizing import CacheSizing
 from router.registry import Registry, Worker
 
-__all__ = ["WorkerCollector"]
+__all__ = ["CacheSizingCollector", "WorkerCollector"]
+
+# Fixed, so that the series stay the same whatever is configured: 256 to 16 million blocks.
+_CAPACITIES = [2**power for power in range(8, 25)]
 
 _LOAD = {
     "num_waiting": "Sequences waiting for room",
@@ -38,8 +42,16 @@ _TIER_REASONS = {
     "num_misses": "Blocks a load asked for and did not get",
     "num_drops": "Blocks that were to be stored and were not",
 }
+_LINK_COUNTERS = {
+    "num_transfers": "Writes to the peer that succeeded",
+    "num_bytes": "Bytes of KV written to the peer",
+    "seconds": "Seconds the link was busy with them",
+    "num_handoffs": "Handoffs to the peer that were completed",
+    "exposed_bytes": "Bytes still to write when the prompt was computed",
+    "exposed_s": "Seconds the link was busy with those",
+}
 _FETCH_COUNTERS = {
-    "num_loaded_blocks": "Blocks of prompts that came from a tier",
+    "num_lent_blocks": "Blocks kept for peers to read",
     "predicted_load_s": "Predicted seconds of loads",
     "actual_load_s": "Actual seconds of loads",
     "saved_s": "Predicted seconds of computing that loads saved",
@@ -47,7 +59,7 @@ _FETCH_COUNTERS = {
 
 
 class WorkerCollector:
-    """Load, tiers and fetches of every worker in the registry, labelled by worker and, where it is of one, by tier."""
+    """Load, tiers, fetches and links of every worker in the registry, labelled by worker, tier and peer."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -62,6 +74,34 @@ class WorkerCollector:
             yield gauge
         yield from _tier_metrics(workers)
         yield from _fetch_metrics(workers)
+        yield from _link_metrics(workers)
+
+
+class CacheSizingCollector:
+    """Predicted hit ratios of all traffic by the size of the cache, and the sizes that are configured."""
+
+    def __init__(self, sizing: CacheSizing) -> None:
+        self._sizing = sizing
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, as they are now."""
+        ratios = GaugeMetricFamily(
+            "tandem_cache_hit_ratio_predicted",
+            "Share of prompt tokens that one cache of this size would have found",
+            labels=["capacity_blocks"],
+        )
+        for capacity, ratio in zip(_CAPACITIES, self._sizing.hit_ratios(_CAPACITIES), strict=True):
+            ratios.add_metric([str(capacity)], ratio)
+        yield ratios
+        capacities = GaugeMetricFamily(
+            "tandem_cache_capacity_blocks", "Blocks that all workers together have room for", labels=["level"]
+        )
+        for level, num_blocks in self._sizing.levels().items():
+            capacities.add_metric([level], num_blocks)
+        yield capacities
+        yield CounterMetricFamily(
+            "tandem_cache_observed_tokens", "Prompt tokens the predictions come from", value=self._sizing.num_tokens
+        )
 
 
 def _tier_metrics(workers: list[Worker]) -> Iterator[Metric]:
@@ -93,10 +133,26 @@ def _fetch_metrics(workers: list[Worker]) -> Iterator[Metric]:
         for outcome, count in stats.num_prompts.items():
             outcomes.add_metric([worker_id, outcome], count)
     yield outcomes
+    loaded = CounterMetricFamily(
+        "tandem_fetch_loaded_blocks", "Blocks of prompts that came from a tier or a peer", labels=["worker", "source"]
+    )
+    for worker_id, stats in fetches:
+        for source, count in stats.num_loaded_blocks.items():
+            loaded.add_metric([worker_id, source], count)
+    yield loaded
     for name, text in _FETCH_COUNTERS.items():
         counter = CounterMetricFamily(f"tandem_fetch_{_plain(name)}", text, labels=["worker"])
         for worker_id, stats in fetches:
             counter.add_metric([worker_id], getattr(stats, name))
+        yield counter
+
+
+def _link_metrics(workers: list[Worker]) -> Iterator[Metric]:
+    links = [(worker.worker_id, link) for worker in workers for link in worker.links]
+    for name, text in _LINK_COUNTERS.items():
+        counter = CounterMetricFamily(f"tandem_link_{_plain(name)}", text, labels=["worker", "peer"])
+        for worker_id, link in links:
+            counter.add_metric([worker_id, link.peer_id], getattr(link, name))
         yield counter
 
 

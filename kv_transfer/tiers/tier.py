@@ -272,6 +272,11 @@ class Tier:
         self._submit(lambda _: self._write(write, evicted))
         return write
 
+    def note_dropped(self, reason: str, num_blocks: int) -> None:
+        """Count blocks that their owner could not even offer."""
+        if num_blocks:
+            self._counts.drops[reason] += num_blocks
+
     def pin(self, digests: Iterable[bytes]) -> None:
         """Keep these blocks from eviction, now or once they are there, until `unpin`; a second pin changes nothing."""
         for digest in digests:

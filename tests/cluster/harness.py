@@ -9,14 +9,19 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import UnionType
 from typing import Any
+
+import zmq
+from zmq.constants import SocketType
 
 from cluster.worker import Worker
 from engine.engine import Engine
 from kv_transfer.transport.in_process import InProcessHub, Verdict, Write
 from protocol.config import EngineConfig, RouterConfig, TierConfig, TransferConfig, WorkerConfig
-from protocol.messages import FinishReason, Role
+from protocol.messages import FinishReason, Message, Role, decode_message, encode_message
 from protocol.sampling import SamplingParams
+from router.cache_sizing import CacheSizing
 from router.cost_model import CostModel
 from router.flow import RequestFlow
 from router.openai.backend import GenerateRequest
@@ -76,6 +81,7 @@ class Cluster:
     registry: Registry
     client: WorkerClient
     index: PrefixIndex
+    costs: CostModel
     flow: RequestFlow
     workers: dict[str, RunningWorker] = field(default_factory=dict)
     num_requests: int = 0
@@ -157,9 +163,16 @@ async def running_cluster(
     client = WorkerClient(registry, index, costs, config)
     placer = Placer(registry, index, costs, config)
     flow = RequestFlow(
-        model="tiny", registry=registry, index=index, costs=costs, placer=placer, workers=client, config=config
+        model="tiny",
+        registry=registry,
+        index=index,
+        costs=costs,
+        placer=placer,
+        sizing=CacheSizing(registry),
+        workers=client,
+        config=config,
     )
-    cluster = Cluster(InProcessHub(judge), registry, client, index, flow)
+    cluster = Cluster(InProcessHub(judge), registry, client, index, costs, flow)
     await client.start()
     try:
         for worker_id, role in (roles or PAIR).items():
@@ -189,6 +202,29 @@ def worker_config(
         transfer=TransferConfig(**defaults | (transfer or {})),
         tiers=tiers or TierConfig(),
     )
+
+
+class Client:
+    """A router's bare socket."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(SocketType.DEALER)
+        self._socket.connect(worker.address.endpoint)
+
+    def send(self, message: Message) -> None:
+        self._socket.send(encode_message(message))
+
+    def receive(self, kind: type[Any] | UnionType) -> Any:
+        """The next message of this kind, or of one of these; others are skipped."""
+        while self._socket.poll(DEADLINE_S * 1000):
+            message = decode_message(self._socket.recv())
+            if isinstance(message, kind):
+                return message
+        raise AssertionError(f"no {kind} came")
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
 
 
 class Oracle:

@@ -11,7 +11,7 @@ import pytest
 from kv_transfer.transport.in_process import Verdict, Write
 from protocol.errors import NoWorker, ServingError, TransferError
 from protocol.messages import FinishReason, Role
-from tests.cluster.harness import BLOCK_SIZE, PAIR, Cluster, Oracle, eventually, running_cluster
+from tests.cluster.harness import BLOCK_BYTES, BLOCK_SIZE, PAIR, Cluster, Oracle, eventually, running_cluster
 from tests.cluster.tiny_model import EOS_TOKEN_ID, VOCAB_SIZE
 
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "repetition_penalty": 1.1}
@@ -86,6 +86,54 @@ def test_blocks_the_decode_worker_has_are_not_sent(tiny_model: Path) -> None:
             sent.clear()
             await cluster.generate(prompt)
             assert len(sent) == 1
+
+    asyncio.run(scenario())
+
+
+def test_what_was_written_reaches_the_cost_model_of_the_router(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        async with running_cluster(tiny_model, {"p": Role.PREFILL, "d": Role.DECODE, "d2": Role.DECODE}) as cluster:
+            # Five steps; the first four chunks are written while the next is computed, if the grant is there by then.
+            prompts = [make_prompt(4 * 64 + 3 * BLOCK_SIZE, seed) for seed in range(4)]
+            for prompt in prompts:
+                await cluster.generate(prompt)
+            worker = cluster.registry.get("p")
+            assert worker is not None
+            await eventually(lambda: sum(link.num_handoffs for link in worker.links) == 4)
+            assert {link.peer_id for link in worker.links} <= {"d", "d2"}
+            assert sum(link.num_bytes for link in worker.links) == 4 * 19 * BLOCK_BYTES
+            assert 4 * 3 * BLOCK_BYTES <= sum(link.exposed_bytes for link in worker.links) <= 4 * 19 * BLOCK_BYTES
+            assert 4 * 2 <= sum(link.num_transfers for link in worker.links) <= 4 * (5 + 1)
+            for link in worker.links:
+                assert 0 < link.exposed_s <= link.seconds
+            assert cluster.flow.num_handoffs == 4
+            kind = worker.card.kind
+            # In this process a write is a copy: far below the milliseconds that the router first expected.
+            assert cluster.costs.transfer(kind, kind).transfer_s(3 * BLOCK_BYTES) < 1e-3
+
+    asyncio.run(scenario())
+
+
+def test_a_write_that_fails_is_not_counted_as_written(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        async with running_cluster(tiny_model, judge=lambda write: Verdict.FAIL) as cluster:
+            with pytest.raises(ServingError):
+                await cluster.generate(make_prompt(100))
+            await cluster.becomes_idle()
+            assert await cluster.call("p", lambda: cluster.worker("p")._prefill.link_loads) == []
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_peer_is_forgotten_by_the_link_counts(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        async with running_cluster(tiny_model) as cluster:
+            await cluster.generate(make_prompt(100))
+            await cluster.becomes_idle()
+            prefill, decode = cluster.worker("p"), cluster.worker("d")
+            assert [link.peer_id for link in await cluster.call("p", lambda: prefill._prefill.link_loads)] == ["d"]
+            await cluster.call("p", lambda: prefill.peer_died(decode.address))
+            assert await cluster.call("p", lambda: prefill._prefill.link_loads) == []
 
     asyncio.run(scenario())
 

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
-from cluster.tiered_cache import CachedTier, LoadPrior, TieredCache, create_tiers
+from cluster.host_copy import HostCopy
+from cluster.kv_source import LoadPrior
+from cluster.tiered_cache import CachedTier, TieredCache, create_tiers
 from engine.engine import Engine
 from engine.sequence import Sequence
 from kv_transfer.codec import create_codec
@@ -61,9 +64,12 @@ class Machine:
 
     def flood(self, rng: random.Random) -> None:
         """Fill the pool with something else."""
+        self.flood_unsettled(rng)
+        self.settle()
+
+    def flood_unsettled(self, rng: random.Random) -> None:
         for _ in range(3):
             self.serve(prompt(rng, NUM_BLOCKS // 2))
-        self.settle()
 
     def close(self) -> None:
         self.cache.check_integrity(idle=True)
@@ -105,7 +111,7 @@ def tier_config(kind: str, folder: Path, codec: str = "raw") -> TierConfig:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads are waited for, however busy the machine is: what was planned is what happens."""
-    monkeypatch.setattr("cluster.tiered_cache._LATE_SLACK_S", DEADLINE_S)
+    monkeypatch.setattr("cluster.fetcher._LATE_SLACK_S", DEADLINE_S)
 
 
 @pytest.fixture(params=["host", "disk", "object"])
@@ -127,7 +133,7 @@ def test_an_evicted_prompt_comes_back_from_a_tier_with_the_same_tokens(
     assert engine.pool.count_cached(first.digests) == 0, "the pool was to forget it"
     again = machine.serve(first_prompt)
     assert again.token_ids == first.token_ids
-    record = machine.cache.records[-1]
+    record = machine.cache.fetcher.records[-1]
     assert record.outcome == "loaded"
     # A tier with some latency leaves the first few blocks to be computed meanwhile.
     assert record.num_loaded_blocks == 20 - record.loads[0].first_block >= 15
@@ -193,13 +199,13 @@ class Throttled:
         self.machine.flood(rng)
         self.store.latency_s = latency_s
         self.machine.serve(token_ids)
-        return self.machine.cache.records[-1].outcome
+        return self.machine.cache.fetcher.records[-1].outcome
 
 
 def test_a_slow_tier_is_overtaken_then_left_alone_and_comes_back(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.tiered_cache._PROBE_INTERVAL_S", 0.0)
+    monkeypatch.setattr("cluster.fetcher._PROBE_INTERVAL_S", 0.0)
     rng = random.Random(10)
     throttled = Throttled(tiny_model, learns=True)
     token_ids = prompt(rng, 20)
@@ -234,7 +240,7 @@ def test_a_tier_that_loses_a_block_costs_only_time(tiny_model: Path, tmp_path: P
         path.write_bytes(data)
     again = machine.serve(first_prompt)
     assert again.token_ids == first.token_ids
-    assert machine.cache.records[-1].outcome == "failed"
+    assert machine.cache.fetcher.records[-1].outcome == "failed"
     assert sum(machine.cache.tiers[0].tier.stats().num_misses.values()) > 0
     machine.close()
 
@@ -248,10 +254,49 @@ def test_a_request_that_is_cancelled_while_it_loads_leaves_nothing(tiny_model: P
     machine.flood(rng)
     throttled.store.latency_s = 0.05
     engine.add(engine.make_sequence("gone", token_ids, GREEDY))
-    machine.run_until(lambda: machine.cache.is_loading)
+    machine.run_until(lambda: machine.cache.fetcher.is_loading)
     assert engine.abort("gone")
-    machine.run_until(lambda: not machine.cache.is_loading)
-    assert machine.cache.records[-1].outcome == "withdrawn"
+    machine.run_until(lambda: not machine.cache.fetcher.is_loading)
+    assert machine.cache.fetcher.records[-1].outcome == "withdrawn"
+    machine.close()
+
+
+class SlowCopy(HostCopy):
+    """As on a GPU: the bytes are there some time later."""
+
+    arrived = False
+
+    @property
+    def is_done(self) -> bool:
+        return SlowCopy.arrived
+
+
+def test_blocks_that_are_still_on_the_device_are_bounded_and_stored_when_they_arrive(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.tiered_cache.HostCopy", SlowCopy)
+    monkeypatch.setattr("cluster.tiered_cache._MAX_OFFLOAD_BYTES", 15 * BLOCK_BYTES)
+    monkeypatch.setattr(SlowCopy, "arrived", False)
+    rng = random.Random(14)
+    engine = make_engine(tiny_model)
+    machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine))
+    (cached,) = machine.cache.tiers
+    sequence = machine.serve(prompt(rng, 20))
+    assert (len(cached.tier.digests()), machine.cache.is_busy) == (0, True)
+    assert cached.tier.stats().num_drops == {"offload queue full": 5}
+    exact = cached_kv(engine, sequence.digests[:15])
+    machine.flood_unsettled(rng)
+    monkeypatch.setattr(SlowCopy, "arrived", True)
+    machine.settle()
+    assert cached.tier.count_present(sequence.digests) == 15
+    data = torch.empty(15, cached.block_bytes, dtype=torch.uint8)
+    load = cached.tier.load(sequence.digests[:15], data.numpy())
+    machine.run_until(lambda: load.is_done)
+    blocks = engine.pool.try_allocate(15)
+    assert blocks is not None
+    cached.decode_into(engine.kv, blocks, data)
+    assert torch.equal(engine.kv[blocks], exact), "a block changed on its way"
+    engine.pool.release(blocks)
     machine.close()
 
 
@@ -266,7 +311,7 @@ def test_a_preempted_sequence_comes_back_from_the_tier(tiny_model: Path, tmp_pat
         engine.add(sequence)
     machine.run_until(lambda: all(sequence.finish_reason for sequence in sequences))
     assert engine.scheduler.num_preemptions > 0
-    assert any(record.num_loaded_blocks > 8 for record in machine.cache.records), "no answer came back"
+    assert any(record.num_loaded_blocks > 8 for record in machine.cache.fetcher.records), "no answer came back"
     alone = Engine(engine_config(tiny_model))
     for sequence in sequences:
         expected = alone.make_sequence(sequence.request_id, sequence.token_ids[: sequence.num_prompt_tokens], long)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 import pytest
-import zmq
-from zmq.constants import SocketType
 
 from cluster.worker import Worker
 from kv_transfer.transport.in_process import InProcessHub, Verdict
@@ -28,7 +25,6 @@ from protocol.messages import (
     LeaseGrant,
     LeaseRefused,
     LeaseRevoked,
-    Message,
     PeerRefused,
     Prefill,
     RequestFailed,
@@ -37,13 +33,12 @@ from protocol.messages import (
     StepOutput,
     Welcome,
     WorkerState,
-    decode_message,
-    encode_message,
 )
 from protocol.sampling import SamplingParams
 from tests.cluster.harness import (
     DEADLINE_S,
     PAIR,
+    Client,
     Cluster,
     Oracle,
     RunningWorker,
@@ -54,29 +49,6 @@ from tests.cluster.harness import (
 from tests.cluster.test_roles import make_prompt
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
-
-
-class Client:
-    """A router's bare socket."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(SocketType.DEALER)
-        self._socket.connect(worker.address.endpoint)
-
-    def send(self, message: Message) -> None:
-        self._socket.send(encode_message(message))
-
-    def receive(self, kind: type[Any] | UnionType) -> Any:
-        """The next message of this kind, or of one of these; others are skipped."""
-        while self._socket.poll(DEADLINE_S * 1000):
-            message = decode_message(self._socket.recv())
-            if isinstance(message, kind):
-                return message
-        raise AssertionError(f"no {kind} came")
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
 
 
 @pytest.fixture

@@ -29,9 +29,9 @@ LONG_S = 600.0
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model computes faster than anything loads: believe in a slow one, wait for loads, try no others."""
-    monkeypatch.setattr("cluster.tiered_cache._PROBE_BLOCKS", 0)
-    monkeypatch.setattr("cluster.tiered_cache._LATE_SLACK_S", DEADLINE_S)
-    monkeypatch.setattr("cluster.tiered_cache.TieredCache.after_step", lambda self, stats: None)
+    monkeypatch.setattr("cluster.fetcher._PROBE_BLOCKS", 0)
+    monkeypatch.setattr("cluster.fetcher._LATE_SLACK_S", DEADLINE_S)
+    monkeypatch.setattr("cluster.fetcher.Fetcher.after_step", lambda self, stats: None)
 
 
 def prompt(rng: random.Random, num_blocks: int) -> list[int]:
@@ -320,7 +320,7 @@ def test_a_request_goes_before_what_is_brought_up_for_a_pin(
     sequence = engine.make_sequence("r", asked, GREEDY)
     engine.add(sequence)
     engine.step()
-    assert cache.is_loading
+    assert cache.fetcher.is_loading
     pins.pump(now)
     assert not pins._prefetcher.is_busy
     pins.pump(now)

@@ -18,8 +18,8 @@ NUM_BLOCKS = 48
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model computes faster than anything loads: believe in a slow one, and wait for its loads."""
-    monkeypatch.setattr("cluster.tiered_cache._LATE_SLACK_S", DEADLINE_S)
-    monkeypatch.setattr("cluster.tiered_cache.TieredCache.after_step", lambda self, stats: None)
+    monkeypatch.setattr("cluster.fetcher._LATE_SLACK_S", DEADLINE_S)
+    monkeypatch.setattr("cluster.fetcher.Fetcher.after_step", lambda self, stats: None)
 
 
 def prompt(rng: random.Random, num_blocks: int) -> list[int]:

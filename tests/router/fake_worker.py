@@ -19,6 +19,7 @@ from protocol.messages import (
     Generate,
     Heartbeat,
     Hello,
+    LinkLoad,
     Message,
     PeerAddress,
     Prefill,
@@ -34,6 +35,7 @@ from protocol.messages import (
     encode_message,
 )
 from protocol.sampling import SamplingParams
+from router.cache_sizing import CacheSizing
 from router.cost_model import CostModel
 from router.flow import RequestFlow
 from router.openai.backend import GenerateRequest
@@ -114,8 +116,10 @@ class FakeWorker:
             )
         )
 
-    def beat(self, load: WorkerLoad) -> None:
-        beat = Heartbeat(worker_id=self.worker_id, epoch=self.address.epoch, step_age_s=0.5, load=load)
+    def beat(self, load: WorkerLoad, *links: LinkLoad) -> None:
+        beat = Heartbeat(
+            worker_id=self.worker_id, epoch=self.address.epoch, step_age_s=0.5, load=load, links=list(links)
+        )
         self._beats.send(encode_message(beat))
 
     async def close(self) -> None:
@@ -154,6 +158,7 @@ class FakeCluster:
         self.registry = Registry()
         self.index = PrefixIndex()
         self.costs = CostModel()
+        self.sizing = CacheSizing(self.registry)
         self.client = WorkerClient(self.registry, self.index, self.costs, config)
         self.flow = RequestFlow(
             model="toy",
@@ -161,6 +166,7 @@ class FakeCluster:
             index=self.index,
             costs=self.costs,
             placer=Placer(self.registry, self.index, self.costs, config),
+            sizing=self.sizing,
             workers=self.client,
             config=config,
         )
@@ -201,11 +207,14 @@ async def fake_cluster(
             await worker.close()
 
 
-def make_request(*, request_id: str = "r0", num_prompt_tokens: int = 64, max_tokens: int = 4) -> GenerateRequest:
+def make_request(
+    *, request_id: str = "r0", num_prompt_tokens: int = 64, max_tokens: int = 4, cache_salt: str = ""
+) -> GenerateRequest:
     return GenerateRequest(
         request_id=request_id,
         token_ids=list(range(num_prompt_tokens)),
         sampling=SamplingParams(max_tokens=max_tokens),
+        cache_salt=cache_salt,
     )
 
 

@@ -156,6 +156,14 @@ def test_learns_latency_and_bandwidth_of_a_link() -> None:
     assert link.transfer_s(40_000_000) == pytest.approx(20e-3, rel=0.1)
 
 
+def test_a_link_whose_bytes_cost_nothing_has_the_latency_that_was_measured() -> None:
+    link = TransferModel()
+    for num_bytes, measured_s in [(1.5e6, 2.2e-3), (6e6, 1.3e-3), (12e6, 1.9e-3), (9e6, 1.5e-3), (11e6, 1.6e-3)] * 10:
+        link.observe(num_bytes, measured_s)
+    assert link.transfer_s(8e6) == pytest.approx(1.7e-3, rel=0.15)
+    assert link.relative_error < 0.3
+
+
 def test_prefill_hides_all_of_a_transfer_but_its_tail() -> None:
     link = TransferModel()
     assert link.exposed_bytes(100e6, 10e6, prefill_s=10.0) == 10e6
@@ -172,3 +180,30 @@ def test_workers_of_one_kind_share_a_model_and_export_it() -> None:
     exported = costs.export()
     assert set(exported) == {"steps", "transfers"}
     assert "cpu-1 -> cpu-2" in str(exported)
+
+
+@pytest.mark.parametrize("factor", [30.0, 1 / 30])
+def test_a_change_that_lasts_is_followed_soon(factor: float) -> None:
+    model, rng = learned(), random.Random(2)
+    changed = StepCosts(*(factor * cost for cost in TRUTH))
+    for _ in range(60):
+        model.observe(random_step(rng, changed))
+    assert model.step_s(8, 8000) == pytest.approx(
+        factor * (TRUTH.base_s + 8 * TRUTH.decode_seq_s + 8e3 * 4e-6), rel=0.2
+    )
+
+
+def test_a_link_a_thousand_times_slower_than_thought_is_known_soon() -> None:
+    model = TransferModel()
+    for _ in range(20):
+        model.observe(1e6, 5.0)
+    assert model.transfer_s(1e6) == pytest.approx(5.0, rel=0.1)
+
+
+def test_outliers_to_both_sides_are_no_change() -> None:
+    model, rng = learned(), random.Random(3)
+    before = model.step_s(8, 8000)
+    for number in range(40):
+        step = random_step(rng)
+        model.observe(_with_duration(step, step.duration_s * (20 if number % 2 else 0.05)))
+    assert model.step_s(8, 8000) == pytest.approx(before, rel=0.3)

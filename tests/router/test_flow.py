@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 
@@ -12,6 +13,8 @@ from protocol.config import RouterConfig
 from protocol.digest import block_digests, root_digest
 from protocol.errors import NoWorker, PeerLost, ServingError, WorkerError
 from protocol.messages import Cancel, Decode, FinishReason, Generate, Message, Prefill, Role, SequenceDelta
+from protocol.sampling import SamplingParams
+from router.cache_sizing import tenant_label
 from router.flow import DeltaOrder
 from router.openai.backend import GenerateRequest, TokenDelta
 from tests.router.builders import NAMESPACE
@@ -212,8 +215,58 @@ def test_shows_its_pools() -> None:
             assert "cpu-1" in pools["costs"]["steps"]
             assert pools["autoscaler"] == {"reason": "hold"}
             assert pools["num_handoffs"] == 1
+            assert worker["links"] == []
             assert (cluster.flow.model, cluster.flow.max_model_len) == ("toy", 32768)
             assert cluster.flow.ready
+
+    asyncio.run(scenario())
+
+
+def test_requests_are_seen_by_the_cache_sizing() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(prefill=first_token, decode=remaining_tokens) as cluster:
+            await collect(cluster, make_request(num_prompt_tokens=62))
+            await collect(cluster, make_request(num_prompt_tokens=1))  # as the readiness probe
+            # Its first 62 tokens are those of the first one, then come others than that one's answer.
+            await collect(cluster, make_request(num_prompt_tokens=66, cache_salt="hunter2"))
+            await collect(cluster, make_request(num_prompt_tokens=66, cache_salt="hunter2"))
+            sizing = (await cluster.flow.pools())["cache_sizing"]
+            assert sizing["num_tokens"] == 62 + 2 * 66
+            assert sizing["measured_hit_ratio"] == 0.0
+            assert {name: tenant["num_tokens"] for name, tenant in sizing["tenants"].items()} == {
+                "default": 62,
+                tenant_label("hunter2"): 132,
+            }
+            assert sizing["tenants"][tenant_label("hunter2")]["hit_ratios"][-1] == pytest.approx(64 / 132)
+            (configured,) = (row for row in sizing["capacities"] if row["configured"] == ["pool"])
+            assert configured["num_blocks"] == 8192
+            assert configured["hit_ratio"] == pytest.approx(64 / 194)
+            assert "hunter2" not in json.dumps(await cluster.flow.pools())
+
+    asyncio.run(scenario())
+
+
+def test_the_next_turn_is_expected_to_find_the_answer_but_for_its_last_token() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(prefill=first_token, decode=remaining_tokens) as cluster:
+            prompt = list(range(16))
+            for answer, num_found in ((17, 16), (16, 0)):
+                salt = str(answer)
+                first = GenerateRequest("r0", prompt, SamplingParams(max_tokens=answer), salt)
+                turn = GenerateRequest("r1", [*prompt, *tokens(await collect(cluster, first)), 7], first.sampling, salt)
+                await collect(cluster, turn)
+                report = (await cluster.flow.pools())["cache_sizing"]["tenants"][tenant_label(salt)]
+                assert report["hit_ratios"][-1] * report["num_tokens"] == pytest.approx(16 + num_found)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_without_an_answer_is_not_seen_by_the_cache_sizing() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(prefill=fails, decode=silent) as cluster:
+            with pytest.raises(PeerLost):
+                await collect(cluster, make_request())
+            assert cluster.sizing.num_tokens == 0
 
     asyncio.run(scenario())
 

@@ -75,6 +75,35 @@ def test_a_short_uncached_tail_stays_on_the_decode_worker() -> None:
     assert placement.num_new_tokens == 8
 
 
+def test_a_prompt_that_another_worker_has_is_read_from_there() -> None:
+    pool = make_pair(batch=4)
+    pool.cache("d", chain(100))
+    placement = pool.place(2048, digests=chain(128))
+    assert chosen(placement) == ("p", "d")
+    assert placement.best.holder is not None
+    assert (placement.best.holder.worker.worker_id, placement.best.holder.num_blocks) == ("d", 100)
+    assert placement.num_new_tokens == 28 * 16
+    assert placement.best.terms.fetch_s > 0
+    assert placement.explain()["chosen"]["kv_holder"] == "d"  # type: ignore[index]
+
+
+def test_nothing_is_read_from_a_worker_with_less_or_with_what_is_only_expected() -> None:
+    pool = make_pair(batch=4)
+    pool.cache("p", chain(100))
+    pool.cache("d", chain(90))
+    assert pool.place(2048, digests=chain(128)).best.holder is None
+    pool.index.speculate({"d"}, chain(128), 0.0)
+    assert pool.place(2048, digests=chain(128)).best.holder is None
+
+
+def test_nothing_is_read_where_the_link_is_slower_than_computing() -> None:
+    pool = make_pair(batch=4)
+    pool.cache("d", chain(100))
+    for _ in range(200):
+        pool.costs.transfer("cpu-1", "cpu-1").observe(1e6, 5.0)
+    assert pool.place(2048, digests=chain(128)).best.holder is None
+
+
 def test_an_idle_decode_worker_saves_the_handoff_of_a_short_prompt_only() -> None:
     assert chosen(make_pair().place(4)) == ("d", "d")
     assert chosen(make_pair().place(512)) == ("p", "d"), "it would stall the next request"
@@ -100,7 +129,8 @@ def test_only_missing_blocks_count_as_transfer() -> None:
     pair = warm.best if warm.best.is_pair else warm.runner_up
     assert pair is not None
     assert pair.terms.transfer_s <= cold.best.terms.transfer_s
-    assert pair.exposed_bytes <= 64 * 16 * 23_040
+    link = pool.costs.transfer("cpu-1", "cpu-1")
+    assert pair.terms.transfer_s <= link.transfer_s(64 * 16 * 23_040)
 
 
 def test_goes_to_the_worker_with_the_prefix_until_its_queue_outweighs_it() -> None:
@@ -203,7 +233,7 @@ def test_finds_the_pair_that_looking_at_all_pairs_finds(seed: int, num_workers: 
         for _ in range(rng.randint(0, 3)):
             pool.book(f"w{i}", f"w{i}", new=rng.choice([10, 100, 1000]), done=rng.random() < 0.5)
     hits = pool.index.longest_prefix(digests, 0.0)
-    request = _Request(num_prompt_tokens, 50, hits, pool.costs)
+    request = _Request(num_prompt_tokens, 50, hits, pool.placer._holders(hits, digests), pool.costs)
     prefillers = [request.prefill_side(worker) for worker in pool.registry if can_prefill(worker)]
     decoders = [request.decode_side(worker) for worker in pool.registry if can_decode(worker)]
     every_pair: list[Candidate] = [request.pair(p, d) for p in prefillers for d in decoders]

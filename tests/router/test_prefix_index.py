@@ -44,6 +44,16 @@ def test_finds_the_longest_prefix_of_every_worker() -> None:
     assert index.longest_prefix([], now=0.0) == {}
 
 
+def test_what_is_only_expected_is_not_held() -> None:
+    index = make_index("w0", "w1")
+    prompt = chain("a", 7)
+    index.apply(make_events(1, stored=prompt[:3]))
+    index.speculate({"w0", "w1"}, prompt, 0.0)
+    assert index.longest_prefix(prompt, now=0.0) == {"w0": 7, "w1": 7}
+    assert [index.count_held(worker_id, prompt) for worker_id in ("w0", "w1", "unknown")] == [3, 0, 0]
+    assert [index.count_held("w0", prompt[:num]) for num in range(5)] == [0, 1, 2, 3, 3]
+
+
 def test_a_gap_asks_for_a_snapshot_until_it_came() -> None:
     index = make_index("w0")
     blocks = chain("a", 4)

@@ -10,6 +10,7 @@ from protocol.errors import IncompatiblePeer, WorkerError
 from protocol.messages import (
     BlockEvents,
     Generate,
+    LinkLoad,
     PeerAddress,
     Role,
     SequenceDelta,
@@ -75,6 +76,40 @@ def test_steps_teach_the_cost_model_and_beats_carry_the_load() -> None:
 
             await until(has_beaten)
             assert state.step_age_s == 0.5
+
+    asyncio.run(scenario())
+
+
+def test_beats_teach_what_handoffs_cost_each_of_them_once() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(prefill=silent, decode=silent) as cluster:
+            worker, link = cluster.workers["p"], cluster.costs.transfer("cpu-1", "cpu-1")
+            taught: list[tuple[float, float]] = []
+            link.observe = lambda num_bytes, duration_s: taught.append((num_bytes, duration_s))  # type: ignore[method-assign]
+            num_beats = 0
+
+            async def beat(num_handoffs: int, exposed_bytes: int, exposed_s: float, peer_id: str = "d") -> None:
+                """Send it until it has arrived."""
+                nonlocal num_beats
+                num_beats += 1
+                load = LinkLoad(
+                    peer_id=peer_id, num_handoffs=num_handoffs, exposed_bytes=exposed_bytes, exposed_s=exposed_s
+                )
+
+                def has_arrived() -> bool:
+                    worker.beat(WorkerLoad(num_waiting=num_beats), load)
+                    state = cluster.registry.get("p")
+                    return state is not None and state.load.num_waiting == num_beats
+
+                await until(has_arrived)
+
+            await beat(0, 0, 0.0)
+            await beat(2, 200, 0.5)
+            await beat(3, 500, 0.75)
+            await beat(1, 7, 0.125)  # the peer was replaced: nobody knows how many came before
+            await beat(2, 16, 0.375)
+            await beat(9, 9, 0.5, peer_id="gone")
+            assert taught == [(100.0, 0.25), (300.0, 0.25), (9.0, 0.25)]
 
     asyncio.run(scenario())
 

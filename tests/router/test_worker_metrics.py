@@ -2,8 +2,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from protocol.messages import FetchStats, TierLoad, WorkerLoad
-from router.worker_metrics import WorkerCollector
+from protocol.messages import FetchStats, LinkLoad, TierLoad, WorkerLoad
+from router.cache_sizing import CacheSizing
+from router.worker_metrics import CacheSizingCollector, WorkerCollector
 from tests.router.test_registry import make_registry
 
 TIER = TierLoad(
@@ -30,12 +31,17 @@ def test_what_workers_tell_is_in_the_metrics() -> None:
     registry.note_load("a", WorkerLoad(num_waiting=3), now=1.0)
     fetches = FetchStats(
         num_prompts={"loaded": 7, "overtaken": 1},
-        num_loaded_blocks=40,
+        num_loaded_blocks={"host": 30, "peer": 10},
+        num_lent_blocks=5,
         predicted_load_s=0.5,
         actual_load_s=0.75,
         saved_s=9.0,
     )
     registry.note_tiers("a", [TIER], fetches)
+    link = LinkLoad(
+        peer_id="b", num_transfers=5, num_bytes=700, seconds=0.5, num_handoffs=2, exposed_bytes=300, exposed_s=0.125
+    )
+    registry.note_links("a", [link])
     metrics = CollectorRegistry()
     metrics.register(WorkerCollector(registry))
     text = generate_latest(metrics).decode()
@@ -47,7 +53,31 @@ def test_what_workers_tell_is_in_the_metrics() -> None:
         'tandem_tier_block_seconds{tier="disk",worker="a"} 0.001',
         'tandem_tier_seconds_out_total{tier="disk",worker="a"} 0.25',
         'tandem_fetch_prompts_total{outcome="overtaken",worker="a"} 1.0',
+        'tandem_link_transfers_total{peer="b",worker="a"} 5.0',
+        'tandem_link_bytes_total{peer="b",worker="a"} 700.0',
+        'tandem_link_seconds_total{peer="b",worker="a"} 0.5',
+        'tandem_link_handoffs_total{peer="b",worker="a"} 2.0',
+        'tandem_link_exposed_bytes_total{peer="b",worker="a"} 300.0',
+        'tandem_link_exposed_seconds_total{peer="b",worker="a"} 0.125',
         'tandem_fetch_actual_load_seconds_total{worker="a"} 0.75',
     ):
         assert line in text.splitlines(), f"{line} is not in\n{text}"
     assert 'tier="disk",worker="b"' not in text
+
+
+def test_predicted_hit_ratios_are_in_the_metrics() -> None:
+    sizing = CacheSizing(make_registry("a", "b"))
+    for _ in range(2):
+        sizing.observe([b"x" * 16], [], block_size=16, num_prompt_tokens=20, num_cached_tokens=0, cache_salt="hunter2")
+    metrics = CollectorRegistry()
+    metrics.register(CacheSizingCollector(sizing))
+    text = generate_latest(metrics).decode()
+    for line in (
+        'tandem_cache_hit_ratio_predicted{capacity_blocks="256"} 0.4',
+        'tandem_cache_hit_ratio_predicted{capacity_blocks="16777216"} 0.4',
+        'tandem_cache_capacity_blocks{level="pool"} 8192.0',
+        "tandem_cache_observed_tokens_total 40.0",
+    ):
+        assert line in text.splitlines(), f"{line} is not in\n{text}"
+    assert text.count("tandem_cache_hit_ratio_predicted{") == 17
+    assert "hunter2" not in text

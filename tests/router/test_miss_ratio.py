@@ -8,15 +8,15 @@ import pytest
 
 from benchmarks.eviction import CAPACITIES, TRACES, load
 from benchmarks.miss_ratio import ExactCurve, draw_digests, measure
-from kv_transfer.miss_ratio import OTHER_TENANTS, MissRatioCurve
 from loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
+from router.miss_ratio import OTHER_TENANTS, MissRatioCurve
 from tests.kv_transfer.test_eviction import LRU_REFERENCE
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 DIGESTS = draw_digests(100_000, "digests")
 
 
-def observe(curve: MissRatioCurve, *blocks: int, num_tokens: int | None = None, tenant: str | None = None) -> None:
+def observe(curve: MissRatioCurve, *blocks: int, num_tokens: int | None = None, tenant: str = "a tenant") -> None:
     digests = [DIGESTS[block] for block in blocks]
     curve.observe(digests, len(blocks) * curve.block_size if num_tokens is None else num_tokens, tenant=tenant)
 
@@ -78,6 +78,23 @@ def test_too_many_tenants_share_one_count() -> None:
     }
 
 
+def test_tenants_that_faded_make_room() -> None:
+    curve = MissRatioCurve(16, max_tenants=1)
+    observe(curve, 1, tenant="a")
+    curve.fade(0.05)
+    observe(curve, 2, tenant="b")
+    assert set(curve.report([1])["tenants"]) == {"b"}
+
+
+def test_an_answer_is_found_by_who_asks_for_it() -> None:
+    curve = MissRatioCurve(16)
+    curve.observe(DIGESTS[:2], 32, answer=DIGESTS[2:4])
+    curve.observe(DIGESTS[:2], 32, answer=DIGESTS[2:4])  # found again, but not asked for
+    assert curve.curve([10]) == [0.5]
+    observe(curve, *range(4))
+    assert curve.curve([10]) == [0.75]
+
+
 def test_faded_traffic_weighs_less() -> None:
     curve = MissRatioCurve(16)
     for _ in range(1000):
@@ -123,9 +140,9 @@ def test_estimates_are_unbiased_for_any_length_of_the_hit() -> None:
         for _ in range(17):
             curve.observe([next(blocks) for _ in range(100)], 100)
         num = rng.choice(num_found)
-        before = sum(curve._total.tokens)
+        before = sum(curve._tenants["default"].tokens)
         curve.observe([*chains[num][:num], next(blocks)], num + 1)
-        shares[num] += (sum(curve._total.tokens) - before) / num
+        shares[num] += (sum(curve._tenants["default"].tokens) - before) / num
     assert sum(shares.values()) / num_draws == pytest.approx(1.0, abs=0.15)
 
 

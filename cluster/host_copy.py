@@ -1,0 +1,60 @@
+"""Tensors on their way to host memory, without waiting for a GPU."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["HostCopy", "host_buffer"]
+
+
+class HostCopy:
+    """A copy of `data` in host memory. On a CPU it is `data` itself, and is there at once.
+
+    On a GPU it travels over a stream of its own, behind what computes `data`, into pinned memory: the step that comes
+    next does not wait for it.
+    """
+
+    def __init__(self, data: Tensor) -> None:
+        self.num_bytes = data.numel() * data.element_size()
+        self._arrival: Any = None
+        if data.is_cuda:
+            self._host, self._arrival = _begin_copy(data)
+        else:
+            self._host = data
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all bytes are there."""
+        return self._arrival is None or bool(self._arrival.query())
+
+    @property
+    def host(self) -> Tensor:
+        """The copy, once it is done."""
+        assert self.is_done
+        return self._host
+
+
+def host_buffer(num_rows: int, num_bytes: int, device: torch.device) -> Tensor:
+    """Room for `num_rows` rows of bytes in host memory, pinned if `device` is a GPU that will copy from it."""
+    return torch.empty(num_rows, num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def _begin_copy(data: Tensor) -> tuple[Tensor, Any]:
+    stream = _side_stream(data.device)
+    stream.wait_stream(torch.cuda.current_stream(data.device))
+    host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+    with torch.cuda.stream(stream):
+        host.copy_(data, non_blocking=True)
+        data.record_stream(stream)  # its memory is not given to others before the copy has read it
+        arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrival.record(stream)
+    return host, arrival
+
+
+@functools.lru_cache(maxsize=16)
+def _side_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

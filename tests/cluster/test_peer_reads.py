@@ -1,0 +1,481 @@
+"""KV read from a peer: the same tokens, whatever happens to the peer, the link or the lease."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.kv_source import Piece
+from cluster.peer_reads import PeerHolder, PeerReader
+from engine.block_pool import BlockPool
+from kv_transfer.transport.in_process import InProcessHub, InProcessTransport, Verdict, Write
+from protocol.config import TierConfig, TransferConfig
+from protocol.messages import (
+    Cancel,
+    Generate,
+    KvHolder,
+    Message,
+    PeerAddress,
+    ReadDone,
+    ReadGrant,
+    ReadRequest,
+    RequestFailed,
+    Role,
+    StepOutput,
+)
+from protocol.sampling import SamplingParams
+from tests.cluster.harness import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    DEADLINE_S,
+    Client,
+    Cluster,
+    Oracle,
+    eventually,
+    running_cluster,
+)
+
+SEED = int(os.environ.get("TEST_SEED", "0"))
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+TWO = {"a": Role.COLOCATED, "b": Role.COLOCATED}
+NUM_BLOCKS = 48
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model computes faster than anything is read: believe in a slow one, and wait for its loads."""
+    monkeypatch.setattr("cluster.fetcher._LATE_SLACK_S", DEADLINE_S)
+    monkeypatch.setattr("cluster.fetcher.Fetcher.after_step", lambda self, stats: None)
+
+
+def prompt(rng: random.Random, num_blocks: int) -> list[int]:
+    return [rng.randrange(5, 250) for _ in range(num_blocks * BLOCK_SIZE + 3)]
+
+
+@dataclass
+class Answered:
+    token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+
+
+async def ask(
+    cluster: Cluster, worker_id: str, tokens: list[int], holder: KvHolder | None = None, request_id: str = "r"
+) -> Answered:
+    """Have a worker serve a request whose prompt another is said to hold."""
+
+    def exchange() -> Answered:
+        client, answer = Client(cluster.worker(worker_id)), Answered()
+        try:
+            client.send(Generate(request_id=request_id, token_ids=tokens, sampling=GREEDY, kv_holder=holder))
+            while True:
+                output = client.receive(StepOutput | RequestFailed)
+                assert isinstance(output, StepOutput), output
+                for delta in output.deltas:
+                    answer.token_ids += delta.token_ids
+                    answer.num_cached_tokens = delta.num_cached_tokens or answer.num_cached_tokens
+                    if delta.finish_reason is not None:
+                        return answer
+        finally:
+            client.close()
+
+    return await asyncio.to_thread(exchange)
+
+
+def outcomes(cluster: Cluster, worker_id: str) -> list[str]:
+    return [record.outcome for record in cluster.worker(worker_id)._cache.fetcher.records]
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize(
+    ("transport", "checksums"), [("in_process", "off"), ("in_process", "all"), ("nixl", "all"), ("nccl", "sample")]
+)
+def test_a_prompt_is_read_from_the_pool_of_a_peer(
+    tiny_model: Path, oracle: Oracle, transport: str, checksums: str
+) -> None:
+    async def run() -> None:
+        rng = random.Random(1)
+        async with running_cluster(
+            tiny_model, TWO, transfer={"transport": transport, "checksums": checksums}
+        ) as cluster:
+            tokens = prompt(rng, 28)
+            first = await ask(cluster, "a", tokens)
+            holder = KvHolder(cluster.worker("a").address, 28)
+            second = await ask(cluster, "b", tokens, holder)
+            assert second.token_ids == first.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
+            stats = cluster.worker("b")._cache.fetcher.stats()
+            assert stats.num_loaded_blocks["peer"] * BLOCK_SIZE == second.num_cached_tokens > 20 * BLOCK_SIZE
+            assert cluster.worker("a")._holder.num_lent_blocks == stats.num_loaded_blocks["peer"]
+            third = await ask(cluster, "b", tokens)
+            assert third.num_cached_tokens == 28 * BLOCK_SIZE, "what was read is cached like anything else"
+            await cluster.becomes_idle()
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_prompt_is_read_from_the_host_memory_of_a_peer(tiny_model: Path, oracle: Oracle) -> None:
+    tiers = TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9)
+
+    async def run() -> None:
+        rng = random.Random(2)
+        engine = {"num_blocks": NUM_BLOCKS}
+        async with running_cluster(tiny_model, TWO, engine=engine, tiers=tiers) as cluster:
+            tokens = prompt(rng, 12)
+            await ask(cluster, "a", tokens)
+            for number in range(4):
+                await ask(cluster, "a", prompt(rng, 14), request_id=f"flood {number}")
+            await eventually(lambda: not cluster.worker("a")._cache.is_busy)
+            answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 12))
+            assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
+            assert cluster.worker("b")._cache.fetcher.stats().num_loaded_blocks["peer"] >= 10
+            assert cluster.worker("a")._cache.tiers[0].tier.stats().num_hits >= 10
+            await cluster.becomes_idle()
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_peer_with_less_than_was_said_gives_what_it_has(tiny_model: Path, oracle: Oracle) -> None:
+    async def run() -> None:
+        rng = random.Random(3)
+        async with running_cluster(tiny_model, TWO) as cluster:
+            tokens = prompt(rng, 28)
+            await ask(cluster, "a", tokens[: 22 * BLOCK_SIZE])
+            answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
+            assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
+            assert outcomes(cluster, "b") == ["failed", "loaded"]
+            # The answer of "a" was not that of the prompt, so its last full block is not of this prompt.
+            assert cluster.worker("b")._cache.fetcher.stats().num_loaded_blocks["peer"] >= 15
+            nothing = prompt(rng, 20)
+            answer = await ask(cluster, "b", nothing, KvHolder(cluster.worker("a").address, 20), "nothing")
+            assert answer.token_ids == oracle.answer(nothing, max_tokens=6, ignore_eos=True)
+            assert outcomes(cluster, "b")[2:] == ["failed"]
+            await cluster.becomes_idle()
+
+    asyncio.run(run())
+
+
+def test_a_peer_that_is_gone_costs_only_time(tiny_model: Path, oracle: Oracle) -> None:
+    async def run() -> None:
+        rng = random.Random(4)
+        async with running_cluster(tiny_model, TWO) as cluster:
+            tokens = prompt(rng, 28)
+            await ask(cluster, "a", tokens)
+            gone = cluster.worker("a").address
+            await asyncio.to_thread(cluster.workers.pop("a").stop)
+            answer = await ask(cluster, "b", tokens, KvHolder(gone, 28))
+            assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
+            assert answer.num_cached_tokens == 0
+            await cluster.call("b", lambda: cluster.worker("b").peer_died(gone))
+            await eventually(lambda: not cluster.worker("b")._reader.is_reading)
+            await cluster.call("b", lambda: cluster.worker("b").check_integrity(idle=True))
+
+    asyncio.run(run())
+
+
+def only_reads(verdict: Verdict) -> Callable[[Write], Verdict]:
+    return lambda write: verdict if write.is_read else Verdict.DELIVER
+
+
+@pytest.mark.parametrize("verdict", [Verdict.FAIL, Verdict.LOSE])
+@pytest.mark.usefixtures("patient")
+def test_a_read_that_fails_is_computed(tiny_model: Path, oracle: Oracle, verdict: Verdict) -> None:
+    async def run() -> None:
+        rng = random.Random(5)
+        async with running_cluster(tiny_model, TWO, judge=only_reads(verdict)) as cluster:
+            tokens = prompt(rng, 28)
+            await ask(cluster, "a", tokens)
+            answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
+            assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
+            assert outcomes(cluster, "b") == ["failed"]
+            cluster.hub.judge = None
+            again = prompt(rng, 28)
+            await ask(cluster, "a", again, request_id="again")
+            await ask(cluster, "b", again, KvHolder(cluster.worker("a").address, 28), "again")
+            assert outcomes(cluster, "b") == ["failed", "loaded"], "the link comes back"
+            await cluster.becomes_idle()
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("patient")
+def test_damaged_blocks_are_not_used(tiny_model: Path, oracle: Oracle) -> None:
+    def flip(write: Write) -> Verdict:
+        if write.is_read:
+            write.receiver.pool[write.remote_block_ids[3]] += 1
+        return Verdict.DELIVER
+
+    async def run() -> None:
+        rng = random.Random(6)
+        transfer = {"checksums": "all"}
+        async with running_cluster(tiny_model, TWO, judge=flip, transfer=transfer) as cluster:
+            tokens = prompt(rng, 28)
+            await ask(cluster, "a", tokens)
+            answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
+            assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
+            assert outcomes(cluster, "b") == ["failed"]
+            await cluster.becomes_idle()
+
+    asyncio.run(run())
+
+
+def test_a_slow_read_is_overtaken_and_its_blocks_wait_for_it(tiny_model: Path, oracle: Oracle) -> None:
+    async def run() -> None:
+        rng = random.Random(7)
+        async with running_cluster(tiny_model, TWO, judge=only_reads(Verdict.HOLD)) as cluster:
+            tokens = prompt(rng, 28)
+            await ask(cluster, "a", tokens)
+            answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
+            assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
+            assert outcomes(cluster, "b") == ["overtaken"]
+            held = {block for write in cluster.hub.held for block in write.local_block_ids}
+            assert held
+            reader = cluster.worker("b")
+            for number in range(3):
+                await ask(cluster, "b", prompt(rng, 30), request_id=f"more {number}")
+            used = {idx for idx, count in enumerate(reader._engine.pool._ref_counts) if count}
+            assert held <= used, "somebody else may be given a block that is still written"
+            cluster.hub.release_held()
+            await cluster.becomes_idle()
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_request_that_is_cancelled_while_it_reads_leaves_nothing(tiny_model: Path) -> None:
+    async def run() -> None:
+        rng = random.Random(8)
+        async with running_cluster(tiny_model, TWO, judge=only_reads(Verdict.HOLD)) as cluster:
+            tokens = prompt(rng, 28)
+            await ask(cluster, "a", tokens)
+            client = Client(cluster.worker("b"))
+            try:
+                holder = KvHolder(cluster.worker("a").address, 28)
+                client.send(Generate(request_id="r", token_ids=tokens, sampling=GREEDY, kv_holder=holder))
+                await eventually(lambda: cluster.hub.held)
+                client.send(Cancel(request_id="r"))
+                await eventually(lambda: outcomes(cluster, "b") == ["withdrawn"])
+            finally:
+                client.close()
+            cluster.hub.release_held()
+            await cluster.becomes_idle()
+
+    asyncio.run(run())
+
+
+def test_the_router_sends_a_prompt_to_an_idle_worker_that_reads_it_from_the_busy_one(
+    tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.fetcher._LATE_SLACK_S", DEADLINE_S)
+    monkeypatch.setattr("cluster.fetcher.Fetcher.after_step", lambda self, stats: None)
+    monkeypatch.setattr("router.cost_model.StepModel.observe", lambda self, stats: None)
+
+    async def run() -> None:
+        rng = random.Random(9)
+        async with running_cluster(tiny_model, TWO, router={"local_prefill": True}) as cluster:
+            tokens = prompt(rng, 30)
+            await cluster.generate(tokens)
+            await eventually(lambda: max(map(cluster.index.num_blocks, TWO)) >= 30)
+            holder = max(TWO, key=cluster.index.num_blocks)
+            booking = cluster.registry.reserve(
+                holder, holder, num_new_tokens=5000, num_context_tokens=0, num_kv_tokens=5000
+            )
+            answer = await cluster.generate(tokens)
+            booking.release()
+            assert answer.token_ids == oracle.answer(tokens)
+            (other,) = TWO.keys() - {holder}
+            assert cluster.worker(other)._cache.fetcher.stats().num_loaded_blocks["peer"] > 20
+            await cluster.becomes_idle()
+
+    asyncio.run(run())
+
+
+# The lease, alone: two pools, a network that delays, repeats and drops, and a holder that reuses blocks at once.
+
+
+class _Side:
+    """A worker's pool, transport and links, without an engine."""
+
+    def __init__(self, world: World, name: str, num_blocks: int) -> None:
+        self.kv = torch.zeros(num_blocks, 1, 2, 1, 1, 2)
+        self.pool = BlockPool(num_blocks)
+        self.address = PeerAddress(name, 1, "", "")
+        self.transport = InProcessTransport(name, 1, self.kv, world.hub)
+        self.engine: Any = SimpleNamespace(
+            pool=self.pool, kv=self.kv, scheduler=SimpleNamespace(running=[]), block_bytes=self.kv[0].numel() * 4
+        )
+        self.links: Any = SimpleNamespace(
+            me=self.address,
+            send=lambda worker_id, epoch, message: world.sent.append((worker_id, message)),
+            connect=lambda peer, now: None,
+            is_ready=lambda peer: True,
+            broke=lambda worker_id, epoch: None,
+        )
+
+
+class World:
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.now = 0.0
+        self.hub = InProcessHub(lambda write: Verdict.HOLD)
+        self.sent: list[tuple[str, Message]] = []
+        self.a, self.b = _Side(self, "a", 12), _Side(self, "b", 12)
+        for one, other in ((self.a, self.b), (self.b, self.a)):
+            one.transport.add_peer(other.address.worker_id, 1, other.transport.local_metadata())
+        config = TransferConfig(lease_ttl_s=5.0, checksums="off")
+        self.holder = PeerHolder(self.a.engine, None, self.a.links, config)
+        self.reader = PeerReader(self.b.engine, self.b.transport, self.b.links, config)
+        self.pieces: list[tuple[Any, Piece]] = []
+        self.num_read = self.num_stale = 0
+
+    def content(self, digest: bytes) -> torch.Tensor:
+        return torch.full_like(self.a.kv[0], float(digest[0] + 1))
+
+    def digests(self) -> list[bytes]:
+        return [bytes([idx]) for idx in range(6)]
+
+    def fill(self) -> None:
+        """The holder computes the chain again, as far as it has room."""
+        have = self.a.pool.acquire_cached(self.digests())
+        blocks = self.a.pool.try_allocate(6 - len(have)) or []
+        for block, digest in zip(blocks, self.digests()[len(have) :], strict=False):
+            self.a.kv[block] = self.content(digest)
+            self.a.pool.publish(block, digest)
+        self.a.pool.release([*have, *blocks])
+
+    def evict(self) -> None:
+        """Somebody else takes all blocks nobody uses, and writes into them."""
+        blocks = self.a.pool.try_allocate(self.a.pool.num_available)
+        assert blocks is not None
+        self.a.kv[blocks] = -1.0
+        self.a.pool.release(blocks)
+
+    def ask(self) -> None:
+        digests, start = self.digests(), self.rng.randrange(5)
+        source = self.reader.source(KvHolder(self.a.address, 6))
+        opened = source.open(digests, start, 6, self.now)
+        middle = self.rng.randrange(start, 6)
+        for first, end in ((middle, 6), (start, middle)):
+            if first < end:
+                self.pieces.append((opened, opened.begin(first, end, self.now)))
+
+    def deliver(self) -> None:
+        if not self.sent:
+            return
+        idx = self.rng.randrange(len(self.sent))
+        to, message = self.sent[idx]
+        fate = self.rng.random()
+        if fate > 0.1:
+            del self.sent[idx]  # else it comes again
+        if fate > 0.9:
+            return  # lost
+        match message:
+            case ReadRequest():
+                self.holder.requested(message, self.now)
+            case ReadGrant():
+                self.reader.granted(message, self.now)
+            case ReadDone():
+                self.holder.done(message)
+            case _:
+                raise AssertionError((to, message))
+
+    def pump(self) -> None:
+        self.reader.pump(self.now)
+        self.holder.pump(self.now)
+        for opened, piece in list(self.pieces):
+            if piece.is_done or self.rng.random() < 0.1:
+                self.pieces.remove((opened, piece))
+                self.use(piece)
+            if self.rng.random() < 0.2:
+                opened.close()
+
+    def use(self, piece: Piece) -> None:
+        if not piece.is_complete:
+            piece.drop()
+            return
+        blocks = self.b.pool.try_allocate(6)
+        if blocks is None:
+            piece.drop()
+            return
+        sequence: Any = SimpleNamespace(blocks=blocks)
+        piece.place(sequence, piece.first_block, self.b.kv)
+        self.num_read += 1
+        for idx in range(piece.first_block, piece.end_block):
+            expected = self.content(self.digests()[idx])
+            assert torch.equal(self.b.kv[sequence.blocks[idx]], expected), f"block {idx} is not what was held"
+        self.b.pool.release(sequence.blocks)
+
+    def step(self) -> None:
+        action = self.rng.choice(
+            [self.fill, self.evict, self.ask, *[self.deliver] * 4, *[self.pump] * 3, self.land, self.tick]
+        )
+        action()
+        self.a.pool.check_integrity()
+        self.b.pool.check_integrity()
+
+    def land(self) -> None:
+        self.hub.release_held()
+
+    def tick(self) -> None:
+        self.now += self.rng.choice([0.1, 1.0, 3.0])
+
+    def end(self) -> None:
+        """The network is quiet and time passes: nothing may be left."""
+        self.sent.clear()
+        self.hub.release_held()
+        self.now += 100.0
+        for opened, _ in self.pieces:
+            opened.close()
+        for _ in range(3):
+            self.pump()
+        for opened, piece in self.pieces:
+            opened.close()
+            self.use(piece)
+        self.pump()
+        for side in (self.a, self.b):
+            side.pool.check_integrity(idle=True)
+        self.holder.check_integrity(idle=True)
+
+
+def worlds(num: int) -> Iterator[World]:
+    for number in range(num):
+        yield World(random.Random(SEED * 1_000_003 + number))
+
+
+def run_worlds(num: int) -> int:
+    """The number of pieces that were read and used."""
+    num_read = 0
+    for world in worlds(num):
+        for _ in range(80):
+            world.step()
+        world.end()
+        num_read += world.num_read
+    return num_read
+
+
+def test_no_read_ever_gives_other_bytes_than_were_held() -> None:
+    print(f"seed {SEED}")
+    assert run_worlds(300) > 100
+
+
+def test_the_check_above_would_find_a_lease_that_ends_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A holder that counts from when it was asked by the reader's clock, less a bit, lets go of blocks being read."""
+    print(f"seed {SEED}")
+    grant = PeerHolder._grant
+
+    def grant_less(self: PeerHolder, key: Any, held: Any, now: float) -> None:
+        grant(self, key, held, now)
+        held.deadline -= 4.0
+
+    monkeypatch.setattr(PeerHolder, "_grant", grant_less)
+    with pytest.raises(AssertionError, match="is not what was held"):
+        run_worlds(300)
