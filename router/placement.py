@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -152,15 +152,22 @@ class Placer:
         return any(can_decode(worker) for worker in self._registry)
 
     def place(
-        self, num_prompt_tokens: int, digests: Sequence[bytes], expected_output_tokens: int, now: float
+        self,
+        num_prompt_tokens: int,
+        digests: Sequence[bytes],
+        expected_output_tokens: int,
+        now: float,
+        *,
+        excluded: Container[str] = (),
     ) -> Placement:
-        """The cheapest candidate.
+        """The cheapest candidate without workers whose id is `excluded`.
 
         Raises `NoWorker` with the reasons when nothing can take the request, and `Overloaded` when too many prompt
         tokens are queued already.
         """
         skipped: Counter[str] = Counter()
-        workers = [worker for worker in self._registry if self._fits(worker, num_prompt_tokens, skipped)]
+        open_to_it = (worker for worker in self._registry if worker.worker_id not in excluded)
+        workers = [worker for worker in open_to_it if self._fits(worker, num_prompt_tokens, skipped)]
         decoders = [worker for worker in workers if can_decode(worker)]
         if not decoders:
             raise NoWorker(self._explain_no_worker(len(workers), skipped))

@@ -1,0 +1,125 @@
+"""`tandem route`: the router alone, in front of engines that run elsewhere. Needs neither torch nor Ray."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cli.config_flags import default_of, from_flags
+from cluster.listening import listening
+from protocol.config import RouterConfig
+from protocol.errors import ConfigError
+from router.engines.config import EnginesConfig, FleetFile, load_fleet
+
+__all__ = ["ADMIN_TOKEN_ENV", "route"]
+
+ADMIN_TOKEN_ENV = "TANDEM_ADMIN_TOKEN"
+
+_ENGINES = "Engines"
+_HTTP = "HTTP"
+_LIMITS = "Limits and timeouts"
+
+
+def route(
+    ctx: typer.Context,
+    engines: Annotated[
+        Path | None,
+        typer.Option(help="TOML file of the engines; see docs/engines.md.", rich_help_panel=_ENGINES),
+    ] = None,
+    admin_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"File with the token of /v1/engines; without it, and without {ADMIN_TOKEN_ENV}, that API is off.",
+            rich_help_panel=_ENGINES,
+        ),
+    ] = None,
+    local_prefill: Annotated[
+        bool,
+        typer.Option(
+            help="Let a decode engine compute a prompt itself where that is cheaper than a handoff.",
+            rich_help_panel=_ENGINES,
+        ),
+    ] = default_of(RouterConfig, "local_prefill"),
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 = reachable from outside.", rich_help_panel=_HTTP)
+    ] = default_of(RouterConfig, "host"),
+    port: Annotated[int, typer.Option(help="TCP port; 0 = any free one.", rich_help_panel=_HTTP)] = default_of(
+        RouterConfig, "port"
+    ),
+    max_body_bytes: Annotated[int, typer.Option(help="Largest request body.", rich_help_panel=_LIMITS)] = default_of(
+        RouterConfig, "max_body_bytes"
+    ),
+    max_attempts: Annotated[
+        int, typer.Option(help="Engines one request is tried on.", rich_help_panel=_LIMITS)
+    ] = default_of(EnginesConfig, "max_attempts"),
+    connect_timeout_s: Annotated[
+        float, typer.Option(help="Seconds to connect to an engine.", rich_help_panel=_LIMITS)
+    ] = default_of(EnginesConfig, "connect_timeout_s"),
+    probe_interval_s: Annotated[
+        float, typer.Option(help="Seconds between two looks at an engine.", rich_help_panel=_LIMITS)
+    ] = default_of(EnginesConfig, "probe_interval_s"),
+    probe_timeout_s: Annotated[
+        float, typer.Option(help="Seconds an engine has to answer one.", rich_help_panel=_LIMITS)
+    ] = default_of(EnginesConfig, "probe_timeout_s"),
+    max_failed_probes: Annotated[
+        int, typer.Option(help="Looks in a row that fail before it counts as gone.", rich_help_panel=_LIMITS)
+    ] = default_of(EnginesConfig, "max_failed_probes"),
+    breaker_failures: Annotated[
+        int, typer.Option(help="Failed requests in a row that open an engine's circuit.", rich_help_panel=_LIMITS)
+    ] = default_of(EnginesConfig, "breaker_failures"),
+    breaker_open_s: Annotated[
+        float, typer.Option(help="Seconds it stays open at first.", rich_help_panel=_LIMITS)
+    ] = default_of(EnginesConfig, "breaker_open_s"),
+    breaker_max_open_s: Annotated[
+        float, typer.Option(help="Seconds it stays open at most.", rich_help_panel=_LIMITS)
+    ] = default_of(EnginesConfig, "breaker_max_open_s"),
+    worker_timeout_s: Annotated[
+        float,
+        typer.Option(
+            help="Seconds without a health check before running answers are given up.", rich_help_panel=_LIMITS
+        ),
+    ] = default_of(RouterConfig, "worker_timeout_s"),
+    request_timeout_s: Annotated[
+        float, typer.Option(help="Longest silence of an engine within a request, in seconds.", rich_help_panel=_LIMITS)
+    ] = default_of(RouterConfig, "request_timeout_s"),
+    drain_timeout_s: Annotated[
+        float, typer.Option(help="Seconds running answers get to finish.", rich_help_panel=_LIMITS)
+    ] = default_of(RouterConfig, "drain_timeout_s"),
+) -> int:
+    """Route requests to other OpenAI-compatible servers (vLLM, SGLang, llama.cpp) until Ctrl-C.
+
+    Each request goes where its answer is predicted soonest: by what every engine has cached and how busy it is.
+
+    [bold]Example[/bold]
+
+    [cyan]tandem route --engines engines.toml[/cyan]
+    """
+    flags: dict[str, Any] = dict(ctx.params)
+    router, config = from_flags(RouterConfig, flags), from_flags(EnginesConfig, flags)
+    token = admin_token(admin_token_file)
+    fleet = load_fleet(engines) if engines is not None else FleetFile([], {})
+    if not fleet.engines and not token:
+        raise ConfigError(
+            "there are no engines and no way to add any; give --engines FILE, or --admin-token-file to add them "
+            "over POST /v1/engines"
+        )
+    with listening(host, port) as listener:
+        from cluster.front import serve_engines  # here: tokenizers bring transformers, which --help need not wait for
+
+        return serve_engines(fleet, router, config, token, listener)
+
+
+def admin_token(path: Path | None) -> str:
+    """The token in the file, else in the environment, else "". Raises `ConfigError` for a file without one."""
+    if path is None:
+        return os.environ.get(ADMIN_TOKEN_ENV, "").strip()
+    try:
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"admin_token_file={path} cannot be read: {exc}") from exc
+    if not token:
+        raise ConfigError(f"admin_token_file={path} is empty; put a token into it: openssl rand -hex 32")
+    return token

@@ -1,0 +1,1 @@
+"""Other OpenAI-compatible servers (vLLM, SGLang, llama.cpp) as workers behind this router."""

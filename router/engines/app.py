@@ -1,0 +1,232 @@
+"""The FastAPI app of a router in front of engines: the OpenAI routes, the admin routes and the life of the fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from protocol.errors import ConfigError, ModelNotFound, RequestError, ServingError
+from router.engines.config import EngineSpec, spec_from
+from router.engines.fleet import Fleet
+from router.engines.forward import Forwarder, read_object
+from router.engines.metrics import EngineCollector
+from router.engines.prompts import PromptReader
+from router.metrics import EdgeMetrics
+from router.openai.errors import (
+    ClientDisconnected,
+    error_body,
+    error_response,
+    http_exception_response,
+    serving_error_response,
+)
+from router.openai.middleware import BodyLimit, RequestObserver
+from router.tokenizer import TokenizerPool
+from router.worker_metrics import WorkerCollector
+
+__all__ = ["KEY_PREFIX", "create_engines_app"]
+
+# Over HTTP only variables of this prefix, or such that the file names too, may be sent to a URL as a key: the admin of
+# engines need not be the one who may read every secret of the process.
+KEY_PREFIX = "TANDEM_ENGINE_"
+
+
+class AdminRefused(ServingError):
+    """The admin routes are off, or the token is missing or wrong."""
+
+    status = 401
+    error_type = "invalid_request_error"
+    code = "invalid_admin_token"
+
+
+class AdminOff(AdminRefused):
+    """No admin token is configured."""
+
+    status = 403
+    code = "admin_api_off"
+
+
+class EngineNotFound(RequestError):
+    """No engine of this name is registered."""
+
+    status = 404
+    code = "engine_not_found"
+
+
+def create_engines_app(
+    fleet: Fleet,
+    specs: Iterable[EngineSpec],
+    readers: Mapping[str, PromptReader],
+    metrics_registry: CollectorRegistry,
+    *,
+    admin_token: str = "",
+) -> FastAPI:
+    """The app. It takes the engines of `specs` into the fleet at its start and closes the fleet at its end."""
+    config = fleet.config
+    metrics = EdgeMetrics(metrics_registry)
+    pool = TokenizerPool(config.tokenizer_threads)
+    forwarder = Forwarder(fleet, readers, pool, metrics)
+    metrics_registry.register(EngineCollector(fleet, lambda: forwarder.num_retries))
+    metrics_registry.register(WorkerCollector(fleet.registry))
+    first_specs = list(specs)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        fleet.add_all(first_specs)
+        try:
+            yield
+        finally:
+            await fleet.close()
+            pool.close()
+
+    app = FastAPI(title="Tandem", lifespan=lifespan)
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(RequestObserver, metrics=metrics)
+    app.add_middleware(
+        CORSMiddleware, allow_origins=config.cors_allow_origins, allow_methods=["*"], allow_headers=["*"]
+    )
+    app.add_exception_handler(HTTPException, http_exception_response)
+    app.add_exception_handler(ServingError, _serving_error)
+    app.add_exception_handler(ClientDisconnect, _client_gone)
+    app.add_exception_handler(ClientDisconnected, _client_gone)
+    _add_generation_routes(app, forwarder)
+    _add_catalog_routes(app, fleet)
+    _add_operation_routes(app, fleet, metrics_registry)
+    _add_admin_routes(app, fleet, admin_token, {spec.api_key_env for spec in first_specs})
+    return app
+
+
+def _add_generation_routes(app: FastAPI, forwarder: Forwarder) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await forwarder.answer(request, "/v1/chat/completions")
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await forwarder.answer(request, "/v1/completions")
+
+
+def _add_catalog_routes(app: FastAPI, fleet: Fleet) -> None:
+    started_at_s = int(time.time())
+
+    def card(model: str) -> dict[str, Any]:
+        if model not in fleet.models:
+            raise ModelNotFound(f"The model '{model[:200]}' does not exist.", param="model")
+        max_model_len = fleet.max_model_len(model)
+        about = {"id": model, "object": "model", "created": started_at_s, "owned_by": "tandem"}
+        return about | {"max_model_len": max_model_len}
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        return _json({"object": "list", "data": [card(model) for model in fleet.models]})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def retrieve_model(model_id: str) -> Response:
+        return _json(card(model_id))
+
+
+def _add_operation_routes(app: FastAPI, fleet: Fleet, registry: CollectorRegistry) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        return _json({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        if fleet.is_ready:
+            return _json({"status": "ready"})
+        now = fleet.clock()
+        reasons = ", ".join(f"{engine.name} ({engine.refusal(now)})" for engine in fleet.engines)
+        message = f"No engine is ready: {reasons or 'none is registered'}."
+        return error_response(503, error_body(message, "server_error", code="not_ready"))
+
+    @app.get("/metrics")
+    async def scrape_metrics() -> Response:
+        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @app.get("/v1/pools")
+    async def show_pools() -> Response:
+        now = fleet.clock()
+        return _json(
+            {
+                "engines": [engine.to_json(now) for engine in fleet.engines],
+                "costs": fleet.costs.export(),
+                "queued_prompt_tokens": fleet.registry.queued_prompt_tokens,
+                "num_requests": sum(len(engine.exchanges) for engine in fleet.engines),
+                "num_indexed_blocks": len(fleet.index),
+                "mean_output_tokens": fleet.mean_output_tokens,
+            }
+        )
+
+
+def _add_admin_routes(app: FastAPI, fleet: Fleet, admin_token: str, known_keys: set[str]) -> None:
+    removals: set[asyncio.Task[None]] = set()
+
+    @app.get("/v1/engines")
+    async def list_engines(request: Request) -> Response:
+        _check_admin(request, admin_token)
+        now = fleet.clock()
+        return _json({"object": "list", "data": [engine.to_json(now) for engine in fleet.engines]})
+
+    @app.post("/v1/engines")
+    async def add_engine(request: Request) -> Response:
+        _check_admin(request, admin_token)
+        _, body = await read_object(request)
+        try:
+            spec = spec_from(body, "engine")
+            if spec.api_key_env and spec.api_key_env not in known_keys and not spec.api_key_env.startswith(KEY_PREFIX):
+                raise ConfigError(
+                    f"engine: api_key_env={spec.api_key_env!r} cannot be used over HTTP; name a variable that begins "
+                    f"with {KEY_PREFIX}"
+                )
+            engine = fleet.add(spec)
+        except ConfigError as exc:
+            raise RequestError(exc.message, code="invalid_engine") from exc
+        return _json(engine.to_json(fleet.clock()), 201)
+
+    @app.delete("/v1/engines/{name}")
+    async def remove_engine(name: str, request: Request) -> Response:
+        _check_admin(request, admin_token)
+        engine = fleet.get(name)
+        if engine is None:
+            names = ", ".join(engine.name for engine in fleet.engines) or "none"
+            raise EngineNotFound(f"Engine '{name[:100]}' is not registered; there are: {names}.", param="name")
+        if not engine.is_removed:
+            # It drains on its own: whoever asked need not wait, and cannot stop it by hanging up.
+            task = asyncio.create_task(fleet.remove(name))
+            removals.add(task)
+            task.add_done_callback(removals.discard)
+            await asyncio.sleep(0)  # it is draining when this answer is made
+        return _json(engine.to_json(fleet.clock()), 202)
+
+
+def _check_admin(request: Request, admin_token: str) -> None:
+    if not admin_token:
+        raise AdminOff("The admin API is off: start the router with --admin-token-file, or set TANDEM_ADMIN_TOKEN.")
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), admin_token.encode()):
+        raise AdminRefused("The admin API needs its token: Authorization: Bearer TOKEN.")
+
+
+async def _serving_error(_: Request, exc: Exception) -> Response:
+    assert isinstance(exc, ServingError), exc
+    return serving_error_response(exc)
+
+
+async def _client_gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it; it is for the counters
+
+
+def _json(body: dict[str, Any], status: int = 200) -> Response:
+    return Response(orjson.dumps(body), status, media_type="application/json")

@@ -1,0 +1,56 @@
+"""What can go wrong at an engine, and the one place where httpx's errors become ours.
+
+WorkerError
+ |- EngineFailed   it broke, hung or is gone: another engine may do better
+Overloaded
+ |- EngineBusy     it refused for now, and said for how long
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+
+from protocol.errors import Overloaded, WorkerError
+
+__all__ = ["EngineBusy", "EngineFailed", "engine_errors"]
+
+
+class EngineFailed(WorkerError):
+    """An engine failed a request that may be sent to another one. `is_absent` = nobody was listening."""
+
+    code = "engine_failed"
+
+    def __init__(self, engine: str, message: str, *, is_absent: bool = False) -> None:
+        super().__init__(f"engine {engine}: {message}")
+        self.engine = engine
+        self.is_absent = is_absent
+
+
+class EngineBusy(Overloaded):
+    """An engine has no room now."""
+
+    code = "engine_busy"
+
+    def __init__(self, message: str, *, retry_after_s: float, engine: str = "") -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.engine = engine
+
+
+@contextmanager
+def engine_errors(engine: str) -> Iterator[None]:
+    """Turn the errors of an HTTP exchange into `EngineFailed` with the engine's name."""
+    try:
+        yield
+    except (httpx.ConnectError, httpx.ConnectTimeout) as exc:
+        raise EngineFailed(engine, f"cannot be reached ({_text(exc)})", is_absent=True) from exc
+    except httpx.TimeoutException as exc:
+        raise EngineFailed(engine, f"did not take the request in time ({type(exc).__name__})") from exc
+    except (httpx.HTTPError, httpx.StreamError) as exc:
+        raise EngineFailed(engine, f"broke the connection ({_text(exc)})") from exc
+
+
+def _text(exc: Exception) -> str:
+    return str(exc) or type(exc).__name__

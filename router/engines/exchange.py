@@ -1,0 +1,457 @@
+"""One request on the engine, or the pair, it was placed on: booked, sent, read, learned from, given back.
+
+    one engine   body -> engine
+    a pair       body, max_tokens=1, "keep the KV" -> prefill engine;  body + where the KV is -> decode engine
+                 (vLLM's NIXL flow: the decode engine reads the blocks; the first token comes from it)
+
+Up to the first byte a failure is an exception, so the request can go elsewhere; after it the stream breaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+import orjson
+
+from router.cost_model import StepModel
+from router.engines.engine import Engine
+from router.engines.errors import EngineBusy, EngineFailed, engine_errors
+from router.engines.fleet import Fleet, Placed
+from router.engines.sse import Event, EventSplitter
+from router.metrics import EdgeMetrics, RequestClock
+
+__all__ = ["Call", "Exchange"]
+
+T = TypeVar("T")
+
+DEFAULT_RETRY_AFTER_S = 1.0  # of a refusal that does not say
+MIN_TRANSFER_S = 1e-4
+MAX_ERROR_CHARS = 500  # of what an engine says
+_TELLS_USAGE = {"vllm", "sglang", "llamacpp"}  # kinds that know stream_options.include_usage
+_KEEP_KV: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A client's request, as far as the router reads it. The body goes on as it is."""
+
+    request_id: str
+    path: str
+    body: dict[str, Any]
+    model: str
+    token_ids: list[int]
+    num_outputs: int  # tokens expected
+    arrived_s: float  # of time.perf_counter
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the answer is to come in pieces."""
+        return bool(self.body.get("stream"))
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the client asked for usage in its stream."""
+        options = self.body.get("stream_options")
+        return isinstance(options, dict) and bool(options.get("include_usage"))
+
+    @property
+    def cache_salt(self) -> str:
+        """The tenant whose cache it may use."""
+        salt = self.body.get("cache_salt")
+        return salt if isinstance(salt, str) else ""
+
+    def body_for(self, engine: Engine) -> dict[str, Any]:
+        """What is sent: usage is always asked for, it tells what was cached."""
+        options = self.body.get("stream_options") or {}
+        if not self.is_stream or engine.spec.kind not in _TELLS_USAGE or not isinstance(options, dict):
+            return self.body
+        return self.body | {"stream_options": options | {"include_usage": True}}
+
+
+class Exchange:
+    """Whoever makes one closes it."""
+
+    def __init__(self, fleet: Fleet, placed: Placed, call: Call, metrics: EdgeMetrics) -> None:
+        self.status = 200
+        self.content: bytes | None = None  # a plain answer, or the client's error; None for a stream
+        self.content_type = "application/json"
+        self._fleet = fleet
+        self._placed = placed
+        self._call = call
+        self._clock = RequestClock(metrics, call.arrived_s)
+        self._metrics = metrics
+        self._response: httpx.Response | None = None
+        self._events: deque[Event] = deque()
+        self._raw: AsyncIterator[bytes] | None = None
+        self._splitter = EventSplitter()
+        self._has_answer = False
+        self._aborted: EngineFailed | None = None
+        self._scope: asyncio.Timeout | None = None
+        self._waits_for = placed.decode
+        self._belief: asyncio.TimerHandle | None = None
+        self._num_events = 0
+        self._last_event_s = 0.0
+        self._usage: dict[str, Any] = {}
+        self._prefill_usage: dict[str, Any] | None = None
+        self._begin()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine the answer comes from."""
+        return self._placed.decode
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether its first byte has come."""
+        return self._has_answer
+
+    def abort(self, reason: str) -> None:
+        """End it now, with an error that names the engine."""
+        self._aborted = EngineFailed(self._waits_for.name, reason)
+        if self._scope is not None:
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+    async def open(self) -> None:
+        """Send the request and wait for the whole plain answer, or the first event of a stream.
+
+        Raises `EngineFailed` or `EngineBusy`: then the request may go elsewhere.
+        """
+        try:
+            await self._open()
+        except EngineFailed as exc:
+            engine = self._fleet.get(exc.engine)
+            if engine is not None:
+                self._report_failure(engine, is_absent=exc.is_absent)
+            raise
+        self._has_answer = True
+        for engine in list(self._trials):
+            self._trials.pop(engine)
+            engine.breaker.succeeded()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events of a stream, as they came. Raises `EngineFailed` when it breaks."""
+        try:
+            while True:
+                event = self._seen(await self._next_event())
+                if event is not None:
+                    yield event.raw
+                    if event.is_done:
+                        return
+        except EngineFailed:
+            self._report_failure(self.engine, is_absent=False)
+            raise
+
+    async def close(self) -> None:
+        """End what still runs and take the load off again, on every way out."""
+        self._booking.release()
+        if self._belief is not None:
+            self._belief.cancel()
+        for engine in self._engines:
+            engine.end(self)
+        for engine, is_trial in self._trials.items():
+            engine.breaker.abandoned(is_trial=is_trial)
+        self._trials.clear()
+        if self._response is not None:
+            await self._response.aclose()
+
+    # -- before the first byte --------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Let the next decision see this one. NOTE: no `await` between deciding and booking."""
+        placement, fleet, now = self._placed.placement, self._fleet, self._fleet.clock()
+        self._engines = list(dict.fromkeys((self._placed.prefill, self._placed.decode)))
+        self._trials = {engine: engine.breaker.begin(now) for engine in self._engines}
+        for engine in self._engines:
+            engine.begin(self)
+            engine.expect_cached(self._placed.digests, fleet.index, now)
+        best = placement.best
+        self._booking = fleet.registry.reserve(
+            best.prefill.worker_id,
+            best.decode.worker_id,
+            num_new_tokens=placement.num_new_tokens,
+            num_context_tokens=best.num_cached_tokens,
+            num_kv_tokens=placement.num_kv_tokens,
+        )
+        self._sent_s = now
+        if not self._call.is_stream and not self._placed.is_pair:
+            # Nobody tells when the first token of a plain answer is there: the prediction has to do.
+            loop = asyncio.get_running_loop()
+            self._belief = loop.call_later(best.terms.ttft_s, self._booking.prefill_done)
+
+    async def _open(self) -> None:
+        body = self._call.body_for(self.engine)
+        if self._placed.is_pair:
+            handed = await self._prefill(body)
+            if handed is None:
+                return  # the client's own error
+            body = handed
+        engine = self._waits_for = self.engine
+        response = await self._wait(self._send(engine, body))
+        if response.status_code == 200 and response.headers.get("content-type", "").startswith("text/event-stream"):
+            self._raw = response.aiter_bytes()
+            await self._take_first_event(engine)
+        else:
+            await self._take_plain(engine, response)
+
+    async def _prefill(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        """Have the prompt computed; the body for the decode engine, or None when the request itself is wrong."""
+        engine = self._waits_for = self._placed.prefill
+        first = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": _KEEP_KV}
+        if "max_completion_tokens" in body:
+            first["max_completion_tokens"] = 1
+        for name in ("stream_options", "min_tokens"):
+            first.pop(name, None)
+        response = await self._wait(self._send(engine, first))
+        await self._take_plain(engine, response)
+        if self.status != 200:
+            return None
+        assert self.content is not None, "a plain answer has content"
+        answer = orjson.loads(self.content)
+        self.content = None
+        now = self._fleet.clock()
+        self._prefill_usage = answer.get("usage") or {}
+        self._learn_first_token(engine, now)
+        self._booking.prefill_done()
+        self._sent_s = now
+        params = answer.get("kv_transfer_params")
+        if isinstance(params, dict):
+            return body | {"kv_transfer_params": params}
+        if answer["choices"][0].get("finish_reason") == "stop":
+            return body  # its first token ends the answer: vLLM keeps no KV then, and the decode engine finds the same
+        raise EngineFailed(
+            engine.name,
+            "returned no kv_transfer_params; start it with --kv-transfer-config "
+            '\'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\', or give it role both',
+        )
+
+    async def _send(self, engine: Engine, body: dict[str, Any]) -> httpx.Response:
+        headers = {
+            "content-type": "application/json",
+            "accept-encoding": "identity",
+            "x-request-id": self._call.request_id,
+        }
+        if self._response is not None:
+            await self._response.aclose()
+        request = engine.client.build_request("POST", self._call.path, content=orjson.dumps(body), headers=headers)
+        with engine_errors(engine.name):
+            self._response = await engine.client.send(request, stream=True)
+        return self._response
+
+    async def _take_plain(self, engine: Engine, response: httpx.Response) -> None:
+        """A whole answer: the engine's, or its refusal."""
+        with engine_errors(engine.name):
+            content = await self._wait(response.aread())
+        self._refuse(engine, response, content)
+        try:
+            answer = orjson.loads(content)
+        except orjson.JSONDecodeError as exc:
+            raise EngineFailed(engine.name, f"answered {response.status_code} with something that is no JSON") from exc
+        if not isinstance(answer, dict) or (response.status_code == 200 and not answer.get("choices")):
+            raise EngineFailed(engine.name, f"answered {response.status_code} without choices")
+        self.status, self.content = response.status_code, content
+        if response.status_code == 200 and engine is self.engine:
+            usage = answer.get("usage")
+            if isinstance(usage, dict) and self._prefill_usage is not None:
+                self.content = orjson.dumps(answer | {"usage": self._true_usage(usage)})
+            self._note_usage(usage if isinstance(usage, dict) else {})
+            self._note_end()
+
+    def _refuse(self, engine: Engine, response: httpx.Response, content: bytes) -> None:
+        """Raise for what is the engine's fault or load; what is the client's passes."""
+        status = response.status_code
+        if status == 429 or (status == 503 and "retry-after" in response.headers):
+            wait_s = _retry_after_s(response.headers.get("retry-after", ""))
+            engine.hold_back(wait_s, self._fleet.clock())
+            message = f"engine {engine.name} is busy: {_message(content)}"
+            raise EngineBusy(message, retry_after_s=wait_s, engine=engine.name)
+        if status in (401, 403):
+            raise EngineFailed(engine.name, f"refused our key ({status}); check its api_key_env")
+        if status >= 500:
+            raise EngineFailed(engine.name, f"answered {status}: {_message(content)}")
+        if status != 200 and not 400 <= status < 500:
+            raise EngineFailed(engine.name, f"answered {status}, which is no answer")
+
+    async def _take_first_event(self, engine: Engine) -> None:
+        event = await self._next_event()
+        error = event.error
+        if error is None:
+            self._events.appendleft(event)
+            return
+        code = error.get("code")
+        if not isinstance(code, int) or not 400 <= code < 500:
+            raise EngineFailed(engine.name, f"failed: {str(error.get('message', ''))[:MAX_ERROR_CHARS]}")
+        self.status, self.content = code, orjson.dumps({"error": error})
+
+    # -- the stream ---------------------------------------------------------------------------------------------
+
+    async def _next_event(self) -> Event:
+        """The next event with data in it; comments that keep a connection alive go no further."""
+        while True:
+            while self._events:
+                event = self._events.popleft()
+                if event.body is not None or event.is_done:
+                    return event
+            assert self._raw is not None, "it is a stream"
+            try:
+                with engine_errors(self.engine.name):
+                    self._events.extend(self._splitter.push(await self._wait(anext(self._raw))))
+            except StopAsyncIteration:
+                raise EngineFailed(self.engine.name, "ended its stream in the middle") from None
+            except ValueError as exc:
+                raise EngineFailed(self.engine.name, f"sent {exc}") from exc
+
+    def _seen(self, event: Event) -> Event | None:
+        """Learn from an event; what of it the client gets."""
+        if event.error is not None:
+            message = str(event.error.get("message", ""))[:MAX_ERROR_CHARS]
+            raise EngineFailed(self.engine.name, f"failed in the middle: {message}")
+        if event.is_done:
+            self._note_end()
+        if event.has_choices:
+            self._note_tokens()
+        usage = event.usage
+        if usage is None or event.body is None:
+            return event
+        if self._prefill_usage is not None:
+            event = event.with_body(event.body | {"usage": self._true_usage(usage)})
+        self._usage = usage
+        if not event.has_choices:
+            self._note_usage(usage)
+            return event if self._call.wants_usage else None
+        return event
+
+    def _note_tokens(self) -> None:
+        now = self._fleet.clock()
+        if self._num_events == 0:
+            self._on_first_token(now)
+        else:
+            self._learn_gap(now)
+        self._num_events += 1
+        self._last_event_s = now
+        self._clock.record(1, None)
+
+    def _on_first_token(self, now: float) -> None:
+        if self._placed.is_pair:
+            self._learn_transfer(now)
+        else:
+            self._learn_first_token(self.engine, now)
+            self._booking.prefill_done()
+
+    async def _wait(self, work: Awaitable[T]) -> T:
+        """Result of `work`, unless the engine stays silent for too long or is given up meanwhile."""
+        if self._aborted is not None:
+            raise self._aborted
+        timeout_s = self._fleet.config.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s) as self._scope:
+                return await work
+        except TimeoutError as exc:
+            silent = EngineFailed(self._waits_for.name, f"sent nothing within request_timeout_s={timeout_s:g}")
+            raise self._aborted or silent from exc
+        finally:
+            self._scope = None
+
+    # -- what is learned ------------------------------------------------------------------------------------------
+
+    def _steps(self, engine: Engine) -> StepModel:
+        return self._fleet.costs.steps(engine.spec.cost_kind)
+
+    def _learn_first_token(self, engine: Engine, now: float) -> None:
+        worker = self._placed.placement.best.prefill
+        stats = engine.pace.first_token(
+            sent_s=self._sent_s,
+            now=now,
+            num_new_tokens=self._placed.placement.num_new_tokens,
+            num_cached_tokens=self._placed.placement.best.num_cached_tokens,
+            num_decode_seqs=worker.num_booked_seqs - worker.num_awaited_seqs,
+            num_kv_tokens=worker.booked_kv_tokens - worker.awaited_kv_tokens,
+        )
+        if stats is not None:
+            self._steps(engine).observe(stats)
+
+    def _learn_gap(self, now: float) -> None:
+        worker = self._placed.placement.best.decode
+        if worker.queued_prompt_tokens:
+            return  # a prompt is computed in the same steps
+        stats = self.engine.pace.gap(
+            duration_s=now - self._last_event_s,
+            now=now,
+            num_decode_seqs=worker.num_booked_seqs,
+            num_kv_tokens=worker.booked_kv_tokens,
+        )
+        if stats is not None:
+            self._steps(self.engine).observe(stats)
+
+    def _learn_transfer(self, now: float) -> None:
+        """From the end of prefill to the decode engine's first token: moving the KV, and one of its steps."""
+        placement = self._placed.placement
+        worker = placement.best.decode
+        step_s = self._steps(self.engine).step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
+        num_bytes = placement.num_prompt_tokens * self.engine.spec.kv_bytes_per_token
+        kinds = self._placed.prefill.spec.cost_kind, self.engine.spec.cost_kind
+        self._fleet.costs.transfer(*kinds).observe(num_bytes, max(now - self._sent_s - step_s, MIN_TRANSFER_S))
+
+    def _true_usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """Usage of a pair: what was cached is what the prefill engine had not to compute, not what it handed over."""
+        details = (self._prefill_usage or {}).get("prompt_tokens_details")
+        return usage | {"prompt_tokens_details": details}
+
+    def _note_usage(self, usage: dict[str, Any]) -> None:
+        self._usage = usage
+        source = self._prefill_usage if self._prefill_usage is not None else usage
+        details = source.get("prompt_tokens_details") or {}
+        self._metrics.prompt_tokens.inc(_count(usage.get("prompt_tokens")))
+        self._metrics.cached_tokens.inc(_count(details.get("cached_tokens")))
+        more = _count(usage.get("completion_tokens")) - self._num_events
+        self._metrics.generation_tokens.inc(max(more, 0))
+
+    def _note_end(self) -> None:
+        num_prompt = _count(self._usage.get("prompt_tokens")) or len(self._call.token_ids)
+        self._fleet.note_lengths(num_prompt, _count(self._usage.get("completion_tokens")) or self._num_events)
+        self._metrics.duration_s.observe(time.perf_counter() - self._call.arrived_s)
+
+    def _report_failure(self, engine: Engine, *, is_absent: bool) -> None:
+        engine.num_failures += 1
+        is_trial = self._trials.pop(engine, False)
+        engine.breaker.failed(self._fleet.clock(), is_trial=is_trial, is_absent=is_absent)
+
+
+def _retry_after_s(header: str) -> float:
+    """Seconds of a Retry-After, which is a number or a date."""
+    try:
+        return max(float(header), 0.0)
+    except ValueError:
+        pass
+    try:
+        return max(email.utils.parsedate_to_datetime(header).timestamp() - time.time(), 0.0)
+    except ValueError:
+        return DEFAULT_RETRY_AFTER_S
+
+
+def _message(content: bytes) -> str:
+    """What an engine says went wrong, as short as can be."""
+    try:
+        body = orjson.loads(content)
+        error = body.get("error", body) if isinstance(body, dict) else body
+        text = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+    except orjson.JSONDecodeError:
+        text = content.decode(errors="replace")
+    return str(text or "no message")[:MAX_ERROR_CHARS]
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) and value > 0 else 0

@@ -1,0 +1,312 @@
+"""All engines: who is there, how each is, and where a request should go.
+
+The shell around registry, index, cost model and placement: probes engines over HTTP, tells the registry what it finds,
+and asks the same `Placer` as our own workers have. Knows nothing of bodies or streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
+
+import httpx
+from zmq.asyncio import Context
+
+from protocol.config import RouterConfig
+from protocol.digest import block_digests, root_digest
+from protocol.errors import ModelNotFound, NoWorker
+from protocol.messages import Role, WorkerLoad, WorkerState
+from router.cost_model import CostModel
+from router.engines.config import EnginesConfig, EngineSpec, check_fleet
+from router.engines.engine import Engine, card_of, digest_root, with_model
+from router.engines.errors import EngineBusy
+from router.engines.load import EngineLoad, EngineSize, model_of, parse_load, parse_size
+from router.placement import Placement, Placer
+from router.prefix_index import PrefixIndex
+from router.registry import Registry
+
+__all__ = ["Fleet", "Placed"]
+
+logger = logging.getLogger(__name__)
+
+MAX_FOREIGN_BOOKINGS = 512  # of one engine
+FIRST_GUESS_TOKENS = 256.0  # of a prompt that others sent, until prompts were seen
+MEAN_WEIGHT = 0.05  # of the newest request in the mean lengths
+_HEALTH_PATHS = {"openai": "/v1/models", "vllm": "/health", "sglang": "/health", "llamacpp": "/health"}
+
+
+class Placed(NamedTuple):
+    """Where a request goes, and what it was counted as."""
+
+    placement: Placement
+    prefill: Engine
+    decode: Engine
+    digests: list[bytes]
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether KV is handed over from one engine to another."""
+        return self.prefill is not self.decode
+
+
+class Fleet:
+    """The engines of one router. Used from one event loop only."""
+
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        index: PrefixIndex,
+        costs: CostModel,
+        config: RouterConfig,
+        engines: EnginesConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.registry = registry
+        self.index = index
+        self.costs = costs
+        self.config = config
+        self.engines_config = engines
+        self.clock = clock
+        self.mean_prompt_tokens = FIRST_GUESS_TOKENS
+        self.mean_output_tokens = FIRST_GUESS_TOKENS / 2
+        self._placer = Placer(registry, index, costs, config)
+        self._engines: dict[str, Engine] = {}
+        self._probes: dict[str, asyncio.Task[None]] = {}
+        self._context = Context()
+
+    @property
+    def engines(self) -> list[Engine]:
+        """All of them, in the order they were added."""
+        return list(self._engines.values())
+
+    @property
+    def models(self) -> list[str]:
+        """Names of the models that are served, or would be if their engines were there."""
+        return list(dict.fromkeys(engine.spec.model for engine in self.engines if engine.spec.model))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether some engine could take a request."""
+        return any(
+            engine.state is WorkerState.READY and engine.spec.role is not Role.PREFILL for engine in self.engines
+        )
+
+    def get(self, name: str) -> Engine | None:
+        """The engine of this name."""
+        return self._engines.get(name)
+
+    def max_model_len(self, model: str) -> int | None:
+        """Longest context any engine of the model has; None while none has told."""
+        return max((e.card.max_model_len for e in self.engines if e.card and e.spec.model == model), default=None)
+
+    def add(self, spec: EngineSpec) -> Engine:
+        """Take an engine in and begin to probe it. Raises `ConfigError` when it cannot stand beside the others."""
+        check_fleet([*(engine.spec for engine in self.engines), spec])
+        return self._start(spec)
+
+    def add_all(self, specs: Iterable[EngineSpec]) -> None:
+        """Take in the engines of a file, whose order does not matter. Raises `ConfigError`."""
+        specs = list(specs)
+        check_fleet([*(engine.spec for engine in self.engines), *specs])
+        for spec in specs:
+            self._start(spec)
+
+    async def remove(self, name: str) -> None:
+        """Give an engine nothing new, wait for what it runs up to `drain_timeout_s`, and forget it."""
+        engine = self._engines[name]
+        engine.is_removed = True
+        self._set_state(engine, WorkerState.DRAINING, "removed")
+        try:
+            async with asyncio.timeout(self.config.drain_timeout_s):
+                await engine.idle.wait()
+        except TimeoutError:
+            logger.warning("engine %s still runs %d requests after draining", name, len(engine.exchanges))
+        await self._forget(engine)
+
+    async def close(self) -> None:
+        """End every request and forget every engine."""
+        for engine in self.engines:
+            await self._forget(engine)
+        self._context.term()
+
+    def place(
+        self, model: str, token_ids: Sequence[int], num_outputs: int, cache_salt: str, tried: Collection[str]
+    ) -> Placed:
+        """The cheapest engine or pair for a request, without those it was `tried` on.
+
+        Raises `ModelNotFound`, `EngineBusy` when those left ask to wait, and `NoWorker` with the reasons.
+        """
+        now = self.clock()
+        engines = [engine for engine in self.engines if engine.spec.model == model]
+        if not engines:
+            raise ModelNotFound(f"The model '{model[:200]}' does not exist.", param="model")
+        open_to_it = [e for e in engines if e.name not in tried and not e.refusal(now) and e.card is not None]
+        found: list[Placed] = []
+        for group in dict.fromkeys(engine.spec.group for engine in open_to_it):
+            members = {engine.name: engine for engine in open_to_it if engine.spec.group == group}
+            if any(engine.spec.role is not Role.PREFILL for engine in members.values()):
+                found.append(self._place_in(members, token_ids, num_outputs, cache_salt, now))
+        if not found:
+            raise self._nobody(model, engines, tried, now)
+        return min(found, key=lambda placed: placed.placement.best.terms.total_s)
+
+    def note_lengths(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Remember how long prompts and answers are."""
+        self.mean_prompt_tokens += MEAN_WEIGHT * (num_prompt_tokens - self.mean_prompt_tokens)
+        self.mean_output_tokens += MEAN_WEIGHT * (num_output_tokens - self.mean_output_tokens)
+
+    def _place_in(
+        self, members: dict[str, Engine], token_ids: Sequence[int], num_outputs: int, cache_salt: str, now: float
+    ) -> Placed:
+        cards = [engine.card for engine in members.values() if engine.card is not None]
+        root = root_digest(digest_root(cards[0].model, cards[0].block_size), cache_salt=cache_salt)
+        digests = block_digests(root, token_ids, cards[0].block_size)
+        # What is too long for all of them goes there all the same: the engine says so best, in its own 400.
+        room = max(min(card.num_blocks * card.block_size, card.max_model_len) for card in cards)
+        num_prompt_tokens = max(1, min(len(token_ids), room - 1))
+        others = {worker.worker_id for worker in self.registry} - members.keys()
+        placement = self._placer.place(num_prompt_tokens, digests, num_outputs, now, excluded=others)
+        best = placement.best
+        return Placed(placement, members[best.prefill.worker_id], members[best.decode.worker_id], digests)
+
+    def _nobody(self, model: str, engines: list[Engine], tried: Collection[str], now: float) -> NoWorker | EngineBusy:
+        reasons = {e.name: "tried" if e.name in tried else e.refusal(now) or "prefill only" for e in engines}
+        text = f"no engine of {model} can take this request: " + ", ".join(
+            f"{name} ({reason})" for name, reason in reasons.items()
+        )
+        waits = [e.busy_until_s - now for e in engines if e.state is WorkerState.READY and e.busy_until_s > now]
+        return EngineBusy(text, retry_after_s=min(waits)) if waits else NoWorker(text)
+
+    # -- life of an engine ------------------------------------------------------------------------------------
+
+    def _start(self, spec: EngineSpec) -> Engine:
+        engine = Engine(spec, self.engines_config, self.config.request_timeout_s)
+        self._engines[spec.name] = engine
+        self._probes[spec.name] = asyncio.create_task(self._probe_for_ever(engine))
+        return engine
+
+    async def _forget(self, engine: Engine) -> None:
+        probe = self._probes.pop(engine.name)
+        probe.cancel()
+        await asyncio.gather(probe, return_exceptions=True)
+        for exchange in list(engine.exchanges):
+            exchange.abort("it was removed")
+        self._leave(engine, "removed")
+        del self._engines[engine.name]
+        await engine.close()
+
+    async def _probe_for_ever(self, engine: Engine) -> None:
+        num_failed, last_good_s = 0, self.clock()
+        while True:
+            try:
+                await self._probe(engine)
+                num_failed, last_good_s = 0, self.clock()
+            except (httpx.HTTPError, LookupError, ValueError) as exc:
+                # Where nobody listens one look is enough; who is slow gets another chance.
+                num_failed += self.engines_config.max_failed_probes if isinstance(exc, httpx.ConnectError) else 1
+                self._on_failed_probe(engine, num_failed, last_good_s, str(exc) or type(exc).__name__)
+            except Exception:
+                logger.exception("probing engine %s failed", engine.name)
+            await asyncio.sleep(self.engines_config.probe_interval_s)
+
+    async def _probe(self, engine: Engine) -> None:
+        timeout_s = self.engines_config.probe_timeout_s
+        answer = await engine.client.get(_HEALTH_PATHS[engine.spec.kind], timeout=timeout_s)
+        if answer.status_code != 200:
+            raise ValueError(f"its health check answered {answer.status_code}")
+        num_ours = len(engine.exchanges)
+        metrics = await self._metrics(engine, timeout_s)
+        if engine.state in (WorkerState.STARTING, WorkerState.DEAD) and not engine.is_removed:
+            await self._join(engine, parse_size(metrics), timeout_s)
+        now = self.clock()
+        engine.expire(self.index, now)
+        load = parse_load(metrics)
+        engine.has_metrics = load is not None
+        self._note_load(engine, load, max(num_ours, len(engine.exchanges)), now)
+
+    async def _metrics(self, engine: Engine, timeout_s: float) -> str:
+        """Its `/metrics`, "" where it has none; asked again in each life."""
+        if not engine.has_metrics and engine.state is WorkerState.READY:
+            return ""
+        answer = await engine.client.get("/metrics", timeout=timeout_s)
+        return answer.text if answer.status_code == 200 else ""
+
+    async def _join(self, engine: Engine, size: EngineSize, timeout_s: float) -> None:
+        answer = await engine.client.get("/v1/models", timeout=timeout_s)
+        if answer.status_code != 200:
+            raise ValueError(f"/v1/models answered {answer.status_code}; is its api_key_env right?")
+        model, length = model_of(answer.json(), engine.spec.model)
+        engine.spec = with_model(engine.spec, model)
+        engine.epoch += 1
+        card = card_of(
+            engine.spec, engine.epoch, model_len=length, block_size=size.block_size, num_blocks=size.num_blocks
+        )
+        self._check_block_size(engine, card.block_size)
+        self.registry.add(card, self.clock())
+        engine.join(card, self.index, self._context)
+        self._set_state(engine, WorkerState.READY, "")
+
+    def _check_block_size(self, engine: Engine, block_size: int) -> None:
+        """One chain of digests is computed for a group. Raises `ValueError` for one that would need another."""
+        spec = engine.spec
+        for other in self.engines:
+            same = other.card is not None and (other.spec.model, other.spec.group) == (spec.model, spec.group)
+            if same and other is not engine and other.card and other.card.block_size != block_size:
+                raise ValueError(
+                    f"block_size={block_size}, but {other.card.block_size} on engine {other.name} of the same group; "
+                    "give one of them a group of its own"
+                )
+
+    def _on_failed_probe(self, engine: Engine, num_failed: int, last_good_s: float, reason: str) -> None:
+        if num_failed < self.engines_config.max_failed_probes:
+            return
+        if engine.state is WorkerState.READY:
+            logger.warning("engine %s is not there: %s", engine.name, reason)
+            self._leave(engine, reason)
+        engine.reason = reason
+        # What waits for its first byte goes elsewhere at once; running answers get as long as our own workers do.
+        is_lost = self.clock() - last_good_s > self.config.worker_timeout_s
+        for exchange in list(engine.exchanges):
+            if is_lost or not exchange.has_answer:
+                exchange.abort(f"it stopped answering ({reason})")
+
+    def _leave(self, engine: Engine, reason: str) -> None:
+        engine.leave(self.index)
+        self._set_state(engine, WorkerState.DEAD, reason)
+
+    def _set_state(self, engine: Engine, state: WorkerState, reason: str) -> None:
+        engine.state, engine.reason = state, reason
+        self.registry.set_state(engine.name, state, reason or "answers")
+
+    def _note_load(self, engine: Engine, load: EngineLoad | None, num_ours: int, now: float) -> None:
+        """Remember what the engine tells, and book what others have put on it as if we had.
+
+        Nobody tells how long their prompts are: they count as ours on average.
+        """
+        for booking in engine.foreign:
+            booking.release()
+        engine.foreign.clear()
+        card = engine.card
+        if card is None or self.registry.get(engine.name) is None:
+            return
+        load = load or EngineLoad(0, 0, 0.0)
+        told = WorkerLoad(
+            num_waiting=load.num_waiting,
+            num_running=load.num_running,
+            num_kv_tokens=round(load.kv_usage * card.num_blocks * card.block_size),
+            num_free_blocks=round((1 - load.kv_usage) * card.num_blocks),
+        )
+        self.registry.note_load(engine.name, told, now)
+        num_foreign = min(load.num_running + load.num_waiting - num_ours, MAX_FOREIGN_BOOKINGS)
+        num_prompt, num_kv = round(self.mean_prompt_tokens), round(self.mean_prompt_tokens + self.mean_output_tokens)
+        for i in range(num_foreign):
+            booking = self.registry.reserve(
+                engine.name, engine.name, num_new_tokens=num_prompt, num_context_tokens=0, num_kv_tokens=num_kv
+            )
+            if i >= load.num_waiting:
+                booking.prefill_done()
+            engine.foreign.append(booking)

@@ -1,0 +1,173 @@
+"""`/v1/chat/completions` and `/v1/completions` in front of engines: read, place, send, and try elsewhere if it must.
+
+A request goes to another engine before its first byte only: after it the client has part of an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from protocol.errors import ModelNotFound, NoWorker, RequestError, ServingError
+from router.engines.errors import EngineBusy, EngineFailed
+from router.engines.exchange import Call, Exchange
+from router.engines.fleet import Fleet
+from router.engines.prompts import PromptReader, TextReader, max_tokens_of
+from router.metrics import EdgeMetrics
+from router.openai.answer import new_answer_id, until_disconnect
+from router.openai.errors import ClientDisconnected, UnsupportedMediaType, serving_error_body
+from router.tokenizer import TokenizerPool
+
+__all__ = ["Forwarder", "read_object"]
+
+LONG_BODY_BYTES = 16 * 1024  # what is shorter is tokenized in less time than a thread takes to wake up
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class Forwarder:
+    """Answers clients with what engines say."""
+
+    def __init__(
+        self, fleet: Fleet, readers: Mapping[str, PromptReader], pool: TokenizerPool, metrics: EdgeMetrics
+    ) -> None:
+        self._fleet = fleet
+        self._readers = readers
+        self._text = TextReader()
+        self._pool = pool
+        self._metrics = metrics
+        self.num_retries = 0
+
+    async def answer(self, request: Request, path: str) -> Response:
+        """Answer one request. Raises a `ServingError` for what goes wrong before the first byte."""
+        arrived_s = time.perf_counter()
+        raw, body = await read_object(request)
+        call = await self._call(path, raw, body, arrived_s)
+        try:
+            exchange = await until_disconnect(request.receive, self._open(call))
+        except ClientDisconnected:
+            self._metrics.client_disconnects.inc()
+            raise
+        headers = {"x-request-id": call.request_id, "x-tandem-engine": exchange.engine.name}
+        if exchange.content is None:
+            return _RelayedStream(exchange, self._metrics, headers | STREAM_HEADERS)
+        await exchange.close()
+        return Response(exchange.content, exchange.status, headers, exchange.content_type)
+
+    async def _call(self, path: str, raw: bytes, body: dict[str, Any], arrived_s: float) -> Call:
+        model = self._model_of(body)
+        reader = self._readers.get(model, self._text)
+        is_short = len(raw) < LONG_BODY_BYTES
+        token_ids = reader.read(body) if is_short else await self._pool.run(lambda: reader.read(body))
+        limit = max_tokens_of(body)
+        mean = max(1, round(self._fleet.mean_output_tokens))
+        return Call(
+            request_id=new_answer_id("req-"),
+            path=path,
+            body=body,
+            model=model,
+            token_ids=token_ids,
+            num_outputs=mean if limit is None else min(limit, mean),
+            arrived_s=arrived_s,
+        )
+
+    def _model_of(self, body: dict[str, Any]) -> str:
+        """The model asked for; one need not be named where there is but one."""
+        model, known = body.get("model"), self._fleet.models
+        if isinstance(model, str) and model:
+            if model not in known:
+                raise ModelNotFound(f"The model '{model[:200]}' does not exist.", param="model")
+            return model
+        if model is not None and not isinstance(model, str):
+            raise RequestError("Invalid value for 'model': expected a string.", param="model")
+        if not known:
+            raise NoWorker("no engine has told its model yet")
+        if len(known) > 1:
+            raise RequestError(f"Name the model: one of {', '.join(known)}.", param="model")
+        body["model"] = known[0]
+        return known[0]
+
+    async def _open(self, call: Call) -> Exchange:
+        """The exchange that answers, after as many attempts as it takes and may take."""
+        tried: set[str] = set()
+        last: EngineFailed | EngineBusy | None = None
+        for _ in range(self._fleet.engines_config.max_attempts):
+            try:
+                placed = self._fleet.place(call.model, call.token_ids, call.num_outputs, call.cache_salt, tried)
+            except (NoWorker, EngineBusy):
+                if isinstance(last, EngineFailed):
+                    break  # says more than that nobody is left
+                raise
+            self.num_retries += last is not None
+            exchange = Exchange(self._fleet, placed, call, self._metrics)
+            try:
+                await exchange.open()
+            except (EngineFailed, EngineBusy) as exc:
+                await exchange.close()
+                last = exc
+                tried.add(exc.engine)
+            except BaseException:
+                await asyncio.shield(exchange.close())
+                raise
+            else:
+                return exchange
+        assert last is not None, "the first attempt returns or fails"
+        raise last
+
+
+class _RelayedStream(Response):
+    """Response that sends an exchange's events as they come; owns the exchange and closes it."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, exchange: Exchange, metrics: EdgeMetrics, headers: dict[str, str]) -> None:
+        self._exchange = exchange
+        self._metrics = metrics
+        self.status_code = 200
+        self.background = None
+        self.init_headers(headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream, as an ASGI app."""
+        self._metrics.running_requests.inc()
+        try:
+            await until_disconnect(receive, self._send(send))
+        except (ClientDisconnected, OSError):
+            self._metrics.client_disconnects.inc()
+        finally:
+            self._metrics.running_requests.dec()
+            await self._exchange.close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with aclosing(self._exchange.events()) as events:
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+        except ServingError as exc:
+            self._metrics.stream_errors.inc()
+            event = b"data: " + orjson.dumps(serving_error_body(exc)) + b"\n\n"
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def read_object(request: Request) -> tuple[bytes, dict[str, Any]]:
+    """The JSON object of a request, raw and decoded. Raises `RequestError`."""
+    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise UnsupportedMediaType(f"Content-Type must be application/json, not '{content_type[:100]}'.")
+    raw = await request.body()
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as exc:
+        raise RequestError(f"The request body is not valid JSON: {exc}") from exc
+    if not isinstance(body, dict):
+        raise RequestError("Invalid request body: expected an object.")
+    return raw, body

@@ -1,0 +1,191 @@
+"""vLLM's KV events: from its ZMQ publisher's messages to the digests of our prefix index.
+
+vLLM names blocks by hashes of its own. Its events carry the tokens too, so our digests are computed here, and a map
+from its names to ours follows the chain and tells what was removed.
+
+    PUB     [topic, sequence number (8 bytes, big endian), msgpack [timestamp, [event, ...], data parallel rank]]
+    ROUTER  asked with [b"", first sequence number]: sends those it still has, then sequence number -1
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+from zmq.asyncio import Context, Socket
+from zmq.constants import SocketType
+from zmq.error import ZMQError
+
+from protocol.digest import block_digests, root_digest
+
+__all__ = ["BlockChange", "BlockTranslator", "KvEventFeed", "decode_batch"]
+
+logger = logging.getLogger(__name__)
+
+REPLAY_TIMEOUT_S = 5.0
+_END = (1 << 64) - 1  # -1 as vLLM writes it
+_FIELDS = {  # of events that are arrays, as older versions send them; later ones send maps
+    "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
+                    "extra_keys", "group_idx"),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+    "AllBlocksCleared": (),
+}  # fmt: skip
+
+BlockHash = bytes | int
+
+
+class BlockChange(NamedTuple):
+    """What one batch of events changes, in our digests. With `is_cleared` all earlier blocks are gone."""
+
+    stored: list[bytes]
+    removed: list[bytes]
+    is_cleared: bool = False
+
+
+def decode_batch(payload: bytes) -> list[dict[str, Any]]:
+    """Events of one message as maps with `type`. Raises `msgspec.DecodeError` for anything else."""
+    batch = msgspec.msgpack.decode(payload)
+    if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
+        raise msgspec.DecodeError("a batch of KV events is [timestamp, [event, ...], ...]")
+    return [_as_map(event) for event in batch[1]]
+
+
+@dataclass(slots=True)
+class BlockTranslator:
+    """Follows one engine's blocks by its own names. Pure: events in, changes of our index out."""
+
+    namespace: bytes
+    block_size: int
+    digests: dict[BlockHash, bytes] = field(default_factory=dict)
+    num_skipped: int = 0  # blocks whose chain's beginning was never told, or of another size
+
+    def apply(self, events: Sequence[dict[str, Any]]) -> BlockChange:
+        """Translate a batch. Raises `KeyError`, `TypeError` or `ValueError` for events that are malformed."""
+        # A block may come and go and come again within a batch: what counts is how it ends.
+        last: dict[bytes, bool] = {}
+        is_cleared = False
+        for event in events:
+            if event["type"] == "AllBlocksCleared":
+                is_cleared = True
+                self.digests.clear()
+                last.clear()
+            elif event.get("medium") not in (None, "GPU", "gpu") or event.get("group_idx"):
+                continue  # another tier, or layers beside those with full attention
+            elif event["type"] == "BlockStored":
+                last |= dict.fromkeys(self._stored(event), True)
+            elif event["type"] == "BlockRemoved":
+                gone = (self.digests.pop(name, None) for name in event["block_hashes"])
+                last |= dict.fromkeys((digest for digest in gone if digest is not None), False)
+        return BlockChange(
+            [digest for digest, is_held in last.items() if is_held],
+            [digest for digest, is_held in last.items() if not is_held],
+            is_cleared,
+        )
+
+    def _stored(self, event: dict[str, Any]) -> list[bytes]:
+        names, parent, token_ids = event["block_hashes"], event["parent_block_hash"], event["token_ids"]
+        root = self._root(event) if parent is None else self.digests.get(parent)
+        if root is None or event["block_size"] != self.block_size or len(token_ids) != len(names) * self.block_size:
+            self.num_skipped += len(names)
+            return []
+        digests = block_digests(root, token_ids, self.block_size)
+        self.digests.update(zip(names, digests, strict=True))
+        return digests
+
+    def _root(self, event: dict[str, Any]) -> bytes:
+        """Chains of one tenant or adapter are kept apart, as vLLM does: by the salt in the first block's extra keys."""
+        adapter = event.get("lora_name") or ""
+        keys = (event.get("extra_keys") or [None])[0] or ()
+        salt = next((key for key in keys if isinstance(key, str) and key != adapter), "")
+        return root_digest(self.namespace, cache_salt=salt, lora=adapter)
+
+
+class KvEventFeed:
+    """Listens to one engine's publisher, asks for what is missing, and hands changes on in order."""
+
+    def __init__(
+        self,
+        context: Context,
+        endpoint: str,
+        replay_endpoint: str,
+        on_batch: Callable[[list[dict[str, Any]], bool], None],
+    ) -> None:
+        self._context = context
+        self._endpoint = endpoint
+        self._replay_endpoint = replay_endpoint
+        self._on_batch = on_batch  # events, and whether some before them are lost for good
+        self._next = 0  # sequence number of the first batch not taken in yet
+        self._last_heard = -1  # from the publisher itself, whose numbers only grow
+        self.num_gaps = 0  # that no replay filled
+
+    async def run(self) -> None:
+        """Follow the engine until cancelled."""
+        socket = self._context.socket(SocketType.SUB)
+        socket.rcvhwm = 0
+        socket.subscribe(b"")
+        try:
+            socket.connect(self._endpoint)
+            await self._replay(0)  # what it cached before we came
+            while True:
+                frames = await socket.recv_multipart()
+                if len(frames) == 3:
+                    await self._on_message(int.from_bytes(frames[1], "big"), frames[2])
+        finally:
+            socket.close(linger=0)
+
+    async def _on_message(self, number: int, payload: bytes) -> None:
+        if number <= self._last_heard:  # the count began anew, so the engine did too
+            self._next = 0
+            self._on_batch([], True)
+        self._last_heard = number
+        if number > self._next:
+            await self._replay(self._next)
+        if number >= self._next:  # else it came with the replay
+            self._take(number, payload, is_lost=number > self._next)
+
+    def _take(self, number: int, payload: bytes, *, is_lost: bool) -> None:
+        try:
+            events = decode_batch(payload)
+        except msgspec.DecodeError as exc:
+            logger.warning("%s sent something that is no batch of KV events: %s", self._endpoint, exc)
+            is_lost, events = True, []
+        self.num_gaps += is_lost
+        self._next = number + 1
+        self._on_batch(events, is_lost)
+
+    async def _replay(self, first: int) -> None:
+        """Take in what the engine still has from this number on; without a replay endpoint, or an answer, nothing."""
+        if not self._replay_endpoint:
+            return
+        socket = self._context.socket(SocketType.DEALER)
+        try:
+            socket.connect(self._replay_endpoint)
+            async with asyncio.timeout(REPLAY_TIMEOUT_S):
+                await socket.send_multipart([b"", first.to_bytes(8, "big")])
+                await self._take_replayed(socket)
+        except (TimeoutError, ZMQError) as exc:
+            logger.warning("%s replayed no KV events: %s", self._replay_endpoint, exc or "no answer in time")
+        finally:
+            socket.close(linger=0)
+
+    async def _take_replayed(self, socket: Socket) -> None:
+        while True:
+            # [b"", topic, number, payload]; older versions leave the topic out
+            *_, number_bytes, payload = await socket.recv_multipart()
+            number = int.from_bytes(number_bytes, "big")
+            if number == _END:
+                return
+            if number >= self._next:
+                self._take(number, payload, is_lost=number > self._next)
+
+
+def _as_map(event: Any) -> dict[str, Any]:
+    if isinstance(event, dict) and isinstance(event.get("type"), str):
+        return event
+    if isinstance(event, list) and event and event[0] in _FIELDS:
+        return {"type": event[0], **dict(zip(_FIELDS[event[0]], event[1:], strict=False))}
+    raise msgspec.DecodeError("an event is a map with a type, or an array that begins with it")

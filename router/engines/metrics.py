@@ -1,0 +1,44 @@
+"""Prometheus metrics of engines, read when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from protocol.messages import WorkerState
+from router.engines.breaker import BreakerState
+from router.engines.fleet import Fleet
+
+__all__ = ["EngineCollector"]
+
+
+class EngineCollector:
+    """State, circuit and failures of every engine, and how often a request had to be sent elsewhere."""
+
+    def __init__(self, fleet: Fleet, num_retries: Callable[[], int]) -> None:
+        self._fleet = fleet
+        self._num_retries = num_retries
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, as they are now."""
+        now = self._fleet.clock()
+        engines = self._fleet.engines
+        ready = GaugeMetricFamily("tandem_engine_ready", "1 = answers its health check", labels=["engine"])
+        circuit = GaugeMetricFamily("tandem_engine_circuit_open", "1 = is given nothing", labels=["engine"])
+        running = GaugeMetricFamily("tandem_engine_running_requests", "Requests of this router", labels=["engine"])
+        requests = CounterMetricFamily("tandem_engine_requests", "Attempts sent to the engine", labels=["engine"])
+        failures = CounterMetricFamily("tandem_engine_failures", "Attempts that failed there", labels=["engine"])
+        openings = CounterMetricFamily("tandem_engine_circuit_openings", "Times its circuit opened", labels=["engine"])
+        for engine in engines:
+            name = [engine.name]
+            ready.add_metric(name, engine.state is WorkerState.READY)
+            circuit.add_metric(name, engine.breaker.state(now) is BreakerState.OPEN)
+            running.add_metric(name, len(engine.exchanges))
+            requests.add_metric(name, engine.num_requests)
+            failures.add_metric(name, engine.num_failures)
+            openings.add_metric(name, engine.breaker.num_opened)
+        yield from (ready, circuit, running, requests, failures, openings)
+        yield CounterMetricFamily(
+            "tandem_engine_retries", "Attempts after a failed one, before the first byte", value=self._num_retries()
+        )
