@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,21 +28,40 @@ class FakeServer:
     line_end: str = "\n"
     words_per_event: int = 1
     break_after: int | None = None  # end the stream after this many events, without [DONE]
+    is_reset: bool = False  # then the connection breaks there, without an end
     status: int = 200
+    error: dict[str, Any] | str = field(default_factory=lambda: {"message": "not today", "type": "server_error"})
+    headers: dict[str, str] = field(default_factory=dict)  # of answers that are errors
+    first_event_error: dict[str, Any] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)  # fields of every message or delta
+    model: str = MODEL
+    health: int = 200
+    metrics: str = ""
+    has_kv_params: bool = True
+    num_cached: int = 3
+    stop: Callable[[], None] = lambda: None  # ends the server
+    authorization: list[str] = field(default_factory=list)  # of each request for an answer
     requests: list[dict[str, Any]] = field(default_factory=list)
     num_running: int = 0
     max_running: int = 0
     num_hung_up: int = 0
     pause: threading.Event = field(default_factory=threading.Event)  # cleared: streams stop after their first event
+    headers_pause: threading.Event = field(default_factory=threading.Event)  # cleared: answers do not begin
+    health_pause: threading.Event = field(default_factory=threading.Event)  # cleared: nor do those to health checks
 
     def __post_init__(self) -> None:
-        self.pause.set()
+        self.resume()
+
+    def resume(self) -> None:
+        for event in (self.pause, self.headers_pause, self.health_pause):
+            event.set()
 
 
 @contextmanager
-def fake_openai() -> Iterator[FakeServer]:
+def fake_openai(port: int = 0) -> Iterator[FakeServer]:
     fake = FakeServer()
-    server = uvicorn.Server(uvicorn.Config(_app(fake), host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
+    config = uvicorn.Config(_app(fake), host="127.0.0.1", port=port, log_level="critical", lifespan="off")
+    server = uvicorn.Server(config)
     started = threading.Event()
     ports: list[int] = []
 
@@ -58,15 +77,20 @@ def fake_openai() -> Iterator[FakeServer]:
         await server.serve()
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
+
+    def stop() -> None:
+        fake.resume()
+        server.should_exit = True
+        thread.join(10)
+
+    fake.stop = stop
     thread.start()
     try:
         assert started.wait(10), "the fake server did not start"
         fake.url = f"http://127.0.0.1:{ports[0]}"
         yield fake
     finally:
-        fake.pause.set()
-        server.should_exit = True
-        thread.join(10)
+        stop()
 
 
 def _app(fake: FakeServer) -> FastAPI:
@@ -74,7 +98,17 @@ def _app(fake: FakeServer) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> Any:
-        return {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
+        return {"object": "list", "data": [{"id": fake.model, "object": "model", "max_model_len": 4096}]}
+
+    @app.get("/health")
+    async def health() -> Response:
+        if not fake.health_pause.is_set():
+            await asyncio.to_thread(fake.health_pause.wait)
+        return Response(status_code=fake.health)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(fake.metrics, status_code=200 if fake.metrics else 404)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Any:
@@ -85,28 +119,56 @@ def _app(fake: FakeServer) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await answer(request, lambda text: {"text": text}, list)
+        return await answer(request, lambda text: {"text": text} | fake.extra, list, "text_completion")
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         first = [{"delta": {"role": "assistant", "content": ""}}]
-        return await answer(request, lambda text: {"delta": {"content": text}}, lambda: first)
+        return await answer(
+            request, lambda text: {"delta": {"content": text} | fake.extra}, lambda: first, "chat.completion"
+        )
 
-    async def answer(request: Request, choice: Any, first: Any) -> Response:
+    async def answer(request: Request, choice: Any, first: Any, kind: str) -> Response:
         body = await request.json()
         fake.requests.append(body)
+        fake.authorization.append(request.headers.get("authorization", ""))
+        if not fake.headers_pause.is_set():
+            await asyncio.to_thread(fake.headers_pause.wait)
         if fake.status != 200:
-            return JSONResponse({"error": {"message": "not today", "type": "server_error"}}, fake.status)
+            if isinstance(fake.error, str):
+                return Response(fake.error, fake.status, fake.headers)
+            return JSONResponse({"error": fake.error}, fake.status, fake.headers)
+        if body.get("stream") is False:
+            return JSONResponse(plain(body, choice, kind))
         return StreamingResponse(events(body, choice, first()), media_type="text/event-stream")
+
+    def plain(body: dict[str, Any], choice: Any, kind: str) -> dict[str, Any]:
+        num_tokens = body["max_tokens"]
+        item = choice("word " * num_tokens)
+        if "delta" in item:
+            item["message"] = {"role": "assistant"} | item.pop("delta")
+        result = {"id": "fake-1", "object": kind, "model": fake.model}
+        result["choices"] = [item | {"index": 0, "finish_reason": "length"}]
+        result["usage"] = prompt_usage(body) | {"completion_tokens": num_tokens}
+        wants_kv = (body.get("kv_transfer_params") or {}).get("do_remote_decode")
+        if wants_kv and fake.has_kv_params:
+            result["kv_transfer_params"] = {"do_remote_prefill": True, "remote_block_ids": [1], "remote_host": "h"}
+        return result
+
+    def prompt_usage(body: dict[str, Any]) -> dict[str, Any]:
+        prompt = body.get("prompt") or " ".join(message["content"] for message in body["messages"])
+        count = len(prompt if isinstance(prompt, list) else prompt.split())
+        return {"prompt_tokens": count, "prompt_tokens_details": {"cached_tokens": fake.num_cached}}
 
     async def events(body: dict[str, Any], choice: Any, first: list[Any]) -> AsyncIterator[str]:
         fake.num_running += 1
         fake.max_running = max(fake.max_running, fake.num_running)
         is_whole = False
         try:
-            prompt = body.get("prompt") or " ".join(message["content"] for message in body["messages"])
-            usage = {"prompt_tokens": len(prompt if isinstance(prompt, list) else prompt.split())}
-            usage["prompt_tokens_details"] = {"cached_tokens": 3}
+            usage = prompt_usage(body)
+            if fake.first_event_error is not None:
+                yield event(fake, {"error": fake.first_event_error})
+                return
             for item in first:
                 yield event(fake, {"choices": [item | {"index": 0, "finish_reason": None}]})
             total, sent = body["max_tokens"], 0
@@ -114,6 +176,8 @@ def _app(fake: FakeServer) -> FastAPI:
                 if index and not fake.pause.is_set():
                     await asyncio.to_thread(fake.pause.wait)
                 if fake.break_after is not None and index >= fake.break_after:
+                    if fake.is_reset:
+                        raise ConnectionResetError("the fake breaks the connection")
                     return
                 count = min(fake.words_per_event, total - index)
                 sent += count

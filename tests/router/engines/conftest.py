@@ -1,0 +1,17 @@
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fake_openai import FakeServer, fake_openai
+
+
+@pytest.fixture
+def fake_a() -> Iterator[FakeServer]:
+    with fake_openai() as fake:
+        yield fake
+
+
+@pytest.fixture
+def fake_b() -> Iterator[FakeServer]:
+    with fake_openai() as fake:
+        yield fake

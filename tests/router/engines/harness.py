@@ -1,0 +1,102 @@
+"""A router in front of fake engines, in this process; engines are real HTTP servers on threads of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from protocol.config import RouterConfig
+from protocol.messages import WorkerState
+from router.cost_model import CostModel
+from router.engines.app import create_engines_app
+from router.engines.config import EnginesConfig, EngineSpec, spec_from
+from router.engines.fleet import Fleet
+from router.engines.prompts import PromptReader
+from router.prefix_index import PrefixIndex
+from router.registry import Registry
+from tests.fake_openai import FakeServer
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+
+@dataclass
+class Router:
+    app: FastAPI
+    fleet: Fleet
+    client: httpx.AsyncClient
+
+    def engine(self, name: str) -> Any:
+        engine = self.fleet.get(name)
+        assert engine is not None
+        return engine
+
+    async def all_ready(self, *names: str) -> None:
+        await until(lambda: all(self.engine(name).state is WorkerState.READY for name in names))
+
+    def assert_nothing_left(self) -> None:
+        """Every load is off again: bookings, exchanges, trials."""
+        assert self.fleet.registry.num_bookings == sum(len(engine.foreign) for engine in self.fleet.engines)
+        for engine in self.fleet.engines:
+            assert not engine.exchanges
+            assert engine.idle.is_set()
+
+
+def spec_of(fake: FakeServer, name: str, **values: Any) -> EngineSpec:
+    return spec_from({"name": name, "url": fake.url, "kind": "vllm"} | values, "test")
+
+
+def dead_url() -> str:
+    """An address where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def completion(prompt: Any = "a b c d", *, max_tokens: int = 4, stream: bool = False, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": max_tokens, "stream": stream}
+    return body | fields
+
+
+async def until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
+    """Wait for a condition; fail when it does not come true in time."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - the condition is set by other tasks and threads that know no event
+            await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def routing(
+    *specs: EngineSpec,
+    config: RouterConfig | None = None,
+    readers: dict[str, PromptReader] | None = None,
+    admin_token: str = "",
+    wait: bool = True,
+    **engines: Any,
+) -> AsyncIterator[Router]:
+    """The app with these engines; probes come every 20 ms. At the end nothing may be left."""
+    fleet = Fleet(
+        registry=Registry(),
+        index=PrefixIndex(),
+        costs=CostModel(),
+        config=config or RouterConfig(request_timeout_s=20.0, drain_timeout_s=5.0),
+        engines=EnginesConfig(**({"probe_interval_s": 0.02, "probe_timeout_s": 0.3} | engines)),
+    )
+    app = create_engines_app(fleet, specs, readers or {}, CollectorRegistry(), admin_token=admin_token)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client,
+    ):
+        router = Router(app, fleet, client)
+        if wait:
+            await router.all_ready(*(spec.name for spec in specs))
+        yield router
+        await until(lambda: not any(engine.exchanges for engine in fleet.engines))
+        router.assert_nothing_left()

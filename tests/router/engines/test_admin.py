@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fake_openai import FakeServer, fake_openai
+from tests.router.engines.harness import COMPLETIONS, Router, completion, routing, spec_of, until
+
+pytestmark = pytest.mark.anyio
+TOKEN = {"authorization": "Bearer secret"}
+
+
+async def post(router: Router, **body: Any) -> httpx.Response:
+    return await router.client.post("/v1/engines", json=body, headers=TOKEN)
+
+
+async def test_without_a_token_it_is_off_and_says_so(fake_a: FakeServer) -> None:
+    async with routing(spec_of(fake_a, "a")) as router:
+        for response in (
+            await router.client.get("/v1/engines", headers=TOKEN),
+            await post(router, url=fake_a.url),
+            await router.client.delete("/v1/engines/a", headers=TOKEN),
+        ):
+            assert response.status_code == 403
+            assert "--admin-token-file" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("given", [None, "Bearer wrong", "Basic secret", "secret", "Bearer secret2"])
+async def test_a_wrong_token_is_refused(given: str | None) -> None:
+    async with routing(admin_token="secret") as router:
+        response = await router.client.get("/v1/engines", headers={"authorization": given} if given else {})
+        assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_admin_token")
+
+
+async def test_engines_come_and_go_at_run_time(fake_a: FakeServer) -> None:
+    async with routing(admin_token="secret") as router:
+        assert (await router.client.get("/ready")).status_code == 503
+        added = await post(router, name="a", url=fake_a.url)
+        assert (added.status_code, added.json()["state"]) == (201, "starting")
+        await router.all_ready("a")
+        assert (await router.client.post(COMPLETIONS, json=completion())).status_code == 200
+        fake_a.pause.clear()
+        running = asyncio.create_task(router.client.post(COMPLETIONS, json=completion(stream=True)))
+        await until(lambda: any(exchange.has_answer for exchange in router.engine("a").exchanges))
+        removed = await router.client.delete("/v1/engines/a", headers=TOKEN)
+        assert (removed.status_code, removed.json()["state"]) == (202, "draining")
+        refused = await router.client.post(COMPLETIONS, json=completion())
+        assert refused.status_code == 503
+        assert "a (draining" in refused.json()["error"]["message"]
+        fake_a.resume()
+        assert (await running).text.endswith("data: [DONE]\n\n")
+        await until(lambda: router.fleet.get("a") is None)
+        assert (await router.client.get("/v1/engines", headers=TOKEN)).json()["data"] == []
+        assert len(router.fleet.index) == 0
+        assert len(router.fleet.registry) == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, "engine: url is missing"),
+        ({"url": "http://h:1", "bogus": 1}, "unknown key 'bogus'"),
+        ({"url": "http://h:1", "name": "a"}, "name='a' is there twice"),
+        ({"url": "http://h:1", "api_key_env": "HOME"}, "begins with TANDEM_ENGINE_"),
+        ({"url": "http://h:1", "api_key_env": "TANDEM_ENGINE_NONE"}, "is not set; export"),
+    ],
+)
+async def test_a_bad_engine_is_refused_and_changes_nothing(
+    fake_a: FakeServer, body: dict[str, Any], expected: str
+) -> None:
+    async with routing(spec_of(fake_a, "a"), admin_token="secret") as router:
+        response = await post(router, **body)
+        assert response.status_code == 400
+        assert expected in response.json()["error"]["message"]
+        assert [engine.name for engine in router.fleet.engines] == ["a"]
+
+
+async def test_an_unknown_engine_cannot_be_removed(fake_a: FakeServer) -> None:
+    async with routing(spec_of(fake_a, "a"), admin_token="secret") as router:
+        response = await router.client.delete("/v1/engines/b", headers=TOKEN)
+        assert response.status_code == 404
+        assert "there are: a" in response.json()["error"]["message"]
+
+
+async def test_an_engine_that_died_comes_back_with_an_empty_cache() -> None:
+    with fake_openai() as fake:
+        port = int(fake.url.rpartition(":")[2])
+        spec = spec_of(fake, "a")
+        async with routing(spec) as router:
+            await router.client.post(COMPLETIONS, json=completion("x" * 400))
+            assert len(router.fleet.index) > 0
+            await asyncio.to_thread(fake.stop)
+            await until(lambda: router.engine("a").state.value == "dead")
+            assert len(router.fleet.index) == 0
+            refused = await router.client.post(COMPLETIONS, json=completion(model="fake-model"))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_worker")
+            assert "a (dead:" in refused.json()["error"]["message"]
+            with fake_openai(port):
+                await router.all_ready("a")
+                assert (await router.client.post(COMPLETIONS, json=completion())).status_code == 200

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.errors import ConfigError
+from protocol.messages import Role
+from router.engines.config import EnginesConfig, check_fleet, load_fleet, spec_from
+
+GOOD = """
+[tokenizers]
+"org/model" = "/models/org"
+
+[[engines]]
+name = "p0"
+url = "http://10.0.0.1:8000/v1/"
+model = "org/model"
+kind = "vllm"
+role = "prefill"
+group = "rack1"
+
+[[engines]]
+url = "http://10.0.0.2:8000"
+model = "org/model"
+kind = "vllm"
+role = "decode"
+group = "rack1"
+api_key_env = "SOME_KEY"
+block_size = 32
+kv_events = "tcp://10.0.0.2:5557"
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "engines.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_becomes_specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "secret")
+    fleet = load_fleet(write(tmp_path, GOOD))
+    first, second = fleet.engines
+    assert fleet.tokenizers == {"org/model": "/models/org"}
+    assert (first.name, first.url, first.role, first.group) == ("p0", "http://10.0.0.1:8000", Role.PREFILL, "rack1")
+    assert (second.name, second.role, second.block_size) == ("10.0.0.2-8000", Role.DECODE, 32)
+    assert second.api_key() == "secret"
+    assert "secret" not in repr(second)
+
+
+def engine(**values: Any) -> str:
+    lines = [f"{key} = {value!r}" if isinstance(value, str) else f"{key} = {value}" for key, value in values.items()]
+    return "[[engines]]\n" + "\n".join(lines) + "\n"
+
+
+URL = "http://h:1"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[[engines]", "is not valid TOML"),
+        ("[[workers]]\n", "unknown key 'workers'; known are [[engines]]"),
+        ("engines = 3\n", "write [[engines]] above each"),
+        ("[tokenizers]\na = 3\n", "[tokenizers] must map models"),
+        (engine(name="a"), "engines[0]: url is missing; give the engine's address"),
+        (engine(url="h:1"), "engines[0]: url='h:1' is not of the form"),
+        (engine(url="http://h:1 /x"), "is not of the form"),
+        (engine(url=URL, rol="both"), "engines[0]: unknown key 'rol'; known are name, url"),
+        (engine(url=URL, role="all"), "role='all' is unknown; use prefill, decode, both"),
+        (engine(url=URL, role="decode"), "role='decode' needs kind='vllm'"),
+        (engine(url=URL, kind="tgi"), "kind='tgi' is unknown; use openai, vllm"),
+        (engine(url=URL, block_size="16"), "block_size='16' must be a whole number"),
+        (engine(url=URL) + "block_size = true\n", "block_size=True must be a whole number"),
+        (engine(url=URL, cache_ttl_s=0), "cache_ttl_s=0 must be a number"),
+        (engine(url=URL, model=3), "model=3 must be text"),
+        (engine(url=URL, name="a b"), "name='a b' must be letters"),
+        (engine(url=URL, api_key_env="sk-123"), "put the key into one and name it here"),
+        (engine(url=URL, api_key_env="NOT_SET_ANYWHERE"), "api_key_env='NOT_SET_ANYWHERE' is not set"),
+        (engine(url=URL, kv_events="h:5557"), "kv_events='h:5557' must be a ZMQ endpoint"),
+        (engine(url=URL, kv_replay="tcp://h:1"), "kv_replay without kv_events"),
+        (engine(url=URL, headers=3), "headers=3 must be a table of strings"),
+        (engine(url=URL, name="a") + engine(url="http://h:2", name="a"), "engine name='a' is there twice"),
+        (engine(url=URL, kind="vllm", role="prefill"), "has only prefill engines in group ''"),
+    ],
+)
+def test_what_is_wrong_is_named_with_file_key_value_and_remedy(text: str, expected: str, tmp_path: Path) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_fleet(path)
+    assert expected in caught.value.message
+    assert str(path) in caught.value.message or "api_key_env" in expected or "NOT_SET" in expected
+    assert "sk-123" not in caught.value.message
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load_fleet(tmp_path / "none.toml")
+
+
+def test_prefill_engines_need_someone_to_decode_in_their_group() -> None:
+    prefill = spec_from({"url": URL, "kind": "vllm", "role": "prefill", "group": "g"}, "test")
+    elsewhere = spec_from({"url": "http://h:2", "kind": "vllm", "role": "decode"}, "test")
+    with pytest.raises(ConfigError, match="only prefill engines in group 'g'"):
+        check_fleet([prefill, elsewhere])
+    check_fleet([prefill, spec_from({"url": "http://h:3", "group": "g"}, "test")])
+
+
+@pytest.mark.parametrize("values", [{"max_attempts": 0}, {"breaker_open_s": 9.0}, {"probe_interval_s": -1.0}])
+def test_limits_that_make_no_sense_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        EnginesConfig(**values)

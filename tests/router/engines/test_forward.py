@@ -1,0 +1,402 @@
+"""Requests through the router to fake engines, and every way an engine can fail them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from email.utils import formatdate
+from typing import Any
+
+import httpx
+import pytest
+
+from protocol.config import RouterConfig
+from protocol.messages import WorkerState
+from router.engines.breaker import BreakerState
+from router.engines.config import spec_from
+from tests.fake_openai import FakeServer
+from tests.router.engines.harness import CHAT, COMPLETIONS, Router, completion, dead_url, routing, spec_of, until
+from tests.router.fake_backend import RawClient, events
+
+pytestmark = pytest.mark.anyio
+MESSAGES = [{"role": "user", "content": "a b c"}]
+
+
+def busy(fake: FakeServer, retry_after: str | None, status: int = 429) -> None:
+    fake.status = status
+    fake.headers = {} if retry_after is None else {"retry-after": retry_after}
+
+
+async def answered_by(router: Router, **fields: Any) -> str:
+    response = await router.client.post(COMPLETIONS, json=completion(**fields))
+    assert response.status_code == 200, response.text
+    return response.headers["x-tandem-engine"]
+
+
+# -- what goes through -----------------------------------------------------------------------------------
+
+
+async def test_a_plain_answer_goes_through_as_it_came(fake_a: FakeServer) -> None:
+    async with routing(spec_of(fake_a, "a")) as router:
+        body = completion(model="fake-model", weird={"new": ["field"]}, logit_bias={"3": 1})
+        response = await router.client.post(COMPLETIONS, json=body)
+        async with httpx.AsyncClient(trust_env=False) as client:
+            direct = await client.post(fake_a.url + COMPLETIONS, json=body)
+        assert response.json() == direct.json()
+        assert fake_a.requests == [body, body]
+        assert response.headers["x-tandem-engine"] == "a"
+
+
+async def test_tool_calls_and_unknown_fields_come_back_unharmed(fake_a: FakeServer) -> None:
+    calls = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
+    fake_a.extra = {"tool_calls": calls, "reasoning": "because"}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    body = {"messages": MESSAGES, "tools": tools, "tool_choice": "required", "max_tokens": 2}
+    async with routing(spec_of(fake_a, "a")) as router:
+        plain = await router.client.post(CHAT, json=body | {"stream": False})
+        message = plain.json()["choices"][0]["message"]
+        assert (message["tool_calls"], message["reasoning"]) == (calls, "because")
+        streamed = events(await router.client.post(CHAT, json=body | {"stream": True}))
+        assert [e["choices"][0]["delta"].get("tool_calls") for e in streamed[1:-1]] == [calls, calls]
+        assert fake_a.requests[0]["tools"] == tools
+
+
+async def test_a_stream_goes_through_and_usage_only_where_it_was_asked_for(fake_a: FakeServer) -> None:
+    async with routing(spec_of(fake_a, "a")) as router:
+        plain = events(await router.client.post(COMPLETIONS, json=completion(stream=True)))
+        assert [e["choices"][0]["text"] for e in plain[:-1]] == ["word "] * 4
+        assert plain[-1] == "[DONE]"
+        assert fake_a.requests[0]["stream_options"] == {"include_usage": True}
+        body = completion(stream=True, stream_options={"include_usage": True})
+        asked = events(await router.client.post(COMPLETIONS, json=body))
+        assert asked[-2]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+        metrics = (await router.client.get("/metrics")).text
+        assert "tandem_router_cached_prompt_tokens_total 6.0" in metrics
+        assert "tandem_router_generation_tokens_total 8.0" in metrics
+
+
+async def test_an_engine_of_no_known_kind_is_sent_the_body_as_it_was(fake_a: FakeServer) -> None:
+    async with routing(spec_of(fake_a, "a", kind="openai")) as router:
+        await router.client.post(COMPLETIONS, json=completion(stream=True))
+        assert fake_a.requests == [completion(stream=True, model="fake-model")]
+
+
+async def test_the_engine_gets_its_own_key_and_not_the_clients(
+    fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINE_KEY", "inner")
+    async with routing(spec_of(fake_a, "a", api_key_env="ENGINE_KEY")) as router:
+        await router.client.post(COMPLETIONS, json=completion(), headers={"authorization": "Bearer outer"})
+    assert fake_a.authorization == ["Bearer inner"]
+
+
+async def test_models_and_readiness(fake_a: FakeServer, fake_b: FakeServer) -> None:
+    fake_b.model = "other"
+    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
+        models = (await router.client.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["max_model_len"]) for card in models] == [("fake-model", 4096), ("other", 4096)]
+        assert await answered_by(router, model="other") == "b"
+        assert (await router.client.get("/ready")).status_code == 200
+        missing = await router.client.post(COMPLETIONS, json=completion())
+        assert (missing.status_code, missing.json()["error"]["message"]) == (
+            400,
+            "Name the model: one of fake-model, other.",
+        )
+        wrong = await router.client.post(COMPLETIONS, json=completion(model="x"))
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b'{"model": 3}'])
+async def test_what_is_no_request_is_refused_here(fake_a: FakeServer, content: bytes) -> None:
+    async with routing(spec_of(fake_a, "a")) as router:
+        response = await router.client.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
+        assert response.status_code == 400
+        assert not fake_a.requests
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_clients_own_error_comes_from_the_engine_and_is_not_tried_twice(
+    fake_a: FakeServer, fake_b: FakeServer, stream: bool
+) -> None:
+    for fake in (fake_a, fake_b):
+        fake.status, fake.error = 400, {"message": "temperature is too high", "code": 400}
+    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
+        response = await router.client.post(COMPLETIONS, json=completion(stream=stream))
+        assert (response.status_code, response.json()) == (400, {"error": fake_a.error})
+        assert len(fake_a.requests) + len(fake_b.requests) == 1
+        assert all(e.breaker.state(router.fleet.clock()) is BreakerState.CLOSED for e in router.fleet.engines)
+
+
+# -- failures before the first byte: elsewhere -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        {"status": 500},
+        {"status": 502, "error": "<html>bad gateway</html>"},
+        {"status": 401},
+        {"break_after": 0},
+        {"break_after": 0, "is_reset": True},
+        {"first_event_error": {"message": "engine core died", "code": 500}},
+    ],
+    ids=str,
+)
+async def test_a_failure_before_the_first_byte_goes_elsewhere(
+    fake_a: FakeServer, fake_b: FakeServer, trouble: dict[str, Any], stream: bool
+) -> None:
+    if not stream and "status" not in trouble:
+        pytest.skip("a plain answer comes at once")
+    for key, value in trouble.items():
+        setattr(fake_a, key, value)
+    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
+        for _ in range(4):
+            assert await answered_by(router, stream=stream) == "b"
+        assert fake_a.requests, "it was never tried, which shows nothing"
+        assert router.engine("a").num_failures == len(fake_a.requests) <= 3  # then its circuit opens
+
+
+async def test_an_engine_where_nobody_listens_is_not_waited_for(fake_a: FakeServer) -> None:
+    dead = spec_from({"name": "dead", "url": dead_url(), "model": "fake-model", "kind": "vllm"}, "test")
+    async with routing(dead, spec_of(fake_a, "a", model="fake-model"), wait=False) as router:
+        await router.all_ready("a")
+        assert await answered_by(router) == "a"
+        await until(lambda: "connection" in router.engine("dead").reason)
+        listed = {e["name"]: e["state"] for e in (await router.client.get("/v1/pools")).json()["engines"]}
+        assert listed == {"dead": "starting", "a": "ready"}
+
+
+async def test_when_all_fail_the_error_names_the_engine(fake_a: FakeServer) -> None:
+    fake_a.status = 500
+    async with routing(spec_of(fake_a, "a")) as router:
+        response = await router.client.post(COMPLETIONS, json=completion())
+        assert response.status_code == 502
+        assert response.json()["error"]["message"] == "engine a: answered 500: not today"
+        assert response.json()["error"]["code"] == "engine_failed"
+
+
+async def test_an_engine_that_hangs_loses_what_waits_for_its_first_byte(fake_a: FakeServer, fake_b: FakeServer) -> None:
+    fake_a.headers_pause.clear()
+    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b"), max_failed_probes=1) as router:
+        fake_b.health_pause.clear()  # b is out of the way, so the request goes to a
+        await until(lambda: router.engine("b").state is WorkerState.DEAD)
+        request = asyncio.create_task(answered_by(router, stream=True))
+        await until(lambda: bool(fake_a.requests))
+        fake_b.resume()
+        await router.all_ready("b")
+        assert not request.done()
+        fake_a.health_pause.clear()
+        assert await request == "b"
+        assert router.fleet.engines[0].num_failures == 1
+
+
+async def test_slow_headers_are_waited_for_while_the_engine_lives(fake_a: FakeServer) -> None:
+    fake_a.headers_pause.clear()
+    async with routing(spec_of(fake_a, "a")) as router:
+        request = asyncio.create_task(answered_by(router, stream=True))
+        await until(lambda: bool(fake_a.requests))
+        probes = router.engine("a").num_requests
+        fake_a.resume()
+        assert await request == "a"
+        assert router.engine("a").num_failures == 0 < probes
+
+
+async def test_silence_has_its_limit(fake_a: FakeServer) -> None:
+    fake_a.headers_pause.clear()
+    config = RouterConfig(request_timeout_s=0.1)
+    async with routing(spec_of(fake_a, "a"), config=config) as router:
+        response = await router.client.post(COMPLETIONS, json=completion(stream=True))
+        assert response.status_code == 502
+        assert "engine a" in response.json()["error"]["message"]
+        fake_a.resume()
+
+
+# -- refusals --------------------------------------------------------------------------------------------
+
+
+async def test_a_busy_engine_is_left_alone_for_as_long_as_it_says(fake_a: FakeServer, fake_b: FakeServer) -> None:
+    busy(fake_a, "30")
+    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
+        for _ in range(6):
+            assert await answered_by(router) == "b"
+        assert len(fake_a.requests) == 1
+        assert router.engine("a").breaker.state(router.fleet.clock()) is BreakerState.CLOSED
+        busy(fake_b, None)
+        refused = await router.client.post(COMPLETIONS, json=completion())
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) <= 2  # b's, which comes first
+        assert "a (busy for" in refused.json()["error"]["message"] or "engine b" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("header", "at_least", "at_most"), [("0.5", 0.1, 0.5), ("1e9", 50, 60), ("soon", 0.5, 1.0), ("date", 15, 20)]
+)
+async def test_retry_after_is_seconds_or_a_date(
+    fake_a: FakeServer, header: str, at_least: float, at_most: float
+) -> None:
+    busy(fake_a, formatdate(time.time() + 20, usegmt=True) if header == "date" else header, 503)
+    async with routing(spec_of(fake_a, "a")) as router:
+        await router.client.post(COMPLETIONS, json=completion())
+        assert at_least <= router.engine("a").busy_until_s - router.fleet.clock() <= at_most
+
+
+async def test_the_circuit_opens_and_closes_again(fake_a: FakeServer) -> None:
+    fake_a.status = 500
+    async with routing(spec_of(fake_a, "a"), breaker_open_s=0.05, breaker_max_open_s=0.05) as router:
+        codes = [(await router.client.post(COMPLETIONS, json=completion())).status_code for _ in range(4)]
+        assert codes == [502, 502, 502, 503]
+        assert len(fake_a.requests) == 3
+        refused = await router.client.get("/v1/pools")
+        assert refused.json()["engines"][0]["num_circuit_openings"] == 1
+        fake_a.status = 200
+        breaker = router.engine("a").breaker
+        await until(lambda: breaker.allows(router.fleet.clock()))
+        assert await answered_by(router) == "a"
+        assert breaker.state(router.fleet.clock()) is BreakerState.CLOSED
+
+
+# -- failures in the middle, and clients that leave ------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+async def test_a_stream_that_breaks_ends_in_an_error_and_is_not_begun_again(
+    fake_a: FakeServer, fake_b: FakeServer, is_reset: bool
+) -> None:
+    for fake in (fake_a, fake_b):
+        fake.break_after, fake.is_reset = 2, is_reset
+    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
+        response = await router.client.post(COMPLETIONS, json=completion(stream=True))
+        *texts, last = events(response)
+        assert [e["choices"][0]["text"] for e in texts] == ["word ", "word "]
+        assert last["error"]["code"] == "engine_failed"
+        assert f"engine {response.headers['x-tandem-engine']}" in last["error"]["message"]
+        assert len(fake_a.requests) + len(fake_b.requests) == 1
+
+
+async def test_a_running_stream_of_an_engine_that_hangs_ends_in_an_error(fake_a: FakeServer) -> None:
+    fake_a.pause.clear()
+    config = RouterConfig(worker_timeout_s=0.2)
+    async with routing(spec_of(fake_a, "a"), config=config, max_failed_probes=1, probe_timeout_s=0.1) as router:
+        request = asyncio.create_task(router.client.post(COMPLETIONS, json=completion(stream=True)))
+        await until(lambda: any(exchange.has_answer for exchange in router.engine("a").exchanges))
+        fake_a.health_pause.clear()
+        last = events(await request)[-1]
+        assert "engine a: it stopped answering" in last["error"]["message"]
+        fake_a.resume()
+        await router.all_ready("a")
+
+
+@pytest.mark.parametrize("when", ["before", "within"])
+async def test_a_client_that_leaves_ends_it_at_the_engine(fake_a: FakeServer, when: str) -> None:
+    (fake_a.headers_pause if when == "before" else fake_a.pause).clear()
+    async with routing(spec_of(fake_a, "a")) as router:
+        client = RawClient(router.app, COMPLETIONS, completion(stream=True))
+        if when == "within":
+            await asyncio.wait_for(client.got_body.wait(), 5)
+        await until(lambda: bool(fake_a.requests))
+        client.leave()
+        await asyncio.wait_for(client.task, 5)
+        assert not router.engine("a").exchanges
+        assert router.engine("a").num_failures == 0
+        fake_a.resume()
+        if when == "within":
+            await until(lambda: fake_a.num_hung_up == 1)
+
+
+# -- load, prefixes, pairs -------------------------------------------------------------------------------
+
+
+async def test_what_others_put_on_an_engine_counts(fake_a: FakeServer, fake_b: FakeServer) -> None:
+    fake_a.metrics = "vllm:num_requests_running 30\nvllm:num_requests_waiting 20\nvllm:kv_cache_usage_perc 0.5\n"
+    fake_b.metrics = "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
+    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
+        await until(lambda: len(router.engine("a").foreign) == 50)
+        worker = router.fleet.registry.get("a")
+        assert worker is not None
+        assert worker.num_booked_seqs == 50
+        assert worker.queued_prompt_tokens == 20 * 256
+        assert worker.load.num_waiting == 20
+        assert [await answered_by(router) for _ in range(5)] == ["b"] * 5
+        fake_a.metrics = fake_b.metrics
+        await until(lambda: not router.engine("a").foreign)
+        assert worker.num_booked_seqs == 0
+
+
+async def test_a_prompt_goes_where_its_beginning_was(fake_a: FakeServer, fake_b: FakeServer) -> None:
+    specs = [spec_of(fake_a, "a", hardware="cpu"), spec_of(fake_b, "b", hardware="cpu")]
+    prompts = {i: f"{i} " * 2000 for i in range(4)}
+    async with routing(*specs) as router:
+        first = {i: await answered_by(router, prompt=prompt) for i, prompt in prompts.items()}
+        assert set(first.values()) == {"a", "b"}
+        again = {i: await answered_by(router, prompt=prompts[i] + "and more") for i in reversed(prompts)}
+        assert again == first
+        other = await answered_by(router, prompt=prompts[0], cache_salt="tenant")
+        assert router.fleet.index.num_blocks(other) > 0
+
+
+async def test_an_estimate_expires(fake_a: FakeServer) -> None:
+    async with routing(spec_of(fake_a, "a", cache_ttl_s=0.1)) as router:
+        await answered_by(router, prompt="x" * 400)
+        assert router.fleet.index.num_blocks("a") > 0
+        await until(lambda: router.fleet.index.num_blocks("a") == 0)
+
+
+def pair(fake_a: FakeServer, fake_b: FakeServer) -> list[Any]:
+    return [spec_of(fake_a, "p", role="prefill"), spec_of(fake_b, "d", role="decode")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_pair_computes_on_one_and_decodes_on_the_other(
+    fake_a: FakeServer, fake_b: FakeServer, stream: bool
+) -> None:
+    fake_a.num_cached, fake_b.num_cached = 1, 4
+    body = completion(stream=stream, max_completion_tokens=4, min_tokens=2)
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    async with routing(*pair(fake_a, fake_b), config=RouterConfig(local_prefill=False)) as router:
+        response = await router.client.post(COMPLETIONS, json=body)
+        first, rest = fake_a.requests[0], fake_b.requests[0]
+        assert (first["stream"], first["max_tokens"], first["max_completion_tokens"]) == (False, 1, 1)
+        assert "min_tokens" not in first
+        assert "stream_options" not in first
+        assert first["kv_transfer_params"]["do_remote_decode"] is True
+        assert rest["kv_transfer_params"] == {"do_remote_prefill": True, "remote_block_ids": [1], "remote_host": "h"}
+        assert {key: rest[key] for key in body} == body
+        usage = events(response)[-2]["usage"] if stream else response.json()["usage"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
+        assert usage["completion_tokens"] == 4
+        costs = router.fleet.costs.export()["transfers"]
+        assert list(costs) == ["vllm fake-model -> vllm fake-model"]
+
+
+async def test_a_prefill_engine_without_a_connector_is_told_how_to_get_one(
+    fake_a: FakeServer, fake_b: FakeServer
+) -> None:
+    fake_a.has_kv_params = False
+    async with routing(*pair(fake_a, fake_b), config=RouterConfig(local_prefill=False)) as router:
+        # The decode engine alone takes it in the end: the pair is gone with its prefill engine.
+        assert await answered_by(router) == "d"
+        assert router.engine("p").num_failures == 1
+        fake_b.status = 500
+        error = (await router.client.post(COMPLETIONS, json=completion())).json()["error"]
+        assert "engine" in error["message"]
+
+
+async def test_pairs_are_of_one_group(fake_a: FakeServer, fake_b: FakeServer) -> None:
+    prefill = spec_of(fake_a, "p", role="prefill", group="one", model="fake-model")
+    lone = spec_from({"name": "gone", "url": dead_url(), "model": "fake-model", "group": "one"}, "test")
+    other = spec_of(fake_b, "other", role="decode", group="two", model="fake-model")
+    config = RouterConfig(local_prefill=False)
+    async with routing(prefill, lone, other, config=config, wait=False) as router:
+        await router.all_ready("p", "other")
+        assert [await answered_by(router) for _ in range(3)] == ["other"] * 3
+        assert not fake_a.requests
+
+
+async def test_costs_are_learned_from_streams(fake_a: FakeServer) -> None:
+    async with routing(spec_of(fake_a, "a")) as router:
+        for _ in range(3):
+            await answered_by(router, stream=True)
+        model = router.fleet.costs.steps("vllm fake-model")
+        assert model.num_measurements >= 2

@@ -1,0 +1,284 @@
+"""vLLM's wire format, written by a publisher that follows vllm/distributed/kv_events.py (0.32)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zmq.asyncio import Context
+from zmq.constants import SocketType
+
+from protocol.digest import block_digests, root_digest
+from router.engines.kv_events import BlockTranslator, KvEventFeed, decode_batch
+from tests.router.engines.harness import until
+
+NAMESPACE = b"n" * 16
+ROOT = root_digest(NAMESPACE)
+IDS = list(range(100, 164))
+CLEARED = {"type": "AllBlocksCleared"}
+
+
+def stored(first: int, count: int, *, block_size: int = 16, **fields: Any) -> dict[str, Any]:
+    """Blocks `first`.. of IDS; vLLM's names are made of the block's number."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": [name(i) for i in range(first, first + count)],
+        "parent_block_hash": name(first - 1) if first else None,
+        "token_ids": IDS[first * 16 : (first + count) * 16],
+        "block_size": block_size,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    } | fields
+
+
+def removed(*numbers: int) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": [name(i) for i in numbers], "medium": "GPU", "group_idx": 0}
+
+
+def name(number: int) -> bytes:
+    return b"vllm-%d" % number
+
+
+def pack(*events: Any) -> bytes:
+    return msgspec.msgpack.encode([time.time(), list(events), 0])
+
+
+def make_translator() -> BlockTranslator:
+    return BlockTranslator(NAMESPACE, 16)
+
+
+def test_digests_are_those_of_the_prompt_however_it_comes_in_pieces() -> None:
+    expected = block_digests(ROOT, IDS, 16)
+    assert make_translator().apply([stored(0, 4)]).stored == expected
+    pieces = make_translator()
+    assert [*pieces.apply([stored(0, 1)]).stored, *pieces.apply([stored(1, 2), stored(3, 1)]).stored] == expected
+
+
+def test_removed_and_cleared_blocks() -> None:
+    translator = make_translator()
+    digests = translator.apply([stored(0, 4)]).stored
+    assert translator.apply([removed(3, 2, 77)]) == ([], [digests[3], digests[2]], False)
+    assert translator.apply([removed(3)]) == ([], [], False)
+    assert translator.apply([CLEARED, stored(0, 1)]) == (digests[:1], [], True)
+    assert len(translator.digests) == 1
+
+
+def test_what_counts_of_a_batch_is_how_it_ends() -> None:
+    translator = make_translator()
+    first = translator.apply([stored(0, 1), removed(0), stored(0, 1)])
+    assert (first.stored, first.removed) == (block_digests(ROOT, IDS[:16], 16), [])
+    gone = translator.apply([removed(0), stored(0, 1), removed(0)])
+    assert (gone.stored, gone.removed) == ([], first.stored)
+
+
+def test_salt_and_adapter_keep_chains_apart() -> None:
+    salted = make_translator().apply([stored(0, 1, extra_keys=[["tenant"]])]).stored
+    assert salted == block_digests(root_digest(NAMESPACE, cache_salt="tenant"), IDS[:16], 16)
+    adapted = make_translator().apply([stored(0, 1, lora_name="sql", extra_keys=[["sql", "tenant"]])]).stored
+    assert adapted == block_digests(root_digest(NAMESPACE, cache_salt="tenant", lora="sql"), IDS[:16], 16)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [stored(1, 2), stored(0, 1, medium="CPU"), stored(0, 1, group_idx=1), stored(0, 1, block_size=32)],
+    ids=["parent unknown", "other tier", "other group", "other size"],
+)
+def test_blocks_that_say_nothing_of_a_prefix_here_are_left_out(event: dict[str, Any]) -> None:
+    assert make_translator().apply([event]) == ([], [], False)
+
+
+def test_events_of_older_versions_are_arrays() -> None:
+    arrays = [["BlockStored", [name(0)], None, IDS[:16], 16, None, "GPU"], ["BlockRemoved", [name(0)]]]
+    maps = decode_batch(pack(*arrays, ["AllBlocksCleared"]))
+    assert [event["type"] for event in maps] == ["BlockStored", "BlockRemoved", "AllBlocksCleared"]
+    assert make_translator().apply(maps[:1]).stored == block_digests(ROOT, IDS[:16], 16)
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", msgspec.msgpack.encode({}), pack("text"), pack(["Unknown"])])
+def test_anything_else_is_refused(payload: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode_batch(payload)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(1, 3)), max_size=30))
+def test_what_is_told_equals_what_the_engine_holds(steps: list[tuple[bool, int, int]]) -> None:
+    """An engine that stores behind what it has and evicts what it likes; the changes add up to what it holds."""
+    translator, engine, ours = make_translator(), set[int](), set[bytes]()
+    digests = block_digests(ROOT, IDS, 16)
+    for is_store, first, count in steps:
+        if is_store:
+            if first and first - 1 not in engine:
+                continue
+            numbers = range(first, min(first + count, 4))
+            event = stored(first, len(numbers))
+            engine |= set(numbers)
+        else:
+            engine.discard(first)
+            event = removed(first)
+        change = translator.apply([event])
+        ours = (ours | set(change.stored)) - set(change.removed)
+        assert ours == {digests[number] for number in engine}
+
+
+class Publisher:
+    """PUB with a replay ROUTER, as vLLM's: numbers from 0, the last batches kept."""
+
+    def __init__(self, context: Context, *, has_topic: bool = True, keeps: int = 100) -> None:
+        self._pub = context.socket(SocketType.PUB)
+        self._router = context.socket(SocketType.ROUTER)
+        self.port = self._pub.bind_to_random_port("tcp://127.0.0.1")
+        self.replay_port = self._router.bind_to_random_port("tcp://127.0.0.1")
+        self.number = 0
+        self.replayed: list[int] = []  # first numbers asked for
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=keeps)
+        self._topic = [b"kv"] if has_topic else []
+        self._task = asyncio.create_task(self._replay())
+
+    async def publish(self, *events: Any, is_lost: bool = False) -> None:
+        payload = pack(*events)
+        number, self.number = self.number, self.number + 1
+        self._kept.append((number, payload))
+        if not is_lost:
+            await self._pub.send_multipart([b"kv", number.to_bytes(8, "big"), payload])
+
+    async def send_raw(self, number: int, payload: bytes) -> None:
+        await self._pub.send_multipart([b"kv", number.to_bytes(8, "big"), payload])
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._pub.close(linger=0)
+        self._router.close(linger=0)
+
+    async def _replay(self) -> None:
+        while True:
+            peer, empty, start = await self._router.recv_multipart()
+            first = int.from_bytes(start, "big")
+            self.replayed.append(first)
+            for number, payload in [item for item in self._kept if item[0] >= first]:
+                frames = [peer, empty, *self._topic, number.to_bytes(8, "big"), payload]
+                await self._router.send_multipart(frames)
+            end = (-1).to_bytes(8, "big", signed=True)
+            await self._router.send_multipart([peer, empty, *([b""] if self._topic else []), end, b""])
+
+
+class Heard(list[tuple[list[Any], bool]]):
+    """Batches as the feed hands them on."""
+
+    def take(self, events: list[dict[str, Any]], is_lost: bool) -> None:
+        self.append(([event["type"] for event in events], is_lost))
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(types.count("BlockStored") for types, _ in self)
+
+
+@asynccontextmanager
+async def feeding(*, has_replay: bool = True, **options: Any) -> AsyncIterator[tuple[Publisher, KvEventFeed, Heard]]:
+    context = Context()
+    publisher, heard = Publisher(context, **options), Heard()
+    replay = f"tcp://127.0.0.1:{publisher.replay_port}" if has_replay else ""
+    feed = KvEventFeed(context, f"tcp://127.0.0.1:{publisher.port}", replay, heard.take)
+    task = asyncio.create_task(feed.run())
+    try:
+        yield publisher, feed, heard
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await publisher.close()
+        context.term()
+
+
+async def connected(publisher: Publisher, heard: Heard) -> None:
+    """Publish until the feed hears it: a SUB socket says nothing when its subscription has arrived."""
+    async with asyncio.timeout(10):
+        while not heard:
+            await publisher.publish()
+            await asyncio.sleep(0.01)
+    await until(lambda: len(heard) >= 1)
+
+
+def run(scenario: Any) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 30))
+
+
+def test_the_feed_asks_for_what_was_before_it_and_what_was_lost() -> None:
+    async def scenario() -> None:
+        async with feeding() as (publisher, feed, heard):
+            await publisher.publish(stored(0, 1), is_lost=True)
+            await connected(publisher, heard)
+            await publisher.publish(stored(1, 1))
+            await until(lambda: heard.num_blocks == 2)
+            lost_from = publisher.number
+            await publisher.publish(stored(2, 1), is_lost=True)
+            await publisher.publish(stored(3, 1))
+            await until(lambda: heard.num_blocks == 4)
+            assert publisher.replayed[-1] == lost_from
+            assert not any(is_lost for _, is_lost in heard)
+            assert feed.num_gaps == 0
+
+    run(scenario())
+
+
+def test_older_versions_replay_without_a_topic() -> None:
+    async def scenario() -> None:
+        async with feeding(has_topic=False) as (publisher, _, heard):
+            await publisher.publish(stored(0, 2), is_lost=True)
+            await connected(publisher, heard)
+            await until(lambda: heard.num_blocks == 1)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("options", [{"has_replay": False}, {"keeps": 1}], ids=["no replay", "forgotten"])
+def test_a_gap_that_stays_is_told(options: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with feeding(**options) as (publisher, feed, heard):
+            await connected(publisher, heard)
+            gaps = feed.num_gaps
+            await publisher.publish(stored(0, 1), is_lost=True)
+            await publisher.publish(stored(1, 1))
+            await until(lambda: heard[-1] == (["BlockStored"], True))
+            assert feed.num_gaps == gaps + 1
+            await publisher.publish(stored(2, 1))
+            await until(lambda: heard[-1] == (["BlockStored"], False))
+
+    run(scenario())
+
+
+def test_an_engine_that_began_anew_has_nothing_of_what_it_had() -> None:
+    async def scenario() -> None:
+        async with feeding() as (publisher, _, heard):
+            await connected(publisher, heard)
+            await publisher.publish(stored(0, 1))
+            await until(lambda: heard.num_blocks == 1)
+            publisher.number = 0
+            await publisher.publish(stored(1, 1))
+            await until(lambda: heard.num_blocks == 2)
+            assert heard[-2:] == [([], True), (["BlockStored"], False)]
+
+    run(scenario())
+
+
+def test_junk_is_a_gap_and_the_feed_goes_on() -> None:
+    async def scenario() -> None:
+        async with feeding() as (publisher, _, heard):
+            await connected(publisher, heard)
+            await until(lambda: len(heard) >= publisher.number)
+            await publisher.send_raw(publisher.number, b"\xc1")
+            publisher.number += 1
+            await until(lambda: heard[-1] == ([], True))
+            await publisher.publish(stored(0, 1))
+            await until(lambda: heard[-1] == (["BlockStored"], False))
+
+    run(scenario())

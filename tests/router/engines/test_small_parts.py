@@ -1,0 +1,202 @@
+"""What engines say and what the router makes of it: metrics, events of a stream, steps, prompts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.messages import StepStats
+from router.cost_model import CPU_PRIOR, StepModel
+from router.engines.load import EngineLoad, EngineSize, model_of, parse_load, parse_size
+from router.engines.pace import EnginePace
+from router.engines.prompts import TextReader, TokenReader, max_tokens_of
+from router.engines.sse import EventSplitter
+from router.tokenizer import Tokenizer
+
+VLLM = """# HELP vllm:num_requests_running Number of requests
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+vllm:kv_cache_usage_perc{engine="1"} 0.5
+vllm:cache_config_info{block_size="128",cache_dtype="auto",num_gpu_blocks="364"} 1.0
+"""
+SGLANG = 'sglang:num_running_reqs{m="a"} 1\nsglang:num_queue_reqs{m="a"} 2\nsglang:token_usage{m="a"} 0.1\n'
+LLAMACPP = "llamacpp:requests_processing 1\nllamacpp:requests_deferred 0\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (VLLM, EngineLoad(5, 4, 0.5)),
+        (SGLANG, EngineLoad(1, 2, 0.1)),
+        (LLAMACPP, EngineLoad(1, 0, 0.0)),
+        ("process_cpu_seconds_total 3\n", None),
+        ("vllm:num_requests_running{} many\n", None),
+        ("", None),
+    ],
+)
+def test_load_of_every_kind(text: str, expected: EngineLoad | None) -> None:
+    assert parse_load(text) == expected
+
+
+def test_size_where_it_is_told() -> None:
+    assert parse_size(VLLM) == EngineSize(128, 364)
+    assert parse_size('vllm:cache_config_info{block_size="None"} 1\n') == EngineSize(0, 0)
+    assert parse_size(SGLANG) == EngineSize(0, 0)
+
+
+def test_the_model_that_is_wanted_or_the_first() -> None:
+    catalog = {"data": [{"id": "a", "max_model_len": 10}, {"id": "b"}]}
+    assert model_of(catalog, "") == ("a", 10)
+    assert model_of(catalog, "b") == ("b", 0)
+    with pytest.raises(LookupError, match="it serves a, b"):
+        model_of(catalog, "c")
+    for junk in (None, [], {"data": None}, {"data": [{"id": 3}]}):
+        with pytest.raises(LookupError, match="no model"):
+            model_of(junk, "")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.text(max_size=20), max_size=8), st.sampled_from(["\n", "\r\n"]), st.data())
+def test_events_are_the_same_however_the_bytes_are_cut(texts: list[str], line_end: str, data: Any) -> None:
+    wire = b"".join(f"data: {json.dumps({'t': text})}{line_end * 2}".encode() for text in texts)
+    wire += f": ping{line_end * 2}data: [DONE]{line_end * 2}".encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=10)))
+    splitter, events = EventSplitter(), []
+    for start, end in zip([0, *cuts], [*cuts, len(wire)], strict=True):
+        events += splitter.push(wire[start:end])
+    assert [event.body["t"] for event in events if event.body] == texts
+    assert b"".join(event.raw for event in events) == wire
+    assert events[-1].is_done
+    assert not splitter.has_rest
+
+
+def test_parts_of_events() -> None:
+    (event,) = EventSplitter().push(b'data: {"error": "no", "choices": [], "usage": null}\n\n')
+    assert (event.error, event.has_choices, event.usage) == ({"message": "no"}, False, None)
+    (odd,) = EventSplitter().push(b"event: x\ndata: [1]\n\n")
+    assert (odd.body, odd.is_done) == (None, False)
+
+
+def observe_all(model: StepModel, stats: StepStats | None) -> None:
+    if stats is not None:
+        model.observe(stats)
+
+
+def test_first_tokens_one_behind_the_other_teach_the_cost_of_a_token() -> None:
+    """Prompts sent together to an engine that computes them in order: the second waits for the first."""
+    model, pace, now = StepModel(CPU_PRIOR), EnginePace(2048), 0.0
+    for i in range(200):
+        sizes = (100 + 13 * i % 900, 500)
+        sent_s = now = now + 10.0
+        for num_tokens in sizes:
+            now += 0.05 + 0.002 * num_tokens
+            observe_all(
+                model,
+                pace.first_token(
+                    sent_s=sent_s,
+                    now=now,
+                    num_new_tokens=num_tokens,
+                    num_cached_tokens=0,
+                    num_decode_seqs=0,
+                    num_kv_tokens=0,
+                ),
+            )
+    for num_tokens in (200, 800):
+        assert model.prefill_s(num_tokens, 0, 2048) == pytest.approx(0.05 + 0.002 * num_tokens, rel=0.1)
+
+
+def first_token(pace: EnginePace, now: float, num_tokens: int, sent_s: float = 0.0) -> StepStats | None:
+    return pace.first_token(
+        sent_s=sent_s, now=now, num_new_tokens=num_tokens, num_cached_tokens=0, num_decode_seqs=2, num_kv_tokens=9
+    )
+
+
+def test_prompts_of_one_step_are_one_span() -> None:
+    pace = EnginePace(2048)
+    assert first_token(pace, 1.0, 100) is None
+    assert first_token(pace, 1.001, 60) is None
+    stats = first_token(pace, 2.0, 10)
+    assert stats is not None
+    assert (stats.duration_s, stats.num_prefill_tokens, stats.num_decode_seqs) == (1.0, 160, 2)
+
+
+def test_a_prompt_of_several_steps_is_taught_as_their_mean() -> None:
+    pace = EnginePace(64)
+    first_token(pace, 0.5, 256, sent_s=0.1)
+    stats = first_token(pace, 9.0, 1)
+    assert stats is not None
+    assert stats.duration_s == pytest.approx(0.1)
+    assert (stats.num_prefill_tokens, stats.prefill_attention) == (64, 256 * 128 / 4)
+
+
+def test_one_gap_counts_in_a_while_and_bursts_do_not() -> None:
+    pace = EnginePace(64)
+
+    def gap(duration_s: float, now: float) -> StepStats | None:
+        return pace.gap(duration_s=duration_s, now=now, num_decode_seqs=0, num_kv_tokens=5)
+
+    stats = gap(0.03, 1.0)
+    assert stats is not None
+    assert (stats.duration_s, stats.num_decode_seqs, stats.num_decode_kv_tokens) == (0.03, 1, 5)
+    assert gap(0.03, 1.05) is None
+    assert gap(0.0001, 1.2) is None
+    assert gap(0.03, 1.2) is not None
+
+
+def turn(*contents: str, **fields: Any) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+    return {"messages": messages} | fields
+
+
+def test_without_a_tokenizer_a_conversation_still_begins_as_it_did() -> None:
+    first = TextReader().read(turn("hello " * 20))
+    second = TextReader().read(turn("hello " * 20, "hi", "more"))
+    assert second[: len(first) - 1] == first[:-1]
+    assert TextReader().read(turn("hello " * 20, tools=[{"type": "function"}]))[:4] != first[:4]
+    assert len(TextReader().read({"prompt": "x" * 41})) == 11
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [([1, 2, 3], [1, 2, 3]), ([[4, 5], [6]], [4, 5]), ([1, -2], []), ([], []), (None, []), (["ab"], [0x6261])],
+)
+def test_prompts_of_ids_are_taken_as_they_are(prompt: Any, expected: list[int]) -> None:
+    assert TextReader().read({"prompt": prompt}) == expected
+
+
+def test_with_the_tokenizer_prompts_are_the_tokens_the_engine_computes(tokenizer: Tokenizer) -> None:
+    reader = TokenReader(tokenizer)
+    assert reader.read({"prompt": "hello"}) == tokenizer.encode("hello")
+    assert reader.read({"prompt": [7, 8]}) == [7, 8]
+    messages = [{"role": "user", "content": "hello"}]
+    assert reader.read({"messages": messages}) == tokenizer.encode_chat(messages, {"add_generation_prompt": True})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        {"messages": [{"role": "user", "content": "forbidden"}]},
+        {"messages": "what"},
+        {"messages": None},
+        {"prompt": {"a": 1}},
+        {"prompt": 3},
+        {},
+    ],
+)
+def test_what_cannot_be_rendered_is_left_to_the_engine(body: dict[str, Any], tokenizer: Tokenizer) -> None:
+    assert TokenReader(tokenizer).read(body) == TextReader().read(body)
+
+
+def test_the_limit_of_an_answer() -> None:
+    assert max_tokens_of({"max_tokens": 5}) == 5
+    assert max_tokens_of({"max_tokens": 5, "max_completion_tokens": 7}) == 7
+    assert [max_tokens_of({"max_tokens": value}) for value in (None, True, "3", -1)] == [None] * 4
