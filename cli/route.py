@@ -107,6 +107,7 @@ def route(
             "over POST /v1/engines"
         )
     with listening(host, port) as listener:
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss torch, which is not needed
         from cluster.front import serve_engines  # here: tokenizers bring transformers, which --help need not wait for
 
         return serve_engines(fleet, router, config, token, listener)

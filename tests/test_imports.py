@@ -79,7 +79,10 @@ def test_imports_point_one_way(package: str) -> None:
     assert not wrong, f"{package} must not import {wrong}"
 
 
-@pytest.mark.parametrize("module", ["router.app", "router.flow", "router.worker_client", "router.placement"])
+@pytest.mark.parametrize(
+    "module",
+    ["router.app", "router.engines.app", "router.flow", "router.worker_client", "router.placement", "cluster.front"],
+)
 def test_the_router_runs_without_torch(module: str) -> None:
     run_without(["torch", "ray", "nixl"], module)
 
