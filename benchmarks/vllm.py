@@ -19,9 +19,18 @@ import psutil
 from benchmarks.common import Server, free_port, launched
 from cluster.model_store import resolve_model, served_name
 
-__all__ = ["add_arguments", "others", "vllm_colocated", "vllm_one_pair"]
+__all__ = [
+    "CONNECTOR",
+    "add_arguments",
+    "others",
+    "pin",
+    "vllm_colocated",
+    "vllm_command",
+    "vllm_environment",
+    "vllm_one_pair",
+]
 
-_CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
 _MAX_MODEL_LEN = 8192
 
 
@@ -55,7 +64,7 @@ def others(settings: argparse.Namespace) -> list[contextlib.AbstractContextManag
 def vllm_colocated(settings: argparse.Namespace) -> Iterator[Server]:
     """One vLLM server on all cores."""
     port = free_port()
-    command, env = _command(settings, port), _environment(_cores())
+    command, env = vllm_command(settings, port), vllm_environment(_cores())
     url = f"http://127.0.0.1:{port}"
     with launched(command, ready=f"{url}/health", env=env) as running:
         yield Server(_name(settings, "colocated"), url, served_name(settings.model), running.start_s)
@@ -70,10 +79,10 @@ def vllm_one_pair(settings: argparse.Namespace) -> Iterator[Server]:
         urls, start_s = [], 0.0
         for part in (cores[:half], cores[half:] or cores):
             port = free_port()
-            env = _environment(part) | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-            command = [*_command(settings, port), "--kv-transfer-config", json.dumps(_CONNECTOR)]
+            env = vllm_environment(part) | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+            command = [*vllm_command(settings, port), "--kv-transfer-config", json.dumps(CONNECTOR)]
             running = stack.enter_context(launched(command, ready=f"http://127.0.0.1:{port}/health", env=env))
-            _pin(running.process.pid, part)
+            pin(running.process.pid, part)
             start_s += running.start_s
             urls.append(f"http://127.0.0.1:{port}")
         port = free_port()
@@ -83,14 +92,16 @@ def vllm_one_pair(settings: argparse.Namespace) -> Iterator[Server]:
         yield Server(_name(settings, "1P1D"), url, served_name(settings.model), start_s)
 
 
-def _command(settings: argparse.Namespace, port: int) -> list[str]:
+def vllm_command(settings: argparse.Namespace, port: int) -> list[str]:
+    """What starts vLLM's server."""
     words = [settings.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
     words += ["--port", str(port), "--model", str(resolve_model(settings.model)), "--dtype", "bfloat16"]
     words += ["--served-model-name", served_name(settings.model), "--max-model-len", str(_MAX_MODEL_LEN)]
     return words + (["--enforce-eager"] if settings.vllm_eager else [])
 
 
-def _environment(cores: list[int]) -> dict[str, str]:
+def vllm_environment(cores: list[int]) -> dict[str, str]:
+    """Its environment on these cores."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
@@ -98,7 +109,7 @@ def _environment(cores: list[int]) -> dict[str, str]:
     }
 
 
-def _pin(pid: int, cores: list[int]) -> None:
+def pin(pid: int, cores: list[int]) -> None:
     """Give these cores, and no others, to all threads of a server.
 
     Its NIXL connector moves the main thread of each worker to the last core of the machine, whatever it was told:

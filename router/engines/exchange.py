@@ -115,6 +115,11 @@ class Exchange:
         return self._placed.decode
 
     @property
+    def num_expected_cached_tokens(self) -> int:
+        """Prompt tokens that the prefix index expected to be cached where the prompt is computed."""
+        return self._placed.placement.best.num_cached_tokens
+
+    @property
     def has_answer(self) -> bool:
         """Whether its first byte has come."""
         return self._has_answer

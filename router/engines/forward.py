@@ -55,7 +55,11 @@ class Forwarder:
         except ClientDisconnected:
             self._metrics.client_disconnects.inc()
             raise
-        headers = {"x-request-id": call.request_id, "x-tandem-engine": exchange.engine.name}
+        headers = {
+            "x-request-id": call.request_id,
+            "x-tandem-engine": exchange.engine.name,
+            "x-tandem-expected-cached-tokens": str(exchange.num_expected_cached_tokens),
+        }
         if exchange.content is None:
             return _RelayedStream(exchange, self._metrics, headers | STREAM_HEADERS)
         await exchange.close()
