@@ -74,6 +74,7 @@ def routed(settings: argparse.Namespace, names: tuple[str, ...], *, is_pair: boo
     """vLLM servers of these names on equal parts of the cores, and a ready `tandem route` in front of them."""
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // len(names))
+    model = served_name(settings.model)
     urls, pids, tables = {}, {}, []
     with contextlib.ExitStack() as stack:
         for i, name in enumerate(names):
@@ -94,9 +95,8 @@ def routed(settings: argparse.Namespace, names: tuple[str, ...], *, is_pair: boo
             pids[name] = running.process.pid
             pin(running.process.pid, part)
             role = ("prefill", "decode")[i] if is_pair else "both"
-            tables.append(_table(name, urls[name], role, events, replay))
+            tables.append(_table(name, urls[name], model, role, events, replay))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        model = served_name(settings.model)
         path = Path(folder, "engines.toml")
         path.write_text(f'[tokenizers]\n"{model}" = "{resolve_model(settings.model)}"\n' + "".join(tables))
         port = free_port()
@@ -108,10 +108,11 @@ def routed(settings: argparse.Namespace, names: tuple[str, ...], *, is_pair: boo
         yield Fleet(model, url, urls, pids)
 
 
-def _table(name: str, url: str, role: str, events: int, replay: int) -> str:
+def _table(name: str, url: str, model: str, role: str, events: int, replay: int) -> str:
     values = {
         "name": name,
         "url": url,
+        "model": model,
         "kind": "vllm",
         "role": role,
         "hardware": "cpu",

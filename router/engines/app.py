@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Container, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from protocol.errors import ConfigError, ModelNotFound, RequestError, ServingError
-from router.engines.config import EngineSpec, spec_from
+from router.engines.config import EngineSpec, check_tokenizer, spec_from
 from router.engines.fleet import Fleet
 from router.engines.forward import Forwarder, read_object
 from router.engines.metrics import EngineCollector
@@ -104,7 +104,7 @@ def create_engines_app(
     _add_generation_routes(app, forwarder)
     _add_catalog_routes(app, fleet)
     _add_operation_routes(app, fleet, metrics_registry)
-    _add_admin_routes(app, fleet, admin_token, {spec.api_key_env for spec in first_specs})
+    _add_admin_routes(app, fleet, admin_token, {spec.api_key_env for spec in first_specs}, readers)
     return app
 
 
@@ -170,7 +170,9 @@ def _add_operation_routes(app: FastAPI, fleet: Fleet, registry: CollectorRegistr
         )
 
 
-def _add_admin_routes(app: FastAPI, fleet: Fleet, admin_token: str, known_keys: set[str]) -> None:
+def _add_admin_routes(
+    app: FastAPI, fleet: Fleet, admin_token: str, known_keys: set[str], tokenizers: Container[str]
+) -> None:
     removals: set[asyncio.Task[None]] = set()
 
     @app.get("/v1/engines")
@@ -190,6 +192,7 @@ def _add_admin_routes(app: FastAPI, fleet: Fleet, admin_token: str, known_keys: 
                     f"engine: api_key_env={spec.api_key_env!r} cannot be used over HTTP; name a variable that begins "
                     f"with {KEY_PREFIX}"
                 )
+            check_tokenizer(spec, tokenizers)
             engine = fleet.add(spec)
         except ConfigError as exc:
             raise RequestError(exc.message, code="invalid_engine") from exc

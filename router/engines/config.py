@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,7 +16,16 @@ from typing import Any, Literal, get_args
 from protocol.errors import ConfigError
 from protocol.messages import Role
 
-__all__ = ["EngineKind", "EngineSpec", "EnginesConfig", "FleetFile", "check_fleet", "load_fleet", "spec_from"]
+__all__ = [
+    "EngineKind",
+    "EngineSpec",
+    "EnginesConfig",
+    "FleetFile",
+    "check_fleet",
+    "check_tokenizer",
+    "load_fleet",
+    "spec_from",
+]
 
 EngineKind = Literal["openai", "vllm", "sglang", "llamacpp"]
 
@@ -115,6 +124,8 @@ def load_fleet(path: Path) -> FleetFile:
     for spec in engines:
         spec.api_key()
     try:
+        for spec in engines:
+            check_tokenizer(spec, tokenizers)
         check_fleet(engines)
     except ConfigError as exc:
         raise ConfigError(f"{path}: {exc.message}") from exc
@@ -151,6 +162,15 @@ def check_fleet(engines: Iterable[EngineSpec]) -> None:
                 f"model {model!r} has only prefill engines in group {group!r}; nothing there can decode: "
                 "add an engine with role decode or both to the group"
             )
+
+
+def check_tokenizer(spec: EngineSpec, tokenizers: Container[str]) -> None:
+    """Raise `ConfigError` for events that nobody could make use of: they name blocks by their tokens."""
+    if spec.kv_events and spec.model not in tokenizers:
+        raise ConfigError(
+            f"engine {spec.name}: kv_events={spec.kv_events!r} need model, and its tokenizer in the engines file: "
+            f'[tokenizers] "{spec.model or "the model"}" = "/model/folder"'
+        )
 
 
 def _checked_url(url: Any, where: str) -> str:

@@ -15,7 +15,7 @@ from zmq.asyncio import Context
 
 from protocol.digest import root_digest
 from protocol.messages import BlockEvents, PeerAddress, WorkerCard, WorkerState
-from router.engines.breaker import Breaker, BreakerState
+from router.engines.breaker import Breaker
 from router.engines.config import EnginesConfig, EngineSpec
 from router.engines.kv_events import BlockTranslator, KvEventFeed
 from router.engines.pace import EnginePace
@@ -71,6 +71,7 @@ class Engine:
         self._translator: BlockTranslator | None = None
         self._sequence = 0
         self._feed_task: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
         key = spec.api_key()
         self.client = httpx.AsyncClient(
             base_url=spec.url,
@@ -133,13 +134,16 @@ class Engine:
         index.remove_worker(self.name)
         if self._feed_task is not None:
             self._feed_task.cancel()
+            self._ending.add(self._feed_task)
+            self._feed_task.add_done_callback(self._ending.discard)
         self._feed_task = self._shadow = self._translator = None
         for booking in self.foreign:
             booking.release()
         self.foreign.clear()
 
     async def close(self) -> None:
-        """Close its connections."""
+        """Close its connections and sockets."""
+        await asyncio.gather(*self._ending, return_exceptions=True)
         await self.client.aclose()
 
     def expect_cached(self, digests: Sequence[bytes], index: PrefixIndex, now: float) -> None:
@@ -179,10 +183,6 @@ class Engine:
             "prefix_index": "events" if spec.kv_events else "estimated",
             "num_event_gaps": self.feed.num_gaps if self.feed else 0,
         }
-
-    def circuit(self, now: float) -> BreakerState:
-        """State of its breaker."""
-        return self.breaker.state(now)
 
     def _apply(self, events: list[dict[str, Any]], is_lost: bool, index: PrefixIndex) -> None:
         translator = self._translator

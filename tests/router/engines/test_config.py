@@ -81,6 +81,7 @@ URL = "http://h:1"
         (engine(url=URL, api_key_env="NOT_SET_ANYWHERE"), "api_key_env='NOT_SET_ANYWHERE' is not set"),
         (engine(url=URL, kv_events="h:5557"), "kv_events='h:5557' must be a ZMQ endpoint"),
         (engine(url=URL, kv_replay="tcp://h:1"), "kv_replay without kv_events"),
+        (engine(url=URL, model="m", kv_events="tcp://h:1"), "'tcp://h:1' need model, and its tokenizer"),
         (engine(url=URL, headers=3), "headers=3 must be a table of strings"),
         (engine(url=URL, name="a") + engine(url="http://h:2", name="a"), "engine name='a' is there twice"),
         (engine(url=URL, kind="vllm", role="prefill"), "has only prefill engines in group ''"),
