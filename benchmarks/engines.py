@@ -35,6 +35,7 @@ __all__ = ["Fleet", "add_engine_arguments", "main", "measure_answers", "measure_
 PARTS = ("answers", "turns", "stop", "kill", "overhead", "pair")
 _NUM_STREAMS = 6
 _STOP_AFTER_S, _STOPPED_S, _AFTER_S = 4.0, 12.0, 8.0
+_REQUESTS, _TOKENS = 16, 24  # of the comparison with and without the router
 _KV_BYTES_PER_TOKEN = 23_040  # of SmolLM2-135M in bfloat16
 _STORY = "Here is what happened on day {}: the boat went out, the wind turned, and nobody on the pier saw it. "
 
@@ -45,6 +46,7 @@ class Fleet:
 
     model: str
     router_url: str
+    router_pid: int
     urls: dict[str, str]
     pids: dict[str, int]
 
@@ -56,6 +58,7 @@ class Load:
     num_done: int = 0
     num_broken: int = 0  # after their first byte
     num_refused: int = 0  # before it
+    num_retries: int = 0  # of the router, which no client saw
     ttft_s: list[float] = field(default_factory=list)
     first_bytes_s: list[float] = field(default_factory=list)  # since the load began
     longest_silence_s: float = 0.0  # within one stream
@@ -103,9 +106,9 @@ def routed(settings: argparse.Namespace, names: tuple[str, ...], *, is_pair: boo
         command = [sys.executable, "-m", "cli", "route", f"--engines={path}", f"--port={port}"]
         command += ["--no-local-prefill"] if is_pair else []
         url = f"http://127.0.0.1:{port}"
-        stack.enter_context(launched(command, ready=f"{url}/ready"))
+        router = stack.enter_context(launched(command, ready=f"{url}/ready"))
         _wait_for_all(url, len(names))
-        yield Fleet(model, url, urls, pids)
+        yield Fleet(model, url, router.process.pid, urls, pids)
 
 
 def _table(name: str, url: str, model: str, role: str, events: int, replay: int) -> str:
@@ -187,7 +190,7 @@ def measure_turns(fleet: Fleet, *, num_chats: int, num_turns: int) -> list[dict[
 
 async def _under_load(fleet: Fleet, victim: str, signals: tuple[tuple[float, signal.Signals], ...]) -> Load:
     """Closed-loop streams while one engine is sent signals at these seconds."""
-    load, started = Load(), time.monotonic()
+    load, started = Load(num_retries=-_num_retries(fleet.router_url)), time.monotonic()
     end_s = signals[-1][0] + _AFTER_S
 
     async def stream(number: int) -> None:
@@ -203,6 +206,7 @@ async def _under_load(fleet: Fleet, victim: str, signals: tuple[tuple[float, sig
             _signal_all(fleet.pids[victim], number)
 
     await asyncio.gather(send_signals(), *(stream(number) for number in range(_NUM_STREAMS)))
+    load.num_retries += _num_retries(fleet.router_url)
     return load
 
 
@@ -244,16 +248,20 @@ def _signal_all(pid: int, number: signal.Signals) -> None:
                 member.send_signal(number)
 
 
-def _load_row(name: str, load: Load, router_url: str) -> list[str]:
-    gaps = [b - a for a, b in itertools.pairwise(sorted(load.first_bytes_s))]
+def _num_retries(router_url: str) -> int:
     counters = httpx.get(f"{router_url}/metrics", trust_env=False, timeout=5.0).text
-    retries = next(line.split()[1] for line in counters.splitlines() if line.startswith("tandem_engine_retries_total"))
+    line = next(line for line in counters.splitlines() if line.startswith("tandem_engine_retries_total"))
+    return round(float(line.split()[1]))
+
+
+def _load_row(name: str, load: Load) -> list[str]:
+    gaps = [b - a for a, b in itertools.pairwise(sorted(load.first_bytes_s))]
     return [
         name,
         str(load.num_done),
         str(load.num_refused),
         str(load.num_broken),
-        str(round(float(retries))),
+        str(load.num_retries),
         f"{max(load.ttft_s, default=0.0):.1f}",
         f"{load.longest_silence_s:.1f}",
         f"{max(gaps, default=0.0):.1f}",
@@ -261,13 +269,13 @@ def _load_row(name: str, load: Load, router_url: str) -> list[str]:
     ]
 
 
-async def _overhead(url: str, model: str, count: int) -> dict[str, float]:
-    """TTFT and ITL of one stream at a time, in seconds."""
+async def _streams(url: str, model: str, count: int) -> dict[str, float]:
+    """Medians of TTFT and ITL of one stream at a time, in seconds."""
     ttft: list[float] = []
     gaps: list[float] = []
     async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
         for i in range(count):
-            body = {"model": model, "prompt": f"{i} " * 64, "max_tokens": 24, "ignore_eos": True, "stream": True}
+            body = {"model": model, "prompt": f"{i} " * 64, "max_tokens": _TOKENS, "ignore_eos": True, "stream": True}
             last, is_first = time.perf_counter(), True
             async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
                 async for _ in response.aiter_text():
@@ -275,6 +283,11 @@ async def _overhead(url: str, model: str, count: int) -> dict[str, float]:
                     (ttft if is_first else gaps).append(now - last)
                     last, is_first = now, False
     return {"ttft_s": statistics.median(ttft), "itl_s": statistics.median(gaps)}
+
+
+def _cpu_s(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
 
 
 def _measure_two(settings: argparse.Namespace, parts: list[str]) -> dict[str, Any]:
@@ -292,11 +305,11 @@ def _measure_two(settings: argparse.Namespace, parts: list[str]) -> dict[str, An
         if "stop" in parts:
             signals = ((_STOP_AFTER_S, signal.SIGSTOP), (_STOP_AFTER_S + _STOPPED_S, signal.SIGCONT))
             load = asyncio.run(_under_load(fleet, "a", signals))
-            rows.append(_load_row(f"a stopped for {_STOPPED_S:.0f} s", load, fleet.router_url))
+            rows.append(_load_row(f"a stopped for {_STOPPED_S:.0f} s", load))
             results["stop"] = vars(load)
         if "kill" in parts:
             load = asyncio.run(_under_load(fleet, "a", ((_STOP_AFTER_S, signal.SIGKILL),)))
-            rows.append(_load_row("a killed", load, fleet.router_url))
+            rows.append(_load_row("a killed", load))
             results["kill"] = vars(load)
         if rows:
             columns = ["engine", "answers", "refused", "broken", "retries", "TTFT max s", "silence max s"]
@@ -308,12 +321,25 @@ def _measure_two(settings: argparse.Namespace, parts: list[str]) -> dict[str, An
 
 
 async def _compare_overhead(fleet: Fleet) -> dict[str, Any]:
-    found = {}
+    """TTFT and ITL with and without the router, and what the router's process computes for a request."""
+    found: dict[str, Any] = {}
     for name, url in {"vLLM itself": fleet.urls["a"], "through the router": fleet.router_url}.items():
-        await _overhead(url, fleet.model, 2)
-        found[name] = await _overhead(url, fleet.model, 12)
-    rows = [[name, ms(times["ttft_s"]), ms(times["itl_s"])] for name, times in found.items()]
+        await _streams(url, fleet.model, 2)
+        before_s, started = _cpu_s(fleet.router_pid), time.perf_counter()
+        found[name] = await _streams(url, fleet.model, _REQUESTS)
+        elapsed_s = time.perf_counter() - started
+        found[name] |= {"cpu_share": (_cpu_s(fleet.router_pid) - before_s) / elapsed_s, "elapsed_s": elapsed_s}
+    # What it spends on probes and events goes on while vLLM is asked itself.
+    routed, idle = found["through the router"], found["vLLM itself"]
+    found["cpu_per_request_s"] = (routed["cpu_share"] - idle["cpu_share"]) * routed["elapsed_s"] / _REQUESTS
+    rows = [
+        [name, ms(found[name]["ttft_s"]), ms(found[name]["itl_s"])] for name in ("vLLM itself", "through the router")
+    ]
     print_table("one stream at a time, ms", ["asked", "TTFT p50", "ITL p50"], rows)
+    console.print(
+        f"router: {found['cpu_per_request_s'] * 1e3:.1f} ms of CPU for a request of {_TOKENS} tokens, "
+        f"{idle['cpu_share']:.1%} of a core for probes and events"
+    )
     return found
 
 

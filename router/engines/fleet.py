@@ -287,9 +287,6 @@ class Fleet:
 
         Nobody tells how long their prompts are: they count as ours on average.
         """
-        for booking in engine.foreign:
-            booking.release()
-        engine.foreign.clear()
         card = engine.card
         if card is None or self.registry.get(engine.name) is None:
             return
@@ -301,12 +298,15 @@ class Fleet:
             num_free_blocks=round((1 - load.kv_usage) * card.num_blocks),
         )
         self.registry.note_load(engine.name, told, now)
-        num_foreign = min(load.num_running + load.num_waiting - num_ours, MAX_FOREIGN_BOOKINGS)
+        num_foreign = max(0, min(load.num_running + load.num_waiting - num_ours, MAX_FOREIGN_BOOKINGS))
         num_prompt, num_kv = round(self.mean_prompt_tokens), round(self.mean_prompt_tokens + self.mean_output_tokens)
-        for i in range(num_foreign):
+        # Engines serve in order of arrival: those that were there first end first, and the newest wait.
+        while len(engine.foreign) > num_foreign:
+            engine.foreign.pop(0).release()
+        while len(engine.foreign) < num_foreign:
             booking = self.registry.reserve(
                 engine.name, engine.name, num_new_tokens=num_prompt, num_context_tokens=0, num_kv_tokens=num_kv
             )
-            if i >= load.num_waiting:
-                booking.prefill_done()
             engine.foreign.append(booking)
+        for booking in engine.foreign[: max(0, num_foreign - load.num_waiting)]:
+            booking.prefill_done()

@@ -87,6 +87,8 @@ class Forwarder:
         model, known = body.get("model"), self._fleet.models
         if isinstance(model, str) and model:
             if model not in known:
+                if silent := [engine.name for engine in self._fleet.engines if not engine.spec.model]:
+                    raise NoWorker(f"no engine of {model[:200]} is known yet; {', '.join(silent)} may be, once reached")
                 raise ModelNotFound(f"The model '{model[:200]}' does not exist.", param="model")
             return model
         if model is not None and not isinstance(model, str):

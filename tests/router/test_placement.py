@@ -67,6 +67,14 @@ def test_a_long_prompt_leaves_a_busy_decode_worker_alone() -> None:
     assert placement.runner_up.terms.delay_s == pytest.approx(4 * placement.runner_up.terms.prefill_s, rel=0.3)
 
 
+def test_excluded_workers_take_nothing_and_are_no_reason() -> None:
+    pool = make_pair(batch=4)
+    placement = pool.placer.place(2048, [], 100, 0.0, excluded={"p"})
+    assert (chosen(placement), placement.runner_up, placement.skipped) == (("d", "d"), None, {})
+    with pytest.raises(NoWorker):
+        pool.placer.place(2048, [], 100, 0.0, excluded={"p", "d"})
+
+
 def test_a_short_uncached_tail_stays_on_the_decode_worker() -> None:
     pool = make_pair(batch=4)
     pool.cache("d", chain(127))

@@ -106,6 +106,15 @@ async def test_models_and_readiness(fake_a: FakeServer, fake_b: FakeServer) -> N
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (404, "model_not_found")
 
 
+async def test_a_model_may_be_one_that_no_engine_has_told_yet(fake_a: FakeServer) -> None:
+    unknown = spec_from({"name": "mute", "url": dead_url()}, "test")
+    async with routing(unknown, spec_of(fake_a, "a"), wait=False) as router:
+        await router.all_ready("a")
+        response = await router.client.post(COMPLETIONS, json=completion(model="other"))
+        assert response.status_code == 503
+        assert "mute may be" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b'{"model": 3}'])
 async def test_what_is_no_request_is_refused_here(fake_a: FakeServer, content: bytes) -> None:
     async with routing(spec_of(fake_a, "a")) as router:
