@@ -59,6 +59,8 @@ async def _serve(
 ) -> int:
     fleet = Fleet(registry=Registry(), index=PrefixIndex(), costs=CostModel(), config=router, engines=engines)
     app = create_engines_app(fleet, fleet_file.engines, readers, CollectorRegistry(), admin_token=admin_token)
+    host, port = listener.getsockname()[:2]
+    where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     server = _Server(
         uvicorn.Config(
             app,
@@ -67,21 +69,28 @@ async def _serve(
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=max(1, round(router.drain_timeout_s)),
-        )
+        ),
+        f"Routing to {len(fleet_file.engines)} engine(s) on {where}  (Ctrl-C stops it)",
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.stop)
-    host, port = listener.getsockname()[:2]
-    Console(stderr=True, highlight=False).print(
-        f"Routing to {len(fleet_file.engines)} engine(s) on http://{host}:{port}  (Ctrl-C stops it)"
-    )
     await server.serve(sockets=[listener])
     return 0
 
 
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers, which would end the process by the signal instead of an exit code."""
+
+    def __init__(self, config: uvicorn.Config, welcome: str) -> None:
+        super().__init__(config)
+        self._welcome = welcome
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to serve, and say so once it is true."""
+        await super().startup(sockets)
+        if self.started:
+            Console(stderr=True, highlight=False).print(self._welcome)
 
     def stop(self) -> None:
         """Accept nothing more and let answers end; the second time, end now."""
