@@ -1,10 +1,8 @@
-"""vLLM's wire format, written by a publisher that follows vllm/distributed/kv_events.py (0.32)."""
+"""From vLLM's messages to digests of ours, and the feed that misses none."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,42 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from zmq.asyncio import Context
-from zmq.constants import SocketType
 
 from protocol.digest import block_digests, root_digest
 from router.engines.kv_events import BlockTranslator, KvEventFeed, decode_batch
 from tests.router.engines.harness import until
+from tests.router.engines.publisher import IDS, Publisher, name, pack, removed, stored
 
 NAMESPACE = b"n" * 16
 ROOT = root_digest(NAMESPACE)
-IDS = list(range(100, 164))
 CLEARED = {"type": "AllBlocksCleared"}
-
-
-def stored(first: int, count: int, *, block_size: int = 16, **fields: Any) -> dict[str, Any]:
-    """Blocks `first`.. of IDS; vLLM's names are made of the block's number."""
-    return {
-        "type": "BlockStored",
-        "block_hashes": [name(i) for i in range(first, first + count)],
-        "parent_block_hash": name(first - 1) if first else None,
-        "token_ids": IDS[first * 16 : (first + count) * 16],
-        "block_size": block_size,
-        "lora_id": None,
-        "medium": "GPU",
-        "lora_name": None,
-    } | fields
-
-
-def removed(*numbers: int) -> dict[str, Any]:
-    return {"type": "BlockRemoved", "block_hashes": [name(i) for i in numbers], "medium": "GPU", "group_idx": 0}
-
-
-def name(number: int) -> bytes:
-    return b"vllm-%d" % number
-
-
-def pack(*events: Any) -> bytes:
-    return msgspec.msgpack.encode([time.time(), list(events), 0])
 
 
 def make_translator() -> BlockTranslator:
@@ -128,48 +99,6 @@ def test_what_is_told_equals_what_the_engine_holds(steps: list[tuple[bool, int, 
         change = translator.apply([event])
         ours = (ours | set(change.stored)) - set(change.removed)
         assert ours == {digests[number] for number in engine}
-
-
-class Publisher:
-    """PUB with a replay ROUTER, as vLLM's: numbers from 0, the last batches kept."""
-
-    def __init__(self, context: Context, *, has_topic: bool = True, keeps: int = 100) -> None:
-        self._pub = context.socket(SocketType.PUB)
-        self._router = context.socket(SocketType.ROUTER)
-        self.port = self._pub.bind_to_random_port("tcp://127.0.0.1")
-        self.replay_port = self._router.bind_to_random_port("tcp://127.0.0.1")
-        self.number = 0
-        self.replayed: list[int] = []  # first numbers asked for
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=keeps)
-        self._topic = [b"kv"] if has_topic else []
-        self._task = asyncio.create_task(self._replay())
-
-    async def publish(self, *events: Any, is_lost: bool = False) -> None:
-        payload = pack(*events)
-        number, self.number = self.number, self.number + 1
-        self._kept.append((number, payload))
-        if not is_lost:
-            await self._pub.send_multipart([b"kv", number.to_bytes(8, "big"), payload])
-
-    async def send_raw(self, number: int, payload: bytes) -> None:
-        await self._pub.send_multipart([b"kv", number.to_bytes(8, "big"), payload])
-
-    async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self._pub.close(linger=0)
-        self._router.close(linger=0)
-
-    async def _replay(self) -> None:
-        while True:
-            peer, empty, start = await self._router.recv_multipart()
-            first = int.from_bytes(start, "big")
-            self.replayed.append(first)
-            for number, payload in [item for item in self._kept if item[0] >= first]:
-                frames = [peer, empty, *self._topic, number.to_bytes(8, "big"), payload]
-                await self._router.send_multipart(frames)
-            end = (-1).to_bytes(8, "big", signed=True)
-            await self._router.send_multipart([peer, empty, *([b""] if self._topic else []), end, b""])
 
 
 class Heard(list[tuple[list[Any], bool]]):
