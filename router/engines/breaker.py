@@ -24,7 +24,7 @@ class BreakerState(enum.StrEnum):
 
 
 class Breaker:
-    """The circuit to one engine. Who was let through reports `succeeded`, `failed` or `abandoned` once, with its trial.
+    """The circuit to one engine. Who was let through tells how it ended, with the number of its trial.
 
     Requests from before an opening end late; only the trial's end decides what follows, except that any success closes.
     """
@@ -36,7 +36,8 @@ class Breaker:
         self._open_s = open_s
         self._num_failures = 0  # in a row
         self._opened_until_s: float | None = None
-        self._has_trial = False
+        self._trial = 0  # the one that runs, 0 = none
+        self._num_trials = 0
         self.num_opened = 0
 
     def state(self, now: float) -> BreakerState:
@@ -48,40 +49,43 @@ class Breaker:
     def allows(self, now: float) -> bool:
         """Whether a request may be sent; ask before `begin`."""
         state = self.state(now)
-        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._has_trial)
+        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._trial)
 
     def retry_in_s(self, now: float) -> float:
         """Seconds until a request may be sent; 0 when one may now."""
         return 0.0 if self._opened_until_s is None else max(self._opened_until_s - now, 0.0)
 
-    def begin(self, now: float) -> bool:
-        """A request goes out; whether it is the trial of the half-open state. Nothing else goes out meanwhile."""
+    def begin(self, now: float) -> int:
+        """A request goes out. In half-open state it is a trial, whose number is returned, and nothing else goes out."""
         assert self.allows(now), f"the breaker is {self.state(now)}"
-        self._has_trial = self.state(now) is BreakerState.HALF_OPEN
-        return self._has_trial
+        if self.state(now) is BreakerState.CLOSED:
+            return 0
+        self._num_trials += 1
+        self._trial = self._num_trials
+        return self._trial
 
     def succeeded(self) -> None:
         """The engine answered: all is well again."""
         self._num_failures = 0
         self._opened_until_s = None
         self._open_s = self._first_open_s
-        self._has_trial = False
+        self._trial = 0
 
-    def failed(self, now: float, *, is_trial: bool, is_absent: bool = False) -> None:
+    def failed(self, now: float, *, trial: int, is_absent: bool = False) -> None:
         """The engine did not answer as it should. `is_absent` = nobody was there at all, which opens at once."""
         self._num_failures += 1
-        if is_trial and self._has_trial:
+        if trial and trial == self._trial:
             self._open_s = min(2 * self._open_s, self._max_open_s)
             self._open(now)
         elif self._opened_until_s is None and (is_absent or self._num_failures >= self._max_failures):
             self._open(now)
 
-    def abandoned(self, *, is_trial: bool) -> None:
+    def abandoned(self, *, trial: int) -> None:
         """A request that was let through ended without showing anything: its client left, or it was refused."""
-        if is_trial:
-            self._has_trial = False
+        if trial == self._trial:
+            self._trial = 0
 
     def _open(self, now: float) -> None:
         self._opened_until_s = now + self._open_s
-        self._has_trial = False
+        self._trial = 0
         self.num_opened += 1

@@ -167,8 +167,8 @@ class Exchange:
             self._belief.cancel()
         for engine in self._engines:
             engine.end(self)
-        for engine, is_trial in self._trials.items():
-            engine.breaker.abandoned(is_trial=is_trial)
+        for engine, trial in self._trials.items():
+            engine.breaker.abandoned(trial=trial)
         self._trials.clear()
         if self._response is not None:
             await self._response.aclose()
@@ -431,8 +431,8 @@ class Exchange:
 
     def _report_failure(self, engine: Engine, *, is_absent: bool) -> None:
         engine.num_failures += 1
-        is_trial = self._trials.pop(engine, False)
-        engine.breaker.failed(self._fleet.clock(), is_trial=is_trial, is_absent=is_absent)
+        trial = self._trials.pop(engine, 0)
+        engine.breaker.failed(self._fleet.clock(), trial=trial, is_absent=is_absent)
 
 
 def _retry_after_s(header: str) -> float:

@@ -11,7 +11,7 @@ def make_breaker(*, max_failures: int = 3, open_s: float = 1.0, max_open_s: floa
 
 
 def fail(breaker: Breaker, now: float, *, is_absent: bool = False) -> None:
-    breaker.failed(now, is_trial=breaker.begin(now), is_absent=is_absent)
+    breaker.failed(now, trial=breaker.begin(now), is_absent=is_absent)
 
 
 def test_opens_after_failures_in_a_row_and_lets_one_trial_through() -> None:
@@ -61,47 +61,64 @@ def test_late_failures_of_old_requests_prolong_nothing() -> None:
     breaker = make_breaker(max_failures=1)
     old = breaker.begin(0.0)
     fail(breaker, 0.0)
-    breaker.failed(0.9, is_trial=old)
+    breaker.failed(0.9, trial=old)
     assert breaker.retry_in_s(0.9) == 1.0 - 0.9
     trial = breaker.begin(1.0)
-    breaker.failed(1.1, is_trial=old)
+    breaker.failed(1.1, trial=old)
     assert not breaker.allows(1.1)  # the trial still runs
-    breaker.abandoned(is_trial=old)
+    breaker.abandoned(trial=old)
     assert not breaker.allows(1.1)
-    breaker.abandoned(is_trial=trial)
+    breaker.abandoned(trial=trial)
     assert breaker.allows(1.1)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_never_more_than_one_trial_and_never_shut_for_longer_than_the_limit(data: st.DataObject) -> None:
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["wait", "begin", "succeed", "fail", "absent", "abandon"]),
+        st.integers(0, 128).map(lambda n: n / 64),  # seconds that add up without rounding
+        st.integers(0, 100),
+    ),
+    max_size=80,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(STEPS)
+def test_never_more_than_one_trial_and_never_shut_for_longer_than_the_limit(
+    steps: list[tuple[str, float, int]],
+) -> None:
     breaker = make_breaker(max_failures=2, open_s=0.5, max_open_s=3.0)
-    now = 0.0
-    running: list[bool] = []  # is_trial of each
-    for _ in range(data.draw(st.integers(1, 60))):
-        action = data.draw(st.sampled_from(["wait", "begin", "succeed", "fail", "absent", "abandon"]))
+    now, current = 0.0, 0
+    running: list[int] = []  # trial of each request, 0 = none
+    for action, wait_s, which in steps:
         if action == "wait":
-            now += data.draw(st.floats(0.0, 2.0))
+            now += wait_s
         elif action == "begin":
             if breaker.allows(now):
-                running.append(breaker.begin(now))
+                trial = breaker.begin(now)
+                running.append(trial)
+                current = trial or current
         elif running:
-            is_trial = running.pop(data.draw(st.integers(0, len(running) - 1)))
+            trial = running.pop(which % len(running))
+            num_opened = breaker.num_opened
             if action == "succeed":
                 breaker.succeeded()
                 assert breaker.state(now) is BreakerState.CLOSED
             elif action == "abandon":
-                breaker.abandoned(is_trial=is_trial)
+                breaker.abandoned(trial=trial)
+                assert breaker.num_opened == num_opened
             else:
-                breaker.failed(now, is_trial=is_trial, is_absent=action == "absent")
-                if action == "absent" or is_trial:
-                    assert breaker.state(now) is not BreakerState.CLOSED or not is_trial
-        assert 0.0 <= breaker.retry_in_s(now) <= 3.0
-        if breaker.state(now) is BreakerState.OPEN:
-            assert not breaker.allows(now)
-        if breaker.state(now) is BreakerState.CLOSED:
-            assert breaker.allows(now)
+                was_closed = breaker.state(now) is BreakerState.CLOSED
+                breaker.failed(now, trial=trial, is_absent=action == "absent")
+                if (trial and trial == current) or (was_closed and action == "absent"):
+                    assert breaker.state(now) is BreakerState.OPEN
+                elif not was_closed:
+                    assert breaker.num_opened == num_opened
+            current = 0 if action == "succeed" or trial == current else current
+        assert breaker.retry_in_s(now) <= 3.0
+        assert not (current and breaker.allows(now))
+        assert breaker.allows(now) == (breaker.state(now) is not BreakerState.OPEN and not current)
     # Whatever happened: once all requests have ended, one may go out after the longest time.
-    for is_trial in running:
-        breaker.abandoned(is_trial=is_trial)
+    for trial in running:
+        breaker.abandoned(trial=trial)
     assert breaker.allows(now + 3.0)
