@@ -15,6 +15,7 @@ import torch
 from cluster.host_copy import HostCopy
 from engine.engine import Engine
 from engine.sequence import Sequence as EngineSequence
+from kv_transfer.tiers.base import BlockName
 
 if TYPE_CHECKING:
     from cluster.tiered_cache import CachedTier
@@ -29,16 +30,11 @@ _BATCHES_WHEN_IDLE = 8
 _MAX_IN_FLIGHT_BYTES = 256 << 20  # encoded and not in host memory yet: none on a CPU, about 10 ms of a GPU's link
 
 
-class _Name(NamedTuple):
-    digest: bytes
-    parent: bytes
-
-
 class _Batch(NamedTuple):
     """Encoded blocks on their way from the device to a tier."""
 
     cached: CachedTier
-    names: list[_Name]
+    names: list[BlockName]
     copy: HostCopy
 
 
@@ -48,7 +44,7 @@ class Offloader:
     def __init__(self, engine: Engine, tiers: Sequence[CachedTier]) -> None:
         self._engine = engine
         self._tiers = tiers
-        self._backlog: deque[_Name] = deque()
+        self._backlog: deque[BlockName] = deque()
         self._in_flight: deque[_Batch] = deque()
         self._num_bytes_in_flight = 0
         engine.scheduler.on_published = self._published
@@ -66,14 +62,13 @@ class Offloader:
             cached, names, copy = self._in_flight.popleft()
             self._num_bytes_in_flight -= copy.num_bytes
             for name, row in zip(names, copy.host.numpy(), strict=True):
-                cached.tier.store(name.digest, name.parent, row)
+                cached.tier.store(*name, row)
 
     def _published(self, sequence: EngineSequence, first: int, end: int) -> None:
         if not self._tiers:
             return
         for idx in range(first, end):
-            parent = sequence.digests[idx - 1] if idx else sequence.root
-            self._backlog.append(_Name(sequence.digests[idx], parent))
+            self._backlog.append(BlockName(sequence.digests[idx], sequence.digests[idx - 1] if idx else None))
 
     def _copy_some(self) -> None:
         per_batch = max(_BATCH_BYTES // self._engine.block_bytes, 1)
@@ -85,7 +80,7 @@ class Offloader:
             for cached in self._tiers:
                 self._copy(cached, [name for name in names if name.digest not in cached.tier])
 
-    def _copy(self, cached: CachedTier, names: list[_Name]) -> None:
+    def _copy(self, cached: CachedTier, names: list[BlockName]) -> None:
         """Begin to copy those of these blocks that are still in the pool."""
         find = self._engine.pool.block_of
         present = [(name, block) for name in names if (block := find(name.digest)) is not None]
