@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from kv_transfer.eviction import create_policy
 from loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
 from protocol.config import RouterConfig
-from protocol.messages import Role, StepStats, WorkerCard
+from protocol.messages import Role, WorkerCard
 from router.cost_model import StepCosts
 from router.placement import Placer
 from router.registry import Booking
@@ -164,8 +164,7 @@ class _Tandem(_Routing):
         num_queued = math.ceil(worker.queued_tokens)  # a token counts once all of it is computed
         num_computed = self._booked_tokens[worker.worker_id] - num_queued
         if num_computed > 0:
-            stats = StepStats(duration_s=0.0, num_prefill_tokens=num_computed)
-            self.fleet.registry.note_step(worker.worker_id, stats)
+            self.fleet.note_computed(worker.worker_id, num_computed)
             self._booked_tokens[worker.worker_id] = num_queued
         bookings = self._bookings[worker.worker_id]
         while bookings and bookings[0][0] <= now:

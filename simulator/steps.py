@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from protocol.messages import StepStats
@@ -37,6 +37,10 @@ class Run:
     num_seqs: int  # that decode
     kv_tokens: int  # of these, in the first step
     chunks: Sequence[Chunk]
+    num_joined: int = 0  # of the sequences, those handed over whose first token here is due
+    _tokens: int = field(init=False)
+    _alpha: float = field(init=False)
+    _beta: float = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.num_steps == 1 or len(self.chunks) <= 1, f"{len(self.chunks)} prompts in {self.num_steps} steps"
@@ -52,10 +56,6 @@ class Run:
             + costs.kv_token_s * (self.kv_tokens - self.num_seqs / 2)
         )
         self._beta = costs.attention_s * square + costs.kv_token_s * self.num_seqs / 2
-
-    _tokens: int = 0
-    _alpha: float = 0.0
-    _beta: float = 0.0
 
     @property
     def end_s(self) -> float:
