@@ -38,11 +38,14 @@ def spread(requests: Sequence[TraceRequest], rng: random.Random) -> list[TraceRe
     return result
 
 
-def at_load(requests: Sequence[TraceRequest], load: float, cluster: Cluster) -> list[TraceRequest]:
-    """The requests from second 0 on, their pace changed by one factor: without cache the cluster's load is `load`."""
+def at_load(requests: Sequence[TraceRequest], load: float | None, cluster: Cluster) -> list[TraceRequest]:
+    """The requests from second 0 on, their pace changed by one factor: without cache the cluster's load is `load`.
+
+    None keeps the pace.
+    """
     first_s = requests[0].arrival_s
     span_s = max(requests[-1].arrival_s - first_s, 1e-9)
-    factor = load_of(requests, cluster) / (load * span_s)
+    factor = 1.0 if load is None else load_of(requests, cluster) / (load * span_s)
     return [replace(request, arrival_s=(request.arrival_s - first_s) * factor) for request in requests]
 
 
