@@ -52,7 +52,7 @@ def at_load(requests: Sequence[TraceRequest], load: float | None, cluster: Clust
 def load_of(requests: Sequence[TraceRequest], cluster: Cluster) -> float:
     """Seconds the busier pool needs for all requests if nothing is cached and its workers share evenly.
 
-    Prefill: whole chunks of a step each, nothing beside them. Decode: the batch that fills the pool, or all seats.
+    Prefill: full steps with nothing beside them. Decode: the batch that fills the pool, or all seats.
     A colocated worker does one after the other.
     """
     machine = cluster.machine
