@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kv_transfer.eviction import create_policy
 from loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
 from router.cost_model import prefill_attention
-from router.flow import FIRST_GUESS_OUTPUT_TOKENS, MIN_HANDOFF_S, OUTPUT_LENGTH_WEIGHT
+from router.flow import FIRST_GUESS_OUTPUT_TOKENS, OUTPUT_LENGTH_WEIGHT
 from router.registry import Booking
 from simulator.clock import Clock
 from simulator.cluster import Cluster
@@ -257,25 +257,23 @@ class _Simulation:
         chunk_bytes = self._cluster.step_tokens / TRACE_BLOCK_SIZE * machine.block_bytes
         all_sent_s = max(job.prefill_start_s, room_s) + num_bytes / machine.link_bytes_per_s
         last_sent_s = max(job.first_token_s, room_s) + min(num_bytes, chunk_bytes) / machine.link_bytes_per_s
-        self._clock.at(max(all_sent_s, last_sent_s) + machine.link_latency_s, self._arrived, job)
+        arrival_s = max(all_sent_s, last_sent_s) + machine.link_latency_s
+        exposed_s = arrival_s - max(job.first_token_s, room_s)
+        self._clock.at(arrival_s, self._arrived, job, exposed_s)
 
-    def _arrived(self, job: Job) -> None:
+    def _arrived(self, job: Job, exposed_s: float) -> None:
+        """All KV is there; the sender reports what of it was exposed."""
+        exposed_bytes = (exposed_s - self._machine.link_latency_s) * self._machine.link_bytes_per_s
+        self._fleet.costs.transfer(self._machine.kind, self._machine.kind).observe(exposed_bytes, exposed_s)
         self._workers[job.prefill_worker_id].release_prompt(job)
         self._workers[job.decode_worker_id].join(job)
 
     def decoding(self, worker: SimulatedWorker, job: Job) -> None:
-        """Learn what the handoff cost, as RequestFlow does."""
+        """Note the gap that the handoff is part of."""
         assert job.first_token_s is not None
         assert job.second_token_s is not None
         gap_s = job.second_token_s - job.first_token_s
         self._gaps.append(Gaps(job.second_token_s, gap_s, gap_s, 1))
-        candidate = self._open[job].choice.candidate
-        if candidate is None or candidate.terms.memory_s > 0:
-            return
-        decode = candidate.decode
-        step_s = self._fleet.costs.steps(decode.card.kind).step_s(decode.num_booked_seqs, decode.booked_kv_tokens)
-        link = self._fleet.costs.transfer(candidate.prefill.card.kind, decode.card.kind)
-        link.observe(candidate.exposed_bytes, max(gap_s - step_s, MIN_HANDOFF_S))
 
     def finished(self, worker: SimulatedWorker, job: Job) -> None:
         """The answer is complete."""
