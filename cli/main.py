@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from typer import rich_utils
 
-from cli import bench, chat, model, route, serve, version
+from cli import bench, chat, model, replay, route, serve, version
 from protocol.errors import ServingError
 
 __all__ = ["app", "main", "run"]
@@ -58,7 +58,7 @@ def _paragraphs(command: Callable[..., int]) -> str:
     return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
 
 
-for command in (serve.serve, route.route, chat.chat, bench.bench):
+for command in (serve.serve, route.route, chat.chat, bench.bench, replay.replay):
     app.command(help=_paragraphs(command))(command)
 app.add_typer(model.app, name="model")
 app.command()(version.version)
@@ -93,5 +93,6 @@ def _words(args: Sequence[str]) -> list[str]:
         if arg.startswith("-"):
             break
         words.append(arg)
-    known = [word for word in words[:2] if word in {"serve", "route", "chat", "bench", "model", "pull", "version"}]
+    commands = {"serve", "route", "chat", "bench", "replay", "model", "pull", "version"}
+    known = [word for word in words[:2] if word in commands]
     return [*known, ""]

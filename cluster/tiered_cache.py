@@ -1,7 +1,7 @@
-"""The KV of one worker beyond its pool: what is kept in which tier.
+"""The KV of one worker beyond its pool: which tiers it has, and what is in them.
 
-Runs in the worker's loop and never waits. Blocks are offered to every tier once they are full, so an eviction from the
-pool costs nothing. How a prompt gets them back is up to `cluster.fetcher`.
+Runs in the worker's loop and never waits. Blocks are offered to every tier once they are full (`cluster.offload`), so
+an eviction from the pool costs nothing. How a prompt gets them back is up to `cluster.fetcher`.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cluster.fetcher import Fetcher
-from cluster.host_copy import HostCopy, host_buffer
+from cluster.host_copy import host_buffer
 from cluster.kv_source import KvSource, LoadCost, LoadPrior, OpenSource, Piece
+from cluster.offload import Offloader
 from cluster.peer_reads import PeerReader
 from engine.engine import Engine
 from engine.sequence import Sequence as EngineSequence
@@ -39,7 +38,6 @@ _PRIORS = {
     "disk": LoadPrior(1e-3, 1e9),
     "object": LoadPrior(50e-3, 200e6),
 }
-_MAX_OFFLOAD_BYTES = 256 << 20  # encoded and not in host memory yet: none on a CPU, about 10 ms of a GPU's link
 _NUM_THREADS = {"host": 1, "disk": 2, "object": 8}
 _PRIVATE_TIERS = {"host"}
 _RESCAN_S = {"disk": 60.0, "object": 60.0}  # other workers add blocks to these
@@ -83,9 +81,7 @@ class CachedTier(KvSource):
 
     def decode_into(self, kv: Tensor, blocks: Sequence[int], data: Tensor) -> None:
         """Copy encoded blocks into these blocks of the pool."""
-        content = torch.empty(len(blocks), *kv.shape[1:], dtype=kv.dtype, device=kv.device)
-        self.codec.decode(data.to(kv.device, non_blocking=True), content)
-        kv[torch.tensor(blocks, device=kv.device)] = content
+        self.codec.scatter(data.to(kv.device, non_blocking=True), kv, torch.tensor(blocks, device=kv.device))
 
 
 class _OpenTier(OpenSource):
@@ -134,14 +130,6 @@ class _TierPiece(Piece):
         self._load.abandon()
 
 
-class _Offload(NamedTuple):
-    """Encoded blocks on their way from the device to a tier."""
-
-    cached: CachedTier
-    names: list[tuple[bytes, bytes]]  # digest and that of the block before it
-    copy: HostCopy
-
-
 class TieredCache:
     """Keeps the blocks of one engine in tiers, and brings them back.
 
@@ -161,16 +149,14 @@ class TieredCache:
         self._own_tiers = [cached.tier for cached in tiers if cached.name in _PRIVATE_TIERS]
         self.tiers = list(tiers)  # from fast to slow
         self.fetcher = Fetcher(engine, tiers, steps, peers, clock)
-        self._offloads: deque[_Offload] = deque()
-        self._num_offload_bytes = 0
+        self._offloader = Offloader(engine, self.tiers)
         # Told of what `take_events` sees: the place ("pool" or a tier), digests stored there, digests removed.
         self.on_changed: Callable[[str, list[bytes], list[bytes]], None] = _nothing
-        engine.scheduler.on_published = self._published
 
     @property
     def is_busy(self) -> bool:
         """Whether there is anything to pump for."""
-        return bool(self._offloads) or any(cached.tier.is_busy for cached in self.tiers)
+        return self._offloader.is_busy or any(cached.tier.is_busy for cached in self.tiers)
 
     def tier(self, name: str) -> CachedTier | None:
         """The tier of that name, if it is used."""
@@ -182,7 +168,7 @@ class TieredCache:
 
     def pump(self, now: float) -> None:
         """Take in what the tiers have done, and let the fetches go on."""
-        self._store_offloaded()
+        self._offloader.pump()
         for cached in self.tiers:
             cached.tier.poll()
         self.fetcher.pump(now)
@@ -234,30 +220,6 @@ class TieredCache:
         for cached in self.tiers:
             cached.tier.check_integrity()
         self.fetcher.check_integrity(idle=idle)
-
-    def _published(self, sequence: EngineSequence, first: int, end: int) -> None:
-        """Offer full blocks to every tier that lacks them. Copies them: the pool may reuse them from now on."""
-        for cached in self.tiers:
-            missing = [idx for idx in range(first, end) if sequence.digests[idx] not in cached.tier]
-            room = (_MAX_OFFLOAD_BYTES - self._num_offload_bytes) // cached.block_bytes
-            cached.tier.note_dropped("offload queue full", max(len(missing) - room, 0))
-            if not (missing := missing[:room]):
-                continue
-            names = [(sequence.digests[idx], sequence.digests[idx - 1] if idx else sequence.root) for idx in missing]
-            blocks = torch.tensor([sequence.blocks[idx] for idx in missing], device=cached.device)
-            data = torch.empty(len(missing), cached.block_bytes, dtype=torch.uint8, device=cached.device)
-            cached.codec.encode(self._engine.kv[blocks], data)
-            self._offloads.append(_Offload(cached, names, HostCopy(data)))
-            self._num_offload_bytes += data.numel()
-        self._store_offloaded()
-
-    def _store_offloaded(self) -> None:
-        """Give to the tiers what has arrived in host memory."""
-        while self._offloads and self._offloads[0].copy.is_done:
-            cached, names, copy = self._offloads.popleft()
-            self._num_offload_bytes -= copy.num_bytes
-            for (digest, parent), row in zip(names, copy.host.numpy(), strict=True):
-                cached.tier.store(digest, parent, row)
 
 
 def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:

@@ -61,6 +61,10 @@ class BlockPool:
         """Whether a block is cached under this digest."""
         return digest in self._block_of
 
+    def block_of(self, digest: bytes) -> int | None:
+        """The block cached under this digest. Nobody else may be given it before the next allocation."""
+        return self._block_of.get(digest)
+
     def cached_digests(self) -> list[bytes]:
         """All digests cached now: a snapshot for whoever missed events."""
         return list(self._block_of)

@@ -44,7 +44,7 @@ class Scheduler:
         self.num_preemptions = 0
         # Whoever keeps KV beyond the pool. `on_admitted`: the sequence has just got its blocks and computes nothing
         # before the call returns; it may be given an onboarding. `on_published`: its blocks [first, end) hold their
-        # final KV, and nobody overwrites them before the call returns.
+        # final KV.
         self.on_admitted: Callable[[Sequence], None] = _nothing
         self.on_published: Callable[[Sequence, int, int], None] = _nothing
 

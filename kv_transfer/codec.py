@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from protocol.errors import ConfigError
 
@@ -60,6 +61,19 @@ class Codec(ABC):
         NOTE: nothing in the bytes tells whether they are what this codec wrote; that is the tier's checksum's task.
         """
 
+    def gather(self, pool: Tensor, block_ids: Tensor, out: Tensor) -> None:
+        """Encode blocks `block_ids` [n] of a contiguous pool [num_blocks, *block_shape] to out [n, encoded_bytes].
+
+        NOTE: unlike that of `encode`, `out` (uint8) is contiguous and aligned for the dtype of the pool.
+        """
+        self.encode(pool[block_ids], out)
+
+    def scatter(self, data: Tensor, pool: Tensor, block_ids: Tensor) -> None:
+        """Decode data [n, encoded_bytes], uint8, into blocks `block_ids` [n] of pool [num_blocks, *block_shape]."""
+        content = torch.empty(len(block_ids), *pool.shape[1:], dtype=pool.dtype, device=pool.device)
+        self.decode(data, content)
+        pool[block_ids] = content
+
     def _check(self, blocks: Tensor, data: Tensor) -> None:
         # copy_ would broadcast a wrong shape without a word
         expected = (blocks.shape[0], self.encoded_bytes(blocks.shape[1:], blocks.dtype))
@@ -83,6 +97,15 @@ class _RawCodec(Codec):
     def decode(self, data: Tensor, out: Tensor) -> None:
         self._check(out, data)
         out.copy_(_from_bytes(data, out.dtype).view(out.shape))
+
+    @override
+    def gather(self, pool: Tensor, block_ids: Tensor, out: Tensor) -> None:
+        rows = pool.flatten(1)
+        torch.index_select(rows, 0, block_ids, out=out.view(rows.dtype))  # once over memory, where encode takes two
+
+    @override
+    def scatter(self, data: Tensor, pool: Tensor, block_ids: Tensor) -> None:
+        pool.flatten(1).index_copy_(0, block_ids, _from_bytes(data, pool.dtype))
 
 
 class _LossyCodec(Codec):

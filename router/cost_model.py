@@ -46,7 +46,8 @@ CPU_PRIOR = StepCosts(20e-3, 0.75e-3, 50e-9, 0.6e-3, 1.5e-6)
 ACCELERATOR_PRIOR = StepCosts(8e-3, 30e-6, 1e-9, 30e-6, 30e-9)
 
 TRANSFER_LATENCY_S = 3e-3
-TRANSFER_BYTES_PER_S = 2e9
+TRANSFER_BYTES_PER_S = 2e9  # between processes of one CPU machine
+ACCELERATOR_BYTES_PER_S = 20e9  # a 200 Gb/s port; NVLink has ten times that
 
 
 class LinearModel:
@@ -207,8 +208,9 @@ class TransferModel:
     Taught by the sending workers' own measurements (`LinkLoad.exposed_s`), latency and the final notification included.
     """
 
-    def __init__(self) -> None:
-        self._model = LinearModel((TRANSFER_LATENCY_S, 1 / TRANSFER_BYTES_PER_S))
+    def __init__(self, bytes_per_s: float = TRANSFER_BYTES_PER_S) -> None:
+        """`bytes_per_s` is what is believed before there are measurements."""
+        self._model = LinearModel((TRANSFER_LATENCY_S, 1 / bytes_per_s))
 
     @property
     def latency_s(self) -> float:
@@ -255,7 +257,7 @@ class CostModel:
         """Model of the steps of this kind of worker."""
         model = self._steps.get(kind)
         if model is None:
-            prior = CPU_PRIOR if kind.lower().startswith("cpu") else ACCELERATOR_PRIOR
+            prior = CPU_PRIOR if _is_cpu(kind) else ACCELERATOR_PRIOR
             model = self._steps[kind] = StepModel(prior)
         return model
 
@@ -263,7 +265,9 @@ class CostModel:
         """Model of the handoffs from one kind of worker to another."""
         model = self._transfers.get((from_kind, to_kind))
         if model is None:
-            model = self._transfers[from_kind, to_kind] = TransferModel()
+            both = (from_kind, to_kind)
+            bytes_per_s = TRANSFER_BYTES_PER_S if any(map(_is_cpu, both)) else ACCELERATOR_BYTES_PER_S
+            model = self._transfers[both] = TransferModel(bytes_per_s)
         return model
 
     def export(self) -> dict[str, object]:
@@ -285,6 +289,10 @@ class CostModel:
             for (source, target), model in self._transfers.items()
         }
         return {"steps": steps, "transfers": transfers}
+
+
+def _is_cpu(kind: str) -> bool:
+    return kind.lower().startswith("cpu")
 
 
 def prefill_attention(num_new_tokens: float, num_context_tokens: float) -> float:

@@ -93,7 +93,7 @@ say "[2/4] installer ready; torch will be the right build for this machine"
 
 say "[3/4] packages (a minute or two, 2 GB on disk) ..."
 # --no-build-isolation: the build uses the pinned setuptools above and downloads nothing of its own.
-pip install --no-build-isolation --constraint constraints.txt --editable ".[${TANDEM_EXTRAS:-worker,loadtest,dev}]"
+pip install --no-build-isolation --constraint constraints.txt --editable ".[${TANDEM_EXTRAS:-worker,loadtest,report,dev}]"
 
 # The `nixl` distribution requires both of its CUDA flavours; one is enough, and it runs without CUDA too.
 if [ "$(uname -s)" = Linux ]; then

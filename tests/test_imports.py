@@ -22,6 +22,7 @@ PACKAGES = {
     "cluster",
     "cli",
     "loadtest",
+    "simulator",
 }
 WORKER_ROLE = {"engine", "kv_transfer", "protocol"}
 MAY_IMPORT: dict[str, set[str]] = {
@@ -31,8 +32,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "prefill_worker": WORKER_ROLE,
     "decode_worker": WORKER_ROLE,
     "router": {"protocol"},
-    "cluster": PACKAGES - {"cli", "loadtest"},
+    "cluster": PACKAGES - {"cli", "loadtest", "simulator"},
     "loadtest": {"protocol"},
+    "simulator": {"router", "protocol", "loadtest", "kv_transfer"},
     "cli": PACKAGES,
 }
 FOREIGN: dict[str, set[str]] = {  # what a package must never need, at the top of a file or below
@@ -42,6 +44,7 @@ FOREIGN: dict[str, set[str]] = {  # what a package must never need, at the top o
     "prefill_worker": {"ray", "zmq", "fastapi"},
     "decode_worker": {"ray", "zmq", "fastapi"},
     "router": {"torch", "ray", "nixl"},
+    "simulator": {"torch", "ray", "nixl", "zmq", "fastapi", "transformers"},
 }
 
 

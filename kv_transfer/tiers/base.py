@@ -40,6 +40,8 @@ class Failure(enum.Enum):
 class BlockStore(abc.ABC):
     """Blocks of `block_bytes` bytes by name. Blocks are immutable: one name always means the same bytes."""
 
+    is_instant = False  # a write is a copy in memory: handing it to another thread would take longer
+
     def __init__(self, block_bytes: int) -> None:
         assert block_bytes > 0, f"block_bytes={block_bytes}"
         self.block_bytes = block_bytes

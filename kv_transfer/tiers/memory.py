@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Sequence
 
 import numpy as np
+import psutil
 from typing_extensions import override
 
 from kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure
+from protocol.errors import ConfigError
 
 __all__ = ["MemoryStore"]
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it yet
 
 
 class MemoryStore(BlockStore):
     """A slab of `num_blocks` slots. `read` returns the slot itself, without a copy."""
 
+    is_instant = True
+
     def __init__(self, block_bytes: int, num_blocks: int) -> None:
         super().__init__(block_bytes)
-        import torch  # the other stores need none
-
-        pinned = torch.cuda.is_available()
         # NOTE: bytes move by numpy. torch would start an OpenMP team in each I/O thread, which stalls the engine's own.
-        self._slab: Block = torch.empty((num_blocks, block_bytes), dtype=torch.uint8, pin_memory=pinned).numpy()
+        self._slab: Block = _reserve(num_blocks * block_bytes).reshape(num_blocks, block_bytes)
         self._free = list(range(num_blocks - 1, -1, -1))
         self._slot_of: dict[BlockName, int] = {}
         self._lock = threading.Lock()  # of the two above; bytes are copied outside of it
@@ -60,3 +64,28 @@ class MemoryStore(BlockStore):
     def scan(self) -> Sequence[BlockName]:
         with self._lock:
             return list(self._slot_of)
+
+
+def _reserve(num_bytes: int) -> Block:
+    """Memory that is really there: a page's first use may take longer than copying it.
+
+    Raises ConfigError if there is not that much.
+    """
+    import torch  # the other stores need none
+
+    available = psutil.virtual_memory().available
+    if num_bytes > available:
+        raise ConfigError(
+            f"the host tier of {num_bytes / 1e9:.1f} GB does not fit: {available / 1e9:.1f} GB of memory are free; "
+            "lower --host-cache-gb"
+        )
+    if torch.cuda.is_available():
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+    memory = mmap.mmap(-1, num_bytes)
+    slab = np.frombuffer(memory, np.uint8)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(_MADV_POPULATE_WRITE)
+    except OSError:  # an older kernel
+        slab.fill(0)
+    return slab

@@ -259,7 +259,7 @@ class Tier:
         self._check_size(data)
         if digest in self:
             return None
-        if reason := self._refusal():
+        if reason := self._refusal(parent):
             self._counts.drops[reason] += 1
             return None
         name = BlockName(digest, parent)
@@ -269,7 +269,10 @@ class Tier:
             return None
         self._policy.pin(digest)
         write = self._writes[digest] = Write(name, data)
-        self._submit(lambda _: self._write(write, evicted))
+        if self._store.is_instant:
+            self._write_done(self._write(write, evicted), self._clock())
+        else:
+            self._submit(lambda _: self._write(write, evicted))
         return write
 
     def note_dropped(self, reason: str, num_blocks: int) -> None:
@@ -520,10 +523,12 @@ class Tier:
         del self._index[entry.name.digest]
         self._changed[entry.name.digest] = None
 
-    def _refusal(self) -> str:
-        """Why no block can be stored now; "" if one can."""
+    def _refusal(self, parent: bytes | None) -> str:
+        """Why a block cannot be stored now; "" if it can."""
         if self._is_paused:
             return self._absence
+        if parent is not None and parent not in self:
+            return "parent not there"  # nobody could find it; if the parent is computed again, so is this one
         return "queue full" if len(self._writes) >= self._max_queued_stores else ""
 
     def _try_admit(self, name: BlockName) -> list[BlockName] | None:
@@ -597,7 +602,7 @@ class Tier:
             load._num_copying -= 1
         return _ReadDone(load, position, None, time.monotonic() - begun_at)
 
-    def _write(self, write: Write, evicted: list[BlockName]) -> _Done:
+    def _write(self, write: Write, evicted: list[BlockName]) -> _WriteDone:
         begun_at = time.monotonic()
         self._delete_all(evicted)
         failure = self._store.write(write.name, write._data)

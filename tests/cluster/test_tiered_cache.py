@@ -261,6 +261,51 @@ def test_a_request_that_is_cancelled_while_it_loads_leaves_nothing(tiny_model: P
     machine.close()
 
 
+def test_a_received_prompt_goes_down_a_little_at_a_time(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or its next token would be late."""
+    monkeypatch.setattr("cluster.offload._BATCH_BYTES", 2 * BLOCK_BYTES)
+    rng = random.Random(15)
+    engine = make_engine(tiny_model)
+    machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine))
+    (cached,) = machine.cache.tiers
+    alone = engine.make_sequence("r", prompt(rng, 20), GREEDY)
+    engine.add(alone)
+    while alone.num_output_tokens < 2:
+        engine.step()
+    offered = []
+    while alone.finish_reason is None:
+        machine.cache.pump(time.monotonic())
+        offered.append(sum(digest in cached.tier for digest in alone.digests))
+        engine.step()
+    assert 2 <= offered[0] <= 6
+    assert offered[0] < offered[-1] < 20
+    machine.settle()
+    assert cached.tier.count_present(alone.digests) == 20
+    machine.close()
+
+
+def test_blocks_that_are_evicted_before_their_turn_are_not_kept(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.offload._BATCH_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("cluster.offload._BACKLOG_SHARE", 0.0)
+    rng = random.Random(16)
+    engine = make_engine(tiny_model)
+    machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine))
+    (cached,) = machine.cache.tiers
+    sequences = [machine.serve(prompt(rng, 20)) for _ in range(6)]
+    machine.settle()
+    assert cached.tier.stats().num_drops["evicted before its turn"] > 10
+    monkeypatch.undo()
+    for sequence in sequences:
+        num_present = cached.tier.count_present(sequence.digests)
+        assert machine.serve(sequence.token_ids[:323]).token_ids == sequence.token_ids, num_present
+    machine.settle()
+    machine.close()
+
+
 class SlowCopy(HostCopy):
     """As on a GPU: the bytes are there some time later."""
 
@@ -274,8 +319,8 @@ class SlowCopy(HostCopy):
 def test_blocks_that_are_still_on_the_device_are_bounded_and_stored_when_they_arrive(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cluster.tiered_cache.HostCopy", SlowCopy)
-    monkeypatch.setattr("cluster.tiered_cache._MAX_OFFLOAD_BYTES", 15 * BLOCK_BYTES)
+    monkeypatch.setattr("cluster.offload.HostCopy", SlowCopy)
+    monkeypatch.setattr("cluster.offload._MAX_IN_FLIGHT_BYTES", 15 * BLOCK_BYTES)
     monkeypatch.setattr(SlowCopy, "arrived", False)
     rng = random.Random(14)
     engine = make_engine(tiny_model)

@@ -312,3 +312,21 @@ def test_a_gpu_decodes_what_a_cpu_encoded_to_the_same_numbers(codec: Codec, dtyp
     codec.decode(data.cpu(), decoded)
     error = (decoded.double() - blocks.double()).abs()
     assert (error <= largest_error(codec.name, blocks.float()) * 1.02 + blocks.abs().double() * 2**-7).all()
+
+
+@pytest.mark.parametrize("name", CODEC_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gather_and_scatter_are_encode_and_decode_of_blocks_of_a_pool(name: str, dtype: torch.dtype) -> None:
+    codec = create_codec(name)
+    pool = torch.randn(9, 2, 2, 4, 3, 8).to(dtype)
+    blocks = torch.tensor([7, 0, 4])
+    encoded, gathered = (torch.empty(3, codec.encoded_bytes(pool.shape[1:], dtype), dtype=torch.uint8) for _ in "12")
+    codec.encode(pool[blocks], encoded)
+    codec.gather(pool, blocks, gathered)
+    assert torch.equal(gathered, encoded)
+    decoded = torch.empty_like(pool[blocks])
+    codec.decode(encoded, decoded)
+    target = torch.zeros_like(pool)
+    codec.scatter(gathered, target, torch.tensor([1, 8, 3]))
+    assert torch.equal(target[[1, 8, 3]], decoded)
+    assert not target[[0, 2, 4, 5, 6, 7]].any()

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kv_transfer.tiers import BlockName, Failure
+from kv_transfer.tiers import BlockName, Failure, MemoryStore
+from protocol.errors import ConfigError
 from tests.kv_transfer.tiers.store_world import BLOCK_BYTES, KINDS, PERSISTENT, World, chain, content, name_of, read
 
 every_kind = pytest.mark.parametrize("world", KINDS, indirect=True)
@@ -163,3 +164,8 @@ def test_a_full_slab_takes_a_block_again_after_one_was_deleted() -> None:
     assert store.write(name_of(4), content(name_of(4))) is None
     assert [read(store, name) for name in (name_of(2, parent=1), name_of(4))] == [True, True]
     assert isinstance(store.read(name_of(4), np.zeros(BLOCK_BYTES, np.uint8)), np.ndarray)
+
+
+def test_host_memory_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the host tier of 1000000\.0 GB does not fit: .* lower --host-cache-gb"):
+        MemoryStore(10**6, 10**9)

@@ -1,0 +1,189 @@
+"""What a routing decision costs the router: digests, placement, block events, memory; no worker and no network.
+
+Prompts share prefixes with what several workers hold, and every worker has some load. The index is filled up to each
+size with blocks of other prompts, as block events of all workers in turn.
+
+    python -m benchmarks.decisions
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+
+from benchmarks.common import console, print_table, write_result
+from protocol.config import RouterConfig
+from protocol.digest import block_digests
+from protocol.messages import BlockEvents, PeerAddress, Role, WorkerCard, WorkerState
+from router.cost_model import CostModel
+from router.placement import Placer
+from router.prefix_index import PrefixIndex
+from router.registry import Registry
+
+_BLOCK_SIZE = 16
+_EVENT_BLOCKS = 32  # of one message: a chunk of 512 tokens
+_NUM_PROMPTS = 20
+_AIM_US = 200
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small sizes: shows that it works; measures nothing")
+    parser.add_argument("--seed", type=int, default=0, help="same seed, same prompts")
+    settings = parser.parse_args()
+    workers = (8, 64) if settings.quick else (8, 64, 512)
+    lengths = (1024, 8192) if settings.quick else (1024, 8192, 65_536)
+    sizes = (10_000, 20_000) if settings.quick else (100_000, 1_000_000, 10_000_000)
+    rows = [row for num_workers in workers for row in measure(num_workers, lengths, sizes, settings.seed)]
+    hashing = {length: _hashing_s(length, settings.seed) for length in lengths}
+    _show(rows, hashing)
+    write_result("decisions", settings, {"decisions": rows, "digests_s": hashing})
+    return 0
+
+
+class _Router:
+    """What a router knows, without its sockets."""
+
+    def __init__(self, num_workers: int, rng: random.Random) -> None:
+        self.rng = rng
+        self.registry, self.index, costs = Registry(), PrefixIndex(), CostModel()
+        self.placer = Placer(self.registry, self.index, costs, RouterConfig())
+        self._sequence = [0] * num_workers
+        for number in range(num_workers):
+            card = _card(number, Role.PREFILL if number % 2 else Role.DECODE)
+            self.registry.add(card, 0.0)
+            self.registry.set_state(card.address.worker_id, WorkerState.READY, "benchmark")
+            self.index.add_worker(card.address.worker_id, 1)
+            worker_id = card.address.worker_id
+            for _ in range(rng.randrange(4)):
+                self.registry.reserve(
+                    worker_id, worker_id, num_new_tokens=rng.randrange(4000), num_context_tokens=0, num_kv_tokens=4000
+                )
+
+    def store(self, number: int, digests: list[bytes]) -> None:
+        """Let a worker say that it holds these."""
+        self._sequence[number] += 1
+        events = BlockEvents(
+            worker_id=f"w{number}", epoch=1, sequence=self._sequence[number], stored=digests, removed=[]
+        )
+        assert not self.index.apply(events)
+
+    def fill(self, num_blocks: int) -> tuple[int, float]:
+        """Apply events until the index has so many blocks: events applied, and the seconds that took."""
+        num_applied, seconds = 0, 0.0
+        num_workers = len(self._sequence)
+        while len(self.index) < num_blocks:
+            batch = [
+                [self.rng.randbytes(16) for _ in range(_EVENT_BLOCKS)]
+                for _ in range(min(1000, (num_blocks - len(self.index)) // _EVENT_BLOCKS + 1))
+            ]
+            started = time.perf_counter()
+            for idx, digests in enumerate(batch):
+                self.store(idx % num_workers, digests)
+            seconds += time.perf_counter() - started
+            num_applied += len(batch) * _EVENT_BLOCKS
+        return num_applied, seconds
+
+
+def measure(num_workers: int, lengths: tuple[int, ...], sizes: tuple[int, ...], seed: int) -> list[dict[str, Any]]:
+    """Decision times for each length of prompt, with the index at each size."""
+    rng = random.Random(seed)
+    router = _Router(num_workers, rng)
+    prompts = {length: list(_prompts(router, length, num_workers)) for length in lengths}
+    rows = []
+    for size in sizes:
+        gc.collect()
+        before, before_bytes = len(router.index), psutil.Process().memory_info().rss
+        num_applied, seconds = router.fill(size)
+        gc.collect()
+        num_bytes = psutil.Process().memory_info().rss - before_bytes
+        row: dict[str, Any] = {
+            "workers": num_workers,
+            "blocks": len(router.index),
+            "events_per_s": num_applied / seconds if seconds else float("nan"),
+            "bytes_per_block": num_bytes / max(len(router.index) - before, 1),
+        }
+        for length, digests in prompts.items():
+            row[f"place_{length}_s"] = _median_s(
+                [functools.partial(router.placer.place, length, chain, 128, 1e6) for chain in digests]
+            )
+        console.print(f"[dim]measured {num_workers} workers, {len(router.index):,} blocks[/]")
+        rows.append(row)
+    return rows
+
+
+def _prompts(router: _Router, length: int, num_workers: int) -> Iterator[list[bytes]]:
+    """Chains of which a few workers hold a part."""
+    for _ in range(_NUM_PROMPTS):
+        chain = [router.rng.randbytes(16) for _ in range(length // _BLOCK_SIZE)]
+        for number in router.rng.sample(range(num_workers), 4):
+            router.store(number, chain[: router.rng.randrange(1, len(chain))])
+        yield chain
+
+
+def _hashing_s(length: int, seed: int) -> float:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(100_000) for _ in range(length)] for _ in range(_NUM_PROMPTS)]
+    return _median_s([functools.partial(block_digests, b"root" * 4, ids, _BLOCK_SIZE) for ids in prompts])
+
+
+def _median_s(calls: list[Callable[[], object]]) -> float:
+    times = []
+    for call in calls:
+        for _ in range(3):
+            started = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def _card(number: int, role: Role) -> WorkerCard:
+    return WorkerCard(
+        address=PeerAddress(f"w{number}", 1, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"),
+        role=role,
+        kind="NVIDIA H200",
+        model="toy",
+        max_model_len=1 << 20,
+        block_size=_BLOCK_SIZE,
+        num_blocks=100_000,
+        block_bytes=_BLOCK_SIZE * 327_680,
+        max_num_batched_tokens=8192,
+        namespace=b"n" * 16,
+        pid=os.getpid(),
+    )
+
+
+def _show(rows: list[dict[str, Any]], hashing: dict[int, float]) -> None:
+    lengths = list(hashing)
+    print_table(
+        f"A routing decision in us (median of {3 * _NUM_PROMPTS}): placement, and with the digests of the prompt",
+        ["workers", "blocks", *(f"{length:,} tokens" for length in lengths), "events/s", "bytes per block"],
+        [
+            [
+                row["workers"],
+                f"{row['blocks']:,}",
+                *(
+                    f"{1e6 * row[f'place_{length}_s']:.0f} / {1e6 * (row[f'place_{length}_s'] + hashing[length]):.0f}"
+                    for length in lengths
+                ),
+                f"{row['events_per_s']:,.0f}",
+                f"{row['bytes_per_block']:.0f}",
+            ]
+            for row in rows
+        ],
+        caption=f"aims: {_AIM_US} us with digests at 64 workers and 8,192 tokens; 500,000 events/s",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""Routing policies on recorded traffic, in virtual time: no model and no GPU, the product's own placement.
+
+Part 1, reference semantics: private LRU caches, prefill only, everything known exactly (simulator/reference.py). `cost`
+is the best published choice; ours must not fall behind it.
+
+Part 2, whole workers: chunked prefill, decoding, block pools, handoffs; the router starts from its priors and learns
+(simulator/simulation.py). Load is a share of what the workers could do without cache.
+
+    python -m benchmarks.routing
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import random
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from benchmarks.common import console, print_table, write_result
+from loadtest.traces import TraceRequest, read_trace
+from simulator.arrivals import at_load, spread
+from simulator.cluster import Cluster
+from simulator.machine import MACHINES
+from simulator.measures import Slo, Summary, summarize
+from simulator.policies import POLICIES
+from simulator.reference import REFERENCE_POLICIES, ReferenceResult, route
+from simulator.simulation import simulate
+
+CAPACITIES = {
+    "mooncake_conversation_a": (1000, 4000, 16_000),
+    "mooncake_synthetic_a": (1000, 4000, 16_000),
+    "weka_replay512_a": (4000, 16_000, 64_000),
+}
+NUM_WORKERS = (8, 64)
+LOADS = (0.5, 0.7, 0.85, 0.95)
+NO_PEERS = "tandem, no peer reads"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Workers and the objective they are judged by."""
+
+    machine: str
+    num_prefill: int
+    num_decode: int
+    slo: Slo
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        split = f"{self.num_prefill}P{self.num_decode}D" if self.num_prefill else f"{self.num_decode} colocated"
+        return f"{self.machine}, {split}"
+
+
+# Shares of prefill and decode workers are those at which both are about equally busy on the conversation trace.
+SETUPS = (
+    Setup("h200-8b", 0, 8, Slo(2.0, 0.05)),
+    Setup("h200-8b", 6, 2, Slo(2.0, 0.05)),
+    Setup("h200-70b", 0, 8, Slo(10.0, 0.1)),
+    Setup("h200-70b", 6, 2, Slo(10.0, 0.1)),
+)
+_QUICK_REQUESTS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceCell:
+    """One run of part 1."""
+
+    trace: str
+    num_workers: int
+    capacity: int
+    policy: str
+
+    def run(self, num_requests: int | None) -> ReferenceResult:
+        """Route the trace, or its first requests."""
+        requests = load(self.trace)[:num_requests]
+        return route(requests, self.policy, num_workers=self.num_workers, capacity_blocks=self.capacity)
+
+
+@dataclass(frozen=True, slots=True)
+class FullCell:
+    """One run of part 2."""
+
+    trace: str
+    setup: Setup
+    load: float
+    policy: str
+    seed: int
+
+    def run(self, num_requests: int | None) -> Summary:
+        """Serve the trace, or its first requests."""
+        setup = self.setup
+        cluster = Cluster(
+            machine=MACHINES[setup.machine],
+            num_prefill=setup.num_prefill,
+            num_decode=setup.num_decode,
+            peer_reads=self.policy != NO_PEERS,
+        )
+        requests = spread(load(self.trace)[:num_requests], random.Random(self.seed))
+        policy = "tandem" if self.policy == NO_PEERS else self.policy
+        outcome = simulate(at_load(requests, self.load, cluster), cluster, policy, self.seed)
+        return replace(summarize(outcome, setup.slo), policy=self.policy)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the first requests of one trace, few workers and loads")
+    parser.add_argument("--part", choices=("reference", "full"), help="only this one")
+    parser.add_argument("--trace", choices=CAPACITIES, default="mooncake_conversation_a", help="of part 2")
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals and of policies that draw")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    settings = parser.parse_args()
+    results: dict[str, object] = {}
+    with ProcessPoolExecutor(settings.processes) as pool:
+        if settings.part != "full":
+            results["reference"] = _reference(settings, pool)
+        if settings.part != "reference":
+            results["full"] = _full(settings, pool)
+    write_result("routing", settings, results)
+    return 0
+
+
+@functools.cache
+def load(trace: str) -> list[TraceRequest]:
+    """A trace of benchmarks/data, read once in each process."""
+    return list(read_trace(Path(__file__).parent / "data" / f"{trace}.jsonl.gz"))
+
+
+def _run(cell: ReferenceCell | FullCell, num_requests: int | None) -> ReferenceResult | Summary:
+    return cell.run(num_requests)
+
+
+def _reference(settings: argparse.Namespace, pool: ProcessPoolExecutor) -> list[dict[str, object]]:
+    capacities = {"mooncake_synthetic_a": (4000,)} if settings.quick else CAPACITIES
+    cells = [
+        ReferenceCell(trace, num_workers, capacity, policy)
+        for trace in capacities
+        for num_workers in NUM_WORKERS
+        for capacity in capacities[trace]
+        for policy in REFERENCE_POLICIES
+    ]
+    run = functools.partial(_run, num_requests=_QUICK_REQUESTS if settings.quick else None)
+    measured = [result for result in pool.map(run, cells) if isinstance(result, ReferenceResult)]
+    rows = [
+        [
+            f"{cell.trace}, N={cell.num_workers}, C={cell.capacity}",
+            cell.policy,
+            f"{100 * result.token_hit_ratio:.2f}",
+            f"{result.imbalance:.3f}",
+            f"{result.wait_mean_s:.2f}",
+            f"{result.wait_p99_s:.2f}",
+        ]
+        for cell, result in zip(cells, measured, strict=True)
+    ]
+    print_table("Reference semantics", ["trace", "policy", "token hit %", "imbalance", "wait mean s", "p99 s"], rows)
+    return [{**asdict(cell), **asdict(result)} for cell, result in zip(cells, measured, strict=True)]
+
+
+def _full(settings: argparse.Namespace, pool: ProcessPoolExecutor) -> list[dict[str, object]]:
+    setups, loads = (SETUPS[:2], LOADS[2:3]) if settings.quick else (SETUPS, LOADS)
+    policies = [*POLICIES, NO_PEERS]
+    cells = [
+        FullCell(settings.trace, setup, load, policy, settings.seed)
+        for setup in setups
+        for load in loads
+        for policy in policies
+    ]
+    run = functools.partial(_run, num_requests=_QUICK_REQUESTS if settings.quick else None)
+    measured = [result for result in pool.map(run, cells) if isinstance(result, Summary)]
+    results = dict(zip(cells, measured, strict=True))
+    for setup in setups:
+        _print_setup(settings, setup, loads, policies, results)
+    return [{**asdict(cell), **result.as_dict()} for cell, result in results.items()]
+
+
+_MEASURES: dict[str, tuple[Callable[[Summary], float], str, bool]] = {  # value, format, whether more is better
+    "TTFT mean s": (lambda run: run.ttft_mean_s, ".2f", False),
+    "TTFT p99 s": (lambda run: run.ttft_p99_s, ".1f", False),
+    "ITL p99 ms": (lambda run: run.itl_p99_s * 1e3, ".0f", False),
+    "token hit %": (lambda run: run.token_hit_ratio * 100, ".1f", True),
+    "hit or read %": (lambda run: (run.token_hit_ratio + run.loaded_ratio) * 100, ".1f", True),
+    "goodput/s": (lambda run: run.goodput, ".2f", True),
+    "SLO %": (lambda run: run.slo_attainment * 100, ".1f", True),
+}
+
+
+def _print_setup(
+    settings: argparse.Namespace,
+    setup: Setup,
+    loads: Sequence[float],
+    policies: Sequence[str],
+    results: dict[FullCell, Summary],
+) -> None:
+    slo = f"SLO: TTFT {setup.slo.ttft_s:g} s, mean ITL {setup.slo.itl_s * 1e3:g} ms"
+    for name, (value, shape, more_is_better) in _MEASURES.items():
+        columns = [
+            [value(results[FullCell(settings.trace, setup, load, policy, settings.seed)]) for policy in policies]
+            for load in loads
+        ]
+        best = [max(column) if more_is_better else min(column) for column in columns]
+        rows = [
+            [
+                policy,
+                *(_marked(column[idx], shape, column[idx] == top) for column, top in zip(columns, best, strict=True)),
+            ]
+            for idx, policy in enumerate(policies)
+        ]
+        print_table(f"{setup.name}: {name}", ["policy", *(f"load {load:.0%}" for load in loads)], rows)
+    console.print(f"[dim]{settings.trace}; {slo}; seed {settings.seed}[/]\n")
+
+
+def _marked(value: float, shape: str, is_best: bool) -> str:
+    return f"[bold]{value:{shape}}[/]" if is_best else f"{value:{shape}}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Which workers are simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from loadtest.traces import TRACE_BLOCK_SIZE
+from protocol.errors import ConfigError
+from protocol.messages import Role, WorkerCard
+from simulator.fleet import NAMESPACE, make_card
+from simulator.machine import Machine
+
+__all__ = ["Cluster"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Equal machines: `num_prefill` and `num_decode` of them, or `num_decode` colocated ones if `num_prefill` is 0."""
+
+    machine: Machine
+    num_prefill: int
+    num_decode: int
+    host_cache_tokens: int = 0  # of each worker
+    peer_reads: bool = True  # a worker may read KV from another's pool, where the policy asks for it
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_prefill", 0), ("num_decode", 1), ("host_cache_tokens", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
+
+    @property
+    def num_workers(self) -> int:
+        """All of them."""
+        return self.num_prefill + self.num_decode
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one step."""
+        return self.machine.step_tokens if self.num_prefill else self.machine.colocated_step_tokens
+
+    def cards(self) -> list[WorkerCard]:
+        """Every worker's description of itself."""
+        if not self.num_prefill:
+            return [self._card(f"w{idx}", Role.COLOCATED) for idx in range(self.num_decode)]
+        prefill = [self._card(f"p{idx}", Role.PREFILL) for idx in range(self.num_prefill)]
+        return prefill + [self._card(f"d{idx}", Role.DECODE) for idx in range(self.num_decode)]
+
+    def _card(self, worker_id: str, role: Role) -> WorkerCard:
+        return make_card(
+            worker_id,
+            role,
+            kind=self.machine.kind,
+            num_blocks=self.machine.pool_tokens // TRACE_BLOCK_SIZE,
+            block_size=TRACE_BLOCK_SIZE,
+            block_bytes=self.machine.block_bytes,
+            max_num_batched_tokens=self.step_tokens,
+            namespace=NAMESPACE if self.peer_reads else worker_id.encode(),
+        )

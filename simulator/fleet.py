@@ -1,0 +1,93 @@
+"""The router's picture of simulated workers: the product's registry, prefix index and bookings, fed in virtual time.
+
+Simulated workers report here what real ones send over sockets. Messages take no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from protocol.messages import BlockEvents, PeerAddress, Role, StepStats, WorkerCard, WorkerState
+from router.cost_model import CostModel
+from router.prefix_index import PrefixIndex
+from router.registry import Registry, Worker, can_decode
+
+__all__ = ["Fleet", "make_card"]
+
+NAMESPACE = b"simulated worker"
+_EPOCH = 1
+
+
+@dataclass(eq=False)
+class Fleet:
+    """All workers, as the router knows them, and what it believes of their costs."""
+
+    registry: Registry = field(default_factory=Registry)
+    index: PrefixIndex = field(default_factory=PrefixIndex)
+    costs: CostModel = field(default_factory=CostModel)
+    _num_messages: dict[str, int] = field(default_factory=dict)
+    _num_prompts: dict[str, int] = field(default_factory=dict)
+
+    def join(self, card: WorkerCard) -> Worker:
+        """Take in a worker that is ready."""
+        worker = self.registry.add(card, now=0.0)
+        self.registry.set_state(worker.worker_id, WorkerState.READY, "simulated")
+        self.index.add_worker(worker.worker_id, _EPOCH)
+        self._num_messages[worker.worker_id] = self._num_prompts[worker.worker_id] = 0
+        return worker
+
+    def num_prompts(self, worker: Worker) -> int:
+        """Requests whose first token this worker owes."""
+        return self._num_prompts[worker.worker_id]
+
+    def num_in_flight(self, worker: Worker) -> int:
+        """Requests at this worker: prompts on a prefill worker, else sequences that do not have their last token."""
+        return worker.num_booked_seqs if can_decode(worker) else self.num_prompts(worker)
+
+    def add_prompts(self, worker_id: str, change: int) -> None:
+        """Count prompts given to a worker, and those that got their first token."""
+        self._num_prompts[worker_id] += change
+
+    def note_computed(self, worker_id: str, num_prompt_tokens: int) -> None:
+        """Count what a worker's steps computed of the prompts booked there."""
+        if num_prompt_tokens:
+            self.registry.note_step(worker_id, StepStats(duration_s=0.0, num_prefill_tokens=num_prompt_tokens))
+
+    def announce(self, worker_id: str, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Tell the index what a worker cached and evicted since its last message."""
+        if not stored and not removed:
+            return
+        sequence = self._num_messages[worker_id] = self._num_messages[worker_id] + 1
+        events = BlockEvents(
+            worker_id=worker_id, epoch=_EPOCH, sequence=sequence, stored=list(stored), removed=list(removed)
+        )
+        is_lost = self.index.apply(events)
+        assert not is_lost, f"the index missed a message of {worker_id} before number {sequence}"
+
+
+def make_card(
+    worker_id: str,
+    role: Role,
+    *,
+    kind: str,
+    num_blocks: int,
+    block_size: int,
+    block_bytes: int,
+    max_num_batched_tokens: int,
+    namespace: bytes = NAMESPACE,
+) -> WorkerCard:
+    """A worker's description of itself. Workers of different namespaces cannot read each other's KV."""
+    return WorkerCard(
+        address=PeerAddress(worker_id=worker_id, epoch=_EPOCH, endpoint="", heartbeat_endpoint=""),
+        role=role,
+        kind=kind,
+        model="simulated",
+        max_model_len=num_blocks * block_size,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        block_bytes=block_bytes,
+        max_num_batched_tokens=max_num_batched_tokens,
+        namespace=namespace,
+        pid=0,
+    )

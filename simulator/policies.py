@@ -1,0 +1,248 @@
+"""Routing policies behind one interface: ours, and those that other routers publish, in their own units and defaults.
+
+All see the same: the product's registry with bookings made at each decision, and its prefix index with the workers'
+block events. Where a policy has a picture of its own instead, its docstring says so. With separate roles, policies
+that know nothing of the other half choose each half by itself, as their projects do.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from protocol.config import RouterConfig
+from protocol.messages import BlockEvents
+from router.placement import Candidate, Placer
+from router.prefix_index import PrefixIndex
+from router.registry import Worker, can_decode, can_prefill
+from simulator.fleet import Fleet
+
+__all__ = ["POLICIES", "Ask", "Choice", "Policy"]
+
+UNLIMITED_TOKENS = 1 << 60  # no policy refuses a request: all are to serve the same
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request as the router sees it."""
+
+    num_prompt_tokens: int
+    expected_output_tokens: int
+    digests: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where a request goes; prefill and decode may be the same worker."""
+
+    prefill: Worker
+    decode: Worker
+    num_cached_tokens: int  # expected, as booked
+    candidate: Candidate | None = None  # our placement's, with all its terms
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether prompt and decoding are on different workers."""
+        return self.prefill is not self.decode
+
+
+class Policy(ABC):
+    """Chooses for one request at a time; the caller books the choice before the next."""
+
+    def __init__(self, fleet: Fleet, rng: random.Random) -> None:
+        self.fleet = fleet
+        self.rng = rng
+
+    @abstractmethod
+    def choose(self, ask: Ask, now: float) -> Choice:
+        """Where this request goes."""
+
+
+class Tandem(Policy):
+    """The product's placement: the fewest predicted seconds. See router/placement.py."""
+
+    def __init__(self, fleet: Fleet, rng: random.Random) -> None:
+        super().__init__(fleet, rng)
+        config = RouterConfig(max_queued_prompt_tokens=UNLIMITED_TOKENS)
+        self._placer = Placer(fleet.registry, fleet.index, fleet.costs, config)
+
+    def choose(self, ask: Ask, now: float) -> Choice:
+        """As in production."""
+        best = self._placer.place(ask.num_prompt_tokens, ask.digests, ask.expected_output_tokens, now).best
+        return Choice(best.prefill, best.decode, best.num_cached_tokens, best)
+
+
+class _ByRole(Policy):
+    """A policy that picks one worker of a pool: of the colocated, or of the prefill and then of the decode workers."""
+
+    def choose(self, ask: Ask, now: float) -> Choice:
+        """One worker, or one of each role."""
+        hits = self.fleet.index.longest_prefix(ask.digests, now)
+        prefillers = [worker for worker in self.fleet.registry if can_prefill(worker)]
+        decoders = [worker for worker in self.fleet.registry if can_decode(worker)]
+        prefill = self.pick(prefillers or decoders, ask, hits)
+        decode = self.pick_decode(decoders, ask, hits) if prefillers else prefill
+        num_cached = hits.get(prefill.worker_id, 0) * prefill.card.block_size
+        return Choice(prefill, decode, min(num_cached, ask.num_prompt_tokens - 1))
+
+    @abstractmethod
+    def pick(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+        """The worker that computes the prompt. `hits`: leading blocks cached, by worker id."""
+
+    def pick_decode(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+        """The worker that decodes, where roles are separate."""
+        return self.pick(workers, ask, hits)
+
+
+class RoundRobin(_ByRole):
+    """Each worker in turn. Dynamo's default mode; pools are turned independently, as in vLLM production-stack."""
+
+    def __init__(self, fleet: Fleet, rng: random.Random) -> None:
+        super().__init__(fleet, rng)
+        self._num_picked: dict[bool, int] = {}
+
+    def pick(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+        """The next one of this pool."""
+        pool = can_prefill(workers[0])
+        self._num_picked[pool] = self._num_picked.get(pool, -1) + 1
+        return workers[self._num_picked[pool] % len(workers)]
+
+
+class LeastLoaded(_ByRole):
+    """Fewest tokens: uncomputed prompt tokens first, then KV tokens. Knows no cache.
+
+    The reference's `ll` with decoding; routers that count requests instead (Dynamo's least-loaded) see less.
+    """
+
+    def pick(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+        """The least of both."""
+        return min(workers, key=lambda worker: (worker.uncomputed_tokens, worker.booked_kv_tokens))
+
+
+class PowerOfTwo(_ByRole):
+    """The one with fewer tokens of two at random (SGLang's gateway, `power_of_two`: token loads where both have them).
+
+    Load is uncomputed prompt tokens plus KV tokens of booked sequences.
+    """
+
+    def pick(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+        """Two different ones, or the only one."""
+        drawn = self.rng.sample(workers, min(2, len(workers)))
+        return min(drawn, key=lambda worker: worker.uncomputed_tokens + worker.booked_kv_tokens)
+
+
+class CacheAwareThreshold(_ByRole):
+    """SGLang's gateway, `cache_aware`, with the defaults of its command line.
+
+        imbalanced  iff  max_load - min_load > 64  and  max_load > 1.5 * min_load      load = requests in flight
+        imbalanced: least load; else the worker of the longest match if it is over 0.3 of the prompt, else least load
+
+    The match is in a tree of the policy's own decisions, not in what workers hold; its default limit of 2^26 nodes is
+    beyond any trace here, so the tree forgets nothing. Decode workers: `power_of_two`, its P/D default.
+    """
+
+    CACHE_THRESHOLD, ABSOLUTE_THRESHOLD, RELATIVE_THRESHOLD = 0.3, 64, 1.5
+
+    def __init__(self, fleet: Fleet, rng: random.Random) -> None:
+        super().__init__(fleet, rng)
+        self._tree = PrefixIndex()
+        self._num_inserts: dict[str, int] = {}
+        self._decode = PowerOfTwo(fleet, rng)
+
+    def pick(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+        """By the two thresholds."""
+        loads = {worker.worker_id: self.fleet.num_in_flight(worker) for worker in workers}
+        least, most = min(loads.values()), max(loads.values())
+        chosen = min(workers, key=lambda worker: loads[worker.worker_id])
+        is_imbalanced = most - least > self.ABSOLUTE_THRESHOLD and most > self.RELATIVE_THRESHOLD * least
+        if not is_imbalanced and ask.digests:
+            matches = self._tree.longest_prefix(ask.digests, 0.0)
+            matched = max(workers, key=lambda worker: matches.get(worker.worker_id, 0))
+            if matches.get(matched.worker_id, 0) / len(ask.digests) > self.CACHE_THRESHOLD:
+                chosen = matched
+        self._insert(chosen.worker_id, ask.digests)
+        return chosen
+
+    def pick_decode(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+        """By load."""
+        return self._decode.pick(workers, ask, hits)
+
+    def _insert(self, worker_id: str, digests: Sequence[bytes]) -> None:
+        if worker_id not in self._num_inserts:
+            self._tree.add_worker(worker_id, 1)
+        number = self._num_inserts[worker_id] = self._num_inserts.get(worker_id, 0) + 1
+        self._tree.apply(BlockEvents(worker_id=worker_id, epoch=1, sequence=number, stored=list(digests), removed=[]))
+
+
+class Dynamo(_ByRole):
+    """NVIDIA Dynamo's KV router, default cost and temperature 0 (docs/components/router/router-concepts.md), in blocks.
+
+        cost = 1.0 * max(active prefill blocks + prompt blocks - overlap, 0) + active decode blocks + incoming blocks
+
+    Least cost, at random among equals. Prefill load is charged in full until the first token. Separate roles: prefill
+    ignores decode blocks; decode counts no overlap, so it goes by load alone.
+    """
+
+    def pick(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+        """The lowest cost."""
+
+        def cost(worker: Worker) -> float:
+            block_size = worker.card.block_size
+            prefill_tokens = worker.queued_prompt_tokens + ask.num_prompt_tokens
+            prefill = max(prefill_tokens / block_size - hits.get(worker.worker_id, 0), 0.0)
+            return prefill + (worker.booked_kv_tokens + ask.num_prompt_tokens) / block_size
+
+        return _lowest(workers, cost, self.rng)
+
+    def pick_decode(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+        """Fewest active blocks."""
+        return _lowest(workers, lambda worker: worker.booked_kv_tokens, self.rng)
+
+
+class LlmD(_ByRole):
+    """llm-d's default profile (pkg/epp/config/loader/defaults.go): weighted scores in [0, 1], the highest wins.
+
+        score = 2 * queue + 2 * (1 - KV usage) + 3 * matched blocks / blocks        random among equals
+        queue = (max - q) / (max - min) of waiting requests, 1 where all are equal
+
+    The prefix is matched in the index of block events, as by its precise scorer. Decode workers: fewest active
+    requests, as in its P/D guide.
+    """
+
+    QUEUE_WEIGHT, KV_WEIGHT, PREFIX_WEIGHT = 2, 2, 3
+
+    def pick(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+        """The highest score."""
+        queues = {worker.worker_id: self.fleet.num_prompts(worker) for worker in workers}
+        most, least = max(queues.values()), min(queues.values())
+
+        def negative_score(worker: Worker) -> float:
+            queue = (most - queues[worker.worker_id]) / (most - least) if most > least else 1.0
+            usage = worker.booked_kv_tokens / (worker.card.num_blocks * worker.card.block_size)
+            prefix = hits.get(worker.worker_id, 0) / max(len(ask.digests), 1)
+            return -(self.QUEUE_WEIGHT * queue + self.KV_WEIGHT * (1 - min(usage, 1)) + self.PREFIX_WEIGHT * prefix)
+
+        return _lowest(workers, negative_score, self.rng)
+
+    def pick_decode(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+        """Fewest sequences."""
+        return _lowest(workers, lambda worker: worker.num_booked_seqs, self.rng)
+
+
+def _lowest(workers: Sequence[Worker], cost: Callable[[Worker], float], rng: random.Random) -> Worker:
+    costs = [cost(worker) for worker in workers]
+    lowest = min(costs)
+    return rng.choice([worker for worker, value in zip(workers, costs, strict=True) if value == lowest])
+
+
+POLICIES: dict[str, type[Policy]] = {
+    "round_robin": RoundRobin,
+    "least_loaded": LeastLoaded,
+    "power_of_two": PowerOfTwo,
+    "cache_aware": CacheAwareThreshold,
+    "dynamo": Dynamo,
+    "llm_d": LlmD,
+    "tandem": Tandem,
+}

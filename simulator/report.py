@@ -1,0 +1,214 @@
+"""A report of one or more runs as one HTML file with its plots inside. Needs the extra `report` (matplotlib)."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from protocol.errors import ConfigError
+from simulator.measures import Slo, Summary, Timeline, gap_distribution, summarize, timeline, ttft_s
+from simulator.simulation import Outcome
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["COLUMNS", "html_report", "plots"]
+
+# Okabe and Ito's colours, which most colour-blind readers can tell apart; ours stands out by width too.
+_COLORS = {
+    "tandem": "#D55E00",
+    "dynamo": "#0072B2",
+    "llm_d": "#009E73",
+    "cache_aware": "#CC79A7",
+    "power_of_two": "#E69F00",
+    "least_loaded": "#56B4E9",
+    "round_robin": "#7F7F7F",
+}
+_SIZE_INCHES = (7.2, 4.0)
+_DPI = 130
+_SMOOTH_WINDOWS = 5  # of a timeline, each point the mean of so many
+
+# Heading, and how a summary's value is written.
+COLUMNS: Mapping[str, Callable[[Summary], str]] = {
+    "policy": lambda run: run.policy,
+    "TTFT mean s": lambda run: _number(run.ttft_mean_s),
+    "p50 s": lambda run: _number(run.ttft_p50_s),
+    "p99 s": lambda run: _number(run.ttft_p99_s),
+    "ITL p50 ms": lambda run: f"{run.itl_p50_s * 1e3:.1f}",
+    "p99 ms": lambda run: f"{run.itl_p99_s * 1e3:.0f}",
+    "hit %": lambda run: f"{run.token_hit_ratio * 100:.1f}",
+    "read %": lambda run: f"{run.loaded_ratio * 100:.1f}",
+    "imbalance": lambda run: f"{run.imbalance:.2f}",
+    "SLO %": lambda run: f"{run.slo_attainment * 100:.1f}",
+    "goodput/s": lambda run: f"{run.goodput:.2f}",
+}
+
+
+def html_report(title: str, facts: Mapping[str, object], outcomes: Sequence[Outcome], slo: Slo) -> str:
+    """A page with the facts of the run, a table, and a plot of each kind with one curve per policy."""
+    summaries = [summarize(outcome, slo) for outcome in outcomes]
+    figures = "\n".join(
+        f'<figure><img alt="{html.escape(name)}" src="data:image/png;base64,{base64.b64encode(png).decode()}"></figure>'
+        for name, png in plots(outcomes, slo).items()
+    )
+    return _PAGE.format(
+        title=html.escape(title),
+        facts="".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(str(fact))}</dd>" for name, fact in facts.items()),
+        headings="".join(f"<th>{heading}</th>" for heading in COLUMNS),
+        rows="".join(_row(summary) for summary in summaries),
+        figures=figures,
+    )
+
+
+def plots(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, bytes]:
+    """PNG files by name."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as exc:
+        raise ConfigError("a report needs matplotlib: pip install 'tandem-serve[report]'") from exc
+    timelines = [timeline(outcome, slo) for outcome in outcomes]
+    draw: dict[str, Callable[[Axes], None]] = {
+        "TTFT": lambda axes: _draw_ttft(axes, outcomes, slo),
+        "ITL": lambda axes: _draw_itl(axes, outcomes, slo),
+        "Goodput": lambda axes: _draw_goodput(axes, outcomes, timelines),
+        "Hit ratio": lambda axes: _draw_hits(axes, outcomes, timelines),
+        "Imbalance": lambda axes: _draw_imbalance(axes, outcomes, timelines),
+    }
+    images = {}
+    for name, draw_on in draw.items():
+        figure = Figure(figsize=_SIZE_INCHES, dpi=_DPI, layout="constrained")
+        draw_on(figure.add_subplot())
+        _finish(figure)
+        image = io.BytesIO()
+        figure.savefig(image, format="png")
+        images[name] = image.getvalue()
+    return images
+
+
+def _draw_ttft(axes: Axes, outcomes: Sequence[Outcome], slo: Slo) -> None:
+    for outcome in outcomes:
+        values = sorted(max(ttft_s(job), 1e-4) for job in outcome.jobs)
+        shares = np.arange(1, len(values) + 1) / len(values) * 100
+        axes.plot(values, shares, **_style(outcome))
+    axes.axvline(slo.ttft_s, color="black", linestyle=":", linewidth=1)
+    axes.annotate(f"SLO {slo.ttft_s:g} s", (slo.ttft_s, 3), xytext=(4, 0), textcoords="offset points", fontsize=8)
+    axes.set(
+        title="Time to first token", xscale="log", xlabel="seconds", ylabel="% of requests, at most", ylim=(0, 100)
+    )
+
+
+def _draw_itl(axes: Axes, outcomes: Sequence[Outcome], slo: Slo) -> None:
+    """Gaps longer than: the tail is what readers of a stream notice."""
+    for outcome in outcomes:
+        values, shares = gap_distribution(outcome.gaps)
+        if len(values):
+            axes.plot(values * 1e3, np.maximum(1 - np.concatenate(([0.0], shares[:-1])), 1e-9) * 100, **_style(outcome))
+    axes.axvline(slo.itl_s * 1e3, color="black", linestyle=":", linewidth=1)
+    axes.annotate(
+        f"SLO {slo.itl_s * 1e3:g} ms", (slo.itl_s * 1e3, 40), xytext=(4, 0), textcoords="offset points", fontsize=8
+    )
+    axes.set(
+        title="Inter-token latency", xscale="log", yscale="log", xlabel="milliseconds", ylabel="% of gaps, longer than",
+        ylim=(1e-3, 130),
+    )  # fmt: skip
+
+
+def _draw_goodput(axes: Axes, outcomes: Sequence[Outcome], timelines: Sequence[Timeline]) -> None:
+    first = timelines[0]
+    axes.fill_between(first.centre_s / 60, _smooth(first.offered), color="#E8E8E8", label="offered")
+    for outcome, line in zip(outcomes, timelines, strict=True):
+        axes.plot(line.centre_s / 60, _smooth(line.goodput), **_style(outcome))
+    axes.set(title="Requests that met the SLO, by arrival", xlabel="minutes", ylabel="requests/s")
+    axes.set_ylim(bottom=0)
+
+
+def _draw_hits(axes: Axes, outcomes: Sequence[Outcome], timelines: Sequence[Timeline]) -> None:
+    for outcome, line in zip(outcomes, timelines, strict=True):
+        axes.plot(line.centre_s / 60, _smooth(line.token_hit_ratio) * 100, **_style(outcome))
+    axes.set(title="Prompt tokens found in a cache or read", xlabel="minutes", ylabel="%")
+    axes.set_ylim(bottom=0)
+
+
+def _draw_imbalance(axes: Axes, outcomes: Sequence[Outcome], timelines: Sequence[Timeline]) -> None:
+    for outcome, line in zip(outcomes, timelines, strict=True):
+        axes.plot(line.centre_s / 60, _smooth(line.imbalance), **_style(outcome))
+    axes.set(title="Imbalance of prefill: busiest worker over the mean", xlabel="minutes", ylabel="ratio")
+    axes.set_ylim(bottom=1)
+
+
+def _style(outcome: Outcome) -> dict[str, Any]:
+    is_ours = outcome.policy == "tandem"
+    return {
+        "label": outcome.policy,
+        "color": _COLORS.get(outcome.policy, "black"),
+        "linewidth": 2.4 if is_ours else 1.3,
+        "zorder": 3 if is_ours else 2,
+    }
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """The mean of each point and its neighbours, without those that are NaN."""
+    half = _SMOOTH_WINDOWS // 2
+    parts = [values[max(idx - half, 0) : idx + half + 1] for idx in range(len(values))]
+    return np.array([np.mean(known) if len(known := part[~np.isnan(part)]) else math.nan for part in parts])
+
+
+def _finish(figure: Figure) -> None:
+    axes = figure.axes[0]
+    axes.grid(True, which="major", color="#DDDDDD", linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.title.set_fontweight("bold")
+    axes.margins(x=0.01)
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() == "log":
+            axis.set_major_formatter("{x:g}")
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+
+
+def _row(summary: Summary) -> str:
+    cells = "".join(f"<td>{html.escape(write(summary))}</td>" for write in COLUMNS.values())
+    return f'<tr class="{html.escape(summary.policy)}">{cells}</tr>'
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1500px; margin: 2em auto; padding: 0 1em; }}
+table {{ border-collapse: collapse; margin: 1.5em 0; }}
+th, td {{ padding: .3em .9em; text-align: right; font-variant-numeric: tabular-nums; }}
+th:first-child, td:first-child {{ text-align: left; }}
+th {{ border-bottom: 2px solid #444; }}
+tr.tandem td {{ font-weight: 600; }}
+td {{ border-bottom: 1px solid #ddd; }}
+dl {{ display: grid; grid-template-columns: max-content auto; gap: .1em 1.2em; }}
+dt {{ color: #777; }} dd {{ margin: 0; }}
+.plots {{ display: flex; flex-wrap: wrap; gap: 1em; }}
+figure {{ margin: 0; flex: 1 1 620px; max-width: 740px; }} img {{ width: 100%; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<dl>{facts}</dl>
+<table><thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table>
+<div class="plots">
+{figures}
+</div>
+</body>
+</html>
+"""

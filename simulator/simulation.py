@@ -1,0 +1,298 @@
+"""One trace through one policy on one cluster: arrivals, the choice, its booking, handoffs, what the router learns.
+
+What router/flow.py does around placement happens here at virtual times; workers are simulator.worker.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kv_transfer.eviction import create_policy
+from loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
+from router.cost_model import prefill_attention
+from router.flow import FIRST_GUESS_OUTPUT_TOKENS, OUTPUT_LENGTH_WEIGHT
+from router.registry import Booking
+from simulator.clock import Clock
+from simulator.cluster import Cluster
+from simulator.fleet import Fleet
+from simulator.policies import POLICIES, Ask, Choice
+from simulator.steps import Run
+from simulator.worker import Job, SimulatedWorker
+
+__all__ = ["Gaps", "Outcome", "simulate"]
+
+
+class Gaps(NamedTuple):
+    """Inter-token gaps of one run of steps; they change evenly from the first to the last step's."""
+
+    end_s: float
+    first_s: float
+    last_s: float
+    num_gaps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What happened. Times are virtual seconds from the first arrival on."""
+
+    policy: str
+    cluster: Cluster
+    seed: int
+    jobs: Sequence[Job]  # every one served to its end, in order of arrival
+    num_refused: int  # prompts that no worker's pool could hold
+    gaps: Sequence[Gaps]
+    busy_s: dict[str, float]  # by worker
+    prefilled_tokens: dict[str, int]  # by worker
+    num_events: int
+    wall_s: float  # real time the simulation took
+    place_s: float  # of it, in the policy
+    step_error: float  # relative error of the router's step model at the end
+
+
+def simulate(requests: Sequence[TraceRequest], cluster: Cluster, policy: str, seed: int = 0) -> Outcome:
+    """Serve the requests, which arrive in order from second 0 on, with one of `POLICIES`."""
+    return _Simulation(requests, cluster, policy, seed).run()
+
+
+@dataclass(eq=False, slots=True)
+class _Open:
+    """A request that has been dispatched and not finished."""
+
+    choice: Choice
+    booking: Booking
+    room_s: float | None = None  # since when the decode worker has room for the KV
+
+
+@dataclass(eq=False)
+class _HostTier:
+    """Blocks in a worker's host memory: written as prompts are computed, least recently used leaf first out."""
+
+    capacity: int
+    num_hit_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        self._blocks = create_policy("lru", max(self.capacity, 1))
+
+    def count(self, digests: Sequence[bytes]) -> int:
+        """Leading blocks held."""
+        return next((idx for idx, digest in enumerate(digests) if digest not in self._blocks), len(digests))
+
+    def store(self, digests: Sequence[bytes]) -> None:
+        """Use a prompt's blocks, and keep those that are new."""
+        num_held = self.count(digests)
+        if num_held:
+            self._blocks.touch(digests[num_held - 1])
+        for idx in range(num_held, len(digests)):
+            self._blocks.add(digests[idx], digests[idx - 1] if idx else None)
+        while len(self._blocks) > self.capacity:
+            victim = self._blocks.victim()
+            assert victim is not None, f"{len(self._blocks)} blocks, none pinned, and no victim"
+            self._blocks.remove(victim)
+
+
+class _Simulation:
+    """Also the listener of all workers."""
+
+    def __init__(self, requests: Sequence[TraceRequest], cluster: Cluster, policy: str, seed: int) -> None:
+        self._cluster = cluster
+        self._machine = cluster.machine
+        self._clock = Clock()
+        self._fleet = Fleet()
+        self._workers: dict[str, SimulatedWorker] = {}
+        for card in cluster.cards():
+            self._fleet.join(card)
+            worker = SimulatedWorker(card, self._machine, self._clock, self)
+            self._workers[worker.worker_id] = worker
+        self._hosts = {
+            worker_id: _HostTier(cluster.host_cache_tokens // TRACE_BLOCK_SIZE) for worker_id in self._workers
+        }
+        self._policy_name = policy
+        self._seed = seed
+        self._policy = POLICIES[policy](self._fleet, random.Random(seed))
+        self._open: dict[Job, _Open] = {}
+        self._computing: set[SimulatedWorker] = set()  # may have progress to tell
+        self._mean_output_tokens = FIRST_GUESS_OUTPUT_TOKENS
+        self._gaps: list[Gaps] = []
+        self._place_s = 0.0
+        capacity = self._machine.pool_tokens // TRACE_BLOCK_SIZE * TRACE_BLOCK_SIZE
+        fitting = [r for r in requests if r.num_prompt_tokens + r.num_output_tokens <= capacity]
+        self._num_refused = len(requests) - len(fitting)
+        digests: dict[int, bytes] = {}
+        self._jobs = [_job(number, request, digests) for number, request in enumerate(fitting)]
+
+    def run(self) -> Outcome:
+        started = time.perf_counter()
+        for job in self._jobs:
+            self._clock.at(job.arrival_s, self._arrive, job)
+        self._clock.run()
+        assert not self._open, f"{len(self._open)} requests never finished"
+        for worker in self._workers.values():
+            worker.check_integrity()
+        return Outcome(
+            policy=self._policy_name,
+            cluster=self._cluster,
+            seed=self._seed,
+            jobs=self._jobs,
+            num_refused=self._num_refused,
+            gaps=self._gaps,
+            busy_s={worker_id: worker.busy_s for worker_id, worker in self._workers.items()},
+            prefilled_tokens={worker_id: worker.num_prefilled_tokens for worker_id, worker in self._workers.items()},
+            num_events=self._clock.num_events,
+            wall_s=time.perf_counter() - started,
+            place_s=self._place_s,
+            step_error=self._fleet.costs.steps(self._machine.kind).relative_error,
+        )
+
+    def _arrive(self, job: Job) -> None:
+        started = time.perf_counter()
+        for worker in self._computing:
+            self._fleet.note_computed(worker.worker_id, worker.take_progress())
+        ask = Ask(job.num_prompt_tokens, max(1, round(self._mean_output_tokens)), job.digests)
+        choice = self._policy.choose(ask, self._clock.now)
+        self._place_s += time.perf_counter() - started
+        prefill_id, decode_id = choice.prefill.worker_id, choice.decode.worker_id
+        job.prefill_worker_id, job.decode_worker_id = prefill_id, decode_id
+        holders = {prefill_id} if job.num_output_tokens == 1 else {prefill_id, decode_id}
+        self._fleet.index.speculate(holders, job.digests, self._clock.now)
+        self._fleet.add_prompts(prefill_id, 1)
+        booking = self._fleet.registry.reserve(
+            prefill_id,
+            decode_id,
+            num_new_tokens=job.num_prompt_tokens - choice.num_cached_tokens,
+            num_context_tokens=choice.num_cached_tokens,
+            num_kv_tokens=job.num_prompt_tokens + ask.expected_output_tokens,
+        )
+        self._open[job] = _Open(choice, booking)
+        if self._is_handed_over(job):
+            self._workers[decode_id].reserve(job)
+        self._load_and_submit(job, choice)
+
+    def _is_handed_over(self, job: Job) -> bool:
+        """An answer of one token comes from the prefill worker alone."""
+        return job.is_pair and job.num_output_tokens > 1
+
+    def _load_and_submit(self, job: Job, choice: Choice) -> None:
+        """Give the worker its prompt, once KV that is to be read from host memory or a peer is there."""
+        worker = self._workers[choice.prefill.worker_id]
+        digests = job.digests[: job.num_usable_blocks(TRACE_BLOCK_SIZE)]
+        num_own = worker.pool.count_cached(digests)
+        load_s, num_blocks = self._host_load(worker, digests, num_own)
+        if choice.candidate is not None and choice.candidate.holder is not None:
+            peer_s, num_peer_blocks = self._peer_load(choice.candidate.holder.worker.worker_id, digests, num_own)
+            if num_peer_blocks > num_blocks:
+                load_s, num_blocks = peer_s, num_peer_blocks
+        if num_blocks <= num_own:
+            worker.submit(job)
+            return
+        job.num_readable_tokens = num_blocks * TRACE_BLOCK_SIZE
+        self._clock.at(self._clock.now + load_s, worker.submit, job)
+
+    def _host_load(self, worker: SimulatedWorker, digests: Sequence[bytes], num_own: int) -> tuple[float, int]:
+        """Seconds to load, and up to which block; nothing where computing is faster."""
+        num_blocks = self._hosts[worker.worker_id].count(digests) if self._cluster.host_cache_tokens else 0
+        load_s = max(num_blocks - num_own, 0) * self._machine.block_bytes / self._machine.host_bytes_per_s
+        num_tokens, num_context = (num_blocks - num_own) * TRACE_BLOCK_SIZE, num_own * TRACE_BLOCK_SIZE
+        costs = self._machine.costs
+        compute_s = costs.prefill_token_s * num_tokens + costs.attention_s * prefill_attention(num_tokens, num_context)
+        return (load_s, num_blocks) if load_s < compute_s else (0.0, 0)
+
+    def _peer_load(self, holder_id: str, digests: Sequence[bytes], num_own: int) -> tuple[float, int]:
+        """The same from a peer's pool: it answers between two steps."""
+        holder = self._workers[holder_id]
+        num_blocks = holder.pool.count_cached(digests)
+        num_bytes = max(num_blocks - num_own, 0) * self._machine.block_bytes
+        read_s = self._machine.link_latency_s + num_bytes / self._machine.link_bytes_per_s
+        return holder.rest_of_step_s() + read_s, num_blocks
+
+    def stepped(self, worker: SimulatedWorker, run: Run, num_prompt_tokens: int) -> None:
+        """Learn from the steps, as the router does from each step's report."""
+        self._fleet.costs.steps(worker.card.kind).observe(run.mean_stats())
+        self._fleet.note_computed(worker.worker_id, num_prompt_tokens)
+        self._note_gaps(run)
+
+    def _note_gaps(self, run: Run) -> None:
+        """Gaps as long as a step; those that a handoff is part of are told by `decoding`."""
+        first_s, end_s = run.duration_s(1), self._clock.now
+        if run.num_seqs > run.num_joined:
+            self._gaps.append(Gaps(end_s, first_s, first_s, run.num_seqs - run.num_joined))
+        if run.num_seqs and run.num_steps > 1:
+            second_s = run.duration_s(2) - first_s
+            last_s = run.duration_s(run.num_steps) - run.duration_s(run.num_steps - 1)
+            self._gaps.append(Gaps(end_s, second_s, last_s, run.num_seqs * (run.num_steps - 1)))
+
+    def started(self, worker: SimulatedWorker, run: Run) -> None:
+        """Note whether a run has progress to tell before it ends."""
+        if run.chunk_tokens and run.num_steps > 1:
+            self._computing.add(worker)
+        else:
+            self._computing.discard(worker)
+
+    def prefilled(self, worker: SimulatedWorker, job: Job) -> None:
+        """The first token came."""
+        self._fleet.add_prompts(worker.worker_id, -1)
+        request = self._open[job]
+        request.booking.prefill_done()
+        if self._cluster.host_cache_tokens:
+            self._hosts[worker.worker_id].store(job.digests)
+        if request.room_s is not None:
+            self._hand_over(job, request.room_s)
+
+    def has_room(self, worker: SimulatedWorker, job: Job) -> None:
+        """The KV may be sent from now on."""
+        self._open[job].room_s = self._clock.now
+        if job.first_token_s is not None:
+            self._hand_over(job, self._clock.now)
+
+    def _hand_over(self, job: Job, room_s: float) -> None:
+        """Plan the arrival of the last block: chunks travel while the next is computed, the last one after that."""
+        assert job.prefill_start_s is not None
+        assert job.first_token_s is not None
+        assert job.decode_blocks is not None
+        machine = self._machine
+        num_bytes = (-(-job.num_prompt_tokens // TRACE_BLOCK_SIZE) - job.decode_blocks.num_hits) * machine.block_bytes
+        chunk_bytes = self._cluster.step_tokens / TRACE_BLOCK_SIZE * machine.block_bytes
+        all_sent_s = max(job.prefill_start_s, room_s) + num_bytes / machine.link_bytes_per_s
+        last_sent_s = max(job.first_token_s, room_s) + min(num_bytes, chunk_bytes) / machine.link_bytes_per_s
+        arrival_s = max(all_sent_s, last_sent_s) + machine.link_latency_s
+        exposed_s = arrival_s - max(job.first_token_s, room_s)
+        self._clock.at(arrival_s, self._arrived, job, exposed_s)
+
+    def _arrived(self, job: Job, exposed_s: float) -> None:
+        """All KV is there; the sender reports what of it was exposed."""
+        exposed_bytes = (exposed_s - self._machine.link_latency_s) * self._machine.link_bytes_per_s
+        self._fleet.costs.transfer(self._machine.kind, self._machine.kind).observe(exposed_bytes, exposed_s)
+        self._workers[job.prefill_worker_id].release_prompt(job)
+        self._workers[job.decode_worker_id].join(job)
+
+    def decoding(self, worker: SimulatedWorker, job: Job) -> None:
+        """Note the gap that the handoff is part of."""
+        assert job.first_token_s is not None
+        assert job.second_token_s is not None
+        gap_s = job.second_token_s - job.first_token_s
+        self._gaps.append(Gaps(job.second_token_s, gap_s, gap_s, 1))
+
+    def finished(self, worker: SimulatedWorker, job: Job) -> None:
+        """The answer is complete."""
+        self._open.pop(job).booking.release()
+        self._mean_output_tokens += OUTPUT_LENGTH_WEIGHT * (job.num_output_tokens - self._mean_output_tokens)
+
+    def cached(self, worker: SimulatedWorker, stored: list[bytes], removed: list[bytes]) -> None:
+        """Follow the worker's block events."""
+        self._fleet.announce(worker.worker_id, stored, removed)
+
+
+def _job(number: int, request: TraceRequest, digests: dict[int, bytes]) -> Job:
+    """Only full blocks are cached; a block id stands for its digest."""
+    num_full = request.num_prompt_tokens // TRACE_BLOCK_SIZE
+    block_ids = request.block_ids[:num_full]
+    return Job(
+        request_id=number,
+        arrival_s=request.arrival_s,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=max(request.num_output_tokens, 1),
+        digests=tuple(digests.setdefault(block_id, block_id.to_bytes(16)) for block_id in block_ids),
+    )
