@@ -129,7 +129,7 @@ def load_fleet(path: Path) -> FleetFile:
         check_fleet(engines)
     except ConfigError as exc:
         raise ConfigError(f"{path}: {exc.message}") from exc
-    return FleetFile(engines, tokenizers)
+    return FleetFile(engines, {model: os.path.expanduser(source) for model, source in tokenizers.items()})
 
 
 def spec_from(entry: dict[str, Any], where: str) -> EngineSpec:
