@@ -186,7 +186,8 @@ async def test_when_all_fail_the_error_names_the_engine(fake_a: FakeServer) -> N
 
 async def test_an_engine_that_hangs_loses_what_waits_for_its_first_byte(fake_a: FakeServer, fake_b: FakeServer) -> None:
     fake_a.headers_pause.clear()
-    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b"), probe_timeout_s=0.5) as router:
+    config = RouterConfig(worker_timeout_s=1000.0)  # for running streams: what has no byte yet need not wait so long
+    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b"), config=config, probe_timeout_s=0.5) as router:
         fake_b.health_pause.clear()  # b is out of the way, so the request goes to a
         await until(lambda: router.engine("b").state is WorkerState.DEAD)
         request = asyncio.create_task(answered_by(router, stream=True))
