@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ async def routing(
     readers: dict[str, PromptReader] | None = None,
     admin_token: str = "",
     wait: bool = True,
+    clock: Callable[[], float] = time.monotonic,
     **engines: Any,
 ) -> AsyncIterator[Router]:
     """The app with these engines; probes come every 20 ms. At the end nothing may be left."""
@@ -87,7 +89,8 @@ async def routing(
         index=PrefixIndex(),
         costs=CostModel(),
         config=config or RouterConfig(request_timeout_s=20.0, drain_timeout_s=5.0),
-        engines=EnginesConfig(**({"probe_interval_s": 0.02, "probe_timeout_s": 0.3} | engines)),
+        engines=EnginesConfig(**({"probe_interval_s": 0.02} | engines)),
+        clock=clock,
     )
     app = create_engines_app(fleet, specs, readers or {}, CollectorRegistry(), admin_token=admin_token)
     async with (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from email.utils import formatdate
 from typing import Any
@@ -185,7 +186,8 @@ async def test_when_all_fail_the_error_names_the_engine(fake_a: FakeServer) -> N
 
 async def test_an_engine_that_hangs_loses_what_waits_for_its_first_byte(fake_a: FakeServer, fake_b: FakeServer) -> None:
     fake_a.headers_pause.clear()
-    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b"), max_failed_probes=1) as router:
+    config = RouterConfig(worker_timeout_s=1000.0)  # for running streams: what has no byte yet need not wait so long
+    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b"), config=config, probe_timeout_s=0.5) as router:
         fake_b.health_pause.clear()  # b is out of the way, so the request goes to a
         await until(lambda: router.engine("b").state is WorkerState.DEAD)
         request = asyncio.create_task(answered_by(router, stream=True))
@@ -284,7 +286,7 @@ async def test_a_stream_that_breaks_ends_in_an_error_and_is_not_begun_again(
 async def test_a_running_stream_of_an_engine_that_hangs_ends_in_an_error(fake_a: FakeServer) -> None:
     fake_a.pause.clear()
     config = RouterConfig(worker_timeout_s=0.2)
-    async with routing(spec_of(fake_a, "a"), config=config, max_failed_probes=1, probe_timeout_s=0.1) as router:
+    async with routing(spec_of(fake_a, "a"), config=config, probe_timeout_s=0.5) as router:
         request = asyncio.create_task(router.client.post(COMPLETIONS, json=completion(stream=True)))
         await until(lambda: any(exchange.has_answer for exchange in router.engine("a").exchanges))
         fake_a.health_pause.clear()
@@ -402,8 +404,24 @@ async def test_pairs_are_of_one_group(fake_a: FakeServer, fake_b: FakeServer) ->
 
 
 async def test_costs_are_learned_from_streams(fake_a: FakeServer) -> None:
-    async with routing(spec_of(fake_a, "a")) as router:
+    ticks = itertools.count()
+    async with routing(spec_of(fake_a, "a"), clock=lambda: next(ticks) * 0.02) as router:
+        model = router.fleet.costs.steps("vllm fake-model")
+        assert await answered_by(router) == "a"
+        assert model.num_measurements == 0  # a plain answer shows nothing
         for _ in range(3):
             await answered_by(router, stream=True)
-        model = router.fleet.costs.steps("vllm fake-model")
-        assert model.num_measurements >= 2
+        assert model.num_measurements >= 3  # two first tokens, and gaps
+
+
+async def test_the_prompt_of_a_plain_answer_waits_no_longer_than_predicted(fake_a: FakeServer) -> None:
+    fake_a.headers_pause.clear()
+    async with routing(spec_of(fake_a, "a")) as router:
+        worker = router.fleet.registry.get("a")
+        assert worker is not None
+        request = asyncio.create_task(answered_by(router, prompt="x" * 4000))
+        await until(lambda: worker.queued_prompt_tokens > 0)
+        await until(lambda: worker.queued_prompt_tokens == 0)
+        assert (worker.num_booked_seqs, request.done()) == (1, False)
+        fake_a.resume()
+        assert await request == "a"
