@@ -5,8 +5,10 @@ ServingError
  |   |- ModelNotFound          404
  |   |- ContextLengthExceeded  400
  |   |- PinNotFound            404
+ |   |- DeadlineUnreachable    400: not even idle workers could meet it
  |- Overloaded                 429, with a Retry-After
  |   |- PinQuotaExceeded
+ |   |- DeadlineUnmet          its first token would come too late
  |- WorkerError                a worker failed or is gone: 502/503
  |   |- NoWorker               503: nothing can serve this now
  |- TransferError              KV could not be moved
@@ -21,6 +23,8 @@ from __future__ import annotations
 __all__ = [
     "ConfigError",
     "ContextLengthExceeded",
+    "DeadlineUnmet",
+    "DeadlineUnreachable",
     "IncompatiblePeer",
     "ModelNotFound",
     "NoWorker",
@@ -81,6 +85,12 @@ class PinNotFound(RequestError):
     code = "pin_not_found"
 
 
+class DeadlineUnreachable(RequestError):
+    """Computing the prompt alone takes longer than the request's TTFT SLO."""
+
+    code = "ttft_slo_unreachable"
+
+
 class Overloaded(ServingError):
     """Refused now to keep the promise made to those already admitted."""
 
@@ -88,8 +98,8 @@ class Overloaded(ServingError):
     error_type = "rate_limit_error"
     code = "overloaded"
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, retry_after_s: float, code: str | None = None) -> None:
+        super().__init__(message, code=code)
         self.retry_after_s = retry_after_s
 
 
@@ -97,6 +107,12 @@ class PinQuotaExceeded(Overloaded):
     """One more pin would keep more than pins may."""
 
     code = "pin_quota_exceeded"
+
+
+class DeadlineUnmet(Overloaded):
+    """The first token would come later than the request's TTFT SLO allows."""
+
+    code = "ttft_slo_unmet"
 
 
 class WorkerError(ServingError):
