@@ -212,8 +212,8 @@ def serve(
     max_worker_queue_s: Annotated[
         float,
         typer.Option(
-            help="Predicted seconds of prompts at a worker above which more wait in the router, where they are ordered; "
-            "0 = two full steps of the worker.",
+            help="Predicted seconds of prompts at a worker above which others wait in the router, where the order "
+            "can change; 0 = two full steps of the worker.",
             rich_help_panel=_LIMITS,
         ),
     ] = default_of(RouterConfig, "max_worker_queue_s"),
