@@ -20,20 +20,36 @@ from typing import Any, NamedTuple, cast
 
 from protocol.config import RouterConfig
 from protocol.errors import DeadlineUnmet, DeadlineUnreachable, NoWorker, Overloaded, ServingError
-from protocol.messages import WorkerState
+from protocol.messages import Role, WorkerState
 from router.cost_model import CostModel
 from router.fair_queue import FairQueue, Ticket, Work
 from router.placement import Placement, Placer
 from router.registry import Registry, Worker, can_decode, can_prefill, queue_s
 from router.tenants import Tenants
 
-__all__ = ["WAIT_BUCKETS_S", "Admission", "Dispatch", "Drop", "Forecast", "Offer", "TenantStats", "Waiting"]
+__all__ = [
+    "WAIT_BUCKETS_S",
+    "Admission",
+    "Dispatch",
+    "Drop",
+    "Forecast",
+    "Offer",
+    "OutputLengths",
+    "TenantStats",
+    "Waiting",
+]
 
-FULL_STEPS = 2  # of a worker: one that runs, and one to follow it while its report is on the way
+# Of a full step of a worker: what it may have left when it gets more. It is computed while the worker's report and the
+# router's answer are on their way, milliseconds; more would only make those wait who come later and go first.
+ROOM_STEPS = 0.5
 MAX_QUEUED_REQUESTS = 16_384  # each holds a connection and its prompt, however few of its tokens are new
+NUM_ROUNDS = 2  # of a forecast
 MAX_SCANNED = 64  # waiting requests looked at for one that a free worker is best for
 MAX_PLACED = 8  # of these, how many are placed again
 PLACEMENT_AGE_S = 0.05  # younger ones are not made again but for the first in line
+FIRST_GUESS_TOKENS = 128.0  # of an answer
+OUTPUT_LENGTH_WEIGHT = 0.05  # of the newest answer in the mean length
+MAX_MEANS = 4096  # tenants whose mean length is remembered
 WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -106,6 +122,26 @@ class TenantStats:
     waits: list[int] = field(default_factory=lambda: [0] * (len(WAIT_BUCKETS_S) + 1))  # by bucket, the last is +Inf
 
 
+class OutputLengths:
+    """Expected length of answers, in tokens: the moving mean of each tenant, so that each pays for its own."""
+
+    def __init__(self) -> None:
+        self.mean_tokens = FIRST_GUESS_TOKENS  # over all
+        self._means: dict[str, float] = {}
+
+    def expected(self, tenant: str, max_tokens: int) -> int:
+        """Of the tenant's next request, which may not be longer than `max_tokens`."""
+        return max(1, min(max_tokens, round(self._means.get(tenant, self.mean_tokens))))
+
+    def note(self, tenant: str, num_tokens: int) -> None:
+        """An answer has ended by itself after so many tokens."""
+        mean = self._means.get(tenant, self.mean_tokens)
+        if len(self._means) >= MAX_MEANS:
+            self._means.clear()
+        self._means[tenant] = mean + OUTPUT_LENGTH_WEIGHT * (num_tokens - mean)
+        self.mean_tokens += OUTPUT_LENGTH_WEIGHT * (num_tokens - self.mean_tokens)
+
+
 class Admission:
     """The queue of the router, and the decisions about it."""
 
@@ -123,6 +159,7 @@ class Admission:
         self._deadlines: list[tuple[float, int, Waiting]] = []  # heap; entries of requests that left are stale
         self._num_deadlines = 0
         self._waiting: dict[Waiting, None] = {}
+        self.lengths = OutputLengths()
         self.stats: dict[str, TenantStats] = {}  # by the tenant's label
 
     def __len__(self) -> int:
@@ -141,11 +178,14 @@ class Admission:
         policy = self._tenants.policy(offer.tenant)
         terms = placement.best.terms
         work = work_of(placement, self._costs)
-        ahead = self._queue.ahead(offer.tenant, offer.priority)
+        ahead = waiting = self._queue.ahead(offer.tenant, offer.priority, now)
         start_s = max(terms.queue_s, self._start_s(placement, ahead))
+        for _ in range(NUM_ROUNDS):  # the longer it waits, the more of others' next requests go first
+            ahead = self._queue.ahead(offer.tenant, offer.priority, now, start_s)
+            start_s = max(terms.queue_s, self._start_s(placement, ahead))
         ttft_s = start_s + terms.fetch_s + terms.prefill_s
         slo_s = offer.ttft_slo_s if offer.ttft_slo_s is not None else policy.ttft_slo_s
-        forecast = Forecast(placement, work, ahead, start_s, ttft_s, math.inf if slo_s is None else slo_s, None)
+        forecast = Forecast(placement, work, waiting, start_s, ttft_s, math.inf if slo_s is None else slo_s, None)
         return forecast._replace(error=self._refusal(offer, forecast, policy.max_queue_share))
 
     def enter(self, offer: Offer, forecast: Forecast, now: float, payload: Any = None) -> Waiting:
@@ -178,7 +218,10 @@ class Admission:
         """The next decision; None when all that waits has to wait on. Call it after each change of load."""
         if (late := self._next_late(now)) is not None:
             return self._drop(late, _too_late(late, now))
-        if not len(self._queue) or (self._placer.can_place and not self._has_room_anywhere()):
+        if not len(self._queue):
+            return None
+        roomy = self._workers_with_room()
+        if not roomy and self._placer.can_place:
             return None
         held_s: defaultdict[str, float] = defaultdict(float)
         num_placed = 0
@@ -186,16 +229,24 @@ class Admission:
             if num_scanned == MAX_SCANNED:
                 break
             waiting = cast(Waiting, ticket)
-            if self._is_worth_placing(waiting, num_scanned, num_placed, now):
+            is_roomy = waiting.placement.best.prefill.worker_id in roomy
+            is_old = now - waiting.placed_s > PLACEMENT_AGE_S
+            # The first in line always, others where that may change something.
+            if num_scanned == 0 or waiting.is_fresh or (num_placed < MAX_PLACED and (is_roomy or is_old)):
                 num_placed += not waiting.is_fresh
                 try:
                     self._place_again(waiting, held_s, now)
                 except NoWorker as exc:
                     return self._drop(waiting, exc)
-                if self._has_room(waiting.placement):
+                best = waiting.placement.best
+                if best.prefill.worker_id in roomy and best.terms.memory_s < self._room_s(best.prefill):
                     return self._let_go(waiting, now)
             held_s[waiting.placement.best.prefill.worker_id] += waiting.work.prefill_s
         return None
+
+    def waiting(self) -> list[Waiting]:
+        """All that wait, by arrival."""
+        return list(self._waiting)
 
     def leave(self, waiting: Waiting, reason: str) -> None:
         """A request waits no longer: its client is gone, say. One that has left already is ignored."""
@@ -204,16 +255,10 @@ class Admission:
 
     def clear(self) -> list[Waiting]:
         """Take everything out, oldest first: the server is going."""
-        waiting = list(self._waiting)
+        waiting = self.waiting()
         for one in waiting:
             self.leave(one, "shutdown")
         return waiting
-
-    def settle(self, dispatch: Dispatch, num_output_tokens: int) -> None:
-        """A request has ended after so many tokens: charge its tenant what it took more (or less) than expected."""
-        placement = dispatch.placement
-        excess_tokens = num_output_tokens - placement.expected_output_tokens
-        self._queue.settle(dispatch.waiting.tenant, excess_tokens * output_token_s(placement, self._costs))
 
     def reject(self, tenant: str, error: ServingError) -> None:
         """Count a request that was refused at once."""
@@ -224,7 +269,7 @@ class Admission:
         return Overloaded(
             f"The request waited {now - waiting.arrived_s:.1f} s in the queue; "
             f"request_timeout_s={self._config.request_timeout_s:g}",
-            retry_after_s=self._start_s(waiting.placement, self._queue.ahead(waiting.tenant, waiting.priority)),
+            retry_after_s=self._start_s(waiting.placement, self._queue.ahead(waiting.tenant, waiting.priority, now)),
             code="queue_timeout",
         )
 
@@ -364,28 +409,14 @@ class Admission:
 
     def _room_s(self, worker: Worker) -> float:
         """Predicted queue up to which a worker is given more."""
-        return self._config.max_worker_queue_s or FULL_STEPS * self._full_step_s(worker)
+        return self._config.max_worker_queue_s or ROOM_STEPS * self._full_step_s(worker)
 
-    def _has_room(self, placement: Placement) -> bool:
-        """Whether the workers this goes to run out of work, and have memory, soon enough."""
-        best = placement.best
-        room_s = self._room_s(best.prefill)
-        return self._queue_s(best.prefill) < room_s and best.terms.memory_s < room_s
-
-    def _has_room_anywhere(self) -> bool:
-        return any(
-            self._queue_s(worker) < self._room_s(worker)
-            for worker in self._registry
-            if worker.state is WorkerState.READY
-        )
-
-    def _is_worth_placing(self, waiting: Waiting, num_scanned: int, num_placed: int, now: float) -> bool:
-        """Whether a scan places this request again. The first in line always; others where it may change something."""
-        if num_scanned == 0 or waiting.is_fresh:
-            return True
-        if num_placed >= MAX_PLACED:
-            return False
-        return self._has_room(waiting.placement) or now - waiting.placed_s > PLACEMENT_AGE_S
+    def _workers_with_room(self) -> set[str]:
+        """Workers that would have their prompts computed soon, of those that prompts may be sent to."""
+        workers = [worker for worker in self._registry if worker.state is WorkerState.READY]
+        if not self._config.local_prefill and any(can_prefill(worker) for worker in workers):
+            workers = [worker for worker in workers if worker.role is not Role.DECODE]
+        return {worker.worker_id for worker in workers if self._queue_s(worker) < self._room_s(worker)}
 
     def _place_again(self, waiting: Waiting, held_s: Mapping[str, float], now: float) -> None:
         """Follow the load. What was placed at this very moment, with nobody else in line, stays."""

@@ -10,6 +10,7 @@ No I/O and no clock.
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +19,9 @@ from itertools import chain
 __all__ = ["NO_WORK", "FairQueue", "Ticket", "Work"]
 
 MAX_OVERTAKEN_S = 30.0  # a request that waited this long is no longer overtaken by more urgent ones of its tenant
-MAX_IDLE_TENANTS = 1024  # remembered for what they were served beyond the virtual time
+MAX_IDLE_TENANTS = 1024  # remembered for what they were served beyond the virtual time, and for what they ask
+ARRIVAL_WINDOW_S = 10.0  # over which what a tenant asks is averaged
+DEVIATIONS = 2.0  # standard deviations of what others will ask: 98 % of the time it is less
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,13 @@ class _Line:
     levels: dict[int, dict[Ticket, None]] = field(default_factory=dict)  # by priority, then by arrival
     priorities: list[int] = field(default_factory=list)  # of `levels`, sorted
     work: dict[int, Work] = field(default_factory=dict)  # of each level
+    rate: Work = NO_WORK  # what it asked lately, per second, at `rated_s`; decays from then on
+    rated_s: float = 0.0
+    ticket_s: float = 0.0  # worker seconds of its latest request
+
+    def rate_at(self, now: float) -> Work:
+        """What it asks per second, averaged with exponential weights over a window."""
+        return self.rate * math.exp((self.rated_s - now) / ARRIVAL_WINDOW_S)
 
     @property
     def total(self) -> Work:
@@ -127,14 +137,16 @@ class FairQueue:
         line = self._lines.get(ticket.tenant)
         if line is None:
             line = self._lines[ticket.tenant] = _Line(self._virtual_s)
-        if not line.tickets:
-            line.start_tag = max(line.start_tag, self._virtual_s)  # no credit for the time it had nothing to ask
+        line.start_tag = self._next_tag(line)
         level = line.levels.get(ticket.priority)
         if level is None:
             level = line.levels[ticket.priority] = {}
             insort(line.priorities, ticket.priority)
         line.tickets[ticket] = level[ticket] = None
         line.work[ticket.priority] = line.work.get(ticket.priority, NO_WORK) + ticket.work
+        asked = Work(0, ticket.work.worker_s, ticket.work.prefill_s)
+        line.ticket_s = ticket.work.worker_s
+        line.rate, line.rated_s = line.rate_at(ticket.arrived_s) + asked * (1 / ARRIVAL_WINDOW_S), ticket.arrived_s
         self._num_tickets += 1
 
     def update(self, ticket: Ticket, work: Work) -> None:
@@ -149,7 +161,6 @@ class FairQueue:
         if line is None or ticket not in line.tickets:
             return False
         self._take_out(line, ticket)
-        self._forget_idle(ticket.tenant, line)
         return True
 
     def serve(self, ticket: Ticket) -> None:
@@ -160,46 +171,53 @@ class FairQueue:
         self._virtual_s = max(self._virtual_s, min(other.start_tag for other in self._lines.values() if other.tickets))
         self._take_out(line, ticket)
         line.start_tag += ticket.work.worker_s / self._weight_of(ticket.tenant)
-        self._forget_idle(ticket.tenant, line)
-
-    def settle(self, tenant: str, excess_s: float) -> None:
-        """Charge (or give back) worker seconds that a served request took beyond what was predicted."""
-        line = self._lines.get(tenant)
-        if line is None:
-            line = self._lines[tenant] = _Line(self._virtual_s)
-        line.start_tag += excess_s / self._weight_of(tenant)
-        self._forget_idle(tenant, line)
+        self._forget_idle()
 
     def in_order(self, now: float) -> Iterator[Ticket]:
         """The waiting requests in the order in which they would be served. Change nothing while you read it."""
-        heads: list[tuple[float, float, str, Ticket, Iterator[Ticket]]] = []
-        for tenant, line in self._lines.items():
-            _push_next(heads, line.start_tag, tenant, line.in_order(now))
+        # Among equal tags the tenant with fewer waiting goes first: one that just came, before one that floods.
+        heads = [
+            (line.start_tag, len(line.tickets), tenant, line.in_order(now))
+            for tenant, line in self._lines.items()
+            if line.tickets
+        ]
+        heapq.heapify(heads)
         while heads:
-            start_tag, _, tenant, ticket, others = heapq.heappop(heads)
+            start_tag, num_tickets, tenant, tickets = heads[0]
+            ticket = next(tickets, None)
+            if ticket is None:
+                heapq.heappop(heads)
+                continue
             yield ticket
-            _push_next(heads, start_tag + ticket.work.worker_s / self._weight_of(tenant), tenant, others)
+            start_tag += ticket.work.worker_s / self._weight_of(tenant)
+            heapq.heapreplace(heads, (start_tag, num_tickets, tenant, tickets))
 
-    def ahead(self, tenant: str, priority: int) -> Work:
-        """What would be served before a request that comes now, if nothing came after it.
+    def ahead(self, tenant: str, priority: int, now: float, horizon_s: float = 0.0) -> Work:
+        """What would be served before a request that comes now.
 
         Of its own tenant all that is as urgent, and of each other one what is served until its tag passes the
-        request's. Costs one step per tenant and level, not per request.
+        request's: of what waits there, and of what will have come within `horizon_s` if it asks on as it did, with a
+        margin for chance.
+        Costs one step per tenant and level, not per request.
         """
         own = self._lines.get(tenant)
         ahead = own.work_until(priority) if own else NO_WORK
-        start_tag = own.start_tag if own else self._virtual_s
-        if own is None or not own.tickets:
-            start_tag = max(start_tag, self._virtual_s)
-        start_tag += ahead.worker_s / self._weight_of(tenant)
+        start_tag = self._next_tag(own) + ahead.worker_s / self._weight_of(tenant)
+        variance = 0.0
         for name, line in self._lines.items():
-            if name == tenant or not line.tickets:
+            lead = start_tag - self._next_tag(line)
+            if name == tenant or lead < 0:
                 continue
-            total = line.total
-            served_s = (start_tag - line.start_tag) * self._weight_of(name)
-            if served_s > 0:
-                ahead += total * min(served_s / max(total.worker_s, 1e-9), 1.0)
-        return ahead
+            # Its last request before this one takes its tag beyond this one's. At equal tags the newcomer is first.
+            served_s = lead * self._weight_of(name) + line.ticket_s * (lead > 0)
+            coming = line.rate_at(now) * horizon_s
+            asked = line.total + coming
+            if asked.worker_s > 0:
+                ahead += asked * min(served_s / asked.worker_s, 1.0)
+                # Of a Poisson process; what is not served before the request does not matter.
+                room_s = max(served_s - asked.worker_s, 0.0)
+                variance += min(coming.worker_s * line.ticket_s, room_s**2)
+        return ahead * (1 + DEVIATIONS * math.sqrt(variance) / ahead.worker_s) if variance else ahead
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless sums and orders agree with the tickets."""
@@ -221,20 +239,13 @@ class FairQueue:
             del line.levels[priority], line.work[priority]
             line.priorities.remove(priority)
 
-    def _forget_idle(self, tenant: str, line: _Line) -> None:
-        """Forget a tenant that would come back as if it were new, and all idle ones where there are very many."""
-        if not line.tickets and line.start_tag <= self._virtual_s:
-            del self._lines[tenant]
-        elif len(self._lines) > MAX_IDLE_TENANTS:
+    def _next_tag(self, line: _Line | None) -> float:
+        """When the tenant's next request starts: it has no credit for the time it had nothing to ask."""
+        if line is None:
+            return self._virtual_s
+        return line.start_tag if line.tickets else max(line.start_tag, self._virtual_s)
+
+    def _forget_idle(self) -> None:
+        """Forget idle tenants where there are very many."""
+        if len(self._lines) > MAX_IDLE_TENANTS:
             self._lines = {name: line for name, line in self._lines.items() if line.tickets}
-
-
-def _push_next(
-    heads: list[tuple[float, float, str, Ticket, Iterator[Ticket]]],
-    start_tag: float,
-    tenant: str,
-    tickets: Iterator[Ticket],
-) -> None:
-    ticket = next(tickets, None)
-    if ticket is not None:
-        heapq.heappush(heads, (start_tag, ticket.arrived_s, tenant, ticket, tickets))

@@ -36,8 +36,6 @@ __all__ = ["DeltaOrder", "RequestFlow"]
 logger = logging.getLogger(__name__)
 
 LONG_PROMPT_TOKENS = 2048  # hashing more than this (~0.3 ms) goes to a thread
-FIRST_GUESS_OUTPUT_TOKENS = 128.0
-OUTPUT_LENGTH_WEIGHT = 0.05  # of the newest answer in the mean length
 MAX_ROOTS = 4096  # cached digest roots, one per tenant salt
 SHUTTING_DOWN = "the server is shutting down; send the request again"
 
@@ -73,7 +71,6 @@ class RequestFlow:
         self.cache = PinService(registry, index, workers, config, self._digests, clock=clock)
         self._running: dict[Inbox, Leg] = {}  # the inbox of each request, and its last leg
         self._is_shut_down = False
-        self.mean_output_tokens = FIRST_GUESS_OUTPUT_TOKENS
         self.num_handoffs = 0  # requests that both workers of a pair sent tokens for
         self.autoscaler_status: dict[str, object] = {}  # set by whoever runs the autoscaler
         # What is wrong with each worker's books, set by whoever runs the workers; "" where nothing is.
@@ -88,6 +85,11 @@ class RequestFlow:
     def max_model_len(self) -> int | None:
         """Shortest context of the workers; None while there is no worker."""
         return min((worker.card.max_model_len for worker in self._registry), default=None)
+
+    @property
+    def mean_output_tokens(self) -> float:
+        """Moving mean of the answers' lengths."""
+        return self.admission.lengths.mean_tokens
 
     @property
     def ready(self) -> bool:
@@ -129,11 +131,11 @@ class RequestFlow:
                     shown = _token_delta(delta)
                     yield replace(shown, decision=entered.explain()) if request.explains and is_first else shown
                     if delta.finish_reason is not None:
-                        self._note_output_length(order.num_tokens)
+                        self.admission.lengths.note(request.tenant, order.num_tokens)
                         return
         finally:
             self._running.pop(inbox, None)
-            entered.end(order.num_tokens)
+            entered.end()
             for leg in legs:
                 leg.cancel()
             if output:
@@ -209,7 +211,7 @@ class RequestFlow:
         return Offer(
             num_prompt_tokens=len(request.token_ids),
             digests=digests,
-            expected_output_tokens=max(1, min(request.sampling.max_tokens, round(self.mean_output_tokens))),
+            expected_output_tokens=self.admission.lengths.expected(request.tenant, request.sampling.max_tokens),
             tenant=request.tenant,
             priority=request.priority,
             ttft_slo_s=request.ttft_slo_s,
@@ -302,9 +304,6 @@ class RequestFlow:
                 num_cached_tokens=num_cached_tokens,
                 cache_salt=request.cache_salt,
             )
-
-    def _note_output_length(self, num_tokens: int) -> None:
-        self.mean_output_tokens += OUTPUT_LENGTH_WEIGHT * (num_tokens - self.mean_output_tokens)
 
     def _worker_state(self, worker: Worker) -> dict[str, object]:
         card, load = worker.card, worker.load

@@ -46,10 +46,10 @@ class Entered:
         """The decision as JSON."""
         return self.decision.to_json(self._gate.now())
 
-    def end(self, num_output_tokens: int) -> None:
-        """The request has ended after so many tokens, however that came."""
+    def end(self) -> None:
+        """The request has ended, however that came."""
         self.booking.release()
-        self._gate.settle(self._dispatch, num_output_tokens)
+        self._gate.wake()
 
 
 @dataclass(eq=False, slots=True)
@@ -110,11 +110,6 @@ class Gate:
             self._is_woken = True
             asyncio.get_running_loop().call_soon(self._decide)
 
-    def settle(self, dispatch: Dispatch, num_output_tokens: int) -> None:
-        """A request has ended."""
-        self._admission.settle(dispatch, num_output_tokens)
-        self.wake()
-
     def close(self, error: Callable[[], ServingError]) -> None:
         """Send everyone who waits away."""
         for waiting in self._admission.clear():
@@ -150,7 +145,7 @@ class Gate:
         """Give back what the guest has, whatever was decided meanwhile."""
         if guest.turn.done():
             if guest.turn.exception() is None:
-                guest.turn.result().end(0)
+                guest.turn.result().end()
                 guest.decision.outcome = "dropped"
             return
         error = exc if isinstance(exc, ServingError) else None
