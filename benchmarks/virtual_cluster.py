@@ -229,7 +229,6 @@ class VirtualCluster:
         self.at(self.now + duration_s, lambda: self._end_step(machine, stats, chunks, batch))
 
     def _end_step(self, machine: _Machine, stats: StepStats, chunks: list[tuple[Job, int]], batch: list[Job]) -> None:
-        machine.is_running = False
         self.costs.steps("cpu-1").observe(stats)
         self.registry.note_step(machine.worker_id, stats)
         for job, num in chunks:
@@ -242,6 +241,7 @@ class VirtualCluster:
             if job.num_outputs >= job.arrival.num_output_tokens:
                 machine.batch.remove(job)
                 self._end(job)
+        machine.is_running = False
         self._start_step(machine)
         self._decide()
 

@@ -86,8 +86,8 @@ class Waiting(Ticket):
     placement: Placement  # the latest
     placed_s: float
     deadline_s: float  # for its first token; inf = none
+    version: int  # of the queue when it came
     payload: Any = None
-    is_fresh: bool = True  # placed a moment ago, and nothing was decided since
 
     @property
     def latest_start_s(self) -> float:
@@ -158,6 +158,7 @@ class Admission:
         self._held: dict[tuple[str, str], tuple[int, float]] = {}
         self._deadlines: list[tuple[float, int, Waiting]] = []  # heap; entries of requests that left are stale
         self._num_deadlines = 0
+        self._version = 0  # counts the calls of `next`
         self._waiting: dict[Waiting, None] = {}
         self.lengths = OutputLengths()
         self.stats: dict[str, TenantStats] = {}  # by the tenant's label
@@ -206,6 +207,7 @@ class Admission:
             placement=forecast.placement,
             placed_s=now,
             deadline_s=now + forecast.slo_s,
+            version=self._version,
             payload=payload,
         )
         self._queue.add(waiting)
@@ -216,6 +218,7 @@ class Admission:
 
     def next(self, now: float) -> Dispatch | Drop | None:
         """The next decision; None when all that waits has to wait on. Call it after each change of load."""
+        self._version += 1
         if (late := self._next_late(now)) is not None:
             return self._drop(late, _too_late(late, now))
         if not len(self._queue):
@@ -223,7 +226,7 @@ class Admission:
         roomy = self._workers_with_room()
         if not roomy and self._placer.can_place:
             return None
-        held_s: defaultdict[str, float] = defaultdict(float)
+        version, held_s = self._version - 1, defaultdict[str, float](float)
         num_placed = 0
         for num_scanned, ticket in enumerate(self._queue.in_order(now)):
             if num_scanned == MAX_SCANNED:
@@ -231,11 +234,13 @@ class Admission:
             waiting = cast(Waiting, ticket)
             is_roomy = waiting.placement.best.prefill.worker_id in roomy
             is_old = now - waiting.placed_s > PLACEMENT_AGE_S
-            # The first in line always, others where that may change something.
-            if num_scanned == 0 or waiting.is_fresh or (num_placed < MAX_PLACED and (is_roomy or is_old)):
-                num_placed += not waiting.is_fresh
+            # What came this moment is placed. The first in line always is again, others where that may change something.
+            is_fresh = waiting.version == version and len(self._queue) == 1
+            if is_fresh or num_scanned == 0 or (num_placed < MAX_PLACED and (is_roomy or is_old)):
+                num_placed += 1
                 try:
-                    self._place_again(waiting, held_s, now)
+                    if not is_fresh:
+                        self._place_again(waiting, held_s, now)
                 except NoWorker as exc:
                     return self._drop(waiting, exc)
                 best = waiting.placement.best
@@ -348,8 +353,11 @@ class Admission:
                 f"Computing this prompt is predicted to take {idle_s * 1e3:.0f} ms on an idle worker; the TTFT SLO is "
                 f"{slo_s * 1e3:.0f} ms. Send a shorter prompt or ask for more time."
             )
-        # What is ahead shrinks by a second each second, and becomes known with the report of a step.
-        retry_s = ttft_s - slo_s + self._full_step_s(forecast.placement.best.prefill)
+        # What is ahead shrinks by a second each second, or by less as far as the model has been wrong lately, and
+        # that becomes known with the report of a step.
+        worker = forecast.placement.best.prefill
+        error = self._costs.steps(worker.card.kind).relative_error
+        retry_s = (ttft_s - slo_s) * (1 + error) + self._full_step_s(worker)
         return DeadlineUnmet(
             f"The first token is predicted in {ttft_s * 1e3:.0f} ms; the TTFT SLO is {slo_s * 1e3:.0f} ms. "
             f"Retry in {retry_s:.1f} s",
@@ -419,10 +427,7 @@ class Admission:
         return {worker.worker_id for worker in workers if self._queue_s(worker) < self._room_s(worker)}
 
     def _place_again(self, waiting: Waiting, held_s: Mapping[str, float], now: float) -> None:
-        """Follow the load. What was placed at this very moment, with nobody else in line, stays."""
-        is_fresh, waiting.is_fresh = waiting.is_fresh, False
-        if is_fresh and len(self._queue) == 1:
-            return
+        """Follow the load; `held_s` is what goes first."""
         offer = waiting.offer
         placement = self._placer.place(
             offer.num_prompt_tokens, offer.digests, offer.expected_output_tokens, now, held_s=held_s

@@ -21,7 +21,7 @@ __all__ = ["NO_WORK", "FairQueue", "Ticket", "Work"]
 MAX_OVERTAKEN_S = 30.0  # a request that waited this long is no longer overtaken by more urgent ones of its tenant
 MAX_IDLE_TENANTS = 1024  # remembered for what they were served beyond the virtual time, and for what they ask
 ARRIVAL_WINDOW_S = 10.0  # over which what a tenant asks is averaged
-DEVIATIONS = 2.0  # standard deviations of what others will ask: 98 % of the time it is less
+DEVIATIONS = 1.0  # standard deviations added to what others will ask: it is less five times in six
 
 
 @dataclass(frozen=True, slots=True)
