@@ -40,7 +40,7 @@ bench: $(STAMP) ## measure a running server: TTFT, ITL, throughput (URL=..., ARG
 	$(BIN)/tandem bench --url $(URL) $(ARGS)
 
 BENCHMARKS := equality cancel second-turn interference exposure role-flip throughput \
-	transfer tiers chat-tiers throttled-tier faults eviction miss-ratio codec
+	transfer tiers chat-tiers throttled-tier faults eviction miss-ratio codec admission
 
 .PHONY: bench-NAME $(addprefix bench-,$(BENCHMARKS))
 
