@@ -1,6 +1,6 @@
 """Fair shares and overload, with the real admission, placement and cost model in front of workers in virtual time.
 
-`fairness`: nine tenants ask steadily, each half of its tenth of the capacity; then a tenth one asks ten times its share.
+`fairness`: nine tenants ask for half of their tenth of the capacity each; then a tenth one asks ten times its share.
 `overload`: four tenants together ask once and twice what the workers can do, every request with a TTFT SLO.
 The time a decision takes is real. Workers are described in benchmarks/virtual_cluster.py.
 
@@ -89,7 +89,7 @@ def overload(settings: argparse.Namespace) -> list[dict[str, Any]]:
                 rows.append(_overload_row(jobs, slo_s, load, num_tenants))
         console.print(f"[dim]measured overload, SLO {slo_s:g} s[/]")
     print_table(
-        f"Requests with a TTFT SLO on {pools[0]}P{pools[1]}D, by load as a multiple of the capacity of {rate:.1f} a second",
+        f"Requests with a TTFT SLO on {pools[0]}P{pools[1]}D; a load of 1 is {rate:.1f} a second",
         [
             "SLO s",
             "load",

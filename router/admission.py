@@ -234,7 +234,7 @@ class Admission:
             waiting = cast(Waiting, ticket)
             is_roomy = waiting.placement.best.prefill.worker_id in roomy
             is_old = now - waiting.placed_s > PLACEMENT_AGE_S
-            # What came this moment is placed. The first in line is placed again, others where that may change something.
+            # What came this moment is placed. The first in line is so again, others where that may change something.
             is_fresh = waiting.version == version and len(self._queue) == 1
             if is_fresh or num_scanned == 0 or (num_placed < MAX_PLACED and (is_roomy or is_old)):
                 num_placed += 1

@@ -34,8 +34,13 @@ async def collect(cluster: FakeCluster, request: GenerateRequest) -> list[TokenD
         return [delta async for delta in cluster.flow.serve(request)]
 
 
+def long_request(request_id: str = "r0") -> GenerateRequest:
+    """A request that finds nothing of the others' prompts cached."""
+    return make_request(request_id=request_id, num_prompt_tokens=NUM_TOKENS, cache_salt=request_id)
+
+
 def start(cluster: FakeCluster, request_id: str, **fields: object) -> asyncio.Task[list[TokenDelta]]:
-    request = replace(make_request(request_id=request_id, num_prompt_tokens=NUM_TOKENS), **fields)  # type: ignore[arg-type]
+    request = replace(long_request(request_id), **fields)  # type: ignore[arg-type]
     return asyncio.create_task(collect(cluster, request))
 
 
@@ -156,7 +161,7 @@ def test_a_deadline_is_refused_at_once_or_when_it_is_sure_to_be_missed() -> None
             # Three prompts of 1.7 s: the second would have its first token after 3.4 s.
             running, waiting = await one_runs_one_waits(cluster, ttft_slo_s=3.6)
             with pytest.raises(DeadlineUnmet, match="TTFT SLO is 3600 ms"):
-                await collect(cluster, replace(make_request(num_prompt_tokens=NUM_TOKENS), ttft_slo_s=3.6))
+                await collect(cluster, replace(long_request(), ttft_slo_s=3.6))
             with pytest.raises(DeadlineUnmet, match="in the queue"):
                 await waiting
             decisions = {one["request_id"]: one for one in cluster.flow.decisions()}
@@ -197,7 +202,7 @@ def test_explaining_sends_and_books_nothing() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent) as cluster:
             running, waiting = await one_runs_one_waits(cluster)
-            request = replace(make_request(num_prompt_tokens=NUM_TOKENS), ttft_slo_s=3.6)
+            request = replace(long_request(), ttft_slo_s=3.6)
             refused = await cluster.flow.explain(request)
             assert (refused["outcome"], refused["error"]["code"]) == ("rejected", "ttft_slo_unmet")
             assert refused["queue"] == {
@@ -220,7 +225,7 @@ def test_metrics_tell_the_queue_and_the_reasons() -> None:
         async with fake_cluster(decode=silent, config=config) as cluster:
             running, waiting = await one_runs_one_waits(cluster)
             with pytest.raises(Overloaded):
-                await collect(cluster, make_request(num_prompt_tokens=NUM_TOKENS))
+                await collect(cluster, long_request())
             registry = CollectorRegistry()
             registry.register(AdmissionCollector(cluster.flow.admission))
             text = generate_latest(registry).decode()
