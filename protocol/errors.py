@@ -5,7 +5,6 @@ ServingError
  |   |- ModelNotFound          404
  |   |- ContextLengthExceeded  400
  |   |- PinNotFound            404
- |   |- DeadlineUnreachable    400: not even idle workers could meet it
  |- Overloaded                 429, with a Retry-After
  |   |- PinQuotaExceeded
  |   |- DeadlineUnmet          its first token would come too late
@@ -24,7 +23,6 @@ __all__ = [
     "ConfigError",
     "ContextLengthExceeded",
     "DeadlineUnmet",
-    "DeadlineUnreachable",
     "IncompatiblePeer",
     "ModelNotFound",
     "NoWorker",
@@ -83,12 +81,6 @@ class PinNotFound(RequestError):
 
     status = 404
     code = "pin_not_found"
-
-
-class DeadlineUnreachable(RequestError):
-    """Computing the prompt alone takes longer than the request's TTFT SLO."""
-
-    code = "ttft_slo_unreachable"
 
 
 class Overloaded(ServingError):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 from protocol.config import RouterConfig
-from protocol.errors import DeadlineUnmet, DeadlineUnreachable, NoWorker, Overloaded, ServingError
+from protocol.errors import DeadlineUnmet, NoWorker, Overloaded, ServingError
 from protocol.messages import Role, WorkerState
 from router.cost_model import CostModel
 from router.fair_queue import FairQueue, Ticket, Work
@@ -75,6 +75,15 @@ class Forecast(NamedTuple):
     ttft_s: float
     slo_s: float  # inf = none
     error: ServingError | None  # why it is refused, if it is
+
+    @property
+    def is_hopeful(self) -> bool:
+        """Whether it is worth a try.
+
+        An idle worker is, whatever is predicted: nobody could be faster, and refusing for good all that a wrong model
+        takes for slow would leave it wrong.
+        """
+        return self.ttft_s <= self.slo_s or self.start_s <= 0
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -192,7 +201,7 @@ class Admission:
     def enter(self, offer: Offer, forecast: Forecast, now: float, payload: Any = None) -> Waiting:
         """Put a request in the queue, with what was forecast just now; `next` may let it through at once.
 
-        Raises `Overloaded` or `DeadlineUnreachable` if it is refused.
+        Raises `Overloaded` if it is refused.
         """
         if forecast.error is not None:
             self.reject(offer.tenant, forecast.error)
@@ -206,7 +215,7 @@ class Admission:
             forecast=forecast,
             placement=forecast.placement,
             placed_s=now,
-            deadline_s=now + forecast.slo_s,
+            deadline_s=now + forecast.slo_s if forecast.ttft_s <= forecast.slo_s else math.inf,
             version=self._version,
             payload=payload,
         )
@@ -345,19 +354,13 @@ class Admission:
 
     def _deadline_refusal(self, forecast: Forecast) -> ServingError | None:
         ttft_s, slo_s = forecast.ttft_s, forecast.slo_s
-        if ttft_s <= slo_s:
+        if forecast.is_hopeful:
             return None
-        idle_s = self._idle_ttft_s(forecast.placement)
-        if idle_s > slo_s:
-            return DeadlineUnreachable(
-                f"Computing this prompt is predicted to take {idle_s * 1e3:.0f} ms on an idle worker; the TTFT SLO is "
-                f"{slo_s * 1e3:.0f} ms. Send a shorter prompt or ask for more time."
-            )
         # What is ahead shrinks by a second each second, or by less as far as the model has been wrong lately, and
-        # that becomes known with the report of a step.
+        # that becomes known with the report of a step. With nothing ahead it is let in.
         worker = forecast.placement.best.prefill
         error = self._costs.steps(worker.card.kind).relative_error
-        retry_s = (ttft_s - slo_s) * (1 + error) + self._full_step_s(worker)
+        retry_s = min(ttft_s - slo_s, forecast.start_s) * (1 + error) + self._full_step_s(worker)
         return DeadlineUnmet(
             f"The first token is predicted in {ttft_s * 1e3:.0f} ms; the TTFT SLO is {slo_s * 1e3:.0f} ms. "
             f"Retry in {retry_s:.1f} s",
@@ -397,12 +400,6 @@ class Admission:
         if not rate:  # all wait for memory
             return forecast.start_s
         return num_tokens / rate + self._full_step_s(forecast.placement.best.prefill)
-
-    def _idle_ttft_s(self, placement: Placement) -> float:
-        best = placement.best
-        model = self._costs.steps(best.prefill.card.kind)
-        chunk = best.prefill.card.max_num_batched_tokens
-        return best.terms.fetch_s + model.prefill_s(placement.num_new_tokens, best.num_cached_tokens, chunk)
 
     def _queue_s(self, worker: Worker) -> float:
         return queue_s(worker, self._costs.steps(worker.card.kind))
