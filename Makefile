@@ -40,7 +40,8 @@ bench: $(STAMP) ## measure a running server: TTFT, ITL, throughput (URL=..., ARG
 	$(BIN)/tandem bench --url $(URL) $(ARGS)
 
 BENCHMARKS := equality cancel second-turn interference exposure role-flip throughput \
-	transfer tiers offload chat-tiers throttled-tier faults eviction miss-ratio codec routing decisions
+	transfer tiers offload chat-tiers throttled-tier faults eviction miss-ratio codec routing decisions \
+	admission
 
 .PHONY: bench-NAME $(addprefix bench-,$(BENCHMARKS))
 

@@ -12,6 +12,7 @@ from cluster.listening import listening
 from cluster.model_store import DEFAULT_MODEL, resolve_model, served_name
 from protocol.config import ClusterConfig, Codec, DType, EngineConfig, RouterConfig, TierConfig, TransferConfig
 from protocol.errors import ConfigError
+from router.tenants import load_tenants
 
 __all__ = ["build_config", "serve"]
 
@@ -206,8 +207,24 @@ def serve(
     ),
     max_queued_prompt_tokens: Annotated[
         int,
-        typer.Option(help="Prompt tokens waiting in all workers; above it requests get 429.", rich_help_panel=_LIMITS),
+        typer.Option(help="Prompt tokens waiting in all; above it requests get 429.", rich_help_panel=_LIMITS),
     ] = default_of(RouterConfig, "max_queued_prompt_tokens"),
+    max_worker_queue_s: Annotated[
+        float,
+        typer.Option(
+            help="Predicted seconds of prompts at a worker above which others wait in the router, where the order "
+            "can change; 0 = half a full step of the worker.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = default_of(RouterConfig, "max_worker_queue_s"),
+    tenants: Annotated[
+        str,
+        typer.Option(
+            help="TOML file with weight, ttft_slo_ms and max_queue_share of tenants: docs/admission.md; "
+            "empty = all alike.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = default_of(RouterConfig, "tenants"),
     tokenizer_threads: Annotated[
         int, typer.Option(help="Threads of the router for long prompts.", rich_help_panel=_LIMITS)
     ] = default_of(RouterConfig, "tokenizer_threads"),
@@ -240,6 +257,7 @@ def serve(
     flags: dict[str, Any] = dict(ctx.params)
     _refuse_sizes_of_pools(ctx)
     build_config(flags | {"model": "."})  # a bad value is told before a model is fetched
+    load_tenants(tenants)
     with listening(host, port):
         pass  # asked before anything is fetched or started
     console = Console(stderr=True, highlight=False)

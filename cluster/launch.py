@@ -248,6 +248,7 @@ def _create_app(flow: RequestFlow, registry: Registry, sizing: CacheSizing, conf
     """The HTTP app. Its imports cost seconds (the tokenizer brings transformers); the workers load meanwhile."""
     from prometheus_client import CollectorRegistry
 
+    from router.admission_metrics import AdmissionCollector
     from router.app import create_app
     from router.pin_metrics import PinCollector
     from router.tokenizer import Tokenizer
@@ -257,6 +258,7 @@ def _create_app(flow: RequestFlow, registry: Registry, sizing: CacheSizing, conf
     metrics.register(WorkerCollector(registry))
     metrics.register(CacheSizingCollector(sizing))
     metrics.register(PinCollector(flow.cache, registry))
+    metrics.register(AdmissionCollector(flow.admission))
     return create_app(flow, Tokenizer(config.engine.model), config.router, metrics)
 
 

@@ -140,7 +140,9 @@ class RouterConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     max_body_bytes: int = 8 * 1024 * 1024
-    max_queued_prompt_tokens: int = 2_000_000  # over all workers; above it requests get 429
+    max_queued_prompt_tokens: int = 2_000_000  # waiting in router and workers; above it requests get 429
+    max_worker_queue_s: float = 0.0  # predicted queue of a worker that gets no more prompts; 0 = half a full step of it
+    tenants: str = ""  # TOML file with the tenants' weights, SLOs and shares; "" = all alike
     local_prefill: bool = True  # a decode worker may compute a prompt itself where that is cheaper
     tokenizer_threads: int = 2
     worker_timeout_s: float = 8.0  # silence after which a worker counts as dead
@@ -156,6 +158,14 @@ class RouterConfig:
         for name in ("max_pins", "max_pins_per_tenant"):
             _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative; 0 refuses all pins")
         _require(0 < self.pin_tenant_share <= 1, f"pin_tenant_share={self.pin_tenant_share} must be above 0, at most 1")
+        _require(
+            self.max_queued_prompt_tokens >= 1,
+            f"max_queued_prompt_tokens={self.max_queued_prompt_tokens} must be at least 1",
+        )
+        _require(
+            self.max_worker_queue_s >= 0,
+            f"max_worker_queue_s={self.max_worker_queue_s} must not be negative; 0 is half a full step of the worker",
+        )
         _require(self.max_pin_ttl_s > 0, f"max_pin_ttl_s={self.max_pin_ttl_s} must be positive")
         _require(0 <= self.port <= 65535, f"port={self.port} is not a TCP port (0 to 65535)")
         _require(self.max_body_bytes > 0, f"max_body_bytes={self.max_body_bytes} must be positive")

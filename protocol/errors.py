@@ -7,6 +7,7 @@ ServingError
  |   |- PinNotFound            404
  |- Overloaded                 429, with a Retry-After
  |   |- PinQuotaExceeded
+ |   |- DeadlineUnmet          its first token would come too late
  |- WorkerError                a worker failed or is gone: 502/503
  |   |- NoWorker               503: nothing can serve this now
  |- TransferError              KV could not be moved
@@ -21,6 +22,7 @@ from __future__ import annotations
 __all__ = [
     "ConfigError",
     "ContextLengthExceeded",
+    "DeadlineUnmet",
     "IncompatiblePeer",
     "ModelNotFound",
     "NoWorker",
@@ -88,8 +90,8 @@ class Overloaded(ServingError):
     error_type = "rate_limit_error"
     code = "overloaded"
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, retry_after_s: float, code: str | None = None) -> None:
+        super().__init__(message, code=code)
         self.retry_after_s = retry_after_s
 
 
@@ -97,6 +99,12 @@ class PinQuotaExceeded(Overloaded):
     """One more pin would keep more than pins may."""
 
     code = "pin_quota_exceeded"
+
+
+class DeadlineUnmet(Overloaded):
+    """The first token would come later than the request's TTFT SLO allows."""
+
+    code = "ttft_slo_unmet"
 
 
 class WorkerError(ServingError):

@@ -36,6 +36,7 @@ from router.openai.errors import (
 )
 from router.openai.middleware import BodyLimit, RequestObserver
 from router.openai.readiness import Readiness
+from router.openai.route import explain_route, list_decisions
 from router.openai.schema import DetokenizeRequest, TokenizeRequest
 from router.tokenizer import Tokenizer, TokenizerPool
 
@@ -72,6 +73,7 @@ def create_app(backend: Backend, tokenizer: Tokenizer, config: RouterConfig, reg
     _add_generation_routes(app, edge)
     _add_catalog_routes(app, edge)
     _add_cache_routes(app, edge)
+    _add_route_routes(app, edge)
     _add_operation_routes(app, backend, readiness, registry)
     app.state.readiness = readiness
     return app
@@ -123,6 +125,16 @@ def _add_cache_routes(app: FastAPI, edge: Edge) -> None:
     @app.get("/v1/cache/pins")
     async def pins(cache_salt: str = "") -> Response:
         return _json(await list_pins(edge, cache_salt))
+
+
+def _add_route_routes(app: FastAPI, edge: Edge) -> None:
+    @app.post("/v1/route/explain")
+    async def explain(request: Request) -> Response:
+        return _json(await explain_route(edge, request))
+
+    @app.get("/v1/route/decisions")
+    async def decisions() -> Response:
+        return _json(list_decisions(edge))
 
 
 def _add_operation_routes(app: FastAPI, backend: Backend, readiness: Readiness, registry: CollectorRegistry) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,13 +18,17 @@ from protocol.config import RouterConfig
 from protocol.digest import block_digests, extend_digests, root_digest
 from protocol.errors import NoWorker, WorkerError
 from protocol.messages import Decode, FinishReason, Generate, KvHolder, Prefill, Role, SequenceDelta, WorkerCard
+from router.admission import Admission, Offer
 from router.cache_sizing import CacheSizing
 from router.cost_model import CostModel
+from router.decisions import Decision
+from router.gate import NUM_OTHERS, Gate
 from router.openai.backend import GenerateRequest, TokenDelta
 from router.pins import PinService
 from router.placement import Placement, Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Booking, Registry, Worker, queue_s
+from router.tenants import load_tenants
 from router.worker_client import Inbox, Leg, LegEvent, WorkerClient
 
 __all__ = ["DeltaOrder", "RequestFlow"]
@@ -31,8 +36,6 @@ __all__ = ["DeltaOrder", "RequestFlow"]
 logger = logging.getLogger(__name__)
 
 LONG_PROMPT_TOKENS = 2048  # hashing more than this (~0.3 ms) goes to a thread
-FIRST_GUESS_OUTPUT_TOKENS = 128.0
-OUTPUT_LENGTH_WEIGHT = 0.05  # of the newest answer in the mean length
 MAX_ROOTS = 4096  # cached digest roots, one per tenant salt
 SHUTTING_DOWN = "the server is shutting down; send the request again"
 
@@ -58,6 +61,8 @@ class RequestFlow:
         self._index = index
         self._costs = costs
         self._placer = placer
+        self.admission = Admission(registry, costs, placer, load_tenants(config.tenants), config)
+        self._gate = Gate(self.admission, registry, self._book, timeout_s=config.request_timeout_s, clock=clock)
         self._sizing = sizing
         self._workers = workers
         self._config = config
@@ -66,7 +71,6 @@ class RequestFlow:
         self.cache = PinService(registry, index, workers, config, self._digests, clock=clock)
         self._running: dict[Inbox, Leg] = {}  # the inbox of each request, and its last leg
         self._is_shut_down = False
-        self.mean_output_tokens = FIRST_GUESS_OUTPUT_TOKENS
         self.num_handoffs = 0  # requests that both workers of a pair sent tokens for
         self.autoscaler_status: dict[str, object] = {}  # set by whoever runs the autoscaler
         # What is wrong with each worker's books, set by whoever runs the workers; "" where nothing is.
@@ -83,6 +87,11 @@ class RequestFlow:
         return min((worker.card.max_model_len for worker in self._registry), default=None)
 
     @property
+    def mean_output_tokens(self) -> float:
+        """Moving mean of the answers' lengths."""
+        return self.admission.lengths.mean_tokens
+
+    @property
     def ready(self) -> bool:
         """Whether a request could be placed now."""
         return self._placer.can_place
@@ -95,17 +104,19 @@ class RequestFlow:
         digests = await self._digests(request.token_ids, request.cache_salt)
         if self._is_shut_down:
             raise NoWorker(SHUTTING_DOWN)
-        placement = self._place(request, digests)
-        booking = self._book(placement, digests, request)
+        entered = await self._gate.enter(request, self._offer(request, digests))
+        placement = entered.placement
         legs: list[Leg] = []
         inbox: Inbox = asyncio.Queue()
         output: list[int] = []
         num_cached_tokens = 0
+        order = DeltaOrder()
         try:
+            if self._is_shut_down:
+                raise NoWorker(SHUTTING_DOWN)
             self._note_turn(request, digests)
             self._dispatch(request, placement, legs, inbox)
             self._running[inbox] = legs[-1]
-            order = DeltaOrder()
             handoff = _Handoff(legs)
             while True:
                 event = await self._next_event(request, inbox)
@@ -113,16 +124,18 @@ class RequestFlow:
                     raise event.item
                 self.num_handoffs += handoff.is_completed_by(event)
                 for delta in order.push(event.item):
-                    booking.prefill_done()
+                    is_first = not output
+                    entered.first_token()
                     output += delta.token_ids
                     num_cached_tokens += delta.num_cached_tokens or 0
-                    yield _token_delta(delta)
+                    shown = _token_delta(delta)
+                    yield replace(shown, decision=entered.explain()) if request.explains and is_first else shown
                     if delta.finish_reason is not None:
-                        self._note_output_length(order.num_tokens)
+                        self.admission.lengths.note(request.tenant, order.num_tokens)
                         return
         finally:
             self._running.pop(inbox, None)
-            booking.release()
+            entered.end()
             for leg in legs:
                 leg.cancel()
             if output:
@@ -131,8 +144,22 @@ class RequestFlow:
     def shut_down(self) -> None:
         """End every running request with an error and refuse new ones: the server is going. Call it in the loop."""
         self._is_shut_down = True
+        self._gate.close(lambda: NoWorker(SHUTTING_DOWN))
         for inbox, leg in self._running.items():
             inbox.put_nowait(LegEvent(leg, NoWorker(SHUTTING_DOWN)))
+
+    async def explain(self, request: GenerateRequest) -> dict[str, Any]:
+        """What would be decided for this request now, as JSON; nothing is sent or booked. Raises `NoWorker`."""
+        offer = self._offer(request, await self._digests(request.token_ids, request.cache_salt))
+        now = self._clock()
+        forecast = self.admission.forecast(offer, now, num_others=NUM_OTHERS)
+        outcome = "rejected" if forecast.error else "admitted"
+        decision = Decision("", offer.tenant, offer.priority, now, forecast, outcome, error=forecast.error)
+        return decision.to_json(now)
+
+    def decisions(self) -> list[dict[str, Any]]:
+        """The latest decisions, newest first, as JSON."""
+        return self._gate.log.to_json(self._clock())
 
     async def pools(self) -> dict[str, Any]:
         """State of the worker pools, as JSON."""
@@ -143,6 +170,7 @@ class RequestFlow:
             "roles": roles,
             "costs": self._costs.export(),
             "queued_prompt_tokens": self._registry.queued_prompt_tokens,
+            "admission": self.admission.report(),
             "num_requests": self._registry.num_bookings,
             "num_handoffs": self.num_handoffs,
             "num_indexed_blocks": len(self._index),
@@ -179,30 +207,31 @@ class RequestFlow:
             root = self._roots[namespace, cache_salt] = root_digest(namespace, cache_salt=cache_salt)
         return root
 
-    def _place(self, request: GenerateRequest, digests: list[bytes]) -> Placement:
-        expected = max(1, min(request.sampling.max_tokens, round(self.mean_output_tokens)))
-        placement = self._placer.place(len(request.token_ids), digests, expected, self._clock())
-        best = placement.best
-        logger.debug(
-            "request %s: prefill on %s, decode on %s, %s",
-            request.request_id,
-            best.prefill.worker_id,
-            best.decode.worker_id,
-            best.terms,
+    def _offer(self, request: GenerateRequest, digests: Sequence[bytes]) -> Offer:
+        return Offer(
+            num_prompt_tokens=len(request.token_ids),
+            digests=digests,
+            expected_output_tokens=self.admission.lengths.expected(request.tenant, request.sampling.max_tokens),
+            tenant=request.tenant,
+            priority=request.priority,
+            ttft_slo_s=request.ttft_slo_s,
         )
-        return placement
 
-    def _book(self, placement: Placement, digests: list[bytes], request: GenerateRequest) -> Booking:
-        """Let the next decision see this one. NOTE: no `await` between deciding and booking."""
-        prefill_id, decode_id = placement.best.prefill.worker_id, placement.best.decode.worker_id
+    def _book(self, request: GenerateRequest, offer: Offer, placement: Placement) -> Booking:
+        """Let the next decision see this one."""
+        best = placement.best
+        prefill_id, decode_id = best.prefill.worker_id, best.decode.worker_id
+        logger.debug(
+            "request %s: prefill on %s, decode on %s, %s", request.request_id, prefill_id, decode_id, best.terms
+        )
         # An answer of one token comes from the prefill worker, and no KV ever reaches the other.
         holders = {prefill_id} if request.sampling.max_tokens == 1 else {prefill_id, decode_id}
-        self._index.speculate(holders, digests, self._clock())
+        self._index.speculate(holders, offer.digests, self._clock())
         return self._registry.reserve(
             prefill_id,
             decode_id,
             num_new_tokens=placement.num_new_tokens,
-            num_context_tokens=placement.best.num_cached_tokens,
+            num_context_tokens=best.num_cached_tokens,
             num_kv_tokens=placement.num_kv_tokens,
         )
 
@@ -275,9 +304,6 @@ class RequestFlow:
                 num_cached_tokens=num_cached_tokens,
                 cache_salt=request.cache_salt,
             )
-
-    def _note_output_length(self, num_tokens: int) -> None:
-        self.mean_output_tokens += OUTPUT_LENGTH_WEIGHT * (num_tokens - self.mean_output_tokens)
 
     def _worker_state(self, worker: Worker) -> dict[str, object]:
         card, load = worker.card, worker.load

@@ -5,14 +5,15 @@ Reads registry, index and cost model; changes none of them. No I/O, no weights: 
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from protocol.config import RouterConfig
-from protocol.errors import NoWorker, Overloaded
+from protocol.errors import NoWorker
 from protocol.messages import Role, WorkerState
 from router.cost_model import CostModel, StepModel, prefill_attention
 from router.prefix_index import PrefixIndex
@@ -21,13 +22,14 @@ from router.registry import Registry, Worker, can_decode, can_prefill, queue_s
 __all__ = ["Candidate", "Holder", "Placement", "Placer", "Terms"]
 
 _MAX_HOLDERS = 4  # looked at more closely
+_NOTHING_HELD: Mapping[str, float] = {}
 _FETCH_GAIN = 0.95  # reading from a peer must save this much, as predictions are not that exact
 
 
 class Terms(NamedTuple):
     """What a placement costs, term by term, in seconds."""
 
-    queue_s: float = 0.0  # prompts booked before this one
+    queue_s: float = 0.0  # prompts before this one: booked on the worker, and held in the router for it
     fetch_s: float = 0.0  # reading what another worker has of the prompt
     prefill_s: float = 0.0  # computing the rest of it
     delay_s: float = 0.0  # what that takes from the sequences decoding on the same worker, summed over them
@@ -67,6 +69,17 @@ class Candidate(NamedTuple):
         """Whether prompt and decoding are on different workers."""
         return self.prefill is not self.decode
 
+    def explain(self) -> dict[str, object]:
+        """The candidate with its terms, as JSON."""
+        return {
+            "prefill_worker": self.prefill.worker_id,
+            "decode_worker": self.decode.worker_id,
+            "num_cached_tokens": self.num_cached_tokens,
+            "kv_holder": self.holder.worker.worker_id if self.holder else None,
+            "total_s": self.terms.total_s,
+            **self.terms._asdict(),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -74,6 +87,7 @@ class Placement:
 
     best: Candidate
     runner_up: Candidate | None  # the best of the other shape: alone if `best` is a pair, else a pair
+    others: tuple[Candidate, ...]  # the next best of any shape, where asked for
     num_prompt_tokens: int
     expected_output_tokens: int
     skipped: dict[str, int]  # reason -> number of workers not considered
@@ -87,16 +101,6 @@ class Placement:
     def num_kv_tokens(self) -> int:
         """Length the sequence is expected to reach."""
         return self.num_prompt_tokens + self.expected_output_tokens
-
-    def explain(self) -> dict[str, object]:
-        """The decision with its numbers, as JSON."""
-        return {
-            "chosen": _explain(self.best),
-            "runner_up": _explain(self.runner_up) if self.runner_up else None,
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "expected_output_tokens": self.expected_output_tokens,
-            "skipped": dict(self.skipped),
-        }
 
 
 class _PrefillSide(NamedTuple):
@@ -158,12 +162,14 @@ class Placer:
         expected_output_tokens: int,
         now: float,
         *,
+        held_s: Mapping[str, float] = _NOTHING_HELD,
+        num_others: int = 0,
         excluded: Container[str] = (),
     ) -> Placement:
-        """The cheapest candidate without workers whose id is `excluded`.
+        """The cheapest candidate without workers whose id is `excluded`, and on demand the next best ones.
 
-        Raises `NoWorker` with the reasons when nothing can take the request, and `Overloaded` when too many prompt
-        tokens are queued already.
+        `held_s`: by worker, predicted seconds of prompts that wait in the router for it and go before this one.
+        Raises `NoWorker` with the reasons when nothing can take the request.
         """
         skipped: Counter[str] = Counter()
         open_to_it = (worker for worker in self._registry if worker.worker_id not in excluded)
@@ -172,19 +178,21 @@ class Placer:
         if not decoders:
             raise NoWorker(self._explain_no_worker(len(workers), skipped))
         hits = self._index.longest_prefix(digests, now)
-        request = _Request(num_prompt_tokens, expected_output_tokens, hits, self._holders(hits, digests), self._costs)
+        holders = self._holders(hits, digests)
+        request = _Request(num_prompt_tokens, expected_output_tokens, hits, holders, held_s, self._costs)
         decode_sides = [request.decode_side(worker) for worker in decoders]
-        pair = request.best_pair(
-            [request.prefill_side(worker) for worker in workers if can_prefill(worker)], decode_sides
-        )
+        prefill_sides = [request.prefill_side(worker) for worker in workers if can_prefill(worker)]
+        pair = request.best_pair(prefill_sides, decode_sides)
+        solo_sides = decode_sides
         if pair is not None and not self._config.local_prefill:
-            decode_sides = [side for side in decode_sides if side.worker.role == Role.COLOCATED]
-        alone = request.best_alone(decode_sides)
+            solo_sides = [side for side in decode_sides if side.worker.role == Role.COLOCATED]
+        alone = request.best_alone(solo_sides)
         candidates = sorted((c for c in (pair, alone) if c is not None), key=_preference)
-        self._check_load(num_prompt_tokens - candidates[0].num_cached_tokens)
+        others = request.next_best(candidates[0], prefill_sides, decode_sides, solo_sides, num_others)
         return Placement(
             best=candidates[0],
             runner_up=candidates[1] if len(candidates) > 1 else None,
+            others=tuple(others),
             num_prompt_tokens=num_prompt_tokens,
             expected_output_tokens=expected_output_tokens,
             skipped=dict(skipped),
@@ -220,25 +228,6 @@ class Placer:
             reasons.append(f"{num_fit} prefill only")
         return f"no worker can take this request: {', '.join(reasons) or 'none is connected'}"
 
-    def _check_load(self, num_new_tokens: int) -> None:
-        queued = self._registry.queued_prompt_tokens
-        limit = self._config.max_queued_prompt_tokens
-        excess = queued + num_new_tokens - limit
-        # NOTE: with nothing queued a prompt larger than the limit is admitted: waiting would not help it.
-        if excess <= 0 or queued == 0:
-            return
-        rate = sum(self._prompt_tokens_per_s(worker) for worker in self._registry)
-        # Queued work only drains where it is queued; what is left after all of it is computed fits.
-        retry_after_s = min(excess, queued) / max(rate, 1e-3)
-        raise Overloaded(
-            f"{queued} prompt tokens are queued and this request adds {num_new_tokens}; "
-            f"max_queued_prompt_tokens={limit}. Retry in {retry_after_s:.1f} s",
-            retry_after_s=retry_after_s,
-        )
-
-    def _prompt_tokens_per_s(self, worker: Worker) -> float:
-        return worker.uncomputed_tokens / max(queue_s(worker, self._costs.steps(worker.card.kind)), 1e-6)
-
 
 class _Request:
     """Scores one request on the workers it could use."""
@@ -249,8 +238,10 @@ class _Request:
         expected_output_tokens: int,
         hits: dict[str, int],
         holders: Sequence[Holder],
+        held_s: Mapping[str, float],
         costs: CostModel,
     ) -> None:
+        self._held_s = held_s
         self._num_prompt_tokens = num_prompt_tokens
         self._num_outputs = expected_output_tokens
         self._num_kv_tokens = num_prompt_tokens + expected_output_tokens
@@ -282,6 +273,25 @@ class _Request:
                     best = candidate
         return best
 
+    def next_best(
+        self,
+        best: Candidate,
+        prefill_sides: Iterable[_PrefillSide],
+        decode_sides: Iterable[_DecodeSide],
+        solo_sides: Iterable[_DecodeSide],
+        num_others: int,
+    ) -> list[Candidate]:
+        """The cheapest candidates behind `best`, of the cheapest workers of each side: to be shown, not exact."""
+        if num_others <= 0:
+            return []
+        num_sides = num_others + 1
+        prefillers = heapq.nsmallest(num_sides, prefill_sides, key=_side_order)
+        decoders = heapq.nsmallest(num_sides, decode_sides, key=_side_order)
+        found = [self.pair(prefill, decode) for prefill in prefillers for decode in decoders]
+        found += [_candidate(self.prefill_side(side.worker), side) for side in solo_sides]
+        found = [c for c in found if (c.prefill, c.decode) != (best.prefill, best.decode)]
+        return heapq.nsmallest(num_others, found, key=_preference)
+
     def pair(self, prefill: _PrefillSide, decode: _DecodeSide) -> Candidate:
         """Both sides and the transfer between them: whole blocks, and only those the decode worker lacks."""
         card = decode.worker.card
@@ -306,7 +316,8 @@ class _Request:
                 prefill_s, work_s = other_prefill_s, other_work_s
         # A decode worker that computes a prompt stalls what decodes there, and be it the request that comes next.
         num_stalled = max(worker.num_booked_seqs, 1) if worker.role is Role.DECODE else worker.num_booked_seqs
-        waiting_s, delay_s = queue_s(worker, model), num_stalled * work_s
+        waiting_s = queue_s(worker, model) + self._held_s.get(worker.worker_id, 0.0)
+        delay_s = num_stalled * work_s
         cost_s = waiting_s + fetch_s + prefill_s + delay_s
         return _PrefillSide(
             cost_s, worker.num_placed_tokens, worker, hit, holder, waiting_s, fetch_s, prefill_s, delay_s
@@ -374,6 +385,10 @@ def _decode_group(side: _DecodeSide) -> tuple[Hashable, ...]:
     return side.worker.card.kind, side.worker.card.block_bytes, side.hit_tokens
 
 
+def _side_order(side: _PrefillSide | _DecodeSide) -> tuple[float, int]:
+    return side.cost_s, side.num_placed_tokens
+
+
 def _best_of_equals(sides: Iterable[_Side], group: Callable[[_Side], Hashable]) -> list[_Side]:
     """The best side of each group, cheapest first."""
     best: dict[Hashable, _Side] = {}
@@ -404,14 +419,3 @@ def _preference(candidate: Candidate) -> tuple[float, int]:
     if candidate.is_pair:
         work_done += candidate.decode.num_placed_tokens
     return candidate.terms.total_s, work_done
-
-
-def _explain(candidate: Candidate) -> dict[str, object]:
-    return {
-        "prefill_worker": candidate.prefill.worker_id,
-        "decode_worker": candidate.decode.worker_id,
-        "num_cached_tokens": candidate.num_cached_tokens,
-        "kv_holder": candidate.holder.worker.worker_id if candidate.holder else None,
-        "total_s": candidate.terms.total_s,
-        **candidate.terms._asdict(),
-    }

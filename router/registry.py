@@ -143,6 +143,7 @@ class Registry:
         self._workers: dict[str, Worker] = {}
         self._bookings: set[Booking] = set()
         self._listeners: list[Callable[[WorkerChange], None]] = []
+        self._step_listeners: list[Callable[[], None]] = []
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -163,6 +164,10 @@ class Registry:
     def listen(self, listener: Callable[[WorkerChange], None]) -> None:
         """Call `listener` after each change of a worker's state."""
         self._listeners.append(listener)
+
+    def listen_steps(self, listener: Callable[[], None]) -> None:
+        """Call `listener` after each step that a worker reported: some of its queue may be gone."""
+        self._step_listeners.append(listener)
 
     def get(self, worker_id: str) -> Worker | None:
         """The worker, or None when it is gone."""
@@ -227,6 +232,8 @@ class Registry:
         if worker is not None:
             computed = worker.computed_prompt_tokens + max(stats.num_prefill_tokens, 0)
             worker.computed_prompt_tokens = min(computed, worker.queued_prompt_tokens)
+            for listener in self._step_listeners:
+                listener()
 
     def reserve(
         self,

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from kv_transfer.eviction import create_policy
 from loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
+from router.admission import OutputLengths
 from router.cost_model import prefill_attention
-from router.flow import FIRST_GUESS_OUTPUT_TOKENS, OUTPUT_LENGTH_WEIGHT
 from router.registry import Booking
 from simulator.clock import Clock
 from simulator.cluster import Cluster
@@ -24,6 +24,8 @@ from simulator.steps import Run
 from simulator.worker import Job, SimulatedWorker
 
 __all__ = ["Gaps", "Outcome", "simulate"]
+
+_MAX_OUTPUT_TOKENS = 1 << 20  # traces do not say what a client would have allowed
 
 
 class Gaps(NamedTuple):
@@ -115,7 +117,7 @@ class _Simulation:
         self._policy = POLICIES[policy](self._fleet, random.Random(seed))
         self._open: dict[Job, _Open] = {}
         self._computing: set[SimulatedWorker] = set()  # may have progress to tell
-        self._mean_output_tokens = FIRST_GUESS_OUTPUT_TOKENS
+        self._lengths = OutputLengths()
         self._gaps: list[Gaps] = []
         self._place_s = 0.0
         capacity = self._machine.pool_tokens // TRACE_BLOCK_SIZE * TRACE_BLOCK_SIZE
@@ -151,7 +153,7 @@ class _Simulation:
         started = time.perf_counter()
         for worker in self._computing:
             self._fleet.note_computed(worker.worker_id, worker.take_progress())
-        ask = Ask(job.num_prompt_tokens, max(1, round(self._mean_output_tokens)), job.digests)
+        ask = Ask(job.num_prompt_tokens, self._lengths.expected("", _MAX_OUTPUT_TOKENS), job.digests)
         choice = self._policy.choose(ask, self._clock.now)
         self._place_s += time.perf_counter() - started
         prefill_id, decode_id = choice.prefill.worker_id, choice.decode.worker_id
@@ -278,7 +280,7 @@ class _Simulation:
     def finished(self, worker: SimulatedWorker, job: Job) -> None:
         """The answer is complete."""
         self._open.pop(job).booking.release()
-        self._mean_output_tokens += OUTPUT_LENGTH_WEIGHT * (job.num_output_tokens - self._mean_output_tokens)
+        self._lengths.note("", job.num_output_tokens)
 
     def cached(self, worker: SimulatedWorker, stored: list[bytes], removed: list[bytes]) -> None:
         """Follow the worker's block events."""

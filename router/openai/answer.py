@@ -6,6 +6,7 @@ Every way out (the end, an error, a client that leaves, a server that stops) clo
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import time
@@ -25,6 +26,7 @@ from router.openai.backend import Backend
 from router.openai.errors import ClientDisconnected, internal_error_body, serving_error_body
 from router.openai.formats import AnswerFormat, FinishedChoice, Usage
 from router.openai.generation import ChoiceDelta, ChoicePlan, run_choices
+from router.openai.wishes import EXPLAIN_HEADER
 from router.tokenizer import Tokenizer
 
 __all__ = ["Answer", "EventStream", "answer_request", "new_answer_id", "until_disconnect"]
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the latter: no buffering in nginx
+EXPLANATION_FIELD = "tandem_explain"
 DONE_EVENT = b"data: [DONE]\n\n"
 
 
@@ -66,8 +69,10 @@ async def answer_request(
     try:
         if answer.is_stream:
             first = await until_disconnect(request.receive, _first(deltas))
-            return EventStream(answer, first, deltas, metrics, headers | STREAM_HEADERS)
-        body = await until_disconnect(request.receive, _collect(answer, deltas))
+            headers |= STREAM_HEADERS | _explanation(first.decision)
+            return EventStream(answer, first, deltas, metrics, headers)
+        body, decision = await until_disconnect(request.receive, _collect(answer, deltas))
+        headers |= _explanation(decision)
     except BaseException as exc:
         if isinstance(exc, ClientDisconnected):
             metrics.client_disconnects.inc()
@@ -143,14 +148,24 @@ async def _first(deltas: AsyncGenerator[ChoiceDelta, None]) -> ChoiceDelta:
     return await anext(deltas)
 
 
-async def _collect(answer: Answer, deltas: AsyncGenerator[ChoiceDelta, None]) -> dict[str, Any]:
+def _explanation(decision: dict[str, Any] | None) -> dict[str, str]:
+    """The response header that tells the decision."""
+    return {EXPLAIN_HEADER: json.dumps(decision, separators=(",", ":"))} if decision else {}  # in ASCII
+
+
+async def _collect(
+    answer: Answer, deltas: AsyncGenerator[ChoiceDelta, None]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The body of the whole answer, and the decision if it was asked for."""
+    decision = None
     choices = [FinishedChoice(plan.index) for plan in answer.choices]
     usage = Usage(answer.num_prompt_tokens)
     async with aclosing(deltas):
         async for delta in deltas:
             choices[delta.index].add(delta)
             usage.add(delta)
-    return {
+            decision = decision or delta.decision
+    body = {
         "id": answer.answer_id,
         "object": answer.format.plain_object,
         "created": int(time.time()),
@@ -158,6 +173,7 @@ async def _collect(answer: Answer, deltas: AsyncGenerator[ChoiceDelta, None]) ->
         "choices": [answer.format.whole(choice) for choice in choices],
         "usage": usage.to_json(),
     }
+    return body, decision
 
 
 async def _stream(
@@ -189,6 +205,8 @@ class _Chunks:
         self._answer = answer
         self._usage = Usage(answer.num_prompt_tokens)
         self._opened: set[int] = set()
+        self._num_finished = 0
+        self._decision: dict[str, Any] | None = None
         self._envelope = {
             "id": answer.answer_id,
             "object": answer.format.chunk_object,
@@ -199,6 +217,8 @@ class _Chunks:
     def of(self, delta: ChoiceDelta) -> bytes:
         """Events for one delta, in one piece: a choice's opening goes out with its first delta. Maybe empty."""
         self._usage.add(delta)
+        self._num_finished += delta.finish_reason is not None
+        self._decision = self._decision or delta.decision
         events = b""
         if delta.index not in self._opened:
             self._opened.add(delta.index)
@@ -219,6 +239,8 @@ class _Chunks:
             chunk["usage"] = self._usage.to_json()
         elif self._answer.has_usage:
             chunk["usage"] = None
+        if self._decision and self._num_finished == len(self._answer.choices):
+            chunk[EXPLANATION_FIELD] = self._decision  # in the last chunk with choices; OpenAI's clients keep extras
         return _event(chunk)
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from protocol.messages import FinishReason, Prefetch, TokenLogprobs
 from protocol.sampling import SamplingParams
+from router.tenants import DEFAULT_TENANT
 
 __all__ = ["Backend", "GenerateRequest", "PinRequest", "PinState", "Pins", "TokenDelta"]
 
@@ -21,6 +22,10 @@ class GenerateRequest:
     sampling: SamplingParams
     cache_salt: str = ""
     conversation_id: str = ""  # "" = of none
+    tenant: str = DEFAULT_TENANT
+    priority: int = 0  # lower is more urgent
+    ttft_slo_s: float | None = None  # None = the tenant's; inf = none
+    explains: bool = False  # whether the first delta is to bring the decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,7 @@ class TokenDelta:
     stop_token_id: int | None = None
     num_cached_tokens: int | None = None  # with the first token: prompt tokens not computed
     logprobs: list[TokenLogprobs] | None = None  # one for each of `token_ids`, if asked for
+    decision: dict[str, Any] | None = None  # with the first token: why the request went where it went, if asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +112,12 @@ class Backend(Protocol):
         Raises a `ServingError`. `aclose()` cancels the request wherever it runs; it must not wait for workers.
         NOTE: one task takes the first delta and another the rest, so no timeout or task group may span a `yield`.
         """
+
+    async def explain(self, request: GenerateRequest) -> dict[str, Any]:
+        """What would be decided for this request now, as JSON; nothing is sent or booked. Raises a `ServingError`."""
+
+    def decisions(self) -> list[dict[str, Any]]:
+        """The latest decisions, newest first, as JSON."""
 
     async def pools(self) -> dict[str, Any]:
         """State of the worker pools, as JSON."""

@@ -11,12 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protocol.errors import RequestError
-from router.openai.answer import answer_request
+from router.openai.answer import Answer, answer_request
 from router.openai.edge import Edge, Prompt, conversation_of, plan_answer, read_body
 from router.openai.formats import ChatFormat
 from router.openai.schema import ChatMessage, ChatRequest, refuse_unserved
+from router.openai.wishes import wishes_of
 
-__all__ = ["create_chat_completion", "template_messages", "template_options"]
+__all__ = ["create_chat_completion", "plan_chat", "template_messages", "template_options"]
 
 ROLES = {"system", "developer", "user", "assistant", "tool"}
 RESERVED_OPTIONS = {"chat_template", "conversation", "messages", "tokenize", "tools"}
@@ -24,7 +25,12 @@ RESERVED_OPTIONS = {"chat_template", "conversation", "messages", "tokenize", "to
 
 async def create_chat_completion(edge: Edge, request: Request) -> Response:
     """Answer a conversation. Raises a `ServingError`."""
-    arrived_s = time.perf_counter()
+    answer = await plan_chat(edge, request, time.perf_counter())
+    return await answer_request(request, answer, edge.backend, edge.tokenizer, edge.metrics)
+
+
+async def plan_chat(edge: Edge, request: Request, arrived_s: float) -> Answer:
+    """What a conversation is to be answered with. Raises a `ServingError`."""
     body, fields = await read_body(request, ChatRequest)
     edge.check_model(fields.model)
     refuse_unserved(body, fields)
@@ -38,7 +44,7 @@ async def create_chat_completion(edge: Edge, request: Request) -> Response:
     )
     if not token_ids:
         raise RequestError("The messages make an empty prompt.", param="messages")
-    answer = plan_answer(
+    return plan_answer(
         edge,
         fields,
         [Prompt(token_ids)],
@@ -48,8 +54,8 @@ async def create_chat_completion(edge: Edge, request: Request) -> Response:
         num_logprobs=num_logprobs,
         arrived_s=arrived_s,
         conversation_id=conversation_of(request, fields),
+        wishes=wishes_of(request, fields),
     )
-    return await answer_request(request, answer, edge.backend, edge.tokenizer, edge.metrics)
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

@@ -9,21 +9,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protocol.errors import RequestError
-from router.openai.answer import answer_request
+from router.openai.answer import Answer, answer_request
 from router.openai.edge import Edge, Prompt, conversation_of, plan_answer, read_body
 from router.openai.formats import CompletionFormat
 from router.openai.sampling import check_token_ids
 from router.openai.schema import CompletionRequest, refuse_unserved
+from router.openai.wishes import wishes_of
 from router.tokenizer import Tokenizer
 
-__all__ = ["create_completion", "tokenize_prompt"]
+__all__ = ["create_completion", "plan_completion", "tokenize_prompt"]
 
 DEFAULT_MAX_TOKENS = 16
 
 
 async def create_completion(edge: Edge, request: Request) -> Response:
     """Continue each prompt. Raises a `ServingError`."""
-    arrived_s = time.perf_counter()
+    answer = await plan_completion(edge, request, time.perf_counter())
+    return await answer_request(request, answer, edge.backend, edge.tokenizer, edge.metrics)
+
+
+async def plan_completion(edge: Edge, request: Request, arrived_s: float) -> Answer:
+    """What each prompt is to be continued with. Raises a `ServingError`."""
     body, fields = await read_body(request, CompletionRequest)
     edge.check_model(fields.model)
     refuse_unserved(body, fields)
@@ -34,7 +40,7 @@ async def create_completion(edge: Edge, request: Request) -> Response:
     given = _separate_prompts(fields.prompt)
     prompts = await edge.pool.run(lambda: [_tokenize(prompt, fields, edge.tokenizer) for prompt in given])
     echoes = [prompt.echo for prompt in prompts for _ in range(fields.n or 1)] if fields.echo else []
-    answer = plan_answer(
+    return plan_answer(
         edge,
         fields,
         prompts,
@@ -44,8 +50,8 @@ async def create_completion(edge: Edge, request: Request) -> Response:
         num_logprobs=fields.logprobs,
         arrived_s=arrived_s,
         conversation_id=conversation_of(request, fields),
+        wishes=wishes_of(request, fields),
     )
-    return await answer_request(request, answer, edge.backend, edge.tokenizer, edge.metrics)
 
 
 def _separate_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -19,6 +20,7 @@ from router.openai.formats import AnswerFormat
 from router.openai.generation import ChoicePlan
 from router.openai.sampling import max_tokens_for, sampling_params, sibling_seed, stop_strings
 from router.openai.schema import MAX_CONVERSATION_ID_CHARS, GenerationFields, decode_body
+from router.openai.wishes import Wishes
 from router.tokenizer import Tokenizer, TokenizerPool
 
 __all__ = ["Edge", "Prompt", "conversation_of", "plan_answer", "read_body"]
@@ -83,6 +85,7 @@ def plan_answer(
     num_logprobs: int | None,
     arrived_s: float,
     conversation_id: str = "",
+    wishes: Wishes = Wishes(),
 ) -> Answer:
     """The answer to generate for these prompts, `n` choices each. Raises `RequestError` for what cannot be served."""
     options = fields.stream_options
@@ -109,7 +112,9 @@ def plan_answer(
         for sibling in range(num_siblings):
             # Of several answers the conversation goes on with the first.
             conversation = "" if choices else conversation_id
-            choices.append(_choice(len(choices), answer_id, prompt, params, sibling, stops, fields, conversation))
+            choices.append(
+                _choice(len(choices), answer_id, prompt, params, sibling, stops, fields, conversation, wishes)
+            )
     return Answer(
         answer_id=answer_id,
         model=fields.model or edge.backend.model,
@@ -132,6 +137,7 @@ def _choice(
     stops: tuple[str, ...],
     fields: GenerationFields,
     conversation_id: str,
+    wishes: Wishes,
 ) -> ChoicePlan:
     request = GenerateRequest(
         request_id=f"{answer_id}-{index}",
@@ -139,6 +145,11 @@ def _choice(
         sampling=sibling_seed(params, sibling),
         cache_salt=fields.cache_salt or "",
         conversation_id=conversation_id,
+        tenant=wishes.tenant,
+        priority=wishes.priority,
+        # Siblings start behind the first token of the answer, which is what the SLO is about.
+        ttft_slo_s=wishes.ttft_slo_s if sibling == 0 else math.inf,
+        explains=wishes.explains and index == 0,
     )
     return ChoicePlan(
         index=index,

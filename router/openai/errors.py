@@ -60,8 +60,16 @@ def error_response(status: int, body: dict[str, Any], headers: dict[str, str] | 
 
 def serving_error_response(exc: ServingError) -> Response:
     """Response for an error known before the first token."""
-    headers = {"retry-after": str(max(1, math.ceil(exc.retry_after_s)))} if isinstance(exc, Overloaded) else None
+    headers = _retry_headers(exc.retry_after_s) if isinstance(exc, Overloaded) else None
     return error_response(exc.status, serving_error_body(exc), headers)
+
+
+def _retry_headers(retry_after_s: float) -> dict[str, str]:
+    """The standard's whole seconds, and the milliseconds that OpenAI's clients look at first."""
+    return {
+        "retry-after": str(max(1, math.ceil(retry_after_s))),
+        "retry-after-ms": str(max(1, math.ceil(retry_after_s * 1e3))),
+    }
 
 
 def internal_error_body() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from protocol.errors import WorkerError
 from protocol.messages import FinishReason, TokenLogprobs
@@ -56,6 +56,7 @@ class ChoiceDelta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     entries: list[TokenEntry] = field(default_factory=list)
+    decision: dict[str, Any] | None = None  # with the first token, if asked for
 
     @property
     def is_empty(self) -> bool:
@@ -201,6 +202,7 @@ async def _run_choice(
         async with aclosing(backend.serve(plan.request)) as deltas:
             async for delta in deltas:
                 result = text.push(delta)
+                result.decision = delta.decision
                 clock.record(result.num_tokens, result.num_cached_tokens)
                 yield result
                 if result.finish_reason is not None:

@@ -83,6 +83,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, frozen=True):
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     conversation_id: ConversationId | None = None  # as the header x-tandem-conversation
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  # lower is more urgent
 
 
 class CompletionRequest(GenerationFields, kw_only=True, frozen=True):

@@ -97,6 +97,13 @@ class FakeBackend:
         finally:
             self.num_open -= 1
 
+    async def explain(self, request: GenerateRequest) -> dict[str, Any]:
+        self.requests.append(request)
+        return {"outcome": "admitted", "tenant": request.tenant}
+
+    def decisions(self) -> list[dict[str, Any]]:
+        return [{"request_id": request.request_id} for request in reversed(self.requests)]
+
     async def pools(self) -> dict[str, Any]:
         return {"workers": []}
 
@@ -118,7 +125,8 @@ class FakeBackend:
             if sampling.num_logprobs is not None:
                 top = [(0, -2.5), (1, float("-inf"))]
                 logprobs = [TokenLogprobs(i, -0.5, [(i, -0.5), *top][: sampling.num_logprobs]) for i in token_ids]
-            steps.append(TokenDelta(token_ids, finish, stop_id, 3 if start == 0 else None, logprobs))
+            decision = {"outcome": "dispatched", "tenant": request.tenant} if request.explains and start == 0 else None
+            steps.append(TokenDelta(token_ids, finish, stop_id, 3 if start == 0 else None, logprobs, decision))
         return steps
 
 

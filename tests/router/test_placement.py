@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.config import RouterConfig
-from protocol.errors import NoWorker, Overloaded
-from protocol.messages import BlockEvents, Role, StepStats, WorkerState
+from protocol.errors import NoWorker
+from protocol.messages import BlockEvents, Role, WorkerState
 from router.cost_model import CostModel
 from router.placement import Candidate, Placement, Placer, _preference, _Request
 from router.prefix_index import PrefixIndex
@@ -19,12 +19,11 @@ from tests.router.builders import add_ready, make_card
 class Pool:
     """A registry with everything a placer needs."""
 
-    def __init__(self, *, max_queued_prompt_tokens: int = 2_000_000, local_prefill: bool = True) -> None:
+    def __init__(self, *, local_prefill: bool = True) -> None:
         self.registry = Registry()
         self.index = PrefixIndex()
         self.costs = CostModel()
-        config = RouterConfig(max_queued_prompt_tokens=max_queued_prompt_tokens, local_prefill=local_prefill)
-        self.placer = Placer(self.registry, self.index, self.costs, config)
+        self.placer = Placer(self.registry, self.index, self.costs, RouterConfig(local_prefill=local_prefill))
 
     def add(self, worker_id: str, role: Role, *, num_blocks: int = 4096, max_model_len: int = 32768) -> None:
         add_ready(self.registry, make_card(worker_id, role, num_blocks=num_blocks, max_model_len=max_model_len))
@@ -92,7 +91,7 @@ def test_a_prompt_that_another_worker_has_is_read_from_there() -> None:
     assert (placement.best.holder.worker.worker_id, placement.best.holder.num_blocks) == ("d", 100)
     assert placement.num_new_tokens == 28 * 16
     assert placement.best.terms.fetch_s > 0
-    assert placement.explain()["chosen"]["kv_holder"] == "d"  # type: ignore[index]
+    assert placement.best.explain()["kv_holder"] == "d"
 
 
 def test_nothing_is_read_from_a_worker_with_less_or_with_what_is_only_expected() -> None:
@@ -202,30 +201,33 @@ def test_nothing_to_serve_says_why() -> None:
     assert chosen(pool.place(63)) == ("p", "small")
 
 
-def test_too_much_queued_work_is_refused_with_a_true_retry_after() -> None:
-    pool = Pool(max_queued_prompt_tokens=2000)
-    pool.add("a", Role.COLOCATED)
-    pool.place(3000)  # nothing is queued: waiting would not help this prompt
-    pool.book("a", "a", new=1900)
-    with pytest.raises(Overloaded) as refused:
-        pool.place(500)
-    retry_after_s = refused.value.retry_after_s
-    assert 0 < retry_after_s < 5
-    # After that time, at the predicted speed, the request fits.
-    rate = 1900 / pool.place(50).best.terms.queue_s
-    pool.registry.note_step(
-        "a", StepStats(duration_s=retry_after_s, num_prefill_tokens=round(rate * retry_after_s) + 1)
-    )
-    pool.place(500)
-
-
 def test_explains_itself_in_seconds() -> None:
-    explained = make_pair(batch=4).place(2048).explain()
-    winner, loser = explained["chosen"], explained["runner_up"]
-    assert isinstance(winner, dict)
-    assert isinstance(loser, dict)
-    assert winner["total_s"] < loser["total_s"]
+    placement = make_pair(batch=4).place(2048)
+    assert placement.runner_up is not None
+    winner, loser = placement.best.explain(), placement.runner_up.explain()
     assert winner["prefill_worker"] == "p"
+    terms = [value for name, value in winner.items() if name.endswith("_s") and name != "total_s"]
+    assert winner["total_s"] == pytest.approx(sum(terms))  # type: ignore[arg-type]
+    assert winner["total_s"] < loser["total_s"]  # type: ignore[operator]
+
+
+def test_shows_the_next_best_where_asked() -> None:
+    pool = make_pair(batch=4)
+    pool.add("q", Role.PREFILL)
+    pool.book("q", "d", new=512)
+    placement = pool.placer.place(2048, [], 100, 0.0, num_others=4)
+    others = [(c.prefill.worker_id, c.decode.worker_id) for c in placement.others]
+    assert (chosen(placement), others) == (("p", "d"), [("q", "d"), ("d", "d")])
+    assert pool.place(2048).others == ()
+
+
+def test_what_is_held_for_a_worker_counts_as_its_queue() -> None:
+    pool = Pool()
+    for worker_id in ("a", "b"):
+        pool.add(worker_id, Role.COLOCATED)
+    assert chosen(pool.placer.place(100, [], 10, 0.0, held_s={"a": 1.0})) == ("b", "b")
+    both = pool.placer.place(100, [], 10, 0.0, held_s={"a": 1.0, "b": 2.0})
+    assert (chosen(both), both.best.terms.queue_s) == (("a", "a"), 1.0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -241,7 +243,7 @@ def test_finds_the_pair_that_looking_at_all_pairs_finds(seed: int, num_workers: 
         for _ in range(rng.randint(0, 3)):
             pool.book(f"w{i}", f"w{i}", new=rng.choice([10, 100, 1000]), done=rng.random() < 0.5)
     hits = pool.index.longest_prefix(digests, 0.0)
-    request = _Request(num_prompt_tokens, 50, hits, pool.placer._holders(hits, digests), pool.costs)
+    request = _Request(num_prompt_tokens, 50, hits, pool.placer._holders(hits, digests), {}, pool.costs)
     prefillers = [request.prefill_side(worker) for worker in pool.registry if can_prefill(worker)]
     decoders = [request.decode_side(worker) for worker in pool.registry if can_decode(worker)]
     every_pair: list[Candidate] = [request.pair(p, d) for p in prefillers for d in decoders]

@@ -1,0 +1,294 @@
+"""Workers in virtual time behind the real placement, cost model and admission: a small discrete-event model.
+
+A worker runs steps as the engine does (one chunk of prompts, first come first served, and a token of every sequence)
+that last what a `StepCosts` says, times noise. KV moves in no time, nothing is cached, and memory has no end.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from protocol.config import RouterConfig
+from protocol.errors import Overloaded, ServingError
+from protocol.messages import PeerAddress, Role, StepStats, WorkerCard, WorkerState
+from router.admission import Admission, Dispatch, Drop, Offer
+from router.cost_model import CPU_PRIOR, CostModel, StepCosts, prefill_attention
+from router.placement import Placer
+from router.prefix_index import PrefixIndex
+from router.registry import Booking, Registry
+from router.tenants import Tenants
+
+__all__ = ["Arrival", "Job", "VirtualCluster", "poisson"]
+
+CHUNK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A request and when it comes."""
+
+    time_s: float
+    tenant: str = "default"
+    num_prompt_tokens: int = 512
+    num_output_tokens: int = 32
+    priority: int = 0
+    slo_s: float = math.inf
+    leaves_s: float = math.inf  # when the client goes away if it has no first token by then
+    num_retries: int = 0  # times it comes back after a refusal, when it is told to
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """What became of an arrival."""
+
+    arrival: Arrival
+    ttft_s: float = math.nan
+    ended_s: float = math.nan
+    error: ServingError | None = None
+    is_refused: bool = False  # at once, not after waiting
+    decision_s: float = 0.0  # real time of placing it and letting it in, or not
+    retry: Job | None = None
+    num_left: int = 0  # prompt tokens to compute
+    num_outputs: int = 0
+    dispatch: Dispatch | None = None
+    booking: Booking | None = None
+
+    @property
+    def is_in_time(self) -> bool:
+        """Whether its first token came within the SLO."""
+        return self.ttft_s <= self.arrival.slo_s
+
+
+@dataclass(eq=False, slots=True)
+class _Machine:
+    worker_id: str
+    prompts: deque[Job] = field(default_factory=deque)
+    batch: list[Job] = field(default_factory=list)
+    is_running: bool = False
+
+
+class VirtualCluster:
+    """Pools of equal workers and a router, from time 0 on."""
+
+    def __init__(
+        self,
+        *,
+        num_prefill: int = 2,
+        num_decode: int = 2,
+        tenants: Tenants | None = None,
+        config: RouterConfig | None = None,
+        costs: StepCosts = CPU_PRIOR,
+        noise: float = 0.1,  # standard deviation of the logarithm of a step's duration
+        seed: int = 0,
+    ) -> None:
+        self.now = 0.0
+        self.registry, self.costs = Registry(), CostModel()
+        index, config = PrefixIndex(), config or RouterConfig(local_prefill=False)
+        placer = Placer(self.registry, index, self.costs, config)
+        self.admission = Admission(self.registry, self.costs, placer, tenants or Tenants(), config)
+        self.busy_s = 0.0
+        self.jobs: list[Job] = []
+        self._step_costs, self._noise, self._rng = costs, noise, random.Random(seed)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_events = 0
+        self._machines: dict[str, _Machine] = {}
+        roles = [Role.PREFILL] * num_prefill + [Role.DECODE] * num_decode if num_prefill else []
+        for role in roles or [Role.COLOCATED] * num_decode:
+            self._add(f"{role}-{len(self._machines)}", role)
+
+    def run(self, arrivals: Iterable[Arrival], until_s: float = math.inf) -> list[Job]:
+        """Everything that happens until then, or until nothing is left to happen; the jobs by arrival."""
+        for arrival in arrivals:
+            self._submit(arrival)
+        while self._events and self._events[0][0] <= until_s:
+            self.now, _, happen = heapq.heappop(self._events)
+            happen()
+        return self.jobs
+
+    def at(self, time_s: float, happen: Callable[[], None]) -> None:
+        """Have something happen."""
+        self._num_events += 1
+        heapq.heappush(self._events, (time_s, self._num_events, happen))
+
+    def _submit(self, arrival: Arrival) -> Job:
+        job = Job(arrival)
+        self.jobs.append(job)
+        self.at(arrival.time_s, lambda: self._arrive(job))
+        return job
+
+    def _add(self, worker_id: str, role: Role) -> None:
+        card = WorkerCard(
+            address=PeerAddress(worker_id=worker_id, epoch=1, endpoint="", heartbeat_endpoint=""),
+            role=role,
+            kind="cpu-1",
+            model="virtual",
+            max_model_len=1 << 17,
+            block_size=16,
+            num_blocks=1 << 16,
+            block_bytes=16 * 23_040,
+            max_num_batched_tokens=CHUNK_TOKENS,
+            namespace=b"",
+            pid=0,
+        )
+        self.registry.add(card, 0.0)
+        self.registry.set_state(worker_id, WorkerState.READY, "virtual")
+        self._machines[worker_id] = _Machine(worker_id)
+
+    def _arrive(self, job: Job) -> None:
+        arrival = job.arrival
+        offer = Offer(
+            num_prompt_tokens=arrival.num_prompt_tokens,
+            digests=(),
+            expected_output_tokens=self.admission.lengths.expected(arrival.tenant, 1 << 16),
+            tenant=arrival.tenant,
+            priority=arrival.priority,
+            ttft_slo_s=arrival.slo_s,
+        )
+        started_s = time.perf_counter()
+        try:
+            waiting = self.admission.enter(offer, self.admission.forecast(offer, self.now), self.now, job)
+        except ServingError as exc:
+            job.decision_s = time.perf_counter() - started_s
+            self._refuse(job, exc)
+            job.is_refused = True
+            return
+        self._decide()
+        job.decision_s = time.perf_counter() - started_s
+        if arrival.leaves_s < math.inf:
+            self.at(arrival.leaves_s, lambda: self._leave(job))
+        if waiting.deadline_s < math.inf and job.dispatch is None:
+            self.at(waiting.latest_start_s + 1e-3, self._decide)
+
+    def _decide(self) -> None:
+        while (decided := self.admission.next(self.now)) is not None:
+            job: Job = decided.waiting.payload
+            if isinstance(decided, Drop):
+                self._refuse(job, decided.error)
+                continue
+            best = decided.placement.best
+            job.dispatch, job.num_left = decided, decided.placement.num_new_tokens
+            job.booking = self.registry.reserve(
+                best.prefill.worker_id,
+                best.decode.worker_id,
+                num_new_tokens=decided.placement.num_new_tokens,
+                num_context_tokens=best.num_cached_tokens,
+                num_kv_tokens=decided.placement.num_kv_tokens,
+            )
+            machine = self._machines[best.prefill.worker_id]
+            machine.prompts.append(job)
+            self._start_step(machine)
+
+    def _refuse(self, job: Job, error: ServingError) -> None:
+        job.error, job.ended_s = error, self.now
+        if job.arrival.num_retries and isinstance(error, Overloaded):
+            again = {name: getattr(job.arrival, name) for name in Arrival.__slots__}
+            again |= {"time_s": self.now + error.retry_after_s, "num_retries": job.arrival.num_retries - 1}
+            job.retry = self._submit(Arrival(**again))
+
+    def _leave(self, job: Job) -> None:
+        if math.isnan(job.ended_s) and math.isnan(job.ttft_s):
+            job.ended_s = self.now
+            for waiting in [one for one in self.admission.waiting() if one.payload is job]:
+                self.admission.leave(waiting, "client_gone")
+            self._end(job)
+            self._decide()
+
+    def _start_step(self, machine: _Machine) -> None:
+        if machine.is_running or not (machine.prompts or machine.batch):
+            return
+        room, attention = CHUNK_TOKENS, 0.0
+        chunks: list[tuple[Job, int]] = []
+        for job in machine.prompts:
+            num = min(job.num_left, room)
+            if num == 0:
+                break
+            attention += prefill_attention(num, job.arrival.num_prompt_tokens - job.num_left)
+            chunks.append((job, num))
+            room -= num
+        batch = list(machine.batch)
+        num_kv = sum(job.arrival.num_prompt_tokens + job.num_outputs for job in batch)
+        costs, num_tokens = self._step_costs, CHUNK_TOKENS - room
+        duration_s = costs.base_s + costs.prefill_token_s * num_tokens + costs.attention_s * attention
+        duration_s += costs.decode_seq_s * len(batch) + costs.kv_token_s * num_kv
+        duration_s *= math.exp(self._rng.gauss(0, self._noise))
+        stats = StepStats(
+            duration_s=duration_s,
+            num_prefill_tokens=num_tokens,
+            prefill_attention=attention,
+            num_decode_seqs=len(batch),
+            num_decode_kv_tokens=num_kv,
+        )
+        machine.is_running = True
+        self.busy_s += duration_s
+        self.at(self.now + duration_s, lambda: self._end_step(machine, stats, chunks, batch))
+
+    def _end_step(self, machine: _Machine, stats: StepStats, chunks: list[tuple[Job, int]], batch: list[Job]) -> None:
+        self.costs.steps("cpu-1").observe(stats)
+        self.registry.note_step(machine.worker_id, stats)
+        for job, num in chunks:
+            job.num_left -= num
+            if job.num_left == 0:
+                machine.prompts.remove(job)
+                self._first_token(job)
+        for job in batch:
+            job.num_outputs += 1
+            if job.num_outputs >= job.arrival.num_output_tokens:
+                machine.batch.remove(job)
+                self._end(job)
+        machine.is_running = False
+        self._start_step(machine)
+        self._decide()
+
+    def _first_token(self, job: Job) -> None:
+        if job.booking is None or job.dispatch is None or not math.isnan(job.ended_s):
+            return  # its client has gone
+        job.ttft_s, job.num_outputs = self.now - job.arrival.time_s, 1
+        job.booking.prefill_done()
+        if job.arrival.num_output_tokens == 1:
+            self._end(job)
+            return
+        machine = self._machines[job.dispatch.placement.best.decode.worker_id]
+        machine.batch.append(job)
+        self._start_step(machine)
+
+    def _end(self, job: Job) -> None:
+        job.ended_s = self.now
+        if job.booking is None or job.dispatch is None:
+            return
+        job.booking.release()
+        if job.num_outputs:
+            self.admission.lengths.note(job.arrival.tenant, job.num_outputs)
+
+
+def poisson(
+    rng: random.Random,
+    tenant: str,
+    rate: float,
+    duration_s: float,
+    *,
+    prompt_tokens: tuple[int, int] = (64, 1024),
+    mean_outputs: float = 32.0,
+    slo_s: float = math.inf,
+    num_retries: int = 0,
+) -> list[Arrival]:
+    """Independent arrivals, `rate` a second: prompts of even spread, answers of exponentially spread length."""
+    arrivals, now = [], rng.expovariate(rate)
+    while now < duration_s:
+        arrivals.append(
+            Arrival(
+                time_s=now,
+                tenant=tenant,
+                num_prompt_tokens=rng.randint(*prompt_tokens),
+                num_output_tokens=1 + int(rng.expovariate(1 / mean_outputs)),
+                slo_s=slo_s,
+                num_retries=num_retries,
+            )
+        )
+        now += rng.expovariate(rate)
+    return arrivals

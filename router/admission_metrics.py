@@ -1,0 +1,53 @@
+"""Prometheus metrics of admission: who waits and how long, who was let through, refused or dropped, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from router.admission import WAIT_BUCKETS_S, Admission
+
+__all__ = ["AdmissionCollector"]
+
+_BOUNDS = [*map(str, WAIT_BUCKETS_S), "+Inf"]
+
+
+class AdmissionCollector:
+    """Reads the queue of a router when asked. Tenants that the tenants file does not name count together."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, as they are now."""
+        yield from self._queue()
+        by_reason = ["tenant", "reason"]
+        admitted = CounterMetricFamily("tandem_router_admitted", "Requests sent to workers", labels=["tenant"])
+        waits = HistogramMetricFamily(
+            "tandem_router_queue_wait_seconds", "Time in the router's queue of requests let through", labels=["tenant"]
+        )
+        rejected = CounterMetricFamily("tandem_router_rejected", "Requests refused at once", labels=by_reason)
+        dropped = CounterMetricFamily("tandem_router_dropped", "Requests that waited in vain", labels=by_reason)
+        for tenant, stats in self._admission.stats.items():
+            admitted.add_metric([tenant], stats.num_admitted)
+            counts = [float(count) for count in accumulate(stats.waits)]
+            waits.add_metric([tenant], list(zip(_BOUNDS, counts, strict=True)), stats.wait_s)
+            for reason, count in stats.rejected.items():
+                rejected.add_metric([tenant, reason], count)
+            for reason, count in stats.dropped.items():
+                dropped.add_metric([tenant, reason], count)
+        yield from (admitted, waits, rejected, dropped)
+
+    def _queue(self) -> Iterator[Metric]:
+        requests = GaugeMetricFamily("tandem_router_queue_requests", "Requests that wait", labels=["tenant"])
+        tokens = GaugeMetricFamily("tandem_router_queue_tokens", "Prompt tokens they need computed", labels=["tenant"])
+        seconds = GaugeMetricFamily(
+            "tandem_router_queue_worker_seconds", "What they take of workers", labels=["tenant"]
+        )
+        for tenant, work in self._admission.queued().items():
+            requests.add_metric([tenant], work.num_requests)
+            tokens.add_metric([tenant], work.new_tokens)
+            seconds.add_metric([tenant], work.worker_s)
+        yield from (requests, tokens, seconds)

@@ -1,0 +1,251 @@
+"""The order in which waiting requests are served: fair between tenants, by priority within one.
+
+Between tenants: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), in front of workers that hold several
+requests at once (as SFQ(D): Jin, Chase and Kaur, SIGMETRICS 2004). A tenant's start tag grows by work / weight with
+each request it is served, and the smallest tag is next. So tenants that wait get worker seconds by their weights, what
+one leaves goes to the others, and one that comes back starts at the present virtual time: it has no credit.
+No I/O and no clock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+
+__all__ = ["NO_WORK", "FairQueue", "Ticket", "Work"]
+
+MAX_OVERTAKEN_S = 30.0  # a request that waited this long is no longer overtaken by more urgent ones of its tenant
+MAX_IDLE_TENANTS = 1024  # remembered for what they were served beyond the virtual time, and for what they ask
+ARRIVAL_WINDOW_S = 10.0  # over which what a tenant asks is averaged
+DEVIATIONS = 1.0  # standard deviations added to what others will ask: it is less five times in six
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What requests are predicted to take."""
+
+    num_requests: int = 0
+    worker_s: float = 0.0  # worker seconds, prompt and answer: what is shared
+    prefill_s: float = 0.0  # of these, until the first token
+    new_tokens: int = 0  # prompt tokens to compute
+    kv_tokens: int = 0  # length the sequences are expected to reach, summed
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.num_requests + other.num_requests,
+            self.worker_s + other.worker_s,
+            self.prefill_s + other.prefill_s,
+            self.new_tokens + other.new_tokens,
+            self.kv_tokens + other.kv_tokens,
+        )
+
+    def __sub__(self, other: Work) -> Work:
+        return self + other * -1
+
+    def __mul__(self, factor: float) -> Work:
+        return Work(
+            round(self.num_requests * factor),
+            self.worker_s * factor,
+            self.prefill_s * factor,
+            round(self.new_tokens * factor),
+            round(self.kv_tokens * factor),
+        )
+
+
+NO_WORK = Work()
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Ticket:
+    """A place in the queue."""
+
+    tenant: str
+    priority: int  # lower is more urgent, as in vLLM
+    arrived_s: float
+    work: Work
+
+
+@dataclass(eq=False, slots=True)
+class _Line:
+    """The waiting requests of one tenant. The dicts are ordered sets."""
+
+    start_tag: float  # virtual time at which its next request starts
+    tickets: dict[Ticket, None] = field(default_factory=dict)  # by arrival
+    levels: dict[int, dict[Ticket, None]] = field(default_factory=dict)  # by priority, then by arrival
+    priorities: list[int] = field(default_factory=list)  # of `levels`, sorted
+    work: dict[int, Work] = field(default_factory=dict)  # of each level
+    rate: Work = NO_WORK  # what it asked lately, per second, at `rated_s`; decays from then on
+    rated_s: float = 0.0
+    ticket_s: float = 0.0  # worker seconds of its latest request
+
+    def rate_at(self, now: float) -> Work:
+        """What it asks per second, averaged with exponential weights over a window."""
+        return self.rate * math.exp((self.rated_s - now) / ARRIVAL_WINDOW_S)
+
+    @property
+    def total(self) -> Work:
+        return sum(self.work.values(), NO_WORK)
+
+    def work_until(self, priority: int) -> Work:
+        """Of tickets at least as urgent."""
+        levels = self.priorities[: bisect_right(self.priorities, priority)]
+        return sum((self.work[level] for level in levels), NO_WORK)
+
+    def in_order(self, now: float) -> Iterator[Ticket]:
+        """The tickets that have waited too long to be overtaken, then the others by urgency."""
+        for ticket in self.tickets:
+            if now - ticket.arrived_s < MAX_OVERTAKEN_S:
+                break
+            yield ticket
+        for ticket in chain.from_iterable(self.levels[priority] for priority in self.priorities):
+            if now - ticket.arrived_s < MAX_OVERTAKEN_S:
+                yield ticket
+
+
+class FairQueue:
+    """All waiting requests. `weight_of` says what share a tenant has beside the others."""
+
+    def __init__(self, weight_of: Callable[[str], float]) -> None:
+        self._weight_of = weight_of
+        self._lines: dict[str, _Line] = {}
+        self._virtual_s = 0.0  # worker seconds that a tenant of weight 1 has been served if it always waited
+        self._num_tickets = 0
+
+    def __len__(self) -> int:
+        return self._num_tickets
+
+    @property
+    def total(self) -> Work:
+        """Of all that waits."""
+        return sum((line.total for line in self._lines.values() if line.tickets), NO_WORK)
+
+    def tenants(self) -> dict[str, Work]:
+        """What waits, by tenant."""
+        return {tenant: line.total for tenant, line in self._lines.items() if line.tickets}
+
+    def waiting(self, tenant: str) -> Work:
+        """What waits of one tenant."""
+        line = self._lines.get(tenant)
+        return line.total if line else NO_WORK
+
+    def add(self, ticket: Ticket) -> None:
+        """Put a request in its place."""
+        line = self._lines.get(ticket.tenant)
+        if line is None:
+            line = self._lines[ticket.tenant] = _Line(self._virtual_s)
+        line.start_tag = self._next_tag(line)
+        level = line.levels.get(ticket.priority)
+        if level is None:
+            level = line.levels[ticket.priority] = {}
+            insort(line.priorities, ticket.priority)
+        line.tickets[ticket] = level[ticket] = None
+        line.work[ticket.priority] = line.work.get(ticket.priority, NO_WORK) + ticket.work
+        asked = Work(0, ticket.work.worker_s, ticket.work.prefill_s)
+        line.ticket_s = ticket.work.worker_s
+        line.rate, line.rated_s = line.rate_at(ticket.arrived_s) + asked * (1 / ARRIVAL_WINDOW_S), ticket.arrived_s
+        self._num_tickets += 1
+
+    def update(self, ticket: Ticket, work: Work) -> None:
+        """Change what a waiting request is predicted to take."""
+        line = self._lines[ticket.tenant]
+        line.work[ticket.priority] = line.work[ticket.priority] - ticket.work + work
+        ticket.work = work
+
+    def remove(self, ticket: Ticket) -> bool:
+        """Take a request out that is not served; whether it was here."""
+        line = self._lines.get(ticket.tenant)
+        if line is None or ticket not in line.tickets:
+            return False
+        self._take_out(line, ticket)
+        return True
+
+    def serve(self, ticket: Ticket) -> None:
+        """Take a request out and charge its tenant."""
+        line = self._lines[ticket.tenant]
+        # With requests that wait for one certain worker, others with later tags are served first: the virtual time
+        # is that of the tenant that is furthest behind.
+        self._virtual_s = max(self._virtual_s, min(other.start_tag for other in self._lines.values() if other.tickets))
+        self._take_out(line, ticket)
+        line.start_tag += ticket.work.worker_s / self._weight_of(ticket.tenant)
+        self._forget_idle()
+
+    def in_order(self, now: float) -> Iterator[Ticket]:
+        """The waiting requests in the order in which they would be served. Change nothing while you read it."""
+        # Among equal tags the tenant with fewer waiting goes first: one that just came, before one that floods.
+        heads = [
+            (line.start_tag, len(line.tickets), tenant, line.in_order(now))
+            for tenant, line in self._lines.items()
+            if line.tickets
+        ]
+        heapq.heapify(heads)
+        while heads:
+            start_tag, num_tickets, tenant, tickets = heads[0]
+            ticket = next(tickets, None)
+            if ticket is None:
+                heapq.heappop(heads)
+                continue
+            yield ticket
+            start_tag += ticket.work.worker_s / self._weight_of(tenant)
+            heapq.heapreplace(heads, (start_tag, num_tickets, tenant, tickets))
+
+    def ahead(self, tenant: str, priority: int, now: float, horizon_s: float = 0.0) -> Work:
+        """What would be served before a request that comes now.
+
+        Of its own tenant all that is as urgent, and of each other one what is served until its tag passes the
+        request's: of what waits there, and of what will have come within `horizon_s` if it asks on as it did, with a
+        margin for chance.
+        Costs one step per tenant and level, not per request.
+        """
+        own = self._lines.get(tenant)
+        ahead = own.work_until(priority) if own else NO_WORK
+        start_tag = self._next_tag(own) + ahead.worker_s / self._weight_of(tenant)
+        variance = 0.0
+        for name, line in self._lines.items():
+            lead = start_tag - self._next_tag(line)
+            if name == tenant or lead < 0:
+                continue
+            # Its last request before this one takes its tag beyond this one's. At equal tags the newcomer is first.
+            served_s = lead * self._weight_of(name) + line.ticket_s * (lead > 0)
+            coming = line.rate_at(now) * horizon_s
+            asked = line.total + coming
+            if asked.worker_s > 0:
+                ahead += asked * min(served_s / asked.worker_s, 1.0)
+                # Of a Poisson process; what is not served before the request does not matter.
+                room_s = max(served_s - asked.worker_s, 0.0)
+                variance += min(coming.worker_s * line.ticket_s, room_s**2)
+        return ahead * (1 + DEVIATIONS * math.sqrt(variance) / ahead.worker_s) if variance else ahead
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless sums and orders agree with the tickets."""
+        assert self._num_tickets == sum(len(line.tickets) for line in self._lines.values()), "number of tickets"
+        for tenant, line in self._lines.items():
+            assert line.priorities == sorted(line.levels), f"priorities of {tenant}"
+            assert all(line.levels.values()), f"an empty level of {tenant}"
+            assert line.tickets.keys() == set(chain.from_iterable(line.levels.values())), f"tickets of {tenant}"
+            tokens = sum(ticket.work.new_tokens for ticket in line.tickets)
+            assert tokens == line.total.new_tokens, f"{line.total.new_tokens} tokens of {tenant}, not {tokens}"
+
+    def _take_out(self, line: _Line, ticket: Ticket) -> None:
+        priority = ticket.priority
+        del line.tickets[ticket]
+        del line.levels[priority][ticket]
+        self._num_tickets -= 1
+        line.work[priority] -= ticket.work
+        if not line.levels[priority]:
+            del line.levels[priority], line.work[priority]
+            line.priorities.remove(priority)
+
+    def _next_tag(self, line: _Line | None) -> float:
+        """When the tenant's next request starts: it has no credit for the time it had nothing to ask."""
+        if line is None:
+            return self._virtual_s
+        return line.start_tag if line.tickets else max(line.start_tag, self._virtual_s)
+
+    def _forget_idle(self) -> None:
+        """Forget idle tenants where there are very many."""
+        if len(self._lines) > MAX_IDLE_TENANTS:
+            self._lines = {name: line for name, line in self._lines.items() if line.tickets}

@@ -1,0 +1,38 @@
+"""`/v1/route/*`: why requests go where they go."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from router.openai.chat import plan_chat
+from router.openai.completions import plan_completion
+from router.openai.edge import Edge, read_body
+
+__all__ = ["explain_route", "list_decisions"]
+
+
+class _Kind(msgspec.Struct):
+    """What tells the two kinds of body apart."""
+
+    messages: Any = None
+
+
+async def explain_route(edge: Edge, request: Request) -> dict[str, Any]:
+    """Body of `POST /v1/route/explain`: what would be decided now for each prompt of a chat or completion body.
+
+    Nothing is sent to a worker or booked. Raises a `ServingError`.
+    """
+    _, kind = await read_body(request, _Kind)
+    plan = plan_completion if kind.messages is None else plan_chat
+    answer = await plan(edge, request, time.perf_counter())
+    requests = [choice.request for choice in answer.choices if choice.is_first_sibling]
+    return {"object": "list", "data": [await edge.backend.explain(one) for one in requests]}
+
+
+def list_decisions(edge: Edge) -> dict[str, Any]:
+    """Body of `GET /v1/route/decisions`: the latest, newest first."""
+    return {"object": "list", "data": edge.backend.decisions()}

@@ -1,0 +1,321 @@
+from __future__ import annotations
+
+import math
+import random
+import time
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.virtual_cluster import Arrival, VirtualCluster
+from protocol.config import RouterConfig
+from protocol.errors import DeadlineUnmet, NoWorker, Overloaded
+from protocol.messages import Role, StepStats, WorkerState
+from router.admission import Admission, Dispatch, Drop, Offer, OutputLengths, Waiting, fill_level
+from router.cost_model import CostModel
+from router.placement import Placer
+from router.prefix_index import PrefixIndex
+from router.registry import Booking, Registry
+from router.tenants import TenantPolicy, Tenants
+from tests.router.builders import add_ready, make_card
+
+
+@dataclass
+class Desk:
+    """An admission and all it looks at; books what it dispatches."""
+
+    registry: Registry
+    index: PrefixIndex
+    admission: Admission
+    bookings: list[Booking]
+
+    def enter(self, num_tokens: int = 512, now: float = 0.0, **fields: object) -> Waiting:
+        offer = make_offer(num_tokens, **fields)
+        return self.admission.enter(offer, self.admission.forecast(offer, now), now)
+
+    def decide(self, now: float = 0.0) -> list[Dispatch | Drop]:
+        decisions: list[Dispatch | Drop] = []
+        while (decided := self.admission.next(now)) is not None:
+            decisions.append(decided)
+            if isinstance(decided, Dispatch):
+                self.bookings.append(self.book(decided))
+        return decisions
+
+    def book(self, decided: Dispatch) -> Booking:
+        placement = decided.placement
+        return self.registry.reserve(
+            placement.best.prefill.worker_id,
+            placement.best.decode.worker_id,
+            num_new_tokens=placement.num_new_tokens,
+            num_context_tokens=0,
+            num_kv_tokens=placement.num_kv_tokens,
+        )
+
+    def computes(self, worker_id: str, num_tokens: int) -> None:
+        self.registry.note_step(worker_id, StepStats(duration_s=0.4, num_prefill_tokens=num_tokens))
+
+
+def make_offer(num_tokens: int = 512, **fields: object) -> Offer:
+    defaults = {"num_prompt_tokens": num_tokens, "digests": (), "expected_output_tokens": 32, "tenant": "default"}
+    return Offer(**(defaults | fields))  # type: ignore[arg-type]
+
+
+def make_desk(
+    *roles: Role, tenants: dict[str, TenantPolicy] | None = None, num_blocks: int = 4096, **config: object
+) -> Desk:
+    registry, index, costs = Registry(), PrefixIndex(), CostModel()
+    for number, role in enumerate(roles or (Role.COLOCATED,)):
+        add_ready(registry, make_card(f"w{number}", role, num_blocks=num_blocks))
+        index.add_worker(f"w{number}", epoch=1)
+    settings = RouterConfig(**config)  # type: ignore[arg-type]
+    placer = Placer(registry, index, costs, settings)
+    admission = Admission(registry, costs, placer, Tenants(named=tenants or {}), settings)
+    return Desk(registry, index, admission, [])
+
+
+def test_requests_wait_here_once_their_worker_has_enough() -> None:
+    desk = make_desk()
+    waiting = [desk.enter() for _ in range(3)]
+    assert [decided.waiting for decided in desk.decide()] == waiting[:1]
+    desk.computes("w0", 256)
+    assert desk.decide() == [], "the rest of the first prompt is half a step"
+    desk.computes("w0", 100)
+    assert [decided.waiting for decided in desk.decide()] == waiting[1:2]
+
+
+def test_short_prompts_fill_a_worker_up() -> None:
+    desk = make_desk()
+    for _ in range(100):
+        desk.enter(16)
+    assert 5 < len(desk.decide()) < 50
+
+
+def test_a_late_urgent_request_goes_first() -> None:
+    desk = make_desk()
+    first, second = desk.enter(), desk.enter()
+    urgent = desk.enter(priority=-1, now=0.1)
+    assert [decided.waiting for decided in desk.decide(0.1)] == [urgent], "nothing has been decided before"
+    desk.computes("w0", 512)
+    assert [decided.waiting for decided in desk.decide(0.5)] == [first]
+    desk.computes("w0", 512)
+    assert [decided.waiting for decided in desk.decide(0.9)] == [second]
+
+
+def test_a_request_is_placed_again_when_its_turn_comes() -> None:
+    desk = make_desk(Role.COLOCATED, Role.COLOCATED)
+    for _ in range(3):
+        waiting = desk.enter(1000)
+    desk.decide()
+    assert waiting.placement.best.decode.worker_id == "w0"
+    desk.computes("w1", 1000)
+    (decided,) = desk.decide(0.1)
+    assert decided.waiting is waiting
+    assert isinstance(decided, Dispatch)
+    assert decided.placement.best.decode.worker_id == "w1"
+
+
+def test_one_that_waits_for_its_prefix_does_not_block_the_others() -> None:
+    desk = make_desk(Role.COLOCATED, Role.COLOCATED)
+    chain = [b"%d" % i for i in range(240)]
+    desk.index.speculate({"w0"}, chain, 0.0)
+    desk.registry.reserve("w0", "w0", num_new_tokens=1000, num_context_tokens=0, num_kv_tokens=1000)
+    desk.registry.reserve("w1", "w1", num_new_tokens=500, num_context_tokens=0, num_kv_tokens=500)
+    cached, other = desk.enter(240 * 16, digests=chain), desk.enter(16)
+    assert desk.decide() == []
+    desk.computes("w1", 500)
+    assert [decided.waiting for decided in desk.decide(0.1)] == [other]
+    assert cached.placement.best.prefill.worker_id == "w0"
+
+
+def test_a_crowd_for_one_prefix_spreads() -> None:
+    desk = make_desk(Role.COLOCATED, Role.COLOCATED)
+    chain = [b"%d" % i for i in range(60)]
+    desk.index.speculate({"w0"}, chain, 0.0)
+    crowd = [desk.enter(64 * 16, digests=chain) for _ in range(30)]
+    preferred = {waiting.placement.best.prefill.worker_id for waiting in crowd}
+    assert preferred == {"w0", "w1"}, "what waits for a worker counts as its queue"
+
+
+def test_full_memory_keeps_requests_here() -> None:
+    desk = make_desk(num_blocks=128, max_worker_queue_s=0.1)
+    for _ in range(3):
+        desk.enter(1000, expected_output_tokens=500)
+    assert len(desk.decide()) == 1
+    desk.computes("w0", 1000)
+    desk.bookings[0].prefill_done()
+    assert desk.decide(1.0) == []
+    desk.bookings[0].release()
+    assert len(desk.decide(2.0)) == 1
+
+
+def test_too_much_queued_work_is_refused_with_a_true_retry_after() -> None:
+    desk = make_desk(max_queued_prompt_tokens=2000)
+    desk.enter(3000)  # nothing is queued: waiting would not help this prompt
+    (first,) = desk.decide()
+    assert isinstance(first, Dispatch)
+    desk.bookings[0].release()
+    desk.enter(1000)
+    desk.decide()
+    desk.enter(900)
+    with pytest.raises(Overloaded, match="max_queued_prompt_tokens=2000") as refused:
+        desk.enter(500)
+    assert refused.value.code == "queue_full"
+    retry_after_s = refused.value.retry_after_s
+    assert 0 < retry_after_s < 5
+    rate = 1000 / desk.admission.forecast(make_offer(10), 0.0).placement.best.terms.queue_s
+    desk.computes("w0", round(rate * retry_after_s) + 1)
+    desk.enter(500, now=retry_after_s)
+
+
+def test_one_tenant_cannot_fill_the_queue() -> None:
+    desk = make_desk(max_queued_prompt_tokens=10_000, tenants={"a": TenantPolicy(max_queue_share=0.1)})
+    desk.enter()
+    desk.decide()
+    desk.enter(900, tenant="a")
+    with pytest.raises(Overloaded, match=r"900 prompt tokens of tenant 'a'.*max_queue_share=0.1") as refused:
+        desk.enter(500, tenant="a")
+    assert (refused.value.code, refused.value.retry_after_s > 0) == ("tenant_queue_full", True)
+    desk.enter(500, tenant="b")
+    assert "other" not in desk.admission.report()["tenants"]  # type: ignore[operator]
+    assert desk.admission.report()["tenants"]["a"]["rejected"] == {"tenant_queue_full": 1}  # type: ignore[index]
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_with_prediction_and_deadline() -> None:
+    desk = make_desk(tenants={"a": TenantPolicy(ttft_slo_s=2.0)})
+    for _ in range(10):
+        desk.enter()
+    with pytest.raises(DeadlineUnmet, match=r"predicted in 4\d\d\d ms; the TTFT SLO is 2000 ms") as refused:
+        desk.enter(tenant="default", ttft_slo_s=2.0)
+    assert 2 < refused.value.retry_after_s < 3.5
+    desk.enter(tenant="a")  # its tenant has nothing waiting, so it goes before them
+    desk.enter(ttft_slo_s=math.inf)
+
+
+def test_an_idle_worker_is_worth_a_try_so_that_a_wrong_model_learns() -> None:
+    desk = make_desk()
+    desk.enter(1000, ttft_slo_s=0.1)
+    assert isinstance(desk.decide()[0], Dispatch)
+    with pytest.raises(DeadlineUnmet, match="the TTFT SLO is 100 ms") as refused:
+        desk.enter(1000, ttft_slo_s=0.1)
+    desk.computes("w0", 1000)
+    desk.enter(1000, ttft_slo_s=0.1, now=refused.value.retry_after_s)
+
+
+def test_who_waits_in_vain_is_dropped_when_that_is_known() -> None:
+    desk = make_desk()
+    desk.enter()
+    desk.decide()
+    waiting = desk.enter(ttft_slo_s=1.5)
+    assert desk.decide(waiting.latest_start_s - 0.01) == []
+    (dropped,) = desk.decide(waiting.latest_start_s + 0.01)  # the worker has reported nothing
+    assert isinstance(dropped, Drop)
+    assert isinstance(dropped.error, DeadlineUnmet)
+    assert desk.admission.report()["tenants"]["default"]["dropped"] == {"ttft_slo_unmet": 1}  # type: ignore[index]
+    desk.admission.check_integrity()
+
+
+def test_without_workers_nothing_waits() -> None:
+    desk = make_desk()
+    for _ in range(2):
+        desk.enter()
+    desk.decide()
+    desk.registry.set_state("w0", WorkerState.DEAD, "test")
+    (dropped,) = desk.decide()
+    assert isinstance(dropped, Drop)
+    assert isinstance(dropped.error, NoWorker)
+    with pytest.raises(NoWorker):
+        desk.enter()
+
+
+def test_refusing_takes_no_time_however_many_wait() -> None:
+    desk = make_desk(*[Role.PREFILL, Role.DECODE] * 4)
+    for number in range(5000):
+        desk.enter(100, tenant=f"t{number % 50}", priority=number % 7)
+    desk.decide()
+    durations_s = []
+    for _ in range(50):
+        started_s = time.perf_counter()
+        with pytest.raises(DeadlineUnmet):
+            desk.enter(100, tenant="t3", priority=9, ttft_slo_s=1.0)
+        durations_s.append(time.perf_counter() - started_s)
+    assert sorted(durations_s)[25] < 0.05
+    assert len(desk.admission) > 4000
+
+
+def test_a_client_that_comes_back_when_told_is_let_in() -> None:
+    refused_jobs = 0
+    for seed in range(5):
+        print(f"seed {seed}")
+        rng = random.Random(seed)
+        arrivals = [
+            Arrival(
+                time_s=rng.uniform(0, 5),
+                tenant=f"t{rng.randrange(3)}",
+                num_prompt_tokens=rng.randint(64, 1024),
+                num_output_tokens=rng.randint(1, 60),
+            )
+            for _ in range(60)
+        ]
+        # One client has an SLO, and the load ends before it asks again.
+        last = Arrival(time_s=5.1, tenant="t0", slo_s=2.0, num_retries=1)
+        job = VirtualCluster(seed=seed).run([*arrivals, last])[60]
+        refused_jobs += job.is_refused
+        if job.retry is not None:
+            assert job.retry.error is None, job.retry.error
+            assert job.retry.is_in_time
+    assert refused_jobs >= 4
+
+
+def test_each_tenant_is_expected_to_answer_at_its_own_length() -> None:
+    lengths = OutputLengths()
+    for _ in range(200):
+        lengths.note("long", 1000)
+        lengths.note("short", 10)
+    assert lengths.expected("long", 10_000) > 990
+    assert lengths.expected("long", 20) == 20
+    assert lengths.expected("short", 10_000) == 10
+    assert 10 < lengths.expected("new", 10_000) < 1000
+
+
+@pytest.mark.parametrize(
+    ("queues", "work", "level"),
+    [([1.0], 0.0, 1.0), ([1.0, 3.0], 1.0, 2.0), ([1.0, 3.0], 4.0, 4.0), ([3.0, 1.0, 9.0], 2.0, 3.0), ([], 1.0, 0.0)],
+)
+def test_work_fills_the_shortest_queues_first(queues: list[float], work: float, level: float) -> None:
+    assert fill_level(queues, work) == pytest.approx(level)
+
+
+ARRIVALS = st.lists(
+    st.builds(
+        Arrival,
+        time_s=st.floats(0, 3),
+        tenant=st.sampled_from("abc"),
+        num_prompt_tokens=st.integers(1, 1500),
+        num_output_tokens=st.integers(1, 20),
+        priority=st.integers(-1, 1),
+        slo_s=st.sampled_from([0.5, 1.0, 3.0, math.inf]),
+        leaves_s=st.sampled_from([1.0, 2.0, math.inf]),
+        num_retries=st.integers(0, 1),
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrivals=ARRIVALS, num_prefill=st.integers(0, 2), dies_s=st.sampled_from([None, 0.5, 2.0]))
+def test_every_way_out_gives_everything_back(arrivals: list[Arrival], num_prefill: int, dies_s: float | None) -> None:
+    arrivals = [a for a in arrivals if a.leaves_s > a.time_s]
+    cluster = VirtualCluster(num_prefill=num_prefill, num_decode=1)
+    first = next(iter(cluster.registry)).worker_id
+    if dies_s is not None:
+        cluster.at(dies_s, lambda: cluster.registry.set_state(first, WorkerState.DRAINING, "test"))
+    for job in cluster.run(arrivals):
+        assert not math.isnan(job.ended_s), "nothing waits for ever"
+    cluster.admission.check_integrity()
+    assert len(cluster.admission) == cluster.registry.num_bookings == 0
+    assert cluster.admission.report()["waiting_prompt_tokens"] == 0
+    for worker in cluster.registry:
+        assert (worker.queued_prompt_tokens, worker.num_booked_seqs, worker.booked_kv_tokens) == (0, 0, 0)
