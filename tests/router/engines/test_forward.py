@@ -332,6 +332,22 @@ async def test_what_others_put_on_an_engine_counts(fake_a: FakeServer, fake_b: F
         assert worker.num_booked_seqs == 0
 
 
+async def test_what_we_put_on_an_engine_is_not_counted_twice(fake_a: FakeServer) -> None:
+    fake_a.metrics = "vllm:num_requests_running 0\n"
+    fake_a.headers_pause.clear()
+    async with routing(spec_of(fake_a, "a")) as router:
+        worker = router.fleet.registry.get("a")
+        assert worker is not None
+        request = asyncio.create_task(answered_by(router))
+        await until(lambda: bool(fake_a.requests))
+        fake_a.metrics = "vllm:num_requests_running 1\n"
+        await until(lambda: worker.load.num_running == 1)
+        assert (worker.num_booked_seqs, router.engine("a").foreign) == (1, [])
+        fake_a.metrics = "vllm:num_requests_running 0\n"
+        fake_a.resume()
+        assert await request == "a"
+
+
 async def test_a_prompt_goes_where_its_beginning_was(fake_a: FakeServer, fake_b: FakeServer) -> None:
     specs = [spec_of(fake_a, "a", hardware="cpu"), spec_of(fake_b, "b", hardware="cpu")]
     prompts = {i: f"{i} " * 2000 for i in range(4)}
