@@ -18,7 +18,10 @@ from itertools import chain
 
 __all__ = ["NO_WORK", "FairQueue", "Ticket", "Work"]
 
-MAX_OVERTAKEN_S = 30.0  # a request that waited this long is no longer overtaken by more urgent ones of its tenant
+# Of the requests of a tenant that have waited this long the oldest goes first each fourth time, however urgent others
+# are: nobody starves, and a backlog of what is not urgent takes no more than that from what is.
+MAX_OVERTAKEN_S = 30.0
+OLDEST_TURN = 4
 MAX_IDLE_TENANTS = 1024  # remembered for what they were served beyond the virtual time, and for what they ask
 ARRIVAL_WINDOW_S = 10.0  # over which what a tenant asks is averaged
 DEVIATIONS = 1.0  # standard deviations added to what others will ask: it is less five times in six
@@ -78,6 +81,7 @@ class _Line:
     levels: dict[int, dict[Ticket, None]] = field(default_factory=dict)  # by priority, then by arrival
     priorities: list[int] = field(default_factory=list)  # of `levels`, sorted
     work: dict[int, Work] = field(default_factory=dict)  # of each level
+    num_served: int = 0
     rate: Work = NO_WORK  # what it asked lately, per second, at `rated_s`; decays from then on
     rated_s: float = 0.0
     ticket_s: float = 0.0  # worker seconds of its latest request
@@ -96,13 +100,13 @@ class _Line:
         return sum((self.work[level] for level in levels), NO_WORK)
 
     def in_order(self, now: float) -> Iterator[Ticket]:
-        """The tickets that have waited too long to be overtaken, then the others by urgency."""
-        for ticket in self.tickets:
-            if now - ticket.arrived_s < MAX_OVERTAKEN_S:
-                break
-            yield ticket
+        """The tickets by urgency, but the oldest first when it is its turn."""
+        oldest = next(iter(self.tickets))
+        is_its_turn = now - oldest.arrived_s >= MAX_OVERTAKEN_S and self.num_served % OLDEST_TURN == 0
+        if is_its_turn:
+            yield oldest
         for ticket in chain.from_iterable(self.levels[priority] for priority in self.priorities):
-            if now - ticket.arrived_s < MAX_OVERTAKEN_S:
+            if not (is_its_turn and ticket is oldest):
                 yield ticket
 
 
@@ -170,6 +174,7 @@ class FairQueue:
         # is that of the tenant that is furthest behind.
         self._virtual_s = max(self._virtual_s, min(other.start_tag for other in self._lines.values() if other.tickets))
         self._take_out(line, ticket)
+        line.num_served += 1
         line.start_tag += ticket.work.worker_s / self._weight_of(ticket.tenant)
         self._forget_idle()
 

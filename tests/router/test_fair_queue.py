@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fair_queue import MAX_IDLE_TENANTS, MAX_OVERTAKEN_S, FairQueue, Ticket, Work
+from router.fair_queue import MAX_IDLE_TENANTS, MAX_OVERTAKEN_S, OLDEST_TURN, FairQueue, Ticket, Work
 
 WEIGHTS = {"a": 1.0, "b": 3.0, "c": 1.0}
 
@@ -94,10 +94,18 @@ def test_nobody_is_overtaken_for_ever() -> None:
     for i in range(200):
         now = float(i)
         queue.add(make_ticket(priority=-100, arrived_s=now))
-        if next(queue.in_order(now)) is patient:
+        if serve(queue, 1, now)[0] is patient:
             break
-        serve(queue, 1, now)
-    assert now == MAX_OVERTAKEN_S
+    assert MAX_OVERTAKEN_S <= now < MAX_OVERTAKEN_S + OLDEST_TURN
+
+
+def test_an_old_backlog_takes_a_part_only_from_what_is_urgent() -> None:
+    queue, now = make_queue(), 2 * MAX_OVERTAKEN_S
+    for _ in range(100):
+        queue.add(make_ticket(priority=5))
+    for _ in range(100):
+        queue.add(make_ticket(priority=0, arrived_s=now))
+    assert Counter(ticket.priority for ticket in serve(queue, 40, now)) == {5: 10, 0: 30}
 
 
 def test_ahead_is_the_own_line_and_what_others_are_served_meanwhile() -> None:
