@@ -213,7 +213,7 @@ def serve(
         float,
         typer.Option(
             help="Predicted seconds of prompts at a worker above which others wait in the router, where the order "
-            "can change; 0 = half a full step of the worker.",
+            "can change; 0 = by its steps: half a full one, or two while all requests are alike.",
             rich_help_panel=_LIMITS,
         ),
     ] = default_of(RouterConfig, "max_worker_queue_s"),

@@ -141,7 +141,7 @@ class RouterConfig:
     port: int = 8000
     max_body_bytes: int = 8 * 1024 * 1024
     max_queued_prompt_tokens: int = 2_000_000  # waiting in router and workers; above it requests get 429
-    max_worker_queue_s: float = 0.0  # predicted queue of a worker that gets no more prompts; 0 = half a full step of it
+    max_worker_queue_s: float = 0.0  # predicted queue of a worker that gets no more prompts; 0 = by its steps
     tenants: str = ""  # TOML file with the tenants' weights, SLOs and shares; "" = all alike
     local_prefill: bool = True  # a decode worker may compute a prompt itself where that is cheaper
     tokenizer_threads: int = 2
@@ -164,7 +164,7 @@ class RouterConfig:
         )
         _require(
             self.max_worker_queue_s >= 0,
-            f"max_worker_queue_s={self.max_worker_queue_s} must not be negative; 0 is half a full step of the worker",
+            f"max_worker_queue_s={self.max_worker_queue_s} must not be negative; 0 goes by the worker's steps",
         )
         _require(self.max_pin_ttl_s > 0, f"max_pin_ttl_s={self.max_pin_ttl_s} must be positive")
         _require(0 <= self.port <= 65535, f"port={self.port} is not a TCP port (0 to 65535)")

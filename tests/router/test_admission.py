@@ -63,8 +63,13 @@ def make_offer(num_tokens: int = 512, **fields: object) -> Offer:
 
 
 def make_desk(
-    *roles: Role, tenants: dict[str, TenantPolicy] | None = None, num_blocks: int = 4096, **config: object
+    *roles: Role,
+    tenants: dict[str, TenantPolicy] | None = None,
+    num_blocks: int = 4096,
+    are_alike: bool = False,
+    **config: object,
 ) -> Desk:
+    """With `are_alike` nobody but the tenant that asks first has been here lately."""
     registry, index, costs = Registry(), PrefixIndex(), CostModel()
     for number, role in enumerate(roles or (Role.COLOCATED,)):
         add_ready(registry, make_card(f"w{number}", role, num_blocks=num_blocks))
@@ -72,6 +77,8 @@ def make_desk(
     settings = RouterConfig(**config)  # type: ignore[arg-type]
     placer = Placer(registry, index, costs, settings)
     admission = Admission(registry, costs, placer, Tenants(named=tenants or {}), settings)
+    if not are_alike:
+        admission._rivals_until_s = math.inf
     return Desk(registry, index, admission, [])
 
 
@@ -83,6 +90,26 @@ def test_requests_wait_here_once_their_worker_has_enough() -> None:
     assert desk.decide() == [], "the rest of the first prompt is half a step"
     desk.computes("w0", 100)
     assert [decided.waiting for decided in desk.decide()] == waiting[1:2]
+
+
+def test_requests_that_are_all_alike_wait_at_the_worker_a_little_longer() -> None:
+    desk = make_desk(are_alike=True)
+    for _ in range(6):
+        desk.enter()
+    assert len(desk.decide()) == 2, "two full steps"
+
+
+@pytest.mark.parametrize("fields", [{"tenant": "other"}, {"priority": -1}, {"ttft_slo_s": 30.0}])
+def test_holding_begins_with_the_first_request_that_is_not_alike_and_ends_a_minute_after_the_last(
+    fields: dict[str, object],
+) -> None:
+    desk = make_desk(are_alike=True)
+    desk.enter()
+    desk.enter(**fields)
+    for _ in range(4):
+        desk.enter()
+    assert len(desk.decide()) == 1
+    assert [isinstance(decided, Dispatch) for decided in desk.decide(now=61.0)].count(True) == 1
 
 
 def test_short_prompts_fill_a_worker_up() -> None:
