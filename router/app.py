@@ -7,19 +7,14 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
-import orjson
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from protocol.config import RouterConfig
-from protocol.errors import ServingError
 from router.metrics import EdgeMetrics
 from router.openai.backend import Backend
 from router.openai.cache import list_pins, pin_prefix, prefetch_pin, unpin_prefix
@@ -28,13 +23,10 @@ from router.openai.chat import create_chat_completion
 from router.openai.completions import create_completion
 from router.openai.edge import Edge, read_body
 from router.openai.errors import (
-    ClientDisconnected,
     error_body,
     error_response,
-    http_exception_response,
-    serving_error_response,
 )
-from router.openai.middleware import BodyLimit, RequestObserver
+from router.openai.layers import add_layers, json_response
 from router.openai.readiness import Readiness
 from router.openai.route import explain_route, list_decisions
 from router.openai.schema import DetokenizeRequest, TokenizeRequest
@@ -60,16 +52,7 @@ def create_app(backend: Backend, tokenizer: Tokenizer, config: RouterConfig, reg
             edge.pool.close()
 
     app = FastAPI(title="Tandem", version=_version(), lifespan=lifespan)
-    # The last one added is the outermost: refusals get CORS headers and are counted too.
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
-    app.add_middleware(RequestObserver, metrics=metrics)
-    app.add_middleware(
-        CORSMiddleware, allow_origins=config.cors_allow_origins, allow_methods=["*"], allow_headers=["*"]
-    )
-    app.add_exception_handler(HTTPException, http_exception_response)
-    app.add_exception_handler(ServingError, _serving_error)
-    app.add_exception_handler(ClientDisconnect, _client_gone)
-    app.add_exception_handler(ClientDisconnected, _client_gone)
+    add_layers(app, config, metrics)
     _add_generation_routes(app, edge)
     _add_catalog_routes(app, edge)
     _add_cache_routes(app, edge)
@@ -92,62 +75,62 @@ def _add_generation_routes(app: FastAPI, edge: Edge) -> None:
 def _add_catalog_routes(app: FastAPI, edge: Edge) -> None:
     @app.get("/v1/models")
     async def list_models() -> Response:
-        return _json(model_list(edge))
+        return json_response(model_list(edge))
 
     @app.get("/v1/models/{model_id:path}")
     async def retrieve_model(model_id: str) -> Response:
-        return _json(model_card(edge, model_id))
+        return json_response(model_card(edge, model_id))
 
     @app.post("/tokenize")
     async def tokenize_prompt(request: Request) -> Response:
         _, fields = await read_body(request, TokenizeRequest)
-        return _json(await tokenize(edge, fields))
+        return json_response(await tokenize(edge, fields))
 
     @app.post("/detokenize")
     async def detokenize_ids(request: Request) -> Response:
         _, fields = await read_body(request, DetokenizeRequest)
-        return _json(await detokenize(edge, fields))
+        return json_response(await detokenize(edge, fields))
 
 
 def _add_cache_routes(app: FastAPI, edge: Edge) -> None:
     @app.post("/v1/cache/pin")
     async def pin(request: Request) -> Response:
-        return _json(await pin_prefix(edge, request))
+        return json_response(await pin_prefix(edge, request))
 
     @app.post("/v1/cache/unpin")
     async def unpin(request: Request) -> Response:
-        return _json(await unpin_prefix(edge, request))
+        return json_response(await unpin_prefix(edge, request))
 
     @app.post("/v1/cache/prefetch")
     async def prefetch(request: Request) -> Response:
-        return _json(await prefetch_pin(edge, request))
+        return json_response(await prefetch_pin(edge, request))
 
     @app.get("/v1/cache/pins")
     async def pins(cache_salt: str = "") -> Response:
-        return _json(await list_pins(edge, cache_salt))
+        return json_response(await list_pins(edge, cache_salt))
 
 
 def _add_route_routes(app: FastAPI, edge: Edge) -> None:
     @app.post("/v1/route/explain")
     async def explain(request: Request) -> Response:
-        return _json(await explain_route(edge, request))
+        return json_response(await explain_route(edge, request))
 
     @app.get("/v1/route/decisions")
     async def decisions() -> Response:
-        return _json(list_decisions(edge))
+        return json_response(list_decisions(edge))
 
 
 def _add_operation_routes(app: FastAPI, backend: Backend, readiness: Readiness, registry: CollectorRegistry) -> None:
     @app.get("/health")
     async def health() -> Response:
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     @app.get("/ready")
     async def ready() -> Response:
         reason = readiness.reason
         if reason is not None:
             return error_response(503, error_body(reason, "server_error", code="not_ready"))
-        return _json({"status": "ready"})
+        return json_response({"status": "ready"})
 
     @app.get("/metrics")
     async def scrape_metrics() -> Response:
@@ -155,29 +138,16 @@ def _add_operation_routes(app: FastAPI, backend: Backend, readiness: Readiness, 
 
     @app.get("/v1/pools")
     async def show_pools() -> Response:
-        return _json(await backend.pools())
+        return json_response(await backend.pools())
 
     @app.post("/v1/pools/check")
     async def check_pools() -> Response:
         workers = await backend.check()
-        return _json({"idle": not any(workers.values()), "workers": workers})
+        return json_response({"idle": not any(workers.values()), "workers": workers})
 
     @app.get("/version")
     async def show_version() -> Response:
-        return _json({"version": _version()})
-
-
-async def _serving_error(_: Request, exc: Exception) -> Response:
-    assert isinstance(exc, ServingError), exc
-    return serving_error_response(exc)
-
-
-async def _client_gone(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it; it is for the counters
-
-
-def _json(body: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")
+        return json_response({"version": _version()})
 
 
 def _version() -> str:

@@ -9,13 +9,10 @@ from collections.abc import AsyncIterator, Container, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-import orjson
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from protocol.errors import ConfigError, ModelNotFound, RequestError, ServingError
@@ -26,13 +23,10 @@ from router.engines.metrics import EngineCollector
 from router.engines.prompts import PromptReader
 from router.metrics import EdgeMetrics
 from router.openai.errors import (
-    ClientDisconnected,
     error_body,
     error_response,
-    http_exception_response,
-    serving_error_response,
 )
-from router.openai.middleware import BodyLimit, RequestObserver
+from router.openai.layers import add_layers, json_response
 from router.tokenizer import TokenizerPool
 from router.worker_metrics import WorkerCollector
 
@@ -92,15 +86,7 @@ def create_engines_app(
             pool.close()
 
     app = FastAPI(title="Tandem", lifespan=lifespan)
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
-    app.add_middleware(RequestObserver, metrics=metrics)
-    app.add_middleware(
-        CORSMiddleware, allow_origins=config.cors_allow_origins, allow_methods=["*"], allow_headers=["*"]
-    )
-    app.add_exception_handler(HTTPException, http_exception_response)
-    app.add_exception_handler(ServingError, _serving_error)
-    app.add_exception_handler(ClientDisconnect, _client_gone)
-    app.add_exception_handler(ClientDisconnected, _client_gone)
+    add_layers(app, config, metrics)
     _add_generation_routes(app, forwarder)
     _add_catalog_routes(app, fleet)
     _add_operation_routes(app, fleet, metrics_registry)
@@ -130,22 +116,22 @@ def _add_catalog_routes(app: FastAPI, fleet: Fleet) -> None:
 
     @app.get("/v1/models")
     async def list_models() -> Response:
-        return _json({"object": "list", "data": [card(model) for model in fleet.models]})
+        return json_response({"object": "list", "data": [card(model) for model in fleet.models]})
 
     @app.get("/v1/models/{model_id:path}")
     async def retrieve_model(model_id: str) -> Response:
-        return _json(card(model_id))
+        return json_response(card(model_id))
 
 
 def _add_operation_routes(app: FastAPI, fleet: Fleet, registry: CollectorRegistry) -> None:
     @app.get("/health")
     async def health() -> Response:
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     @app.get("/ready")
     async def ready() -> Response:
         if fleet.is_ready:
-            return _json({"status": "ready"})
+            return json_response({"status": "ready"})
         now = fleet.clock()
         reasons = ", ".join(f"{engine.name} ({engine.refusal(now)})" for engine in fleet.engines)
         message = f"No engine is ready: {reasons or 'none is registered'}."
@@ -158,7 +144,7 @@ def _add_operation_routes(app: FastAPI, fleet: Fleet, registry: CollectorRegistr
     @app.get("/v1/pools")
     async def show_pools() -> Response:
         now = fleet.clock()
-        return _json(
+        return json_response(
             {
                 "engines": [engine.to_json(now) for engine in fleet.engines],
                 "costs": fleet.costs.export(),
@@ -179,7 +165,7 @@ def _add_admin_routes(
     async def list_engines(request: Request) -> Response:
         _check_admin(request, admin_token)
         now = fleet.clock()
-        return _json({"object": "list", "data": [engine.to_json(now) for engine in fleet.engines]})
+        return json_response({"object": "list", "data": [engine.to_json(now) for engine in fleet.engines]})
 
     @app.post("/v1/engines")
     async def add_engine(request: Request) -> Response:
@@ -196,7 +182,7 @@ def _add_admin_routes(
             engine = fleet.add(spec)
         except ConfigError as exc:
             raise RequestError(exc.message, code="invalid_engine") from exc
-        return _json(engine.to_json(fleet.clock()), 201)
+        return json_response(engine.to_json(fleet.clock()), 201)
 
     @app.delete("/v1/engines/{name}")
     async def remove_engine(name: str, request: Request) -> Response:
@@ -211,7 +197,7 @@ def _add_admin_routes(
             removals.add(task)
             task.add_done_callback(removals.discard)
             await asyncio.sleep(0)  # it is draining when this answer is made
-        return _json(engine.to_json(fleet.clock()), 202)
+        return json_response(engine.to_json(fleet.clock()), 202)
 
 
 def _check_admin(request: Request, admin_token: str) -> None:
@@ -220,16 +206,3 @@ def _check_admin(request: Request, admin_token: str) -> None:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), admin_token.encode()):
         raise AdminRefused("The admin API needs its token: Authorization: Bearer TOKEN.")
-
-
-async def _serving_error(_: Request, exc: Exception) -> Response:
-    assert isinstance(exc, ServingError), exc
-    return serving_error_response(exc)
-
-
-async def _client_gone(_: Request, __: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it; it is for the counters
-
-
-def _json(body: dict[str, Any], status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status, media_type="application/json")

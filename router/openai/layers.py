@@ -1,0 +1,48 @@
+"""What every app of a router is wrapped in: limits, counting, CORS, and errors in the shape OpenAI's clients expect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from protocol.config import RouterConfig
+from protocol.errors import ServingError
+from router.metrics import EdgeMetrics
+from router.openai.errors import ClientDisconnected, http_exception_response, serving_error_response
+from router.openai.middleware import BodyLimit, RequestObserver
+
+__all__ = ["add_layers", "json_response"]
+
+
+def add_layers(app: FastAPI, config: RouterConfig, metrics: EdgeMetrics) -> None:
+    """Add middleware and error handlers."""
+    # The last one added is the outermost: refusals get CORS headers and are counted too.
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(RequestObserver, metrics=metrics)
+    app.add_middleware(
+        CORSMiddleware, allow_origins=config.cors_allow_origins, allow_methods=["*"], allow_headers=["*"]
+    )
+    app.add_exception_handler(HTTPException, http_exception_response)
+    app.add_exception_handler(ServingError, _serving_error)
+    app.add_exception_handler(ClientDisconnect, _client_gone)
+    app.add_exception_handler(ClientDisconnected, _client_gone)
+
+
+def json_response(body: dict[str, Any], status: int = 200) -> Response:
+    """The body as JSON."""
+    return Response(orjson.dumps(body), status, media_type="application/json")
+
+
+async def _serving_error(_: Request, exc: Exception) -> Response:
+    assert isinstance(exc, ServingError), exc
+    return serving_error_response(exc)
+
+
+async def _client_gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it; it is for the counters
