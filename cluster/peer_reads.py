@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from cluster.host_copy import host_buffer
 from cluster.kv_source import KvSource, LoadCost, LoadPrior, OpenSource, Piece
 from engine.engine import Engine
 from engine.sequence import Sequence as EngineSequence
@@ -400,8 +399,7 @@ class PeerHolder:
         fresh = pool.try_allocate(num_blocks) if num_blocks > 0 else None
         if tier is None or fresh is None:
             return False
-        held.data = host_buffer(num_blocks, tier.block_bytes, tier.device)
-        held.load = tier.tier.load(missing[:num_blocks], held.data.numpy())
+        held.data, held.load = tier.begin_load(missing[:num_blocks])
         held.blocks = [*held.blocks, *fresh]
         return True
 

@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cluster.host_copy import host_buffer
 from cluster.tiered_cache import CachedTier, TieredCache
 from engine.engine import Engine
 from kv_transfer.tiers import Load
@@ -57,7 +56,7 @@ class Prefetcher:
         self.num_blocks: Counter[str] = Counter()  # brought up so far, by place
         self._engine = engine
         self._cache = cache
-        self._host = next((cached for cached in cache.tiers if cached.name == "host"), None)
+        self._host = cache.tier("host")
         self._to_host: set[str] = set()  # pins
         self._to_pool: set[str] = set()  # pins; each until its chain is there as far as it can be
         self._piece: _Piece | None = None
@@ -139,8 +138,7 @@ class Prefetcher:
     ) -> _Piece:
         end = min(end, first + max(_PIECE_BYTES // self._engine.block_bytes, 1), len(chain))
         end = first + max(source.tier.count_present(chain[first:end]), 1)
-        data = host_buffer(end - first, source.block_bytes, source.device)
-        load = source.tier.load(chain[first:end], data.numpy())
+        data, load = source.begin_load(chain[first:end])
         return _Piece(pin_id, chain, first, source, target, data, load)
 
     def _land(self, piece: _Piece, kept: HostBlocks | None) -> bool:

@@ -74,6 +74,11 @@ class CachedTier(KvSource):
         """Nothing begins before a piece is asked for."""
         return _OpenTier(self, digests, end_block)
 
+    def begin_load(self, digests: Sequence[bytes]) -> tuple[Tensor, Load]:
+        """Begin to load blocks into a new buffer [num_blocks, encoded bytes], uint8, which is the load's until done."""
+        data = host_buffer(len(digests), self.block_bytes, self.device)
+        return data, self.tier.load(digests, data.numpy())
+
     def learn(self, load: Load) -> None:
         """Learn from a load of this tier what blocks cost. Its time in the store is summed over the threads."""
         if load.num_loaded:
@@ -104,8 +109,7 @@ class _TierPiece(Piece):
         super().__init__(first_block, end_block, now)
         self.kind = cached.kind
         self._cached = cached
-        self._data = host_buffer(self.num_blocks, cached.block_bytes, cached.device)
-        self._load = cached.tier.load(digests[first_block:end_block], self._data.numpy())
+        self._data, self._load = cached.begin_load(digests[first_block:end_block])
 
     @property
     def is_done(self) -> bool:

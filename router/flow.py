@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from protocol.config import RouterConfig
-from protocol.digest import block_digests, extend_digests, root_digest
+from protocol.digest import block_digests, root_digest
 from protocol.errors import NoWorker, WorkerError
 from protocol.messages import Decode, FinishReason, Generate, KvHolder, Prefill, Role, SequenceDelta, WorkerCard
 from router.admission import Admission, Offer
@@ -290,15 +290,15 @@ class RequestFlow:
 
         Prompts shorter than a block do not count for the sizing, no cache can hold them. The readiness probe is one.
         """
-        chain = list(digests)
+        parent = digests[-1] if digests else self._root(card.namespace, request.cache_salt)
         # NOTE: the last token's KV is never computed.
-        token_ids = [*request.token_ids, *output[:-1]]
-        extend_digests(chain, self._root(card.namespace, request.cache_salt), token_ids, card.block_size)
-        self._note_turn(request, chain)
+        rest = request.token_ids[len(digests) * card.block_size :] + output[:-1]
+        answer = block_digests(parent, rest, card.block_size)
+        self._note_turn(request, [*digests, *answer])
         if digests:
             self._sizing.observe(
                 digests,
-                chain[len(digests) :],
+                answer,
                 block_size=card.block_size,
                 num_prompt_tokens=len(request.token_ids),
                 num_cached_tokens=num_cached_tokens,
