@@ -13,7 +13,8 @@ from typing import NamedTuple
 __all__ = ["Detokenizer", "StopMatch", "StopMatcher"]
 
 CONTEXT_TOKENS = 6  # of the prompt: enough for a decoder to know that the answer does not start a text
-MAX_HELD_TOKENS = 32  # a character has at most 4 bytes; more tokens than this are not a character to come
+MAX_OPEN_TOKENS = 3  # a character has at most 4 bytes, so these can be of one that is not complete
+MAX_HELD_TOKENS = 32  # more tokens than this without a complete character are no text
 REPLACEMENT = "\ufffd"
 
 
@@ -42,22 +43,25 @@ class Detokenizer:
         """Add tokens and return the text they complete, often of all of them, sometimes none."""
         self._ids.extend(i for i in token_ids if i not in self._skip_ids)
         num_held = len(self._ids) - self._num_sent
-        if num_held == 0:
-            return ""
-        text = self._decode(self._ids)
-        if len(text) <= len(self._sent_text) or (text.endswith(REPLACEMENT) and num_held < MAX_HELD_TOKENS):
-            return ""
-        return self._release(text)
+        for num_open in range(min(num_held, MAX_OPEN_TOKENS + 1)):
+            end = len(self._ids) - num_open
+            text = self._decode(self._ids[:end])
+            if not text.endswith(REPLACEMENT):
+                return self._release(text, end) if len(text) > len(self._sent_text) else ""
+        return self.flush() if num_held >= MAX_HELD_TOKENS else ""
 
     def flush(self) -> str:
         """Return what is held back, with U+FFFD for a character cut short. Call it once, at the end."""
-        return self._release(self._decode(self._ids)) if self._num_sent < len(self._ids) else ""
+        end = len(self._ids)
+        return self._release(self._decode(self._ids), end) if self._num_sent < end else ""
 
-    def _release(self, text: str) -> str:
+    def _release(self, text: str, end: int) -> str:
+        """Return what `text`, that of the ids before `end`, adds to the text sent; these are the context from now on."""
         new = text[len(self._sent_text) :]
-        del self._ids[: self._num_sent]
-        self._num_sent = len(self._ids)
-        self._sent_text = self._decode(self._ids)
+        context = self._ids[self._num_sent : end]
+        self._ids = self._ids[self._num_sent :]
+        self._num_sent = len(context)
+        self._sent_text = self._decode(context)
         return new
 
 

@@ -88,9 +88,21 @@ def test_an_incomplete_character_is_held_back(tokenizer: Tokenizer) -> None:
     assert stream(tokenizer.detokenizer([]), [[i] for i in ids]) == ["a", "", "", "", "🎉", "b", ""]
 
 
+def test_complete_characters_are_sent_though_the_last_one_is_not(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("ab🎉", add_special_tokens=False)
+    assert stream(tokenizer.detokenizer([]), [ids[:3], ids[3:]]) == ["ab", "🎉", ""]
+
+
+def test_runs_that_all_end_within_a_character_are_not_taken_for_invalid_bytes(tokenizer: Tokenizer) -> None:
+    text = "\x80" * 40  # two tokens each
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    runs = [ids[:1], *(ids[i : i + 2] for i in range(1, len(ids), 2))]
+    assert "".join(stream(tokenizer.detokenizer([]), runs)) == text
+
+
 def test_a_character_cut_short_is_flushed_as_replacement(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a🎉", add_special_tokens=False)[:-1]
-    assert stream(tokenizer.detokenizer([]), [ids]) == ["", "a\ufffd"]
+    assert stream(tokenizer.detokenizer([]), [ids]) == ["a", "\ufffd"]
 
 
 def test_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None:
