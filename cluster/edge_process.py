@@ -78,6 +78,8 @@ async def _serve(settings: EdgeSettings) -> None:
             started_at_s=settings.started_at_s,
         )
         async with http_server(app, settings.router, listener) as server:
+            await server.started_serving()
+            backend.announce()
             await _first_of(server.serving, backend.drained, terminated)
             server.drain()
             await _first_of(server.serving, terminated)

@@ -82,9 +82,9 @@ class EdgeProcesses:
         self._settings = settings
         self._processes: dict[str, Process] = {}
         self._is_draining = False
-        self._num_processes = num_processes
-        self._joined: set[int] = set()
-        self.serving = asyncio.gather(*map(self._keep, range(num_processes)))
+        self._served: set[int] = set()
+        self._keeping = [asyncio.create_task(self._keep(number)) for number in range(num_processes)]
+        self.serving = asyncio.gather(*self._keeping)
 
     @property
     def num_running(self) -> int:
@@ -93,8 +93,8 @@ class EdgeProcesses:
 
     @property
     def is_serving(self) -> bool:
-        """Whether each of them has joined, now or before."""
-        return len(self._joined) == self._num_processes
+        """Whether each of them has begun to."""
+        return len(self._served) == len(self._keeping)
 
     def drain(self) -> None:
         """Accept nothing more, let answers end, and end."""
@@ -106,10 +106,10 @@ class EdgeProcesses:
         self._is_draining = True
         for process in self._processes.values():
             _signal(process.terminate)
-        await asyncio.wait({self.serving}, timeout=STOP_TIMEOUT_S)
+        await asyncio.wait(self._keeping, timeout=STOP_TIMEOUT_S)
         for process in self._processes.values():
             _signal(process.kill)
-        await asyncio.gather(self.serving, return_exceptions=True)
+        await asyncio.gather(self.serving, *self._keeping, return_exceptions=True)
 
     async def _keep(self, number: int) -> None:
         """Have one edge process run, and another one when it ends."""
@@ -155,7 +155,7 @@ class EdgeProcesses:
                 silence_s, limit_s = time.monotonic() - started_s, START_TIMEOUT_S
             else:
                 limit_s = self._settings.router.worker_timeout_s
-                self._joined.add(number)
+                self._served |= {number} if self._hub.is_serving(edge_id) else set()
             if silence_s > limit_s:
                 logger.warning("router process %d has been silent for %g s", number, limit_s)
                 _signal(process.kill)

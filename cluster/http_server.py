@@ -27,12 +27,24 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
             )
         )
+        self._has_started = asyncio.Event()
         self.serving = asyncio.create_task(self.serve(sockets=[listener]))
 
     @property
     def is_serving(self) -> bool:
         """Whether it has begun to."""
-        return bool(self.started)
+        return self._has_started.is_set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        self._has_started.set()
+
+    async def started_serving(self) -> None:
+        """Return when it listens, or has ended without."""
+        waiting = asyncio.create_task(self._has_started.wait())
+        await asyncio.wait({waiting, self.serving}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
 
     @property
     def num_running(self) -> int:

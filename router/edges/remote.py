@@ -74,6 +74,10 @@ class RemoteBackend:
         self._socket.close(linger=0)
         self._context.term()
 
+    def announce(self) -> None:
+        """Tell the hub that HTTP is served."""
+        self._send(wire.Serving())
+
     # -- Backend --------------------------------------------------------------------------------------------------
 
     @property

@@ -30,6 +30,7 @@ __all__ = [
     "Pools",
     "Question",
     "Scrape",
+    "Serving",
     "Status",
     "WireError",
     "decode_for_edge",
@@ -105,6 +106,10 @@ class Beat(_Message, frozen=True):
     """A sign of life; the first one makes the edge process known."""
 
 
+class Serving(_Message, frozen=True):
+    """The port is open."""
+
+
 class Open(_Message, frozen=True):
     """Generate. `call` is a number of the edge process' own, never used again."""
 
@@ -171,7 +176,7 @@ class Drain(_Message, frozen=True):
     """Accept nothing more, let answers end, and leave."""
 
 
-ToHub = Beat | Open | Close | Ask
+ToHub = Beat | Serving | Open | Close | Ask
 ToEdge = Status | Deltas | Failed | Answered | Drain
 
 _encoder = msgspec.msgpack.Encoder()

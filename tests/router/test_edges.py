@@ -234,7 +234,7 @@ def _advance(now: list[float]) -> bool:
 
 async def test_a_hub_that_is_not_there_is_told_in_time(tmp_path: Path) -> None:
     edge = RemoteBackend(f"ipc://{tmp_path}/nobody", "edge", timeout_s=0.05)
-    with pytest.raises(WorkerError, match="did not answer within 0.05 s"):
+    with pytest.raises(WorkerError, match="did not answer within"):
         await edge.start()
     await edge.close()
 
