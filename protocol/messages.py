@@ -24,6 +24,7 @@ from protocol.sampling import SamplingParams
 
 __all__ = [
     "FINISHED_EARLY",
+    "POOL_PLACE",
     "WIRE_VERSION",
     "BlockEvents",
     "BlockSnapshot",
@@ -70,9 +71,11 @@ __all__ = [
     "WorkerState",
     "decode_message",
     "encode_message",
+    "holder_name",
 ]
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
+POOL_PLACE = "pool"  # where a worker has blocks: its pool, or one of its tiers by name
 
 # `LeaseClosed.reason` of a request that ended with its first token: there is nothing to hand over, nothing failed.
 FINISHED_EARLY = "finished with the first token"
@@ -144,6 +147,7 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     namespace: bytes  # protocol.digest.namespace_digest of this worker
     pid: int
+    tiers: list[str] = []  # names of its KV tiers, from fast to slow
     max_pinned_blocks: dict[str, int] = {}  # by place: "pool" or a tier; what pins may keep there
 
 
@@ -353,23 +357,40 @@ class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     code: str
 
 
+def holder_name(worker_id: str, place: str) -> str:
+    """What a place of a worker is called in the index: its pool goes by the worker's own name."""
+    return worker_id if place == POOL_PLACE else f"{worker_id}/{place}"
+
+
 class BlockEvents(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Cached blocks that came and went, in order. `sequence` counts these messages within an epoch, from 1."""
+    """Cached blocks that came to a place and went. `sequence` counts the messages of a place in an epoch, from 1."""
 
     worker_id: str
     epoch: int
     sequence: int
     stored: list[bytes]
     removed: list[bytes]
+    place: str = POOL_PLACE
+
+    @property
+    def holder(self) -> str:
+        """Whose blocks they are, in the index."""
+        return holder_name(self.worker_id, self.place)
 
 
 class BlockSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All digests cached now; events up to and including `sequence` are contained in it."""
+    """All digests in a place now; its events up to and including `sequence` are contained."""
 
     worker_id: str
     epoch: int
     sequence: int
     digests: list[bytes]
+    place: str = POOL_PLACE
+
+    @property
+    def holder(self) -> str:
+        """Whose blocks they are, in the index."""
+        return holder_name(self.worker_id, self.place)
 
 
 class PinReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
