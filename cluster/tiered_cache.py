@@ -177,7 +177,11 @@ class TieredCache:
     def loads(self) -> list[TierLoad]:
         """The tiers as the router is told of them."""
         return [
-            TierLoad(name=cached.name, block_s=cached.cost.block_s, **asdict(cached.tier.stats()))
+            TierLoad(
+                name=cached.name,
+                block_s=math.inf if cached.tier.is_paused else cached.cost.block_s,
+                **asdict(cached.tier.stats()),
+            )
             for cached in self.tiers
         ]
 

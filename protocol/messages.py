@@ -179,7 +179,7 @@ class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
     bytes_out: int
     seconds_in: float  # of all I/O threads, in the store
     seconds_out: float
-    block_s: float  # learned seconds to load a block
+    block_s: float  # learned seconds to load a block; inf while it cannot be reached
 
 
 class FetchStats(msgspec.Struct, frozen=True, kw_only=True):
