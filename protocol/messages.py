@@ -72,6 +72,7 @@ __all__ = [
     "decode_message",
     "encode_message",
     "holder_name",
+    "worker_of",
 ]
 
 WIRE_VERSION = 4
@@ -360,6 +361,11 @@ class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 def holder_name(worker_id: str, place: str) -> str:
     """What a place of a worker is called in the index: its pool goes by the worker's own name."""
     return worker_id if place == POOL_PLACE else f"{worker_id}/{place}"
+
+
+def worker_of(holder: str) -> str:
+    """The worker of a `holder_name`."""
+    return holder.partition("/")[0]
 
 
 class BlockEvents(msgspec.Struct, frozen=True, kw_only=True, tag=True):
