@@ -11,7 +11,7 @@ Three conversations use them:
                        ChunkArrived, HandoffDone                                       (notified by the KV transport)
     worker -> all      Heartbeat                                          (ZMQ PUB, from its own thread)
 
-`WIRE_VERSION` changes whenever a field changes its meaning; peers with another version are refused.
+`WIRE_VERSION` changes whenever a field changes its meaning, or what digests are; peers with another one are refused.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ __all__ = [
     "encode_message",
 ]
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 # `LeaseClosed.reason` of a request that ended with its first token: there is nothing to hand over, nothing failed.
 FINISHED_EARLY = "finished with the first token"
