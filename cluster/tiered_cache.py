@@ -179,6 +179,7 @@ class TieredCache:
         return [
             TierLoad(
                 name=cached.name,
+                latency_s=cached.cost.latency_s,
                 block_s=math.inf if cached.tier.is_paused else cached.cost.block_s,
                 **asdict(cached.tier.stats()),
             )

@@ -11,7 +11,7 @@ Three conversations use them:
                        ChunkArrived, HandoffDone                                       (notified by the KV transport)
     worker -> all      Heartbeat                                          (ZMQ PUB, from its own thread)
 
-`WIRE_VERSION` changes whenever a field changes its meaning; peers with another version are refused.
+`WIRE_VERSION` changes whenever a field changes its meaning, or what digests are; peers with another one are refused.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from protocol.sampling import SamplingParams
 
 __all__ = [
     "FINISHED_EARLY",
+    "HOST_TIER",
     "POOL_PLACE",
     "WIRE_VERSION",
     "BlockEvents",
@@ -77,6 +78,7 @@ __all__ = [
 
 WIRE_VERSION = 4
 POOL_PLACE = "pool"  # where a worker has blocks: its pool, or one of its tiers by name
+HOST_TIER = "host"  # its own memory: the tier that peers can read from, too
 
 # `LeaseClosed.reason` of a request that ended with its first token: there is nothing to hand over, nothing failed.
 FINISHED_EARLY = "finished with the first token"
@@ -180,7 +182,8 @@ class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
     bytes_out: int
     seconds_in: float  # of all I/O threads, in the store
     seconds_out: float
-    block_s: float  # learned seconds to load a block; inf while it cannot be reached
+    latency_s: float  # learned seconds of a load beside its blocks
+    block_s: float  # and of each block; inf while the tier cannot be reached
 
 
 class FetchStats(msgspec.Struct, frozen=True, kw_only=True):

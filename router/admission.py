@@ -396,7 +396,7 @@ class Admission:
         if lacking <= 0 or booked == 0:
             return 0.0
         steps_s = (
-            self._costs.steps(worker.card.kind).step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
+            self._costs.steps(worker.card.kind).costs.step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
             for worker in decoders
         )
         lifetime_s = placement.expected_output_tokens * sum(steps_s) / len(decoders)

@@ -384,6 +384,7 @@ class Tier:
 
     @property
     def is_paused(self) -> bool:
+        """Whether nothing is asked of the store now, because it could not be reached."""
         return self._is_closed or (self._paused_until > float("-inf") and self._clock() < self._paused_until)
 
     @property

@@ -405,7 +405,7 @@ class Exchange:
         """From the end of prefill to the decode engine's first token: moving the KV, and one of its steps."""
         placement = self._placed.placement
         worker = placement.best.decode
-        step_s = self._steps(self.engine).step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
+        step_s = self._steps(self.engine).costs.step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
         num_bytes = placement.num_prompt_tokens * self.engine.spec.kv_bytes_per_token
         kinds = self._placed.prefill.spec.cost_kind, self.engine.spec.cost_kind
         self._fleet.costs.transfer(*kinds).observe(num_bytes, max(now - self._sent_s - step_s, MIN_TRANSFER_S))

@@ -8,18 +8,20 @@ from hypothesis import strategies as st
 
 from protocol.config import RouterConfig
 from protocol.errors import NoWorker
-from protocol.messages import BlockEvents, Role, WorkerState
+from protocol.messages import BlockEvents, Role, StepStats, WorkerState
 from router.cost_model import CostModel
-from router.placement import Candidate, Placement, Placer, _preference, _Request
+from router.placement import Placement, Placer
 from router.prefix_index import PrefixIndex
-from router.registry import Registry, can_decode, can_prefill
+from router.registry import Booking, Registry
 from tests.router.builders import add_ready, make_card
+from tests.router.naive_placer import NaivePlacer, preference
 
 
 class Pool:
     """A registry with everything a placer needs."""
 
     def __init__(self, *, local_prefill: bool = True) -> None:
+        self.local_prefill = local_prefill
         self.registry = Registry()
         self.index = PrefixIndex()
         self.costs = CostModel()
@@ -137,7 +139,7 @@ def test_only_missing_blocks_count_as_transfer() -> None:
     assert pair is not None
     assert pair.terms.transfer_s <= cold.best.terms.transfer_s
     link = pool.costs.transfer("cpu-1", "cpu-1")
-    assert pair.terms.transfer_s <= link.transfer_s(64 * 16 * 23_040)
+    assert pair.terms.transfer_s <= link.costs.transfer_s(64 * 16 * 23_040)
 
 
 def test_goes_to_the_worker_with_the_prefix_until_its_queue_outweighs_it() -> None:
@@ -230,23 +232,82 @@ def test_what_is_held_for_a_worker_counts_as_its_queue() -> None:
     assert (chosen(both), both.best.terms.queue_s) == (("a", "a"), 1.0)
 
 
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10**6), num_workers=st.integers(2, 14), num_prompt_tokens=st.integers(1, 3000))
-def test_finds_the_pair_that_looking_at_all_pairs_finds(seed: int, num_workers: int, num_prompt_tokens: int) -> None:
-    rng = random.Random(seed)
-    pool = Pool()
-    digests = chain(num_prompt_tokens // 16)
+def random_pool(rng: random.Random, num_workers: int, digests: list[bytes]) -> tuple[Pool, list[Booking]]:
+    """Workers of two kinds in all roles and states; caches, bookings, measured steps and links."""
+    pool = Pool(local_prefill=rng.random() < 0.7)
+    roles = rng.choice([[Role.PREFILL, Role.DECODE], [Role.COLOCATED], list(Role)])
+    kinds = rng.choice([["cpu-1"], ["cpu-1", "NVIDIA H200"]])
+    bookings = []
     for i in range(num_workers):
-        pool.add(f"w{i}", Role.PREFILL if i % 2 else Role.DECODE)
+        worker_id, role, kind = f"w{i}", rng.choice(roles), rng.choice(kinds)
+        num_blocks, chunk = rng.choice([64, 300, 4096]), rng.choice([512, 2048])
+        namespace = rng.choice([b"n" * 16, b"n" * 16, b"o" * 16])
+        card = make_card(
+            worker_id, role, kind=kind, num_blocks=num_blocks, max_num_batched_tokens=chunk, namespace=namespace
+        )
+        add_ready(pool.registry, card)
+        pool.index.add_worker(worker_id, epoch=1)
         if rng.random() < 0.6:
-            pool.cache(f"w{i}", digests[: rng.choice([0, 2, len(digests) // 2, len(digests)])])
-        for _ in range(rng.randint(0, 3)):
-            pool.book(f"w{i}", f"w{i}", new=rng.choice([10, 100, 1000]), done=rng.random() < 0.5)
-    hits = pool.index.longest_prefix(digests, 0.0)
-    request = _Request(num_prompt_tokens, 50, hits, pool.placer._holders(hits, digests), {}, pool.costs)
-    prefillers = [request.prefill_side(worker) for worker in pool.registry if can_prefill(worker)]
-    decoders = [request.decode_side(worker) for worker in pool.registry if can_decode(worker)]
-    every_pair: list[Candidate] = [request.pair(p, d) for p in prefillers for d in decoders]
-    best = request.best_pair(prefillers, decoders)
-    assert best is not None
-    assert _preference(best) == pytest.approx(min(map(_preference, every_pair)))
+            pool.cache(worker_id, digests[: rng.choice([0, 2, len(digests) // 2, len(digests)])])
+        if rng.random() < 0.1:
+            pool.index.speculate({worker_id}, digests, 0.0)
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            num_new, num_kv = rng.choice([10, 100, 1000]), rng.choice([200, 3000])
+            other_id = f"w{rng.randrange(i + 1)}"
+            bookings.append(
+                pool.registry.reserve(
+                    worker_id, other_id, num_new_tokens=num_new, num_context_tokens=0, num_kv_tokens=num_kv
+                )
+            )
+        if rng.random() < 0.1:
+            pool.registry.set_state(worker_id, WorkerState.DRAINING, "test")
+    return pool, bookings
+
+
+def shake(rng: random.Random, pool: Pool, bookings: list[Booking]) -> None:
+    """Some of what happens between two decisions."""
+    for booking in rng.sample(bookings, len(bookings) // 3):
+        rng.choice([booking.prefill_done, booking.release])()
+    worker_ids = [worker.worker_id for worker in pool.registry]
+    for worker_id in rng.sample(worker_ids, len(worker_ids) // 3):
+        pool.registry.note_step(worker_id, StepStats(duration_s=0.1, num_prefill_tokens=rng.choice([0, 7, 512])))
+    change = rng.randrange(4) if worker_ids else 2
+    if change == 0:
+        pool.registry.set_role(worker_ids[0], rng.choice(list(Role)))
+    if change == 1:
+        pool.registry.set_state(worker_ids[-1], WorkerState.DEAD, "test")
+        pool.index.remove_worker(worker_ids[-1])
+    if change == 2:
+        pool.costs.steps("cpu-1").observe(StepStats(duration_s=0.5, num_prefill_tokens=512, num_decode_seqs=1))
+        pool.costs.transfer("cpu-1", "cpu-1").observe(1e8, rng.choice([1e-3, 1.0]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 10**6), num_workers=st.integers(2, 14), num_prompt_tokens=st.integers(1, 3000))
+def test_decides_as_one_does_who_looks_at_every_candidate(seed: int, num_workers: int, num_prompt_tokens: int) -> None:
+    rng = random.Random(seed)
+    digests = chain(num_prompt_tokens // 16)
+    pool, bookings = random_pool(rng, num_workers, digests)
+    naive = NaivePlacer(pool.registry, pool.index, pool.costs, local_prefill=pool.local_prefill)
+    for _ in range(3):
+        held_s = {f"w{i}": rng.random() for i in range(num_workers) if rng.random() < 0.2}
+        excluded = {f"w{i}" for i in range(num_workers) if rng.random() < 0.1}
+        asked = (num_prompt_tokens, digests, rng.choice([1, 100]), 0.0)
+        expected = naive.candidates(*asked, held_s=held_s, excluded=excluded)
+        try:
+            placement = pool.placer.place(*asked, held_s=held_s, excluded=excluded, num_others=3)
+        except NoWorker:
+            assert not expected
+        else:
+            first = expected[0]
+            assert preference(placement.best) == pytest.approx(preference(first), rel=1e-12)
+            same = [c for c in expected if preference(c) == preference(first)]
+            assert placement.best in same
+            if len(same) == 1:
+                assert placement.best == first
+            others = [c for c in expected if c.is_pair != placement.best.is_pair]
+            assert (placement.runner_up is None) == (not others)
+            if placement.runner_up is not None:
+                assert preference(placement.runner_up) == pytest.approx(preference(others[0]), rel=1e-12)
+            assert all(other in expected for other in placement.others)
+        shake(rng, pool, bookings)
