@@ -169,21 +169,21 @@ class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
     """One KV tier of a worker. Counts are of blocks and since the start; the first four are of now."""
 
     name: str
-    num_blocks: int
-    capacity_blocks: int
-    num_queued_loads: int
-    num_queued_stores: int
-    num_hits: int  # hits and misses are all blocks that loads asked for
-    num_misses: dict[str, int]  # by reason
-    num_stored: int
-    num_drops: dict[str, int]  # blocks that were to be stored and were not, by reason
-    num_evictions: int
-    bytes_in: int
-    bytes_out: int
-    seconds_in: float  # of all I/O threads, in the store
-    seconds_out: float
-    latency_s: float  # learned seconds of a load beside its blocks
-    block_s: float  # and of each block; inf while the tier cannot be reached
+    num_blocks: int = 0
+    capacity_blocks: int = 0
+    num_queued_loads: int = 0
+    num_queued_stores: int = 0
+    num_hits: int = 0  # hits and misses are all blocks that loads asked for
+    num_misses: dict[str, int] = {}  # by reason
+    num_stored: int = 0
+    num_drops: dict[str, int] = {}  # blocks that were to be stored and were not, by reason
+    num_evictions: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    seconds_in: float = 0.0  # of all I/O threads, in the store
+    seconds_out: float = 0.0
+    latency_s: float = 0.0  # learned seconds of a load beside its blocks
+    block_s: float = 0.0  # and of each block; inf while the tier cannot be reached
 
 
 class FetchStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -357,9 +357,7 @@ class _Request:
             may_read = (num_blocks > self._hit_blocks) & np.isfinite(load_costs.block_s)
             missing = np.where(may_read, num_blocks - self._hit_blocks, 0.0)
             read_s = load_costs.latency_s + missing * np.where(may_read, load_costs.block_s, 0.0)
-            yield _Source(
-                None, tier, np.minimum(num_blocks * table.block_size, self._num_prompt_tokens - 1), may_read, read_s
-            )
+            yield _Source(None, tier, num_tokens, may_read, read_s)
 
     def _peer(self, holder: Holder) -> _Source:
         """What the holder has, for those that have less of the prompt and could read its blocks.
