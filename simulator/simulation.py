@@ -177,8 +177,6 @@ class _Simulation:
             num_kv_tokens=job.num_prompt_tokens + ask.expected_output_tokens,
         )
         self._open[job] = _Open(choice, booking)
-        if self._is_handed_over(job):
-            self._workers[decode_id].reserve(job)
         self._load_and_submit(job, choice)
 
     def _is_handed_over(self, job: Job) -> bool:
@@ -196,10 +194,20 @@ class _Simulation:
             if num_peer_blocks > num_blocks:
                 load_s, num_blocks = peer_s, num_peer_blocks
         if num_blocks <= num_own:
-            worker.submit(job)
+            self._submit(job)
             return
         job.num_readable_tokens = num_blocks * TRACE_BLOCK_SIZE
-        self._clock.at(self._clock.now + load_s, worker.submit, job)
+        self._clock.at(self._clock.now + load_s, self._submit, job)
+
+    def _submit(self, job: Job) -> None:
+        """Queue it on both workers at once, so that all queues are in one order.
+
+        Were room reserved sooner, prompts that are still being read could hold the room of those that passed them,
+        whose computed KV fills the pool that the former wait for.
+        """
+        if self._is_handed_over(job):
+            self._workers[job.decode_worker_id].reserve(job)
+        self._workers[job.prefill_worker_id].submit(job)
 
     def _host_load(self, worker: SimulatedWorker, digests: Sequence[bytes], num_own: int) -> tuple[float, int]:
         """Seconds to load, and up to which block; nothing where computing is faster."""
