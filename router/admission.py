@@ -24,7 +24,7 @@ from protocol.messages import Role, WorkerState
 from router.cost_model import CostModel
 from router.fair_queue import FairQueue, Ticket, Work
 from router.placement import Placement, Placer
-from router.registry import Registry, Worker, can_decode, can_prefill, queue_s
+from router.registry import Registry, Worker, can_prefill, queue_s
 from router.tenants import Tenants
 
 __all__ = [
@@ -383,23 +383,20 @@ class Admission:
 
         Prompts are taken as a fluid that the workers of a side share: it fills the shortest queues first.
         """
-        side = can_prefill if placement.best.is_pair else can_decode
-        queues = [self._queue_s(worker) for worker in self._registry if side(worker)]
+        table = self._registry.table
+        side = table.can_prefill if placement.best.is_pair else table.can_decode
+        queues = table.queue_s(self._costs)[side].tolist()
         return max(fill_level(queues, ahead.prefill_s), self._memory_s(placement, ahead))
 
     def _memory_s(self, placement: Placement, ahead: Work) -> float:
         """As `Terms.memory_s`, over all workers that decode: running sequences end evenly over one lifetime."""
-        decoders = [worker for worker in self._registry if can_decode(worker)]
-        capacity = sum(worker.card.num_blocks * worker.card.block_size for worker in decoders)
-        booked = sum(worker.booked_kv_tokens for worker in decoders)
+        table = self._registry.table
+        decoders = table.can_decode
+        capacity, booked = float(table.capacity_tokens[decoders].sum()), float(table.booked_kv_tokens[decoders].sum())
         lacking = booked + ahead.kv_tokens + placement.num_kv_tokens - capacity
         if lacking <= 0 or booked == 0:
             return 0.0
-        steps_s = (
-            self._costs.steps(worker.card.kind).costs.step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
-            for worker in decoders
-        )
-        lifetime_s = placement.expected_output_tokens * sum(steps_s) / len(decoders)
+        lifetime_s = placement.expected_output_tokens * float(table.step_s(self._costs)[decoders].mean())
         return lacking / booked * lifetime_s
 
     def _drain_s(self, num_tokens: float, forecast: Forecast) -> float:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -181,10 +180,10 @@ class Placer:
         Raises `NoWorker` with the reasons when nothing can take the request.
         """
         table = self._registry.table
-        skipped: Counter[str] = Counter()
-        is_usable = self._usable(table, num_prompt_tokens, excluded, skipped)
+        is_usable = self._usable(table, num_prompt_tokens, excluded)
+        skipped = self._skipped(table, is_usable, excluded)
         decoders = is_usable & table.can_decode
-        if not decoders.any():
+        if not np.count_nonzero(decoders):
             raise NoWorker(self._explain_no_worker(int(is_usable.sum()), skipped))
         hits = self._index.longest_prefix(digests, now)
         holder = self._deepest_holder(hits, digests)
@@ -205,20 +204,25 @@ class Placer:
             others=tuple(others),
             num_prompt_tokens=num_prompt_tokens,
             expected_output_tokens=expected_output_tokens,
-            skipped=dict(skipped),
+            skipped=skipped,
         )
 
-    def _usable(
-        self, table: WorkerTable, num_prompt_tokens: int, excluded: Collection[str], skipped: Counter[str]
-    ) -> Mask:
-        """Which workers could take the request. Counts why others could not, but for those that are excluded."""
+    def _usable(self, table: WorkerTable, num_prompt_tokens: int, excluded: Collection[str]) -> Mask:
+        """Which workers could take the request."""
         is_usable: Mask = table.is_ready & (num_prompt_tokens <= table.max_prompt_tokens)
-        is_usable[[table.rows[worker_id] for worker_id in excluded if worker_id in table.rows]] = False
+        if excluded:
+            is_usable[[table.rows[worker_id] for worker_id in excluded if worker_id in table.rows]] = False
+        return is_usable
+
+    def _skipped(self, table: WorkerTable, is_usable: Mask, excluded: Collection[str]) -> dict[str, int]:
+        """Why the others could not, but for those that are excluded: reason -> number of workers."""
+        skipped: dict[str, int] = {}
         for row in (~is_usable).nonzero()[0].tolist():
             worker = table.workers[row]
             if worker.worker_id not in excluded:
-                skipped["too small" if table.is_ready[row] else worker.state] += 1
-        return is_usable
+                reason = "too small" if table.is_ready[row] else worker.state.value
+                skipped[reason] = skipped.get(reason, 0) + 1
+        return skipped
 
     def _deepest_holder(self, hits: Mapping[str, int], digests: Sequence[bytes]) -> Holder | None:
         """The worker with the most of the prompt in its pool or its host memory, to read it from.
@@ -234,7 +238,7 @@ class Placer:
                 found.append(Holder(worker, num_blocks))
         return max(found, key=lambda holder: holder.num_blocks, default=None)
 
-    def _explain_no_worker(self, num_fit: int, skipped: Counter[str]) -> str:
+    def _explain_no_worker(self, num_fit: int, skipped: Mapping[str, int]) -> str:
         reasons = [f"{count} {reason}" for reason, count in sorted(skipped.items())]
         if num_fit:
             reasons.append(f"{num_fit} prefill only")
@@ -263,7 +267,7 @@ class _Request:
         self._table = table
         self._costs = costs
         self._steps = costs.steps_of(table.kinds, table.kind_idx)
-        self._step_s = self._steps.step_s(table.num_booked_seqs, table.booked_kv_tokens)
+        self._step_s = table.step_s(costs)
         self._hit_blocks = table.column(hits)
         # The last token of the prompt is always computed, for its logits.
         self._hit_tokens = np.minimum(self._hit_blocks * table.block_size, num_prompt_tokens - 1)
@@ -273,7 +277,7 @@ class _Request:
 
     def best_alone(self, soloists: Mask) -> Candidate | None:
         """The cheapest single worker."""
-        if not soloists.any():
+        if not np.count_nonzero(soloists):
             return None
         row = self._cheapest(np.where(soloists, self._prefill.cost_s + self._decode.cost_s, math.inf))
         return self._candidate(row, row)
@@ -285,12 +289,12 @@ class _Request:
         cheapest alone can be part of the best pair; and none can that costs more with the cheapest prefill, and no
         transfer, than a whole pair.
         """
-        if not prefillers.any():
+        if not np.count_nonzero(prefillers):
             return None
         prefill_s = np.where(prefillers, self._prefill.cost_s, math.inf)
         decode_s = np.where(decoders, self._decode.cost_s, math.inf)
         groups = self._table.shape_idx + self._hit_tokens * len(self._table)
-        least_prefill_s, num_placed = prefill_s.min(), self._table.num_placed_tokens
+        least_prefill_s, num_placed = prefill_s[prefill_s.argmin()], self._table.num_placed_tokens
         best = (math.inf, 0.0, 0, 0, 0.0)  # seconds, work done, the two workers, seconds of the transfer
         while least_prefill_s + decode_s[decode := self._cheapest(decode_s)] <= best[0]:
             transfer_s = self._transfer_s(decode)
@@ -329,9 +333,7 @@ class _Request:
             fetch_s = np.where(is_chosen, source.read_s, fetch_s)
             prefill_s = np.where(is_chosen, rest_s, prefill_s)
             work_s = np.where(is_chosen, rest_work_s, work_s)
-        queue_s = table.num_queued_steps * self._step_s + self._steps.prefill_work_s(
-            table.uncomputed_tokens, table.uncomputed_attention
-        )
+        queue_s = table.queue_s(self._costs)
         if held_s:
             queue_s = queue_s + table.column(held_s)
         # A decode worker that computes a prompt stalls what decodes there, and be it the request that comes next.
@@ -391,7 +393,7 @@ class _Request:
         """Wait until running sequences have given back what this one lacks: they end evenly over one lifetime."""
         booked = self._table.booked_kv_tokens
         lacking = booked + (self._num_prompt_tokens + self._num_outputs) - self._table.capacity_tokens
-        if lacking.max() <= 0:
+        if lacking[lacking.argmax()] <= 0:
             return np.zeros(len(self._table))
         lifetime_s = self._num_outputs * self._step_s
         # Where nothing is booked there is nothing to wait for.

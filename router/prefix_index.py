@@ -16,6 +16,7 @@ from protocol.messages import BlockEvents, BlockSnapshot
 __all__ = ["PrefixIndex"]
 
 SPECULATIVE_TTL_S = 2.0
+MAX_KNOWN_MASKS = 65_536  # most blocks are held by one worker or by the two of a handoff
 
 
 @dataclass(eq=False, slots=True)
@@ -38,6 +39,7 @@ class PrefixIndex:
 
     def __init__(self, *, speculative_ttl_s: float = SPECULATIVE_TTL_S) -> None:
         self._masks: dict[bytes, int] = {}
+        self._known_masks: dict[int, int] = {}
         self._holders: dict[str, _Holder] = {}
         self._worker_ids: dict[int, str] = {}  # by the place of the worker's bit
         self._everyone = 0  # the mask of all workers
@@ -176,7 +178,7 @@ class PrefixIndex:
         for digest in digests:
             mask = masks.get(digest, 0)
             if not mask & bit:
-                masks[digest] = mask | bit
+                masks[digest] = self._one_object(mask | bit)
                 holder.num_blocks += 1
 
     def _remove(self, holder: _Holder, digests: Iterable[bytes]) -> None:
@@ -189,7 +191,13 @@ class PrefixIndex:
             if mask == bit:
                 del masks[digest]
             else:
-                masks[digest] = mask & ~bit
+                masks[digest] = self._one_object(mask ^ bit)
+
+    def _one_object(self, mask: int) -> int:
+        """The mask, as one object for all blocks that have it: a number of its own would be a third of an entry."""
+        if len(self._known_masks) >= MAX_KNOWN_MASKS:
+            self._known_masks.clear()
+        return self._known_masks.setdefault(mask, mask)
 
     def _clear(self, holder: _Holder) -> None:
         if holder.num_blocks:

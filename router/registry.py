@@ -24,7 +24,7 @@ from protocol.messages import (
     WorkerLoad,
     WorkerState,
 )
-from router.cost_model import Rows, StepModel, Vector, prefill_attention
+from router.cost_model import CostModel, Rows, StepModel, Vector, prefill_attention
 
 __all__ = ["Booking", "Registry", "Worker", "WorkerChange", "WorkerTable", "can_decode", "can_prefill", "queue_s"]
 
@@ -158,6 +158,17 @@ class WorkerTable:
                 self.tiers[tier.name] = TierCosts(np.zeros(len(self)), np.full(len(self), math.inf))
             costs = self.tiers[tier.name]
             costs.latency_s[row], costs.block_s[row] = tier.latency_s, tier.block_s
+
+    def step_s(self, costs: CostModel) -> Vector:
+        """Duration of each worker's next step, without prefill."""
+        return costs.steps_of(self.kinds, self.kind_idx).step_s(self.num_booked_seqs, self.booked_kv_tokens)
+
+    def queue_s(self, costs: CostModel) -> Vector:
+        """As `queue_s`, of each worker."""
+        work_s = costs.steps_of(self.kinds, self.kind_idx).prefill_work_s(
+            self.uncomputed_tokens, self.uncomputed_attention
+        )
+        return self.num_queued_steps * self.step_s(costs) + work_s
 
     def column(self, values: Mapping[str, float]) -> Vector:
         """A number per worker, from those given by worker id; 0 for the others."""
