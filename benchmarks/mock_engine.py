@@ -22,7 +22,9 @@ import uvloop
 __all__ = ["MODEL", "WORDS", "expected_text", "main"]
 
 MODEL = "mock"
-WORDS = " the of and to in is that for was on".replace(" ", "| ").split("|")[1:]  # by position in the answer, over and over
+WORDS = " the of and to in is that for was on".replace(" ", "| ").split("|")[
+    1:
+]  # by position in the answer, over and over
 
 _MAX_TOKENS = re.compile(rb'"max_(?:completion_)?tokens":\s*(\d+)')
 _SEED = re.compile(rb'"seed":\s*(\d+)')

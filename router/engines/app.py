@@ -18,7 +18,7 @@ from starlette.responses import Response
 from protocol.errors import ConfigError, ModelNotFound, RequestError, ServingError
 from router.engines.config import EngineSpec, check_tokenizer, spec_from
 from router.engines.fleet import Fleet
-from router.engines.forward import Forwarder, read_object
+from router.engines.forward import Forwarder, GenerationRoute, read_object
 from router.engines.metrics import EngineCollector
 from router.engines.prompts import PromptReader
 from router.metrics import EdgeMetrics
@@ -95,13 +95,8 @@ def create_engines_app(
 
 
 def _add_generation_routes(app: FastAPI, forwarder: Forwarder) -> None:
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await forwarder.answer(request, "/v1/chat/completions")
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await forwarder.answer(request, "/v1/completions")
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        app.add_route(path, GenerationRoute(forwarder, path), methods=["POST"])
 
 
 def _add_catalog_routes(app: FastAPI, fleet: Fleet) -> None:
