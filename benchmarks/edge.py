@@ -37,7 +37,9 @@ __all__ = ["Measured", "Shape", "main", "measure"]
 _CONCURRENCY = 64
 _WARM_UP_S, _MEASURED_S = 1.5, 4.0
 _NUM_PROMPTS = 256
+_MAX_REMEMBERED = 10_000  # different answers
 _NUM_WORKERS = 2
+_NO_KEY = {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"}
 _PATH = "/v1/chat/completions"
 # Differ between two equal answers.
 _VARIABLE = re.compile(rb'"(id|system_fingerprint)":\s*"[^"]*"|"created":\s*\d+')
@@ -48,13 +50,18 @@ class Shape:
     """A kind of request."""
 
     name: str
-    num_tokens: int
+    num_tokens: int  # mean
     is_stream: bool = True
     step_ms: int = 0  # 0 = as fast as the connections take it
+    is_mixed: bool = False  # lengths from half of that to one and a half: streams do not begin and end together
+
+    def length(self, i: int) -> int:
+        """Tokens of the i-th answer."""
+        return self.num_tokens // 2 + i * 7 % (self.num_tokens + 1) if self.is_mixed else self.num_tokens
 
 
 SHAPES = (
-    Shape("paced", 64, step_ms=20),
+    Shape("paced", 64, step_ms=20, is_mixed=True),
     Shape("flood", 256),
     Shape("short", 8),
     Shape("plain", 8, is_stream=False),
@@ -99,18 +106,17 @@ class _Checker:
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
-        self._text = expected_text(shape.num_tokens)
-        self._right: set[bytes] = set()
+        self._right: set[tuple[int, bytes]] = set()
 
-    def is_right(self, status: int, body: bytes) -> bool:
-        shown = _VARIABLE.sub(b"", body)
+    def is_right(self, num_tokens: int, status: int, body: bytes) -> bool:
+        shown = num_tokens, _VARIABLE.sub(b"", body)
         if status == 200 and shown in self._right:
             return True
         try:
-            is_right = status == 200 and self._text_of(body) == self._text
+            is_right = status == 200 and self._text_of(body) == expected_text(num_tokens)
         except (ValueError, KeyError, IndexError, TypeError):
             return False
-        if is_right and len(self._right) < 10_000:
+        if is_right and len(self._right) < _MAX_REMEMBERED:
             self._right.add(shown)
         return is_right
 
@@ -129,7 +135,7 @@ class _Checker:
 class _Client(asyncio.Protocol):
     """One connection that sends request after request, the next when an answer is complete."""
 
-    def __init__(self, requests: Iterator[bytes], checker: _Checker) -> None:
+    def __init__(self, requests: Iterator[tuple[bytes, int]], checker: _Checker) -> None:
         self.measured: Measured | None = None  # set while it counts
         self.is_ending = False
         self.done = asyncio.get_running_loop().create_future()
@@ -162,7 +168,7 @@ class _Client(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         status, body = self._parser.get_status_code(), bytes(self._body)
-        is_right = self._checker.is_right(status, body)
+        is_right = self._checker.is_right(self._num_tokens, status, body)
         if (measured := self.measured) is not None:
             measured.num_answers += is_right
             if is_right:
@@ -186,10 +192,11 @@ class _Client(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._longest_s = 0.0
         self._sent_s = time.perf_counter()
-        self._transport.write(next(self._requests))
+        request, self._num_tokens = next(self._requests)
+        self._transport.write(request)
 
 
-def _requests(url: str, shape: Shape) -> Iterator[bytes]:
+def _requests(url: str, shape: Shape) -> Iterator[tuple[bytes, int]]:
     """Requests without end: chats with a system prompt in common, each with a question of its own."""
     host = url.removeprefix("http://")
     system = "You are a careful assistant who answers in few words and never makes anything up. " * 6
@@ -199,12 +206,12 @@ def _requests(url: str, shape: Shape) -> Iterator[bytes]:
             {"role": "system", "content": system},
             {"role": "user", "content": f"Question {i}: " + f"what is {i} plus {i + 1}? " * 12},
         ]
-        body = {"model": MODEL, "messages": messages, "max_tokens": shape.num_tokens, "seed": shape.step_ms}
+        body = {"model": MODEL, "messages": messages, "max_tokens": shape.length(i), "seed": shape.step_ms}
         body |= {"temperature": 0, "stream": shape.is_stream}
         payload = json.dumps(body).encode()
         head = f"POST {_PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         head += f"Authorization: Bearer sk-edge\r\nContent-Length: {len(payload)}\r\n\r\n"
-        rendered.append(head.encode() + payload)
+        rendered.append((head.encode() + payload, shape.length(i)))
     while True:
         yield from rendered
 
@@ -254,11 +261,9 @@ class Target:
 
 
 @contextlib.contextmanager
-def _launched(
-    name: str, command: list[str], port: int, ready: str, env: dict[str, str] | None = None
-) -> Iterator[Target]:
+def _launched(name: str, command: list[str], port: int, ready: str, **env: str) -> Iterator[Target]:
     url = f"http://127.0.0.1:{port}"
-    with launched(command, ready=url + ready) as running:
+    with launched(command, ready=url + ready, env=env) as running:
         yield Target(name, url, _cpu_of(running.process.pid))
 
 
@@ -308,7 +313,7 @@ def _litellm(program: str, workers: list[str]) -> Iterator[Target]:
         path = Path(folder, "config.yaml")
         path.write_text(json.dumps({"model_list": models}))  # JSON is YAML
         command = [program, f"--config={path}", f"--port={port}", "--host=127.0.0.1", "--num_workers=1"]
-        with _launched("litellm", command, port, "/health/liveliness") as target:
+        with _launched("litellm", command, port, "/health/liveliness", **_NO_KEY) as target:
             yield target
 
 

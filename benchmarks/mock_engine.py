@@ -22,9 +22,7 @@ import uvloop
 __all__ = ["MODEL", "WORDS", "expected_text", "main"]
 
 MODEL = "mock"
-WORDS = " the of and to in is that for was on".replace(" ", "| ").split("|")[
-    1:
-]  # by position in the answer, over and over
+WORDS = (" the", " of", " and", " to", " in", " is", " that", " for", " was", " on")  # of the answer, over and over
 
 _MAX_TOKENS = re.compile(rb'"max_(?:completion_)?tokens":\s*(\d+)')
 _SEED = re.compile(rb'"seed":\s*(\d+)')
@@ -164,7 +162,7 @@ class _Connection(asyncio.Protocol):
         self._transport.write(self._unsent.popleft())
         if len(self._unsent) > 2:
             return True
-        while self._unsent:  # usage, [DONE] and the end belong to the last step, and are written one by one
+        while self._unsent:  # usage with [DONE], and the end, belong to the last step
             self._transport.write(self._unsent.popleft())
         return False
 

@@ -147,7 +147,7 @@ class Engine:
     async def close(self) -> None:
         """Close its connections and sockets."""
         await asyncio.gather(*self._ending, return_exceptions=True)
-        self.upstream.close()
+        await self.upstream.close()
         await self.client.aclose()
 
     def expect_cached(self, digests: Sequence[bytes], index: PrefixIndex, now: float) -> None:

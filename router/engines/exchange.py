@@ -23,7 +23,7 @@ from router.cost_model import StepModel
 from router.engines.engine import Engine
 from router.engines.errors import EngineBusy, EngineFailed, engine_errors
 from router.engines.fleet import Fleet, Placed
-from router.engines.sse import Event, EventSplitter, count_pieces, parse_events
+from router.engines.sse import Event, EventSplitter, count_pieces, parse_event, split_events
 from router.engines.upstream import Reply
 from router.metrics import EdgeMetrics, RequestClock
 
@@ -295,11 +295,9 @@ class Exchange:
             raise EngineFailed(engine.name, f"answered {status}, which is no answer")
 
     async def _take_first_event(self, engine: Engine) -> None:
-        error = None
-        while not (self._first and (count_pieces(self._first) or _is_answer(self._first))):
+        while (first := _first_event(self._first)) is None:
             self._first += await self._wait(self._next_events())
-        if not count_pieces(self._first):
-            error = next(event for event in parse_events(self._first) if event.has_data).error
+        error = first.error
         if error is None:
             return
         code = error.get("code")
@@ -342,7 +340,12 @@ class Exchange:
             self._note_tokens(num_pieces)
             return events
         shown = []
-        for event in parse_events(events):
+        for raw in split_events(events):
+            if count_pieces(raw):
+                self._note_tokens(1)
+                shown.append(raw)
+                continue
+            event = parse_event(raw)
             if event.error is not None:
                 message = str(event.error.get("message", ""))[:MAX_ERROR_CHARS]
                 self._broken = EngineFailed(self.engine.name, f"failed in the middle: {message}")
@@ -466,8 +469,9 @@ class Exchange:
         engine.breaker.failed(self._fleet.clock(), trial=trial, is_absent=is_absent)
 
 
-def _is_answer(events: bytes) -> bool:
-    return any(event.has_data for event in parse_events(events))
+def _first_event(events: bytes) -> Event | None:
+    """The first event that says something."""
+    return next((event for event in map(parse_event, split_events(events)) if event.has_data), None)
 
 
 def _retry_after_s(header: str) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-__all__ = ["Event", "EventSplitter", "count_pieces", "parse_events"]
+__all__ = ["Event", "EventSplitter", "count_pieces", "parse_event", "split_events"]
 
 MAX_EVENT_BYTES = 16 * 1024 * 1024
 _END = re.compile(rb"\r?\n\r?\n")
@@ -96,16 +96,17 @@ def count_pieces(events: bytes) -> int:
     return count
 
 
-def parse_events(events: bytes) -> list[Event]:
+def split_events(events: bytes) -> list[bytes]:
     """Whole events one by one."""
-    parsed, start = [], 0
+    parts, start = [], 0
     for found in _END.finditer(events):
-        parsed.append(_event(events[start : found.end()]))
+        parts.append(events[start : found.end()])
         start = found.end()
-    return parsed
+    return parts
 
 
-def _event(raw: bytes) -> Event:
+def parse_event(raw: bytes) -> Event:
+    """One whole event."""
     lines = [line.removeprefix(b"data:").strip() for line in raw.splitlines() if line.startswith(b"data:")]
     data = b"\n".join(lines)
     if data == b"[DONE]":

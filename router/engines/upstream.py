@@ -42,8 +42,8 @@ class Upstream:
         given = {"host": parts.netloc.rpartition("@")[2], "user-agent": "tandem", "accept-encoding": "identity"}
         given |= {"content-type": "application/json"} | {name.lower(): value for name, value in headers.items()}
         self._head = "".join(f"{name}: {_checked(value)}\r\n" for name, value in given.items())
+        self._open: set[_Connection] = set()
         self._idle: list[_Connection] = []
-        self._is_closed = False
 
     async def post(self, path: str, content: bytes, request_id: str) -> Reply:
         """Send a request and wait for the head of its answer. Whoever gets the reply closes it.
@@ -60,11 +60,11 @@ class Upstream:
             raise
         return reply
 
-    def close(self) -> None:
-        """Close the connections that nobody uses; the others close with their replies."""
-        self._is_closed = True
-        while self._idle:
-            self._idle.pop().close()
+    async def close(self) -> None:
+        """Close all connections; what waits for an answer fails."""
+        for connection in self._open:
+            connection.close()
+        await asyncio.sleep(0)  # they close in the loop's next turn
 
     def _take(self) -> _Connection | None:
         """The connection used last, as the likeliest to live; those before it that are too old end."""
@@ -87,14 +87,21 @@ class Upstream:
             raise Unreachable(str(exc) or type(exc).__name__) from exc
         return connection
 
-    def _give_back(self, connection: _Connection) -> None:
-        if self._is_closed or len(self._idle) >= _MAX_IDLE:
+    def note_open(self, connection: _Connection) -> None:
+        """A connection was made."""
+        self._open.add(connection)
+
+    def give_back(self, connection: _Connection) -> None:
+        """A connection is free for the next request."""
+        if len(self._idle) >= _MAX_IDLE:
             connection.close()
             return
         connection.idle_since_s = time.monotonic()
         self._idle.append(connection)
 
-    def _forget(self, connection: _Connection) -> None:
+    def forget(self, connection: _Connection) -> None:
+        """A connection is closed."""
+        self._open.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
 
@@ -201,7 +208,7 @@ class _Connection(asyncio.Protocol):
             return
         self._reply = None
         if reply.is_complete and self._can_stay and not self._is_lost:
-            self._upstream._give_back(self)
+            self._upstream.give_back(self)
         else:
             self.close()
 
@@ -219,6 +226,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by their class
+        self._upstream.note_open(self)
 
     def data_received(self, data: bytes) -> None:
         reply = self._reply
@@ -236,7 +244,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_lost = True
-        self._upstream._forget(self)
+        self._upstream.forget(self)
         self._stop_lingering()
         reply = self._reply
         if reply is None or reply.is_complete:
