@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -129,7 +128,9 @@ class RequestFlow:
                     output += delta.token_ids
                     num_cached_tokens += delta.num_cached_tokens or 0
                     shown = _token_delta(delta)
-                    yield replace(shown, decision=entered.explain()) if request.explains and is_first else shown
+                    if request.explains and is_first:
+                        shown = msgspec.structs.replace(shown, decision=entered.explain())
+                    yield shown
                     if delta.finish_reason is not None:
                         self.admission.lengths.note(request.tenant, order.num_tokens)
                         return
@@ -157,7 +158,7 @@ class RequestFlow:
         decision = Decision("", offer.tenant, offer.priority, now, forecast, outcome, error=forecast.error)
         return decision.to_json(now)
 
-    def decisions(self) -> list[dict[str, Any]]:
+    async def decisions(self) -> list[dict[str, Any]]:
         """The latest decisions, newest first, as JSON."""
         return self._gate.log.to_json(self._clock())
 

@@ -232,7 +232,7 @@ class PinService:
         self._send(pin, now)
         return (await self._states([pin]))[0]
 
-    def unpin(self, pin_id: str) -> None:
+    async def unpin(self, pin_id: str) -> None:
         """End a pin now. Raises `PinNotFound`."""
         self.table.get(pin_id, self._clock())
         self.table.remove(pin_id)
