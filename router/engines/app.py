@@ -7,6 +7,7 @@ import hmac
 import time
 from collections.abc import AsyncIterator, Container, Iterable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,7 +19,7 @@ from starlette.responses import Response
 from protocol.errors import ConfigError, ModelNotFound, RequestError, ServingError
 from router.engines.config import EngineSpec, check_tokenizer, spec_from
 from router.engines.fleet import Fleet
-from router.engines.forward import Forwarder, GenerationRoute, read_object
+from router.engines.forward import Forwarder, read_object
 from router.engines.metrics import EngineCollector
 from router.engines.prompts import PromptReader
 from router.metrics import EdgeMetrics
@@ -26,7 +27,7 @@ from router.openai.errors import (
     error_body,
     error_response,
 )
-from router.openai.layers import add_layers, json_response
+from router.openai.layers import RawRoute, add_layers, json_response
 from router.tokenizer import TokenizerPool
 from router.worker_metrics import WorkerCollector
 
@@ -96,7 +97,7 @@ def create_engines_app(
 
 def _add_generation_routes(app: FastAPI, forwarder: Forwarder) -> None:
     for path in ("/v1/chat/completions", "/v1/completions"):
-        app.add_route(path, GenerationRoute(forwarder, path), methods=["POST"])
+        app.add_route(path, RawRoute(path, partial(forwarder.answer, path)), methods=["POST"])
 
 
 def _add_catalog_routes(app: FastAPI, fleet: Fleet) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-import math
 import time
 from collections.abc import AsyncGenerator, Awaitable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from router.engines.fleet import Fleet, Placed
 from router.engines.sse import Event, EventSplitter, count_pieces, parse_event, split_events
 from router.engines.upstream import Reply
 from router.metrics import EdgeMetrics, RequestClock
+from router.silence import SilenceWatch
 
 __all__ = ["Call", "Exchange"]
 
@@ -102,8 +102,7 @@ class Exchange:
         self._aborted: EngineFailed | None = None
         self._broken: EngineFailed | None = None  # by an event, after what came before it
         self._scope: asyncio.Timeout | None = None
-        self._watchdog: asyncio.TimerHandle | None = None
-        self._waits_since_s = math.inf  # of the event loop's time
+        self._watch: SilenceWatch | None = None  # of a stream
         self._waits_for = placed.decode
         self._belief: asyncio.TimerHandle | None = None
         self._num_events = 0
@@ -155,7 +154,9 @@ class Exchange:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of a stream, as they came: all that one read brought at a time. Raises `EngineFailed`."""
         try:
-            self._watch(self._fleet.config.request_timeout_s)
+            timeout_s = self._fleet.config.request_timeout_s
+            reason = f"sent nothing within request_timeout_s={timeout_s:g}"
+            self._watch = SilenceWatch(timeout_s, lambda: self.abort(reason))
             events = self._first
             while True:
                 if shown := self._seen(events):
@@ -172,8 +173,8 @@ class Exchange:
     def close(self) -> None:
         """End what still runs and take the load off again, on every way out."""
         self._booking.release()
-        if self._watchdog is not None:
-            self._watchdog.cancel()
+        if self._watch is not None:
+            self._watch.close()
         if self._belief is not None:
             self._belief.cancel()
         for engine in self._engines:
@@ -310,7 +311,8 @@ class Exchange:
     async def _next_events(self) -> bytes:
         """What comes next of whole events, maybe none."""
         assert self._reply is not None, "it is a stream"
-        self._waits_since_s = asyncio.get_running_loop().time()
+        if self._watch is not None:
+            self._watch.begin()
         try:
             with engine_errors(self.engine.name):
                 data = await self._reply.read()
@@ -320,19 +322,8 @@ class Exchange:
         except ValueError as exc:
             raise EngineFailed(self.engine.name, f"sent {exc}") from exc
         finally:
-            self._waits_since_s = math.inf
-
-    def _watch(self, after_s: float) -> None:
-        """Look after a while whether the engine is silent: a timer for each read would cost as much as the read."""
-        self._watchdog = asyncio.get_running_loop().call_later(after_s, self._on_watch)
-
-    def _on_watch(self) -> None:
-        timeout_s = self._fleet.config.request_timeout_s
-        left_s = timeout_s - (asyncio.get_running_loop().time() - self._waits_since_s)
-        if left_s <= 0:
-            self.abort(f"sent nothing within request_timeout_s={timeout_s:g}")
-        else:
-            self._watch(min(left_s, timeout_s))
+            if self._watch is not None:
+                self._watch.end()
 
     def _seen(self, events: bytes) -> bytes:
         """Learn from events; what of them the client gets. Comments that keep a connection alive go no further."""

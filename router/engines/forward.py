@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -27,7 +26,7 @@ from router.openai.errors import ClientDisconnected, UnsupportedMediaType, servi
 from router.openai.presence import while_connected
 from router.tokenizer import TokenizerPool
 
-__all__ = ["Forwarder", "GenerationRoute", "read_object"]
+__all__ = ["Forwarder", "read_object"]
 
 LONG_BODY_BYTES = 16 * 1024  # what is shorter is tokenized in less time than a thread takes to wake up
 _STREAM_HEADERS = [
@@ -150,18 +149,6 @@ class Forwarder:
         finally:
             self._metrics.running_requests.dec()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRoute:
-    """The ASGI app of one path: no response object stands between an engine's events and the server."""
-
-    forwarder: Forwarder
-    path: str
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        await self.forwarder.answer(self.path, scope, receive, send)
 
 
 def _headers(call: Call, exchange: Exchange) -> dict[str, str]:

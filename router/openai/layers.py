@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -10,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol.config import RouterConfig
 from protocol.errors import ServingError
@@ -17,7 +19,22 @@ from router.metrics import EdgeMetrics
 from router.openai.errors import ClientDisconnected, http_exception_response, serving_error_response
 from router.openai.middleware import BodyLimit, RequestObserver
 
-__all__ = ["add_layers", "json_response"]
+__all__ = ["RawRoute", "add_layers", "json_response"]
+
+
+@dataclass(frozen=True, slots=True)
+class RawRoute:
+    """A route without FastAPI's dependencies and Starlette's response: nothing stands between a stream and the server.
+
+    Add it by `app.add_route(path, RawRoute(path, app), methods=[...])`.
+    """
+
+    path: str
+    app: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        await self.app(scope, receive, send)
 
 
 def add_layers(app: FastAPI, config: RouterConfig, metrics: EdgeMetrics) -> None:
