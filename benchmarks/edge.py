@@ -142,6 +142,7 @@ class _Client(asyncio.Protocol):
         self._requests = requests
         self._checker = checker
         self._body = bytearray()
+        self._sent_s = self._first_s = self._last_s = self._longest_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by their class

@@ -131,7 +131,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by their class
-        transport.set_write_buffer_limits(high=_MAX_UNSENT_BYTES)
+        self._transport.set_write_buffer_limits(high=_MAX_UNSENT_BYTES)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unsent.clear()

@@ -189,7 +189,7 @@ def _run_workers(endpoints: list[str]) -> None:
     next_beat_s = due_s = 0.0
     while True:
         now = time.monotonic()
-        ready = dict(poller.poll(max(0.0, min(due_s, next_beat_s) - now) * 1e3))
+        ready = dict(poller.poll(round(max(0.0, min(due_s, next_beat_s) - now) * 1e3)))
         now = time.monotonic()
         for worker in workers:
             if worker.socket in ready:

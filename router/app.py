@@ -26,7 +26,7 @@ from router.openai.errors import (
     error_body,
     error_response,
 )
-from router.openai.layers import RawRoute, add_layers, json_response
+from router.openai.layers import add_layers, add_raw_route, json_response
 from router.openai.readiness import Readiness, Ready
 from router.openai.route import explain_route, list_decisions
 from router.openai.schema import DetokenizeRequest, TokenizeRequest
@@ -88,8 +88,8 @@ def _add_generation_routes(app: FastAPI, edge: Edge) -> None:
         response = await create_completion(edge, Request(scope, receive))
         await response(scope, receive, send)
 
-    for path, answer in {"/v1/chat/completions": chat_completions, "/v1/completions": completions}.items():
-        app.add_route(path, RawRoute(path, answer), methods=["POST"])
+    add_raw_route(app, "/v1/chat/completions", chat_completions)
+    add_raw_route(app, "/v1/completions", completions)
 
 
 def _add_catalog_routes(app: FastAPI, edge: Edge) -> None:

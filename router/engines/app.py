@@ -27,7 +27,7 @@ from router.openai.errors import (
     error_body,
     error_response,
 )
-from router.openai.layers import RawRoute, add_layers, json_response
+from router.openai.layers import add_layers, add_raw_route, json_response
 from router.tokenizer import TokenizerPool
 from router.worker_metrics import WorkerCollector
 
@@ -97,7 +97,7 @@ def create_engines_app(
 
 def _add_generation_routes(app: FastAPI, forwarder: Forwarder) -> None:
     for path in ("/v1/chat/completions", "/v1/completions"):
-        app.add_route(path, RawRoute(path, partial(forwarder.answer, path)), methods=["POST"])
+        add_raw_route(app, path, partial(forwarder.answer, path))
 
 
 def _add_catalog_routes(app: FastAPI, fleet: Fleet) -> None:

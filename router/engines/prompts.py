@@ -79,7 +79,12 @@ class TokenReader:
         options = template_options(fields.chat_template_kwargs, fields.add_generation_prompt)
         if body.get("tools") and body.get("tool_choice") != "none":
             options["tools"] = body["tools"]
-        return self._tokenizer.encode_chat(messages, options, add_special_tokens=bool(fields.add_special_tokens))
+        return self._tokenizer.encode_chat(
+            messages,
+            options,
+            add_special_tokens=bool(fields.add_special_tokens),
+            cache_salt=fields.cache_salt or "",
+        )
 
 
 def max_tokens_of(body: dict[str, Any]) -> int | None:
