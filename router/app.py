@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from protocol.config import RouterConfig
 from router.metrics import EdgeMetrics
@@ -25,7 +26,7 @@ from router.openai.errors import (
     error_body,
     error_response,
 )
-from router.openai.layers import add_layers, json_response
+from router.openai.layers import add_layers, add_raw_route, json_response
 from router.openai.readiness import Readiness, Ready
 from router.openai.route import explain_route, list_decisions
 from router.openai.schema import DetokenizeRequest, TokenizeRequest
@@ -79,13 +80,16 @@ def create_app(
 
 
 def _add_generation_routes(app: FastAPI, edge: Edge) -> None:
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await create_chat_completion(edge, request)
+    async def chat_completions(scope: Scope, receive: Receive, send: Send) -> None:
+        response = await create_chat_completion(edge, Request(scope, receive))
+        await response(scope, receive, send)
 
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await create_completion(edge, request)
+    async def completions(scope: Scope, receive: Receive, send: Send) -> None:
+        response = await create_completion(edge, Request(scope, receive))
+        await response(scope, receive, send)
+
+    add_raw_route(app, "/v1/chat/completions", chat_completions)
+    add_raw_route(app, "/v1/completions", completions)
 
 
 def _add_catalog_routes(app: FastAPI, edge: Edge) -> None:
