@@ -49,6 +49,9 @@ def route(
     port: Annotated[int, typer.Option(help="TCP port; 0 = any free one.", rich_help_panel=_HTTP)] = default_of(
         RouterConfig, "port"
     ),
+    router_processes: Annotated[
+        int, typer.Option(help="Processes that serve the port together, about one per core.", rich_help_panel=_HTTP)
+    ] = default_of(EnginesConfig, "router_processes"),
     max_body_bytes: Annotated[int, typer.Option(help="Largest request body.", rich_help_panel=_LIMITS)] = default_of(
         RouterConfig, "max_body_bytes"
     ),
@@ -106,11 +109,12 @@ def route(
             "there are no engines and no way to add any; give --engines FILE, or --admin-token-file to add them "
             "over POST /v1/engines"
         )
-    with listening(host, port) as listener:
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss torch, which is not needed
-        from cluster.front import serve_engines  # here: tokenizers bring transformers, which --help need not wait for
+    with listening(host, port):
+        pass  # asked before anything is loaded
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss torch, which is not needed
+    from cluster.front import RouterSetup, serve_engines  # here: tokenizers bring transformers; --help need not wait
 
-        return serve_engines(fleet, router, config, token, listener)
+    return serve_engines(RouterSetup(fleet_file=fleet, router=router, engines=config, admin_token=token))
 
 
 def admin_token(path: Path | None) -> str:

@@ -132,10 +132,11 @@ class Question(_Message, frozen=True, array_like=True, tag="q"):
 
 
 class Answer(_Message, frozen=True, array_like=True, tag="a"):
-    """To question `number` of `to`."""
+    """To question `number` of `to`; all hear it."""
 
     to: str
     number: int
+    topic: str
     content: bytes
 
 

@@ -39,6 +39,8 @@ class SiblingBus:
     def __init__(self, siblings: Siblings, endpoint: str, peers: Sequence[str]) -> None:
         """`endpoint` is where we publish, `peers` where the others do."""
         self.answers: Mapping[str, Callable[[], bytes]] = {}  # by topic, what we say when asked
+        # By topic, who is told of every answer, to whomever it is: (sender, epoch, content).
+        self.listeners: Mapping[str, Callable[[str, int, bytes], None]] = {}
         self._siblings = siblings
         self._endpoint = endpoint
         self._peers = [peer for peer in peers if peer != endpoint]
@@ -71,7 +73,10 @@ class SiblingBus:
             logger.info("%d of %d siblings have answered", len(self._siblings.living), len(self._peers))
 
     async def ask(self, topic: str) -> dict[str, bytes]:
-        """What each living sibling says to a topic; without those that take longer than `ANSWER_TIMEOUT_S`."""
+        """What each living sibling says to a topic; without those that take longer than `ANSWER_TIMEOUT_S`.
+
+        What we would say ourselves is told to them.
+        """
         missing = set(self._siblings.living)
         if not missing:
             return {}
@@ -79,6 +84,7 @@ class SiblingBus:
         asked = self._questions[number] = _Asked(missing)
         try:
             self._send(Question(self._siblings.stamp, number, topic))
+            self.tell(topic, number)
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 await asked.is_complete.wait()
         except TimeoutError:
@@ -87,11 +93,18 @@ class SiblingBus:
             del self._questions[number]
         return asked.answers
 
+    def tell(self, topic: str, number: int = 0, to: str = "") -> None:
+        """Say what we have to say to a topic, asked or not."""
+        if (answer := self.answers.get(topic)) is not None:
+            self._send(Answer(self._siblings.stamp, to, number, topic, answer()))
+
     async def close(self) -> None:
         """Tell the others that we end, and close the sockets."""
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
+            for topic in self.listeners:
+                self.tell(topic)  # our last word
             self._siblings.leave()
             asyncio.get_running_loop().remove_reader(self._subscriber.fileno())
         self._publisher.close(linger=200)
@@ -128,11 +141,12 @@ class SiblingBus:
             logger.warning("dropped a malformed message of a sibling: %s", exc)
             return
         self._siblings.receive(message, time.monotonic())
-        if isinstance(message, Question) and (answer := self.answers.get(message.topic)) is not None:
-            self._send(Answer(self._siblings.stamp, message.stamp.sender, message.number, answer()))
-        elif isinstance(message, Answer) and message.to == self._siblings.name:
-            asked = self._questions.get(message.number)
-            if asked is not None:
+        if isinstance(message, Question):
+            self.tell(message.topic, message.number, message.stamp.sender)
+        elif isinstance(message, Answer):
+            if (listener := self.listeners.get(message.topic)) is not None:
+                listener(message.stamp.sender, message.stamp.epoch, message.content)
+            if message.to == self._siblings.name and (asked := self._questions.get(message.number)) is not None:
                 asked.take(message.stamp.sender, message.content)
 
 

@@ -106,6 +106,7 @@ class Exchange:
         self._num_events = 0
         self._last_event_s = 0.0
         self._usage: dict[str, Any] = {}
+        self._lengths = (0, 0)  # of prompt and answer, once it has come to its end
         self._prefill_usage: dict[str, Any] | None = None
         self._begin()
 
@@ -162,7 +163,7 @@ class Exchange:
 
     async def close(self) -> None:
         """End what still runs and take the load off again, on every way out."""
-        self._booking.release()
+        self._booking.release(*self._lengths)
         if self._belief is not None:
             self._belief.cancel()
         for engine in self._engines:
@@ -182,20 +183,12 @@ class Exchange:
         self._trials = {engine: engine.breaker.begin(now) for engine in self._engines}
         for engine in self._engines:
             engine.begin(self)
-            engine.expect_cached(self._placed.digests, fleet.index, now)
-        best = placement.best
-        self._booking = fleet.registry.reserve(
-            best.prefill.worker_id,
-            best.decode.worker_id,
-            num_new_tokens=placement.num_new_tokens,
-            num_context_tokens=best.num_cached_tokens,
-            num_kv_tokens=placement.num_kv_tokens,
-        )
+        self._booking = fleet.book(self._placed)
         self._sent_s = now
         if not self._call.is_stream and not self._placed.is_pair:
             # Nobody tells when the first token of a plain answer is there: the prediction has to do.
             loop = asyncio.get_running_loop()
-            self._belief = loop.call_later(best.terms.ttft_s, self._booking.prefill_done)
+            self._belief = loop.call_later(placement.best.terms.ttft_s, self._booking.prefill_done)
 
     async def _open(self) -> None:
         body = self._call.body_for(self.engine)
@@ -230,7 +223,6 @@ class Exchange:
         now = self._fleet.clock()
         self._prefill_usage = answer.get("usage") or {}
         self._learn_first_token(engine, now)
-        self._booking.prefill_done()
         self._sent_s = now
         params = answer.get("kv_transfer_params")
         if isinstance(params, dict):
@@ -354,7 +346,6 @@ class Exchange:
             self._learn_transfer(now)
         else:
             self._learn_first_token(self.engine, now)
-            self._booking.prefill_done()
 
     async def _wait(self, work: Awaitable[T]) -> T:
         """Result of `work`, unless the engine stays silent for too long or is given up meanwhile."""
@@ -376,17 +367,15 @@ class Exchange:
         return self._fleet.costs.steps(engine.spec.cost_kind)
 
     def _learn_first_token(self, engine: Engine, now: float) -> None:
-        worker = self._placed.placement.best.prefill
-        stats = engine.pace.first_token(
+        placement = self._placed.placement
+        self._fleet.learn_first_token(
+            engine,
+            placement.best.prefill,
             sent_s=self._sent_s,
-            now=now,
-            num_new_tokens=self._placed.placement.num_new_tokens,
-            num_cached_tokens=self._placed.placement.best.num_cached_tokens,
-            num_decode_seqs=worker.num_booked_seqs - worker.num_awaited_seqs,
-            num_kv_tokens=worker.booked_kv_tokens - worker.awaited_kv_tokens,
+            num_new_tokens=placement.num_new_tokens,
+            num_cached_tokens=placement.best.num_cached_tokens,
         )
-        if stats is not None:
-            self._steps(engine).observe(stats)
+        self._booking.prefill_done(now - self._sent_s)
 
     def _learn_gap(self, now: float) -> None:
         worker = self._placed.placement.best.decode
@@ -426,7 +415,8 @@ class Exchange:
 
     def _note_end(self) -> None:
         num_prompt = _count(self._usage.get("prompt_tokens")) or len(self._call.token_ids)
-        self._fleet.note_lengths(num_prompt, _count(self._usage.get("completion_tokens")) or self._num_events)
+        self._lengths = num_prompt, _count(self._usage.get("completion_tokens")) or self._num_events
+        self._fleet.note_lengths(*self._lengths)
         self._metrics.duration_s.observe(time.perf_counter() - self._call.arrived_s)
 
     def _report_failure(self, engine: Engine, *, is_absent: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -141,9 +142,7 @@ class Net:
             assert sorted(process.siblings.living) == sorted(self.processes.keys() - {process.siblings.name})
             for worker in process.registry:
                 mine = [load for load in loads if load.decode == worker.worker_id]
-                waiting = [
-                    load for load in loads if load.prefill == worker.worker_id and not load.has_first_token
-                ]
+                waiting = [load for load in loads if load.prefill == worker.worker_id and not load.has_first_token]
                 assert worker.num_booked_seqs == len(mine)
                 assert worker.booked_kv_tokens == sum(load.num_kv_tokens for load in mine)
                 assert worker.queued_prompt_tokens == sum(load.num_new_tokens for load in waiting)
@@ -275,12 +274,11 @@ def test_messages_of_an_earlier_life_and_our_own_are_ignored() -> None:
 
 @pytest.mark.parametrize("frame", [b"", b"\xc1", b"\x93\xa1o\x01\x02", b"hello"])
 def test_junk_is_no_message(frame: bytes) -> None:
-    with pytest.raises(Exception, match=".*") as raised:
+    with pytest.raises(msgspec.DecodeError):
         decode_sibling_message(frame)
-    assert type(raised.value).__module__.startswith("msgspec")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_after_any_messages_losses_and_deaths_the_living_agree_and_nothing_is_left(data: st.DataObject) -> None:
     net = Net(3)
