@@ -118,7 +118,7 @@ def _add(total: dict[str, _Family], families: Iterable[_Family], *, is_living: b
 
 def _families(metrics: Iterable[Metric]) -> Iterator[_Family]:
     for metric in metrics:
-        samples = {(sample.name, tuple(sample.labels.items())): sample.value for sample in metric.samples}
+        samples = {(sample.name, tuple(sample.labels.items())): float(sample.value) for sample in metric.samples}
         yield _Family(metric.name, metric.type, metric.documentation, samples)
 
 
