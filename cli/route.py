@@ -13,6 +13,7 @@ from cluster.listening import listening
 from protocol.config import RouterConfig
 from protocol.errors import ConfigError
 from router.engines.config import EnginesConfig, FleetFile, load_fleet
+from router.tenants import load_tenants
 
 __all__ = ["ADMIN_TOKEN_ENV", "route"]
 
@@ -55,6 +56,26 @@ def route(
     max_body_bytes: Annotated[int, typer.Option(help="Largest request body.", rich_help_panel=_LIMITS)] = default_of(
         RouterConfig, "max_body_bytes"
     ),
+    max_queued_prompt_tokens: Annotated[
+        int,
+        typer.Option(help="Prompt tokens waiting for one model; above it requests get 429.", rich_help_panel=_LIMITS),
+    ] = default_of(RouterConfig, "max_queued_prompt_tokens"),
+    max_worker_queue_s: Annotated[
+        float,
+        typer.Option(
+            help="Predicted seconds of prompts at an engine above which others wait in the router, where the order "
+            "can change; 0 = by its steps. Very large = engines queue for themselves.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = default_of(RouterConfig, "max_worker_queue_s"),
+    tenants: Annotated[
+        str,
+        typer.Option(
+            help="TOML file with weight, ttft_slo_ms and max_queue_share of tenants: docs/admission.md; "
+            "empty = all alike.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = default_of(RouterConfig, "tenants"),
     max_attempts: Annotated[
         int, typer.Option(help="Engines one request is tried on.", rich_help_panel=_LIMITS)
     ] = default_of(EnginesConfig, "max_attempts"),
@@ -102,6 +123,7 @@ def route(
     """
     flags: dict[str, Any] = dict(ctx.params)
     router, config = from_flags(RouterConfig, flags), from_flags(EnginesConfig, flags)
+    load_tenants(tenants)
     token = admin_token(admin_token_file)
     fleet = load_fleet(engines) if engines is not None else FleetFile([], {})
     if not fleet.engines and not token:

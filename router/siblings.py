@@ -179,11 +179,13 @@ class Siblings:
         if load is not None and not load.has_first_token:
             self._ours[booking_id] = _with_first_token(load)
             self.send(FirstToken(self._next(), booking_id, wait_s))
+            self._registry.tell_progress()
 
     def tell_released(self, booking_id: int, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Of a `SharedBooking`: its request has ended."""
         if self._ours.pop(booking_id, None) is not None:
             self.send(Released(self._next(), booking_id, num_prompt_tokens, num_output_tokens))
+            self._registry.tell_progress()
 
     def set_engine(self, name: str, spec: dict[str, Any] | None) -> None:
         """Say the latest word on an engine: its spec, or None for removed."""

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from protocol.errors import ConfigError, ModelNotFound, RequestError, ServingError
+from router.admission_metrics import AdmissionCollector
 from router.engines.config import EngineSpec, check_tokenizer, spec_from
 from router.engines.fleet import Fleet
 from router.engines.forward import Forwarder, read_object
@@ -80,7 +81,8 @@ def create_engines_app(
     forwarder = Forwarder(fleet, readers, pool, metrics)
     metrics_registry.register(EngineCollector(fleet, lambda: forwarder.num_retries))
     metrics_registry.register(WorkerCollector(fleet.registry))
-    together = Together(fleet, metrics_registry, bus)
+    metrics_registry.register(AdmissionCollector(forwarder.queues))
+    together = Together(fleet, forwarder.queues, metrics_registry, bus)
     first_specs = list(specs)
 
     @asynccontextmanager
@@ -90,6 +92,7 @@ def create_engines_app(
             fleet.add_all(first_specs)
             yield
         finally:
+            forwarder.queues.close()
             await fleet.close()
             await together.close()
             pool.close()
@@ -97,6 +100,7 @@ def create_engines_app(
     app = FastAPI(title="Tandem", lifespan=lifespan)
     add_layers(app, config, metrics)
     _add_generation_routes(app, forwarder)
+    _add_route_routes(app, forwarder, together)
     _add_catalog_routes(app, fleet)
     _add_operation_routes(app, fleet, together)
     _add_admin_routes(app, fleet, together, admin_token, {spec.api_key_env for spec in first_specs}, readers)
@@ -111,6 +115,16 @@ def _add_generation_routes(app: FastAPI, forwarder: Forwarder) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await forwarder.answer(request, "/v1/completions")
+
+
+def _add_route_routes(app: FastAPI, forwarder: Forwarder, together: Together) -> None:
+    @app.post("/v1/route/explain")
+    async def explain(request: Request) -> Response:
+        return json_response(await forwarder.explain(request))
+
+    @app.get("/v1/route/decisions")
+    async def decisions() -> Response:
+        return json_response({"object": "list", "data": await together.decisions()})
 
 
 def _add_catalog_routes(app: FastAPI, fleet: Fleet) -> None:

@@ -13,7 +13,7 @@ import asyncio
 import email.utils
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from router.engines.errors import EngineBusy, EngineFailed, engine_errors
 from router.engines.fleet import Fleet, Placed
 from router.engines.sse import Event, EventSplitter
 from router.metrics import EdgeMetrics, RequestClock
+from router.openai.wishes import Wishes
 
 __all__ = ["Call", "Exchange"]
 
@@ -54,8 +55,8 @@ class Call:
     body: dict[str, Any]
     model: str
     token_ids: list[int]
-    num_outputs: int  # tokens expected
     arrived_s: float  # of time.perf_counter
+    wishes: Wishes
 
     @property
     def is_stream(self) -> bool:
@@ -74,6 +75,11 @@ class Call:
         salt = self.body.get("cache_salt")
         return salt if isinstance(salt, str) else ""
 
+    @property
+    def explains(self) -> bool:
+        """Whether the answer is to say why it comes from where it comes."""
+        return self.wishes.explains
+
     def body_for(self, engine: Engine) -> dict[str, Any]:
         """What is sent: usage is always asked for, it tells what was cached."""
         options = self.body.get("stream_options") or {}
@@ -89,6 +95,8 @@ class Exchange:
         self.status = 200
         self.content: bytes | None = None  # a plain answer, or the client's error; None for a stream
         self.content_type = "application/json"
+        self.on_first_token: Callable[[], None] = _nothing
+        self.on_end: Callable[[int], None] = _nothing  # with the length of the answer, in tokens
         self._fleet = fleet
         self._placed = placed
         self._call = call
@@ -161,8 +169,18 @@ class Exchange:
             self._report_failure(self.engine, is_absent=False)
             raise
 
+    def prefill_done(self) -> None:
+        """Its prompt waits no longer."""
+        self._booking.prefill_done()
+
     async def close(self) -> None:
         """End what still runs and take the load off again, on every way out."""
+        self.release()
+        if self._response is not None:
+            await self._response.aclose()
+
+    def release(self) -> None:
+        """Take the load off again; all there is to do where nothing was sent."""
         self._booking.release(*self._lengths)
         if self._belief is not None:
             self._belief.cancel()
@@ -171,8 +189,6 @@ class Exchange:
         for engine, trial in self._trials.items():
             engine.breaker.abandoned(trial=trial)
         self._trials.clear()
-        if self._response is not None:
-            await self._response.aclose()
 
     # -- before the first byte --------------------------------------------------------------------------------
 
@@ -342,6 +358,7 @@ class Exchange:
         self._clock.record(1, None)
 
     def _on_first_token(self, now: float) -> None:
+        self.on_first_token()
         if self._placed.is_pair:
             self._learn_transfer(now)
         else:
@@ -417,12 +434,17 @@ class Exchange:
         num_prompt = _count(self._usage.get("prompt_tokens")) or len(self._call.token_ids)
         self._lengths = num_prompt, _count(self._usage.get("completion_tokens")) or self._num_events
         self._fleet.note_lengths(*self._lengths)
+        self.on_end(self._lengths[1])
         self._metrics.duration_s.observe(time.perf_counter() - self._call.arrived_s)
 
     def _report_failure(self, engine: Engine, *, is_absent: bool) -> None:
         engine.num_failures += 1
         trial = self._trials.pop(engine, 0)
         engine.breaker.failed(self._fleet.clock(), trial=trial, is_absent=is_absent)
+
+
+def _nothing(*_: object) -> None:
+    """Where nobody wants to know."""
 
 
 def _retry_after_s(header: str) -> float:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -19,7 +19,7 @@ from zmq.asyncio import Context
 from protocol.config import RouterConfig
 from protocol.digest import block_digests, root_digest
 from protocol.errors import ConfigError, ModelNotFound, NoWorker
-from protocol.messages import Role, WorkerLoad, WorkerState
+from protocol.messages import Role, WorkerCard, WorkerLoad, WorkerState
 from protocol.siblings import EngineEntry, Load
 from router.cost_model import CostModel
 from router.engines.config import EnginesConfig, EngineSpec, check_fleet
@@ -31,7 +31,7 @@ from router.prefix_index import PrefixIndex
 from router.registry import Registry, Worker
 from router.siblings import SharedBooking, Siblings
 
-__all__ = ["Fleet", "Placed"]
+__all__ = ["Fleet", "Placed", "Prompt"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,30 @@ MAX_FOREIGN_BOOKINGS = 512  # of one engine
 FIRST_GUESS_TOKENS = 256.0  # of a prompt that others sent, until prompts were seen
 MEAN_WEIGHT = 0.05  # of the newest request in the mean lengths
 _HEALTH_PATHS = {"openai": "/v1/models", "vllm": "/health", "sglang": "/health", "llamacpp": "/health"}
+
+
+class Prompt(Sequence[bytes]):
+    """A prompt as engines are chosen by it: each group of them has digests of its own. As a sequence those of none."""
+
+    def __init__(self, token_ids: Sequence[int], cache_salt: str) -> None:
+        self.token_ids = token_ids
+        self._cache_salt = cache_salt
+        self._digests: dict[tuple[str, int], list[bytes]] = {}
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: Any) -> Any:
+        return ()[index]
+
+    def digests(self, card: WorkerCard) -> list[bytes]:
+        """Of its blocks, as an engine with this card has them."""
+        key = (card.model, card.block_size)
+        found = self._digests.get(key)
+        if found is None:
+            root = root_digest(digest_root(*key), cache_salt=self._cache_salt)
+            found = self._digests[key] = block_digests(root, self.token_ids, card.block_size)
+        return found
 
 
 class Placed(NamedTuple):
@@ -149,25 +173,30 @@ class Fleet:
         self._context.term()
 
     def place(
-        self, model: str, token_ids: Sequence[int], num_outputs: int, cache_salt: str, tried: Collection[str]
-    ) -> Placed:
-        """The cheapest engine or pair for a request, without those it was `tried` on.
+        self, model: str, prompt: Prompt, num_outputs: int, now: float, tried: Collection[str] = (), **options: Any
+    ) -> Placement:
+        """The cheapest engine or pair for a request, without those it was `tried` on. `options` are the placer's own.
 
         Raises `ModelNotFound`, `EngineBusy` when those left ask to wait, and `NoWorker` with the reasons.
         """
-        now = self.clock()
         engines = [engine for engine in self.engines if engine.spec.model == model]
         if not engines:
             raise ModelNotFound(f"The model '{model[:200]}' does not exist.", param="model")
         open_to_it = [e for e in engines if e.name not in tried and not e.refusal(now) and e.card is not None]
-        found: list[Placed] = []
+        found: list[Placement] = []
         for group in dict.fromkeys(engine.spec.group for engine in open_to_it):
             members = {engine.name: engine for engine in open_to_it if engine.spec.group == group}
             if any(engine.spec.role is not Role.PREFILL for engine in members.values()):
-                found.append(self._place_in(members, token_ids, num_outputs, cache_salt, now))
+                found.append(self._place_in(members, prompt, num_outputs, now, options))
         if not found:
             raise self._nobody(model, engines, tried, now)
-        return min(found, key=lambda placed: placed.placement.best.terms.total_s)
+        return min(found, key=lambda placement: placement.best.terms.total_s)
+
+    def placed(self, placement: Placement, prompt: Prompt) -> Placed:
+        """The placement with its engines, which must have been placed on just now."""
+        best = placement.best
+        prefill, decode = self._engines[best.prefill.worker_id], self._engines[best.decode.worker_id]
+        return Placed(placement, prefill, decode, prompt.digests(best.prefill.card))
 
     def book(self, placed: Placed) -> SharedBooking:
         """Let the next decision see this one, here and at the siblings."""
@@ -251,18 +280,15 @@ class Fleet:
                 return
 
     def _place_in(
-        self, members: dict[str, Engine], token_ids: Sequence[int], num_outputs: int, cache_salt: str, now: float
-    ) -> Placed:
+        self, members: dict[str, Engine], prompt: Prompt, num_outputs: int, now: float, options: dict[str, Any]
+    ) -> Placement:
         cards = [engine.card for engine in members.values() if engine.card is not None]
-        root = root_digest(digest_root(cards[0].model, cards[0].block_size), cache_salt=cache_salt)
-        digests = block_digests(root, token_ids, cards[0].block_size)
         # What is too long for all of them goes there all the same: the engine says so best, in its own 400.
         room = max(min(card.num_blocks * card.block_size, card.max_model_len) for card in cards)
-        num_prompt_tokens = max(1, min(len(token_ids), room - 1))
+        num_prompt_tokens = max(1, min(len(prompt.token_ids), room - 1))
         others = {worker.worker_id for worker in self.registry} - members.keys()
-        placement = self._placer.place(num_prompt_tokens, digests, num_outputs, now, excluded=others)
-        best = placement.best
-        return Placed(placement, members[best.prefill.worker_id], members[best.decode.worker_id], digests)
+        digests = prompt.digests(cards[0])
+        return self._placer.place(num_prompt_tokens, digests, num_outputs, now, excluded=others, **options)
 
     def _nobody(self, model: str, engines: list[Engine], tried: Collection[str], now: float) -> NoWorker | EngineBusy:
         reasons = {e.name: "tried" if e.name in tried else e.refusal(now) or "prefill only" for e in engines}

@@ -7,13 +7,15 @@ from typing import Any
 import orjson
 from prometheus_client import CollectorRegistry
 
+from router.decisions import MAX_DECISIONS
 from router.engines.fleet import Fleet
+from router.engines.queues import Queues
 from router.shared_metrics import SharedMetrics
 from router.sibling_bus import SiblingBus
 
 __all__ = ["Together"]
 
-METRICS, RETIRED_METRICS, POOLS = "metrics", "retired metrics", "pools"
+METRICS, RETIRED_METRICS, POOLS, DECISIONS = "metrics", "retired metrics", "pools", "decisions"
 # Of an engine, what each process has or has counted for itself. State and circuit are shown as this process sees them.
 _SUMMED = ("num_running", "num_requests", "num_failures", "num_circuit_openings")
 
@@ -21,8 +23,9 @@ _SUMMED = ("num_running", "num_requests", "num_failures", "num_circuit_openings"
 class Together:
     """One process speaking for all. Without a bus it is the only one."""
 
-    def __init__(self, fleet: Fleet, registry: CollectorRegistry, bus: SiblingBus | None) -> None:
+    def __init__(self, fleet: Fleet, queues: Queues, registry: CollectorRegistry, bus: SiblingBus | None) -> None:
         self._fleet = fleet
+        self._queues = queues
         self._metrics = SharedMetrics(registry)
         self._bus = bus
 
@@ -35,6 +38,7 @@ class Together:
             METRICS: self._metrics.own,
             RETIRED_METRICS: lambda: self._metrics.retired(self._living()),
             POOLS: lambda: orjson.dumps(self._own_pools()),
+            DECISIONS: lambda: orjson.dumps(self._queues.decisions()),
         }
         bus.listeners = {METRICS: self._metrics.note}
         await bus.start()
@@ -56,13 +60,23 @@ class Together:
         own = self._own_pools()
         others = {name: orjson.loads(answer) for name, answer in (await self._ask(POOLS)).items()}
         processes = {self._fleet.siblings.name: own} | others
-        own["processes"] = {name: {"num_requests": processes[name]["num_requests"]} for name in sorted(processes)}
+        own["processes"] = {
+            name: {"num_requests": processes[name]["num_requests"], "admission": processes[name].pop("admission")}
+            for name in sorted(processes)
+        }
         own["num_requests"] = sum(pools["num_requests"] for pools in processes.values())
         for engine in own["engines"]:
             same = [one for pools in others.values() for one in pools["engines"] if one["name"] == engine["name"]]
             for field in _SUMMED:
                 engine[field] += sum(one[field] for one in same)
         return own
+
+    async def decisions(self) -> list[dict[str, Any]]:
+        """The latest decisions of all, newest first."""
+        found = self._queues.decisions()
+        for answer in (await self._ask(DECISIONS)).values():
+            found += orjson.loads(answer)
+        return sorted(found, key=_age_s)[:MAX_DECISIONS]
 
     async def _ask(self, topic: str) -> dict[str, bytes]:
         return {} if self._bus is None else await self._bus.ask(topic)
@@ -81,4 +95,9 @@ class Together:
             "num_requests": sum(len(engine.exchanges) for engine in fleet.engines),
             "num_indexed_blocks": len(fleet.index),
             "mean_output_tokens": fleet.mean_output_tokens,
+            "admission": self._queues.report(),
         }
+
+
+def _age_s(decision: dict[str, Any]) -> float:
+    return float(decision["age_s"])
