@@ -102,9 +102,13 @@ class EngineSet(_Message, frozen=True, array_like=True, tag="e"):
 
 
 class Beat(_Message, frozen=True, array_like=True, tag="b"):
-    """The sender lives. `engines_sum` is the same for all who have the same latest words on engines."""
+    """The sender lives, and hears these (name, epoch).
+
+    `engines_sum` is the same for all who have the same latest words on engines.
+    """
 
     engines_sum: int
+    heard: list[tuple[str, int]]
 
 
 class Left(_Message, frozen=True, array_like=True, tag="l"):

@@ -53,7 +53,7 @@ class SiblingBus:
         self._has_changed = asyncio.Event()
 
     async def start(self) -> None:
-        """Join the others: return when all they have open is known, or `JOIN_TIMEOUT_S` later without who is absent."""
+        """Join the others: return when they and we know what is open, or `JOIN_TIMEOUT_S` later without the absent."""
         self._publisher.setsockopt(SocketOption.SNDHWM, _QUEUED_MESSAGES)
         self._publisher.bind(self._endpoint)
         self._subscriber.setsockopt(SocketOption.RCVHWM, _QUEUED_MESSAGES)
@@ -66,7 +66,7 @@ class SiblingBus:
         self._beating = asyncio.create_task(self._beat_for_ever())
         try:
             async with asyncio.timeout(JOIN_TIMEOUT_S if self._peers else 0):
-                while len(self._siblings.living) < len(self._peers) or not self._siblings.is_synced:
+                while len(self._siblings.living) < len(self._peers) or not self._siblings.is_joined:
                     self._has_changed.clear()
                     await self._has_changed.wait()
         except TimeoutError:
@@ -106,6 +106,7 @@ class SiblingBus:
             for topic in self.listeners:
                 self.tell(topic)  # our last word
             self._siblings.leave()
+            self._siblings.send = lambda _: None
             asyncio.get_running_loop().remove_reader(self._subscriber.fileno())
         self._publisher.close(linger=200)
         self._subscriber.close(linger=0)

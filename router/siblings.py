@@ -72,6 +72,7 @@ class _Sibling:
     heard_s: float
     sequence: int = 0  # changes of it that are applied here
     is_synced: bool = True
+    hears_us: bool = False
     asked_s: float = -math.inf  # when a snapshot was asked for
     open: dict[int, _Theirs] = field(default_factory=dict)
 
@@ -123,9 +124,9 @@ class Siblings:
         return list(self._siblings)
 
     @property
-    def is_synced(self) -> bool:
-        """Whether we know all that the living siblings have open."""
-        return all(sibling.is_synced for sibling in self._siblings.values())
+    def is_joined(self) -> bool:
+        """Whether we know all that the living siblings have open, and they will hear what we open."""
+        return all(sibling.is_synced and sibling.hears_us for sibling in self._siblings.values())
 
     def epoch_of(self, name: str) -> int | None:
         """The present life of a living sibling."""
@@ -224,6 +225,8 @@ class Siblings:
             self._take_change(sibling, message)
         elif stamp.sequence != sibling.sequence:
             sibling.is_synced = False
+        if isinstance(message, Beat):
+            sibling.hears_us = (self.name, self.epoch) in message.heard
         # Who told the sender of an engine may be gone, so its own count of changes does not show that we missed it.
         is_ahead = isinstance(message, Beat) and message.engines_sum != self._engines_sum
         if (is_ahead or not sibling.is_synced) and now - sibling.asked_s >= BEAT_INTERVAL_S:
@@ -357,7 +360,8 @@ class Siblings:
             yield from sibling.open.values()
 
     def _beat(self) -> None:
-        self.send(Beat(self.stamp, self._engines_sum))
+        heard = [(name, sibling.epoch) for name, sibling in self._siblings.items()]
+        self.send(Beat(self.stamp, self._engines_sum, heard))
 
     def _next(self) -> Stamp:
         self._sequence += 1

@@ -93,11 +93,12 @@ def create_engines_app(
             yield
         finally:
             forwarder.queues.close()
+            await together.close()  # first, while there are engines to give a last account of
             await fleet.close()
-            await together.close()
             pool.close()
 
     app = FastAPI(title="Tandem", lifespan=lifespan)
+    app.state.queues = forwarder.queues
     add_layers(app, config, metrics)
     _add_generation_routes(app, forwarder)
     _add_route_routes(app, forwarder, together)

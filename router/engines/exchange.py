@@ -358,11 +358,11 @@ class Exchange:
         self._clock.record(1, None)
 
     def _on_first_token(self, now: float) -> None:
-        self.on_first_token()
         if self._placed.is_pair:
             self._learn_transfer(now)
         else:
             self._learn_first_token(self.engine, now)
+        self.on_first_token()  # NOTE: last; what is learned counts the prompt as waiting still
 
     async def _wait(self, work: Awaitable[T]) -> T:
         """Result of `work`, unless the engine stays silent for too long or is given up meanwhile."""

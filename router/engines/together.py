@@ -60,10 +60,11 @@ class Together:
         own = self._own_pools()
         others = {name: orjson.loads(answer) for name, answer in (await self._ask(POOLS)).items()}
         processes = {self._fleet.siblings.name: own} | others
-        own["processes"] = {
-            name: {"num_requests": processes[name]["num_requests"], "admission": processes[name].pop("admission")}
-            for name in sorted(processes)
-        }
+        if self._bus is not None:
+            own["processes"] = {
+                name: {"num_requests": pools["num_requests"], "admission": pools["admission"]}
+                for name, pools in sorted(processes.items())
+            }
         own["num_requests"] = sum(pools["num_requests"] for pools in processes.values())
         for engine in own["engines"]:
             same = [one for pools in others.values() for one in pools["engines"] if one["name"] == engine["name"]]

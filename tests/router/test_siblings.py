@@ -140,6 +140,7 @@ class Net:
             process.siblings.check_integrity()
             assert process.registry.num_bookings == len(loads)
             assert sorted(process.siblings.living) == sorted(self.processes.keys() - {process.siblings.name})
+            assert process.siblings.is_joined
             for worker in process.registry:
                 mine = [load for load in loads if load.decode == worker.worker_id]
                 waiting = [load for load in loads if load.prefill == worker.worker_id and not load.has_first_token]
