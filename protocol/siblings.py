@@ -30,6 +30,7 @@ __all__ = [
     "Snapshot",
     "SnapshotWanted",
     "Stamp",
+    "Waiting",
     "decode_sibling_message",
     "encode_sibling_message",
 ]
@@ -69,6 +70,16 @@ class EngineEntry(msgspec.Struct, frozen=True, array_like=True):
         return self.version, self.author
 
 
+class Waiting(msgspec.Struct, frozen=True, array_like=True):
+    """What the requests in one queue are predicted to take, as `router.fair_queue.Work`."""
+
+    num_requests: int
+    worker_s: float
+    prefill_s: float
+    new_tokens: int
+    kv_tokens: int
+
+
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     stamp: Stamp
 
@@ -104,11 +115,13 @@ class EngineSet(_Message, frozen=True, array_like=True, tag="e"):
 class Beat(_Message, frozen=True, array_like=True, tag="b"):
     """The sender lives, and hears these (name, epoch).
 
-    `engines_sum` is the same for all who have the same latest words on engines.
+    `engines_sum` is the same for all who have the same latest words on engines. `waiting` is what waits in the sender's
+    own queues, by queue.
     """
 
     engines_sum: int
     heard: list[tuple[str, int]]
+    waiting: dict[str, Waiting] = {}
 
 
 class Left(_Message, frozen=True, array_like=True, tag="l"):

@@ -298,6 +298,11 @@ class Admission:
             code="queue_timeout",
         )
 
+    @property
+    def total(self) -> Work:
+        """What all that waits is predicted to take."""
+        return self._queue.total
+
     def queued(self) -> dict[str, Work]:
         """What waits, by the tenants' labels."""
         queued: dict[str, Work] = {label: Work() for label in self.stats}

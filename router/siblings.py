@@ -30,6 +30,7 @@ from protocol.siblings import (
     Snapshot,
     SnapshotWanted,
     Stamp,
+    Waiting,
 )
 from router.registry import Booking, Registry, WorkerChange
 
@@ -73,6 +74,7 @@ class _Sibling:
     sequence: int = 0  # changes of it that are applied here
     is_synced: bool = True
     hears_us: bool = False
+    waiting: dict[str, Waiting] = field(default_factory=dict)  # in its queues, as of its latest beat
     asked_s: float = -math.inf  # when a snapshot was asked for
     open: dict[int, _Theirs] = field(default_factory=dict)
 
@@ -103,6 +105,7 @@ class Siblings:
         self.name = name
         self.epoch = epoch
         self.send: Callable[[SiblingMessage], None] = _to_nobody
+        self.waiting: Callable[[], dict[str, Waiting]] = dict  # what waits in our queues
         self.engines: dict[str, EngineEntry] = {}  # by name, those changed at run time
         self._registry = registry
         self._listener: SiblingListener | None = None
@@ -141,6 +144,10 @@ class Siblings:
         """Requests that one sibling has open."""
         sibling = self._siblings.get(name)
         return len(sibling.open) if sibling else 0
+
+    def waiting_in(self, queue: str) -> list[Waiting]:
+        """What waits in the siblings' queues of this name, one for each sibling where anything does."""
+        return [sibling.waiting[queue] for sibling in self._siblings.values() if queue in sibling.waiting]
 
     def listen(self, listener: SiblingListener) -> None:
         """Tell `listener` what the siblings see."""
@@ -227,6 +234,7 @@ class Siblings:
             sibling.is_synced = False
         if isinstance(message, Beat):
             sibling.hears_us = (self.name, self.epoch) in message.heard
+            sibling.waiting = message.waiting
         # Who told the sender of an engine may be gone, so its own count of changes does not show that we missed it.
         is_ahead = isinstance(message, Beat) and message.engines_sum != self._engines_sum
         if (is_ahead or not sibling.is_synced) and now - sibling.asked_s >= BEAT_INTERVAL_S:
@@ -361,7 +369,7 @@ class Siblings:
 
     def _beat(self) -> None:
         heard = [(name, sibling.epoch) for name, sibling in self._siblings.items()]
-        self.send(Beat(self.stamp, self._engines_sum, heard))
+        self.send(Beat(self.stamp, self._engines_sum, heard, self.waiting()))
 
     def _next(self) -> Stamp:
         self._sequence += 1

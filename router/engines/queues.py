@@ -7,10 +7,13 @@ engines of its model as the workers there are, and places on those that may be g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, cast
 
+import msgspec
+
 from protocol.errors import NoWorker
+from protocol.siblings import Waiting
 from router.admission import Admission, Offer, TenantStats
 from router.decisions import Decision
 from router.engines.exchange import Call, Exchange
@@ -20,6 +23,7 @@ from router.fair_queue import Work
 from router.gate import NUM_OTHERS, Gate
 from router.placement import Placement, Placer
 from router.registry import Registry, Worker, can_decode
+from router.siblings import Siblings
 from router.tenants import load_tenants
 
 __all__ = ["ModelQueue", "Queues"]
@@ -81,6 +85,7 @@ class Queues:
         self._open_exchange = open_exchange
         self._tenants = load_tenants(fleet.config.tenants)
         self._queues: dict[str, ModelQueue] = {}
+        fleet.siblings.waiting = self.waiting
 
     def of(self, model: str) -> ModelQueue:
         """The queue of a model, which must be one of the fleet's."""
@@ -91,7 +96,7 @@ class Queues:
             placer = _ModelPlacer(fleet, workers, model)
             # Where prompts may go the placer knows, group by group; to admission every engine with room is one.
             config = replace(fleet.config, local_prefill=True)
-            admission = Admission(workers, fleet.costs, placer, self._tenants, config)
+            admission = _SharedAdmission(fleet.siblings, model, workers, fleet.costs, placer, self._tenants, config)
             queue = self._queues[model] = ModelQueue(fleet, model, admission, self._open_exchange)
         return queue
 
@@ -117,6 +122,11 @@ class Queues:
                 total[label] = total.get(label, Work()) + work
         return total
 
+    def waiting(self) -> dict[str, Waiting]:
+        """What waits, by model, as siblings are told it."""
+        totals = {model: queue.admission.total for model, queue in self._queues.items() if len(queue.admission)}
+        return {model: Waiting(*astuple(total)) for model, total in totals.items()}
+
     def report(self) -> dict[str, Any]:
         """The queues by model, as JSON."""
         return {model: queue.admission.report() for model, queue in self._queues.items()}
@@ -131,6 +141,22 @@ class Queues:
         now = self._fleet.clock()
         found = [decision for queue in self._queues.values() for decision in queue.gate.log.to_json(now)]
         return sorted(found, key=lambda decision: cast(float, decision["age_s"]))
+
+
+class _SharedAdmission(Admission):
+    """Admission of one process among several with queues of their own for the same engines."""
+
+    def __init__(self, siblings: Siblings, model: str, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._siblings = siblings
+        self._model = model
+
+    def _start_s(self, placement: Placement, ahead: Work, *options: Any) -> float:
+        """Siblings let their requests through as fast as we do: while what is ahead goes, so does as much of theirs."""
+        total = ahead
+        for waiting in self._siblings.waiting_in(self._model):
+            total += Work(*map(min, astuple(ahead), msgspec.structs.astuple(waiting)))
+        return super()._start_s(placement, total, *options)
 
 
 class _ModelWorkers(Registry):

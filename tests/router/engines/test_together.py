@@ -159,3 +159,28 @@ async def test_counts_of_one_that_left_stay_in_the_total(fake_a: FakeServer, tmp
             await until(lambda: one.fleet.siblings.living == [])
         shown = await totals(one)
         assert (shown["tandem_engine_requests_total"], shown["tandem_router_processes"]) == (2, 1)
+
+
+async def test_a_forecast_counts_what_waits_at_the_siblings(fake_a: FakeServer, tmp_path: Path) -> None:
+    spec = spec_of(fake_a, "a", max_num_batched_tokens=64)
+    async with together(tmp_path, 2, spec) as (one, two):
+        fake_a.headers_pause.clear()
+        tasks = [running(one, prompt="running" + "x" * 8000)]
+        await until(lambda: two.fleet.siblings.num_on("a") == 1)
+
+        async def predicted_start_s() -> float:
+            body = completion("new" + "x" * 8000)
+            [decision] = (await two.client.post("/v1/route/explain", json=body)).json()["data"]
+            return float(decision["predicted_start_s"])
+
+        tasks.append(running(two, prompt="ours" + "x" * 8000))
+        await until(lambda: bool(two.app.state.queues.waiting()))
+        alone_s = await predicted_start_s()
+        tasks += [running(one, prompt=f"{number}" + "x" * 8000) for number in range(4)]
+        await until(lambda: [one.num_requests for one in two.fleet.siblings.waiting_in("fake-model")] == [4])
+        shared_s = await predicted_start_s()
+        [queue] = two.app.state.queues.waiting().values()
+        # Of their four as many go meanwhile as of ours.
+        assert shared_s == pytest.approx(alone_s + queue.prefill_s, rel=0.05)
+        fake_a.resume()
+        assert [(await task).status_code for task in tasks] == [200] * 6
