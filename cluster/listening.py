@@ -16,7 +16,7 @@ __all__ = ["listening"]
 def listening(host: str, port: int, *, is_shared: bool = False) -> Iterator[socket.socket]:
     """A TCP socket bound to the address for as long as the block runs; whoever serves begins to listen on it.
 
-    `is_shared`: beside other sockets of ours on that address that are shared.
+    With `is_shared` other processes of this user may bind it too; connections are spread over those that listen.
     Raises `ConfigError` if the address cannot be had.
     """
     try:

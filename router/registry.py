@@ -361,8 +361,12 @@ class Registry:
             computed = worker.computed_prompt_tokens + max(stats.num_prefill_tokens, 0)
             worker.computed_prompt_tokens = min(computed, worker.queued_prompt_tokens)
             self._changed.add(worker)
-            for listener in self._step_listeners:
-                listener()
+            self.tell_progress()
+
+    def tell_progress(self) -> None:
+        """Call the listeners to steps: whoever changes bookings behind their back says so."""
+        for listener in self._step_listeners:
+            listener()
 
     def reserve(
         self,

@@ -49,10 +49,12 @@ class Engine:
     """What the router has of one engine."""
 
     def __init__(self, spec: EngineSpec, config: EnginesConfig, request_timeout_s: float) -> None:
-        self.spec = spec
+        self.configured = spec
+        self.spec = spec  # with the model it told
         self.state = WorkerState.STARTING
         self.reason = "not reached yet"
         self.is_removed = False
+        self.is_gone = asyncio.Event()
         self.breaker = Breaker(
             max_failures=config.breaker_failures, open_s=config.breaker_open_s, max_open_s=config.breaker_max_open_s
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import time
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from router.engines.fleet import Fleet, Placed
 from router.engines.sse import Event, EventSplitter, count_pieces, parse_event, split_events
 from router.engines.upstream import Reply
 from router.metrics import EdgeMetrics, RequestClock
+from router.openai.wishes import Wishes
 from router.silence import SilenceWatch
 
 __all__ = ["Call", "Exchange"]
@@ -54,8 +55,8 @@ class Call:
     body: dict[str, Any]
     model: str
     token_ids: list[int]
-    num_outputs: int  # tokens expected
     arrived_s: float  # of time.perf_counter
+    wishes: Wishes
 
     @property
     def is_stream(self) -> bool:
@@ -74,6 +75,11 @@ class Call:
         salt = self.body.get("cache_salt")
         return salt if isinstance(salt, str) else ""
 
+    @property
+    def explains(self) -> bool:
+        """Whether the answer is to say why it comes from where it comes."""
+        return self.wishes.explains
+
     def body_for(self, engine: Engine) -> dict[str, Any]:
         """What is sent: usage is always asked for, it tells what was cached."""
         options = self.body.get("stream_options") or {}
@@ -89,6 +95,8 @@ class Exchange:
         self.status = 200
         self.content: bytes | None = None  # a plain answer, or the client's error; None for a stream
         self.content_type = "application/json"
+        self.on_first_token: Callable[[], None] = _nothing
+        self.on_end: Callable[[int], None] = _nothing  # with the length of the answer, in tokens
         self._fleet = fleet
         self._placed = placed
         self._call = call
@@ -108,6 +116,7 @@ class Exchange:
         self._num_events = 0
         self._last_event_s = 0.0
         self._usage: dict[str, Any] = {}
+        self._lengths = (0, 0)  # of prompt and answer, once it has come to its end
         self._prefill_usage: dict[str, Any] | None = None
         self._begin()
 
@@ -170,11 +179,21 @@ class Exchange:
             self._report_failure(self.engine, is_absent=False)
             raise
 
+    def prefill_done(self) -> None:
+        """Its prompt waits no longer."""
+        self._booking.prefill_done()
+
     def close(self) -> None:
         """End what still runs and take the load off again, on every way out."""
-        self._booking.release()
+        self.release()
         if self._watch is not None:
             self._watch.close()
+        if self._reply is not None:
+            self._reply.close(is_ending=self._is_done)
+
+    def release(self) -> None:
+        """Take the load off again; all there is to do where nothing was sent."""
+        self._booking.release(*self._lengths)
         if self._belief is not None:
             self._belief.cancel()
         for engine in self._engines:
@@ -182,8 +201,6 @@ class Exchange:
         for engine, trial in self._trials.items():
             engine.breaker.abandoned(trial=trial)
         self._trials.clear()
-        if self._reply is not None:
-            self._reply.close(is_ending=self._is_done)
 
     # -- before the first byte --------------------------------------------------------------------------------
 
@@ -194,20 +211,12 @@ class Exchange:
         self._trials = {engine: engine.breaker.begin(now) for engine in self._engines}
         for engine in self._engines:
             engine.begin(self)
-            engine.expect_cached(self._placed.digests, fleet.index, now)
-        best = placement.best
-        self._booking = fleet.registry.reserve(
-            best.prefill.worker_id,
-            best.decode.worker_id,
-            num_new_tokens=placement.num_new_tokens,
-            num_context_tokens=best.num_cached_tokens,
-            num_kv_tokens=placement.num_kv_tokens,
-        )
+        self._booking = fleet.book(self._placed)
         self._sent_s = now
         if not self._call.is_stream and not self._placed.is_pair:
             # Nobody tells when the first token of a plain answer is there: the prediction has to do.
             loop = asyncio.get_running_loop()
-            self._belief = loop.call_later(best.terms.ttft_s, self._booking.prefill_done)
+            self._belief = loop.call_later(placement.best.terms.ttft_s, self._booking.prefill_done)
 
     async def _open(self) -> None:
         body = self._call.body_for(self.engine)
@@ -240,7 +249,6 @@ class Exchange:
         now = self._fleet.clock()
         self._prefill_usage = answer.get("usage") or {}
         self._learn_first_token(engine, now)
-        self._booking.prefill_done()
         self._sent_s = now
         params = answer.get("kv_transfer_params")
         if isinstance(params, dict):
@@ -379,7 +387,7 @@ class Exchange:
             self._learn_transfer(now)
         else:
             self._learn_first_token(self.engine, now)
-            self._booking.prefill_done()
+        self.on_first_token()  # NOTE: last; what is learned counts the prompt as waiting still
 
     async def _wait(self, work: Awaitable[T]) -> T:
         """Result of `work`, unless the engine stays silent for too long or is given up meanwhile."""
@@ -401,17 +409,15 @@ class Exchange:
         return self._fleet.costs.steps(engine.spec.cost_kind)
 
     def _learn_first_token(self, engine: Engine, now: float) -> None:
-        worker = self._placed.placement.best.prefill
-        stats = engine.pace.first_token(
+        placement = self._placed.placement
+        self._fleet.learn_first_token(
+            engine,
+            placement.best.prefill,
             sent_s=self._sent_s,
-            now=now,
-            num_new_tokens=self._placed.placement.num_new_tokens,
-            num_cached_tokens=self._placed.placement.best.num_cached_tokens,
-            num_decode_seqs=worker.num_booked_seqs - worker.num_awaited_seqs,
-            num_kv_tokens=worker.booked_kv_tokens - worker.awaited_kv_tokens,
+            num_new_tokens=placement.num_new_tokens,
+            num_cached_tokens=placement.best.num_cached_tokens,
         )
-        if stats is not None:
-            self._steps(engine).observe(stats)
+        self._booking.prefill_done(now - self._sent_s)
 
     def _learn_gap(self, now: float) -> None:
         worker = self._placed.placement.best.decode
@@ -451,7 +457,9 @@ class Exchange:
 
     def _note_end(self) -> None:
         num_prompt = _count(self._usage.get("prompt_tokens")) or len(self._call.token_ids)
-        self._fleet.note_lengths(num_prompt, _count(self._usage.get("completion_tokens")) or self._num_events)
+        self._lengths = num_prompt, _count(self._usage.get("completion_tokens")) or self._num_events
+        self._fleet.note_lengths(*self._lengths)
+        self.on_end(self._lengths[1])
         self._metrics.duration_s.observe(time.perf_counter() - self._call.arrived_s)
 
     def _report_failure(self, engine: Engine, *, is_absent: bool) -> None:
@@ -463,6 +471,10 @@ class Exchange:
 def _first_event(events: bytes) -> Event | None:
     """The first event that says something."""
     return next((event for event in map(parse_event, split_events(events)) if event.has_data), None)
+
+
+def _nothing(*_: object) -> None:
+    """Where nobody wants to know."""
 
 
 def _retry_after_s(header: str) -> float:

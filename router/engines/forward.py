@@ -5,6 +5,7 @@ A request goes to another engine before its first byte only: after it the client
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -16,14 +17,18 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import ModelNotFound, NoWorker, RequestError, ServingError
+from router.decisions import Decision
 from router.engines.errors import EngineBusy, EngineFailed
 from router.engines.exchange import Call, Exchange
-from router.engines.fleet import Fleet
-from router.engines.prompts import PromptReader, TextReader, max_tokens_of
+from router.engines.fleet import Fleet, Prompt
+from router.engines.prompts import PromptReader, TextReader, priority_of
+from router.engines.queues import Queues
 from router.metrics import EdgeMetrics
 from router.openai.answer import new_answer_id
 from router.openai.errors import ClientDisconnected, UnsupportedMediaType, serving_error_body
 from router.openai.presence import while_connected
+from router.openai.wishes import EXPLAIN_HEADER, wishes_of
+from router.placement import Placement
 from router.tokenizer import TokenizerPool
 
 __all__ = ["Forwarder", "read_object"]
@@ -47,22 +52,31 @@ class Forwarder:
         self._text = TextReader()
         self._pool = pool
         self._metrics = metrics
+        self.queues = Queues(fleet, self._exchange)
         self.num_retries = 0
+
+    async def explain(self, request: Request) -> dict[str, Any]:
+        """Body of `POST /v1/route/explain`: what would be decided now. Nothing is sent or booked."""
+        raw, body = await read_object(request)
+        call = await self._call(request, "", raw, body, time.perf_counter())
+        return {"object": "list", "data": [self.queues.of(call.model).explain(call)]}
 
     async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Raises a `ServingError` for what goes wrong before the first byte."""
         arrived_s = time.perf_counter()
-        raw, body = await read_object(Request(scope, receive))
-        call = await self._call(path, raw, body, arrived_s)
+        request = Request(scope, receive)
+        raw, body = await read_object(request)
+        call = await self._call(request, path, raw, body, arrived_s)
         exchange = None
         try:
             async with while_connected(receive):
-                exchange = await self._open(call)
+                exchange, decision = await self._open(call)
+                headers = self._headers(call, exchange, decision)
                 if exchange.content is None:
-                    await self._relay(exchange, _headers(call, exchange), send)
+                    await self._relay(exchange, headers, send)
                 else:
                     exchange.close()
-                    await _whole(exchange, _headers(call, exchange))(scope, receive, send)
+                    await _whole(exchange, headers)(scope, receive, send)
         except (ClientDisconnected, OSError):
             self._metrics.client_disconnects.inc()
             if exchange is None:
@@ -71,21 +85,20 @@ class Forwarder:
             if exchange is not None:
                 exchange.close()
 
-    async def _call(self, path: str, raw: bytes, body: dict[str, Any], arrived_s: float) -> Call:
+    async def _call(self, request: Request, path: str, raw: bytes, body: dict[str, Any], arrived_s: float) -> Call:
         model = self._model_of(body)
+        wishes = wishes_of(request, priority_of(body))
         reader = self._readers.get(model, self._text)
         is_short = len(raw) < LONG_BODY_BYTES
         token_ids = reader.read(body) if is_short else await self._pool.run(lambda: reader.read(body))
-        limit = max_tokens_of(body)
-        mean = max(1, round(self._fleet.mean_output_tokens))
         return Call(
             request_id=new_answer_id("req-"),
             path=path,
             body=body,
             model=model,
             token_ids=token_ids,
-            num_outputs=mean if limit is None else min(limit, mean),
             arrived_s=arrived_s,
+            wishes=wishes,
         )
 
     def _model_of(self, body: dict[str, Any]) -> str:
@@ -106,32 +119,49 @@ class Forwarder:
         body["model"] = known[0]
         return known[0]
 
-    async def _open(self, call: Call) -> Exchange:
-        """The exchange that answers, after as many attempts as it takes and may take."""
+    async def _open(self, call: Call) -> tuple[Exchange, Decision]:
+        """The exchange that answers, after its turn came and as many attempts as it takes and may take."""
+        queue = self.queues.of(call.model)
+        offer = queue.offer(call)
+        entered = await queue.gate.enter(call, offer)
+        exchange, decision = entered.booking, entered.decision
         tried: set[str] = set()
-        last: EngineFailed | EngineBusy | None = None
-        for _ in range(self._fleet.engines_config.max_attempts):
-            try:
-                placed = self._fleet.place(call.model, call.token_ids, call.num_outputs, call.cache_salt, tried)
-            except (NoWorker, EngineBusy):
-                if isinstance(last, EngineFailed):
-                    break  # says more than that nobody is left
-                raise
-            self.num_retries += last is not None
-            exchange = Exchange(self._fleet, placed, call, self._metrics)
+        while True:
+            exchange.on_first_token = entered.first_token
+            exchange.on_end = lambda length: queue.admission.lengths.note(offer.tenant, length)
             try:
                 await exchange.open()
             except (EngineFailed, EngineBusy) as exc:
                 exchange.close()
-                last = exc
+                last: EngineFailed | EngineBusy = exc
                 tried.add(exc.engine)
             except BaseException:
                 exchange.close()
                 raise
             else:
-                return exchange
-        assert last is not None, "the first attempt returns or fails"
-        raise last
+                return exchange, decision
+            if len(tried) == self._fleet.engines_config.max_attempts:
+                raise last
+            try:
+                exchange, decision.placement = queue.try_elsewhere(call, offer, tried)
+            except (NoWorker, EngineBusy):
+                if isinstance(last, EngineFailed):
+                    raise last from None  # says more than that nobody is left
+                raise
+            self.num_retries += 1
+
+    def _exchange(self, call: Call, placement: Placement, prompt: Prompt) -> Exchange:
+        return Exchange(self._fleet, self._fleet.placed(placement, prompt), call, self._metrics)
+
+    def _headers(self, call: Call, exchange: Exchange, decision: Decision) -> dict[str, str]:
+        headers = {
+            "x-request-id": call.request_id,
+            "x-tandem-engine": exchange.engine.name,
+            "x-tandem-expected-cached-tokens": str(exchange.num_expected_cached_tokens),
+        }
+        if call.explains:
+            headers[EXPLAIN_HEADER] = json.dumps(decision.to_json(self._fleet.clock()), separators=(",", ":"))
+        return headers
 
     async def _relay(self, exchange: Exchange, headers: dict[str, str], send: Send) -> None:
         """Send a stream's events as they come."""
@@ -149,14 +179,6 @@ class Forwarder:
         finally:
             self._metrics.running_requests.dec()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def _headers(call: Call, exchange: Exchange) -> dict[str, str]:
-    return {
-        "x-request-id": call.request_id,
-        "x-tandem-engine": exchange.engine.name,
-        "x-tandem-expected-cached-tokens": str(exchange.num_expected_cached_tokens),
-    }
 
 
 def _whole(exchange: Exchange, headers: dict[str, str]) -> Response:

@@ -17,7 +17,7 @@ from router.openai.chat import template_messages, template_options
 from router.openai.schema import ChatRequest, decode_body
 from router.tokenizer import Tokenizer
 
-__all__ = ["PromptReader", "TextReader", "TokenReader", "max_tokens_of"]
+__all__ = ["PromptReader", "TextReader", "TokenReader", "max_tokens_of", "priority_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +94,12 @@ def max_tokens_of(body: dict[str, Any]) -> int | None:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return None
+
+
+def priority_of(body: dict[str, Any]) -> int:
+    """How urgent the request says it is; what is no priority the engine will refuse."""
+    value = body.get("priority")
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**31 else 0
 
 
 def _token_ids(prompt: list[Any]) -> list[int]:

@@ -55,7 +55,7 @@ async def plan_chat(edge: Edge, request: Request, arrived_s: float) -> Answer:
         num_logprobs=num_logprobs,
         arrived_s=arrived_s,
         conversation_id=conversation_of(request, fields),
-        wishes=wishes_of(request, fields),
+        wishes=wishes_of(request, fields.priority),
     )
 
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from protocol.errors import RequestError
-from router.openai.schema import GenerationFields
 from router.tenants import DEFAULT_TENANT, TENANT_NAME
 
 __all__ = ["EXPLAIN_HEADER", "Wishes", "tenant_of", "wishes_of"]
@@ -27,9 +26,9 @@ class Wishes(NamedTuple):
     explains: bool = False
 
 
-def wishes_of(request: Request, fields: GenerationFields) -> Wishes:
-    """The wishes in a request's headers and body. Raises `RequestError`."""
-    return Wishes(tenant_of(request), fields.priority or 0, _slo_s(request), _explains(request))
+def wishes_of(request: Request, priority: int | None) -> Wishes:
+    """The wishes in a request's headers, with the priority of its body. Raises `RequestError`."""
+    return Wishes(tenant_of(request), priority or 0, _slo_s(request), _explains(request))
 
 
 def tenant_of(request: Request) -> str:

@@ -1,4 +1,4 @@
-"""A request flow whose workers answer at once, in this process: millions of requests in minutes, and what they leave."""
+"""A request flow whose workers answer at once, in this process: what millions of requests leave behind."""
 
 from __future__ import annotations
 
