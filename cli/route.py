@@ -12,6 +12,7 @@ from cli.config_flags import default_of, from_flags
 from cluster.listening import listening
 from protocol.config import RouterConfig
 from protocol.errors import ConfigError
+from router.api_keys import load_api_keys
 from router.engines.config import EnginesConfig, FleetFile, load_fleet
 from router.tenants import load_tenants
 
@@ -53,6 +54,13 @@ def route(
     router_processes: Annotated[
         int, typer.Option(help="Processes that serve the port together, about one per core.", rich_help_panel=_HTTP)
     ] = default_of(EnginesConfig, "router_processes"),
+    api_key_file: Annotated[
+        str,
+        typer.Option(
+            help="File of API keys, one per line, a tenant behind it if it is of one; empty = none is asked for.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = default_of(RouterConfig, "api_key_file"),
     max_body_bytes: Annotated[int, typer.Option(help="Largest request body.", rich_help_panel=_LIMITS)] = default_of(
         RouterConfig, "max_body_bytes"
     ),
@@ -124,6 +132,7 @@ def route(
     flags: dict[str, Any] = dict(ctx.params)
     router, config = from_flags(RouterConfig, flags), from_flags(EnginesConfig, flags)
     load_tenants(tenants)
+    load_api_keys(api_key_file)
     token = admin_token(admin_token_file)
     fleet = load_fleet(engines) if engines is not None else FleetFile([], {})
     if not fleet.engines and not token:

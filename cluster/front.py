@@ -119,6 +119,8 @@ async def _serve_together(setup: RouterSetup, listener: socket.socket, folder: P
 def _serve_as_child() -> int:
     """One of several processes: obeys its parent, and ends with it. The exit code."""
     pipe, parent = ParentPipe(), os.getppid()
+    if not pipe.setup:
+        return 0  # the parent ended before it said anything
     setup = msgspec.json.decode(pipe.setup, type=RouterSetup)
     try:
         with listening(setup.router.host, setup.router.port, is_shared=True) as listener:

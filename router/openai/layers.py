@@ -16,8 +16,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol.config import RouterConfig
 from protocol.errors import ServingError
+from router.api_keys import load_api_keys
 from router.metrics import EdgeMetrics
 from router.openai.errors import ClientDisconnected, http_exception_response, serving_error_response
+from router.openai.keys import KeyCheck
 from router.openai.middleware import BodyLimit, RequestObserver
 
 __all__ = ["add_layers", "add_raw_route", "json_response"]
@@ -40,9 +42,11 @@ class _RawRoute:
 
 
 def add_layers(app: FastAPI, config: RouterConfig, metrics: EdgeMetrics) -> None:
-    """Add middleware and error handlers."""
+    """Add middleware and error handlers. Raises `ConfigError` for a file of API keys that cannot be used."""
     # The last one added is the outermost: refusals get CORS headers and are counted too.
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    if keys := load_api_keys(config.api_key_file):
+        app.add_middleware(KeyCheck, tenants=keys)
     app.add_middleware(RequestObserver, metrics=metrics)
     app.add_middleware(
         CORSMiddleware, allow_origins=config.cors_allow_origins, allow_methods=["*"], allow_headers=["*"]

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from protocol.errors import RequestError
 from router.tenants import DEFAULT_TENANT, TENANT_NAME
 
-__all__ = ["EXPLAIN_HEADER", "Wishes", "tenant_of", "wishes_of"]
+__all__ = ["EXPLAIN_HEADER", "TENANT_HEADER", "Wishes", "tenant_of", "wishes_of"]
 
 TENANT_HEADER = "x-tandem-tenant"
 SLO_HEADER = "x-tandem-ttft-slo-ms"
@@ -34,7 +34,7 @@ def wishes_of(request: Request, priority: int | None) -> Wishes:
 def tenant_of(request: Request) -> str:
     """Whose request this is. Raises `RequestError`.
 
-    NOTE: the client is believed. Where clients are not trusted, what stands in front must set the header.
+    NOTE: the client is believed, unless its API key is of a tenant. Where clients are not trusted, give them such keys.
     """
     tenant = request.headers.get(TENANT_HEADER, DEFAULT_TENANT)
     if not TENANT_NAME.fullmatch(tenant):
