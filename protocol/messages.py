@@ -144,6 +144,7 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     namespace: bytes  # protocol.digest.namespace_digest of this worker
     pid: int
+    adapters: list[str] = []  # LoRA adapters it serves
     max_pinned_blocks: dict[str, int] = {}  # by place: "pool" or a tier; what pins may keep there
 
 

@@ -12,17 +12,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from protocol.config import RouterConfig
 from protocol.errors import NoWorker
-from router.cost_model import CostModel, Number, Vector, prefill_attention
+from router.cost_model import CostModel, Mask, Number, Vector, prefill_attention
 from router.prefix_index import PrefixIndex
 from router.registry import Registry, Worker, WorkerTable, can_decode
 
-__all__ = ["Candidate", "Holder", "Placement", "Placer", "Terms"]
-
-Mask = npt.NDArray[np.bool_]
+__all__ = ["Candidate", "Holder", "Needs", "Placement", "Placer", "Terms"]
 
 _MAX_HOLDERS = 4  # looked at more closely
 _NOTHING_HELD: Mapping[str, float] = {}
@@ -49,6 +46,17 @@ class Terms(NamedTuple):
     def ttft_s(self) -> float:
         """Predicted time to first token: it comes from the prefill side and waits for no transfer."""
         return self.queue_s + self.fetch_s + self.prefill_s
+
+
+class Needs(NamedTuple):
+    """What a worker must have for a request, beside room."""
+
+    tenant: str = ""  # whose it is, to be told where no worker is left
+    workers: tuple[str, ...] = ()  # glob patterns of the ids of those the tenant may use; () = all
+    adapter: str = ""  # LoRA adapter
+
+
+_NO_NEEDS = Needs()
 
 
 class Holder(NamedTuple):
@@ -160,18 +168,19 @@ class Placer:
         held_s: Mapping[str, float] = _NOTHING_HELD,
         num_others: int = 0,
         excluded: Collection[str] = (),
+        needs: Needs = _NO_NEEDS,
     ) -> Placement:
         """The cheapest candidate without workers whose id is `excluded`, and on demand the next best ones.
 
         `held_s`: by worker, predicted seconds of prompts that wait in the router for it and go before this one.
-        Raises `NoWorker` with the reasons when nothing can take the request.
+        Raises `NoWorker` with the reasons when nothing that has what the request `needs` can take it.
         """
         table = self._registry.table
-        is_usable = self._usable(table, num_prompt_tokens, excluded)
-        skipped = self._skipped(table, is_usable, excluded)
+        is_usable = self._usable(table, num_prompt_tokens, excluded, needs)
+        skipped = self._skipped(table, is_usable, excluded, needs)
         decoders = is_usable & table.can_decode
         if not np.count_nonzero(decoders):
-            raise NoWorker(self._explain_no_worker(int(is_usable.sum()), skipped))
+            raise NoWorker(self._explain_no_worker(int(is_usable.sum()), skipped, needs))
         hits = self._index.longest_prefix(digests, now)
         holder = self._holder(hits, digests)
         request = _Request(
@@ -194,22 +203,36 @@ class Placer:
             skipped=skipped,
         )
 
-    def _usable(self, table: WorkerTable, num_prompt_tokens: int, excluded: Collection[str]) -> Mask:
+    def _usable(self, table: WorkerTable, num_prompt_tokens: int, excluded: Collection[str], needs: Needs) -> Mask:
         """Which workers could take the request."""
         is_usable: Mask = table.is_ready & (num_prompt_tokens <= table.max_prompt_tokens)
         if excluded:
             is_usable[[table.rows[worker_id] for worker_id in excluded if worker_id in table.rows]] = False
+        if needs.workers:
+            is_usable &= table.named(needs.workers)
+        if needs.adapter:
+            is_usable &= table.serving(needs.adapter)
         return is_usable
 
-    def _skipped(self, table: WorkerTable, is_usable: Mask, excluded: Collection[str]) -> dict[str, int]:
+    def _skipped(self, table: WorkerTable, is_usable: Mask, excluded: Collection[str], needs: Needs) -> dict[str, int]:
         """Why the others could not, but for those that are excluded: reason -> number of workers."""
         skipped: dict[str, int] = {}
         for row in (~is_usable).nonzero()[0].tolist():
             worker = table.workers[row]
             if worker.worker_id not in excluded:
-                reason = "too small" if table.is_ready[row] else worker.state.value
+                reason = self._reason(table, row, needs)
                 skipped[reason] = skipped.get(reason, 0) + 1
         return skipped
+
+    def _reason(self, table: WorkerTable, row: int, needs: Needs) -> str:
+        """Why a worker cannot take the request: the first that applies."""
+        if not table.is_ready[row]:
+            return table.workers[row].state.value
+        if needs.workers and not table.named(needs.workers)[row]:
+            return "not for this tenant"
+        if needs.adapter and not table.serving(needs.adapter)[row]:
+            return "without the adapter"
+        return "too small"
 
     def _holder(self, hits: Mapping[str, int], digests: Sequence[bytes]) -> Holder | None:
         """The worker with the most of the prompt, to read it from.
@@ -224,11 +247,13 @@ class Placer:
                 found.append(Holder(worker, num_blocks))
         return max(found, key=lambda holder: holder.num_blocks, default=None)
 
-    def _explain_no_worker(self, num_fit: int, skipped: Mapping[str, int]) -> str:
+    def _explain_no_worker(self, num_fit: int, skipped: Mapping[str, int], needs: Needs) -> str:
         reasons = [f"{count} {reason}" for reason, count in sorted(skipped.items())]
         if num_fit:
             reasons.append(f"{num_fit} prefill only")
-        return f"no worker can take this request: {', '.join(reasons) or 'none is connected'}"
+        asked = f" of tenant '{needs.tenant}'" if needs.workers else ""
+        asked += f" for adapter '{needs.adapter}'" if needs.adapter else ""
+        return f"no worker can take this request{asked}: {', '.join(reasons) or 'none is connected'}"
 
 
 class _Request:

@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -24,7 +25,7 @@ from protocol.messages import (
     WorkerLoad,
     WorkerState,
 )
-from router.cost_model import CostModel, Rows, StepModel, Vector, prefill_attention
+from router.cost_model import CostModel, Mask, Rows, StepModel, Vector, prefill_attention
 
 __all__ = ["Booking", "Registry", "Worker", "WorkerChange", "WorkerTable", "can_decode", "can_prefill", "queue_s"]
 
@@ -109,10 +110,12 @@ class WorkerTable:
         # Workers can read each other's blocks where these are equal, and take handoffs alike where those are.
         _, self.cache_idx = _numbered([(card.namespace, card.block_size) for card in cards])
         _, self.shape_idx = _numbered([(card.kind, card.block_size, card.block_bytes) for card in cards])
-        self.is_ready = np.array([worker.state == WorkerState.READY for worker in workers], dtype=bool)
-        self.is_colocated = np.array([worker.role == Role.COLOCATED for worker in workers], dtype=bool)
-        self.can_prefill = np.array([can_prefill(worker) for worker in workers], dtype=bool)
-        self.can_decode = np.array([can_decode(worker) for worker in workers], dtype=bool)
+        self.is_ready = _mask(worker.state == WorkerState.READY for worker in workers)
+        self.is_colocated = _mask(worker.role == Role.COLOCATED for worker in workers)
+        self.can_prefill = _mask(can_prefill(worker) for worker in workers)
+        self.can_decode = _mask(can_decode(worker) for worker in workers)
+        self._serving = {adapter: _mask(adapter in card.adapters for card in cards) for adapter in _adapters(cards)}
+        self._named: dict[tuple[str, ...], Mask] = {}
         self.is_decoder = _vector(worker.role == Role.DECODE for worker in workers)
         self._loads = np.zeros((6, len(workers)))
         self.num_booked_seqs: Vector = self._loads[0]
@@ -125,6 +128,19 @@ class WorkerTable:
 
     def __len__(self) -> int:
         return len(self.workers)
+
+    def named(self, patterns: tuple[str, ...]) -> Mask:
+        """Workers whose id matches one of these glob patterns."""
+        mask = self._named.get(patterns)
+        if mask is None:
+            matches = (any(fnmatchcase(worker_id, pattern) for pattern in patterns) for worker_id in self.rows)
+            mask = self._named[patterns] = _mask(matches)
+        return mask
+
+    def serving(self, adapter: str) -> Mask:
+        """Workers that serve this adapter."""
+        mask = self._serving.get(adapter)
+        return np.zeros(len(self.workers), dtype=bool) if mask is None else mask
 
     def update(self, workers: Iterable[Worker]) -> None:
         """Take over what is booked on these workers; those that are gone are ignored."""
@@ -393,6 +409,14 @@ def queue_s(worker: Worker, model: StepModel) -> float:
 
 def _vector(values: Iterable[float]) -> Vector:
     return np.array(list(values), dtype=np.float64)
+
+
+def _mask(values: Iterable[bool]) -> Mask:
+    return np.array(list(values), dtype=bool)
+
+
+def _adapters(cards: Iterable[WorkerCard]) -> set[str]:
+    return {adapter for card in cards for adapter in card.adapters}
 
 
 def _numbered(keys: Sequence[Key]) -> tuple[list[Key], Rows]:
