@@ -387,7 +387,7 @@ class Admission:
         """
         table = self._registry.table
         side = table.can_prefill if placement.best.is_pair else table.can_decode
-        queues = table.queue_s(self._costs)[side].tolist()
+        queues = table.pace(self._costs).queue_s[side].tolist()
         return max(fill_level(queues, ahead.prefill_s), self._memory_s(placement, ahead))
 
     def _memory_s(self, placement: Placement, ahead: Work) -> float:
@@ -398,7 +398,7 @@ class Admission:
         lacking = booked + ahead.kv_tokens + placement.num_kv_tokens - capacity
         if lacking <= 0 or booked == 0:
             return 0.0
-        lifetime_s = placement.expected_output_tokens * float(table.step_s(self._costs)[decoders].mean())
+        lifetime_s = placement.expected_output_tokens * float(table.pace(self._costs).step_s[decoders].mean())
         return lacking / booked * lifetime_s
 
     def _drain_s(self, num_tokens: float, forecast: Forecast) -> float:

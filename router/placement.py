@@ -278,8 +278,7 @@ class _Request:
         self._table = table
         self._costs = costs
         self._holder = holder
-        self._steps = costs.steps_of(table.kinds, table.kind_idx)
-        self._step_s = table.step_s(costs)
+        self._steps, self._step_s, self._queue_s = table.pace(costs)
         self._hit_blocks = table.column(hits)
         # The last token of the prompt is always computed, for its logits.
         self._hit_tokens = np.minimum(self._hit_blocks * table.block_size, num_prompt_tokens - 1)
@@ -345,9 +344,7 @@ class _Request:
             fetch_s = np.where(is_fetching, read_s, 0.0)
             prefill_s = np.where(is_fetching, rest_s, prefill_s)
             work_s = np.where(is_fetching, rest_work_s, work_s)
-        queue_s = table.queue_s(self._costs)
-        if held_s:
-            queue_s = queue_s + table.column(held_s)
+        queue_s = self._queue_s + table.column(held_s) if held_s else self._queue_s
         # A decode worker that computes a prompt stalls what decodes there, and be it the request that comes next.
         delay_s = np.maximum(table.num_booked_seqs, table.is_decoder) * work_s
         cost_s = queue_s + fetch_s + prefill_s + delay_s

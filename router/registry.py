@@ -25,7 +25,7 @@ from protocol.messages import (
     WorkerLoad,
     WorkerState,
 )
-from router.cost_model import CostModel, Mask, Rows, StepModel, Vector, prefill_attention
+from router.cost_model import CostModel, Mask, Rows, StepCosts, StepModel, Vector, prefill_attention
 
 __all__ = ["Booking", "Registry", "Worker", "WorkerChange", "WorkerTable", "can_decode", "can_prefill", "queue_s"]
 
@@ -87,6 +87,14 @@ class Worker:
     def num_queued_steps(self) -> int:
         """Steps in which they are computed."""
         return math.ceil(self.uncomputed_tokens / self.card.max_num_batched_tokens)
+
+
+class Pace(NamedTuple):
+    """Predictions for each worker, as arrays."""
+
+    steps: StepCosts
+    step_s: Vector  # its next step, without prefill
+    queue_s: Vector  # see `queue_s`
 
 
 class WorkerTable:
@@ -156,16 +164,12 @@ class WorkerTable:
                     worker.num_placed_tokens,
                 )
 
-    def step_s(self, costs: CostModel) -> Vector:
-        """Duration of each worker's next step, without prefill."""
-        return costs.steps_of(self.kinds, self.kind_idx).step_s(self.num_booked_seqs, self.booked_kv_tokens)
-
-    def queue_s(self, costs: CostModel) -> Vector:
-        """As `queue_s`, of each worker."""
-        work_s = costs.steps_of(self.kinds, self.kind_idx).prefill_work_s(
-            self.uncomputed_tokens, self.uncomputed_attention
-        )
-        return self.num_queued_steps * self.step_s(costs) + work_s
+    def pace(self, costs: CostModel) -> Pace:
+        """How fast each worker is, with what is booked on it."""
+        steps = costs.steps_of(self.kinds, self.kind_idx)
+        step_s = steps.step_s(self.num_booked_seqs, self.booked_kv_tokens)
+        work_s = steps.prefill_work_s(self.uncomputed_tokens, self.uncomputed_attention)
+        return Pace(steps, step_s, self.num_queued_steps * step_s + work_s)
 
     def column(self, values: Mapping[str, float]) -> Vector:
         """A number per worker, from those given by worker id; 0 for the others."""
