@@ -15,7 +15,7 @@ import numpy as np
 
 from protocol.config import RouterConfig
 from protocol.errors import NoWorker
-from router.cost_model import CostModel, Mask, Number, Vector, prefill_attention
+from router.cost_model import CostModel, Mask, Number, TransferCosts, Vector, prefill_attention
 from router.prefix_index import PrefixIndex
 from router.registry import Registry, Worker, WorkerTable, can_decode
 
@@ -23,6 +23,7 @@ __all__ = ["Candidate", "Holder", "Needs", "Placement", "Placer", "Terms"]
 
 _MAX_HOLDERS = 4  # looked at more closely
 _NOTHING_HELD: Mapping[str, float] = {}
+_ROUNDING = 1 + 1e-12  # equal sums in another order may differ by this factor
 _FETCH_GAIN = 0.95  # reading from a peer must save this much, as predictions are not that exact
 
 
@@ -296,17 +297,17 @@ class _Request:
         """The cheapest pair, without looking at all of them.
 
         Which worker decodes matters to the others only through what sets the transfer. Of workers equal in that, the
-        cheapest alone can be part of the best pair; and none can that costs more with the cheapest prefill, and no
-        transfer, than a whole pair.
+        cheapest alone can be part of the best pair; and none can that costs more with the cheapest prefill, and the
+        least that its transfer could take, than a whole pair. Mostly that leaves one.
         """
         if not np.count_nonzero(prefillers):
             return None
         prefill_s = np.where(prefillers, self._prefill.cost_s, math.inf)
-        decode_s = np.where(decoders, self._decode.cost_s, math.inf)
+        decode_s = np.where(decoders, self._decode.cost_s + self._least_transfer_s(), math.inf)
         groups = self._table.shape_idx + self._hit_tokens * len(self._table)
         least_prefill_s, num_placed = prefill_s[prefill_s.argmin()], self._table.num_placed_tokens
         best = (math.inf, 0.0, 0, 0, 0.0)  # seconds, work done, the two workers, seconds of the transfer
-        while least_prefill_s + decode_s[decode := self._cheapest(decode_s)] <= best[0]:
+        while least_prefill_s + decode_s[decode := self._cheapest(decode_s)] <= best[0] * _ROUNDING:
             transfer_s = self._transfer_s(decode)
             total_s = prefill_s + transfer_s + self._decode.memory_s[decode] + self._decode.decode_s[decode]
             prefill = self._cheapest(total_s)
@@ -401,6 +402,14 @@ class _Request:
         chunk_bytes = table.chunk_tokens / card.block_size * card.block_bytes
         links = self._costs.transfers_of([(kind, card.kind) for kind in table.kinds], table.kind_idx)
         return links.exposed_s(num_bytes, chunk_bytes, self._prefill.prefill_s)
+
+    def _least_transfer_s(self) -> Vector:
+        """What no transfer to each worker can take less than, wherever the prompt is computed."""
+        table = self._table
+        links = [self._costs.transfer(source, target).costs for source in table.kinds for target in table.kinds]
+        least = TransferCosts(*map(min, zip(*links, strict=True)))
+        num_bytes = np.ceil((self._num_prompt_tokens - self._hit_tokens) / table.block_size) * table.block_bytes
+        return least.transfer_s(np.minimum(num_bytes, table.least_chunk_bytes))
 
     def _by_cost(self, mask: Mask, cost_s: Vector) -> list[int]:
         rows = mask.nonzero()[0]

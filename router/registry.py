@@ -111,6 +111,8 @@ class WorkerTable:
         self.block_size = _vector(card.block_size for card in cards)
         self.block_bytes = _vector(card.block_bytes for card in cards)
         self.chunk_tokens = _vector(card.max_num_batched_tokens for card in cards)
+        least_chunk_tokens = min((card.max_num_batched_tokens for card in cards), default=0)
+        self.least_chunk_bytes = least_chunk_tokens / self.block_size * self.block_bytes  # of any prompt
         self.capacity_tokens = _vector(card.num_blocks * card.block_size for card in cards)
         # The prompt and its first token must fit, or the worker could never run it.
         self.max_prompt_tokens = np.minimum(self.capacity_tokens, _vector(card.max_model_len for card in cards)) - 1
