@@ -30,7 +30,7 @@ from router.cost_model import CostModel
 from router.digest_memo import DigestMemo
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
-from router.registry import Registry
+from router.registry import Booking, Registry
 
 _BLOCK_SIZE = 16
 _EVENT_BLOCKS = 32  # of one message: a chunk of 512 tokens
@@ -99,6 +99,11 @@ class _Router:
             num_applied += 2 * len(batch) * _EVENT_BLOCKS
         return num_applied, seconds
 
+    def book(self) -> Booking:
+        """Put some load on two workers."""
+        prefill, decode = (f"w{self.rng.randrange(len(self._sequence))}" for _ in range(2))
+        return self.registry.reserve(prefill, decode, num_new_tokens=1000, num_context_tokens=0, num_kv_tokens=1000)
+
     def decide(self, memo: DigestMemo, token_ids: list[int]) -> None:
         """From token ids to a placement."""
         digests = memo.digests(_ROOT, token_ids, _BLOCK_SIZE)
@@ -148,10 +153,11 @@ def _times_s(router: _Router, prompts: list[list[int]], memo: Callable[[], Diges
     times = []
     for _ in range(_NUM_ROUNDS):
         for token_ids in prompts:
-            known = memo()
+            known, booking = memo(), router.book()  # something has always changed since the last decision
             started = time.perf_counter()
             router.decide(known, token_ids)
             times.append(time.perf_counter() - started)
+            booking.release()
     return times
 
 

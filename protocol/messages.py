@@ -151,6 +151,7 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     namespace: bytes  # protocol.digest.namespace_digest of this worker
     pid: int
     tiers: list[str] = []  # names of its KV tiers, from fast to slow
+    adapters: list[str] = []  # LoRA adapters it serves
     max_pinned_blocks: dict[str, int] = {}  # by place: "pool" or a tier; what pins may keep there
 
 

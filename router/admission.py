@@ -23,7 +23,7 @@ from protocol.errors import DeadlineUnmet, Overloaded, ServingError
 from protocol.messages import Role, WorkerState
 from router.cost_model import CostModel
 from router.fair_queue import FairQueue, Ticket, Work
-from router.placement import Placement, Placer
+from router.placement import Needs, Placement, Placer
 from router.registry import Registry, Worker, can_prefill, queue_s
 from router.tenants import Tenants
 
@@ -66,6 +66,7 @@ class Offer:
     tenant: str
     priority: int = 0  # lower is more urgent, as in vLLM
     ttft_slo_s: float | None = None  # None = the tenant's own; inf = none
+    adapter: str = ""
 
 
 class Forecast(NamedTuple):
@@ -190,6 +191,7 @@ class Admission:
             now,
             held_s={worker: held_s for (tenant, worker), (_, held_s) in self._held.items() if tenant == offer.tenant},
             num_others=num_others,
+            needs=self._needs(offer),
         )
         policy = self._tenants.policy(offer.tenant)
         terms = placement.best.terms
@@ -390,7 +392,7 @@ class Admission:
         """
         table = self._registry.table
         side = table.can_prefill if placement.best.is_pair else table.can_decode
-        queues = table.queue_s(self._costs)[side].tolist()
+        queues = table.pace(self._costs).queue_s[side].tolist()
         return max(fill_level(queues, ahead.prefill_s), self._memory_s(placement, ahead))
 
     def _memory_s(self, placement: Placement, ahead: Work) -> float:
@@ -401,7 +403,7 @@ class Admission:
         lacking = booked + ahead.kv_tokens + placement.num_kv_tokens - capacity
         if lacking <= 0 or booked == 0:
             return 0.0
-        lifetime_s = placement.expected_output_tokens * float(table.step_s(self._costs)[decoders].mean())
+        lifetime_s = placement.expected_output_tokens * float(table.pace(self._costs).step_s[decoders].mean())
         return lacking / booked * lifetime_s
 
     def _drain_s(self, num_tokens: float, forecast: Forecast) -> float:
@@ -441,7 +443,12 @@ class Admission:
         """Follow the load; `held_s` is what goes first."""
         offer = waiting.offer
         placement = self._placer.place(
-            offer.num_prompt_tokens, offer.digests, offer.expected_output_tokens, now, held_s=held_s
+            offer.num_prompt_tokens,
+            offer.digests,
+            offer.expected_output_tokens,
+            now,
+            held_s=held_s,
+            needs=self._needs(offer),
         )
         self._hold(waiting, -1)
         latest_start_s = waiting.latest_start_s
@@ -505,6 +512,9 @@ class Admission:
         self._held[key] = num + sign, held_s + sign * waiting.work.prefill_s
         if num + sign == 0:
             del self._held[key]
+
+    def _needs(self, offer: Offer) -> Needs:
+        return Needs(offer.tenant, self._tenants.policy(offer.tenant).workers, offer.adapter)
 
     def _of(self, tenant: str) -> TenantStats:
         return self.stats.setdefault(self._tenants.label(tenant), TenantStats())

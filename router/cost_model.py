@@ -20,6 +20,8 @@ from protocol.messages import StepStats
 __all__ = [
     "CostModel",
     "LinearModel",
+    "Mask",
+    "Number",
     "Rows",
     "StepCosts",
     "StepModel",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 Vector = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.intp]
 Number = TypeVar("Number", float, Vector)  # of one worker, or of each of many
 

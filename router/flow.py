@@ -37,7 +37,7 @@ __all__ = ["DeltaOrder", "RequestFlow"]
 logger = logging.getLogger(__name__)
 
 LONG_PROMPT_TOKENS = 8192  # hashing more than this (~0.2 ms) goes to a thread
-MAX_ROOTS = 4096  # cached digest roots, one per tenant salt
+MAX_ROOTS = 4096  # cached digest roots, one per tenant salt and adapter
 SHUTTING_DOWN = "the server is shutting down; send the request again"
 
 
@@ -68,7 +68,7 @@ class RequestFlow:
         self._workers = workers
         self._config = config
         self._clock = clock
-        self._roots: dict[tuple[bytes, str], bytes] = {}
+        self._roots: dict[tuple[bytes, str, str], bytes] = {}
         self._memo = DigestMemo()
         self.cache = PinService(registry, index, workers, config, self._digests, clock=clock)
         self._running: dict[Inbox, Leg] = {}  # the inbox of each request, and its last leg
@@ -103,7 +103,7 @@ class RequestFlow:
 
         Raises a `ServingError`. Closing the generator cancels the request on its workers without waiting for them.
         """
-        digests = await self._digests(request.token_ids, request.cache_salt)
+        digests = await self._digests(request.token_ids, request.cache_salt, request.adapter)
         if self._is_shut_down:
             raise NoWorker(SHUTTING_DOWN)
         entered = await self._gate.enter(request, self._offer(request, digests))
@@ -162,7 +162,7 @@ class RequestFlow:
 
     async def explain(self, request: GenerateRequest) -> dict[str, Any]:
         """What would be decided for this request now, as JSON; nothing is sent or booked. Raises `NoWorker`."""
-        offer = self._offer(request, await self._digests(request.token_ids, request.cache_salt))
+        offer = self._offer(request, await self._digests(request.token_ids, request.cache_salt, request.adapter))
         now = self._clock()
         forecast = self.admission.forecast(offer, now, num_others=NUM_OTHERS)
         outcome = "rejected" if forecast.error else "admitted"
@@ -196,11 +196,11 @@ class RequestFlow:
         """What is wrong with, or held by, each worker that should be idle; "" where nothing is."""
         return {} if self.integrity_check is None else await self.integrity_check()
 
-    async def _digests(self, token_ids: list[int], cache_salt: str) -> list[bytes]:
+    async def _digests(self, token_ids: list[int], cache_salt: str, adapter: str = "") -> list[bytes]:
         worker = next(iter(self._registry), None)
         if worker is None:
             return []  # placement will say that there is no worker
-        root = self._root(worker.card.namespace, cache_salt)
+        root = self._root(worker.card.namespace, cache_salt, adapter)
         block_size = worker.card.block_size
         if len(token_ids) <= LONG_PROMPT_TOKENS:
             return self._memo.digests(root, token_ids, block_size)
@@ -211,12 +211,13 @@ class RequestFlow:
         if request.conversation_id:
             self.cache.note_turn(request.cache_salt, request.conversation_id, digests)
 
-    def _root(self, namespace: bytes, cache_salt: str) -> bytes:
-        root = self._roots.get((namespace, cache_salt))
+    def _root(self, namespace: bytes, cache_salt: str, adapter: str) -> bytes:
+        key = (namespace, cache_salt, adapter)
+        root = self._roots.get(key)
         if root is None:
             if len(self._roots) >= MAX_ROOTS:
                 self._roots.clear()
-            root = self._roots[namespace, cache_salt] = root_digest(namespace, cache_salt=cache_salt)
+            root = self._roots[key] = root_digest(namespace, cache_salt=cache_salt, lora=adapter)
         return root
 
     def _offer(self, request: GenerateRequest, digests: Sequence[bytes]) -> Offer:
@@ -227,6 +228,7 @@ class RequestFlow:
             tenant=request.tenant,
             priority=request.priority,
             ttft_slo_s=request.ttft_slo_s,
+            adapter=request.adapter,
         )
 
     def _book(self, request: GenerateRequest, offer: Offer, placement: Placement) -> Booking:
@@ -298,7 +300,7 @@ class RequestFlow:
 
         Prompts shorter than a block do not count for the sizing, no cache can hold them. The readiness probe is one.
         """
-        parent = digests[-1] if digests else self._root(card.namespace, request.cache_salt)
+        parent = digests[-1] if digests else self._root(card.namespace, request.cache_salt, request.adapter)
         # NOTE: the last token's KV is never computed.
         rest = request.token_ids[len(digests) * card.block_size :] + output[:-1]
         answer = block_digests(parent, rest, card.block_size)

@@ -12,21 +12,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from protocol.config import RouterConfig
 from protocol.errors import NoWorker
 from protocol.messages import HOST_TIER, holder_name, worker_of
-from router.cost_model import CostModel, Number, Rows, Vector, prefill_attention
+from router.cost_model import CostModel, Mask, Number, Rows, TransferCosts, Vector, prefill_attention
 from router.prefix_index import PrefixIndex
 from router.registry import Registry, Worker, WorkerTable, can_decode
 
-__all__ = ["Candidate", "Holder", "Placement", "Placer", "Terms"]
-
-Mask = npt.NDArray[np.bool_]
+__all__ = ["Candidate", "Holder", "Needs", "Placement", "Placer", "Terms"]
 
 _MAX_HOLDERS = 4  # looked at more closely
 _NOTHING_HELD: Mapping[str, float] = {}
+_ROUNDING = 1 + 1e-12  # equal sums in another order may differ by this factor
 _FETCH_GAIN = 0.95  # reading from a peer must save this much, as predictions are not that exact
 
 
@@ -50,6 +48,17 @@ class Terms(NamedTuple):
     def ttft_s(self) -> float:
         """Predicted time to first token: it comes from the prefill side and waits for no transfer."""
         return self.queue_s + self.fetch_s + self.prefill_s
+
+
+class Needs(NamedTuple):
+    """What a worker must have for a request, beside room."""
+
+    tenant: str = ""  # whose it is, to be told where no worker is left
+    workers: tuple[str, ...] = ()  # glob patterns of the ids of those the tenant may use; () = all
+    adapter: str = ""  # LoRA adapter
+
+
+_NO_NEEDS = Needs()
 
 
 class Holder(NamedTuple):
@@ -173,18 +182,19 @@ class Placer:
         held_s: Mapping[str, float] = _NOTHING_HELD,
         num_others: int = 0,
         excluded: Collection[str] = (),
+        needs: Needs = _NO_NEEDS,
     ) -> Placement:
         """The cheapest candidate without workers whose id is `excluded`, and on demand the next best ones.
 
         `held_s`: by worker, predicted seconds of prompts that wait in the router for it and go before this one.
-        Raises `NoWorker` with the reasons when nothing can take the request.
+        Raises `NoWorker` with the reasons when nothing that has what the request `needs` can take it.
         """
         table = self._registry.table
-        is_usable = self._usable(table, num_prompt_tokens, excluded)
-        skipped = self._skipped(table, is_usable, excluded)
+        is_usable = self._usable(table, num_prompt_tokens, excluded, needs)
+        skipped = self._skipped(table, is_usable, excluded, needs)
         decoders = is_usable & table.can_decode
         if not np.count_nonzero(decoders):
-            raise NoWorker(self._explain_no_worker(int(is_usable.sum()), skipped))
+            raise NoWorker(self._explain_no_worker(int(is_usable.sum()), skipped, needs))
         hits = self._index.longest_prefix(digests, now)
         holder = self._deepest_holder(hits, digests)
         request = _Request(
@@ -207,22 +217,36 @@ class Placer:
             skipped=skipped,
         )
 
-    def _usable(self, table: WorkerTable, num_prompt_tokens: int, excluded: Collection[str]) -> Mask:
+    def _usable(self, table: WorkerTable, num_prompt_tokens: int, excluded: Collection[str], needs: Needs) -> Mask:
         """Which workers could take the request."""
         is_usable: Mask = table.is_ready & (num_prompt_tokens <= table.max_prompt_tokens)
         if excluded:
             is_usable[[table.rows[worker_id] for worker_id in excluded if worker_id in table.rows]] = False
+        if needs.workers:
+            is_usable &= table.named(needs.workers)
+        if needs.adapter:
+            is_usable &= table.serving(needs.adapter)
         return is_usable
 
-    def _skipped(self, table: WorkerTable, is_usable: Mask, excluded: Collection[str]) -> dict[str, int]:
+    def _skipped(self, table: WorkerTable, is_usable: Mask, excluded: Collection[str], needs: Needs) -> dict[str, int]:
         """Why the others could not, but for those that are excluded: reason -> number of workers."""
         skipped: dict[str, int] = {}
         for row in (~is_usable).nonzero()[0].tolist():
             worker = table.workers[row]
             if worker.worker_id not in excluded:
-                reason = "too small" if table.is_ready[row] else worker.state.value
+                reason = self._reason(table, row, needs)
                 skipped[reason] = skipped.get(reason, 0) + 1
         return skipped
+
+    def _reason(self, table: WorkerTable, row: int, needs: Needs) -> str:
+        """Why a worker cannot take the request: the first that applies."""
+        if not table.is_ready[row]:
+            return table.workers[row].state.value
+        if needs.workers and not table.named(needs.workers)[row]:
+            return "not for this tenant"
+        if needs.adapter and not table.serving(needs.adapter)[row]:
+            return "without the adapter"
+        return "too small"
 
     def _deepest_holder(self, hits: Mapping[str, int], digests: Sequence[bytes]) -> Holder | None:
         """The worker with the most of the prompt in its pool or its host memory, to read it from.
@@ -238,11 +262,13 @@ class Placer:
                 found.append(Holder(worker, num_blocks))
         return max(found, key=lambda holder: holder.num_blocks, default=None)
 
-    def _explain_no_worker(self, num_fit: int, skipped: Mapping[str, int]) -> str:
+    def _explain_no_worker(self, num_fit: int, skipped: Mapping[str, int], needs: Needs) -> str:
         reasons = [f"{count} {reason}" for reason, count in sorted(skipped.items())]
         if num_fit:
             reasons.append(f"{num_fit} prefill only")
-        return f"no worker can take this request: {', '.join(reasons) or 'none is connected'}"
+        asked = f" of tenant '{needs.tenant}'" if needs.workers else ""
+        asked += f" for adapter '{needs.adapter}'" if needs.adapter else ""
+        return f"no worker can take this request{asked}: {', '.join(reasons) or 'none is connected'}"
 
 
 class _Request:
@@ -266,8 +292,7 @@ class _Request:
         self._num_outputs = expected_output_tokens
         self._table = table
         self._costs = costs
-        self._steps = costs.steps_of(table.kinds, table.kind_idx)
-        self._step_s = table.step_s(costs)
+        self._steps, self._step_s, self._queue_s = table.pace(costs)
         self._hit_blocks = table.column(hits)
         # The last token of the prompt is always computed, for its logits.
         self._hit_tokens = np.minimum(self._hit_blocks * table.block_size, num_prompt_tokens - 1)
@@ -286,17 +311,17 @@ class _Request:
         """The cheapest pair, without looking at all of them.
 
         Which worker decodes matters to the others only through what sets the transfer. Of workers equal in that, the
-        cheapest alone can be part of the best pair; and none can that costs more with the cheapest prefill, and no
-        transfer, than a whole pair.
+        cheapest alone can be part of the best pair; and none can that costs more with the cheapest prefill, and the
+        least that its transfer could take, than a whole pair. Mostly that leaves one.
         """
         if not np.count_nonzero(prefillers):
             return None
         prefill_s = np.where(prefillers, self._prefill.cost_s, math.inf)
-        decode_s = np.where(decoders, self._decode.cost_s, math.inf)
+        decode_s = np.where(decoders, self._decode.cost_s + self._least_transfer_s(), math.inf)
         groups = self._table.shape_idx + self._hit_tokens * len(self._table)
         least_prefill_s, num_placed = prefill_s[prefill_s.argmin()], self._table.num_placed_tokens
         best = (math.inf, 0.0, 0, 0, 0.0)  # seconds, work done, the two workers, seconds of the transfer
-        while least_prefill_s + decode_s[decode := self._cheapest(decode_s)] <= best[0]:
+        while least_prefill_s + decode_s[decode := self._cheapest(decode_s)] <= best[0] * _ROUNDING:
             transfer_s = self._transfer_s(decode)
             total_s = prefill_s + transfer_s + self._decode.memory_s[decode] + self._decode.decode_s[decode]
             prefill = self._cheapest(total_s)
@@ -333,9 +358,7 @@ class _Request:
             fetch_s = np.where(is_chosen, source.read_s, fetch_s)
             prefill_s = np.where(is_chosen, rest_s, prefill_s)
             work_s = np.where(is_chosen, rest_work_s, work_s)
-        queue_s = table.queue_s(self._costs)
-        if held_s:
-            queue_s = queue_s + table.column(held_s)
+        queue_s = self._queue_s + table.column(held_s) if held_s else self._queue_s
         # A decode worker that computes a prompt stalls what decodes there, and be it the request that comes next.
         delay_s = np.maximum(table.num_booked_seqs, table.is_decoder) * work_s
         cost_s = queue_s + fetch_s + prefill_s + delay_s
@@ -407,6 +430,14 @@ class _Request:
         chunk_bytes = table.chunk_tokens / card.block_size * card.block_bytes
         links = self._costs.transfers_of([(kind, card.kind) for kind in table.kinds], table.kind_idx)
         return links.exposed_s(num_bytes, chunk_bytes, self._prefill.prefill_s)
+
+    def _least_transfer_s(self) -> Vector:
+        """What no transfer to each worker can take less than, wherever the prompt is computed."""
+        table = self._table
+        links = [self._costs.transfer(source, target).costs for source in table.kinds for target in table.kinds]
+        least = TransferCosts(*map(min, zip(*links, strict=True)))
+        num_bytes = np.ceil((self._num_prompt_tokens - self._hit_tokens) / table.block_size) * table.block_bytes
+        return least.transfer_s(np.minimum(num_bytes, table.least_chunk_bytes))
 
     def _by_cost(self, mask: Mask, cost_s: Vector) -> list[int]:
         rows = mask.nonzero()[0]

@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -24,7 +25,7 @@ from protocol.messages import (
     WorkerLoad,
     WorkerState,
 )
-from router.cost_model import CostModel, Rows, StepModel, Vector, prefill_attention
+from router.cost_model import CostModel, Mask, Rows, StepCosts, StepModel, Vector, prefill_attention
 
 __all__ = ["Booking", "Registry", "Worker", "WorkerChange", "WorkerTable", "can_decode", "can_prefill", "queue_s"]
 
@@ -95,6 +96,14 @@ class TierCosts(NamedTuple):
     block_s: Vector  # inf for those without it
 
 
+class Pace(NamedTuple):
+    """Predictions for each worker, as arrays."""
+
+    steps: StepCosts
+    step_s: Vector  # its next step, without prefill
+    queue_s: Vector  # see `queue_s`
+
+
 class WorkerTable:
     """What decisions are made from, of all workers at once: arrays, one element per worker, in the registry's order.
 
@@ -109,6 +118,8 @@ class WorkerTable:
         self.block_size = _vector(card.block_size for card in cards)
         self.block_bytes = _vector(card.block_bytes for card in cards)
         self.chunk_tokens = _vector(card.max_num_batched_tokens for card in cards)
+        least_chunk_tokens = min((card.max_num_batched_tokens for card in cards), default=0)
+        self.least_chunk_bytes = least_chunk_tokens / self.block_size * self.block_bytes  # of any prompt
         self.capacity_tokens = _vector(card.num_blocks * card.block_size for card in cards)
         # The prompt and its first token must fit, or the worker could never run it.
         self.max_prompt_tokens = np.minimum(self.capacity_tokens, _vector(card.max_model_len for card in cards)) - 1
@@ -116,10 +127,12 @@ class WorkerTable:
         # Workers can read each other's blocks where these are equal, and take handoffs alike where those are.
         _, self.cache_idx = _numbered([(card.namespace, card.block_size) for card in cards])
         _, self.shape_idx = _numbered([(card.kind, card.block_size, card.block_bytes) for card in cards])
-        self.is_ready = np.array([worker.state == WorkerState.READY for worker in workers], dtype=bool)
-        self.is_colocated = np.array([worker.role == Role.COLOCATED for worker in workers], dtype=bool)
-        self.can_prefill = np.array([can_prefill(worker) for worker in workers], dtype=bool)
-        self.can_decode = np.array([can_decode(worker) for worker in workers], dtype=bool)
+        self.is_ready = _mask(worker.state == WorkerState.READY for worker in workers)
+        self.is_colocated = _mask(worker.role == Role.COLOCATED for worker in workers)
+        self.can_prefill = _mask(can_prefill(worker) for worker in workers)
+        self.can_decode = _mask(can_decode(worker) for worker in workers)
+        self._serving = {adapter: _mask(adapter in card.adapters for card in cards) for adapter in _adapters(cards)}
+        self._named: dict[tuple[str, ...], Mask] = {}
         self.is_decoder = _vector(worker.role == Role.DECODE for worker in workers)
         self.tiers: dict[str, TierCosts] = {}  # by name, from fast to slow
         for worker in workers:
@@ -135,6 +148,19 @@ class WorkerTable:
 
     def __len__(self) -> int:
         return len(self.workers)
+
+    def named(self, patterns: tuple[str, ...]) -> Mask:
+        """Workers whose id matches one of these glob patterns."""
+        mask = self._named.get(patterns)
+        if mask is None:
+            matches = (any(fnmatchcase(worker_id, pattern) for pattern in patterns) for worker_id in self.rows)
+            mask = self._named[patterns] = _mask(matches)
+        return mask
+
+    def serving(self, adapter: str) -> Mask:
+        """Workers that serve this adapter."""
+        mask = self._serving.get(adapter)
+        return np.zeros(len(self.workers), dtype=bool) if mask is None else mask
 
     def update(self, workers: Iterable[Worker]) -> None:
         """Take over what is booked on these workers; those that are gone are ignored."""
@@ -159,16 +185,12 @@ class WorkerTable:
             costs = self.tiers[tier.name]
             costs.latency_s[row], costs.block_s[row] = tier.latency_s, tier.block_s
 
-    def step_s(self, costs: CostModel) -> Vector:
-        """Duration of each worker's next step, without prefill."""
-        return costs.steps_of(self.kinds, self.kind_idx).step_s(self.num_booked_seqs, self.booked_kv_tokens)
-
-    def queue_s(self, costs: CostModel) -> Vector:
-        """As `queue_s`, of each worker."""
-        work_s = costs.steps_of(self.kinds, self.kind_idx).prefill_work_s(
-            self.uncomputed_tokens, self.uncomputed_attention
-        )
-        return self.num_queued_steps * self.step_s(costs) + work_s
+    def pace(self, costs: CostModel) -> Pace:
+        """How fast each worker is, with what is booked on it."""
+        steps = costs.steps_of(self.kinds, self.kind_idx)
+        step_s = steps.step_s(self.num_booked_seqs, self.booked_kv_tokens)
+        work_s = steps.prefill_work_s(self.uncomputed_tokens, self.uncomputed_attention)
+        return Pace(steps, step_s, self.num_queued_steps * step_s + work_s)
 
     def column(self, values: Mapping[str, float]) -> Vector:
         """A number per worker, from those given by worker id; 0 for the others."""
@@ -418,6 +440,14 @@ def queue_s(worker: Worker, model: StepModel) -> float:
 
 def _vector(values: Iterable[float]) -> Vector:
     return np.array(list(values), dtype=np.float64)
+
+
+def _mask(values: Iterable[bool]) -> Mask:
+    return np.array(list(values), dtype=bool)
+
+
+def _adapters(cards: Iterable[WorkerCard]) -> set[str]:
+    return {adapter for card in cards for adapter in card.adapters}
 
 
 def _numbered(keys: Sequence[Key]) -> tuple[list[Key], Rows]:

@@ -28,6 +28,7 @@ class GenerateRequest:
     priority: int = 0  # lower is more urgent
     ttft_slo_s: float | None = None  # None = the tenant's; inf = none
     explains: bool = False  # whether the first delta is to bring the decision
+    adapter: str = ""  # LoRA adapter: goes to workers that serve it, and shares blocks with its like only
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):

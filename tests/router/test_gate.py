@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from tests.router.fake_worker import (
     FakeCluster,
     FakeWorker,
     fake_cluster,
+    first_token,
     make_request,
     remaining_tokens,
     silent,
@@ -215,6 +217,28 @@ def test_explaining_sends_and_books_nothing() -> None:
             assert (cluster.registry.num_bookings, len(cluster.flow.admission)) == (1, 1)
             assert len(await cluster.flow.decisions()) == 2
             await end(cluster, running, waiting)
+
+    asyncio.run(scenario())
+
+
+def test_a_tenants_workers_and_a_requests_adapter_are_kept_to_and_explained(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text('[tenants.small]\nworkers = ["d"]\n[tenants.gone]\nworkers = ["x-*"]\n')
+
+    async def scenario() -> None:
+        config = RouterConfig(local_prefill=False, tenants=str(tenants))
+        async with fake_cluster(prefill=first_token, decode=remaining_tokens, config=config) as cluster:
+            request = make_request(num_prompt_tokens=64)
+            anyone = (await cluster.flow.explain(request))["placement"]
+            assert (anyone["candidates"][0]["prefill_worker"], anyone["skipped"]) == ("p", {})
+            small = (await cluster.flow.explain(replace(request, tenant="small")))["placement"]
+            assert small["candidates"][0]["prefill_worker"] == "d"
+            assert small["skipped"] == {"not for this tenant": 1}
+            with pytest.raises(NoWorker, match="of tenant 'gone': 2 not for this tenant"):
+                await collect(cluster, replace(request, tenant="gone"))
+            with pytest.raises(NoWorker, match="for adapter 'sql': 2 without the adapter"):
+                await collect(cluster, replace(request, adapter="sql"))
+            assert_idle(cluster)
 
     asyncio.run(scenario())
 

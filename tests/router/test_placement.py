@@ -11,7 +11,7 @@ from protocol.config import RouterConfig
 from protocol.errors import NoWorker
 from protocol.messages import POOL_PLACE, BlockEvents, Role, StepStats, TierLoad, WorkerState
 from router.cost_model import CostModel
-from router.placement import Placement, Placer
+from router.placement import Needs, Placement, Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Booking, Registry
 from tests.router.builders import add_ready, make_card
@@ -336,6 +336,46 @@ def shake(rng: random.Random, pool: Pool, bookings: list[Booking]) -> None:
     if change == 2:
         pool.costs.steps("cpu-1").observe(StepStats(duration_s=0.5, num_prefill_tokens=512, num_decode_seqs=1))
         pool.costs.transfer("cpu-1", "cpu-1").observe(1e8, rng.choice([1e-3, 1.0]))
+
+
+def test_tenants_and_adapters_keep_to_their_workers_and_the_others_are_counted() -> None:
+    pool = Pool()
+    for worker_id, role, adapters in [
+        ("prefill-0", Role.PREFILL, ["sql"]),
+        ("prefill-1", Role.PREFILL, []),
+        ("decode-0", Role.DECODE, ["sql", "chat"]),
+        ("decode-1", Role.DECODE, ["chat"]),
+    ]:
+        add_ready(pool.registry, make_card(worker_id, role, adapters=adapters))
+        pool.index.add_worker(worker_id, epoch=1)
+    pool.book("decode-0", "decode-0", new=5000)
+
+    def place(*workers: str, adapter: str = "") -> Placement:
+        return pool.placer.place(2048, [], 100, 0.0, needs=Needs("acme", workers, adapter))
+
+    assert (chosen(place()), place().skipped) == (("prefill-0", "decode-1"), {})
+    limited = place("prefill-1", "decode-[0]")
+    assert (chosen(limited), limited.skipped) == (("prefill-1", "decode-0"), {"not for this tenant": 2})
+    adapted = place(adapter="sql")
+    assert (chosen(adapted), adapted.skipped) == (("prefill-0", "decode-0"), {"without the adapter": 2})
+    both = place("*-1", adapter="chat")
+    assert chosen(both) == ("decode-1", "decode-1")
+    assert both.skipped == {"not for this tenant": 2, "without the adapter": 1}
+    with pytest.raises(NoWorker, match="of tenant 'acme': 3 not for this tenant, 1 prefill only"):
+        place("prefill-0")
+    with pytest.raises(
+        NoWorker, match="of tenant 'acme' for adapter 'x': 2 not for this tenant, 2 without the adapter"
+    ):
+        place("*-0", adapter="x")
+
+
+def test_a_tenants_workers_are_those_that_are_there_now() -> None:
+    pool = make_pair()
+    needs = Needs("acme", ("d*",))
+    assert chosen(pool.placer.place(4, [], 100, 0.0, needs=needs)) == ("d", "d")
+    pool.add("d2", Role.DECODE)
+    pool.book("d", "d", new=5000)
+    assert chosen(pool.placer.place(4, [], 100, 0.0, needs=needs)) == ("d2", "d2")
 
 
 @settings(max_examples=300, deadline=None)
