@@ -1,6 +1,6 @@
 """One edge process: answers HTTP and asks the hub. Started by `cluster/edge_processes.py`, as `python -m` of this file.
 
-Its settings are the first line of its standard input, which then stays open for as long as the parent lives.
+It obeys its parent as `cluster/processes.py` says, and ends with it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import sys
 from dataclasses import dataclass
 
 import msgspec
+import uvloop
 
+from cluster.processes import ParentPipe
 from protocol.config import RouterConfig
+from protocol.errors import ServingError
 
 __all__ = ["EdgeSettings", "main"]
 
@@ -36,16 +39,23 @@ class EdgeSettings:
 
 def main() -> None:
     """Serve until drained, terminated, or left alone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's matter
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=EdgeSettings)
+    pipe = ParentPipe()
+    if not pipe.setup:
+        return  # the parent ended before it said anything
+    settings = msgspec.json.decode(pipe.setup, type=EdgeSettings)
     os.environ[METRICS_FOLDER_ENV] = settings.metrics_folder  # before prometheus_client is imported
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss torch
     sys.modules["torch"] = None  # type: ignore[assignment]  # text needs none; transformers would import it: 200 MB
-    asyncio.run(_serve(settings))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(settings, pipe))
+    except (OSError, ServingError, ValueError) as exc:
+        pipe.say(f"error: {exc}")
+        sys.exit(1)
 
 
-async def _serve(settings: EdgeSettings) -> None:
+async def _serve(settings: EdgeSettings, pipe: ParentPipe) -> None:
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.multiprocess import MultiProcessCollector
 
@@ -55,9 +65,9 @@ async def _serve(settings: EdgeSettings) -> None:
     from router.edges.remote import RemoteBackend
     from router.tokenizer import Tokenizer
 
-    loop, terminated = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(sys.stdin, os._exit, 1)  # its end: nobody is left to stop us
-    loop.add_signal_handler(signal.SIGTERM, terminated.set)
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop_now.set)
+    obeying = asyncio.create_task(pipe.obey(lambda word: (stop_now if word == "now" else stop).set()))
     tokenizer = Tokenizer(settings.model)
     totals = CollectorRegistry()
     MultiProcessCollector(totals, path=settings.metrics_folder)
@@ -79,11 +89,13 @@ async def _serve(settings: EdgeSettings) -> None:
         )
         async with http_server(app, settings.router, listener) as server:
             await server.started_serving()
-            backend.announce()
-            await _first_of(server.serving, backend.drained, terminated)
+            pipe.say("ready")
+            await _first_of(server.serving, stop, stop_now)
             server.drain()
-            await _first_of(server.serving, terminated)
+            await _first_of(server.serving, stop_now)
         await backend.close()
+    obeying.cancel()
+    await asyncio.gather(obeying, return_exceptions=True)
 
 
 async def _first_of(task: asyncio.Task[None], *events: asyncio.Event) -> None:

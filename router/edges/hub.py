@@ -61,11 +61,6 @@ class EdgeHub:
         edge = self._edges.get(edge_id)
         return self._clock() - edge.last_seen_s if edge is not None else None
 
-    def is_serving(self, edge_id: str) -> bool:
-        """Whether an edge process answers HTTP."""
-        edge = self._edges.get(edge_id)
-        return edge is not None and edge.is_serving
-
     def start(self) -> None:
         """Begin to serve."""
         for coroutine in (self._receive(), self._tell_status()):
@@ -86,11 +81,6 @@ class EdgeHub:
         edge = self._edges.pop(edge_id, None)
         for task in list(edge.calls.values()) if edge is not None else ():
             task.cancel()
-
-    def drain(self) -> None:
-        """Have all edge processes accept nothing more and leave when their answers have ended."""
-        for edge in self._edges.values():
-            edge.send(wire.Drain())
 
     async def _receive(self) -> None:
         while True:
@@ -121,8 +111,6 @@ class EdgeHub:
             case wire.Close(call):
                 if (task := edge.calls.get(call)) is not None:
                     task.cancel()
-            case wire.Serving():
-                edge.is_serving = True
             case wire.Beat():
                 pass
 
@@ -203,7 +191,6 @@ class _Edge:
     def __init__(self, send: Callable[[bytes], object]) -> None:
         self.calls: dict[int, asyncio.Task[None]] = {}
         self.num_running = 0
-        self.is_serving = False
         self.last_seen_s = 0.0
         self._send = send
         self._deltas: list[tuple[int, TokenDelta]] = []

@@ -38,7 +38,6 @@ class RemoteBackend:
     def __init__(
         self, endpoint: str, edge_id: str, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.drained = asyncio.Event()  # set when nothing more is to be accepted
         self._timeout_s = timeout_s
         self._clock = clock
         self._status: wire.Status | None = None
@@ -73,10 +72,6 @@ class RemoteBackend:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close(linger=0)
         self._context.term()
-
-    def announce(self) -> None:
-        """Tell the hub that HTTP is served."""
-        self._send(wire.Serving())
 
     # -- Backend --------------------------------------------------------------------------------------------------
 
@@ -206,8 +201,6 @@ class RemoteBackend:
                 case wire.Status():
                     self._status = message
                     self._joined.set()
-                case wire.Drain():
-                    self.drained.set()
 
     def _deliver(self, call: int, item: _Item) -> None:
         # A client that left may still get tokens on their way.

@@ -19,7 +19,6 @@ __all__ = [
     "Close",
     "Decisions",
     "Deltas",
-    "Drain",
     "EndPin",
     "Explain",
     "Failed",
@@ -30,7 +29,6 @@ __all__ = [
     "Pools",
     "Question",
     "Scrape",
-    "Serving",
     "Status",
     "WireError",
     "decode_for_edge",
@@ -106,10 +104,6 @@ class Beat(_Message, frozen=True):
     """A sign of life; the first one makes the edge process known."""
 
 
-class Serving(_Message, frozen=True):
-    """The port is open."""
-
-
 class Open(_Message, frozen=True):
     """Generate. `call` is a number of the edge process' own, never used again."""
 
@@ -172,12 +166,8 @@ class Answered(_Message, frozen=True):
     answer: msgspec.Raw
 
 
-class Drain(_Message, frozen=True):
-    """Accept nothing more, let answers end, and leave."""
-
-
-ToHub = Beat | Serving | Open | Close | Ask
-ToEdge = Status | Deltas | Failed | Answered | Drain
+ToHub = Beat | Open | Close | Ask
+ToEdge = Status | Deltas | Failed | Answered
 
 _encoder = msgspec.msgpack.Encoder()
 _to_hub: msgspec.msgpack.Decoder[ToHub] = msgspec.msgpack.Decoder(ToHub)

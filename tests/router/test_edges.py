@@ -279,13 +279,6 @@ async def test_status_is_what_requests_need_to_know(
         assert (answer.status_code, answer.json()["error"]["message"]) == (503, "warming up")
 
 
-async def test_edges_are_told_to_drain(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    async with line(tokenizer, tmp_path) as here:
-        edges = [await here.edge(name) for name in ("a", "b")]
-        here.hub.drain()
-        await asyncio.gather(*(edge.drained.wait() for edge in edges))
-
-
 async def test_what_is_no_message_is_told_and_harms_nothing(
     tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
