@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 MAX_MEMO_CHARS = 8 * 1024 * 1024  # at about two bytes each, with their ids
 MIN_TEXT_CHARS = 512  # a shorter text is encoded before it is cut
-_PROBE_TEXTS = ("", " ", " a", "a ", "\n\nb c", "é", "▁x<", "0 1", "’s", "日本")
+_PROBE_TEXTS = ("", " ", " a", "a ", "d\n", "\n\nb c", "é", "▁x<", "0 1", "’s", "日本")
 
 
 class SegmentMemo:
@@ -108,12 +108,12 @@ class SegmentEncoder:
             yield text[start:]
 
     def _is_proven(self) -> bool:
-        """Whether every text of two specials among parts that tend to merge gives the same ids cut as whole."""
+        """Whether texts of two specials among parts that tend to merge give the same ids cut as whole."""
         assert self._cuts is not None
         specials = _plain_specials(self._fast)
         around = [specials[0], specials[-1], specials[len(specials) // 2]]
-        for left, middle, right in itertools.product(_PROBE_TEXTS, repeat=3):
-            text = left + around[len(left) % 3] + middle + around[len(middle) % 3] + right
+        for left, first, middle, second in itertools.product(_PROBE_TEXTS, around, _PROBE_TEXTS, around):
+            text = left + first + middle + second
             cut = [token for segment in self._segments(text, self._cuts) for token in self._whole(segment)]
             if cut != self._whole(text):
                 return False
