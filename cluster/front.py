@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class RouterSetup:
     fleet_file: FleetFile
     router: RouterConfig
     engines: EnginesConfig
-    admin_token: str = ""
+    admin_token: str = field(default="", repr=False)
     number: int = 0  # among its siblings
     epoch: int = 0  # larger in each life of this number
     bus: tuple[str, ...] = ()  # ZMQ endpoints of all siblings by number; none of a process that is alone
