@@ -12,7 +12,9 @@ from cli.config_flags import default_of, from_flags
 from cluster.listening import listening
 from protocol.config import RouterConfig
 from protocol.errors import ConfigError
+from router.api_keys import load_api_keys
 from router.engines.config import EnginesConfig, FleetFile, load_fleet
+from router.tenants import load_tenants
 
 __all__ = ["ADMIN_TOKEN_ENV", "route"]
 
@@ -49,9 +51,39 @@ def route(
     port: Annotated[int, typer.Option(help="TCP port; 0 = any free one.", rich_help_panel=_HTTP)] = default_of(
         RouterConfig, "port"
     ),
+    router_processes: Annotated[
+        int, typer.Option(help="Processes that serve the port together, about one per core.", rich_help_panel=_HTTP)
+    ] = default_of(EnginesConfig, "router_processes"),
+    api_key_file: Annotated[
+        str,
+        typer.Option(
+            help="File of API keys, one per line, a tenant behind it if it is of one; empty = none is asked for.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = default_of(RouterConfig, "api_key_file"),
     max_body_bytes: Annotated[int, typer.Option(help="Largest request body.", rich_help_panel=_LIMITS)] = default_of(
         RouterConfig, "max_body_bytes"
     ),
+    max_queued_prompt_tokens: Annotated[
+        int,
+        typer.Option(help="Prompt tokens waiting for one model; above it requests get 429.", rich_help_panel=_LIMITS),
+    ] = default_of(RouterConfig, "max_queued_prompt_tokens"),
+    max_worker_queue_s: Annotated[
+        float,
+        typer.Option(
+            help="Predicted seconds of prompts at an engine above which others wait in the router, where the order "
+            "can change; 0 = by its steps. Very large = engines queue for themselves.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = default_of(RouterConfig, "max_worker_queue_s"),
+    tenants: Annotated[
+        str,
+        typer.Option(
+            help="TOML file with weight, ttft_slo_ms and max_queue_share of tenants: docs/admission.md; "
+            "empty = all alike.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = default_of(RouterConfig, "tenants"),
     max_attempts: Annotated[
         int, typer.Option(help="Engines one request is tried on.", rich_help_panel=_LIMITS)
     ] = default_of(EnginesConfig, "max_attempts"),
@@ -99,6 +131,8 @@ def route(
     """
     flags: dict[str, Any] = dict(ctx.params)
     router, config = from_flags(RouterConfig, flags), from_flags(EnginesConfig, flags)
+    load_tenants(tenants)
+    load_api_keys(api_key_file)
     token = admin_token(admin_token_file)
     fleet = load_fleet(engines) if engines is not None else FleetFile([], {})
     if not fleet.engines and not token:
@@ -106,11 +140,12 @@ def route(
             "there are no engines and no way to add any; give --engines FILE, or --admin-token-file to add them "
             "over POST /v1/engines"
         )
-    with listening(host, port) as listener:
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss torch, which is not needed
-        from cluster.front import serve_engines  # here: tokenizers bring transformers, which --help need not wait for
+    with listening(host, port):
+        pass  # asked before anything is loaded
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss torch, which is not needed
+    from cluster.front import RouterSetup, serve_engines  # here: tokenizers bring transformers; --help need not wait
 
-        return serve_engines(fleet, router, config, token, listener)
+    return serve_engines(RouterSetup(fleet_file=fleet, router=router, engines=config, admin_token=token))
 
 
 def admin_token(path: Path | None) -> str:

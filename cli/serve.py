@@ -12,6 +12,7 @@ from cluster.listening import listening
 from cluster.model_store import DEFAULT_MODEL, resolve_model, served_name
 from protocol.config import ClusterConfig, Codec, DType, EngineConfig, RouterConfig, TierConfig, TransferConfig
 from protocol.errors import ConfigError
+from router.api_keys import load_api_keys
 from router.tenants import load_tenants
 
 __all__ = ["build_config", "serve"]
@@ -202,6 +203,13 @@ def serve(
     max_pin_ttl_s: Annotated[
         float, typer.Option(help="Longest time a pin may last, in seconds.", rich_help_panel=_TIERS)
     ] = default_of(RouterConfig, "max_pin_ttl_s"),
+    api_key_file: Annotated[
+        str,
+        typer.Option(
+            help="File of API keys, one per line, a tenant behind it if it is of one; empty = none is asked for.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = default_of(RouterConfig, "api_key_file"),
     max_body_bytes: Annotated[int, typer.Option(help="Largest request body.", rich_help_panel=_LIMITS)] = default_of(
         RouterConfig, "max_body_bytes"
     ),
@@ -225,8 +233,15 @@ def serve(
             rich_help_panel=_LIMITS,
         ),
     ] = default_of(RouterConfig, "tenants"),
+    router_processes: Annotated[
+        int,
+        typer.Option(
+            help="Processes that answer HTTP on the port; one decides for all. Needed beyond some 100 streams.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = default_of(RouterConfig, "router_processes"),
     tokenizer_threads: Annotated[
-        int, typer.Option(help="Threads of the router for long prompts.", rich_help_panel=_LIMITS)
+        int, typer.Option(help="Threads of each router process for long prompts.", rich_help_panel=_LIMITS)
     ] = default_of(RouterConfig, "tokenizer_threads"),
     worker_timeout_s: Annotated[
         float, typer.Option(help="Seconds of silence after which a worker counts as dead.", rich_help_panel=_LIMITS)
@@ -258,6 +273,7 @@ def serve(
     _refuse_sizes_of_pools(ctx)
     build_config(flags | {"model": "."})  # a bad value is told before a model is fetched
     load_tenants(tenants)
+    load_api_keys(api_key_file)
     with listening(host, port):
         pass  # asked before anything is fetched or started
     console = Console(stderr=True, highlight=False)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 from protocol.config import RouterConfig
-from protocol.errors import DeadlineUnmet, NoWorker, Overloaded, ServingError
+from protocol.errors import DeadlineUnmet, Overloaded, ServingError
 from protocol.messages import Role, WorkerState
 from router.cost_model import CostModel
 from router.fair_queue import FairQueue, Ticket, Work
@@ -263,7 +263,7 @@ class Admission:
                 try:
                     if not is_fresh:
                         self._place_again(waiting, held_s, now)
-                except NoWorker as exc:
+                except ServingError as exc:
                     return self._drop(waiting, exc)
                 best = waiting.placement.best
                 if best.prefill.worker_id in roomy and best.terms.memory_s < self._room_s(best.prefill):
@@ -299,6 +299,11 @@ class Admission:
             retry_after_s=self._start_s(waiting.placement, self._queue.ahead(waiting.tenant, waiting.priority, now)),
             code="queue_timeout",
         )
+
+    @property
+    def total(self) -> Work:
+        """What all that waits is predicted to take."""
+        return self._queue.total
 
     def queued(self) -> dict[str, Work]:
         """What waits, by the tenants' labels."""

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
+from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from router.admission import WAIT_BUCKETS_S, Admission
+from router.admission import WAIT_BUCKETS_S, TenantStats
+from router.fair_queue import Work
 
-__all__ = ["AdmissionCollector"]
+__all__ = ["AdmissionCollector", "Admitting"]
 
 _BOUNDS = [*map(str, WAIT_BUCKETS_S), "+Inf"]
+
+
+class Admitting(Protocol):
+    """An `Admission`, or several taken together."""
+
+    @property
+    def stats(self) -> Mapping[str, TenantStats]:
+        """What became of requests, by the tenants' labels."""
+
+    def queued(self) -> Mapping[str, Work]:
+        """What waits, by the tenants' labels."""
 
 
 class AdmissionCollector:
     """Reads the queue of a router when asked. Tenants that the tenants file does not name count together."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admitting) -> None:
         self._admission = admission
 
     def collect(self) -> Iterator[Metric]:

@@ -12,7 +12,7 @@ from protocol.errors import Overloaded, ServingError
 from router.admission import Forecast
 from router.placement import Candidate, Placement
 
-__all__ = ["Decision", "DecisionLog"]
+__all__ = ["MAX_DECISIONS", "Decision", "DecisionLog"]
 
 MAX_DECISIONS = 256
 

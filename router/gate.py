@@ -8,31 +8,54 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from protocol.errors import NoWorker, ServingError
 from router.admission import Admission, Dispatch, Drop, Offer, Waiting
 from router.decisions import Decision, DecisionLog
-from router.openai.backend import GenerateRequest
 from router.placement import Placement
-from router.registry import Booking, Registry
+from router.registry import Registry
 
-__all__ = ["Entered", "Gate"]
+__all__ = ["Asking", "Booked", "Entered", "Gate"]
 
 NUM_OTHERS = 4  # candidates shown beside the one taken, where they are asked for
 _TIMER_SLACK_S = 1e-3  # a timer may fire a little early
 
-Book = Callable[[GenerateRequest, Offer, Placement], Booking]
+
+class Asking(Protocol):
+    """A request, as far as the gate knows it."""
+
+    @property
+    def request_id(self) -> str:
+        """Its name in the log of decisions."""
+
+    @property
+    def explains(self) -> bool:
+        """Whether the candidates it was not placed on are wanted too."""
+
+
+class Booked(Protocol):
+    """What a request whose turn it is has taken."""
+
+    def prefill_done(self) -> None:
+        """Its first token came. Later calls change nothing."""
+
+    def release(self) -> None:
+        """Give all of it back. Later calls change nothing."""
+
+
+R = TypeVar("R", bound=Asking)
+B = TypeVar("B", bound=Booked)
 
 
 @dataclass(eq=False, slots=True)
-class Entered:
+class Entered(Generic[R, B]):
     """A request whose turn it is. Whoever holds it calls `end`, on every path."""
 
     placement: Placement
-    booking: Booking
+    booking: B
     decision: Decision
-    _gate: Gate
+    _gate: Gate[R, B]
     _dispatch: Dispatch
 
     def first_token(self) -> None:
@@ -53,22 +76,22 @@ class Entered:
 
 
 @dataclass(eq=False, slots=True)
-class _Guest:
+class _Guest(Generic[R, B]):
     """What the gate knows of a waiting request."""
 
-    request: GenerateRequest
+    request: R
     decision: Decision
-    turn: asyncio.Future[Entered]
+    turn: asyncio.Future[Entered[R, B]]
 
 
-class Gate:
+class Gate(Generic[R, B]):
     """Lets requests through as `Admission` decides. `book` is called at once with each decision."""
 
     def __init__(
         self,
         admission: Admission,
         registry: Registry,
-        book: Book,
+        book: Callable[[R, Offer, Placement], B],
         *,
         timeout_s: float,
         clock: Callable[[], float],
@@ -82,14 +105,14 @@ class Gate:
         registry.listen(lambda _: self.wake())
         registry.listen_steps(self.wake)
 
-    async def enter(self, request: GenerateRequest, offer: Offer) -> Entered:
+    async def enter(self, request: R, offer: Offer) -> Entered[R, B]:
         """Wait for the request's turn, if it must. Raises a `ServingError`; cancelling it gives the place back."""
         now = self.now()
         decision = Decision(request.request_id, offer.tenant, offer.priority, now)
         self.log.add(decision)
         try:
             decision.forecast = self._admission.forecast(offer, now, num_others=NUM_OTHERS * request.explains)
-            guest = _Guest(request, decision, asyncio.get_running_loop().create_future())
+            guest: _Guest[R, B] = _Guest(request, decision, asyncio.get_running_loop().create_future())
             waiting = self._admission.enter(offer, decision.forecast, now, guest)
         except ServingError as exc:
             if isinstance(exc, NoWorker):
@@ -113,10 +136,10 @@ class Gate:
     def close(self, error: Callable[[], ServingError]) -> None:
         """Send everyone who waits away."""
         for waiting in self._admission.clear():
-            guest: _Guest = waiting.payload
+            guest: _Guest[R, B] = waiting.payload
             _drop(guest, error())
 
-    async def _turn_of(self, waiting: Waiting, guest: _Guest) -> None:
+    async def _turn_of(self, waiting: Waiting, guest: _Guest[R, B]) -> None:
         """Return when it is decided. Neither deadline nor timeout wait for a change of load."""
         give_up_s = waiting.arrived_s + self._timeout_s
         while not guest.turn.done():
@@ -132,7 +155,7 @@ class Gate:
         """Take all decisions that can be taken now. NOTE: no `await` between a decision and its booking."""
         self._is_woken = False
         while (decided := self._admission.next(self.now())) is not None:
-            guest: _Guest = decided.waiting.payload
+            guest: _Guest[R, B] = decided.waiting.payload
             if isinstance(decided, Drop):
                 _drop(guest, decided.error)
                 continue
@@ -141,7 +164,7 @@ class Gate:
             decision.outcome, decision.placement, decision.wait_s = "dispatched", decided.placement, decided.wait_s
             guest.turn.set_result(Entered(decided.placement, booking, decision, self, decided))
 
-    def _leave(self, waiting: Waiting, guest: _Guest, exc: BaseException) -> None:
+    def _leave(self, waiting: Waiting, guest: _Guest[R, B], exc: BaseException) -> None:
         """Give back what the guest has, whatever was decided meanwhile."""
         if guest.turn.done():
             if guest.turn.exception() is None:
@@ -154,6 +177,6 @@ class Gate:
         self.wake()
 
 
-def _drop(guest: _Guest, error: ServingError) -> None:
+def _drop(guest: _Guest[Any, Any], error: ServingError) -> None:
     guest.decision.outcome, guest.decision.error = "dropped", error
     guest.turn.set_exception(error)

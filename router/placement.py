@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,8 @@ import numpy as np
 
 from protocol.config import RouterConfig
 from protocol.errors import NoWorker
-from router.cost_model import CostModel, Mask, Number, TransferCosts, Vector, prefill_attention
+from protocol.messages import HOST_TIER, holder_name, worker_of
+from router.cost_model import CostModel, Mask, Number, Rows, TransferCosts, Vector, prefill_attention
 from router.prefix_index import PrefixIndex
 from router.registry import Registry, Worker, WorkerTable, can_decode
 
@@ -72,9 +73,10 @@ class Candidate(NamedTuple):
 
     prefill: Worker
     decode: Worker
-    num_cached_tokens: int  # of the prompt, on the prefill side, those it is to fetch from `holder` included
+    num_cached_tokens: int  # of the prompt, on the prefill side, those it is to fetch included
     holder: Holder | None  # another worker that has more of the prompt, if reading that is worth it
     terms: Terms
+    tier: str = ""  # the worker's own tier that has more of it, if loading that is
 
     @property
     def is_pair(self) -> bool:
@@ -88,6 +90,7 @@ class Candidate(NamedTuple):
             "decode_worker": self.decode.worker_id,
             "num_cached_tokens": self.num_cached_tokens,
             "kv_holder": self.holder.worker.worker_id if self.holder else None,
+            "kv_tier": self.tier or None,
             "total_s": self.terms.total_s,
             **self.terms._asdict(),
         }
@@ -115,11 +118,21 @@ class Placement:
         return self.num_prompt_tokens + self.expected_output_tokens
 
 
+class _Source(NamedTuple):
+    """Where KV that a worker's pool lacks could come from: arrays over all workers."""
+
+    holder: Holder | None  # another worker, or
+    tier: str  # this one's own tier
+    num_tokens: Vector  # of the prompt, that it has from the start on
+    may_read: Mask
+    read_s: Vector
+
+
 class _PrefillSides(NamedTuple):
     """What each worker costs as the one that computes the prompt: arrays over all workers."""
 
     num_cached_tokens: Vector
-    is_fetching: Mask  # whether it reads some of those from the holder
+    source_idx: Rows  # which source it reads some of those from; -1 = none
     queue_s: Vector
     fetch_s: Vector
     prefill_s: Vector
@@ -183,7 +196,7 @@ class Placer:
         if not np.count_nonzero(decoders):
             raise NoWorker(self._explain_no_worker(int(is_usable.sum()), skipped, needs))
         hits = self._index.longest_prefix(digests, now)
-        holder = self._holder(hits, digests)
+        holder = self._deepest_holder(hits, digests)
         request = _Request(
             num_prompt_tokens, expected_output_tokens, table, self._costs, hits=hits, holder=holder, held_s=held_s
         )
@@ -235,15 +248,16 @@ class Placer:
             return "without the adapter"
         return "too small"
 
-    def _holder(self, hits: Mapping[str, int], digests: Sequence[bytes]) -> Holder | None:
-        """The worker with the most of the prompt, to read it from.
+    def _deepest_holder(self, hits: Mapping[str, int], digests: Sequence[bytes]) -> Holder | None:
+        """The worker with the most of the prompt in its pool or its host memory, to read it from.
 
         Speculative hits do not count: nobody can read what is not computed yet.
         """
+        readable = [name for name in hits if name in (worker_of(name), holder_name(worker_of(name), HOST_TIER))]
         found = []
-        for worker_id in heapq.nlargest(_MAX_HOLDERS, hits, key=hits.__getitem__):
-            worker = self._registry.get(worker_id)
-            num_blocks = self._index.count_held(worker_id, digests, hits[worker_id])
+        for name in heapq.nlargest(_MAX_HOLDERS, readable, key=hits.__getitem__):
+            worker = self._registry.get(worker_of(name))
+            num_blocks = self._index.count_held(name, digests, hits[name])
             if worker is not None and num_blocks:
                 found.append(Holder(worker, num_blocks))
         return max(found, key=lambda holder: holder.num_blocks, default=None)
@@ -278,11 +292,11 @@ class _Request:
         self._num_outputs = expected_output_tokens
         self._table = table
         self._costs = costs
-        self._holder = holder
         self._steps, self._step_s, self._queue_s = table.pace(costs)
         self._hit_blocks = table.column(hits)
         # The last token of the prompt is always computed, for its logits.
         self._hit_tokens = np.minimum(self._hit_blocks * table.block_size, num_prompt_tokens - 1)
+        self._sources = [*self._own_tiers(hits), *([self._peer(holder)] if holder is not None else [])]
         self._prefill = self._prefill_sides(held_s)
         self._decode = self._decode_sides()
 
@@ -331,25 +345,24 @@ class _Request:
         return heapq.nsmallest(num_others, found, key=_preference)
 
     def _prefill_sides(self, held_s: Mapping[str, float]) -> _PrefillSides:
-        """What it costs to compute the prompt, or to read what the holder has of it and compute the rest."""
+        """What it costs to compute the prompt, or to read what a source has of it and compute the rest."""
         table = self._table
         num_cached = self._hit_tokens
         prefill_s, work_s = self._prefill_s(num_cached)
-        is_fetching, fetch_s = np.zeros(len(table), dtype=bool), np.zeros(len(table))
-        if self._holder is not None:
-            num_held = min(self._holder.num_blocks * self._holder.worker.card.block_size, self._num_prompt_tokens - 1)
-            read_s = self._read_s(self._holder, num_held - num_cached)
-            rest_s, rest_work_s = self._prefill_s(num_held)
-            is_fetching = self._may_read(self._holder) & (read_s + rest_s < _FETCH_GAIN * prefill_s)
-            num_cached = np.where(is_fetching, num_held, num_cached)
-            fetch_s = np.where(is_fetching, read_s, 0.0)
-            prefill_s = np.where(is_fetching, rest_s, prefill_s)
-            work_s = np.where(is_fetching, rest_work_s, work_s)
+        source_idx, fetch_s = np.full(len(table), -1), np.zeros(len(table))
+        for idx, source in enumerate(self._sources):
+            rest_s, rest_work_s = self._prefill_s(source.num_tokens)
+            is_chosen = source.may_read & (source.read_s + rest_s < _FETCH_GAIN * (fetch_s + prefill_s))
+            num_cached = np.where(is_chosen, source.num_tokens, num_cached)
+            source_idx = np.where(is_chosen, idx, source_idx)
+            fetch_s = np.where(is_chosen, source.read_s, fetch_s)
+            prefill_s = np.where(is_chosen, rest_s, prefill_s)
+            work_s = np.where(is_chosen, rest_work_s, work_s)
         queue_s = self._queue_s + table.column(held_s) if held_s else self._queue_s
         # A decode worker that computes a prompt stalls what decodes there, and be it the request that comes next.
         delay_s = np.maximum(table.num_booked_seqs, table.is_decoder) * work_s
         cost_s = queue_s + fetch_s + prefill_s + delay_s
-        return _PrefillSides(num_cached, is_fetching, queue_s, fetch_s, prefill_s, delay_s, cost_s)
+        return _PrefillSides(num_cached, source_idx, queue_s, fetch_s, prefill_s, delay_s, cost_s)
 
     def _prefill_s(self, num_cached: Number) -> tuple[Vector, Number]:
         """Seconds to compute the prompt behind its cached tokens, and how much that takes from sequences beside it."""
@@ -357,20 +370,35 @@ class _Request:
         work_s = self._steps.prefill_work_s(num_new, prefill_attention(num_new, num_cached))
         return np.ceil(num_new / self._table.chunk_tokens) * self._step_s + work_s, work_s
 
-    def _may_read(self, holder: Holder) -> Mask:
-        """Who has less of the prompt than the holder and could read its blocks."""
-        table, row = self._table, self._table.rows[holder.worker.worker_id]
-        may_read: Mask = (self._hit_blocks < holder.num_blocks) & (table.cache_idx == table.cache_idx[row])
-        return may_read
+    def _own_tiers(self, hits: Mapping[str, int]) -> Iterator[_Source]:
+        """What workers have in tiers of their own, from fast to slow."""
+        table = self._table
+        for tier, load_costs in table.tiers.items():
+            depths = {worker_of(name): depth for name, depth in hits.items() if name.endswith(f"/{tier}")}
+            if not depths:
+                continue
+            num_blocks = table.column(depths)
+            num_tokens = np.minimum(num_blocks * table.block_size, self._num_prompt_tokens - 1)
+            may_read = (num_blocks > self._hit_blocks) & np.isfinite(load_costs.block_s)
+            missing = np.where(may_read, num_blocks - self._hit_blocks, 0.0)
+            read_s = load_costs.latency_s + missing * np.where(may_read, load_costs.block_s, 0.0)
+            yield _Source(None, tier, num_tokens, may_read, read_s)
 
-    def _read_s(self, holder: Holder, num_tokens: Vector) -> Vector:
-        """Seconds to read so much from the holder, which answers between two of its steps."""
+    def _peer(self, holder: Holder) -> _Source:
+        """What the holder has, for those that have less of the prompt and could read its blocks.
+
+        It answers between two of its steps.
+        """
         table, row = self._table, self._table.rows[holder.worker.worker_id]
         costs = self._costs.steps(holder.worker.card.kind).costs
         num_computed = min(table.uncomputed_tokens.item(row), table.chunk_tokens.item(row))
         step_s = self._step_s.item(row) + costs.prefill_work_s(num_computed, 0.0)
         links = self._costs.transfers_of([(holder.worker.card.kind, kind) for kind in table.kinds], table.kind_idx)
-        return step_s + links.transfer_s(num_tokens / table.block_size * table.block_bytes)
+        num_held = min(holder.num_blocks * holder.worker.card.block_size, self._num_prompt_tokens - 1)
+        num_bytes = (num_held - self._hit_tokens) / table.block_size * table.block_bytes
+        may_read: Mask = (self._hit_blocks < holder.num_blocks) & (table.cache_idx == table.cache_idx[row])
+        may_read[row] = False  # what it has in host memory is a tier of its own
+        return _Source(holder, "", np.full(len(table), float(num_held)), may_read, step_s + links.transfer_s(num_bytes))
 
     def _decode_sides(self) -> _DecodeSides:
         """What it costs to decode."""
@@ -433,8 +461,11 @@ class _Request:
         )
         workers = self._table.workers
         num_cached_tokens = int(self._prefill.num_cached_tokens[prefill])
-        holder = self._holder if self._prefill.is_fetching[prefill] else None
-        return Candidate(workers[prefill], workers[decode], num_cached_tokens, holder, terms)
+        source_idx = self._prefill.source_idx.item(prefill)
+        source = self._sources[source_idx] if source_idx >= 0 else None
+        if source is None:
+            return Candidate(workers[prefill], workers[decode], num_cached_tokens, None, terms)
+        return Candidate(workers[prefill], workers[decode], num_cached_tokens, source.holder, terms, source.tier)
 
 
 def _preference(candidate: Candidate) -> tuple[float, int]:

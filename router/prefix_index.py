@@ -83,7 +83,7 @@ class PrefixIndex:
         It must when a message is missing (and until the snapshot came) or the epoch is newer than the known one.
         Duplicates, older epochs and unknown workers are ignored. A digest in both lists counts as stored.
         """
-        holder = self._holders.get(events.worker_id)
+        holder = self._holders.get(events.holder)
         if holder is None or events.epoch < holder.epoch:
             return False
         if events.epoch > holder.epoch:
@@ -102,7 +102,7 @@ class PrefixIndex:
 
     def apply_snapshot(self, snapshot: BlockSnapshot) -> None:
         """Replace what is known of the worker, unless something newer is known already."""
-        holder = self._holders.get(snapshot.worker_id)
+        holder = self._holders.get(snapshot.holder)
         if holder is None or snapshot.epoch < holder.epoch:
             return
         if snapshot.epoch > holder.epoch:

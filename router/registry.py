@@ -89,6 +89,13 @@ class Worker:
         return math.ceil(self.uncomputed_tokens / self.card.max_num_batched_tokens)
 
 
+class TierCosts(NamedTuple):
+    """What it costs each worker to load from a tier of its own."""
+
+    latency_s: Vector
+    block_s: Vector  # inf for those without it
+
+
 class Pace(NamedTuple):
     """Predictions for each worker, as arrays."""
 
@@ -127,6 +134,9 @@ class WorkerTable:
         self._serving = {adapter: _mask(adapter in card.adapters for card in cards) for adapter in _adapters(cards)}
         self._named: dict[tuple[str, ...], Mask] = {}
         self.is_decoder = _vector(worker.role == Role.DECODE for worker in workers)
+        self.tiers: dict[str, TierCosts] = {}  # by name, from fast to slow
+        for worker in workers:
+            self.note_tiers(worker)
         self._loads = np.zeros((6, len(workers)))
         self.num_booked_seqs: Vector = self._loads[0]
         self.booked_kv_tokens: Vector = self._loads[1]
@@ -165,6 +175,15 @@ class WorkerTable:
                     worker.num_queued_steps,
                     worker.num_placed_tokens,
                 )
+
+    def note_tiers(self, worker: Worker) -> None:
+        """Take over what it costs this worker to load from its tiers."""
+        row = self.rows[worker.worker_id]
+        for tier in worker.tiers:
+            if tier.name not in self.tiers:
+                self.tiers[tier.name] = TierCosts(np.zeros(len(self)), np.full(len(self), math.inf))
+            costs = self.tiers[tier.name]
+            costs.latency_s[row], costs.block_s[row] = tier.latency_s, tier.block_s
 
     def pace(self, costs: CostModel) -> Pace:
         """How fast each worker is, with what is booked on it."""
@@ -342,6 +361,8 @@ class Registry:
         worker = self._workers.get(worker_id)
         if worker is not None:
             worker.tiers, worker.fetches = tiers, fetches
+            if self._table is not None:
+                self._table.note_tiers(worker)
 
     def note_links(self, worker_id: str, links: Sequence[LinkLoad]) -> None:
         """Remember what a worker says of its writes to its peers."""
@@ -362,8 +383,12 @@ class Registry:
             computed = worker.computed_prompt_tokens + max(stats.num_prefill_tokens, 0)
             worker.computed_prompt_tokens = min(computed, worker.queued_prompt_tokens)
             self._changed.add(worker)
-            for listener in self._step_listeners:
-                listener()
+            self.tell_progress()
+
+    def tell_progress(self) -> None:
+        """Call the listeners to steps: whoever changes bookings behind their back says so."""
+        for listener in self._step_listeners:
+            listener()
 
     def reserve(
         self,

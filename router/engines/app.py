@@ -7,26 +7,30 @@ import hmac
 import time
 from collections.abc import AsyncIterator, Container, Iterable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
 from protocol.errors import ConfigError, ModelNotFound, RequestError, ServingError
+from router.admission_metrics import AdmissionCollector
 from router.engines.config import EngineSpec, check_tokenizer, spec_from
 from router.engines.fleet import Fleet
 from router.engines.forward import Forwarder, read_object
 from router.engines.metrics import EngineCollector
 from router.engines.prompts import PromptReader
+from router.engines.together import Together
 from router.metrics import EdgeMetrics
 from router.openai.errors import (
     error_body,
     error_response,
 )
-from router.openai.layers import add_layers, json_response
+from router.openai.layers import add_layers, add_raw_route, json_response
+from router.sibling_bus import SiblingBus
 from router.tokenizer import TokenizerPool
 from router.worker_metrics import WorkerCollector
 
@@ -66,42 +70,58 @@ def create_engines_app(
     metrics_registry: CollectorRegistry,
     *,
     admin_token: str = "",
+    bus: SiblingBus | None = None,
 ) -> FastAPI:
-    """The app. It takes the engines of `specs` into the fleet at its start and closes the fleet at its end."""
+    """The app. It takes the engines of `specs` into the fleet at its start and closes the fleet at its end.
+
+    With a `bus`, which it starts and closes too, it is one of several processes and speaks for all of them.
+    """
     config = fleet.config
     metrics = EdgeMetrics(metrics_registry)
     pool = TokenizerPool(config.tokenizer_threads)
     forwarder = Forwarder(fleet, readers, pool, metrics)
     metrics_registry.register(EngineCollector(fleet, lambda: forwarder.num_retries))
     metrics_registry.register(WorkerCollector(fleet.registry))
+    metrics_registry.register(AdmissionCollector(forwarder.queues))
+    together = Together(fleet, forwarder.queues, metrics_registry, bus)
     first_specs = list(specs)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        fleet.add_all(first_specs)
         try:
+            await together.start()
+            fleet.add_all(first_specs)
             yield
         finally:
+            forwarder.queues.close()
+            await together.close()  # first, while there are engines to give a last account of
             await fleet.close()
             pool.close()
 
     app = FastAPI(title="Tandem", lifespan=lifespan)
+    app.state.queues = forwarder.queues
     add_layers(app, config, metrics)
     _add_generation_routes(app, forwarder)
+    _add_route_routes(app, forwarder, together)
     _add_catalog_routes(app, fleet)
-    _add_operation_routes(app, fleet, metrics_registry)
-    _add_admin_routes(app, fleet, admin_token, {spec.api_key_env for spec in first_specs}, readers)
+    _add_operation_routes(app, fleet, together)
+    _add_admin_routes(app, fleet, together, admin_token, {spec.api_key_env for spec in first_specs}, readers)
     return app
 
 
 def _add_generation_routes(app: FastAPI, forwarder: Forwarder) -> None:
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await forwarder.answer(request, "/v1/chat/completions")
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        add_raw_route(app, path, partial(forwarder.answer, path))
 
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await forwarder.answer(request, "/v1/completions")
+
+def _add_route_routes(app: FastAPI, forwarder: Forwarder, together: Together) -> None:
+    @app.post("/v1/route/explain")
+    async def explain(request: Request) -> Response:
+        return json_response(await forwarder.explain(request))
+
+    @app.get("/v1/route/decisions")
+    async def decisions() -> Response:
+        return json_response({"object": "list", "data": await together.decisions()})
 
 
 def _add_catalog_routes(app: FastAPI, fleet: Fleet) -> None:
@@ -123,7 +143,7 @@ def _add_catalog_routes(app: FastAPI, fleet: Fleet) -> None:
         return json_response(card(model_id))
 
 
-def _add_operation_routes(app: FastAPI, fleet: Fleet, registry: CollectorRegistry) -> None:
+def _add_operation_routes(app: FastAPI, fleet: Fleet, together: Together) -> None:
     @app.get("/health")
     async def health() -> Response:
         return json_response({"status": "ok"})
@@ -139,33 +159,22 @@ def _add_operation_routes(app: FastAPI, fleet: Fleet, registry: CollectorRegistr
 
     @app.get("/metrics")
     async def scrape_metrics() -> Response:
-        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(await together.metrics(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     @app.get("/v1/pools")
     async def show_pools() -> Response:
-        now = fleet.clock()
-        return json_response(
-            {
-                "engines": [engine.to_json(now) for engine in fleet.engines],
-                "costs": fleet.costs.export(),
-                "queued_prompt_tokens": fleet.registry.queued_prompt_tokens,
-                "num_requests": sum(len(engine.exchanges) for engine in fleet.engines),
-                "num_indexed_blocks": len(fleet.index),
-                "mean_output_tokens": fleet.mean_output_tokens,
-            }
-        )
+        return json_response(await together.pools())
 
 
 def _add_admin_routes(
-    app: FastAPI, fleet: Fleet, admin_token: str, known_keys: set[str], tokenizers: Container[str]
+    app: FastAPI, fleet: Fleet, together: Together, admin_token: str, known_keys: set[str], tokenizers: Container[str]
 ) -> None:
     removals: set[asyncio.Task[None]] = set()
 
     @app.get("/v1/engines")
     async def list_engines(request: Request) -> Response:
         _check_admin(request, admin_token)
-        now = fleet.clock()
-        return json_response({"object": "list", "data": [engine.to_json(now) for engine in fleet.engines]})
+        return json_response({"object": "list", "data": (await together.pools())["engines"]})
 
     @app.post("/v1/engines")
     async def add_engine(request: Request) -> Response:

@@ -20,6 +20,7 @@ from router.engines.config import EnginesConfig, EngineSpec
 from router.engines.kv_events import BlockTranslator, KvEventFeed
 from router.engines.pace import EnginePace
 from router.engines.shadow import ShadowCache
+from router.engines.upstream import Upstream
 from router.prefix_index import PrefixIndex
 from router.registry import Booking
 
@@ -48,10 +49,12 @@ class Engine:
     """What the router has of one engine."""
 
     def __init__(self, spec: EngineSpec, config: EnginesConfig, request_timeout_s: float) -> None:
-        self.spec = spec
+        self.configured = spec
+        self.spec = spec  # with the model it told
         self.state = WorkerState.STARTING
         self.reason = "not reached yet"
         self.is_removed = False
+        self.is_gone = asyncio.Event()
         self.breaker = Breaker(
             max_failures=config.breaker_failures, open_s=config.breaker_open_s, max_open_s=config.breaker_max_open_s
         )
@@ -73,12 +76,14 @@ class Engine:
         self._feed_task: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
         key = spec.api_key()
-        self.client = httpx.AsyncClient(
+        headers = spec.headers | ({"authorization": f"Bearer {key}"} if key else {})
+        self.upstream = Upstream(spec.url, headers, connect_timeout_s=config.connect_timeout_s)
+        self.client = httpx.AsyncClient(  # for looks at it; requests go upstream
             base_url=spec.url,
-            headers=spec.headers | ({"authorization": f"Bearer {key}"} if key else {}),
+            headers=headers,
             timeout=httpx.Timeout(request_timeout_s, connect=config.connect_timeout_s, pool=config.connect_timeout_s),
             # Shorter than the 5 s after which uvicorn closes an idle connection, which would lose the request on it.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0),
+            limits=httpx.Limits(keepalive_expiry=2.0),
             follow_redirects=False,
             trust_env=False,
         )
@@ -144,6 +149,7 @@ class Engine:
     async def close(self) -> None:
         """Close its connections and sockets."""
         await asyncio.gather(*self._ending, return_exceptions=True)
+        await self.upstream.close()
         await self.client.aclose()
 
     def expect_cached(self, digests: Sequence[bytes], index: PrefixIndex, now: float) -> None:

@@ -10,15 +10,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
+import msgspec
 from zmq.asyncio import Context
 
 from protocol.config import RouterConfig
 from protocol.digest import root_digest
-from protocol.errors import ModelNotFound, NoWorker
-from protocol.messages import Role, WorkerLoad, WorkerState
+from protocol.errors import ConfigError, ModelNotFound, NoWorker
+from protocol.messages import Role, WorkerCard, WorkerLoad, WorkerState
+from protocol.siblings import EngineEntry, Load
 from router.cost_model import CostModel
 from router.digest_memo import DigestMemo
 from router.engines.config import EnginesConfig, EngineSpec, check_fleet
@@ -27,9 +29,10 @@ from router.engines.errors import EngineBusy
 from router.engines.load import EngineLoad, EngineSize, model_of, parse_load, parse_size
 from router.placement import Placement, Placer
 from router.prefix_index import PrefixIndex
-from router.registry import Registry
+from router.registry import Registry, Worker
+from router.siblings import SharedBooking, Siblings
 
-__all__ = ["Fleet", "Placed"]
+__all__ = ["Fleet", "Placed", "Prompt"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,31 @@ MAX_FOREIGN_BOOKINGS = 512  # of one engine
 FIRST_GUESS_TOKENS = 256.0  # of a prompt that others sent, until prompts were seen
 MEAN_WEIGHT = 0.05  # of the newest request in the mean lengths
 _HEALTH_PATHS = {"openai": "/v1/models", "vllm": "/health", "sglang": "/health", "llamacpp": "/health"}
+
+
+class Prompt(Sequence[bytes]):
+    """A prompt as engines are chosen by it: each group of them has digests of its own. As a sequence those of none."""
+
+    def __init__(self, token_ids: Sequence[int], cache_salt: str, memo: DigestMemo) -> None:
+        self.token_ids = token_ids
+        self._cache_salt = cache_salt
+        self._memo = memo
+        self._digests: dict[tuple[str, int], list[bytes]] = {}
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: Any) -> Any:
+        return ()[index]
+
+    def digests(self, card: WorkerCard) -> list[bytes]:
+        """Of its blocks, as an engine with this card has them."""
+        key = (card.model, card.block_size)
+        found = self._digests.get(key)
+        if found is None:
+            root = root_digest(digest_root(*key), cache_salt=self._cache_salt)
+            found = self._digests[key] = self._memo.digests(root, self.token_ids, card.block_size)
+        return found
 
 
 class Placed(NamedTuple):
@@ -64,6 +92,7 @@ class Fleet:
         costs: CostModel,
         config: RouterConfig,
         engines: EnginesConfig,
+        siblings: Siblings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = registry
@@ -71,13 +100,16 @@ class Fleet:
         self.costs = costs
         self.config = config
         self.engines_config = engines
+        self.siblings = siblings or Siblings(registry)  # of which there are none
+        self.siblings.listen(self)
         self.clock = clock
         self.mean_prompt_tokens = FIRST_GUESS_TOKENS
         self.mean_output_tokens = FIRST_GUESS_TOKENS / 2
         self._placer = Placer(registry, index, costs, config)
-        self._memo = DigestMemo()
+        self.memo = DigestMemo()
         self._engines: dict[str, Engine] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
+        self._followers: dict[str, asyncio.Task[None]] = {}  # by name, of engines that siblings changed
         self._context = Context()
 
     @property
@@ -106,74 +138,160 @@ class Fleet:
         return max((e.card.max_model_len for e in self.engines if e.card and e.spec.model == model), default=None)
 
     def add(self, spec: EngineSpec) -> Engine:
-        """Take an engine in and begin to probe it. Raises `ConfigError` when it cannot stand beside the others."""
+        """Take an engine in, here and at the siblings, and begin to probe it.
+
+        Raises `ConfigError` when it cannot stand beside the others.
+        """
         check_fleet([*(engine.spec for engine in self.engines), spec])
-        return self._start(spec)
+        engine = self._start(spec)
+        self.siblings.set_engine(spec.name, msgspec.to_builtins(spec))
+        return engine
 
     def add_all(self, specs: Iterable[EngineSpec]) -> None:
-        """Take in the engines of a file, whose order does not matter. Raises `ConfigError`."""
+        """Take in the engines of a file, whose order does not matter, but those that siblings know better.
+
+        Raises `ConfigError`.
+        """
         specs = list(specs)
-        check_fleet([*(engine.spec for engine in self.engines), *specs])
+        check_fleet(specs)
         for spec in specs:
-            self._start(spec)
+            if spec.name not in self.siblings.engines:
+                self._start(spec)
 
     async def remove(self, name: str) -> None:
-        """Give an engine nothing new, wait for what it runs up to `drain_timeout_s`, and forget it."""
-        engine = self._engines[name]
-        engine.is_removed = True
-        self._set_state(engine, WorkerState.DRAINING, "removed")
-        try:
-            async with asyncio.timeout(self.config.drain_timeout_s):
-                await engine.idle.wait()
-        except TimeoutError:
-            logger.warning("engine %s still runs %d requests after draining", name, len(engine.exchanges))
-        await self._forget(engine)
+        """Give an engine nothing new, here and at the siblings, wait for what it runs, and forget it.
+
+        What it still runs after `drain_timeout_s` is ended.
+        """
+        self.siblings.set_engine(name, None)
+        await self._drain(self._engines[name])
 
     async def close(self) -> None:
         """End every request and forget every engine."""
+        for follower in self._followers.values():
+            follower.cancel()
+        await asyncio.gather(*self._followers.values(), return_exceptions=True)
         for engine in self.engines:
             await self._forget(engine)
         self._context.term()
 
     def place(
-        self, model: str, token_ids: Sequence[int], num_outputs: int, cache_salt: str, tried: Collection[str]
-    ) -> Placed:
-        """The cheapest engine or pair for a request, without those it was `tried` on.
+        self, model: str, prompt: Prompt, num_outputs: int, now: float, tried: Collection[str] = (), **options: Any
+    ) -> Placement:
+        """The cheapest engine or pair for a request, without those it was `tried` on. `options` are the placer's own.
 
         Raises `ModelNotFound`, `EngineBusy` when those left ask to wait, and `NoWorker` with the reasons.
         """
-        now = self.clock()
         engines = [engine for engine in self.engines if engine.spec.model == model]
         if not engines:
             raise ModelNotFound(f"The model '{model[:200]}' does not exist.", param="model")
         open_to_it = [e for e in engines if e.name not in tried and not e.refusal(now) and e.card is not None]
-        found: list[Placed] = []
+        found: list[Placement] = []
         for group in dict.fromkeys(engine.spec.group for engine in open_to_it):
             members = {engine.name: engine for engine in open_to_it if engine.spec.group == group}
             if any(engine.spec.role is not Role.PREFILL for engine in members.values()):
-                found.append(self._place_in(members, token_ids, num_outputs, cache_salt, now))
+                found.append(self._place_in(members, prompt, num_outputs, now, options))
         if not found:
             raise self._nobody(model, engines, tried, now)
-        return min(found, key=lambda placed: placed.placement.best.terms.total_s)
+        return min(found, key=lambda placement: placement.best.terms.total_s)
+
+    def placed(self, placement: Placement, prompt: Prompt) -> Placed:
+        """The placement with its engines, which must have been placed on just now."""
+        best = placement.best
+        prefill, decode = self._engines[best.prefill.worker_id], self._engines[best.decode.worker_id]
+        return Placed(placement, prefill, decode, prompt.digests(best.prefill.card))
+
+    def book(self, placed: Placed) -> SharedBooking:
+        """Let the next decision see this one, here and at the siblings."""
+        placement, best = placed.placement, placed.placement.best
+        now = self.clock()
+        for engine in dict.fromkeys((placed.prefill, placed.decode)):
+            engine.expect_cached(placed.digests, self.index, now)
+        return self.siblings.reserve(
+            best.prefill.worker_id,
+            best.decode.worker_id,
+            num_new_tokens=placement.num_new_tokens,
+            num_context_tokens=best.num_cached_tokens,
+            num_kv_tokens=placement.num_kv_tokens,
+            digests=placed.digests,
+        )
+
+    def learn_first_token(
+        self, engine: Engine, worker: Worker, *, sent_s: float, num_new_tokens: int, num_cached_tokens: int
+    ) -> None:
+        """A prompt sent to the engine then has its first token now."""
+        stats = engine.pace.first_token(
+            sent_s=sent_s,
+            now=self.clock(),
+            num_new_tokens=num_new_tokens,
+            num_cached_tokens=num_cached_tokens,
+            num_decode_seqs=worker.num_booked_seqs - worker.num_awaited_seqs,
+            num_kv_tokens=worker.booked_kv_tokens - worker.awaited_kv_tokens,
+        )
+        if stats is not None:
+            self.costs.steps(engine.spec.cost_kind).observe(stats)
 
     def note_lengths(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Remember how long prompts and answers are."""
         self.mean_prompt_tokens += MEAN_WEIGHT * (num_prompt_tokens - self.mean_prompt_tokens)
         self.mean_output_tokens += MEAN_WEIGHT * (num_output_tokens - self.mean_output_tokens)
 
+    # -- what siblings see --------------------------------------------------------------------------------------
+
+    def sibling_opened(self, load: Load, digests: Sequence[bytes]) -> None:
+        """Their engines will have the prompt cached."""
+        now = self.clock()
+        for name in dict.fromkeys((load.prefill, load.decode)):
+            if (engine := self._engines.get(name)) is not None:
+                engine.expect_cached(digests, self.index, now)
+
+    def sibling_first_token(self, load: Load, wait_s: float) -> None:
+        """An engine computes our prompts and theirs one after the other, so its pace needs both."""
+        engine, worker = self._engines.get(load.prefill), self.registry.get(load.prefill)
+        if engine is not None and worker is not None:
+            self.learn_first_token(
+                engine,
+                worker,
+                sent_s=self.clock() - wait_s,
+                num_new_tokens=load.num_new_tokens,
+                num_cached_tokens=load.num_context_tokens,
+            )
+
+    def sibling_ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Their prompts and answers are as long as ours."""
+        self.note_lengths(num_prompt_tokens, num_output_tokens)
+
+    def sibling_engine(self, entry: EngineEntry) -> None:
+        """Follow, one change after the other."""
+        if entry.name not in self._followers:
+            task = self._followers[entry.name] = asyncio.create_task(self._follow(entry.name))
+            task.add_done_callback(lambda _: self._followers.pop(entry.name, None))
+
+    async def _follow(self, name: str) -> None:
+        """Make of our engine what the siblings' latest word says. Who was asked first has checked it."""
+        while True:
+            wanted, engine = self.siblings.engines[name].spec, self._engines.get(name)
+            if engine is not None and (wanted is None or msgspec.to_builtins(engine.configured) != wanted):
+                await self._drain(engine)
+            elif engine is None and wanted is not None:
+                try:
+                    self._start(msgspec.convert(wanted, EngineSpec))
+                except ConfigError as exc:
+                    logger.error("engine %s, added through a sibling, cannot be used here: %s", name, exc)
+                    return
+            else:
+                return
+
     def _place_in(
-        self, members: dict[str, Engine], token_ids: Sequence[int], num_outputs: int, cache_salt: str, now: float
-    ) -> Placed:
+        self, members: dict[str, Engine], prompt: Prompt, num_outputs: int, now: float, options: dict[str, Any]
+    ) -> Placement:
         cards = [engine.card for engine in members.values() if engine.card is not None]
-        root = root_digest(digest_root(cards[0].model, cards[0].block_size), cache_salt=cache_salt)
-        digests = self._memo.digests(root, token_ids, cards[0].block_size)
         # What is too long for all of them goes there all the same: the engine says so best, in its own 400.
         room = max(min(card.num_blocks * card.block_size, card.max_model_len) for card in cards)
-        num_prompt_tokens = max(1, min(len(token_ids), room - 1))
+        num_prompt_tokens = max(1, min(len(prompt.token_ids), room - 1))
         others = {worker.worker_id for worker in self.registry} - members.keys()
-        placement = self._placer.place(num_prompt_tokens, digests, num_outputs, now, excluded=others)
-        best = placement.best
-        return Placed(placement, members[best.prefill.worker_id], members[best.decode.worker_id], digests)
+        digests = prompt.digests(cards[0])
+        return self._placer.place(num_prompt_tokens, digests, num_outputs, now, excluded=others, **options)
 
     def _nobody(self, model: str, engines: list[Engine], tried: Collection[str], now: float) -> NoWorker | EngineBusy:
         reasons = {e.name: "tried" if e.name in tried else e.refusal(now) or "prefill only" for e in engines}
@@ -191,6 +309,19 @@ class Fleet:
         self._probes[spec.name] = asyncio.create_task(self._probe_for_ever(engine))
         return engine
 
+    async def _drain(self, engine: Engine) -> None:
+        if engine.is_removed:
+            await engine.is_gone.wait()
+            return
+        engine.is_removed = True
+        self._set_state(engine, WorkerState.DRAINING, "removed")
+        try:
+            async with asyncio.timeout(self.config.drain_timeout_s):
+                await engine.idle.wait()
+        except TimeoutError:
+            logger.warning("engine %s still runs %d requests after draining", engine.name, len(engine.exchanges))
+        await self._forget(engine)
+
     async def _forget(self, engine: Engine) -> None:
         probe = self._probes.pop(engine.name)
         probe.cancel()
@@ -199,6 +330,7 @@ class Fleet:
             exchange.abort("it was removed")
         self._leave(engine, "removed")
         del self._engines[engine.name]
+        engine.is_gone.set()
         await engine.close()
 
     async def _probe_for_ever(self, engine: Engine) -> None:
@@ -220,7 +352,7 @@ class Fleet:
         answer = await engine.client.get(_HEALTH_PATHS[engine.spec.kind], timeout=timeout_s)
         if answer.status_code != 200:
             raise ValueError(f"its health check answered {answer.status_code}")
-        num_ours = len(engine.exchanges)
+        num_known = self._num_on(engine)
         metrics = await self._metrics(engine, timeout_s)
         if engine.state in (WorkerState.STARTING, WorkerState.DEAD) and not engine.is_removed:
             await self._join(engine, parse_size(metrics), timeout_s)
@@ -228,7 +360,11 @@ class Fleet:
         engine.expire(self.index, now)
         load = parse_load(metrics)
         engine.has_metrics = load is not None
-        self._note_load(engine, load, max(num_ours, len(engine.exchanges)), now)
+        self._note_load(engine, load, max(num_known, self._num_on(engine)), now)
+
+    def _num_on(self, engine: Engine) -> int:
+        """Requests that we and our siblings have there."""
+        return len(engine.exchanges) + self.siblings.num_on(engine.name)
 
     async def _metrics(self, engine: Engine, timeout_s: float) -> str:
         """Its `/metrics`, "" where it has none; asked again in each life."""
@@ -284,7 +420,7 @@ class Fleet:
         engine.state, engine.reason = state, reason
         self.registry.set_state(engine.name, state, reason or "answers")
 
-    def _note_load(self, engine: Engine, load: EngineLoad | None, num_ours: int, now: float) -> None:
+    def _note_load(self, engine: Engine, load: EngineLoad | None, num_known: int, now: float) -> None:
         """Remember what the engine tells, and book what others have put on it as if we had.
 
         Nobody tells how long their prompts are: they count as ours on average.
@@ -300,7 +436,7 @@ class Fleet:
             num_free_blocks=round((1 - load.kv_usage) * card.num_blocks),
         )
         self.registry.note_load(engine.name, told, now)
-        num_foreign = max(0, min(load.num_running + load.num_waiting - num_ours, MAX_FOREIGN_BOOKINGS))
+        num_foreign = max(0, min(load.num_running + load.num_waiting - num_known, MAX_FOREIGN_BOOKINGS))
         num_prompt, num_kv = round(self.mean_prompt_tokens), round(self.mean_prompt_tokens + self.mean_output_tokens)
         # Engines serve in order of arrival: those that were there first end first, and the newest wait.
         while len(engine.foreign) > num_foreign:

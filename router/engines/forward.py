@@ -5,7 +5,7 @@ A request goes to another engine before its first byte only: after it the client
 
 from __future__ import annotations
 
-import asyncio
+import json
 import time
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -17,19 +17,28 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import ModelNotFound, NoWorker, RequestError, ServingError
+from router.decisions import Decision
 from router.engines.errors import EngineBusy, EngineFailed
 from router.engines.exchange import Call, Exchange
-from router.engines.fleet import Fleet
-from router.engines.prompts import PromptReader, TextReader, max_tokens_of
+from router.engines.fleet import Fleet, Prompt
+from router.engines.prompts import PromptReader, TextReader, priority_of
+from router.engines.queues import Queues
 from router.metrics import EdgeMetrics
-from router.openai.answer import new_answer_id, until_disconnect
+from router.openai.answer import new_answer_id
 from router.openai.errors import ClientDisconnected, UnsupportedMediaType, serving_error_body
+from router.openai.presence import while_connected
+from router.openai.wishes import EXPLAIN_HEADER, wishes_of
+from router.placement import Placement
 from router.tokenizer import TokenizerPool
 
 __all__ = ["Forwarder", "read_object"]
 
 LONG_BODY_BYTES = 16 * 1024  # what is shorter is tokenized in less time than a thread takes to wake up
-STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
 
 class Forwarder:
@@ -43,43 +52,53 @@ class Forwarder:
         self._text = TextReader()
         self._pool = pool
         self._metrics = metrics
+        self.queues = Queues(fleet, self._exchange)
         self.num_retries = 0
 
-    async def answer(self, request: Request, path: str) -> Response:
+    async def explain(self, request: Request) -> dict[str, Any]:
+        """Body of `POST /v1/route/explain`: what would be decided now. Nothing is sent or booked."""
+        raw, body = await read_object(request)
+        call = await self._call(request, "", raw, body, time.perf_counter())
+        return {"object": "list", "data": [self.queues.of(call.model).explain(call)]}
+
+    async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Raises a `ServingError` for what goes wrong before the first byte."""
         arrived_s = time.perf_counter()
+        request = Request(scope, receive)
         raw, body = await read_object(request)
-        call = await self._call(path, raw, body, arrived_s)
+        call = await self._call(request, path, raw, body, arrived_s)
+        exchange = None
         try:
-            exchange = await until_disconnect(request.receive, self._open(call))
-        except ClientDisconnected:
+            async with while_connected(receive):
+                exchange, decision = await self._open(call)
+                headers = self._headers(call, exchange, decision)
+                if exchange.content is None:
+                    await self._relay(exchange, headers, send)
+                else:
+                    exchange.close()
+                    await _whole(exchange, headers)(scope, receive, send)
+        except (ClientDisconnected, OSError):
             self._metrics.client_disconnects.inc()
-            raise
-        headers = {
-            "x-request-id": call.request_id,
-            "x-tandem-engine": exchange.engine.name,
-            "x-tandem-expected-cached-tokens": str(exchange.num_expected_cached_tokens),
-        }
-        if exchange.content is None:
-            return _RelayedStream(exchange, self._metrics, headers | STREAM_HEADERS)
-        await exchange.close()
-        return Response(exchange.content, exchange.status, headers, exchange.content_type)
+            if exchange is None:
+                raise
+        finally:
+            if exchange is not None:
+                exchange.close()
 
-    async def _call(self, path: str, raw: bytes, body: dict[str, Any], arrived_s: float) -> Call:
+    async def _call(self, request: Request, path: str, raw: bytes, body: dict[str, Any], arrived_s: float) -> Call:
         model = self._model_of(body)
+        wishes = wishes_of(request, priority_of(body))
         reader = self._readers.get(model, self._text)
         is_short = len(raw) < LONG_BODY_BYTES
         token_ids = reader.read(body) if is_short else await self._pool.run(lambda: reader.read(body))
-        limit = max_tokens_of(body)
-        mean = max(1, round(self._fleet.mean_output_tokens))
         return Call(
             request_id=new_answer_id("req-"),
             path=path,
             body=body,
             model=model,
             token_ids=token_ids,
-            num_outputs=mean if limit is None else min(limit, mean),
             arrived_s=arrived_s,
+            wishes=wishes,
         )
 
     def _model_of(self, body: dict[str, Any]) -> str:
@@ -100,68 +119,70 @@ class Forwarder:
         body["model"] = known[0]
         return known[0]
 
-    async def _open(self, call: Call) -> Exchange:
-        """The exchange that answers, after as many attempts as it takes and may take."""
+    async def _open(self, call: Call) -> tuple[Exchange, Decision]:
+        """The exchange that answers, after its turn came and as many attempts as it takes and may take."""
+        queue = self.queues.of(call.model)
+        offer = queue.offer(call)
+        entered = await queue.gate.enter(call, offer)
+        exchange, decision = entered.booking, entered.decision
         tried: set[str] = set()
-        last: EngineFailed | EngineBusy | None = None
-        for _ in range(self._fleet.engines_config.max_attempts):
-            try:
-                placed = self._fleet.place(call.model, call.token_ids, call.num_outputs, call.cache_salt, tried)
-            except (NoWorker, EngineBusy):
-                if isinstance(last, EngineFailed):
-                    break  # says more than that nobody is left
-                raise
-            self.num_retries += last is not None
-            exchange = Exchange(self._fleet, placed, call, self._metrics)
+        while True:
+            exchange.on_first_token = entered.first_token
+            exchange.on_end = lambda length: queue.admission.lengths.note(offer.tenant, length)
             try:
                 await exchange.open()
             except (EngineFailed, EngineBusy) as exc:
-                await exchange.close()
-                last = exc
+                exchange.close()
+                last: EngineFailed | EngineBusy = exc
                 tried.add(exc.engine)
             except BaseException:
-                await asyncio.shield(exchange.close())
+                exchange.close()
                 raise
             else:
-                return exchange
-        assert last is not None, "the first attempt returns or fails"
-        raise last
+                return exchange, decision
+            if len(tried) == self._fleet.engines_config.max_attempts:
+                raise last
+            try:
+                exchange, decision.placement = queue.try_elsewhere(call, offer, tried)
+            except (NoWorker, EngineBusy):
+                if isinstance(last, EngineFailed):
+                    raise last from None  # says more than that nobody is left
+                raise
+            self.num_retries += 1
 
+    def _exchange(self, call: Call, placement: Placement, prompt: Prompt) -> Exchange:
+        return Exchange(self._fleet, self._fleet.placed(placement, prompt), call, self._metrics)
 
-class _RelayedStream(Response):
-    """Response that sends an exchange's events as they come; owns the exchange and closes it."""
+    def _headers(self, call: Call, exchange: Exchange, decision: Decision) -> dict[str, str]:
+        headers = {
+            "x-request-id": call.request_id,
+            "x-tandem-engine": exchange.engine.name,
+            "x-tandem-expected-cached-tokens": str(exchange.num_expected_cached_tokens),
+        }
+        if call.explains:
+            headers[EXPLAIN_HEADER] = json.dumps(decision.to_json(self._fleet.clock()), separators=(",", ":"))
+        return headers
 
-    media_type = "text/event-stream"
-
-    def __init__(self, exchange: Exchange, metrics: EdgeMetrics, headers: dict[str, str]) -> None:
-        self._exchange = exchange
-        self._metrics = metrics
-        self.status_code = 200
-        self.background = None
-        self.init_headers(headers)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream, as an ASGI app."""
+    async def _relay(self, exchange: Exchange, headers: dict[str, str], send: Send) -> None:
+        """Send a stream's events as they come."""
+        raw_headers = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         self._metrics.running_requests.inc()
         try:
-            await until_disconnect(receive, self._send(send))
-        except (ClientDisconnected, OSError):
-            self._metrics.client_disconnects.inc()
-        finally:
-            self._metrics.running_requests.dec()
-            await self._exchange.close()
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            async with aclosing(self._exchange.events()) as events:
-                async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.start", "status": 200, "headers": raw_headers + _STREAM_HEADERS})
+            async with aclosing(exchange.events()) as shown:
+                async for events in shown:
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
         except ServingError as exc:
             self._metrics.stream_errors.inc()
             event = b"data: " + orjson.dumps(serving_error_body(exc)) + b"\n\n"
             await send({"type": "http.response.body", "body": event, "more_body": True})
+        finally:
+            self._metrics.running_requests.dec()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _whole(exchange: Exchange, headers: dict[str, str]) -> Response:
+    return Response(exchange.content, exchange.status, headers, exchange.content_type)
 
 
 async def read_object(request: Request) -> tuple[bytes, dict[str, Any]]:

@@ -39,8 +39,9 @@ async def plan_chat(edge: Edge, request: Request, arrived_s: float) -> Answer:
     messages = template_messages(fields.messages)
     options = template_options(fields.chat_template_kwargs, fields.add_generation_prompt)
     add_special_tokens = bool(fields.add_special_tokens)
+    salt = fields.cache_salt or ""
     token_ids = await edge.pool.run(
-        lambda: edge.tokenizer.encode_chat(messages, options, add_special_tokens=add_special_tokens)
+        lambda: edge.tokenizer.encode_chat(messages, options, add_special_tokens=add_special_tokens, cache_salt=salt)
     )
     if not token_ids:
         raise RequestError("The messages make an empty prompt.", param="messages")
@@ -54,7 +55,7 @@ async def plan_chat(edge: Edge, request: Request, arrived_s: float) -> Answer:
         num_logprobs=num_logprobs,
         arrived_s=arrived_s,
         conversation_id=conversation_of(request, fields),
-        wishes=wishes_of(request, fields),
+        wishes=wishes_of(request, fields.priority),
     )
 
 

@@ -50,7 +50,7 @@ async def plan_completion(edge: Edge, request: Request, arrived_s: float) -> Ans
         num_logprobs=fields.logprobs,
         arrived_s=arrived_s,
         conversation_id=conversation_of(request, fields),
-        wishes=wishes_of(request, fields),
+        wishes=wishes_of(request, fields.priority),
     )
 
 

@@ -8,10 +8,9 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from protocol.errors import RequestError
-from router.openai.schema import GenerationFields
 from router.tenants import DEFAULT_TENANT, TENANT_NAME
 
-__all__ = ["EXPLAIN_HEADER", "Wishes", "tenant_of", "wishes_of"]
+__all__ = ["EXPLAIN_HEADER", "TENANT_HEADER", "Wishes", "tenant_of", "wishes_of"]
 
 TENANT_HEADER = "x-tandem-tenant"
 SLO_HEADER = "x-tandem-ttft-slo-ms"
@@ -27,15 +26,15 @@ class Wishes(NamedTuple):
     explains: bool = False
 
 
-def wishes_of(request: Request, fields: GenerationFields) -> Wishes:
-    """The wishes in a request's headers and body. Raises `RequestError`."""
-    return Wishes(tenant_of(request), fields.priority or 0, _slo_s(request), _explains(request))
+def wishes_of(request: Request, priority: int | None) -> Wishes:
+    """The wishes in a request's headers, with the priority of its body. Raises `RequestError`."""
+    return Wishes(tenant_of(request), priority or 0, _slo_s(request), _explains(request))
 
 
 def tenant_of(request: Request) -> str:
     """Whose request this is. Raises `RequestError`.
 
-    NOTE: the client is believed. Where clients are not trusted, what stands in front must set the header.
+    NOTE: the client is believed, unless its API key is of a tenant. Where clients are not trusted, give them such keys.
     """
     tenant = request.headers.get(TENANT_HEADER, DEFAULT_TENANT)
     if not TENANT_NAME.fullmatch(tenant):

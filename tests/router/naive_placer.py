@@ -33,8 +33,9 @@ class NaivePlacer:
     ) -> list[Candidate]:
         """All of them, the best first: fewest seconds, then the workers with the least work done."""
         hits = self.index.longest_prefix(digests, now)
-        deepest = sorted(hits, key=lambda worker_id: -hits[worker_id])[:4]  # only these are asked what they do hold
-        held = {worker_id: self.index.count_held(worker_id, digests, len(digests)) for worker_id in deepest}
+        readable = [name for name in hits if "/" not in name or name.endswith("/host")]
+        deepest = sorted(readable, key=lambda name: -hits[name])[:4]  # only these are asked what they do hold
+        held = {name: self.index.count_held(name, digests, len(digests)) for name in deepest}
         request = _NaiveRequest(self.costs, num_prompt_tokens, num_outputs, hits, held, held_s or {})
         workers = [
             worker
@@ -76,32 +77,44 @@ class _NaiveRequest:
 
     def candidate(self, prefill: Worker, decode: Worker, others: Sequence[Worker]) -> Candidate:
         """Prompt on one worker, answer on the other or the same."""
-        options = list(self.prefill_options(prefill, others))
-        computing_s = options[0][2][2]
-        # Reading must save 5 % of computing, as predictions are not that exact.
-        worthy = [option for option in options[1:] if option[2][1] + option[2][2] < 0.95 * computing_s]
-        hit, holder, prefill_terms = max(worthy, key=lambda option: option[0]) if worthy else options[0]
+        best, *others_of_it = self.prefill_options(prefill, others)
+        for option in others_of_it:
+            # Reading must save 5 %, as predictions are not that exact.
+            if option[-1][1] + option[-1][2] < 0.95 * (best[-1][1] + best[-1][2]):
+                best = option
+        hit, holder, tier, prefill_terms = best
         transfer_s = self.transfer_s(prefill, decode, prefill_terms[2]) if prefill is not decode else 0.0
         terms = Terms(*prefill_terms, transfer_s, self.memory_s(decode), self.decode_s(decode))
-        return Candidate(prefill, decode, hit, holder, terms)
+        return Candidate(prefill, decode, hit, holder, terms, tier)
 
     def prefill_options(
         self, worker: Worker, others: Sequence[Worker]
-    ) -> Iterator[tuple[int, Holder | None, tuple[float, float, float, float]]]:
-        """Cached tokens, whom some are read from, seconds of queue, fetch, prefill, delay: first without reading."""
+    ) -> Iterator[tuple[int, Holder | None, str, tuple[float, float, float, float]]]:
+        """Cached tokens, where some are read from, seconds of queue, fetch, prefill, delay: first without reading."""
         block_size = worker.card.block_size
         own = self.hits.get(worker.worker_id, 0)
-        yield self.usable(own * block_size), None, self.prefill_terms(worker, self.usable(own * block_size), 0.0)
-        holder_id = max(self.held, key=self.held.__getitem__, default=None)
-        if holder_id is None:
+        yield self.usable(own * block_size), None, "", self.prefill_terms(worker, self.usable(own * block_size), 0.0)
+        for tier in worker.tiers:
+            num_blocks = self.hits.get(f"{worker.worker_id}/{tier.name}", 0)
+            if num_blocks > own and math.isfinite(tier.block_s):
+                hit, load_s = self.usable(num_blocks * block_size), tier.latency_s + (num_blocks - own) * tier.block_s
+                yield hit, None, tier.name, self.prefill_terms(worker, hit, load_s)
+        name = max(self.held, key=self.held.__getitem__, default=None)
+        if name is None:
             return
-        holder, num_blocks = next(other for other in others if other.worker_id == holder_id), self.held[holder_id]
+        holder_id, num_blocks = name.partition("/")[0], self.held[name]
+        holder = next(other for other in others if other.worker_id == holder_id)
         is_alike = (holder.card.namespace, holder.card.block_size) == (worker.card.namespace, block_size)
         if holder is worker or num_blocks <= own or not is_alike:
             return
         hit = self.usable(num_blocks * block_size)
         num_bytes = (hit - self.usable(own * block_size)) / block_size * worker.card.block_bytes
-        yield hit, Holder(holder, num_blocks), self.prefill_terms(worker, hit, self.read_s(holder, worker, num_bytes))
+        yield (
+            hit,
+            Holder(holder, num_blocks),
+            "",
+            self.prefill_terms(worker, hit, self.read_s(holder, worker, num_bytes)),
+        )
 
     def prefill_terms(self, worker: Worker, num_cached: int, fetch_s: float) -> tuple[float, float, float, float]:
         costs = self.costs.steps(worker.card.kind).costs

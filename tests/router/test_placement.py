@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from protocol.config import RouterConfig
 from protocol.errors import NoWorker
-from protocol.messages import BlockEvents, Role, StepStats, WorkerState
+from protocol.messages import POOL_PLACE, BlockEvents, Role, StepStats, TierLoad, WorkerState
 from router.cost_model import CostModel
 from router.placement import Needs, Placement, Placer
 from router.prefix_index import PrefixIndex
@@ -31,9 +32,16 @@ class Pool:
         add_ready(self.registry, make_card(worker_id, role, num_blocks=num_blocks, max_model_len=max_model_len))
         self.index.add_worker(worker_id, epoch=1)
 
-    def cache(self, worker_id: str, digests: list[bytes]) -> None:
-        events = BlockEvents(worker_id=worker_id, epoch=1, sequence=1, stored=digests, removed=[])
+    def cache(self, worker_id: str, digests: list[bytes], place: str = POOL_PLACE) -> None:
+        events = BlockEvents(worker_id=worker_id, epoch=1, sequence=1, stored=digests, removed=[], place=place)
         assert not self.index.apply(events)
+
+    def add_tier(self, worker_id: str, tier: TierLoad, digests: list[bytes]) -> None:
+        worker = self.registry.get(worker_id)
+        assert worker is not None
+        self.registry.note_tiers(worker_id, [*worker.tiers, tier], None)
+        self.index.add_worker(f"{worker_id}/{tier.name}", epoch=1)
+        self.cache(worker_id, digests, tier.name)
 
     def book(self, prefill: str, decode: str, *, new: int = 100, kv: int = 200, done: bool = False) -> None:
         booking = self.registry.reserve(prefill, decode, num_new_tokens=new, num_context_tokens=0, num_kv_tokens=kv)
@@ -232,6 +240,48 @@ def test_what_is_held_for_a_worker_counts_as_its_queue() -> None:
     assert (chosen(both), both.best.terms.queue_s) == (("a", "a"), 1.0)
 
 
+def test_a_prompt_goes_where_loading_it_is_sooner_than_computing_it_elsewhere() -> None:
+    pool, digests = Pool(), chain(100)
+    for worker_id in ("a", "b"):
+        pool.add(worker_id, Role.COLOCATED)
+    pool.add_tier("b", TierLoad(name="host", block_s=1e-4), digests)
+    placement = pool.place(1600, digests=digests)
+    assert (chosen(placement), placement.best.tier, placement.best.num_cached_tokens) == (("b", "b"), "host", 1599)
+    assert placement.best.terms.fetch_s == pytest.approx(100 * 1e-4)
+    assert placement.best.explain()["kv_tier"] == "host"
+
+
+def test_a_tier_slower_than_computing_or_out_of_reach_attracts_nothing() -> None:
+    for block_s in (1.0, math.inf):
+        pool, digests = Pool(), chain(100)
+        for worker_id in ("a", "b"):
+            pool.add(worker_id, Role.COLOCATED)
+        pool.add_tier("b", TierLoad(name="object", block_s=block_s), digests)
+        pool.book("b", "b", new=1)  # hardly busier
+        placement = pool.place(1600, digests=digests)
+        assert (chosen(placement), placement.best.tier) == (("a", "a"), "")
+
+
+def test_the_faster_of_two_tiers_is_taken_unless_the_slower_one_has_much_more() -> None:
+    for num_blocks, expected in ((50, "disk"), (99, "host")):
+        pool, digests = Pool(), chain(100)
+        pool.add("a", Role.COLOCATED)
+        pool.add_tier("a", TierLoad(name="host", block_s=1e-5), digests[:num_blocks])
+        pool.add_tier("a", TierLoad(name="disk", block_s=2e-3), digests)
+        assert pool.place(1600, digests=digests).best.tier == expected
+
+
+def test_what_a_peer_has_in_host_memory_can_be_read_and_what_it_has_on_disk_cannot() -> None:
+    for name, expected in (("host", "b"), ("disk", None)):
+        pool, digests = Pool(), chain(100)
+        for worker_id in ("a", "b"):
+            pool.add(worker_id, Role.COLOCATED)
+        pool.add_tier("b", TierLoad(name=name, block_s=1e-4), digests)
+        pool.book("b", "b", new=4000)
+        best = pool.place(1600, digests=digests).best
+        assert (best.prefill.worker_id, best.holder and best.holder.worker.worker_id) == ("a", expected)
+
+
 def random_pool(rng: random.Random, num_workers: int, digests: list[bytes]) -> tuple[Pool, list[Booking]]:
     """Workers of two kinds in all roles and states; caches, bookings, measured steps and links."""
     pool = Pool(local_prefill=rng.random() < 0.7)
@@ -249,6 +299,11 @@ def random_pool(rng: random.Random, num_workers: int, digests: list[bytes]) -> t
         pool.index.add_worker(worker_id, epoch=1)
         if rng.random() < 0.6:
             pool.cache(worker_id, digests[: rng.choice([0, 2, len(digests) // 2, len(digests)])])
+        for name in ("host", "disk"):
+            if rng.random() < 0.3:
+                block_s = rng.choice([1e-5, 1e-3, 2e-2, math.inf])
+                tier = TierLoad(name=name, latency_s=rng.choice([0.0, 0.1]), block_s=block_s)
+                pool.add_tier(worker_id, tier, digests[: rng.choice([2, len(digests) // 3, len(digests)])])
         if rng.random() < 0.1:
             pool.index.speculate({worker_id}, digests, 0.0)
         for _ in range(rng.choice([0, 0, 1, 3])):
@@ -276,7 +331,8 @@ def shake(rng: random.Random, pool: Pool, bookings: list[Booking]) -> None:
         pool.registry.set_role(worker_ids[0], rng.choice(list(Role)))
     if change == 1:
         pool.registry.set_state(worker_ids[-1], WorkerState.DEAD, "test")
-        pool.index.remove_worker(worker_ids[-1])
+        for holder in (worker_ids[-1], f"{worker_ids[-1]}/host", f"{worker_ids[-1]}/disk"):
+            pool.index.remove_worker(holder)
     if change == 2:
         pool.costs.steps("cpu-1").observe(StepStats(duration_s=0.5, num_prefill_tokens=512, num_decode_seqs=1))
         pool.costs.transfer("cpu-1", "cpu-1").observe(1e8, rng.choice([1e-3, 1.0]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,8 @@ from router.engines.fleet import Fleet
 from router.engines.prompts import PromptReader
 from router.prefix_index import PrefixIndex
 from router.registry import Registry
+from router.sibling_bus import SiblingBus
+from router.siblings import Siblings
 from tests.fake_openai import FakeServer
 
 COMPLETIONS = "/v1/completions"
@@ -81,18 +83,33 @@ async def routing(
     admin_token: str = "",
     wait: bool = True,
     clock: Callable[[], float] = time.monotonic,
+    number: int = 0,
+    bus: Sequence[str] = (),
     **engines: Any,
 ) -> AsyncIterator[Router]:
-    """The app with these engines; probes come every 20 ms. At the end nothing may be left."""
+    """The app with these engines; probes come every 20 ms. At the end nothing may be left.
+
+    With a `bus` it is this number among the processes that publish at those endpoints.
+    """
+    registry = Registry()
+    siblings = Siblings(registry, name=str(number), epoch=time.time_ns())
     fleet = Fleet(
-        registry=Registry(),
+        registry=registry,
         index=PrefixIndex(),
         costs=CostModel(),
         config=config or RouterConfig(request_timeout_s=20.0, drain_timeout_s=5.0),
         engines=EnginesConfig(**({"probe_interval_s": 0.02} | engines)),
+        siblings=siblings,
         clock=clock,
     )
-    app = create_engines_app(fleet, specs, readers or {}, CollectorRegistry(), admin_token=admin_token)
+    app = create_engines_app(
+        fleet,
+        specs,
+        readers or {},
+        CollectorRegistry(),
+        admin_token=admin_token,
+        bus=SiblingBus(siblings, bus[number], bus) if bus else None,
+    )
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client,
@@ -102,4 +119,5 @@ async def routing(
             await router.all_ready(*(spec.name for spec in specs))
         yield router
         await until(lambda: not any(engine.exchanges for engine in fleet.engines))
+        await until(lambda: not any(map(siblings.num_open, siblings.living)))
         router.assert_nothing_left()

@@ -1,0 +1,159 @@
+"""Several equal processes under one parent: started, replaced when they die, stopped together.
+
+Each child reads its setup from its standard input, writes "ready" or "error: why" to its standard output, and obeys
+the words that follow: "stop" (finish what runs) and "now". The end of its input is the end of its parent, however that
+came, so no child is ever left over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from protocol.errors import ConfigError
+
+__all__ = ["ParentPipe", "ProcessGroup"]
+
+logger = logging.getLogger(__name__)
+
+READY_TIMEOUT_S = 60.0
+KILL_AFTER_S = 2.0  # of a child that was told to end now
+_SHORT_LIFE_S = 10.0  # a child that lives shorter is replaced later and later
+_MAX_DELAY_S = 5.0
+
+
+class ProcessGroup:
+    """`count` children that run `module`. `make_setup` gives the setup of each at each of its starts: one line."""
+
+    def __init__(self, module: str, make_setup: Callable[[int], bytes], count: int, *, stop_timeout_s: float) -> None:
+        self._module = module
+        self._make_setup = make_setup
+        self._count = count
+        self._stop_timeout_s = stop_timeout_s
+        self._children: dict[int, Process] = {}
+        self._is_stopping = False
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the children that run."""
+        return [child.pid for child in self._children.values() if child.returncode is None]
+
+    async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, on_ready: Callable[[], None]) -> None:
+        """Start all, call `on_ready` once all serve, keep them until `stop` is set and return when all have ended.
+
+        `stop_now` ends them without delay. Raises `ConfigError` when one cannot begin to serve.
+        """
+        try:
+            await self._until(stop, self._start_all())
+            if not stop.is_set():
+                on_ready()
+                await self._until(stop, self._keep_all())
+        finally:
+            await self._stop_all(stop_now)
+
+    async def _until(self, stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work unless it is time to stop before it is done. Raises what the work raises."""
+        stopping, working = asyncio.create_task(stop.wait()), asyncio.create_task(work)
+        try:
+            await asyncio.wait((stopping, working), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+        finally:
+            stopping.cancel()
+            working.cancel()
+            await asyncio.gather(stopping, working, return_exceptions=True)
+
+    async def _start_all(self) -> None:
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await asyncio.gather(*(self._start(number) for number in range(self._count)))
+        except TimeoutError as exc:
+            raise ConfigError(f"not all of {self._count} processes served within {READY_TIMEOUT_S:g} s") from exc
+
+    async def _keep_all(self) -> None:
+        await asyncio.gather(*(self._keep(number) for number in range(self._count)))
+
+    async def _start(self, number: int) -> None:
+        """Start one child and wait until it serves. Raises `ConfigError` with what it says."""
+        # In a session of its own: Ctrl-C at the terminal is for the parent, which tells the children.
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", self._module, stdin=PIPE, stdout=PIPE, start_new_session=True
+        )
+        self._children[number] = child
+        assert child.stdin is not None, "its input is a pipe"
+        assert child.stdout is not None, "its output is a pipe"
+        child.stdin.write(self._make_setup(number) + b"\n")
+        word = (await child.stdout.readline()).decode(errors="replace").strip()
+        if word != "ready":
+            raise ConfigError(word.removeprefix("error: ") or f"process {number} ended before it served")
+
+    async def _keep(self, number: int) -> None:
+        """Replace the child whenever it ends."""
+        delay_s = 0.0
+        while True:
+            started_s = time.monotonic()
+            code = await self._children[number].wait()
+            is_short = time.monotonic() - started_s < _SHORT_LIFE_S
+            delay_s = min(2 * delay_s + 0.5, _MAX_DELAY_S) if is_short else 0.0
+            logger.warning("process %d of %d ended with code %d and is replaced", number, self._count, code)
+            await asyncio.sleep(delay_s)
+            try:
+                await self._start(number)
+            except ConfigError as exc:
+                logger.error("process %d cannot be replaced yet: %s", number, exc)
+
+    async def _stop_all(self, stop_now: asyncio.Event) -> None:
+        """Let all finish what runs, for `stop_timeout_s` at most; then, or on `stop_now`, end them."""
+        self._tell("stop")
+        ended, hurry = asyncio.create_task(self._all_ended()), asyncio.create_task(stop_now.wait())
+        await asyncio.wait((ended, hurry), timeout=self._stop_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        self._tell("now")
+        await asyncio.wait((ended,), timeout=KILL_AFTER_S)
+        for child in self._children.values():
+            if child.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.kill()
+        await asyncio.gather(ended, hurry, return_exceptions=True)
+
+    async def _all_ended(self) -> None:
+        await asyncio.gather(*(child.wait() for child in self._children.values()))
+
+    def _tell(self, word: str) -> None:
+        for child in self._children.values():
+            if child.returncode is None and child.stdin is not None and not child.stdin.is_closing():
+                child.stdin.write(word.encode() + b"\n")
+
+
+class ParentPipe:
+    """The child's end: its setup, and the words of its parent. Make it before anything else uses standard output."""
+
+    def __init__(self) -> None:
+        self._out = os.dup(1)
+        os.dup2(2, 1)  # whatever is printed here is no word to the parent
+        self._input = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - unbuffered: the words are read later
+        self.setup = self._input.readline()
+
+    def say(self, word: str) -> None:
+        """Tell the parent; one that is gone does not matter."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._out, word.replace("\n", " ").encode() + b"\n")
+
+    async def obey(self, on_word: Callable[[str], None]) -> None:
+        """Call `on_word` with each word, and with "now" once the parent is gone."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._input)
+        try:
+            while word := await reader.readline():
+                on_word(word.decode().strip())
+            on_word("now")
+        finally:
+            transport.close()

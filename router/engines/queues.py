@@ -1,0 +1,211 @@
+"""Where requests wait for engines: one queue for each model, as `tandem serve` has one for its own.
+
+Requests of one model never wait behind those of another. `Admission` decides here as it does there; it sees the
+engines of its model as the workers there are, and places on those that may be given something just now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, replace
+from typing import Any, cast
+
+import msgspec
+
+from protocol.errors import NoWorker
+from protocol.siblings import Waiting
+from router.admission import Admission, Offer, TenantStats
+from router.decisions import Decision
+from router.engines.exchange import Call, Exchange
+from router.engines.fleet import Fleet, Prompt
+from router.engines.prompts import max_tokens_of
+from router.fair_queue import Work
+from router.gate import NUM_OTHERS, Gate
+from router.placement import Placement, Placer
+from router.registry import Registry, Worker, WorkerTable, can_decode
+from router.siblings import Siblings
+from router.tenants import load_tenants
+
+__all__ = ["ModelQueue", "Queues"]
+
+MAX_OUTPUTS = 1 << 20  # where a request sets no limit
+
+
+class ModelQueue:
+    """The queue of one model."""
+
+    def __init__(self, fleet: Fleet, model: str, admission: Admission, open_exchange: _OpenExchange) -> None:
+        self.admission = admission
+        self._fleet = fleet
+        self._model = model
+        self._open_exchange = open_exchange
+        self.gate: Gate[Call, Exchange] = Gate(
+            admission, fleet.registry, self._book, timeout_s=fleet.config.request_timeout_s, clock=fleet.clock
+        )
+
+    def offer(self, call: Call) -> Offer:
+        """What a request asks of admission."""
+        limit = max_tokens_of(call.body) or MAX_OUTPUTS
+        return Offer(
+            num_prompt_tokens=max(1, len(call.token_ids)),
+            digests=Prompt(call.token_ids, call.cache_salt, self._fleet.memo),
+            expected_output_tokens=self.admission.lengths.expected(call.wishes.tenant, limit),
+            tenant=call.wishes.tenant,
+            priority=call.wishes.priority,
+            ttft_slo_s=call.wishes.ttft_slo_s,
+        )
+
+    def explain(self, call: Call) -> dict[str, Any]:
+        """What would be decided for this request now, as JSON; nothing is sent or booked. Raises a `ServingError`."""
+        now = self._fleet.clock()
+        offer = self.offer(call)
+        forecast = self.admission.forecast(offer, now, num_others=NUM_OTHERS)
+        outcome = "rejected" if forecast.error else "admitted"
+        return Decision("", offer.tenant, offer.priority, now, forecast, outcome, error=forecast.error).to_json(now)
+
+    def try_elsewhere(self, call: Call, offer: Offer, tried: set[str]) -> tuple[Exchange, Placement]:
+        """A request that had its turn and failed goes elsewhere at once. Raises a `ServingError`."""
+        prompt = cast(Prompt, offer.digests)
+        now = self._fleet.clock()
+        placement = self._fleet.place(self._model, prompt, offer.expected_output_tokens, now, tried)
+        return self._book(call, offer, placement), placement
+
+    def _book(self, call: Call, offer: Offer, placement: Placement) -> Exchange:
+        return self._open_exchange(call, placement, cast(Prompt, offer.digests))
+
+
+_OpenExchange = Callable[[Call, Placement, Prompt], Exchange]
+
+
+class Queues:
+    """The queues of all models, made when they are first asked for. What is counted, is over all."""
+
+    def __init__(self, fleet: Fleet, open_exchange: _OpenExchange) -> None:
+        self._fleet = fleet
+        self._open_exchange = open_exchange
+        self._tenants = load_tenants(fleet.config.tenants)
+        self._queues: dict[str, ModelQueue] = {}
+        fleet.siblings.waiting = self.waiting
+
+    def of(self, model: str) -> ModelQueue:
+        """The queue of a model, which must be one of the fleet's."""
+        queue = self._queues.get(model)
+        if queue is None:
+            fleet = self._fleet
+            workers = _ModelWorkers(fleet.registry, model)
+            placer = _ModelPlacer(fleet, workers, model)
+            # Where prompts may go the placer knows, group by group; to admission every engine with room is one.
+            config = replace(fleet.config, local_prefill=True)
+            admission = _SharedAdmission(fleet.siblings, model, workers, fleet.costs, placer, self._tenants, config)
+            queue = self._queues[model] = ModelQueue(fleet, model, admission, self._open_exchange)
+        return queue
+
+    @property
+    def stats(self) -> dict[str, TenantStats]:
+        """What became of requests, by the tenants' labels."""
+        total: dict[str, TenantStats] = {}
+        for queue in self._queues.values():
+            for label, stats in queue.admission.stats.items():
+                known = total.setdefault(label, TenantStats())
+                known.num_admitted += stats.num_admitted
+                known.rejected.update(stats.rejected)
+                known.dropped.update(stats.dropped)
+                known.wait_s += stats.wait_s
+                known.waits = [sum(pair) for pair in zip(known.waits, stats.waits, strict=True)]
+        return total
+
+    def queued(self) -> dict[str, Work]:
+        """What waits, by the tenants' labels."""
+        total: dict[str, Work] = {}
+        for queue in self._queues.values():
+            for label, work in queue.admission.queued().items():
+                total[label] = total.get(label, Work()) + work
+        return total
+
+    def waiting(self) -> dict[str, Waiting]:
+        """What waits, by model, as siblings are told it."""
+        totals = {model: queue.admission.total for model, queue in self._queues.items() if len(queue.admission)}
+        return {model: Waiting(*astuple(total)) for model, total in totals.items()}
+
+    def report(self) -> dict[str, Any]:
+        """The queues by model, as JSON."""
+        return {model: queue.admission.report() for model, queue in self._queues.items()}
+
+    def close(self) -> None:
+        """Send everyone who waits away."""
+        for queue in self._queues.values():
+            queue.gate.close(lambda: NoWorker("the router is shutting down; send the request again"))
+
+    def decisions(self) -> list[dict[str, Any]]:
+        """The latest decisions, newest first, as JSON."""
+        now = self._fleet.clock()
+        found = [decision for queue in self._queues.values() for decision in queue.gate.log.to_json(now)]
+        return sorted(found, key=lambda decision: cast(float, decision["age_s"]))
+
+
+class _SharedAdmission(Admission):
+    """Admission of one process among several with queues of their own for the same engines."""
+
+    def __init__(self, siblings: Siblings, model: str, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._siblings = siblings
+        self._model = model
+
+    def _start_s(self, placement: Placement, ahead: Work, *options: Any) -> float:
+        """Siblings let their requests through as fast as we do: while what is ahead goes, so does as much of theirs."""
+        total = ahead
+        for waiting in self._siblings.waiting_in(self._model):
+            total += Work(*map(min, astuple(ahead), msgspec.structs.astuple(waiting)))
+        return super()._start_s(placement, total, *options)
+
+
+class _ModelWorkers(Registry):
+    """The engines of one model in the registry of all: to be read only."""
+
+    def __init__(self, registry: Registry, model: str) -> None:
+        super().__init__()
+        self._registry = registry
+        self._model = model
+
+    def __iter__(self) -> Iterator[Worker]:
+        return (worker for worker in self._registry if worker.card.model == self._model)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    @property
+    def table(self) -> WorkerTable:
+        """Them as arrays, as they are now."""
+        workers = list(self)
+        return WorkerTable(workers) if len(workers) < len(self._registry) else self._registry.table
+
+    @property
+    def queued_prompt_tokens(self) -> int:
+        """Uncomputed prompt tokens booked on them."""
+        return sum(worker.uncomputed_tokens for worker in self)
+
+
+class _ModelPlacer(Placer):
+    """Places the requests of one model as the fleet does."""
+
+    def __init__(self, fleet: Fleet, workers: Registry, model: str) -> None:
+        super().__init__(workers, fleet.index, fleet.costs, fleet.config)
+        self._fleet = fleet
+        self._workers = workers
+        self._model = model
+
+    @property
+    def can_place(self) -> bool:
+        """Whether there is an engine to decode on."""
+        return any(can_decode(worker) for worker in self._workers)
+
+    def place(
+        self,
+        num_prompt_tokens: int,
+        digests: Sequence[bytes],
+        expected_output_tokens: int,
+        now: float,
+        **options: Any,
+    ) -> Placement:
+        """As `Fleet.place`. `digests` are a `Prompt`. Raises a `ServingError`."""
+        return self._fleet.place(self._model, cast(Prompt, digests), expected_output_tokens, now, **options)

@@ -1,0 +1,209 @@
+"""Admission in front of engines: who waits in the router, who goes first, who is refused, and why."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from protocol.config import RouterConfig
+from router.engines.config import EngineSpec
+from tests.fake_openai import FakeServer
+from tests.router.engines.harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of, until
+from tests.router.fake_backend import RawClient
+
+pytestmark = pytest.mark.anyio
+EXPLAIN = "/v1/route/explain"
+
+
+def small(fake: FakeServer, name: str, **fields: Any) -> EngineSpec:
+    """An engine that computes 64 prompt tokens in a step, so that one long prompt is enough to do for a while."""
+    return spec_of(fake, name, max_num_batched_tokens=64, **fields)
+
+
+def prompt_of(name: str) -> str:
+    """Some thousand tokens that begin with the name, so that nothing of another is cached."""
+    return f"{name:16}" + "x" * 8000
+
+
+def start(router: Router, name: str, **options: Any) -> asyncio.Task[httpx.Response]:
+    headers = {key: options.pop(key) for key in list(options) if key.startswith("x-")}
+    body = completion(prompt_of(name), stream=True, **options)
+    return asyncio.create_task(router.client.post(COMPLETIONS, json=body, headers=headers))
+
+
+def order(fake: FakeServer) -> list[str]:
+    """Names of the requests, as the engine got them."""
+    return [request["prompt"][:16].strip() for request in fake.requests]
+
+
+def num_waiting(router: Router) -> int:
+    return sum(len(queue.admission) for queue in router.app.state.queues._queues.values())
+
+
+async def one_runs(router: Router, fake: FakeServer) -> asyncio.Task[httpx.Response]:
+    """One prompt is being computed; what comes now waits in the router."""
+    fake.headers_pause.clear()
+    running = start(router, "running")
+    await until(lambda: len(fake.requests) == 1)
+    return running
+
+
+async def test_requests_wait_in_the_router_and_the_urgent_and_the_other_tenant_go_first(fake_a: FakeServer) -> None:
+    async with routing(small(fake_a, "a")) as router:
+        tasks = [await one_runs(router, fake_a)]
+        for number, (name, options) in enumerate(
+            [
+                ("first", {}),
+                ("second", {}),
+                ("urgent", {"priority": -1}),
+                ("other", {"x-tandem-tenant": "other"}),
+            ]
+        ):
+            tasks.append(start(router, name, **options))
+            await until(lambda number=number: num_waiting(router) == number + 1)  # type: ignore[misc]
+        assert order(fake_a) == ["running"]
+        pools = (await router.client.get("/v1/pools")).json()
+        assert pools["admission"]["fake-model"]["num_waiting"] == 4
+        assert 'tandem_router_queue_requests{tenant="default"} 3.0' in (await router.client.get("/metrics")).text
+        fake_a.resume()
+        assert [(await task).status_code for task in tasks] == [200] * 5
+        assert order(fake_a) == ["running", "other", "urgent", "first", "second"]
+        assert 'tandem_router_admitted_total{tenant="other"} 1.0' in (await router.client.get("/metrics")).text
+
+
+async def test_a_first_token_that_would_come_too_late_is_refused_at_once(fake_a: FakeServer) -> None:
+    async with routing(small(fake_a, "a")) as router:
+        running = await one_runs(router, fake_a)
+        late = await start(router, "late", **{"x-tandem-ttft-slo-ms": "1"})
+        assert (late.status_code, late.json()["error"]["code"]) == (429, "ttft_slo_unmet")
+        assert float(late.headers["retry-after-ms"]) > 1
+        patient = start(router, "patient", **{"x-tandem-ttft-slo-ms": "600000"})
+        await until(lambda: num_waiting(router) == 1)
+        fake_a.resume()
+        assert [(await task).status_code for task in (running, patient)] == [200, 200]
+
+
+async def test_a_full_queue_refuses_and_says_until_when(fake_a: FakeServer) -> None:
+    config = RouterConfig(max_queued_prompt_tokens=3000)
+    async with routing(small(fake_a, "a"), config=config) as router:
+        running = await one_runs(router, fake_a)
+        refused = await start(router, "more")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert float(refused.headers["retry-after-ms"]) > 1
+        fake_a.resume()
+        assert (await running).status_code == 200
+
+
+async def test_tenants_have_their_defaults(fake_a: FakeServer, tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text("[tenants.search]\nttft_slo_ms = 1\n")
+    async with routing(small(fake_a, "a"), config=RouterConfig(tenants=str(path))) as router:
+        running = await one_runs(router, fake_a)
+        refused = await start(router, "late", **{"x-tandem-tenant": "search"})
+        assert refused.json()["error"]["code"] == "ttft_slo_unmet"
+        fake_a.resume()
+        assert (await running).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers", [{"x-tandem-tenant": "no such name!"}, {"x-tandem-ttft-slo-ms": "soon"}, {"x-tandem-explain": "2"}]
+)
+async def test_wishes_that_cannot_be_read_are_refused(fake_a: FakeServer, headers: dict[str, str]) -> None:
+    async with routing(small(fake_a, "a")) as router:
+        response = await router.client.post(COMPLETIONS, json=completion(), headers=headers)
+        assert response.status_code == 400
+        assert not fake_a.requests
+
+
+async def test_a_client_that_leaves_the_queue_leaves_nothing_behind(fake_a: FakeServer) -> None:
+    async with routing(small(fake_a, "a")) as router:
+        running = await one_runs(router, fake_a)
+        gone = RawClient(router.app, COMPLETIONS, completion(prompt_of("gone"), stream=True))
+        await until(lambda: num_waiting(router) == 1)
+        gone.leave()
+        await gone.task
+        assert num_waiting(router) == 0
+        fake_a.resume()
+        assert (await running).status_code == 200
+        assert order(fake_a) == ["running"]
+        decisions = (await router.client.get("/v1/route/decisions")).json()["data"]
+        assert [decision["outcome"] for decision in decisions] == ["dropped", "dispatched"]
+
+
+async def test_who_waits_for_an_engine_that_dies_goes_elsewhere_or_is_told(fake_a: FakeServer) -> None:
+    async with routing(small(fake_a, "a")) as router:
+        running = await one_runs(router, fake_a)
+        waiting = start(router, "waiting")
+        await until(lambda: num_waiting(router) == 1)
+        fake_a.health = 500
+        assert (await waiting).status_code == 503
+        assert (await running).status_code == 502
+        fake_a.resume()
+
+
+async def test_a_failed_attempt_goes_elsewhere_without_waiting_again(fake_a: FakeServer, fake_b: FakeServer) -> None:
+    fake_a.status = 500
+    async with routing(small(fake_a, "a"), small(fake_b, "b")) as router:
+        fake_b.headers_pause.clear()
+        tasks = [start(router, str(number), **{"x-tandem-explain": "1"}) for number in range(2)]
+        await until(lambda: len(fake_b.requests) == 2)  # both are there, though one is enough to do
+        fake_b.resume()
+        for task in tasks:
+            answer = await task
+            assert (answer.status_code, answer.headers["x-tandem-engine"]) == (200, "b")
+        decisions = (await router.client.get("/v1/route/decisions")).json()["data"]
+        assert {one["placement"]["candidates"][0]["decode_worker"] for one in decisions} == {"b"}
+
+
+async def test_one_models_queue_does_not_hold_up_another(fake_a: FakeServer, fake_b: FakeServer) -> None:
+    fake_b.model = "other-model"
+    async with routing(small(fake_a, "a"), small(fake_b, "b")) as router:
+        fake_a.headers_pause.clear()
+        tasks = [start(router, str(number), model="fake-model") for number in range(3)]
+        await until(lambda: num_waiting(router) == 2)
+        assert (await start(router, "free", model="other-model")).headers["x-tandem-engine"] == "b"
+        fake_a.resume()
+        assert [(await task).status_code for task in tasks] == [200] * 3
+
+
+async def test_an_answer_says_why_it_comes_from_there_and_the_log_keeps_it(
+    fake_a: FakeServer, fake_b: FakeServer
+) -> None:
+    async with routing(small(fake_a, "a"), small(fake_b, "b")) as router:
+        answer = await start(router, "why", **{"x-tandem-explain": "1", "x-tandem-tenant": "t"})
+        told = httpx.Response(200, text=answer.headers["x-tandem-explain"]).json()
+        assert (told["outcome"], told["tenant"]) == ("dispatched", "t")
+        candidates = told["placement"]["candidates"]
+        assert {one["decode_worker"] for one in candidates} == {"a", "b"}
+        assert candidates[0]["decode_worker"] == answer.headers["x-tandem-engine"]
+        [kept] = (await router.client.get("/v1/route/decisions")).json()["data"]
+        assert kept["request_id"] == answer.headers["x-request-id"]
+        assert kept["actual_ttft_s"] > 0
+        assert "xxxx" not in str(kept)
+        assert "x-tandem-explain" not in (await start(router, "no")).headers
+
+
+async def test_explain_decides_and_sends_nothing(fake_a: FakeServer, fake_b: FakeServer) -> None:
+    async with routing(small(fake_a, "a"), small(fake_b, "b")) as router:
+        for body in (completion(prompt_of("a")), {"messages": [{"role": "user", "content": "a b"}]}):
+            answer = await router.client.post(EXPLAIN, json=body)
+            [decision] = answer.json()["data"]
+            assert decision["outcome"] == "admitted"
+            assert len(decision["placement"]["candidates"]) == 2
+        assert not fake_a.requests + fake_b.requests
+        assert router.fleet.registry.num_bookings == 0
+        assert (await router.client.post(EXPLAIN, json=completion(model="x"))).status_code == 404
+        assert (await router.client.post(CHAT, json=completion(model="x"))).status_code == 404
+
+
+async def test_max_worker_queue_s_lets_engines_queue_for_themselves(fake_a: FakeServer) -> None:
+    async with routing(small(fake_a, "a"), config=RouterConfig(max_worker_queue_s=1e9)) as router:
+        fake_a.headers_pause.clear()
+        tasks = [start(router, str(number)) for number in range(5)]
+        await until(lambda: len(fake_a.requests) == 5)
+        fake_a.resume()
+        assert [(await task).status_code for task in tasks] == [200] * 5

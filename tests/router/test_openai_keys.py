@@ -1,0 +1,100 @@
+"""API keys: who is let in, as whom, and what stays open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from starlette.requests import Request
+
+from protocol.config import RouterConfig
+from protocol.errors import ConfigError
+from router.api_keys import load_api_keys
+from router.metrics import EdgeMetrics
+from router.openai.layers import add_layers
+from router.openai.wishes import tenant_of
+
+pytestmark = pytest.mark.anyio
+ORIGIN = {"origin": "http://page"}
+
+
+def app_with(tmp_path: Path, keys: str, registry: CollectorRegistry | None = None) -> httpx.AsyncClient:
+    """An app that tells the tenant of a request, with these keys."""
+    path = tmp_path / "keys"
+    path.write_text(keys)
+    app = FastAPI()
+    add_layers(app, RouterConfig(api_key_file=str(path)), EdgeMetrics(registry or CollectorRegistry()))
+
+    @app.api_route("/{path:path}", methods=["GET", "POST"])
+    async def tell(request: Request) -> str:
+        await request.body()
+        return tenant_of(request)
+
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
+
+
+def bearer(key: str, **headers: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} | {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+async def test_a_known_key_is_let_in_and_may_be_of_a_tenant(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    async with app_with(tmp_path, "# clients\n\nany  # of all tenants\nours search\n", registry) as client:
+        headers: dict[str, str]
+        for headers, tenant in [
+            (bearer("any"), "default"),
+            (bearer("any", x_tandem_tenant="batch"), "batch"),
+            (bearer("ours"), "search"),
+            (bearer("ours", x_tandem_tenant="batch", X_Tandem_Tenant="other"), "search"),
+            ({"authorization": "bearer  any "}, "default"),
+        ]:
+            response = await client.post("/v1/completions", headers=headers)
+            assert (response.status_code, response.json()) == (200, tenant)
+        assert (
+            registry.get_sample_value("tandem_router_requests_total", {"endpoint": "/{path:path}", "status": "200"})
+            == 5
+        )
+
+
+@pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer", "Bearer ", "Basic any", "any", "Bearer search"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/pools", "/v1/models", "/health/", "/v1/enginesx", "/"])
+async def test_others_get_a_401_in_openais_shape(tmp_path: Path, given: str | None, path: str) -> None:
+    async with app_with(tmp_path, "any\nours search\n") as client:
+        headers = ORIGIN | ({"authorization": given} if given is not None else {})
+        response = await client.post(path, headers=headers, content=b"x" * 100)
+        error = response.json()["error"]
+        assert (response.status_code, error["type"], error["code"]) == (401, "invalid_request_error", "invalid_api_key")
+        assert response.headers["access-control-allow-origin"] == "*"
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/v1/engines", "/v1/engines/a"])
+async def test_probes_are_open_and_the_admin_routes_have_their_own_token(tmp_path: Path, path: str) -> None:
+    async with app_with(tmp_path, "any\n") as client:
+        assert (await client.get(path)).status_code == 200
+
+
+def test_without_a_file_no_key_is_asked_for() -> None:
+    assert load_api_keys("") == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "has no keys"),
+        ("# nothing\n", "has no keys"),
+        ("secret a b\n", "line 1 must be a key and at most a tenant"),
+        ("good\nsecret no/name\n", "line 2 must be"),
+        ("secret\nother\nsecret t\n", "the key of line 3 is there twice"),
+    ],
+)
+def test_a_bad_file_is_told_without_the_key(tmp_path: Path, content: str, expected: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=expected) as raised:
+        load_api_keys(str(path))
+    assert "secret" not in str(raised.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_api_keys(str(tmp_path / "none"))
