@@ -15,22 +15,7 @@ from cluster.model_store import resolve_model
 from router.tokenizer import Tokenizer
 
 _NUM_TURNS = 20
-_WORDS = (
-    "the",
-    "pier",
-    "wind",
-    "boat",
-    "turned",
-    "nobody",
-    "saw,",
-    "what",
-    "on",
-    "42",
-    "gulls;",
-    "über-Möwen",
-    "日本",
-    "!?",
-)
+_WORDS = ("the", "pier", "wind", "boat", "turned", "nobody", "saw,", "on", "42", "gulls;", "über-Möwen", "日本", "!?")
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ def test_the_walk_sees_what_grows() -> None:
 @pytest.mark.parametrize(
     "count",
     [
-        pytest.param(12_000, id="short"),
+        pytest.param(6_000, id="short"),
         pytest.param(
             int(os.environ.get(MILLION_ENV, "1000000")), id="long", marks=[pytest.mark.slow, pytest.mark.timeout(3600)]
         ),
