@@ -24,7 +24,8 @@ def main() -> None:
     num_chats = 2 if settings.quick else 20
     tokenizer = Tokenizer(resolve_model(settings.model))
     rng = random.Random(settings.seed)
-    lengths, whole_s, turn_s, render_s = ([[] for _ in range(_NUM_TURNS)] for _ in range(4))
+    lengths: list[list[int]] = [[] for _ in range(_NUM_TURNS)]
+    whole_s, turn_s, render_s = (_times(), _times(), _times())
     num_different = 0
     for _ in range(num_chats):
         messages: list[dict[str, Any]] = [{"role": "system", "content": _text(rng, 200)}]
@@ -45,14 +46,18 @@ def main() -> None:
             messages.append({"role": "assistant", "content": _text(rng, 150)})
     rows, found = [], []
     for turn in range(_NUM_TURNS):
-        template, whole, both = (statistics.median(values[turn]) for values in (render_s, whole_s, turn_s))
+        template, encode, both = (statistics.median(values[turn]) for values in (render_s, whole_s, turn_s))
         one = {"turn": turn + 1, "num_tokens": statistics.median(lengths[turn]), "template_s": template}
-        found.append(one | {"whole_s": template + whole, "new_part_s": both})
+        found.append(one | {"whole_s": template + encode, "new_part_s": both})
         if turn in (0, 1, 4, 9, 19):
-            rows.append([turn + 1, int(one["num_tokens"]), ms(template), ms(template + whole), ms(both)])
+            rows.append([turn + 1, int(one["num_tokens"]), ms(template), ms(template + encode), ms(both)])
     print_table("ms for a turn, template included", ["turn", "tokens", "template", "whole", "new part"], rows)
     console.print(f"{num_different} of {num_chats * _NUM_TURNS} turns have other ids than the whole text")
     write_result("chat_encoding", settings, {"turns": found, "num_different": num_different})
+
+
+def _times() -> list[list[float]]:
+    return [[] for _ in range(_NUM_TURNS)]
 
 
 def _text(rng: random.Random, num_words: int) -> str:
