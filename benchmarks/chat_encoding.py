@@ -15,26 +15,7 @@ from cluster.model_store import resolve_model
 from router.tokenizer import Tokenizer
 
 _NUM_TURNS = 20
-_WORDS = (
-    "the",
-    "pier",
-    "wind",
-    "boat",
-    "turned",
-    "nobody",
-    "saw,",
-    "what",
-    "on",
-    "42",
-    "gulls;",
-    "über-Möwen",
-    "日本",
-    "!?",
-)
-
-
-def _empty_turns() -> list[list[float]]:
-    return [[] for _ in range(_NUM_TURNS)]
+_WORDS = ("the", "pier", "wind", "boat", "turned", "nobody", "saw,", "on", "42", "gulls;", "über-Möwen", "日本", "!?")
 
 
 def main() -> None:
@@ -44,7 +25,7 @@ def main() -> None:
     tokenizer = Tokenizer(resolve_model(settings.model))
     rng = random.Random(settings.seed)
     lengths: list[list[int]] = [[] for _ in range(_NUM_TURNS)]
-    whole_s, turn_s, render_s = (_empty_turns() for _ in range(3))
+    whole_s, turn_s, render_s = (_times(), _times(), _times())
     num_different = 0
     for _ in range(num_chats):
         messages: list[dict[str, Any]] = [{"role": "system", "content": _text(rng, 200)}]
@@ -65,15 +46,18 @@ def main() -> None:
             messages.append({"role": "assistant", "content": _text(rng, 150)})
     rows, found = [], []
     for turn in range(_NUM_TURNS):
-        template = statistics.median(render_s[turn])
-        encode_s, part_s = statistics.median(whole_s[turn]), statistics.median(turn_s[turn])
+        template, encode, both = (statistics.median(values[turn]) for values in (render_s, whole_s, turn_s))
         one = {"turn": turn + 1, "num_tokens": statistics.median(lengths[turn]), "template_s": template}
-        found.append(one | {"whole_s": template + encode_s, "new_part_s": part_s})
+        found.append(one | {"whole_s": template + encode, "new_part_s": both})
         if turn in (0, 1, 4, 9, 19):
-            rows.append([turn + 1, int(one["num_tokens"]), ms(template), ms(template + encode_s), ms(part_s)])
+            rows.append([turn + 1, int(one["num_tokens"]), ms(template), ms(template + encode), ms(both)])
     print_table("ms for a turn, template included", ["turn", "tokens", "template", "whole", "new part"], rows)
     console.print(f"{num_different} of {num_chats * _NUM_TURNS} turns have other ids than the whole text")
     write_result("chat_encoding", settings, {"turns": found, "num_different": num_different})
+
+
+def _times() -> list[list[float]]:
+    return [[] for _ in range(_NUM_TURNS)]
 
 
 def _text(rng: random.Random, num_words: int) -> str:

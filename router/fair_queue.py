@@ -24,6 +24,7 @@ MAX_OVERTAKEN_S = 30.0
 OLDEST_TURN = 4
 MAX_IDLE_TENANTS = 1024  # remembered for what they were served beyond the virtual time, and for what they ask
 ARRIVAL_WINDOW_S = 10.0  # over which what a tenant asks is averaged
+FORGOTTEN_S = 7 * ARRIVAL_WINDOW_S  # after which less than a thousandth of that average is left
 DEVIATIONS = 1.0  # standard deviations added to what others will ask: it is less five times in six
 
 
@@ -211,7 +212,7 @@ class FairQueue:
         variance = 0.0
         for name, line in self._lines.items():
             lead = start_tag - self._next_tag(line)
-            if name == tenant or lead < 0:
+            if name == tenant or lead < 0 or (not line.tickets and now - line.rated_s > FORGOTTEN_S):
                 continue
             # Its last request before this one takes its tag beyond this one's. At equal tags the newcomer is first.
             served_s = lead * self._weight_of(name) + line.ticket_s * (lead > 0)

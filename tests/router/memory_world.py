@@ -1,4 +1,4 @@
-"""A request flow whose workers answer at once, in this process: what millions of requests leave behind."""
+"""A request flow whose workers answer at once, in this process: very many requests, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class MemoryWorld:
             sampling=SamplingParams(max_tokens=rng.randint(1, 4)),
             cache_salt=f"salt-{number}" if number % 3 else "",
             conversation_id=f"chat-{number}" if number % 2 else "",
-            tenant=f"tenant-{number}" if number % 5 == 0 else "default",
+            tenant=f"tenant-{number if number % 500 == 0 else number % 50}" if number % 5 == 0 else "default",
             explains=number % 50 == 0,
         )
         stream = self.flow.serve(request)

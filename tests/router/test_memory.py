@@ -9,9 +9,11 @@ import os
 import psutil
 import pytest
 
+from router import flow, pins
 from tests.router.memory_world import MemoryWorld, table_sizes
 
-MILLION_ENV = "TANDEM_SOAK_REQUESTS"
+SOAK_ENV = "TANDEM_SOAK_REQUESTS"
+TIMED = {"PrefixIndex._young", "PrefixIndex._old"}  # of the last two seconds, however many came in them
 
 
 async def serve_and_watch(world: MemoryWorld, count: int, parts: int) -> list[tuple[dict[str, int], float]]:
@@ -19,7 +21,6 @@ async def serve_and_watch(world: MemoryWorld, count: int, parts: int) -> list[tu
     seen = []
     for _ in range(parts):
         await world.send(count // parts)
-        world.cluster.index._expire(world.flow._clock() + 60.0)  # what was only expected to be cached
         gc.collect()
         sizes = table_sizes(world.flow, world.cluster.client, world.cluster.sizing)
         seen.append((sizes, psutil.Process().memory_info().rss / 1e6))
@@ -28,7 +29,11 @@ async def serve_and_watch(world: MemoryWorld, count: int, parts: int) -> list[tu
 
 def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, tuple[int, int]]:
     """Tables with more entries than chance explains."""
-    return {name: (before.get(name, 0), size) for name, size in after.items() if size > 1.1 * before.get(name, 0) + 64}
+    return {
+        name: (before.get(name, 0), size)
+        for name, size in after.items()
+        if size > 1.1 * before.get(name, 0) + 64 and name not in TIMED
+    }
 
 
 def test_the_walk_sees_what_grows() -> None:
@@ -47,13 +52,17 @@ def test_the_walk_sees_what_grows() -> None:
 @pytest.mark.parametrize(
     "count",
     [
-        pytest.param(12_000, id="short"),
+        pytest.param(1_800, id="short"),
         pytest.param(
-            int(os.environ.get(MILLION_ENV, "1000000")), id="long", marks=[pytest.mark.slow, pytest.mark.timeout(3600)]
+            int(os.environ.get(SOAK_ENV, "1000000")), id="long", marks=[pytest.mark.slow, pytest.mark.timeout(3600)]
         ),
     ],
 )
-def test_nothing_grows_with_the_number_of_requests(count: int) -> None:
+def test_nothing_grows_with_the_number_of_requests(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "MAX_ROOTS", 200)  # so that these tables are at their bounds soon
+    monkeypatch.setattr(pins.Conversations.__init__, "__defaults__", (64 * 1024,))
+    print("seed 1")
+
     async def scenario() -> None:
         world = MemoryWorld(seed=1)
         try:
@@ -62,8 +71,10 @@ def test_nothing_grows_with_the_number_of_requests(count: int) -> None:
             await world.close()
         for sizes, rss_mb in seen:
             print(f"{sum(sizes.values())} entries in {len(sizes)} kinds of tables, {rss_mb:.1f} MB")
-        half, end = seen[2], seen[-1]
-        assert not grown(half[0], end[0])
-        assert end[1] < half[1] + 8.0
+        first_half: dict[str, int] = {}
+        for sizes, _ in seen[:3]:
+            first_half |= {name: max(size, first_half.get(name, 0)) for name, size in sizes.items()}
+        assert not grown(first_half, seen[-1][0])
+        assert seen[-1][1] < seen[2][1] + 8.0
 
     asyncio.run(scenario())

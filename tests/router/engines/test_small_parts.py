@@ -14,7 +14,7 @@ from router.cost_model import CPU_PRIOR, StepModel
 from router.engines.load import EngineLoad, EngineSize, model_of, parse_load, parse_size
 from router.engines.pace import EnginePace
 from router.engines.prompts import TextReader, TokenReader, max_tokens_of
-from router.engines.sse import EventSplitter, parse_event, split_events
+from router.engines.sse import EventSplitter, count_pieces, parse_event, split_events
 from router.tokenizer import Tokenizer
 
 VLLM = """# HELP vllm:num_requests_running Number of requests
@@ -75,6 +75,34 @@ def test_events_are_the_same_however_the_bytes_are_cut(texts: list[str], line_en
     assert b"".join(event.raw for event in events) == wire
     assert events[-1].is_done
     assert not splitter.has_rest
+
+
+TRICKY = ['"error"', '"usage":{', "[DONE]", '"choices"', "\n\ndata: {", "\r\n", "data: ", "\\", "é", "usage", "\u2028"]
+EVENTS = st.one_of(
+    st.builds(lambda text: {"choices": [{"delta": {"content": text}}]}, st.sampled_from(TRICKY) | st.text(max_size=8)),
+    st.builds(
+        lambda usage: {"choices": [{"text": "a"}], "usage": usage}, st.sampled_from([None, {"prompt_tokens": 1}])
+    ),
+    st.sampled_from([{"error": {"message": "x"}}, {"choices": [], "usage": {}}, {"object": "ping"}, {"choices": []}]),
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.lists(EVENTS, min_size=1, max_size=5), st.booleans(), st.sampled_from([b"", b": ping\n\n", b"data: [DONE]\n\n"])
+)
+def test_what_counts_as_pieces_has_nothing_else_in_it(bodies: list[dict[str, Any]], spaced: bool, tail: bytes) -> None:
+    separators = (", ", ": ") if spaced else (",", ":")
+    wire = b"".join(f"data: {json.dumps(body, separators=separators)}\n\n".encode() for body in bodies) + tail
+    events = [parse_event(raw) for raw in split_events(wire)]
+    count = count_pieces(wire)
+    if count:
+        assert count == len(events)
+        assert all("choices" in (event.body or {}) for event in events)
+        assert not any(event.error or event.usage or event.is_done for event in events)
+    elif not spaced:
+        plain = [event for event in events if event.has_choices and "usage" not in (event.body or {})]
+        assert len(plain) < len(events), "what is nothing but text takes the slow way"
 
 
 def test_parts_of_events() -> None:
