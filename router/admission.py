@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 
 from protocol.config import RouterConfig
 from protocol.errors import DeadlineUnmet, NoWorker, Overloaded, ServingError
-from protocol.messages import Role, WorkerState
+from protocol.messages import Role, Turn, WorkerState
 from router.cost_model import CostModel
 from router.fair_queue import FairQueue, Ticket, Work
 from router.placement import Placement, Placer
@@ -45,6 +45,7 @@ ROOM_STEPS = 0.5
 # While all requests are alike, none goes first and holding them gains nothing; it cost 6 % of a closed loop's tokens/s.
 ROOM_STEPS_ALIKE = 2.0
 RIVAL_MEMORY_S = 60.0  # requests are not alike if another tenant, another priority or a deadline came this lately
+SHORT_STEP_LOSS = 0.1  # of a step that is soon over, its fixed part
 MAX_QUEUED_REQUESTS = 16_384  # each holds a connection and its prompt, however few of its tokens are new
 NUM_ROUNDS = 2  # of a forecast
 MAX_SCANNED = 64  # waiting requests looked at for one that a free worker is best for
@@ -114,6 +115,7 @@ class Dispatch(NamedTuple):
     waiting: Waiting
     placement: Placement
     wait_s: float
+    turn: Turn  # at the worker that computes the prompt
 
 
 class Drop(NamedTuple):
@@ -172,7 +174,7 @@ class Admission:
         self._num_deadlines = 0
         self._version = 0  # counts the calls of `next`
         self._last_kind: tuple[str, int] | None = None  # tenant and priority of the newest request
-        self._rivals_until_s = -math.inf
+        self._rivals_until_s = self._others_until_s = -math.inf
         self._has_rivals = False
         self._waiting: dict[Waiting, None] = {}
         self.lengths = OutputLengths()
@@ -183,11 +185,13 @@ class Admission:
 
     def forecast(self, offer: Offer, now: float, *, num_others: int = 0) -> Forecast:
         """What would become of this request; changes nothing. Raises `NoWorker`."""
+        order = self._queue.order(offer.tenant, offer.priority)
         placement = self._placer.place(
             offer.num_prompt_tokens,
             offer.digests,
             offer.expected_output_tokens,
             now,
+            order=order,
             held_s={worker: held_s for (tenant, worker), (_, held_s) in self._held.items() if tenant == offer.tenant},
             num_others=num_others,
         )
@@ -195,10 +199,10 @@ class Admission:
         terms = placement.best.terms
         work = work_of(placement, self._costs)
         ahead = waiting = self._queue.ahead(offer.tenant, offer.priority, now)
-        start_s = max(terms.queue_s, self._start_s(placement, ahead))
+        start_s = max(terms.queue_s, self._start_s(placement, ahead, order))
         for _ in range(NUM_ROUNDS):  # the longer it waits, the more of others' next requests go first
             ahead = self._queue.ahead(offer.tenant, offer.priority, now, start_s)
-            start_s = max(terms.queue_s, self._start_s(placement, ahead))
+            start_s = max(terms.queue_s, self._start_s(placement, ahead, order))
         ttft_s = start_s + terms.fetch_s + terms.prefill_s
         slo_s = offer.ttft_slo_s if offer.ttft_slo_s is not None else policy.ttft_slo_s
         forecast = Forecast(placement, work, waiting, start_s, ttft_s, math.inf if slo_s is None else slo_s, None)
@@ -213,7 +217,10 @@ class Admission:
             self.reject(offer.tenant, forecast.error)
             raise forecast.error
         kind = (offer.tenant, offer.priority)
-        if forecast.slo_s < math.inf or self._last_kind not in (None, kind):
+        last_tenant, _ = last_kind = self._last_kind or kind
+        if last_tenant != offer.tenant:
+            self._others_until_s = now + RIVAL_MEMORY_S
+        if forecast.slo_s < math.inf or last_kind != kind:
             self._rivals_until_s = now + RIVAL_MEMORY_S
         self._last_kind = kind
         waiting = Waiting(
@@ -243,16 +250,15 @@ class Admission:
             return self._drop(late, _too_late(late, now))
         if not len(self._queue):
             return None
-        roomy = self._workers_with_room()
-        if not roomy and self._placer.can_place:
-            return None
         version, held_s = self._version - 1, defaultdict[str, float](float)
         num_placed = 0
         for num_scanned, ticket in enumerate(self._queue.in_order(now)):
             if num_scanned == MAX_SCANNED:
                 break
             waiting = cast(Waiting, ticket)
-            is_roomy = waiting.placement.best.prefill.worker_id in roomy
+            if num_scanned == 0 and self._placer.can_place and not self._is_room_anywhere(waiting.order):
+                return None  # and none for those behind
+            is_roomy = self._has_room(waiting.placement.best.prefill, waiting.order)
             is_old = now - waiting.placed_s > PLACEMENT_AGE_S
             # What came this moment is placed. The first in line is so again, others where that may change something.
             is_fresh = waiting.version == version and len(self._queue) == 1
@@ -264,7 +270,7 @@ class Admission:
                 except NoWorker as exc:
                     return self._drop(waiting, exc)
                 best = waiting.placement.best
-                if best.prefill.worker_id in roomy and best.terms.memory_s < self._room_s(best.prefill):
+                if self._has_room(best.prefill, waiting.order) and best.terms.memory_s < self._room_s(best.prefill):
                     return self._let_go(waiting, now)
             held_s[waiting.placement.best.prefill.worker_id] += waiting.work.prefill_s
         return None
@@ -294,7 +300,11 @@ class Admission:
         return Overloaded(
             f"The request waited {now - waiting.arrived_s:.1f} s in the queue; "
             f"request_timeout_s={self._config.request_timeout_s:g}",
-            retry_after_s=self._start_s(waiting.placement, self._queue.ahead(waiting.tenant, waiting.priority, now)),
+            retry_after_s=self._start_s(
+                waiting.placement,
+                self._queue.ahead(waiting.tenant, waiting.priority, now),
+                self._queue.order(waiting.tenant, waiting.priority),
+            ),
             code="queue_timeout",
         )
 
@@ -378,13 +388,13 @@ class Admission:
             retry_after_s=retry_s,
         )
 
-    def _start_s(self, placement: Placement, ahead: Work) -> float:
+    def _start_s(self, placement: Placement, ahead: Work, order: float) -> float:
         """Predicted seconds until what is ahead has been begun, by prompts to compute and by memory for answers.
 
         Prompts are taken as a fluid that the workers of a side share: it fills the shortest queues first.
         """
         side = can_prefill if placement.best.is_pair else can_decode
-        queues = [self._queue_s(worker) for worker in self._registry if side(worker)]
+        queues = [self._queue_s(worker, order) for worker in self._registry if side(worker)]
         return max(fill_level(queues, ahead.prefill_s), self._memory_s(placement, ahead))
 
     def _memory_s(self, placement: Placement, ahead: Work) -> float:
@@ -412,8 +422,8 @@ class Admission:
             return forecast.start_s
         return num_tokens / rate + self._full_step_s(forecast.placement.best.prefill)
 
-    def _queue_s(self, worker: Worker) -> float:
-        return queue_s(worker, self._costs.steps(worker.card.kind))
+    def _queue_s(self, worker: Worker, order: float = math.inf) -> float:
+        return queue_s(worker, self._costs.steps(worker.card.kind), order)
 
     def _full_step_s(self, worker: Worker) -> float:
         """Duration of a step of this worker that is full of prompt."""
@@ -428,18 +438,27 @@ class Admission:
         num_steps = ROOM_STEPS if self._has_rivals else ROOM_STEPS_ALIKE
         return self._config.max_worker_queue_s or num_steps * self._full_step_s(worker)
 
-    def _workers_with_room(self) -> set[str]:
-        """Workers that would have their prompts computed soon, of those that prompts may be sent to."""
+    def _has_room(self, worker: Worker, order: float) -> bool:
+        """Whether the worker would soon have computed what goes before a prompt of this order."""
+        return worker.state is WorkerState.READY and self._queue_s(worker, order) < self._room_s(worker)
+
+    def _is_room_anywhere(self, order: float) -> bool:
+        """Whether any worker has room, of those that prompts may be sent to."""
         workers = [worker for worker in self._registry if worker.state is WorkerState.READY]
         if not self._config.local_prefill and any(can_prefill(worker) for worker in workers):
             workers = [worker for worker in workers if worker.role is not Role.DECODE]
-        return {worker.worker_id for worker in workers if self._queue_s(worker) < self._room_s(worker)}
+        return any(self._has_room(worker, order) for worker in workers)
 
     def _place_again(self, waiting: Waiting, held_s: Mapping[str, float], now: float) -> None:
         """Follow the load; `held_s` is what goes first."""
         offer = waiting.offer
         placement = self._placer.place(
-            offer.num_prompt_tokens, offer.digests, offer.expected_output_tokens, now, held_s=held_s
+            offer.num_prompt_tokens,
+            offer.digests,
+            offer.expected_output_tokens,
+            now,
+            held_s=held_s,
+            order=waiting.order,
         )
         self._hold(waiting, -1)
         latest_start_s = waiting.latest_start_s
@@ -461,7 +480,17 @@ class Admission:
         stats.num_admitted += 1
         stats.wait_s += wait_s
         stats.waits[bisect_left(WAIT_BUCKETS_S, wait_s)] += 1
-        return Dispatch(waiting, waiting.placement, wait_s)
+        return Dispatch(waiting, waiting.placement, wait_s, self._turn(waiting, now))
+
+    def _turn(self, waiting: Waiting, now: float) -> Turn:
+        """When its worker computes it. While there are other tenants, one that they may overtake takes short steps."""
+        if self._queue.is_within_share(waiting.order) or now >= self._others_until_s:
+            return Turn(order=waiting.order)
+        card = waiting.placement.best.prefill.card
+        costs = self._costs.steps(card.kind).costs
+        num_tokens = (1 / SHORT_STEP_LOSS - 1) * costs.base_s / max(costs.prefill_token_s, 1e-12)
+        num_tokens = min(max(num_tokens, card.max_num_batched_tokens / 4), card.max_num_batched_tokens)
+        return Turn(order=waiting.order, max_step_tokens=math.ceil(num_tokens))
 
     def _next_late(self, now: float) -> Waiting | None:
         """A request that cannot be begun in time any more."""

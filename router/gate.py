@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import NoWorker, ServingError
+from protocol.messages import Turn
 from router.admission import Admission, Dispatch, Drop, Offer, Waiting
 from router.decisions import Decision, DecisionLog
 from router.openai.backend import GenerateRequest
@@ -22,7 +23,7 @@ __all__ = ["Entered", "Gate"]
 NUM_OTHERS = 4  # candidates shown beside the one taken, where they are asked for
 _TIMER_SLACK_S = 1e-3  # a timer may fire a little early
 
-Book = Callable[[GenerateRequest, Offer, Placement], Booking]
+Book = Callable[[GenerateRequest, Dispatch], Booking]
 
 
 @dataclass(eq=False, slots=True)
@@ -34,6 +35,11 @@ class Entered:
     decision: Decision
     _gate: Gate
     _dispatch: Dispatch
+
+    @property
+    def turn(self) -> Turn:
+        """Of its prompt, at the worker that computes it."""
+        return self._dispatch.turn
 
     def first_token(self) -> None:
         """The first token came."""
@@ -136,7 +142,7 @@ class Gate:
             if isinstance(decided, Drop):
                 _drop(guest, decided.error)
                 continue
-            booking = self._book(guest.request, decided.waiting.offer, decided.placement)
+            booking = self._book(guest.request, decided)
             decision = guest.decision
             decision.outcome, decision.placement, decision.wait_s = "dispatched", decided.placement, decided.wait_s
             guest.turn.set_result(Entered(decided.placement, booking, decision, self, decided))

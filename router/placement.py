@@ -163,6 +163,7 @@ class Placer:
         now: float,
         *,
         held_s: Mapping[str, float] = _NOTHING_HELD,
+        order: float = math.inf,
         num_others: int = 0,
         excluded: Container[str] = (),
     ) -> Placement:
@@ -179,7 +180,7 @@ class Placer:
             raise NoWorker(self._explain_no_worker(len(workers), skipped))
         hits = self._index.longest_prefix(digests, now)
         holders = self._holders(hits, digests)
-        request = _Request(num_prompt_tokens, expected_output_tokens, hits, holders, held_s, self._costs)
+        request = _Request(num_prompt_tokens, expected_output_tokens, hits, holders, held_s, order, self._costs)
         decode_sides = [request.decode_side(worker) for worker in decoders]
         prefill_sides = [request.prefill_side(worker) for worker in workers if can_prefill(worker)]
         pair = request.best_pair(prefill_sides, decode_sides)
@@ -239,8 +240,10 @@ class _Request:
         hits: dict[str, int],
         holders: Sequence[Holder],
         held_s: Mapping[str, float],
+        order: float,
         costs: CostModel,
     ) -> None:
+        self._order = order
         self._held_s = held_s
         self._num_prompt_tokens = num_prompt_tokens
         self._num_outputs = expected_output_tokens
@@ -316,7 +319,7 @@ class _Request:
                 prefill_s, work_s = other_prefill_s, other_work_s
         # A decode worker that computes a prompt stalls what decodes there, and be it the request that comes next.
         num_stalled = max(worker.num_booked_seqs, 1) if worker.role is Role.DECODE else worker.num_booked_seqs
-        waiting_s = queue_s(worker, model) + self._held_s.get(worker.worker_id, 0.0)
+        waiting_s = queue_s(worker, model, self._order) + self._held_s.get(worker.worker_id, 0.0)
         delay_s = num_stalled * work_s
         cost_s = waiting_s + fetch_s + prefill_s + delay_s
         return _PrefillSide(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from protocol.messages import (
     Role,
     StepStats,
     TierLoad,
+    Turn,
     WorkerCard,
     WorkerLoad,
     WorkerState,
@@ -60,6 +62,7 @@ class Worker:
     booked_kv_tokens: int = 0  # their prompts and expected outputs
     num_awaited_seqs: int = 0  # of these sequences, how many have no first token yet, wherever it is computed
     awaited_kv_tokens: int = 0
+    prompts: list[Booking] = field(default_factory=list)  # whose first token has not come, in the order of computing
     num_placed_tokens: int = 0  # all work ever placed here: breaks ties
 
     @property
@@ -71,6 +74,13 @@ class Worker:
     def uncomputed_tokens(self) -> int:
         """Booked prompt tokens that still have to be computed."""
         return self.queued_prompt_tokens - self.computed_prompt_tokens
+
+    def uncomputed_tokens_before(self, order: float) -> int:
+        """Of these, those that are computed before a prompt of this order that comes now."""
+        if not self.prompts or self.prompts[-1].order <= order:
+            return self.uncomputed_tokens
+        num_before = sum(one.num_new_tokens for one in self.prompts if one.order <= order)
+        return min(num_before, self.uncomputed_tokens)
 
 
 class WorkerChange(NamedTuple):
@@ -93,16 +103,19 @@ class Booking:
         num_new_tokens: int,
         num_context_tokens: int,
         num_kv_tokens: int,
+        order: float,
     ) -> None:
+        self.order = order
         self._open_bookings = open_bookings
         self._prefill: Worker | None = prefill
         self._decode: Worker | None = decode
-        self._num_new_tokens = num_new_tokens
+        self.num_new_tokens = num_new_tokens
         self._attention = prefill_attention(num_new_tokens, num_context_tokens)
         self._num_kv_tokens = num_kv_tokens
         open_bookings.add(self)
         prefill.queued_prompt_tokens += num_new_tokens
         prefill.queued_attention += self._attention
+        insort(prefill.prompts, self, key=_order)
         prefill.num_placed_tokens += num_new_tokens
         decode.num_booked_seqs += 1
         decode.num_awaited_seqs += 1
@@ -115,11 +128,12 @@ class Booking:
         worker, self._prefill = self._prefill, None
         if worker is None:
             return
-        worker.queued_prompt_tokens -= self._num_new_tokens
+        worker.prompts.remove(self)
+        worker.queued_prompt_tokens -= self.num_new_tokens
         worker.queued_attention -= self._attention
         if worker.queued_prompt_tokens == 0:
             worker.queued_attention = 0.0  # sheds rounding
-        computed = worker.computed_prompt_tokens - self._num_new_tokens
+        computed = worker.computed_prompt_tokens - self.num_new_tokens
         worker.computed_prompt_tokens = min(max(computed, 0), worker.queued_prompt_tokens)
         if self._decode is not None:
             self._decode.num_awaited_seqs -= 1
@@ -243,6 +257,7 @@ class Registry:
         num_new_tokens: int,
         num_context_tokens: int,
         num_kv_tokens: int,
+        turn: Turn = Turn(),  # noqa: B008  # it is frozen
     ) -> Booking:
         """Book a decision's load, at once, so that the next decision sees it. Both ids may be the same worker.
 
@@ -256,6 +271,7 @@ class Registry:
             num_new_tokens=num_new_tokens,
             num_context_tokens=num_context_tokens,
             num_kv_tokens=num_kv_tokens,
+            order=turn.order,
         )
 
     def _tell(self, change: WorkerChange) -> None:
@@ -274,12 +290,16 @@ def can_decode(worker: Worker) -> bool:
     return worker.state == WorkerState.READY and worker.role != Role.PREFILL
 
 
-def queue_s(worker: Worker, model: StepModel) -> float:
-    """Predicted seconds until the prompts booked on the worker are computed."""
-    num_tokens = worker.uncomputed_tokens
+def queue_s(worker: Worker, model: StepModel, order: float = math.inf) -> float:
+    """Predicted seconds until the prompts booked on the worker are computed that go before one of this order."""
+    num_tokens = worker.uncomputed_tokens_before(order)
     if num_tokens <= 0:
         return 0.0
     attention = worker.queued_attention * (num_tokens / worker.queued_prompt_tokens)
     num_steps = math.ceil(num_tokens / worker.card.max_num_batched_tokens)
     step_s = model.step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
     return num_steps * step_s + model.prefill_work_s(num_tokens, attention)
+
+
+def _order(booking: Booking) -> float:
+    return booking.order

@@ -51,6 +51,7 @@ class Desk:
             num_new_tokens=placement.num_new_tokens,
             num_context_tokens=0,
             num_kv_tokens=placement.num_kv_tokens,
+            turn=decided.turn,
         )
 
     def computes(self, worker_id: str, num_tokens: int) -> None:
