@@ -1,6 +1,6 @@
 """Workers in virtual time behind the real placement, cost model and admission: a small discrete-event model.
 
-A worker runs steps as the engine does (one chunk of prompts, in the order of their turns, and a token of every sequence)
+A worker runs steps as the engine does (a chunk of prompts, in the order of their turns, and a token of every sequence)
 that last what a `StepCosts` says, times noise. KV moves in no time, nothing is cached, and memory has no end.
 """
 

@@ -111,7 +111,7 @@ class Engine:
         *,
         cache_salt: str = "",
         phase: Phase = Phase.WHOLE,
-        turn: Turn = Turn(),  # noqa: B008  # it is frozen
+        turn: Turn = Turn(),
     ) -> Sequence:
         """A sequence for this engine, not queued yet.
 

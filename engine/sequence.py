@@ -58,7 +58,7 @@ class Sequence:
     sampling: SamplingParams
     root: bytes  # root of the digest chain: namespace and tenant
     phase: Phase = Phase.WHOLE
-    turn: Turn = Turn()
+    turn: Turn = field(default_factory=Turn)
     status: SequenceStatus = SequenceStatus.WAITING
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of full blocks of token_ids

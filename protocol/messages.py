@@ -237,7 +237,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
-    """When a prompt is computed, of those that one worker has. A prompt that is begun is overtaken between two steps."""
+    """When a prompt is computed, of those that one worker has; one that is begun is overtaken between two steps."""
 
     order: float = 0.0  # the smallest first, equal ones as they came
     max_step_tokens: int = 0  # it joins no step with more prompt tokens, so that it is soon overtaken; 0 = any step

@@ -13,8 +13,8 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -23,7 +23,7 @@ from protocol.errors import DeadlineUnmet, NoWorker, Overloaded, ServingError
 from protocol.messages import Role, Turn, WorkerState
 from router.cost_model import CostModel
 from router.fair_queue import FairQueue, Ticket, Work
-from router.placement import Placement, Placer
+from router.placement import Held, Placement, Placer
 from router.registry import Registry, Worker, can_decode, can_prefill, queue_s
 from router.tenants import Tenants
 
@@ -39,12 +39,14 @@ __all__ = [
     "Waiting",
 ]
 
-# Of a full step of a worker: what it may have left when it gets more. It is computed while the worker's report and the
-# router's answer are on their way, milliseconds; more would only make those wait who come later and go first.
-ROOM_STEPS = 0.5
-# While all requests are alike, none goes first and holding them gains nothing; it cost 6 % of a closed loop's tokens/s.
-ROOM_STEPS_ALIKE = 2.0
-RIVAL_MEMORY_S = 60.0  # requests are not alike if another tenant, another priority or a deadline came this lately
+# Full steps of prompts that a worker may have left, before a request, when it gets that too: short prompts fill a step
+# together, and the worker does not run dry. Other tenants' requests overtake what is there.
+ROOM_STEPS = 2.0
+# More urgent ones of the same tenant do not. So while priorities differ it is what is computed while the worker's
+# report and the router's answer are on their way.
+ROOM_STEPS_URGENT = 0.5
+RIVAL_MEMORY_S = 60.0  # another tenant, or another priority, that came this lately is counted with
+LEAD_S = 10.0  # of a request within its tenant's share: at its worker it overtakes others that came this much earlier
 SHORT_STEP_LOSS = 0.1  # of a step that is soon over, its fixed part
 MAX_QUEUED_REQUESTS = 16_384  # each holds a connection and its prompt, however few of its tokens are new
 NUM_ROUNDS = 2  # of a forecast
@@ -53,7 +55,7 @@ MAX_PLACED = 8  # of these, how many are placed again
 PLACEMENT_AGE_S = 0.05  # younger ones are not made again but for the first in line
 FIRST_GUESS_TOKENS = 128.0  # of an answer
 OUTPUT_LENGTH_WEIGHT = 0.05  # of the newest answer in the mean length
-MAX_MEANS = 4096  # tenants whose mean length is remembered
+MAX_MEANS = 4096  # tenants whose mean length, or latest priority, is remembered
 WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -168,14 +170,18 @@ class Admission:
         self._tenants = tenants
         self._config = config
         self._queue = FairQueue(lambda tenant: tenants.policy(tenant).weight)
-        # (tenant, worker) -> prompts that wait for this worker: their number, and their seconds
-        self._held: dict[tuple[str, str], tuple[int, float]] = {}
+        self._held: dict[tuple[str, str], Held] = {}  # by tenant and worker
+        self._num_held: Counter[tuple[str, str]] = (
+            Counter()
+        )  # parts in each
         self._deadlines: list[tuple[float, int, Waiting]] = []  # heap; entries of requests that left are stale
         self._num_deadlines = 0
         self._version = 0  # counts the calls of `next`
-        self._last_kind: tuple[str, int] | None = None  # tenant and priority of the newest request
-        self._rivals_until_s = self._others_until_s = -math.inf
-        self._has_rivals = False
+        self._last_tenant: str | None = None
+        self._priorities: dict[str, int] = {}  # of each tenant's newest request
+        self._tenants_until_s = -math.inf  # until when there is more than one
+        self._priorities_until_s = -math.inf
+        self._are_urgencies_mixed = False
         self._waiting: dict[Waiting, None] = {}
         self.lengths = OutputLengths()
         self.stats: dict[str, TenantStats] = {}  # by the tenant's label
@@ -185,14 +191,14 @@ class Admission:
 
     def forecast(self, offer: Offer, now: float, *, num_others: int = 0) -> Forecast:
         """What would become of this request; changes nothing. Raises `NoWorker`."""
-        order = self._queue.order(offer.tenant, offer.priority)
+        order = self._order(self._queue.start_tag(offer.tenant, offer.priority), now)
         placement = self._placer.place(
             offer.num_prompt_tokens,
             offer.digests,
             offer.expected_output_tokens,
             now,
             order=order,
-            held_s={worker: held_s for (tenant, worker), (_, held_s) in self._held.items() if tenant == offer.tenant},
+            held={worker: held for (tenant, worker), held in self._held.items() if tenant == offer.tenant},
             num_others=num_others,
         )
         policy = self._tenants.policy(offer.tenant)
@@ -216,13 +222,7 @@ class Admission:
         if forecast.error is not None:
             self.reject(offer.tenant, forecast.error)
             raise forecast.error
-        kind = (offer.tenant, offer.priority)
-        last_tenant, _ = last_kind = self._last_kind or kind
-        if last_tenant != offer.tenant:
-            self._others_until_s = now + RIVAL_MEMORY_S
-        if forecast.slo_s < math.inf or last_kind != kind:
-            self._rivals_until_s = now + RIVAL_MEMORY_S
-        self._last_kind = kind
+        self._note_rivals(offer, now)
         waiting = Waiting(
             tenant=offer.tenant,
             priority=offer.priority,
@@ -245,20 +245,22 @@ class Admission:
     def next(self, now: float) -> Dispatch | Drop | None:
         """The next decision; None when all that waits has to wait on. Call it after each change of load."""
         self._version += 1
-        self._has_rivals = now < self._rivals_until_s
+        self._are_urgencies_mixed = now < self._priorities_until_s
         if (late := self._next_late(now)) is not None:
             return self._drop(late, _too_late(late, now))
         if not len(self._queue):
             return None
-        version, held_s = self._version - 1, defaultdict[str, float](float)
+        version = self._version - 1
+        held: dict[str, Held] = {}
         num_placed = 0
         for num_scanned, ticket in enumerate(self._queue.in_order(now)):
             if num_scanned == MAX_SCANNED:
                 break
             waiting = cast(Waiting, ticket)
-            if num_scanned == 0 and self._placer.can_place and not self._is_room_anywhere(waiting.order):
+            order = self._order(waiting.start_tag, now)
+            if num_scanned == 0 and self._placer.can_place and not self._is_room_anywhere(order):
                 return None  # and none for those behind
-            is_roomy = self._has_room(waiting.placement.best.prefill, waiting.order)
+            is_roomy = self._has_room(waiting.placement.best.prefill, order)
             is_old = now - waiting.placed_s > PLACEMENT_AGE_S
             # What came this moment is placed. The first in line is so again, others where that may change something.
             is_fresh = waiting.version == version and len(self._queue) == 1
@@ -266,13 +268,14 @@ class Admission:
                 num_placed += 1
                 try:
                     if not is_fresh:
-                        self._place_again(waiting, held_s, now)
+                        self._place_again(waiting, held, now)
                 except NoWorker as exc:
                     return self._drop(waiting, exc)
                 best = waiting.placement.best
-                if self._has_room(best.prefill, waiting.order) and best.terms.memory_s < self._room_s(best.prefill):
+                if self._has_room(best.prefill, order) and best.terms.memory_s < self._room_s(best.prefill):
                     return self._let_go(waiting, now)
-            held_s[waiting.placement.best.prefill.worker_id] += waiting.work.prefill_s
+            for worker_id, part in held_by(waiting):
+                held[worker_id] = held[worker_id].plus(part) if worker_id in held else part
         return None
 
     def waiting(self) -> list[Waiting]:
@@ -303,7 +306,7 @@ class Admission:
             retry_after_s=self._start_s(
                 waiting.placement,
                 self._queue.ahead(waiting.tenant, waiting.priority, now),
-                self._queue.order(waiting.tenant, waiting.priority),
+                self._order(self._queue.start_tag(waiting.tenant, waiting.priority), now),
             ),
             code="queue_timeout",
         )
@@ -341,8 +344,9 @@ class Admission:
         """Raise AssertionError unless all books agree; with nothing waiting they are empty."""
         self._queue.check_integrity()
         assert len(self._queue) == len(self._waiting), f"{len(self._queue)} queued, {len(self._waiting)} waiting"
-        held = Counter((one.tenant, one.placement.best.prefill.worker_id) for one in self._waiting)
-        assert held == {key: num for key, (num, _) in self._held.items()}, "held prompts disagree"
+        held = Counter((one.tenant, worker_id) for one in self._waiting for worker_id, _ in held_by(one))
+        assert held == self._num_held, "held requests disagree"
+        assert held.keys() == self._held.keys(), "what is held is of other workers"
 
     def _refusal(self, offer: Offer, forecast: Forecast, max_share: float) -> ServingError | None:
         """Why the request is not taken in, if it is not."""
@@ -435,7 +439,7 @@ class Admission:
 
     def _room_s(self, worker: Worker) -> float:
         """Predicted queue up to which a worker is given more."""
-        num_steps = ROOM_STEPS if self._has_rivals else ROOM_STEPS_ALIKE
+        num_steps = ROOM_STEPS_URGENT if self._are_urgencies_mixed else ROOM_STEPS
         return self._config.max_worker_queue_s or num_steps * self._full_step_s(worker)
 
     def _has_room(self, worker: Worker, order: float) -> bool:
@@ -449,16 +453,16 @@ class Admission:
             workers = [worker for worker in workers if worker.role is not Role.DECODE]
         return any(self._has_room(worker, order) for worker in workers)
 
-    def _place_again(self, waiting: Waiting, held_s: Mapping[str, float], now: float) -> None:
-        """Follow the load; `held_s` is what goes first."""
+    def _place_again(self, waiting: Waiting, held: Mapping[str, Held], now: float) -> None:
+        """Follow the load; `held` is what goes first."""
         offer = waiting.offer
         placement = self._placer.place(
             offer.num_prompt_tokens,
             offer.digests,
             offer.expected_output_tokens,
             now,
-            held_s=held_s,
-            order=waiting.order,
+            held=held,
+            order=self._order(waiting.start_tag, now),
         )
         self._hold(waiting, -1)
         latest_start_s = waiting.latest_start_s
@@ -482,15 +486,32 @@ class Admission:
         stats.waits[bisect_left(WAIT_BUCKETS_S, wait_s)] += 1
         return Dispatch(waiting, waiting.placement, wait_s, self._turn(waiting, now))
 
+    def _note_rivals(self, offer: Offer, now: float) -> None:
+        if self._last_tenant not in (None, offer.tenant):
+            self._tenants_until_s = now + RIVAL_MEMORY_S
+        if self._priorities.get(offer.tenant, offer.priority) != offer.priority:
+            self._priorities_until_s = now + RIVAL_MEMORY_S
+        if len(self._priorities) >= MAX_MEANS:
+            self._priorities.clear()
+        self._last_tenant, self._priorities[offer.tenant] = offer.tenant, offer.priority
+
+    def _order(self, start_tag: float, now: float) -> float:
+        """Place at a worker of what is sent there now. Tenants within their share overtake those that are not.
+
+        They do not overtake each other, which would make no tail shorter; and nobody is overtaken for ever.
+        """
+        return now - LEAD_S if self._queue.is_within_share(start_tag) else now
+
     def _turn(self, waiting: Waiting, now: float) -> Turn:
         """When its worker computes it. While there are other tenants, one that they may overtake takes short steps."""
-        if self._queue.is_within_share(waiting.order) or now >= self._others_until_s:
-            return Turn(order=waiting.order)
+        order = self._order(waiting.start_tag, now)
+        if self._queue.is_within_share(waiting.start_tag) or now >= self._tenants_until_s:
+            return Turn(order=order)
         card = waiting.placement.best.prefill.card
         costs = self._costs.steps(card.kind).costs
         num_tokens = (1 / SHORT_STEP_LOSS - 1) * costs.base_s / max(costs.prefill_token_s, 1e-12)
         num_tokens = min(max(num_tokens, card.max_num_batched_tokens / 4), card.max_num_batched_tokens)
-        return Turn(order=waiting.order, max_step_tokens=math.ceil(num_tokens))
+        return Turn(order=order, max_step_tokens=math.ceil(num_tokens))
 
     def _next_late(self, now: float) -> Waiting | None:
         """A request that cannot be begun in time any more."""
@@ -526,15 +547,24 @@ class Admission:
         return True
 
     def _hold(self, waiting: Waiting, sign: int) -> None:
-        """Count a request's prompt for, or no longer for, the worker it would go to."""
-        key = (waiting.tenant, waiting.placement.best.prefill.worker_id)
-        num, held_s = self._held.get(key, (0, 0.0))
-        self._held[key] = num + sign, held_s + sign * waiting.work.prefill_s
-        if num + sign == 0:
-            del self._held[key]
+        """Count a request for, or no longer for, the workers it would go to."""
+        for worker_id, (prefill_s, num_seqs, kv_tokens) in held_by(waiting):
+            key = (waiting.tenant, worker_id)
+            part = Held(sign * prefill_s, sign * num_seqs, sign * kv_tokens)
+            self._held[key] = self._held.get(key, Held()).plus(part)
+            self._num_held[key] += sign
+            if self._num_held[key] == 0:
+                del self._held[key], self._num_held[key]
 
     def _of(self, tenant: str) -> TenantStats:
         return self.stats.setdefault(self._tenants.label(tenant), TenantStats())
+
+
+def held_by(waiting: Waiting) -> Iterator[tuple[str, Held]]:
+    """What a request that waits means to those behind it, by worker id; both may be the same worker's."""
+    best = waiting.placement.best
+    yield best.prefill.worker_id, Held(prefill_s=waiting.work.prefill_s)
+    yield best.decode.worker_id, Held(num_seqs=1, kv_tokens=waiting.placement.num_kv_tokens)
 
 
 def work_of(placement: Placement, costs: CostModel) -> Work:
@@ -542,9 +572,18 @@ def work_of(placement: Placement, costs: CostModel) -> Work:
 
     Seconds of both roles count alike: a worker flips from one to the other.
     """
-    prefill_s = placement.best.terms.fetch_s + placement.best.terms.prefill_s
+    prefill_s = placement.best.terms.fetch_s + shared_prefill_s(placement, costs)
     decode_s = placement.expected_output_tokens * output_token_s(placement, costs)
     return Work(1, prefill_s + decode_s, prefill_s, placement.num_new_tokens, placement.num_kv_tokens)
+
+
+def shared_prefill_s(placement: Placement, costs: CostModel) -> float:
+    """Seconds to compute the prompt where others wait too: they fill what it leaves of its last step."""
+    worker = placement.best.prefill
+    num_steps = placement.num_new_tokens / worker.card.max_num_batched_tokens
+    unused_steps = math.ceil(num_steps) - num_steps
+    step_s = costs.steps(worker.card.kind).step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
+    return max(placement.best.terms.prefill_s - unused_steps * step_s, 0.0)
 
 
 def output_token_s(placement: Placement, costs: CostModel) -> float:

@@ -3,8 +3,8 @@
 Between tenants: start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), in front of workers that hold several
 requests at once (as SFQ(D): Jin, Chase and Kaur, SIGMETRICS 2004). A tenant's start tag grows by work / weight with
 each request it is served, and the smallest tag is next. So tenants that wait get worker seconds by their weights, what
-one leaves goes to the others, and one that comes back starts a bounded credit before the present virtual time: as with the
-lag of EEVDF (Stoica and Abdel-Wahab, 1995), its requests that come in clumps are not held against it.
+one leaves goes to the others. One that comes back starts a little before the present virtual time. That credit, bounded
+like the lag of EEVDF (Stoica and Abdel-Wahab, 1995), lets those who ask less than their share ask in clumps.
 No I/O and no clock.
 """
 
@@ -25,8 +25,7 @@ MAX_OVERTAKEN_S = 30.0
 OLDEST_TURN = 4
 MAX_IDLE_TENANTS = 1024  # remembered for what they were served beyond the virtual time, and for what they ask
 ARRIVAL_WINDOW_S = 10.0  # over which what a tenant asks is averaged
-# Worker seconds (per weight) of its share that a tenant which asked less may catch up on: some requests that come at once.
-CREDIT_S = 5.0
+CREDIT_S = 5.0  # worker seconds, per weight, of its share that a tenant which asked less may have at once later
 DEVIATIONS = 1.0  # standard deviations added to what others will ask: it is less five times in six
 
 
@@ -73,7 +72,7 @@ class Ticket:
     priority: int  # lower is more urgent, as in vLLM
     arrived_s: float
     work: Work
-    order: float = 0.0  # its place at a worker, the smallest first; as of when the queue was last read
+    start_tag: float = 0.0  # as of when the queue was last read; for good once it is served
 
 
 @dataclass(eq=False, slots=True)
@@ -120,8 +119,7 @@ class FairQueue:
     def __init__(self, weight_of: Callable[[str], float]) -> None:
         self._weight_of = weight_of
         self._lines: dict[str, _Line] = {}
-        # Worker seconds that a tenant of weight 1 would have been served if it had always waited; places are not negative.
-        self._virtual_s = CREDIT_S
+        self._virtual_s = 0.0  # worker seconds that a tenant of weight 1 has been served if it always waited
         self._num_tickets = 0
 
     def __len__(self) -> int:
@@ -180,7 +178,7 @@ class FairQueue:
         self._virtual_s = max(self._virtual_s, min(other.start_tag for other in self._lines.values() if other.tickets))
         self._take_out(line, ticket)
         line.num_served += 1
-        ticket.order = self._order(line.start_tag)
+        ticket.start_tag = line.start_tag
         line.start_tag += ticket.work.worker_s / self._weight_of(ticket.tenant)
         self._forget_idle()
 
@@ -199,20 +197,20 @@ class FairQueue:
             if ticket is None:
                 heapq.heappop(heads)
                 continue
-            ticket.order = self._order(start_tag)
+            ticket.start_tag = start_tag
             yield ticket
             start_tag += ticket.work.worker_s / self._weight_of(tenant)
             heapq.heapreplace(heads, (start_tag, num_tickets, tenant, tickets))
 
-    def order(self, tenant: str, priority: int) -> float:
-        """Place at a worker of a request that comes now."""
+    def start_tag(self, tenant: str, priority: int) -> float:
+        """Of a request that comes now."""
         line = self._lines.get(tenant)
         own_s = line.work_until(priority).worker_s if line else 0.0
-        return self._order(self._next_tag(line) + own_s / self._weight_of(tenant))
+        return self._next_tag(line) + own_s / self._weight_of(tenant)
 
-    def is_within_share(self, order: float) -> bool:
-        """Whether a place at a worker is one of a tenant that had less than its share."""
-        return order < self._virtual_s
+    def is_within_share(self, start_tag: float) -> bool:
+        """Whether the tenant has had less than its share before a request with this tag."""
+        return start_tag < self._virtual_s
 
     def ahead(self, tenant: str, priority: int, now: float, horizon_s: float = 0.0) -> Work:
         """What would be served before a request that comes now.
@@ -260,13 +258,6 @@ class FairQueue:
         if not line.levels[priority]:
             del line.levels[priority], line.work[priority]
             line.priorities.remove(priority)
-
-    def _order(self, start_tag: float) -> float:
-        """Place at a worker, where a smaller one overtakes what is half done.
-
-        Tenants that had less than their share do not overtake each other: no tail gets shorter by that.
-        """
-        return self._virtual_s - CREDIT_S if start_tag < self._virtual_s else start_tag
 
     def _next_tag(self, line: _Line | None) -> float:
         """When the tenant's next request starts: what it did not use lately it may still have, within bounds."""

@@ -19,10 +19,9 @@ from router.cost_model import CostModel, StepModel, prefill_attention
 from router.prefix_index import PrefixIndex
 from router.registry import Registry, Worker, can_decode, can_prefill, queue_s
 
-__all__ = ["Candidate", "Holder", "Placement", "Placer", "Terms"]
+__all__ = ["Candidate", "Held", "Holder", "Placement", "Placer", "Terms"]
 
 _MAX_HOLDERS = 4  # looked at more closely
-_NOTHING_HELD: Mapping[str, float] = {}
 _FETCH_GAIN = 0.95  # reading from a peer must save this much, as predictions are not that exact
 
 
@@ -46,6 +45,22 @@ class Terms(NamedTuple):
     def ttft_s(self) -> float:
         """Predicted time to first token: it comes from the prefill side and waits for no transfer."""
         return self.queue_s + self.fetch_s + self.prefill_s
+
+
+class Held(NamedTuple):
+    """What waits in the router for one worker. To a request behind it that is as if it were on the worker."""
+
+    prefill_s: float = 0.0  # of prompts to compute there
+    num_seqs: int = 0  # to decode there
+    kv_tokens: int = 0  # of these, prompts and expected outputs
+
+    def plus(self, other: Held) -> Held:
+        """Both together."""
+        return Held(self.prefill_s + other.prefill_s, self.num_seqs + other.num_seqs, self.kv_tokens + other.kv_tokens)
+
+
+_NOTHING = Held()
+_NOTHING_HELD: Mapping[str, Held] = {}
 
 
 class Holder(NamedTuple):
@@ -162,14 +177,15 @@ class Placer:
         expected_output_tokens: int,
         now: float,
         *,
-        held_s: Mapping[str, float] = _NOTHING_HELD,
+        held: Mapping[str, Held] = _NOTHING_HELD,
         order: float = math.inf,
         num_others: int = 0,
         excluded: Container[str] = (),
     ) -> Placement:
         """The cheapest candidate without workers whose id is `excluded`, and on demand the next best ones.
 
-        `held_s`: by worker, predicted seconds of prompts that wait in the router for it and go before this one.
+        `held`: by worker, what waits in the router for it and goes before this one. `order`: the prompt's place among
+        those at a worker, whose later ones it overtakes.
         Raises `NoWorker` with the reasons when nothing can take the request.
         """
         skipped: Counter[str] = Counter()
@@ -180,7 +196,7 @@ class Placer:
             raise NoWorker(self._explain_no_worker(len(workers), skipped))
         hits = self._index.longest_prefix(digests, now)
         holders = self._holders(hits, digests)
-        request = _Request(num_prompt_tokens, expected_output_tokens, hits, holders, held_s, order, self._costs)
+        request = _Request(num_prompt_tokens, expected_output_tokens, hits, holders, held, order, self._costs)
         decode_sides = [request.decode_side(worker) for worker in decoders]
         prefill_sides = [request.prefill_side(worker) for worker in workers if can_prefill(worker)]
         pair = request.best_pair(prefill_sides, decode_sides)
@@ -239,12 +255,12 @@ class _Request:
         expected_output_tokens: int,
         hits: dict[str, int],
         holders: Sequence[Holder],
-        held_s: Mapping[str, float],
+        held: Mapping[str, Held],
         order: float,
         costs: CostModel,
     ) -> None:
+        self._held = held
         self._order = order
-        self._held_s = held_s
         self._num_prompt_tokens = num_prompt_tokens
         self._num_outputs = expected_output_tokens
         self._num_kv_tokens = num_prompt_tokens + expected_output_tokens
@@ -317,9 +333,12 @@ class _Request:
             if other_fetch_s + other_prefill_s < _FETCH_GAIN * prefill_s:
                 hit, holder, fetch_s = other_hit, other, other_fetch_s
                 prefill_s, work_s = other_prefill_s, other_work_s
+        held = self._held.get(worker.worker_id, _NOTHING)
         # A decode worker that computes a prompt stalls what decodes there, and be it the request that comes next.
-        num_stalled = max(worker.num_booked_seqs, 1) if worker.role is Role.DECODE else worker.num_booked_seqs
-        waiting_s = queue_s(worker, model, self._order) + self._held_s.get(worker.worker_id, 0.0)
+        num_stalled = worker.num_booked_seqs + held.num_seqs
+        if worker.role is Role.DECODE:
+            num_stalled = max(num_stalled, 1)
+        waiting_s = queue_s(worker, model, self._order) + held.prefill_s
         delay_s = num_stalled * work_s
         cost_s = waiting_s + fetch_s + prefill_s + delay_s
         return _PrefillSide(
@@ -351,10 +370,12 @@ class _Request:
     def decode_side(self, worker: Worker) -> _DecodeSide:
         """What it costs to decode there."""
         model = self._costs.steps(worker.card.kind)
-        memory_s = self._memory_s(worker, model)
+        held = self._held.get(worker.worker_id, _NOTHING)
+        num_seqs, kv_tokens = worker.num_booked_seqs + held.num_seqs, worker.booked_kv_tokens + held.kv_tokens
+        memory_s = self._memory_s(worker, model, num_seqs, kv_tokens)
         decode_s = model.added_decode_s(
-            worker.num_booked_seqs,
-            worker.booked_kv_tokens,
+            num_seqs,
+            kv_tokens,
             self._num_prompt_tokens + self._num_outputs / 2,
             self._num_outputs,
         )
@@ -368,14 +389,13 @@ class _Request:
     def _usable_tokens(self, num_tokens: int) -> int:
         return min(num_tokens, self._num_prompt_tokens - 1)
 
-    def _memory_s(self, worker: Worker, model: StepModel) -> float:
+    def _memory_s(self, worker: Worker, model: StepModel, num_seqs: int, kv_tokens: int) -> float:
         """Wait until running sequences have given back what this one lacks: they end evenly over one lifetime."""
         capacity = worker.card.num_blocks * worker.card.block_size
-        lacking = worker.booked_kv_tokens + self._num_kv_tokens - capacity
-        if lacking <= 0 or worker.booked_kv_tokens == 0:
+        lacking = kv_tokens + self._num_kv_tokens - capacity
+        if lacking <= 0 or kv_tokens == 0:
             return 0.0
-        lifetime_s = self._num_outputs * model.step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
-        return lacking / worker.booked_kv_tokens * lifetime_s
+        return lacking / kv_tokens * self._num_outputs * model.step_s(num_seqs, kv_tokens)
 
 
 def _prefill_group(side: _PrefillSide) -> tuple[Hashable, ...]:

@@ -257,7 +257,7 @@ class Registry:
         num_new_tokens: int,
         num_context_tokens: int,
         num_kv_tokens: int,
-        turn: Turn = Turn(),  # noqa: B008  # it is frozen
+        turn: Turn = Turn(),
     ) -> Booking:
         """Book a decision's load, at once, so that the next decision sees it. Both ids may be the same worker.
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -10,7 +11,7 @@ from protocol.config import RouterConfig
 from protocol.errors import NoWorker
 from protocol.messages import BlockEvents, Role, WorkerState
 from router.cost_model import CostModel
-from router.placement import Candidate, Placement, Placer, _preference, _Request
+from router.placement import Candidate, Held, Placement, Placer, _preference, _Request
 from router.prefix_index import PrefixIndex
 from router.registry import Registry, can_decode, can_prefill
 from tests.router.builders import add_ready, make_card
@@ -225,8 +226,8 @@ def test_what_is_held_for_a_worker_counts_as_its_queue() -> None:
     pool = Pool()
     for worker_id in ("a", "b"):
         pool.add(worker_id, Role.COLOCATED)
-    assert chosen(pool.placer.place(100, [], 10, 0.0, held_s={"a": 1.0})) == ("b", "b")
-    both = pool.placer.place(100, [], 10, 0.0, held_s={"a": 1.0, "b": 2.0})
+    assert chosen(pool.placer.place(100, [], 10, 0.0, held={"a": Held(1.0)})) == ("b", "b")
+    both = pool.placer.place(100, [], 10, 0.0, held={"a": Held(1.0), "b": Held(2.0)})
     assert (chosen(both), both.best.terms.queue_s) == (("a", "a"), 1.0)
 
 
@@ -243,7 +244,7 @@ def test_finds_the_pair_that_looking_at_all_pairs_finds(seed: int, num_workers: 
         for _ in range(rng.randint(0, 3)):
             pool.book(f"w{i}", f"w{i}", new=rng.choice([10, 100, 1000]), done=rng.random() < 0.5)
     hits = pool.index.longest_prefix(digests, 0.0)
-    request = _Request(num_prompt_tokens, 50, hits, pool.placer._holders(hits, digests), {}, pool.costs)
+    request = _Request(num_prompt_tokens, 50, hits, pool.placer._holders(hits, digests), {}, math.inf, pool.costs)
     prefillers = [request.prefill_side(worker) for worker in pool.registry if can_prefill(worker)]
     decoders = [request.decode_side(worker) for worker in pool.registry if can_decode(worker)]
     every_pair: list[Candidate] = [request.pair(p, d) for p in prefillers for d in decoders]
