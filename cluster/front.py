@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 
 import uvicorn
+import uvloop
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 
@@ -34,7 +35,8 @@ def serve_engines(
 ) -> int:
     """Serve until SIGINT or SIGTERM; the exit code. Raises `ConfigError` for what the user can mend."""
     readers = token_readers(fleet_file.tokenizers)
-    return asyncio.run(_serve(fleet_file, readers, router, engines, admin_token, listener))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(fleet_file, readers, router, engines, admin_token, listener))
 
 
 def token_readers(tokenizers: dict[str, str]) -> dict[str, PromptReader]:

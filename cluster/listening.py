@@ -13,9 +13,10 @@ __all__ = ["listening"]
 
 
 @contextlib.contextmanager
-def listening(host: str, port: int) -> Iterator[socket.socket]:
+def listening(host: str, port: int, *, is_shared: bool = False) -> Iterator[socket.socket]:
     """A TCP socket bound to the address for as long as the block runs; whoever serves begins to listen on it.
 
+    `is_shared`: beside other sockets of ours on that address that are shared.
     Raises `ConfigError` if the address cannot be had.
     """
     try:
@@ -27,6 +28,8 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         raise _refused(host, port, exc) from exc
     with listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             listener.bind(address)
         except OSError as exc:

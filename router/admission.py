@@ -24,7 +24,7 @@ from protocol.messages import Role, Turn, WorkerState
 from router.cost_model import CostModel
 from router.fair_queue import FairQueue, Ticket, Work
 from router.placement import Held, Placement, Placer
-from router.registry import Registry, Worker, can_decode, can_prefill, queue_s
+from router.registry import Registry, Worker, can_prefill, queue_s
 from router.tenants import Tenants
 
 __all__ = [
@@ -171,9 +171,7 @@ class Admission:
         self._config = config
         self._queue = FairQueue(lambda tenant: tenants.policy(tenant).weight)
         self._held: dict[tuple[str, str], Held] = {}  # by tenant and worker
-        self._num_held: Counter[tuple[str, str]] = (
-            Counter()
-        )  # parts in each
+        self._num_held: Counter[tuple[str, str]] = Counter()  # parts in each
         self._deadlines: list[tuple[float, int, Waiting]] = []  # heap; entries of requests that left are stale
         self._num_deadlines = 0
         self._version = 0  # counts the calls of `next`
@@ -397,23 +395,20 @@ class Admission:
 
         Prompts are taken as a fluid that the workers of a side share: it fills the shortest queues first.
         """
-        side = can_prefill if placement.best.is_pair else can_decode
-        queues = [self._queue_s(worker, order) for worker in self._registry if side(worker)]
+        table = self._registry.table
+        side = table.can_prefill if placement.best.is_pair else table.can_decode
+        queues = table.queue_s(self._costs, order)[side].tolist()
         return max(fill_level(queues, ahead.prefill_s), self._memory_s(placement, ahead))
 
     def _memory_s(self, placement: Placement, ahead: Work) -> float:
         """As `Terms.memory_s`, over all workers that decode: running sequences end evenly over one lifetime."""
-        decoders = [worker for worker in self._registry if can_decode(worker)]
-        capacity = sum(worker.card.num_blocks * worker.card.block_size for worker in decoders)
-        booked = sum(worker.booked_kv_tokens for worker in decoders)
+        table = self._registry.table
+        decoders = table.can_decode
+        capacity, booked = float(table.capacity_tokens[decoders].sum()), float(table.booked_kv_tokens[decoders].sum())
         lacking = booked + ahead.kv_tokens + placement.num_kv_tokens - capacity
         if lacking <= 0 or booked == 0:
             return 0.0
-        steps_s = (
-            self._costs.steps(worker.card.kind).step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
-            for worker in decoders
-        )
-        lifetime_s = placement.expected_output_tokens * sum(steps_s) / len(decoders)
+        lifetime_s = placement.expected_output_tokens * float(table.step_s(self._costs)[decoders].mean())
         return lacking / booked * lifetime_s
 
     def _drain_s(self, num_tokens: float, forecast: Forecast) -> float:
@@ -582,7 +577,7 @@ def shared_prefill_s(placement: Placement, costs: CostModel) -> float:
     worker = placement.best.prefill
     num_steps = placement.num_new_tokens / worker.card.max_num_batched_tokens
     unused_steps = math.ceil(num_steps) - num_steps
-    step_s = costs.steps(worker.card.kind).step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
+    step_s = costs.steps(worker.card.kind).costs.step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
     return max(placement.best.terms.prefill_s - unused_steps * step_s, 0.0)
 
 

@@ -9,25 +9,26 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from protocol.config import RouterConfig
 from protocol.digest import block_digests, root_digest
-from protocol.errors import NoWorker, WorkerError
+from protocol.errors import NoWorker, ServingError, WorkerError
 from protocol.messages import Decode, FinishReason, Generate, KvHolder, Prefill, Role, SequenceDelta, WorkerCard
 from router.admission import Admission, Dispatch, Offer
 from router.cache_sizing import CacheSizing
 from router.cost_model import CostModel
 from router.decisions import Decision
+from router.digest_memo import DigestMemo
 from router.gate import NUM_OTHERS, Entered, Gate
 from router.openai.backend import GenerateRequest, TokenDelta
 from router.pins import PinService
 from router.placement import Placement, Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Booking, Registry, Worker, queue_s
+from router.silence import SilenceWatch
 from router.tenants import load_tenants
 from router.worker_client import Inbox, Leg, LegEvent, WorkerClient
 
@@ -35,7 +36,7 @@ __all__ = ["DeltaOrder", "RequestFlow"]
 
 logger = logging.getLogger(__name__)
 
-LONG_PROMPT_TOKENS = 2048  # hashing more than this (~0.3 ms) goes to a thread
+LONG_PROMPT_TOKENS = 8192  # hashing more than this (~0.2 ms) goes to a thread
 MAX_ROOTS = 4096  # cached digest roots, one per tenant salt
 SHUTTING_DOWN = "the server is shutting down; send the request again"
 
@@ -68,6 +69,7 @@ class RequestFlow:
         self._config = config
         self._clock = clock
         self._roots: dict[tuple[bytes, str], bytes] = {}
+        self._memo = DigestMemo()
         self.cache = PinService(registry, index, workers, config, self._digests, clock=clock)
         self._running: dict[Inbox, Leg] = {}  # the inbox of each request, and its last leg
         self._is_shut_down = False
@@ -111,6 +113,8 @@ class RequestFlow:
         output: list[int] = []
         num_cached_tokens = 0
         order = DeltaOrder()
+        error: ServingError | None = None
+        watch = self._watch(request, inbox, legs)
         try:
             if self._is_shut_down:
                 raise NoWorker(SHUTTING_DOWN)
@@ -119,21 +123,29 @@ class RequestFlow:
             self._running[inbox] = legs[-1]
             handoff = _Handoff(legs)
             while True:
-                event = await self._next_event(request, inbox)
-                if not isinstance(event.item, SequenceDelta):
-                    raise event.item
-                self.num_handoffs += handoff.is_completed_by(event)
-                for delta in order.push(event.item):
-                    is_first = not output
-                    entered.first_token()
-                    output += delta.token_ids
-                    num_cached_tokens += delta.num_cached_tokens or 0
-                    shown = _token_delta(delta)
-                    yield replace(shown, decision=entered.explain()) if request.explains and is_first else shown
-                    if delta.finish_reason is not None:
+                due: list[SequenceDelta] = []
+                for event in await _next_events(inbox, watch):
+                    if not isinstance(event.item, SequenceDelta):
+                        error = event.item
+                        break
+                    self.num_handoffs += handoff.is_completed_by(event)
+                    due += order.push(event.item)
+                if due:
+                    shown = _token_delta(due)
+                    if not output:
+                        entered.first_token()
+                        if request.explains:
+                            shown = msgspec.structs.replace(shown, decision=entered.explain())
+                    output += shown.token_ids
+                    num_cached_tokens += shown.num_cached_tokens or 0
+                    yield shown
+                    if shown.finish_reason is not None:
                         self.admission.lengths.note(request.tenant, order.num_tokens)
                         return
+                if error is not None:
+                    raise error
         finally:
+            watch.close()
             self._running.pop(inbox, None)
             entered.end()
             for leg in legs:
@@ -157,7 +169,7 @@ class RequestFlow:
         decision = Decision("", offer.tenant, offer.priority, now, forecast, outcome, error=forecast.error)
         return decision.to_json(now)
 
-    def decisions(self) -> list[dict[str, Any]]:
+    async def decisions(self) -> list[dict[str, Any]]:
         """The latest decisions, newest first, as JSON."""
         return self._gate.log.to_json(self._clock())
 
@@ -191,8 +203,8 @@ class RequestFlow:
         root = self._root(worker.card.namespace, cache_salt)
         block_size = worker.card.block_size
         if len(token_ids) <= LONG_PROMPT_TOKENS:
-            return block_digests(root, token_ids, block_size)
-        return await asyncio.to_thread(block_digests, root, token_ids, block_size)
+            return self._memo.digests(root, token_ids, block_size)
+        return await asyncio.to_thread(self._memo.digests, root, token_ids, block_size)
 
     def _note_turn(self, request: GenerateRequest, digests: list[bytes]) -> None:
         """The request's conversation, if it is of one, consists of these blocks now."""
@@ -272,15 +284,11 @@ class RequestFlow:
         legs.append(self._workers.open_leg(prefill.worker_id, first, inbox))
         legs.append(self._workers.open_leg(decode.worker_id, rest, inbox))
 
-    async def _next_event(self, request: GenerateRequest, inbox: Inbox) -> LegEvent:
+    def _watch(self, request: GenerateRequest, inbox: Inbox, legs: list[Leg]) -> SilenceWatch:
+        """Puts an error into the inbox when nothing has come for too long."""
         timeout_s = self._config.request_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await inbox.get()
-        except TimeoutError as exc:
-            raise WorkerError(
-                f"request {request.request_id} got no token within request_timeout_s={timeout_s}"
-            ) from exc
+        error = WorkerError(f"request {request.request_id} got no token within request_timeout_s={timeout_s}")
+        return SilenceWatch(timeout_s, lambda: inbox.put_nowait(LegEvent(legs[-1], error)))
 
     def _note_answer(
         self,
@@ -382,13 +390,26 @@ def _kv_holder(placement: Placement) -> KvHolder | None:
     return None if holder is None else KvHolder(holder.worker.card.address, holder.num_blocks)
 
 
-def _token_delta(delta: SequenceDelta) -> TokenDelta:
-    if delta.finish_reason is FinishReason.ABORT:
-        raise WorkerError(f"request {delta.request_id} was aborted by its worker")
+async def _next_events(inbox: Inbox, watch: SilenceWatch) -> list[LegEvent]:
+    """All news there is, and at least one."""
+    watch.begin()
+    events = [await inbox.get()]
+    watch.end()
+    while not inbox.empty():
+        events.append(inbox.get_nowait())
+    return events
+
+
+def _token_delta(due: list[SequenceDelta]) -> TokenDelta:
+    """Deltas that came at once, as one."""
+    first, last = due[0], due[-1]
+    if last.finish_reason is FinishReason.ABORT:
+        raise WorkerError(f"request {last.request_id} was aborted by its worker")
+    is_one = len(due) == 1
     return TokenDelta(
-        token_ids=delta.token_ids,
-        finish_reason=delta.finish_reason,
-        stop_token_id=delta.stop_token_id,
-        num_cached_tokens=delta.num_cached_tokens,
-        logprobs=delta.logprobs,
+        token_ids=first.token_ids if is_one else [token for delta in due for token in delta.token_ids],
+        finish_reason=last.finish_reason,
+        stop_token_id=last.stop_token_id,
+        num_cached_tokens=first.num_cached_tokens,
+        logprobs=first.logprobs if is_one or first.logprobs is None else [p for d in due for p in d.logprobs or ()],
     )

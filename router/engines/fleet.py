@@ -16,10 +16,11 @@ import httpx
 from zmq.asyncio import Context
 
 from protocol.config import RouterConfig
-from protocol.digest import block_digests, root_digest
+from protocol.digest import root_digest
 from protocol.errors import ModelNotFound, NoWorker
 from protocol.messages import Role, WorkerLoad, WorkerState
 from router.cost_model import CostModel
+from router.digest_memo import DigestMemo
 from router.engines.config import EnginesConfig, EngineSpec, check_fleet
 from router.engines.engine import Engine, card_of, digest_root, with_model
 from router.engines.errors import EngineBusy
@@ -74,6 +75,7 @@ class Fleet:
         self.mean_prompt_tokens = FIRST_GUESS_TOKENS
         self.mean_output_tokens = FIRST_GUESS_TOKENS / 2
         self._placer = Placer(registry, index, costs, config)
+        self._memo = DigestMemo()
         self._engines: dict[str, Engine] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._context = Context()
@@ -164,7 +166,7 @@ class Fleet:
     ) -> Placed:
         cards = [engine.card for engine in members.values() if engine.card is not None]
         root = root_digest(digest_root(cards[0].model, cards[0].block_size), cache_salt=cache_salt)
-        digests = block_digests(root, token_ids, cards[0].block_size)
+        digests = self._memo.digests(root, token_ids, cards[0].block_size)
         # What is too long for all of them goes there all the same: the engine says so best, in its own 400.
         room = max(min(card.num_blocks * card.block_size, card.max_model_len) for card in cards)
         num_prompt_tokens = max(1, min(len(token_ids), room - 1))
