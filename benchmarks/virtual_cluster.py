@@ -1,6 +1,6 @@
 """Workers in virtual time behind the real placement, cost model and admission: a small discrete-event model.
 
-A worker runs steps as the engine does (one chunk of prompts, first come first served, and a token of every sequence)
+A worker runs steps as the engine does (a chunk of prompts, in the order of their turns, and a token of every sequence)
 that last what a `StepCosts` says, times noise. KV moves in no time, nothing is cached, and memory has no end.
 """
 
@@ -10,7 +10,7 @@ import heapq
 import math
 import random
 import time
-from collections import deque
+from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -68,7 +68,7 @@ class Job:
 @dataclass(eq=False, slots=True)
 class _Machine:
     worker_id: str
-    prompts: deque[Job] = field(default_factory=deque)
+    prompts: list[Job] = field(default_factory=list)
     batch: list[Job] = field(default_factory=list)
     is_running: bool = False
 
@@ -179,9 +179,10 @@ class VirtualCluster:
                 num_new_tokens=decided.placement.num_new_tokens,
                 num_context_tokens=best.num_cached_tokens,
                 num_kv_tokens=decided.placement.num_kv_tokens,
+                turn=decided.turn,
             )
             machine = self._machines[best.prefill.worker_id]
-            machine.prompts.append(job)
+            insort(machine.prompts, job, key=_order)
             self._start_step(machine)
 
     def _refuse(self, job: Job, error: ServingError) -> None:
@@ -205,8 +206,10 @@ class VirtualCluster:
         room, attention = CHUNK_TOKENS, 0.0
         chunks: list[tuple[Job, int]] = []
         for job in machine.prompts:
-            num = min(job.num_left, room)
-            if num == 0:
+            assert job.dispatch is not None
+            limit = job.dispatch.turn.max_step_tokens or CHUNK_TOKENS
+            num = min(job.num_left, room, limit - (CHUNK_TOKENS - room))
+            if num <= 0:
                 break
             attention += prefill_attention(num, job.arrival.num_prompt_tokens - job.num_left)
             chunks.append((job, num))
@@ -264,6 +267,11 @@ class VirtualCluster:
         job.booking.release()
         if job.num_outputs:
             self.admission.lengths.note(job.arrival.tenant, job.num_outputs)
+
+
+def _order(job: Job) -> float:
+    assert job.dispatch is not None
+    return job.dispatch.turn.order
 
 
 def poisson(

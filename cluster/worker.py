@@ -390,7 +390,11 @@ class Worker:
                 self._decode.accept(request, now)
             else:
                 sequence = self._engine.make_sequence(
-                    request.request_id, request.token_ids, request.sampling, cache_salt=request.cache_salt
+                    request.request_id,
+                    request.token_ids,
+                    request.sampling,
+                    cache_salt=request.cache_salt,
+                    turn=request.turn,
                 )
                 sequence.kv_holder = request.kv_holder
                 self._engine.add(sequence)

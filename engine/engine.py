@@ -21,7 +21,7 @@ from engine.sequence import Phase, Sequence, SequenceStatus
 from protocol.config import EngineConfig
 from protocol.digest import namespace_digest, root_digest
 from protocol.errors import ConfigError, ContextLengthExceeded, RequestError
-from protocol.messages import FinishReason, StepStats, TokenLogprobs, WorkerLoad
+from protocol.messages import FinishReason, StepStats, TokenLogprobs, Turn, WorkerLoad
 from protocol.sampling import SamplingParams
 
 __all__ = ["Engine", "SequenceOutput", "StepResult"]
@@ -111,6 +111,7 @@ class Engine:
         *,
         cache_salt: str = "",
         phase: Phase = Phase.WHOLE,
+        turn: Turn = Turn(),
     ) -> Sequence:
         """A sequence for this engine, not queued yet.
 
@@ -134,6 +135,7 @@ class Engine:
             sampling=sampling,
             root=root_digest(self.namespace, cache_salt=cache_salt),
             phase=phase,
+            turn=turn,
         )
 
     def add(self, sequence: Sequence) -> None:

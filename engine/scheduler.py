@@ -1,12 +1,15 @@
 """Decides which tokens of which sequences the next step computes. Plain values; no tensors, no clock.
 
 Mixed steps: every running sequence that decodes gets its one token first, then prompts get chunks of what is left of
-the token budget, in order of arrival. When a decoding sequence finds no block, the sequence admitted last is
+the token budget, in the order of their turns: one that comes later may overtake one that is half computed, whose KV so
+far stays. When a decoding sequence finds no block, the sequence admitted last is
 preempted: its blocks go back and it is computed again later (mostly from the cache).
 """
 
 from __future__ import annotations
 
+import math
+from bisect import insort_left, insort_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +34,15 @@ class ScheduledChunk:
     samples: bool
 
 
+@dataclass(slots=True)
+class _Step:
+    """A step that is being put together."""
+
+    chunks: list[ScheduledChunk]
+    budget: int  # tokens it has room for
+    num_prompt_tokens: int = 0
+
+
 class Scheduler:
     """Queues, admission and block tables. The one place that gives blocks to sequences and takes them back."""
 
@@ -39,7 +51,7 @@ class Scheduler:
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: deque[Sequence] = deque()  # by order, then by arrival
         self.running: list[Sequence] = []  # in order of admission
         self.num_preemptions = 0
         # Whoever keeps KV beyond the pool. `on_admitted`: the sequence has just got its blocks and computes nothing
@@ -51,7 +63,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. It may already own blocks whose KV was received (`num_computed_tokens` > 0)."""
         extend_digests(sequence.digests, sequence.root, sequence.token_ids, self.block_size)
-        self.waiting.append(sequence)
+        insort_right(self.waiting, sequence, key=_order)
 
     def remove(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
         """Take a sequence out for good; without `keep_blocks` its references are dropped now."""
@@ -83,18 +95,11 @@ class Scheduler:
                 chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1, samples=True))
                 budget -= 1
             position += 1
-        for sequence in self.running:
-            if budget > 0 and not sequence.is_decoding:
-                budget = self._add_prefill(sequence, budget, chunks)
-        while budget > 0 and self.waiting and len(self.running) < self.max_num_seqs:
-            if not self._try_admit(self.waiting[0]):
-                if self.running or not self._reclaim_from_waiting():
-                    break
-                continue
-            sequence = self.waiting.popleft()
-            sequence.status = SequenceStatus.RUNNING
-            self.running.append(sequence)
-            budget = self._add_prefill(sequence, budget, chunks)
+        step = _Step(chunks, budget)
+        for sequence in sorted((s for s in self.running if not s.is_decoding), key=_order):
+            self._admit(step, before=sequence.order)
+            self._add_prefill(step, sequence)
+        self._admit(step, before=math.inf)
         return chunks
 
     def advance(self, chunk: ScheduledChunk) -> None:
@@ -156,17 +161,37 @@ class Scheduler:
         """Without the block of the last token, which is never taken from the cache: its logits are needed."""
         return digests[: (num_tokens - 1) // self.block_size]
 
-    def _add_prefill(self, sequence: Sequence, budget: int, chunks: list[ScheduledChunk]) -> int:
-        num_tokens = min(budget, sequence.num_uncomputed_tokens)
+    def _admit(self, step: _Step, *, before: float) -> None:
+        """Take in those waiting that go before a running prompt of this order, while there is room."""
+        while (
+            step.budget > 0
+            and self.waiting
+            and self.waiting[0].order < before
+            and len(self.running) < self.max_num_seqs
+        ):
+            if not self._try_admit(self.waiting[0]):
+                if self.running or not self._reclaim_from_waiting():
+                    break
+                continue
+            sequence = self.waiting.popleft()
+            sequence.status = SequenceStatus.RUNNING
+            self.running.append(sequence)
+            self._add_prefill(step, sequence)
+
+    def _add_prefill(self, step: _Step, sequence: Sequence) -> None:
+        num_tokens = min(step.budget, sequence.num_uncomputed_tokens)
+        if (limit := sequence.turn.max_step_tokens) and sequence.num_output_tokens == 0:
+            num_tokens = min(num_tokens, limit - step.num_prompt_tokens)
         onboarding = sequence.onboarding
         if onboarding is not None:
             limit = onboarding.start if onboarding.hold_at is None else min(onboarding.hold_at, onboarding.start)
             num_tokens = min(num_tokens, limit - sequence.num_computed_tokens)
-            if num_tokens <= 0:
-                return budget
+        if num_tokens <= 0:
+            return
         samples = num_tokens == sequence.num_uncomputed_tokens
-        chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens, samples))
-        return budget - num_tokens
+        step.chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, num_tokens, samples))
+        step.budget -= num_tokens
+        step.num_prompt_tokens += num_tokens
 
     def _try_admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its prefix and room for all its tokens so far, or change nothing."""
@@ -228,7 +253,7 @@ class Scheduler:
         self.running.remove(sequence)
         self._take_blocks_back(sequence)
         sequence.status = SequenceStatus.WAITING
-        self.waiting.appendleft(sequence)
+        insort_left(self.waiting, sequence, key=_order)
 
     def _reclaim_from_waiting(self) -> bool:
         """Take back the blocks of the last waiting sequence that holds any, but never the head's; False if none does.
@@ -249,6 +274,10 @@ class Scheduler:
         sequence.num_computed_tokens = 0
         sequence.num_published_blocks = 0
         self.num_preemptions += 1
+
+
+def _order(sequence: Sequence) -> float:
+    return sequence.order
 
 
 def _nothing(*_: object) -> None:

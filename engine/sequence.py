@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
-from protocol.messages import FinishReason, KvHolder
+from protocol.messages import FinishReason, KvHolder, Turn
 from protocol.sampling import SamplingParams
 
 __all__ = ["Onboarding", "Phase", "Sequence", "SequenceStatus"]
@@ -57,6 +58,7 @@ class Sequence:
     sampling: SamplingParams
     root: bytes  # root of the digest chain: namespace and tenant
     phase: Phase = Phase.WHOLE
+    turn: Turn = field(default_factory=Turn)
     status: SequenceStatus = SequenceStatus.WAITING
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of full blocks of token_ids
@@ -78,6 +80,11 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens the next steps must compute before another one can be sampled."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def order(self) -> float:
+        """Its place among those that wait or are computed; whoever has its first token goes before all who lack it."""
+        return self.turn.order if self.num_output_tokens == 0 else -math.inf
 
     @property
     def is_decoding(self) -> bool:

@@ -131,6 +131,7 @@ class PrefillRole:
             request.sampling,
             cache_salt=request.cache_salt,
             phase=Phase.PREFILL_ONLY,
+            turn=request.turn,
         )
         sequence.kv_holder = request.kv_holder
         self._links.connect(receiver, now)

@@ -65,6 +65,7 @@ __all__ = [
     "StepStats",
     "TierLoad",
     "TokenLogprobs",
+    "Turn",
     "Unpin",
     "Welcome",
     "WorkerCard",
@@ -244,6 +245,13 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     wire_version: int = WIRE_VERSION
 
 
+class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
+    """When a prompt is computed, of those that one worker has; one that is begun is overtaken between two steps."""
+
+    order: float = 0.0  # the smallest first, equal ones as they came
+    max_step_tokens: int = 0  # it joins no step with more prompt tokens, so that it is soon overtaken; 0 = any step
+
+
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Do the whole request on this worker: prefill and decode."""
 
@@ -252,6 +260,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampling: SamplingParams
     cache_salt: str = ""
     kv_holder: KvHolder | None = None  # if another worker has more of the prompt
+    turn: Turn = Turn()
 
 
 class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -263,6 +272,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     decode_worker: PeerAddress
     cache_salt: str = ""
     kv_holder: KvHolder | None = None
+    turn: Turn = Turn()
 
 
 class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -13,17 +13,17 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 from protocol.config import RouterConfig
 from protocol.errors import DeadlineUnmet, Overloaded, ServingError
-from protocol.messages import Role, WorkerState
+from protocol.messages import Role, Turn, WorkerState
 from router.cost_model import CostModel
 from router.fair_queue import FairQueue, Ticket, Work
-from router.placement import Needs, Placement, Placer
+from router.placement import Held, Needs, Placement, Placer
 from router.registry import Registry, Worker, can_prefill, queue_s
 from router.tenants import Tenants
 
@@ -39,12 +39,15 @@ __all__ = [
     "Waiting",
 ]
 
-# Of a full step of a worker: what it may have left when it gets more. It is computed while the worker's report and the
-# router's answer are on their way, milliseconds; more would only make those wait who come later and go first.
-ROOM_STEPS = 0.5
-# While all requests are alike, none goes first and holding them gains nothing; it cost 6 % of a closed loop's tokens/s.
-ROOM_STEPS_ALIKE = 2.0
-RIVAL_MEMORY_S = 60.0  # requests are not alike if another tenant, another priority or a deadline came this lately
+# Full steps of prompts that a worker may have left, before a request, when it gets that too: short prompts fill a step
+# together, and the worker does not run dry. Other tenants' requests overtake what is there.
+ROOM_STEPS = 2.0
+# More urgent ones of the same tenant do not. So while priorities differ it is what is computed while the worker's
+# report and the router's answer are on their way.
+ROOM_STEPS_URGENT = 0.5
+RIVAL_MEMORY_S = 60.0  # another tenant, or another priority, that came this lately is counted with
+LEAD_S = 10.0  # of a request within its tenant's share: at its worker it overtakes others that came this much earlier
+SHORT_STEP_LOSS = 0.1  # of a step that is soon over, its fixed part
 MAX_QUEUED_REQUESTS = 16_384  # each holds a connection and its prompt, however few of its tokens are new
 NUM_ROUNDS = 2  # of a forecast
 MAX_SCANNED = 64  # waiting requests looked at for one that a free worker is best for
@@ -52,7 +55,7 @@ MAX_PLACED = 8  # of these, how many are placed again
 PLACEMENT_AGE_S = 0.05  # younger ones are not made again but for the first in line
 FIRST_GUESS_TOKENS = 128.0  # of an answer
 OUTPUT_LENGTH_WEIGHT = 0.05  # of the newest answer in the mean length
-MAX_MEANS = 4096  # tenants whose mean length is remembered
+MAX_MEANS = 4096  # tenants whose mean length, or latest priority, is remembered
 WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -115,6 +118,7 @@ class Dispatch(NamedTuple):
     waiting: Waiting
     placement: Placement
     wait_s: float
+    turn: Turn  # at the worker that computes the prompt
 
 
 class Drop(NamedTuple):
@@ -167,14 +171,16 @@ class Admission:
         self._tenants = tenants
         self._config = config
         self._queue = FairQueue(lambda tenant: tenants.policy(tenant).weight)
-        # (tenant, worker) -> prompts that wait for this worker: their number, and their seconds
-        self._held: dict[tuple[str, str], tuple[int, float]] = {}
+        self._held: dict[tuple[str, str], Held] = {}  # by tenant and worker
+        self._num_held: Counter[tuple[str, str]] = Counter()  # parts in each
         self._deadlines: list[tuple[float, int, Waiting]] = []  # heap; entries of requests that left are stale
         self._num_deadlines = 0
         self._version = 0  # counts the calls of `next`
-        self._last_kind: tuple[str, int] | None = None  # tenant and priority of the newest request
-        self._rivals_until_s = -math.inf
-        self._has_rivals = False
+        self._last_tenant: str | None = None
+        self._priorities: dict[str, int] = {}  # of each tenant's newest request
+        self._tenants_until_s = -math.inf  # until when there is more than one
+        self._priorities_until_s = -math.inf
+        self._are_urgencies_mixed = False
         self._waiting: dict[Waiting, None] = {}
         self.lengths = OutputLengths()
         self.stats: dict[str, TenantStats] = {}  # by the tenant's label
@@ -184,12 +190,14 @@ class Admission:
 
     def forecast(self, offer: Offer, now: float, *, num_others: int = 0) -> Forecast:
         """What would become of this request; changes nothing. Raises `NoWorker`."""
+        order = self._order(self._queue.start_tag(offer.tenant, offer.priority), now)
         placement = self._placer.place(
             offer.num_prompt_tokens,
             offer.digests,
             offer.expected_output_tokens,
             now,
-            held_s={worker: held_s for (tenant, worker), (_, held_s) in self._held.items() if tenant == offer.tenant},
+            order=order,
+            held={worker: held for (tenant, worker), held in self._held.items() if tenant == offer.tenant},
             num_others=num_others,
             needs=self._needs(offer),
         )
@@ -197,10 +205,10 @@ class Admission:
         terms = placement.best.terms
         work = work_of(placement, self._costs)
         ahead = waiting = self._queue.ahead(offer.tenant, offer.priority, now)
-        start_s = max(terms.queue_s, self._start_s(placement, ahead))
+        start_s = max(terms.queue_s, self._start_s(placement, ahead, order))
         for _ in range(NUM_ROUNDS):  # the longer it waits, the more of others' next requests go first
             ahead = self._queue.ahead(offer.tenant, offer.priority, now, start_s)
-            start_s = max(terms.queue_s, self._start_s(placement, ahead))
+            start_s = max(terms.queue_s, self._start_s(placement, ahead, order))
         ttft_s = start_s + terms.fetch_s + terms.prefill_s
         slo_s = offer.ttft_slo_s if offer.ttft_slo_s is not None else policy.ttft_slo_s
         forecast = Forecast(placement, work, waiting, start_s, ttft_s, math.inf if slo_s is None else slo_s, None)
@@ -214,10 +222,7 @@ class Admission:
         if forecast.error is not None:
             self.reject(offer.tenant, forecast.error)
             raise forecast.error
-        kind = (offer.tenant, offer.priority)
-        if forecast.slo_s < math.inf or self._last_kind not in (None, kind):
-            self._rivals_until_s = now + RIVAL_MEMORY_S
-        self._last_kind = kind
+        self._note_rivals(offer, now)
         waiting = Waiting(
             tenant=offer.tenant,
             priority=offer.priority,
@@ -240,21 +245,22 @@ class Admission:
     def next(self, now: float) -> Dispatch | Drop | None:
         """The next decision; None when all that waits has to wait on. Call it after each change of load."""
         self._version += 1
-        self._has_rivals = now < self._rivals_until_s
+        self._are_urgencies_mixed = now < self._priorities_until_s
         if (late := self._next_late(now)) is not None:
             return self._drop(late, _too_late(late, now))
         if not len(self._queue):
             return None
-        roomy = self._workers_with_room()
-        if not roomy and self._placer.can_place:
-            return None
-        version, held_s = self._version - 1, defaultdict[str, float](float)
+        version = self._version - 1
+        held: dict[str, Held] = {}
         num_placed = 0
         for num_scanned, ticket in enumerate(self._queue.in_order(now)):
             if num_scanned == MAX_SCANNED:
                 break
             waiting = cast(Waiting, ticket)
-            is_roomy = waiting.placement.best.prefill.worker_id in roomy
+            order = self._order(waiting.start_tag, now)
+            if num_scanned == 0 and self._placer.can_place and not self._is_room_anywhere(order):
+                return None  # and none for those behind
+            is_roomy = self._has_room(waiting.placement.best.prefill, order)
             is_old = now - waiting.placed_s > PLACEMENT_AGE_S
             # What came this moment is placed. The first in line is so again, others where that may change something.
             is_fresh = waiting.version == version and len(self._queue) == 1
@@ -262,13 +268,14 @@ class Admission:
                 num_placed += 1
                 try:
                     if not is_fresh:
-                        self._place_again(waiting, held_s, now)
+                        self._place_again(waiting, held, now)
                 except ServingError as exc:
                     return self._drop(waiting, exc)
                 best = waiting.placement.best
-                if best.prefill.worker_id in roomy and best.terms.memory_s < self._room_s(best.prefill):
+                if self._has_room(best.prefill, order) and best.terms.memory_s < self._room_s(best.prefill):
                     return self._let_go(waiting, now)
-            held_s[waiting.placement.best.prefill.worker_id] += waiting.work.prefill_s
+            for worker_id, part in held_by(waiting):
+                held[worker_id] = held[worker_id].plus(part) if worker_id in held else part
         return None
 
     def waiting(self) -> list[Waiting]:
@@ -296,7 +303,11 @@ class Admission:
         return Overloaded(
             f"The request waited {now - waiting.arrived_s:.1f} s in the queue; "
             f"request_timeout_s={self._config.request_timeout_s:g}",
-            retry_after_s=self._start_s(waiting.placement, self._queue.ahead(waiting.tenant, waiting.priority, now)),
+            retry_after_s=self._start_s(
+                waiting.placement,
+                self._queue.ahead(waiting.tenant, waiting.priority, now),
+                self._order(self._queue.start_tag(waiting.tenant, waiting.priority), now),
+            ),
             code="queue_timeout",
         )
 
@@ -338,8 +349,9 @@ class Admission:
         """Raise AssertionError unless all books agree; with nothing waiting they are empty."""
         self._queue.check_integrity()
         assert len(self._queue) == len(self._waiting), f"{len(self._queue)} queued, {len(self._waiting)} waiting"
-        held = Counter((one.tenant, one.placement.best.prefill.worker_id) for one in self._waiting)
-        assert held == {key: num for key, (num, _) in self._held.items()}, "held prompts disagree"
+        held = Counter((one.tenant, worker_id) for one in self._waiting for worker_id, _ in held_by(one))
+        assert held == self._num_held, "held requests disagree"
+        assert held.keys() == self._held.keys(), "what is held is of other workers"
 
     def _refusal(self, offer: Offer, forecast: Forecast, max_share: float) -> ServingError | None:
         """Why the request is not taken in, if it is not."""
@@ -385,14 +397,14 @@ class Admission:
             retry_after_s=retry_s,
         )
 
-    def _start_s(self, placement: Placement, ahead: Work) -> float:
+    def _start_s(self, placement: Placement, ahead: Work, order: float) -> float:
         """Predicted seconds until what is ahead has been begun, by prompts to compute and by memory for answers.
 
         Prompts are taken as a fluid that the workers of a side share: it fills the shortest queues first.
         """
         table = self._registry.table
         side = table.can_prefill if placement.best.is_pair else table.can_decode
-        queues = table.pace(self._costs).queue_s[side].tolist()
+        queues = table.pace(self._costs, order).queue_s[side].tolist()
         return max(fill_level(queues, ahead.prefill_s), self._memory_s(placement, ahead))
 
     def _memory_s(self, placement: Placement, ahead: Work) -> float:
@@ -416,8 +428,8 @@ class Admission:
             return forecast.start_s
         return num_tokens / rate + self._full_step_s(forecast.placement.best.prefill)
 
-    def _queue_s(self, worker: Worker) -> float:
-        return queue_s(worker, self._costs.steps(worker.card.kind))
+    def _queue_s(self, worker: Worker, order: float = math.inf) -> float:
+        return queue_s(worker, self._costs.steps(worker.card.kind), order)
 
     def _full_step_s(self, worker: Worker) -> float:
         """Duration of a step of this worker that is full of prompt."""
@@ -429,25 +441,30 @@ class Admission:
 
     def _room_s(self, worker: Worker) -> float:
         """Predicted queue up to which a worker is given more."""
-        num_steps = ROOM_STEPS if self._has_rivals else ROOM_STEPS_ALIKE
+        num_steps = ROOM_STEPS_URGENT if self._are_urgencies_mixed else ROOM_STEPS
         return self._config.max_worker_queue_s or num_steps * self._full_step_s(worker)
 
-    def _workers_with_room(self) -> set[str]:
-        """Workers that would have their prompts computed soon, of those that prompts may be sent to."""
+    def _has_room(self, worker: Worker, order: float) -> bool:
+        """Whether the worker would soon have computed what goes before a prompt of this order."""
+        return worker.state is WorkerState.READY and self._queue_s(worker, order) < self._room_s(worker)
+
+    def _is_room_anywhere(self, order: float) -> bool:
+        """Whether any worker has room, of those that prompts may be sent to."""
         workers = [worker for worker in self._registry if worker.state is WorkerState.READY]
         if not self._config.local_prefill and any(can_prefill(worker) for worker in workers):
             workers = [worker for worker in workers if worker.role is not Role.DECODE]
-        return {worker.worker_id for worker in workers if self._queue_s(worker) < self._room_s(worker)}
+        return any(self._has_room(worker, order) for worker in workers)
 
-    def _place_again(self, waiting: Waiting, held_s: Mapping[str, float], now: float) -> None:
-        """Follow the load; `held_s` is what goes first."""
+    def _place_again(self, waiting: Waiting, held: Mapping[str, Held], now: float) -> None:
+        """Follow the load; `held` is what goes first."""
         offer = waiting.offer
         placement = self._placer.place(
             offer.num_prompt_tokens,
             offer.digests,
             offer.expected_output_tokens,
             now,
-            held_s=held_s,
+            held=held,
+            order=self._order(waiting.start_tag, now),
             needs=self._needs(offer),
         )
         self._hold(waiting, -1)
@@ -470,7 +487,34 @@ class Admission:
         stats.num_admitted += 1
         stats.wait_s += wait_s
         stats.waits[bisect_left(WAIT_BUCKETS_S, wait_s)] += 1
-        return Dispatch(waiting, waiting.placement, wait_s)
+        return Dispatch(waiting, waiting.placement, wait_s, self._turn(waiting, now))
+
+    def _note_rivals(self, offer: Offer, now: float) -> None:
+        if self._last_tenant not in (None, offer.tenant):
+            self._tenants_until_s = now + RIVAL_MEMORY_S
+        if self._priorities.get(offer.tenant, offer.priority) != offer.priority:
+            self._priorities_until_s = now + RIVAL_MEMORY_S
+        if len(self._priorities) >= MAX_MEANS:
+            self._priorities.clear()
+        self._last_tenant, self._priorities[offer.tenant] = offer.tenant, offer.priority
+
+    def _order(self, start_tag: float, now: float) -> float:
+        """Place at a worker of what is sent there now. Tenants within their share overtake those that are not.
+
+        They do not overtake each other, which would make no tail shorter; and nobody is overtaken for ever.
+        """
+        return now - LEAD_S if self._queue.is_within_share(start_tag) else now
+
+    def _turn(self, waiting: Waiting, now: float) -> Turn:
+        """When its worker computes it. While there are other tenants, one that they may overtake takes short steps."""
+        order = self._order(waiting.start_tag, now)
+        if self._queue.is_within_share(waiting.start_tag) or now >= self._tenants_until_s:
+            return Turn(order=order)
+        card = waiting.placement.best.prefill.card
+        costs = self._costs.steps(card.kind).costs
+        num_tokens = (1 / SHORT_STEP_LOSS - 1) * costs.base_s / max(costs.prefill_token_s, 1e-12)
+        num_tokens = min(max(num_tokens, card.max_num_batched_tokens / 4), card.max_num_batched_tokens)
+        return Turn(order=order, max_step_tokens=math.ceil(num_tokens))
 
     def _next_late(self, now: float) -> Waiting | None:
         """A request that cannot be begun in time any more."""
@@ -506,12 +550,14 @@ class Admission:
         return True
 
     def _hold(self, waiting: Waiting, sign: int) -> None:
-        """Count a request's prompt for, or no longer for, the worker it would go to."""
-        key = (waiting.tenant, waiting.placement.best.prefill.worker_id)
-        num, held_s = self._held.get(key, (0, 0.0))
-        self._held[key] = num + sign, held_s + sign * waiting.work.prefill_s
-        if num + sign == 0:
-            del self._held[key]
+        """Count a request for, or no longer for, the workers it would go to."""
+        for worker_id, (prefill_s, num_seqs, kv_tokens) in held_by(waiting):
+            key = (waiting.tenant, worker_id)
+            part = Held(sign * prefill_s, sign * num_seqs, sign * kv_tokens)
+            self._held[key] = self._held.get(key, Held()).plus(part)
+            self._num_held[key] += sign
+            if self._num_held[key] == 0:
+                del self._held[key], self._num_held[key]
 
     def _needs(self, offer: Offer) -> Needs:
         return Needs(offer.tenant, self._tenants.policy(offer.tenant).workers, offer.adapter)
@@ -520,14 +566,30 @@ class Admission:
         return self.stats.setdefault(self._tenants.label(tenant), TenantStats())
 
 
+def held_by(waiting: Waiting) -> Iterator[tuple[str, Held]]:
+    """What a request that waits means to those behind it, by worker id; both may be the same worker's."""
+    best = waiting.placement.best
+    yield best.prefill.worker_id, Held(prefill_s=waiting.work.prefill_s)
+    yield best.decode.worker_id, Held(num_seqs=1, kv_tokens=waiting.placement.num_kv_tokens)
+
+
 def work_of(placement: Placement, costs: CostModel) -> Work:
     """What the request takes from its workers, in worker seconds: its prompt, and its answer of the expected length.
 
     Seconds of both roles count alike: a worker flips from one to the other.
     """
-    prefill_s = placement.best.terms.fetch_s + placement.best.terms.prefill_s
+    prefill_s = placement.best.terms.fetch_s + shared_prefill_s(placement, costs)
     decode_s = placement.expected_output_tokens * output_token_s(placement, costs)
     return Work(1, prefill_s + decode_s, prefill_s, placement.num_new_tokens, placement.num_kv_tokens)
+
+
+def shared_prefill_s(placement: Placement, costs: CostModel) -> float:
+    """Seconds to compute the prompt where others wait too: they fill what it leaves of its last step."""
+    worker = placement.best.prefill
+    num_steps = placement.num_new_tokens / worker.card.max_num_batched_tokens
+    unused_steps = math.ceil(num_steps) - num_steps
+    step_s = costs.steps(worker.card.kind).costs.step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
+    return max(placement.best.terms.prefill_s - unused_steps * step_s, 0.0)
 
 
 def output_token_s(placement: Placement, costs: CostModel) -> float:

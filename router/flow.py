@@ -17,12 +17,12 @@ from protocol.config import RouterConfig
 from protocol.digest import block_digests, root_digest
 from protocol.errors import NoWorker, ServingError, WorkerError
 from protocol.messages import Decode, FinishReason, Generate, KvHolder, Prefill, Role, SequenceDelta, WorkerCard
-from router.admission import Admission, Offer
+from router.admission import Admission, Dispatch, Offer
 from router.cache_sizing import CacheSizing
 from router.cost_model import CostModel
 from router.decisions import Decision
 from router.digest_memo import DigestMemo
-from router.gate import NUM_OTHERS, Gate
+from router.gate import NUM_OTHERS, Entered, Gate
 from router.openai.backend import GenerateRequest, TokenDelta
 from router.pins import PinService
 from router.placement import Placement, Placer
@@ -119,7 +119,7 @@ class RequestFlow:
             if self._is_shut_down:
                 raise NoWorker(SHUTTING_DOWN)
             self._note_turn(request, digests)
-            self._dispatch(request, placement, legs, inbox)
+            self._dispatch(request, entered, legs, inbox)
             self._running[inbox] = legs[-1]
             handoff = _Handoff(legs)
             while True:
@@ -231,27 +231,31 @@ class RequestFlow:
             adapter=request.adapter,
         )
 
-    def _book(self, request: GenerateRequest, offer: Offer, placement: Placement) -> Booking:
+    def _book(self, request: GenerateRequest, dispatch: Dispatch) -> Booking:
         """Let the next decision see this one."""
-        best = placement.best
+        placement, best = dispatch.placement, dispatch.placement.best
         prefill_id, decode_id = best.prefill.worker_id, best.decode.worker_id
         logger.debug(
             "request %s: prefill on %s, decode on %s, %s", request.request_id, prefill_id, decode_id, best.terms
         )
         # An answer of one token comes from the prefill worker, and no KV ever reaches the other.
         holders = {prefill_id} if request.sampling.max_tokens == 1 else {prefill_id, decode_id}
-        self._index.speculate(holders, offer.digests, self._clock())
+        self._index.speculate(holders, dispatch.waiting.offer.digests, self._clock())
         return self._registry.reserve(
             prefill_id,
             decode_id,
             num_new_tokens=placement.num_new_tokens,
             num_context_tokens=best.num_cached_tokens,
             num_kv_tokens=placement.num_kv_tokens,
+            turn=dispatch.turn,
         )
 
-    def _dispatch(self, request: GenerateRequest, placement: Placement, legs: list[Leg], inbox: Inbox) -> None:
+    def _dispatch(
+        self, request: GenerateRequest, entered: Entered[GenerateRequest, Booking], legs: list[Leg], inbox: Inbox
+    ) -> None:
         """Send every leg its part at once. `legs` gets each as it is opened: decode last, or the only one."""
         request_id, token_ids, sampling = request.request_id, request.token_ids, request.sampling
+        placement = entered.placement
         prefill, decode = placement.best.prefill.card.address, placement.best.decode.card.address
         kv_holder = _kv_holder(placement)
         if not placement.best.is_pair:
@@ -261,6 +265,7 @@ class RequestFlow:
                 sampling=sampling,
                 cache_salt=request.cache_salt,
                 kv_holder=kv_holder,
+                turn=entered.turn,
             )
             legs.append(self._workers.open_leg(decode.worker_id, whole, inbox))
             return
@@ -271,6 +276,7 @@ class RequestFlow:
             decode_worker=decode,
             cache_salt=request.cache_salt,
             kv_holder=kv_holder,
+            turn=entered.turn,
         )
         rest = Decode(
             request_id=request_id,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from protocol.errors import NoWorker, ServingError
+from protocol.messages import Turn
 from router.admission import Admission, Dispatch, Drop, Offer, Waiting
 from router.decisions import Decision, DecisionLog
 from router.placement import Placement
@@ -58,6 +59,11 @@ class Entered(Generic[R, B]):
     _gate: Gate[R, B]
     _dispatch: Dispatch
 
+    @property
+    def turn(self) -> Turn:
+        """Of its prompt, at the worker that computes it."""
+        return self._dispatch.turn
+
     def first_token(self) -> None:
         """The first token came."""
         if self.decision.actual_ttft_s is None:
@@ -91,7 +97,7 @@ class Gate(Generic[R, B]):
         self,
         admission: Admission,
         registry: Registry,
-        book: Callable[[R, Offer, Placement], B],
+        book: Callable[[R, Dispatch], B],
         *,
         timeout_s: float,
         clock: Callable[[], float],
@@ -159,7 +165,7 @@ class Gate(Generic[R, B]):
             if isinstance(decided, Drop):
                 _drop(guest, decided.error)
                 continue
-            booking = self._book(guest.request, decided.waiting.offer, decided.placement)
+            booking = self._book(guest.request, decided)
             decision = guest.decision
             decision.outcome, decision.placement, decision.wait_s = "dispatched", decided.placement, decided.wait_s
             guest.turn.set_result(Entered(decided.placement, booking, decision, self, decided))

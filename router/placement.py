@@ -23,7 +23,7 @@ from router.registry import Registry, Worker, WorkerTable, can_decode
 __all__ = ["Candidate", "Holder", "Needs", "Placement", "Placer", "Terms"]
 
 _MAX_HOLDERS = 4  # looked at more closely
-_NOTHING_HELD: Mapping[str, float] = {}
+_NOTHING_HELD: Mapping[str, Held] = {}
 _ROUNDING = 1 + 1e-12  # equal sums in another order may differ by this factor
 _FETCH_GAIN = 0.95  # reading from a peer must save this much, as predictions are not that exact
 
@@ -59,6 +59,18 @@ class Needs(NamedTuple):
 
 
 _NO_NEEDS = Needs()
+
+
+class Held(NamedTuple):
+    """What waits in the router for one worker. To a request behind it that is as if it were on the worker."""
+
+    prefill_s: float = 0.0  # of prompts to compute there
+    num_seqs: int = 0  # to decode there
+    kv_tokens: int = 0  # of these, prompts and expected outputs
+
+    def plus(self, other: Held) -> Held:
+        """Both together."""
+        return Held(self.prefill_s + other.prefill_s, self.num_seqs + other.num_seqs, self.kv_tokens + other.kv_tokens)
 
 
 class Holder(NamedTuple):
@@ -179,14 +191,16 @@ class Placer:
         expected_output_tokens: int,
         now: float,
         *,
-        held_s: Mapping[str, float] = _NOTHING_HELD,
+        held: Mapping[str, Held] = _NOTHING_HELD,
+        order: float = math.inf,
         num_others: int = 0,
         excluded: Collection[str] = (),
         needs: Needs = _NO_NEEDS,
     ) -> Placement:
         """The cheapest candidate without workers whose id is `excluded`, and on demand the next best ones.
 
-        `held_s`: by worker, predicted seconds of prompts that wait in the router for it and go before this one.
+        `held`: by worker, what waits in the router for it and goes before this one. `order`: the prompt's place among
+        those at a worker, whose later ones it overtakes.
         Raises `NoWorker` with the reasons when nothing that has what the request `needs` can take it.
         """
         table = self._registry.table
@@ -198,7 +212,14 @@ class Placer:
         hits = self._index.longest_prefix(digests, now)
         holder = self._deepest_holder(hits, digests)
         request = _Request(
-            num_prompt_tokens, expected_output_tokens, table, self._costs, hits=hits, holder=holder, held_s=held_s
+            num_prompt_tokens,
+            expected_output_tokens,
+            table,
+            self._costs,
+            hits=hits,
+            holder=holder,
+            held=held,
+            order=order,
         )
         prefillers = is_usable & table.can_prefill
         pair = request.best_pair(prefillers, decoders)
@@ -286,18 +307,24 @@ class _Request:
         *,
         hits: Mapping[str, int],
         holder: Holder | None,
-        held_s: Mapping[str, float],
+        held: Mapping[str, Held],
+        order: float,
     ) -> None:
         self._num_prompt_tokens = num_prompt_tokens
         self._num_outputs = expected_output_tokens
         self._table = table
         self._costs = costs
-        self._steps, self._step_s, self._queue_s = table.pace(costs)
+        self._steps, self._step_s, self._queue_s = table.pace(costs, order)
         self._hit_blocks = table.column(hits)
         # The last token of the prompt is always computed, for its logits.
         self._hit_tokens = np.minimum(self._hit_blocks * table.block_size, num_prompt_tokens - 1)
         self._sources = [*self._own_tiers(hits), *([self._peer(holder)] if holder is not None else [])]
-        self._prefill = self._prefill_sides(held_s)
+        self._num_seqs, self._kv_tokens = table.num_booked_seqs, table.booked_kv_tokens
+        if held:
+            self._num_seqs = self._num_seqs + table.column({name: one.num_seqs for name, one in held.items()})
+            self._kv_tokens = self._kv_tokens + table.column({name: one.kv_tokens for name, one in held.items()})
+            self._queue_s = self._queue_s + table.column({name: one.prefill_s for name, one in held.items()})
+        self._prefill = self._prefill_sides()
         self._decode = self._decode_sides()
 
     def best_alone(self, soloists: Mask) -> Candidate | None:
@@ -344,25 +371,26 @@ class _Request:
         found = [c for c in found if (c.prefill, c.decode) != (best.prefill, best.decode)]
         return heapq.nsmallest(num_others, found, key=_preference)
 
-    def _prefill_sides(self, held_s: Mapping[str, float]) -> _PrefillSides:
+    def _prefill_sides(self) -> _PrefillSides:
         """What it costs to compute the prompt, or to read what a source has of it and compute the rest."""
         table = self._table
         num_cached = self._hit_tokens
         prefill_s, work_s = self._prefill_s(num_cached)
+        must_beat_s = _FETCH_GAIN * prefill_s
         source_idx, fetch_s = np.full(len(table), -1), np.zeros(len(table))
         for idx, source in enumerate(self._sources):
             rest_s, rest_work_s = self._prefill_s(source.num_tokens)
-            is_chosen = source.may_read & (source.read_s + rest_s < _FETCH_GAIN * (fetch_s + prefill_s))
+            is_chosen = source.may_read & (source.read_s + rest_s < must_beat_s)
+            must_beat_s = np.where(is_chosen, source.read_s + rest_s, must_beat_s)
             num_cached = np.where(is_chosen, source.num_tokens, num_cached)
             source_idx = np.where(is_chosen, idx, source_idx)
             fetch_s = np.where(is_chosen, source.read_s, fetch_s)
             prefill_s = np.where(is_chosen, rest_s, prefill_s)
             work_s = np.where(is_chosen, rest_work_s, work_s)
-        queue_s = self._queue_s + table.column(held_s) if held_s else self._queue_s
         # A decode worker that computes a prompt stalls what decodes there, and be it the request that comes next.
-        delay_s = np.maximum(table.num_booked_seqs, table.is_decoder) * work_s
-        cost_s = queue_s + fetch_s + prefill_s + delay_s
-        return _PrefillSides(num_cached, source_idx, queue_s, fetch_s, prefill_s, delay_s, cost_s)
+        delay_s = np.maximum(self._num_seqs, table.is_decoder) * work_s
+        cost_s = self._queue_s + fetch_s + prefill_s + delay_s
+        return _PrefillSides(num_cached, source_idx, self._queue_s, fetch_s, prefill_s, delay_s, cost_s)
 
     def _prefill_s(self, num_cached: Number) -> tuple[Vector, Number]:
         """Seconds to compute the prompt behind its cached tokens, and how much that takes from sequences beside it."""
@@ -402,10 +430,9 @@ class _Request:
 
     def _decode_sides(self) -> _DecodeSides:
         """What it costs to decode."""
-        table = self._table
         decode_s = self._steps.added_decode_s(
-            table.num_booked_seqs,
-            table.booked_kv_tokens,
+            self._num_seqs,
+            self._kv_tokens,
             self._num_prompt_tokens + self._num_outputs / 2,
             self._num_outputs,
         )
@@ -414,11 +441,11 @@ class _Request:
 
     def _memory_s(self) -> Vector:
         """Wait until running sequences have given back what this one lacks: they end evenly over one lifetime."""
-        booked = self._table.booked_kv_tokens
+        booked = self._kv_tokens
         lacking = booked + (self._num_prompt_tokens + self._num_outputs) - self._table.capacity_tokens
         if lacking[lacking.argmax()] <= 0:
             return np.zeros(len(self._table))
-        lifetime_s = self._num_outputs * self._step_s
+        lifetime_s = self._num_outputs * self._steps.step_s(self._num_seqs, booked)
         # Where nothing is booked there is nothing to wait for.
         return np.where(booked > 0, np.maximum(lacking, 0.0) / np.maximum(booked, 1.0) * lifetime_s, 0.0)
 

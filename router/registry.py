@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import insort
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -21,6 +22,7 @@ from protocol.messages import (
     Role,
     StepStats,
     TierLoad,
+    Turn,
     WorkerCard,
     WorkerLoad,
     WorkerState,
@@ -65,6 +67,7 @@ class Worker:
     booked_kv_tokens: int = 0  # their prompts and expected outputs
     num_awaited_seqs: int = 0  # of these sequences, how many have no first token yet, wherever it is computed
     awaited_kv_tokens: int = 0
+    prompts: list[Booking] = field(default_factory=list)  # whose first token has not come, in the order of computing
     num_placed_tokens: int = 0  # all work ever placed here: breaks ties
 
     @property
@@ -76,6 +79,18 @@ class Worker:
     def uncomputed_tokens(self) -> int:
         """Booked prompt tokens that still have to be computed."""
         return self.queued_prompt_tokens - self.computed_prompt_tokens
+
+    @property
+    def last_order(self) -> float:
+        """Order of the prompt that is computed last."""
+        return self.prompts[-1].order if self.prompts else -math.inf
+
+    def uncomputed_tokens_before(self, order: float) -> int:
+        """Of these tokens, those that are computed before a prompt of this order that comes now."""
+        if self.last_order <= order:
+            return self.uncomputed_tokens
+        num_before = sum(booking.num_new_tokens for booking in self.prompts if booking.order <= order)
+        return min(num_before, self.uncomputed_tokens)
 
     @property
     def uncomputed_attention(self) -> float:
@@ -137,13 +152,14 @@ class WorkerTable:
         self.tiers: dict[str, TierCosts] = {}  # by name, from fast to slow
         for worker in workers:
             self.note_tiers(worker)
-        self._loads = np.zeros((6, len(workers)))
+        self._loads = np.zeros((7, len(workers)))
         self.num_booked_seqs: Vector = self._loads[0]
         self.booked_kv_tokens: Vector = self._loads[1]
         self.uncomputed_tokens: Vector = self._loads[2]
         self.uncomputed_attention: Vector = self._loads[3]
         self.num_queued_steps: Vector = self._loads[4]
         self.num_placed_tokens: Vector = self._loads[5]
+        self.last_order: Vector = self._loads[6]
         self.update(workers)
 
     def __len__(self) -> int:
@@ -174,6 +190,7 @@ class WorkerTable:
                     worker.uncomputed_attention,
                     worker.num_queued_steps,
                     worker.num_placed_tokens,
+                    worker.last_order,
                 )
 
     def note_tiers(self, worker: Worker) -> None:
@@ -185,12 +202,16 @@ class WorkerTable:
             costs = self.tiers[tier.name]
             costs.latency_s[row], costs.block_s[row] = tier.latency_s, tier.block_s
 
-    def pace(self, costs: CostModel) -> Pace:
-        """How fast each worker is, with what is booked on it."""
+    def pace(self, costs: CostModel, order: float = math.inf) -> Pace:
+        """How fast each worker is, with what is booked on it and goes before a prompt of this order."""
         steps = costs.steps_of(self.kinds, self.kind_idx)
         step_s = steps.step_s(self.num_booked_seqs, self.booked_kv_tokens)
         work_s = steps.prefill_work_s(self.uncomputed_tokens, self.uncomputed_attention)
-        return Pace(steps, step_s, self.num_queued_steps * step_s + work_s)
+        waits_s = self.num_queued_steps * step_s + work_s
+        for row in (self.last_order > order).nonzero()[0].tolist():  # few, if any, have prompts that are overtaken
+            worker = self.workers[row]
+            waits_s[row] = queue_s(worker, costs.steps(worker.card.kind), order)
+        return Pace(steps, step_s, waits_s)
 
     def column(self, values: Mapping[str, float]) -> Vector:
         """A number per worker, from those given by worker id; 0 for the others."""
@@ -222,17 +243,20 @@ class Booking:
         num_new_tokens: int,
         num_context_tokens: int,
         num_kv_tokens: int,
+        order: float,
     ) -> None:
+        self.order = order
         self._open_bookings = open_bookings
         self._changed_workers = changed_workers
         self._prefill: Worker | None = prefill
         self._decode: Worker | None = decode
-        self._num_new_tokens = num_new_tokens
+        self.num_new_tokens = num_new_tokens
         self._attention = prefill_attention(num_new_tokens, num_context_tokens)
         self._num_kv_tokens = num_kv_tokens
         open_bookings.add(self)
         prefill.queued_prompt_tokens += num_new_tokens
         prefill.queued_attention += self._attention
+        insort(prefill.prompts, self, key=_order)
         prefill.num_placed_tokens += num_new_tokens
         decode.num_booked_seqs += 1
         decode.num_awaited_seqs += 1
@@ -246,11 +270,12 @@ class Booking:
         worker, self._prefill = self._prefill, None
         if worker is None:
             return
-        worker.queued_prompt_tokens -= self._num_new_tokens
+        worker.prompts.remove(self)
+        worker.queued_prompt_tokens -= self.num_new_tokens
         worker.queued_attention -= self._attention
         if worker.queued_prompt_tokens == 0:
             worker.queued_attention = 0.0  # sheds rounding
-        computed = worker.computed_prompt_tokens - self._num_new_tokens
+        computed = worker.computed_prompt_tokens - self.num_new_tokens
         worker.computed_prompt_tokens = min(max(computed, 0), worker.queued_prompt_tokens)
         self._changed_workers.add(worker)
         if self._decode is not None:
@@ -398,6 +423,7 @@ class Registry:
         num_new_tokens: int,
         num_context_tokens: int,
         num_kv_tokens: int,
+        turn: Turn = Turn(),
     ) -> Booking:
         """Book a decision's load, at once, so that the next decision sees it. Both ids may be the same worker.
 
@@ -412,6 +438,7 @@ class Registry:
             num_new_tokens=num_new_tokens,
             num_context_tokens=num_context_tokens,
             num_kv_tokens=num_kv_tokens,
+            order=turn.order,
         )
 
     def _tell(self, change: WorkerChange) -> None:
@@ -430,12 +457,20 @@ def can_decode(worker: Worker) -> bool:
     return worker.state == WorkerState.READY and worker.role != Role.PREFILL
 
 
-def queue_s(worker: Worker, model: StepModel) -> float:
-    """Predicted seconds until the prompts booked on the worker are computed."""
+def queue_s(worker: Worker, model: StepModel, order: float = math.inf) -> float:
+    """Predicted seconds until the prompts booked on the worker are computed that go before one of this order."""
+    num_tokens = worker.uncomputed_tokens_before(order)
+    if num_tokens <= 0:
+        return 0.0
     costs = model.costs
     step_s = costs.step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
-    work_s = costs.prefill_work_s(worker.uncomputed_tokens, worker.uncomputed_attention)
-    return worker.num_queued_steps * step_s + work_s
+    attention = worker.uncomputed_attention * (num_tokens / worker.uncomputed_tokens)
+    num_steps = math.ceil(num_tokens / worker.card.max_num_batched_tokens)
+    return num_steps * step_s + costs.prefill_work_s(num_tokens, attention)
+
+
+def _order(booking: Booking) -> float:
+    return booking.order
 
 
 def _vector(values: Iterable[float]) -> Vector:

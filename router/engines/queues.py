@@ -14,7 +14,7 @@ import msgspec
 
 from protocol.errors import NoWorker
 from protocol.siblings import Waiting
-from router.admission import Admission, Offer, TenantStats
+from router.admission import Admission, Dispatch, Offer, TenantStats
 from router.decisions import Decision
 from router.engines.exchange import Call, Exchange
 from router.engines.fleet import Fleet, Prompt
@@ -40,7 +40,7 @@ class ModelQueue:
         self._model = model
         self._open_exchange = open_exchange
         self.gate: Gate[Call, Exchange] = Gate(
-            admission, fleet.registry, self._book, timeout_s=fleet.config.request_timeout_s, clock=fleet.clock
+            admission, fleet.registry, self._begin, timeout_s=fleet.config.request_timeout_s, clock=fleet.clock
         )
 
     def offer(self, call: Call) -> Offer:
@@ -69,6 +69,9 @@ class ModelQueue:
         now = self._fleet.clock()
         placement = self._fleet.place(self._model, prompt, offer.expected_output_tokens, now, tried)
         return self._book(call, offer, placement), placement
+
+    def _begin(self, call: Call, dispatch: Dispatch) -> Exchange:
+        return self._book(call, dispatch.waiting.offer, dispatch.placement)
 
     def _book(self, call: Call, offer: Offer, placement: Placement) -> Exchange:
         return self._open_exchange(call, placement, cast(Prompt, offer.digests))

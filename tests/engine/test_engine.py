@@ -13,7 +13,7 @@ from engine.engine import Engine
 from engine.sequence import Phase, Sequence
 from protocol.config import EngineConfig
 from protocol.errors import ConfigError, ContextLengthExceeded, RequestError
-from protocol.messages import FinishReason
+from protocol.messages import FinishReason, Turn
 from protocol.sampling import SamplingParams
 from tests.engine.conftest import BuildEngine
 from tests.engine.tiny_models import EOS, LONGROPE, REFUSED, SERVED, VOCAB, save_model
@@ -215,6 +215,23 @@ def test_preemption_changes_nothing(dtype: str, temperature: float, build_engine
     outputs = generate(tight, prompts, **options)
     assert tight.scheduler.num_preemptions > 0
     assert outputs == generate(build_engine(dtype=dtype), prompts, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_being_overtaken_changes_nothing(dtype: str, build_engine: BuildEngine) -> None:
+    prompts = [make_prompt(length, seed=6) for length in (60, 33, 47)]
+    engine = build_engine(dtype=dtype, max_num_batched_tokens=16)
+    sequences = []
+    for i, prompt in enumerate(prompts):  # each overtakes those before it
+        turn = Turn(order=-float(i), max_step_tokens=7)
+        sequences.append(engine.make_sequence(str(i), prompt, make_sampling(), turn=turn))
+        engine.add(sequences[-1])
+        engine.step()
+    assert [sequence.num_computed_tokens for sequence in sequences] == [7, 7, 7], "all are begun"
+    drain(engine)
+    engine.check_integrity(idle=True)
+    alone = [generate(build_engine(dtype=dtype), [prompt])[0] for prompt in prompts]
+    assert [output(sequence) for sequence in sequences] == alone
 
 
 # -- handoff ------------------------------------------------------------------------------------------------------

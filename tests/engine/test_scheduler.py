@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from engine.block_pool import BlockPool
 from engine.scheduler import ScheduledChunk, Scheduler
 from engine.sequence import Phase, Sequence, SequenceStatus
+from protocol.messages import Turn
 from protocol.sampling import SamplingParams
 
 SIZE = 4
@@ -24,12 +25,21 @@ def make_scheduler(num_blocks: int = 32, *, max_num_seqs: int = 8, max_num_batch
 
 
 def make_sequence(
-    num_tokens: int, *, name: str = "a", family: int | None = None, max_tokens: int = 100, phase: Phase = Phase.WHOLE
+    num_tokens: int,
+    *,
+    name: str = "a",
+    family: int | None = None,
+    max_tokens: int = 100,
+    phase: Phase = Phase.WHOLE,
+    order: float = 0.0,
+    max_step_tokens: int = 0,
 ) -> Sequence:
     """A prompt of `num_tokens`; sequences of one family have the same tokens, others share none."""
     first = 1000 * (sum(name.encode()) if family is None else family)
     tokens = list(range(first, first + num_tokens))
-    return Sequence(name, tokens, num_tokens, SamplingParams(max_tokens=max_tokens), root=b"root", phase=phase)
+    turn = Turn(order=order, max_step_tokens=max_step_tokens)
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return Sequence(name, tokens, num_tokens, sampling, root=b"root", phase=phase, turn=turn)
 
 
 def make_received(scheduler: Scheduler, num_prompt_tokens: int, **options: object) -> Sequence | None:
@@ -113,6 +123,50 @@ def test_decoding_sequences_go_first_and_prompts_share_the_rest_in_order_of_arri
     assert step(scheduler) == [("a", 3, 1), ("b", 13, 7), ("c", 0, 8)]
     assert step(scheduler) == [("a", 4, 1), ("b", 20, 1), ("c", 8, 1)]
     assert step(scheduler) == [("a", 5, 1), ("b", 21, 1), ("c", 9, 1)]
+
+
+def test_a_prompt_that_is_begun_is_overtaken_and_goes_on_where_it_was() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(40, name="a", max_tokens=1, order=2.0))
+    assert step(scheduler) == [("a", 0, 16)]
+    scheduler.add(make_sequence(20, name="b", max_tokens=2, order=3.0))
+    scheduler.add(make_sequence(20, name="c", max_tokens=2, order=1.0))
+    assert step(scheduler) == [("c", 0, 16)]
+    assert step(scheduler) == [("c", 16, 4), ("a", 16, 12)]
+    assert step(scheduler) == [("c", 20, 1), ("a", 28, 12), ("b", 0, 3)]
+    assert drain(scheduler) > 0
+    scheduler.pool.check_integrity(idle=True)
+
+
+def test_one_that_cannot_be_taken_in_does_not_stop_the_one_it_would_overtake() -> None:
+    scheduler = make_scheduler(num_blocks=10)
+    scheduler.add(make_sequence(36, name="a", max_tokens=1, order=2.0))
+    step(scheduler)
+    scheduler.add(make_sequence(36, name="b", max_tokens=1, order=1.0))
+    assert step(scheduler) == [("a", 16, 16)], "there is no room for b"
+    assert step(scheduler) == [("a", 32, 4)]
+    assert step(scheduler) == [("b", 0, 16)]
+
+
+def test_who_has_a_first_token_goes_before_all_who_lack_it() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.add(make_sequence(4, name="a", max_tokens=1))
+    step(scheduler)
+    scheduler.add(make_sequence(4, name="b", order=-1.0))
+    received = make_received(scheduler, 4, name="received")
+    assert received is not None
+    scheduler.add(received)
+    assert step(scheduler) == [("received", 4, 1)]
+
+
+def test_a_prompt_joins_no_longer_step_than_it_may() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(20, name="a", max_tokens=1, order=1.0))
+    scheduler.add(make_sequence(20, name="b", max_tokens=2, order=2.0, max_step_tokens=6))
+    assert step(scheduler) == [("a", 0, 16)]
+    assert step(scheduler) == [("a", 16, 4), ("b", 0, 2)], "its step would be over later"
+    assert step(scheduler) == [("b", 2, 6)]
+    drain(scheduler)
 
 
 def test_no_more_than_max_num_seqs_run() -> None:
@@ -299,6 +353,7 @@ arrivals = st.tuples(
     st.integers(1, 12),  # max tokens
     st.integers(0, 3),  # family: prompts that share a prefix
     st.integers(0, 3),  # steps afterwards
+    st.sampled_from([(0.0, 0), (1.0, 0), (2.0, 1), (3.0, 5)]),  # order and longest step
 )
 
 
@@ -307,7 +362,7 @@ arrivals = st.tuples(
     st.lists(arrivals, min_size=1, max_size=25), st.integers(8, 12), st.sampled_from([(1, 1), (2, 4), (4, 5), (8, 16)])
 )
 def test_every_mix_of_arrivals_drains(
-    events: list[tuple[str, int, int, int, int]], num_blocks: int, limits: tuple[int, int]
+    events: list[tuple[str, int, int, int, int, tuple[float, int]]], num_blocks: int, limits: tuple[int, int]
 ) -> None:
     scheduler = make_scheduler(num_blocks, max_num_seqs=limits[0], max_num_batched_tokens=limits[1])
     handed: list[Sequence] = []
@@ -317,13 +372,13 @@ def test_every_mix_of_arrivals_drains(
             handed.append(sequence)
         scheduler.add(sequence)
 
-    for i, (kind, number, max_tokens, family, num_steps) in enumerate(events):
-        name = f"s{i}"
+    for i, (kind, number, max_tokens, family, num_steps, turn) in enumerate(events):
+        name, options = f"s{i}", {"order": turn[0], "max_step_tokens": turn[1]}
         queued = [*scheduler.waiting, *scheduler.running]
         if kind == "prompt":
-            add(make_sequence(number, name=name, family=family, max_tokens=max_tokens))
+            add(make_sequence(number, name=name, family=family, max_tokens=max_tokens, **options))
         elif kind == "prefill_only":
-            add(make_sequence(number, name=name, family=family, phase=Phase.PREFILL_ONLY))
+            add(make_sequence(number, name=name, family=family, phase=Phase.PREFILL_ONLY, **options))
         elif kind == "received":
             sequence = make_received(scheduler, number, name=name, family=family, max_tokens=max_tokens + 1)
             if sequence is not None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from protocol.messages import Role, WorkerState
 from router.cost_model import CostModel, prefill_attention
-from router.placement import Candidate, Holder, Terms
+from router.placement import Candidate, Held, Holder, Terms
 from router.prefix_index import PrefixIndex
 from router.registry import Registry, Worker, can_decode, can_prefill, queue_s
 
@@ -28,7 +28,8 @@ class NaivePlacer:
         num_outputs: int,
         now: float,
         *,
-        held_s: Mapping[str, float] | None = None,
+        in_router: Mapping[str, Held] | None = None,
+        order: float = math.inf,
         excluded: Collection[str] = (),
     ) -> list[Candidate]:
         """All of them, the best first: fewest seconds, then the workers with the least work done."""
@@ -36,7 +37,7 @@ class NaivePlacer:
         readable = [name for name in hits if "/" not in name or name.endswith("/host")]
         deepest = sorted(readable, key=lambda name: -hits[name])[:4]  # only these are asked what they do hold
         held = {name: self.index.count_held(name, digests, len(digests)) for name in deepest}
-        request = _NaiveRequest(self.costs, num_prompt_tokens, num_outputs, hits, held, held_s or {})
+        request = _NaiveRequest(self.costs, num_prompt_tokens, num_outputs, hits, held, in_router or {}, order)
         workers = [
             worker
             for worker in self.registry
@@ -66,22 +67,24 @@ class _NaiveRequest:
         num_outputs: int,
         hits: Mapping[str, int],
         held: Mapping[str, int],
-        held_s: Mapping[str, float],
+        in_router: Mapping[str, Held],
+        order: float,
     ) -> None:
         self.costs = costs
         self.num_prompt_tokens = num_prompt_tokens
         self.num_outputs = num_outputs
         self.hits = hits
         self.held = held
-        self.held_s = held_s
+        self.in_router = in_router
+        self.order = order
 
     def candidate(self, prefill: Worker, decode: Worker, others: Sequence[Worker]) -> Candidate:
         """Prompt on one worker, answer on the other or the same."""
-        best, *others_of_it = self.prefill_options(prefill, others)
-        for option in others_of_it:
-            # Reading must save 5 %, as predictions are not that exact.
-            if option[-1][1] + option[-1][2] < 0.95 * (best[-1][1] + best[-1][2]):
-                best = option
+        best, *sources = self.prefill_options(prefill, others)
+        must_beat_s = 0.95 * best[-1][2]  # reading must save 5 % of computing, as predictions are not that exact
+        for option in sources:
+            if option[-1][1] + option[-1][2] < must_beat_s:
+                best, must_beat_s = option, option[-1][1] + option[-1][2]
         hit, holder, tier, prefill_terms = best
         transfer_s = self.transfer_s(prefill, decode, prefill_terms[2]) if prefill is not decode else 0.0
         terms = Terms(*prefill_terms, transfer_s, self.memory_s(decode), self.decode_s(decode))
@@ -94,7 +97,8 @@ class _NaiveRequest:
         block_size = worker.card.block_size
         own = self.hits.get(worker.worker_id, 0)
         yield self.usable(own * block_size), None, "", self.prefill_terms(worker, self.usable(own * block_size), 0.0)
-        for tier in worker.tiers:
+        names = dict.fromkeys(tier.name for other in others for tier in other.tiers)  # of equals, the first one
+        for tier in sorted(worker.tiers, key=lambda tier: list(names).index(tier.name)):
             num_blocks = self.hits.get(f"{worker.worker_id}/{tier.name}", 0)
             if num_blocks > own and math.isfinite(tier.block_s):
                 hit, load_s = self.usable(num_blocks * block_size), tier.latency_s + (num_blocks - own) * tier.block_s
@@ -121,8 +125,9 @@ class _NaiveRequest:
         num_new = self.num_prompt_tokens - num_cached
         work_s = costs.prefill_work_s(num_new, prefill_attention(num_new, num_cached))
         num_steps = math.ceil(num_new / worker.card.max_num_batched_tokens)
-        num_stalled = max(worker.num_booked_seqs, 1) if worker.role is Role.DECODE else worker.num_booked_seqs
-        waits_s = queue_s(worker, self.costs.steps(worker.card.kind)) + self.held_s.get(worker.worker_id, 0.0)
+        num_stalled = max(self.num_seqs(worker), 1) if worker.role is Role.DECODE else self.num_seqs(worker)
+        waits_s = queue_s(worker, self.costs.steps(worker.card.kind), self.order)
+        waits_s += self.in_router.get(worker.worker_id, Held()).prefill_s
         return waits_s, fetch_s, num_steps * self.step_s(worker) + work_s, num_stalled * work_s
 
     def read_s(self, holder: Worker, reader: Worker, num_bytes: float) -> float:
@@ -140,16 +145,24 @@ class _NaiveRequest:
 
     def memory_s(self, worker: Worker) -> float:
         capacity = worker.card.num_blocks * worker.card.block_size
-        lacking = worker.booked_kv_tokens + self.num_prompt_tokens + self.num_outputs - capacity
-        if lacking <= 0 or worker.booked_kv_tokens == 0:
+        booked = self.kv_tokens(worker)
+        lacking = booked + self.num_prompt_tokens + self.num_outputs - capacity
+        if lacking <= 0 or booked == 0:
             return 0.0
-        lifetime_s = self.num_outputs * self.step_s(worker)
-        return lacking / worker.booked_kv_tokens * lifetime_s
+        costs = self.costs.steps(worker.card.kind).costs
+        lifetime_s = self.num_outputs * costs.step_s(self.num_seqs(worker), booked)
+        return lacking / booked * lifetime_s
 
     def decode_s(self, worker: Worker) -> float:
         mean_tokens = self.num_prompt_tokens + self.num_outputs / 2
         costs = self.costs.steps(worker.card.kind).costs
-        return costs.added_decode_s(worker.num_booked_seqs, worker.booked_kv_tokens, mean_tokens, self.num_outputs)
+        return costs.added_decode_s(self.num_seqs(worker), self.kv_tokens(worker), mean_tokens, self.num_outputs)
+
+    def num_seqs(self, worker: Worker) -> int:
+        return worker.num_booked_seqs + self.in_router.get(worker.worker_id, Held()).num_seqs
+
+    def kv_tokens(self, worker: Worker) -> int:
+        return worker.booked_kv_tokens + self.in_router.get(worker.worker_id, Held()).kv_tokens
 
     def step_s(self, worker: Worker) -> float:
         return self.costs.steps(worker.card.kind).costs.step_s(worker.num_booked_seqs, worker.booked_kv_tokens)

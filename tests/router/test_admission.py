@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from benchmarks.virtual_cluster import Arrival, VirtualCluster
 from protocol.config import RouterConfig
 from protocol.errors import DeadlineUnmet, NoWorker, Overloaded
-from protocol.messages import Role, StepStats, WorkerState
-from router.admission import Admission, Dispatch, Drop, Offer, OutputLengths, Waiting, fill_level
+from protocol.messages import Role, StepStats, Turn, WorkerState
+from router.admission import LEAD_S, Admission, Dispatch, Drop, Offer, OutputLengths, Waiting, fill_level
 from router.cost_model import CostModel
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
@@ -51,6 +51,7 @@ class Desk:
             num_new_tokens=placement.num_new_tokens,
             num_context_tokens=0,
             num_kv_tokens=placement.num_kv_tokens,
+            turn=decided.turn,
         )
 
     def computes(self, worker_id: str, num_tokens: int) -> None:
@@ -66,10 +67,10 @@ def make_desk(
     *roles: Role,
     tenants: dict[str, TenantPolicy] | None = None,
     num_blocks: int = 4096,
-    are_alike: bool = False,
+    one_priority: bool = False,
     **config: object,
 ) -> Desk:
-    """With `are_alike` nobody but the tenant that asks first has been here lately."""
+    """Without `one_priority` some tenant's requests had different ones a moment ago: workers get half a step."""
     registry, index, costs = Registry(), PrefixIndex(), CostModel()
     for number, role in enumerate(roles or (Role.COLOCATED,)):
         add_ready(registry, make_card(f"w{number}", role, num_blocks=num_blocks))
@@ -77,8 +78,8 @@ def make_desk(
     settings = RouterConfig(**config)  # type: ignore[arg-type]
     placer = Placer(registry, index, costs, settings)
     admission = Admission(registry, costs, placer, Tenants(named=tenants or {}), settings)
-    if not are_alike:
-        admission._rivals_until_s = math.inf
+    if not one_priority:
+        admission._priorities_until_s = math.inf
     return Desk(registry, index, admission, [])
 
 
@@ -92,24 +93,75 @@ def test_requests_wait_here_once_their_worker_has_enough() -> None:
     assert [decided.waiting for decided in desk.decide()] == waiting[1:2]
 
 
-def test_requests_that_are_all_alike_wait_at_the_worker_a_little_longer() -> None:
-    desk = make_desk(are_alike=True)
+@pytest.mark.parametrize("tenant", ["default", "other"])
+def test_requests_of_one_priority_wait_at_the_worker_a_little_longer(tenant: str) -> None:
+    desk = make_desk(one_priority=True)
+    desk.enter(tenant=tenant, priority=1)
     for _ in range(6):
-        desk.enter()
-    assert len(desk.decide()) == 2, "two full steps"
+        desk.enter(priority=1 if tenant == "default" else 0)
+    assert len(desk.decide()) == 2, "two full steps; priorities of different tenants do not meet"
 
 
-@pytest.mark.parametrize("fields", [{"tenant": "other"}, {"priority": -1}, {"ttft_slo_s": 30.0}])
-def test_holding_begins_with_the_first_request_that_is_not_alike_and_ends_a_minute_after_the_last(
-    fields: dict[str, object],
-) -> None:
-    desk = make_desk(are_alike=True)
+def test_holding_begins_with_another_priority_and_ends_a_minute_after_the_last() -> None:
+    desk = make_desk(one_priority=True)
     desk.enter()
-    desk.enter(**fields)
+    desk.enter(priority=-1)
     for _ in range(4):
         desk.enter()
     assert len(desk.decide()) == 1
     assert [isinstance(decided, Dispatch) for decided in desk.decide(now=61.0)].count(True) == 1
+
+
+def two_tenants(desk: Desk) -> Waiting:
+    """One has had more than its share and has two prompts at the worker; the other's first request comes at 20 s."""
+    for _ in range(10):
+        desk.enter(tenant="greedy")
+        (decided,) = desk.decide()
+        assert isinstance(decided, Dispatch)
+        desk.bookings.pop().release()
+    for _ in range(5):
+        desk.enter(tenant="greedy", now=20.0)
+    assert len(desk.decide(20.0)) == 2
+    return desk.enter(tenant="modest", now=20.0)
+
+
+def test_a_tenant_below_its_share_does_not_wait_for_the_prompts_of_one_above_it() -> None:
+    desk = make_desk(one_priority=True)
+    modest = two_tenants(desk)
+    assert modest.forecast.start_s == 0.0, "it overtakes what the worker has"
+    (decided,) = desk.decide(20.0)
+    assert isinstance(decided, Dispatch)
+    assert decided.waiting is modest
+    (worker,) = desk.registry
+    assert [booking.order for booking in worker.prompts] == [20.0 - LEAD_S, 20.0, 20.0]
+
+
+def test_what_others_may_overtake_takes_short_steps_while_there_are_others() -> None:
+    desk = make_desk(one_priority=True)
+    two_tenants(desk)
+    (modest,) = desk.decide(20.0)
+    desk.computes("w0", 1536)
+    greedy = [decided for decided in desk.decide(21.0) if isinstance(decided, Dispatch)]
+    assert isinstance(modest, Dispatch)
+    assert modest.turn == Turn(order=20.0 - LEAD_S)
+    assert {decided.turn for decided in greedy} == {Turn(order=21.0, max_step_tokens=240)}, "20 ms of 200 are fixed"
+    desk.computes("w0", 10_000)
+    (last,) = desk.decide(100.0)
+    assert isinstance(last, Dispatch)
+    assert last.turn == Turn(order=100.0), "the other tenant came over a minute ago"
+
+
+@pytest.mark.parametrize("max_worker_queue_s", [0.0, 1e9])
+def test_holding_requests_does_not_change_where_they_go(max_worker_queue_s: float) -> None:
+    """A decode worker is given as many prompts whether those before them wait here or at the prefill worker."""
+    desk = make_desk(Role.PREFILL, Role.DECODE, one_priority=True, max_worker_queue_s=max_worker_queue_s)
+    crowd = []
+    for _ in range(64):
+        crowd.append(desk.enter(128, expected_output_tokens=64))
+        desk.decide()
+    assert (len(desk.admission) == 0) == (max_worker_queue_s > 0)
+    pairs = [waiting.placement.best.is_pair for waiting in crowd]
+    assert pairs.count(False) <= 2
 
 
 def test_short_prompts_fill_a_worker_up() -> None:
@@ -147,8 +199,9 @@ def test_one_that_waits_for_its_prefix_does_not_block_the_others() -> None:
     desk = make_desk(Role.COLOCATED, Role.COLOCATED)
     chain = [b"%d" % i for i in range(240)]
     desk.index.speculate({"w0"}, chain, 0.0)
-    desk.registry.reserve("w0", "w0", num_new_tokens=1000, num_context_tokens=0, num_kv_tokens=1000)
-    desk.registry.reserve("w1", "w1", num_new_tokens=500, num_context_tokens=0, num_kv_tokens=500)
+    for worker_id, num in (("w0", 1000), ("w1", 500)):
+        load = {"num_new_tokens": num, "num_context_tokens": 0, "num_kv_tokens": num}
+        desk.registry.reserve(worker_id, worker_id, **load, turn=Turn(order=-LEAD_S))
     cached, other = desk.enter(240 * 16, digests=chain), desk.enter(16)
     assert desk.decide() == []
     desk.computes("w1", 500)

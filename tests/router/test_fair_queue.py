@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fair_queue import MAX_IDLE_TENANTS, MAX_OVERTAKEN_S, OLDEST_TURN, FairQueue, Ticket, Work
+from router.fair_queue import CREDIT_S, MAX_IDLE_TENANTS, MAX_OVERTAKEN_S, OLDEST_TURN, FairQueue, Ticket, Work
 
 WEIGHTS = {"a": 1.0, "b": 3.0, "c": 1.0}
 
@@ -58,14 +58,35 @@ def test_what_one_leaves_goes_to_the_others() -> None:
     assert tenants(serve(queue, 11)) == {"a": 10, "b": 1}
 
 
-def test_who_was_idle_has_no_credit_and_who_was_alone_no_debt() -> None:
+@pytest.mark.parametrize("idle_s", [0.0, 1000.0])
+def test_who_was_idle_has_a_bounded_credit_and_who_was_alone_no_debt(idle_s: float) -> None:
     queue = make_queue()
     for _ in range(100):
         queue.add(make_ticket("a"))
     serve(queue, 50)
     for _ in range(50):
+        queue.add(make_ticket("c", arrived_s=idle_s))
+    served = serve(queue, 41, idle_s)
+    first = next(idx for idx, ticket in enumerate(served) if ticket.tenant == "a")
+    assert CREDIT_S <= first <= CREDIT_S + 2, "worker seconds at once, however long it was away"
+    rest = tenants(served[first:])
+    assert abs(rest["a"] - rest["c"]) <= 1, "then in turn"
+
+
+def test_a_clump_of_a_tenant_below_its_share_is_within_it() -> None:
+    queue = make_queue()
+    for _ in range(100):
+        queue.add(make_ticket("a"))
+    for _ in range(2):
         queue.add(make_ticket("c"))
-    assert tenants(serve(queue, 41)) == {"a": 20, "c": 21}, "the newcomer first, then in turn"
+        serve(queue, 20)
+    clump = [make_ticket("c") for _ in range(8)]
+    for ticket in clump:
+        queue.add(ticket)
+    list(queue.in_order(0.0))
+    assert [queue.is_within_share(ticket.start_tag) for ticket in clump] == [True] * 5 + [False] * 3
+    assert not queue.is_within_share(queue.start_tag("a", 0))
+    assert queue.is_within_share(queue.start_tag("new", 0))
 
 
 def test_a_newcomer_goes_before_one_that_floods() -> None:

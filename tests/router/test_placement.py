@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from protocol.config import RouterConfig
 from protocol.errors import NoWorker
-from protocol.messages import POOL_PLACE, BlockEvents, Role, StepStats, TierLoad, WorkerState
+from protocol.messages import POOL_PLACE, BlockEvents, Role, StepStats, TierLoad, Turn, WorkerState
 from router.cost_model import CostModel
-from router.placement import Needs, Placement, Placer
+from router.placement import Held, Needs, Placement, Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Booking, Registry
 from tests.router.builders import add_ready, make_card
@@ -235,8 +235,8 @@ def test_what_is_held_for_a_worker_counts_as_its_queue() -> None:
     pool = Pool()
     for worker_id in ("a", "b"):
         pool.add(worker_id, Role.COLOCATED)
-    assert chosen(pool.placer.place(100, [], 10, 0.0, held_s={"a": 1.0})) == ("b", "b")
-    both = pool.placer.place(100, [], 10, 0.0, held_s={"a": 1.0, "b": 2.0})
+    assert chosen(pool.placer.place(100, [], 10, 0.0, held={"a": Held(1.0)})) == ("b", "b")
+    both = pool.placer.place(100, [], 10, 0.0, held={"a": Held(1.0), "b": Held(2.0)})
     assert (chosen(both), both.best.terms.queue_s) == (("a", "a"), 1.0)
 
 
@@ -311,12 +311,21 @@ def random_pool(rng: random.Random, num_workers: int, digests: list[bytes]) -> t
             other_id = f"w{rng.randrange(i + 1)}"
             bookings.append(
                 pool.registry.reserve(
-                    worker_id, other_id, num_new_tokens=num_new, num_context_tokens=0, num_kv_tokens=num_kv
+                    worker_id,
+                    other_id,
+                    num_new_tokens=num_new,
+                    num_context_tokens=0,
+                    num_kv_tokens=num_kv,
+                    turn=Turn(order=rng.choice([0.0, 0.5, 2.0])),
                 )
             )
         if rng.random() < 0.1:
             pool.registry.set_state(worker_id, WorkerState.DRAINING, "test")
     return pool, bookings
+
+
+def random_held(rng: random.Random) -> Held:
+    return Held(rng.random(), rng.randrange(3), rng.randrange(5000))
 
 
 def shake(rng: random.Random, pool: Pool, bookings: list[Booking]) -> None:
@@ -386,12 +395,13 @@ def test_decides_as_one_does_who_looks_at_every_candidate(seed: int, num_workers
     pool, bookings = random_pool(rng, num_workers, digests)
     naive = NaivePlacer(pool.registry, pool.index, pool.costs, local_prefill=pool.local_prefill)
     for _ in range(3):
-        held_s = {f"w{i}": rng.random() for i in range(num_workers) if rng.random() < 0.2}
+        held = {f"w{i}": random_held(rng) for i in range(num_workers) if rng.random() < 0.2}
+        order = rng.choice([-1.0, 0.0, 1.0, math.inf])
         excluded = {f"w{i}" for i in range(num_workers) if rng.random() < 0.1}
         asked = (num_prompt_tokens, digests, rng.choice([1, 100]), 0.0)
-        expected = naive.candidates(*asked, held_s=held_s, excluded=excluded)
+        expected = naive.candidates(*asked, in_router=held, order=order, excluded=excluded)
         try:
-            placement = pool.placer.place(*asked, held_s=held_s, excluded=excluded, num_others=3)
+            placement = pool.placer.place(*asked, held=held, order=order, excluded=excluded, num_others=3)
         except NoWorker:
             assert not expected
         else:
