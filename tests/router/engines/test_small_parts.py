@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -101,7 +102,8 @@ def test_what_counts_as_pieces_has_nothing_else_in_it(bodies: list[dict[str, Any
         assert all("choices" in (event.body or {}) for event in events)
         assert not any(event.error or event.usage or event.is_done for event in events)
     elif not spaced:
-        plain = [event for event in events if event.has_choices and "usage" not in (event.body or {})]
+        # A text that is itself such a word in quotes looks like one of these, and takes the slow way too.
+        plain = [event for event in events if event.has_choices and not re.search(rb'"usage"|"error"', event.raw)]
         assert len(plain) < len(events), "what is nothing but text takes the slow way"
 
 
