@@ -233,8 +233,15 @@ def serve(
             rich_help_panel=_LIMITS,
         ),
     ] = default_of(RouterConfig, "tenants"),
+    router_processes: Annotated[
+        int,
+        typer.Option(
+            help="Processes that answer HTTP on the port; one decides for all. Needed beyond some 100 streams.",
+            rich_help_panel=_HTTP,
+        ),
+    ] = default_of(RouterConfig, "router_processes"),
     tokenizer_threads: Annotated[
-        int, typer.Option(help="Threads of the router for long prompts.", rich_help_panel=_LIMITS)
+        int, typer.Option(help="Threads of each router process for long prompts.", rich_help_panel=_LIMITS)
     ] = default_of(RouterConfig, "tokenizer_threads"),
     worker_timeout_s: Annotated[
         float, typer.Option(help="Seconds of silence after which a worker counts as dead.", rich_help_panel=_LIMITS)

@@ -15,12 +15,14 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvicorn
+import uvloop
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 
@@ -62,12 +64,17 @@ def serve_engines(setup: RouterSetup) -> int:
     router = setup.router
     if setup.engines.router_processes == 1:
         with listening(router.host, router.port) as listener:
-            return asyncio.run(_serve_alone(setup, listener))
+            return _run(_serve_alone(setup, listener))
     with listening(router.host, router.port) as listener:
         port = listener.getsockname()[1]  # asked for without sharing first: another router there would share silently
     # Held, but not listened on: only the children get connections, and the port is ours while one is replaced.
     with listening(router.host, port, is_shared=True) as listener, _bus_folder() as folder:
         return asyncio.run(_serve_together(replace(setup, router=replace(router, port=port)), listener, folder))
+
+
+def _run(work: Coroutine[Any, Any, int]) -> int:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return int(runner.run(work))
 
 
 def token_readers(tokenizers: dict[str, str]) -> dict[str, PromptReader]:

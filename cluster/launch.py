@@ -12,15 +12,16 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import psutil
 import ray
-import uvicorn
 from rich.console import Console
 
 from cluster.listening import listening
 from cluster.supervisor import Supervisor
-from protocol.config import ClusterConfig, RouterConfig, WorkerConfig
+from protocol.config import ClusterConfig, WorkerConfig
 from protocol.errors import ConfigError, WorkerError
 from protocol.messages import Role
 from router.cache_sizing import CacheSizing
@@ -31,6 +32,11 @@ from router.prefix_index import PrefixIndex
 from router.registry import Registry
 from router.worker_client import WorkerClient
 
+if TYPE_CHECKING:
+    from cluster.http_front import Front
+    from router.openai.readiness import Ready
+    from router.tokenizer import Tokenizer
+
 __all__ = ["resolve", "serve", "worker_configs"]
 
 logger = logging.getLogger(__name__)
@@ -38,7 +44,6 @@ logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 100 * 1024 * 1024  # Ray's smallest sensible: nothing of ours goes through it
 _READY_TIMEOUT_S = 120.0
 _PROBE_TIMEOUT_S = 2.0  # of a Ray address; Ray itself would try for a minute
-_LAST_WORDS_S = 2.0  # for clients to read how their answer ended
 # Tokens of a step by (has a GPU, colocated). A chunk of a prompt delays the sequences that decode beside it by its
 # whole duration, so a worker that always does both takes smaller ones.
 _STEP_TOKENS = {(False, False): 512, (False, True): 256, (True, False): 8192, (True, True): 2048}
@@ -228,38 +233,29 @@ async def _run_until(
         await workers.start()
         configs = worker_configs(config)
         progress(f"loading {config.engine.served_model_name} into {len(configs)} worker(s)")
-        starting = asyncio.gather(
-            supervisor.start(configs), asyncio.to_thread(_create_app, flow, registry, sizing, config)
-        )
+        starting = asyncio.gather(supervisor.start(configs), asyncio.to_thread(_load_http, config))
         if not await _unless(stop, starting):
             return 0
-        app = starting.result()[1]
-        async with _http(app, config.router, listener) as server:
-            is_ready = await _unless(stop, _first_generation(app))
+        http, tokenizer = starting.result()[1]
+        metrics = http.metrics_of(flow, registry, sizing)
+        async with http.serve_http(flow, tokenizer, metrics, config, listener) as (front, readiness):
+            is_ready = await _unless(stop, _first_generation(front, readiness))
             if is_ready:
                 progress("the first generation succeeded")
                 _print_welcome(config, listener.getsockname()[1], console)
-            await _until_stopped(stop, server)
-            await _drain(server, stop_now, flow, config.router.drain_timeout_s, progress)
+            await http.ended_or(stop, front)
+            if front.serving.done():
+                front.serving.result()
+            await http.drain(front, stop_now, flow, config.router.drain_timeout_s, progress)
     return 0
 
 
-def _create_app(flow: RequestFlow, registry: Registry, sizing: CacheSizing, config: ClusterConfig) -> object:
-    """The HTTP app. Its imports cost seconds (the tokenizer brings transformers); the workers load meanwhile."""
-    from prometheus_client import CollectorRegistry
-
-    from router.admission_metrics import AdmissionCollector
-    from router.app import create_app
-    from router.pin_metrics import PinCollector
+def _load_http(config: ClusterConfig) -> tuple[ModuleType, Tokenizer]:
+    """Imports of the HTTP edge cost seconds (the tokenizer brings transformers); the workers load meanwhile."""
+    from cluster import http_front
     from router.tokenizer import Tokenizer
-    from router.worker_metrics import CacheSizingCollector, WorkerCollector
 
-    metrics = CollectorRegistry()
-    metrics.register(WorkerCollector(registry))
-    metrics.register(CacheSizingCollector(sizing))
-    metrics.register(PinCollector(flow.cache, registry))
-    metrics.register(AdmissionCollector(flow.admission))
-    return create_app(flow, Tokenizer(config.engine.model), config.router, metrics)
+    return http_front, Tokenizer(config.engine.model)
 
 
 async def _unless(stop: asyncio.Event, work: object) -> bool:
@@ -276,35 +272,15 @@ async def _unless(stop: asyncio.Event, work: object) -> bool:
     return True
 
 
-async def _first_generation(app: object) -> None:
-    """Wait until the readiness probe has generated a token."""
+async def _first_generation(front: Front, readiness: Ready) -> None:
+    """Wait until the readiness probe has generated a token and HTTP is served."""
     deadline = time.monotonic() + _READY_TIMEOUT_S
-    readiness = app.state.readiness  # type: ignore[attr-defined]
-    while readiness.reason is not None:
+    while readiness.reason is not None or not front.is_serving:
+        if front.serving.done():
+            front.serving.result()
         if time.monotonic() > deadline:
             raise WorkerError(f"no token was generated in {_READY_TIMEOUT_S:.0f} s: {readiness.reason}")
         await asyncio.sleep(0.02)
-
-
-async def _until_stopped(stop: asyncio.Event, server: _Server) -> None:
-    await server.wait_ended(stop)
-    if server.serving.done():
-        server.serving.result()
-
-
-async def _drain(
-    server: _Server, stop_now: asyncio.Event, flow: RequestFlow, timeout_s: float, progress: Callable[[str], None]
-) -> None:
-    """Accept nothing more and let answers end, for `timeout_s` or until `stop_now`; those left end with an error."""
-    server.should_exit = True
-    if num_running := server.num_running:
-        answers = "1 answer" if num_running == 1 else f"{num_running} answers"
-        progress(f"stopping: waiting up to {timeout_s:g} s for {answers} (Ctrl-C again stops now)")
-        await server.wait_ended(stop_now, timeout_s=timeout_s)
-    else:
-        progress("stopping")
-    flow.shut_down()
-    await asyncio.wait({server.serving}, timeout=_LAST_WORDS_S)
 
 
 @contextlib.asynccontextmanager
@@ -314,55 +290,6 @@ async def _closing(workers: WorkerClient, supervisor: Supervisor) -> AsyncIterat
     finally:
         await supervisor.close()
         await workers.close()
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: ours stop the workers too. Serves from its making on."""
-
-    def __init__(self, app: object, config: RouterConfig, listener: socket.socket) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,  # type: ignore[arg-type]
-                host=config.host,
-                port=config.port,
-                log_level="warning",
-                access_log=False,
-            )
-        )
-        self.serving = asyncio.create_task(self.serve(sockets=[listener]))
-
-    @property
-    def num_running(self) -> int:
-        """Requests that are being answered."""
-        return len(self.server_state.tasks)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def wait_ended(self, event: asyncio.Event, *, timeout_s: float | None = None) -> None:
-        """Wait until the server has ended, `event` is set or the time is over."""
-        happened = asyncio.create_task(event.wait())
-        await asyncio.wait({self.serving, happened}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        happened.cancel()
-
-    async def close(self) -> None:
-        """End now. Who still reads an answer finds the connection closed, and the app sees a client that left."""
-        self.should_exit = True
-        while not self.serving.done():
-            for connection in list(self.server_state.connections):
-                connection.transport.abort()
-            await asyncio.wait({self.serving}, timeout=0.1)
-
-
-@contextlib.asynccontextmanager
-async def _http(app: object, config: RouterConfig, listener: socket.socket) -> AsyncIterator[_Server]:
-    """The HTTP server for as long as the block runs."""
-    server = _Server(app, config, listener)
-    try:
-        yield server
-    finally:
-        await server.close()
 
 
 def _print_welcome(config: ClusterConfig, port: int, console: Console) -> None:

@@ -16,11 +16,10 @@ from typing import Protocol
 from cluster.prefetch import Prefetcher
 from cluster.tiered_cache import TieredCache
 from engine.engine import Engine
-from protocol.messages import Pin, PinLoad, PinReport
+from protocol.messages import POOL_PLACE, Pin, PinLoad, PinReport
 
 __all__ = ["KeptBlocks", "PinTable", "Place", "WorkerPins"]
 
-_POOL = "pool"
 _MAX_PINS = 4096  # however many a router sends
 _REVIEW_S = 1.0  # blocks that came or went change what is kept this late at most, if there was no room for them at once
 
@@ -171,7 +170,7 @@ class WorkerPins:
         self._tiers = {cached.name: cached.tier for cached in cache.tiers}
         places = {name: KeptBlocks(tier, int(tier.capacity_blocks * share)) for name, tier in self._tiers.items()}
         if "host" not in places:  # then the pool is the only place that is fast
-            places[_POOL] = KeptBlocks(self._pool, int(self._pool.num_blocks * share))
+            places[POOL_PLACE] = KeptBlocks(self._pool, int(self._pool.num_blocks * share))
         self._table = PinTable(places)
         self._prefetcher = Prefetcher(engine, cache)
         self._now = -math.inf
@@ -204,7 +203,7 @@ class WorkerPins:
         return PinReport(
             query_id=query_id,
             held={
-                pin_id: {_POOL: self._pool.count_cached(chains[pin_id])}
+                pin_id: {POOL_PLACE: self._pool.count_cached(chains[pin_id])}
                 | {name: tier.count_present(chains[pin_id]) for name, tier in self._tiers.items()}
                 for pin_id in pin_ids
                 if pin_id in chains

@@ -29,11 +29,25 @@ _SHORT_LIFE_S = 10.0  # a child that lives shorter is replaced later and later
 _MAX_DELAY_S = 5.0
 
 
+def _nothing(*_: int) -> None:
+    """Where nobody wants to know."""
+
+
 class ProcessGroup:
     """`count` children that run `module`. `make_setup` gives the setup of each at each of its starts: one line."""
 
-    def __init__(self, module: str, make_setup: Callable[[int], bytes], count: int, *, stop_timeout_s: float) -> None:
+    def __init__(
+        self,
+        module: str,
+        make_setup: Callable[[int], bytes],
+        count: int,
+        *,
+        stop_timeout_s: float,
+        on_ended: Callable[[int, int], None] = _nothing,
+    ) -> None:
+        """`on_ended` is called with number and pid of each child that has ended."""
         self._module = module
+        self._on_ended = on_ended
         self._make_setup = make_setup
         self._count = count
         self._stop_timeout_s = stop_timeout_s
@@ -44,6 +58,13 @@ class ProcessGroup:
     def pids(self) -> list[int]:
         """Of the children that run."""
         return [child.pid for child in self._children.values() if child.returncode is None]
+
+    def kill(self, number: int) -> None:
+        """End one child at once; it is replaced."""
+        child = self._children.get(number)
+        if child is not None and child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                child.kill()
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Start all, call `on_ready` once all serve, keep them until `stop` is set and return when all have ended.
@@ -84,7 +105,12 @@ class ProcessGroup:
         """Start one child and wait until it serves. Raises `ConfigError` with what it says."""
         # In a session of its own: Ctrl-C at the terminal is for the parent, which tells the children.
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", self._module, stdin=PIPE, stdout=PIPE, start_new_session=True
+            sys.executable,
+            *("-P", "-m", self._module),  # with our own path, and without whatever folder we were started in
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdin=PIPE,
+            stdout=PIPE,
+            start_new_session=True,
         )
         self._children[number] = child
         assert child.stdin is not None, "its input is a pipe"
@@ -99,7 +125,9 @@ class ProcessGroup:
         delay_s = 0.0
         while True:
             started_s = time.monotonic()
-            code = await self._children[number].wait()
+            child = self._children[number]
+            code = await child.wait()
+            self._on_ended(number, child.pid)
             is_short = time.monotonic() - started_s < _SHORT_LIFE_S
             delay_s = min(2 * delay_s + 0.5, _MAX_DELAY_S) if is_short else 0.0
             logger.warning("process %d of %d ended with code %d and is replaced", number, self._count, code)
@@ -117,10 +145,8 @@ class ProcessGroup:
         hurry.cancel()
         self._tell("now")
         await asyncio.wait((ended,), timeout=KILL_AFTER_S)
-        for child in self._children.values():
-            if child.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    child.kill()
+        for number in self._children:
+            self.kill(number)
         await asyncio.gather(ended, hurry, return_exceptions=True)
 
     async def _all_ended(self) -> None:

@@ -6,7 +6,6 @@ an eviction from the pool costs nothing. How a prompt gets them back is up to `c
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from kv_transfer.eviction import create_policy
 from kv_transfer.fetch_planner import Source
 from kv_transfer.tiers import BlockStore, DiskStore, Load, MemoryStore, ObjectStore, Tier
 from protocol.config import TierConfig
-from protocol.messages import StepStats, TierLoad
+from protocol.messages import POOL_PLACE, StepStats, TierLoad
 from router.cost_model import StepModel
 
 __all__ = ["CachedTier", "TieredCache", "create_tiers"]
@@ -39,7 +38,6 @@ _PRIORS = {
     "object": LoadPrior(50e-3, 200e6),
 }
 _NUM_THREADS = {"host": 1, "disk": 2, "object": 8}
-_PRIVATE_TIERS = {"host"}
 _RESCAN_S = {"disk": 60.0, "object": 60.0}  # other workers add blocks to these
 
 
@@ -150,7 +148,6 @@ class TieredCache:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
-        self._own_tiers = [cached.tier for cached in tiers if cached.name in _PRIVATE_TIERS]
         self.tiers = list(tiers)  # from fast to slow
         self.fetcher = Fetcher(engine, tiers, steps, peers, clock)
         self._offloader = Offloader(engine, self.tiers)
@@ -180,38 +177,27 @@ class TieredCache:
     def loads(self) -> list[TierLoad]:
         """The tiers as the router is told of them."""
         return [
-            TierLoad(name=cached.name, block_s=cached.cost.block_s, **asdict(cached.tier.stats()))
+            TierLoad(
+                name=cached.name,
+                latency_s=cached.cost.latency_s,
+                block_s=math.inf if cached.tier.is_paused else cached.cost.block_s,
+                **asdict(cached.tier.stats()),
+            )
             for cached in self.tiers
         ]
 
-    def digests(self) -> list[bytes]:
-        """Every block this worker has for itself, in its pool or in host memory."""
-        held = dict.fromkeys(self._engine.pool.cached_digests())
-        for tier in self._own_tiers:
-            held |= dict.fromkeys(tier.digests())
-        return list(held)
+    def digests(self) -> dict[str, list[bytes]]:
+        """Every block this worker has or can load, by place."""
+        held = {POOL_PLACE: list(self._engine.pool.cached_digests())}
+        return held | {cached.name: cached.tier.digests() for cached in self.tiers}
 
-    def take_events(self) -> tuple[list[bytes], list[bytes]]:
-        """(stored, removed) digests since the last call, of what `digests` lists.
-
-        Disk and object store are shared between workers, so what they hold says nothing for one worker or another.
-        """
-        pool = self._engine.pool
-        of_pool = pool.take_events()
-        self.on_changed("pool", *of_pool)
-        changed = dict.fromkeys(itertools.chain(*of_pool))
-        for cached in self.tiers:
-            of_tier = cached.tier.take_events()
-            self.on_changed(cached.name, *of_tier)
-            if cached.tier in self._own_tiers:
-                changed |= dict.fromkeys(itertools.chain(*of_tier))
-        stored = [
-            digest
-            for digest in changed
-            if digest in pool or any(tier.count_present([digest]) for tier in self._own_tiers)
-        ]
-        present = set(stored)
-        return stored, [digest for digest in changed if digest not in present]
+    def take_events(self) -> dict[str, tuple[list[bytes], list[bytes]]]:
+        """By place, disjoint (stored, removed) digests since the last call; places without any are left out."""
+        found = {POOL_PLACE: self._engine.pool.take_events()}
+        found |= {cached.name: cached.tier.take_events() for cached in self.tiers}
+        for place, events in found.items():
+            self.on_changed(place, *events)
+        return {place: events for place, events in found.items() if any(events)}
 
     def close(self) -> None:
         """Give up all loads and close the tiers."""

@@ -14,6 +14,7 @@ import os
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -137,7 +138,7 @@ class Worker:
         )
         self._routers: dict[bytes, str] = {}  # socket identity -> router id
         self._clients: dict[str, bytes] = {}  # request id -> socket identity of its router
-        self._event_sequence = 0
+        self._event_sequences: Counter[str] = Counter()  # by place
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._next_link_expiry = 0.0
@@ -167,6 +168,7 @@ class Worker:
             max_num_batched_tokens=engine.config.max_num_batched_tokens,
             namespace=engine.namespace,
             pid=os.getpid(),
+            tiers=[cached.name for cached in self._cache.tiers],
             max_pinned_blocks=self._pins.max_blocks,
         )
 
@@ -444,29 +446,30 @@ class Worker:
             self._sockets.reply(identity, message)
 
     def _send_events(self) -> None:
-        stored, removed = self._cache.take_events()
-        if not stored and not removed:
-            return
-        self._event_sequence += 1
-        events = BlockEvents(
-            worker_id=self.config.worker_id,
-            epoch=self.address.epoch,
-            sequence=self._event_sequence,
-            stored=stored,
-            removed=removed,
-        )
-        for identity in self._routers:
-            self._sockets.reply(identity, events)
+        for place, (stored, removed) in self._cache.take_events().items():
+            self._event_sequences[place] += 1
+            events = BlockEvents(
+                worker_id=self.config.worker_id,
+                epoch=self.address.epoch,
+                sequence=self._event_sequences[place],
+                stored=stored,
+                removed=removed,
+                place=place,
+            )
+            for identity in self._routers:
+                self._sockets.reply(identity, events)
 
     def _send_snapshot(self, identity: bytes) -> None:
         self._send_events()  # what is pending belongs before the snapshot, not after it
-        snapshot = BlockSnapshot(
-            worker_id=self.config.worker_id,
-            epoch=self.address.epoch,
-            sequence=self._event_sequence,
-            digests=self._cache.digests(),
-        )
-        self._sockets.reply(identity, snapshot)
+        for place, digests in self._cache.digests().items():
+            snapshot = BlockSnapshot(
+                worker_id=self.config.worker_id,
+                epoch=self.address.epoch,
+                sequence=self._event_sequences[place],
+                digests=digests,
+                place=place,
+            )
+            self._sockets.reply(identity, snapshot)
 
     def _fail(self, request_id: str, message: str, code: str) -> None:
         identity = self._clients.pop(request_id, None)

@@ -145,7 +145,8 @@ class RouterConfig:
     tenants: str = ""  # TOML file with the tenants' weights, SLOs and shares; "" = all alike
     api_key_file: str = ""  # file of the keys that clients must have; "" = none is asked for
     local_prefill: bool = True  # a decode worker may compute a prompt itself where that is cheaper
-    tokenizer_threads: int = 2
+    router_processes: int = 1  # that share the port; with several, all HTTP and text is theirs
+    tokenizer_threads: int = 2  # of each router process
     worker_timeout_s: float = 8.0  # silence after which a worker counts as dead
     request_timeout_s: float = 600.0  # longest silence between two tokens of a request
     drain_timeout_s: float = 5.0  # wait for running streams when the server stops
@@ -168,6 +169,7 @@ class RouterConfig:
             f"max_worker_queue_s={self.max_worker_queue_s} must not be negative; 0 goes by the worker's steps",
         )
         _require(self.max_pin_ttl_s > 0, f"max_pin_ttl_s={self.max_pin_ttl_s} must be positive")
+        _require(1 <= self.router_processes <= 64, f"router_processes={self.router_processes} must be from 1 to 64")
         _require(0 <= self.port <= 65535, f"port={self.port} is not a TCP port (0 to 65535)")
         _require(self.max_body_bytes > 0, f"max_body_bytes={self.max_body_bytes} must be positive")
 

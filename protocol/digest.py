@@ -1,7 +1,7 @@
 """Block digests: what a cached block is called, in every process, on every host, in every tier.
 
-Digest of block i = keyed 128-bit BLAKE2b of (digest of block i-1, token ids of block i). The chain starts at a
-root that hashes a typed namespace, so two things that must not share KV cannot collide by being spelled alike.
+Digest of block i = 128-bit BLAKE2b of (digest of block i-1, token ids of block i). The chain starts at a root that
+hashes a typed namespace, so two things that must not share KV cannot collide by being spelled alike.
 """
 
 from __future__ import annotations
@@ -12,13 +12,23 @@ import sys
 from array import array
 from collections.abc import Sequence
 
-__all__ = ["DIGEST_BYTES", "block_digests", "extend_digests", "namespace_digest", "root_digest"]
+__all__ = [
+    "DIGEST_BYTES",
+    "TOKEN_BYTES",
+    "block_digests",
+    "chain_digests",
+    "extend_digests",
+    "namespace_digest",
+    "root_digest",
+    "token_bytes",
+]
 
 DIGEST_BYTES = 16
-_BLOCK_KEY = b"tandem.block.v1"
+TOKEN_BYTES = 4
 _NAMESPACE_KEY = b"tandem.namespace.v1"
 _ROOT_KEY = b"tandem.root.v1"
-_KEYED = hashlib.blake2b(key=_BLOCK_KEY, digest_size=DIGEST_BYTES)
+# Told from other hashes by BLAKE2b's personal string, not by a key: a key would be a second block to compress.
+_BLOCK_HASH = hashlib.blake2b(person=b"tandem.block.v2", digest_size=DIGEST_BYTES)
 
 
 def _tagged_hash(key: bytes, fields: dict[str, str]) -> bytes:
@@ -50,20 +60,31 @@ def root_digest(namespace: bytes, *, cache_salt: str = "", lora: str = "") -> by
     return _tagged_hash(_ROOT_KEY, {"namespace": namespace.hex(), "cache_salt": cache_salt, "lora": lora})
 
 
+def token_bytes(token_ids: Sequence[int]) -> bytes:
+    """The ids as they are hashed: 4 bytes each, little-endian."""
+    words = array("I", token_ids)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
+
+
+def chain_digests(parent: bytes, data: bytes, block_bytes: int) -> list[bytes]:
+    """Digests of the blocks behind `parent`, whose `token_bytes` are `data`, so many of them in each block."""
+    digests = []
+    # Most of the time is Python's. A copy of a state takes less than making one.
+    for (block,) in struct.iter_unpack(f"{block_bytes}s", data):
+        state = _BLOCK_HASH.copy()
+        state.update(parent + block)
+        parent = state.digest()
+        digests.append(parent)
+    return digests
+
+
 def extend_digests(digests: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
     """Append the digests of the full blocks of `token_ids` that `digests` does not name yet."""
     parent = digests[-1] if digests else root
-    first = len(digests) * block_size
-    words = array("I", token_ids[first : len(token_ids) // block_size * block_size])
-    if sys.byteorder == "big":
-        words.byteswap()
-    data, step = words.tobytes(), block_size * words.itemsize
-    # Most of the time is Python's. A copy of a keyed state takes less than making one.
-    for start in range(0, len(data), step):
-        state = _KEYED.copy()
-        state.update(parent + data[start : start + step])
-        parent = state.digest()
-        digests.append(parent)
+    data = token_bytes(token_ids[len(digests) * block_size : len(token_ids) // block_size * block_size])
+    digests += chain_digests(parent, data, block_size * TOKEN_BYTES)
 
 
 def block_digests(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:

@@ -11,7 +11,7 @@ Three conversations use them:
                        ChunkArrived, HandoffDone                                       (notified by the KV transport)
     worker -> all      Heartbeat                                          (ZMQ PUB, from its own thread)
 
-`WIRE_VERSION` changes whenever a field changes its meaning; peers with another version are refused.
+`WIRE_VERSION` changes whenever a field changes its meaning, or what digests are; peers with another one are refused.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from protocol.sampling import SamplingParams
 
 __all__ = [
     "FINISHED_EARLY",
+    "HOST_TIER",
+    "POOL_PLACE",
     "WIRE_VERSION",
     "BlockEvents",
     "BlockSnapshot",
@@ -70,9 +72,13 @@ __all__ = [
     "WorkerState",
     "decode_message",
     "encode_message",
+    "holder_name",
+    "worker_of",
 ]
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
+POOL_PLACE = "pool"  # where a worker has blocks: its pool, or one of its tiers by name
+HOST_TIER = "host"  # its own memory: the tier that peers can read from, too
 
 # `LeaseClosed.reason` of a request that ended with its first token: there is nothing to hand over, nothing failed.
 FINISHED_EARLY = "finished with the first token"
@@ -144,6 +150,8 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     namespace: bytes  # protocol.digest.namespace_digest of this worker
     pid: int
+    tiers: list[str] = []  # names of its KV tiers, from fast to slow
+    adapters: list[str] = []  # LoRA adapters it serves
     max_pinned_blocks: dict[str, int] = {}  # by place: "pool" or a tier; what pins may keep there
 
 
@@ -162,20 +170,21 @@ class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
     """One KV tier of a worker. Counts are of blocks and since the start; the first four are of now."""
 
     name: str
-    num_blocks: int
-    capacity_blocks: int
-    num_queued_loads: int
-    num_queued_stores: int
-    num_hits: int  # hits and misses are all blocks that loads asked for
-    num_misses: dict[str, int]  # by reason
-    num_stored: int
-    num_drops: dict[str, int]  # blocks that were to be stored and were not, by reason
-    num_evictions: int
-    bytes_in: int
-    bytes_out: int
-    seconds_in: float  # of all I/O threads, in the store
-    seconds_out: float
-    block_s: float  # learned seconds to load a block
+    num_blocks: int = 0
+    capacity_blocks: int = 0
+    num_queued_loads: int = 0
+    num_queued_stores: int = 0
+    num_hits: int = 0  # hits and misses are all blocks that loads asked for
+    num_misses: dict[str, int] = {}  # by reason
+    num_stored: int = 0
+    num_drops: dict[str, int] = {}  # blocks that were to be stored and were not, by reason
+    num_evictions: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    seconds_in: float = 0.0  # of all I/O threads, in the store
+    seconds_out: float = 0.0
+    latency_s: float = 0.0  # learned seconds of a load beside its blocks
+    block_s: float = 0.0  # and of each block; inf while the tier cannot be reached
 
 
 class FetchStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -353,23 +362,45 @@ class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     code: str
 
 
+def holder_name(worker_id: str, place: str) -> str:
+    """What a place of a worker is called in the index: its pool goes by the worker's own name."""
+    return worker_id if place == POOL_PLACE else f"{worker_id}/{place}"
+
+
+def worker_of(holder: str) -> str:
+    """The worker of a `holder_name`."""
+    return holder.partition("/")[0]
+
+
 class BlockEvents(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Cached blocks that came and went, in order. `sequence` counts these messages within an epoch, from 1."""
+    """Cached blocks that came to a place and went. `sequence` counts the messages of a place in an epoch, from 1."""
 
     worker_id: str
     epoch: int
     sequence: int
     stored: list[bytes]
     removed: list[bytes]
+    place: str = POOL_PLACE
+
+    @property
+    def holder(self) -> str:
+        """Whose blocks they are, in the index."""
+        return holder_name(self.worker_id, self.place)
 
 
 class BlockSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All digests cached now; events up to and including `sequence` are contained in it."""
+    """All digests in a place now; its events up to and including `sequence` are contained."""
 
     worker_id: str
     epoch: int
     sequence: int
     digests: list[bytes]
+    place: str = POOL_PLACE
+
+    @property
+    def holder(self) -> str:
+        """Whose blocks they are, in the index."""
+        return holder_name(self.worker_id, self.place)
 
 
 class PinReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):

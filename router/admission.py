@@ -23,8 +23,8 @@ from protocol.errors import DeadlineUnmet, Overloaded, ServingError
 from protocol.messages import Role, WorkerState
 from router.cost_model import CostModel
 from router.fair_queue import FairQueue, Ticket, Work
-from router.placement import Placement, Placer
-from router.registry import Registry, Worker, can_decode, can_prefill, queue_s
+from router.placement import Needs, Placement, Placer
+from router.registry import Registry, Worker, can_prefill, queue_s
 from router.tenants import Tenants
 
 __all__ = [
@@ -66,6 +66,7 @@ class Offer:
     tenant: str
     priority: int = 0  # lower is more urgent, as in vLLM
     ttft_slo_s: float | None = None  # None = the tenant's own; inf = none
+    adapter: str = ""
 
 
 class Forecast(NamedTuple):
@@ -190,6 +191,7 @@ class Admission:
             now,
             held_s={worker: held_s for (tenant, worker), (_, held_s) in self._held.items() if tenant == offer.tenant},
             num_others=num_others,
+            needs=self._needs(offer),
         )
         policy = self._tenants.policy(offer.tenant)
         terms = placement.best.terms
@@ -388,23 +390,20 @@ class Admission:
 
         Prompts are taken as a fluid that the workers of a side share: it fills the shortest queues first.
         """
-        side = can_prefill if placement.best.is_pair else can_decode
-        queues = [self._queue_s(worker) for worker in self._registry if side(worker)]
+        table = self._registry.table
+        side = table.can_prefill if placement.best.is_pair else table.can_decode
+        queues = table.pace(self._costs).queue_s[side].tolist()
         return max(fill_level(queues, ahead.prefill_s), self._memory_s(placement, ahead))
 
     def _memory_s(self, placement: Placement, ahead: Work) -> float:
         """As `Terms.memory_s`, over all workers that decode: running sequences end evenly over one lifetime."""
-        decoders = [worker for worker in self._registry if can_decode(worker)]
-        capacity = sum(worker.card.num_blocks * worker.card.block_size for worker in decoders)
-        booked = sum(worker.booked_kv_tokens for worker in decoders)
+        table = self._registry.table
+        decoders = table.can_decode
+        capacity, booked = float(table.capacity_tokens[decoders].sum()), float(table.booked_kv_tokens[decoders].sum())
         lacking = booked + ahead.kv_tokens + placement.num_kv_tokens - capacity
         if lacking <= 0 or booked == 0:
             return 0.0
-        steps_s = (
-            self._costs.steps(worker.card.kind).step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
-            for worker in decoders
-        )
-        lifetime_s = placement.expected_output_tokens * sum(steps_s) / len(decoders)
+        lifetime_s = placement.expected_output_tokens * float(table.pace(self._costs).step_s[decoders].mean())
         return lacking / booked * lifetime_s
 
     def _drain_s(self, num_tokens: float, forecast: Forecast) -> float:
@@ -444,7 +443,12 @@ class Admission:
         """Follow the load; `held_s` is what goes first."""
         offer = waiting.offer
         placement = self._placer.place(
-            offer.num_prompt_tokens, offer.digests, offer.expected_output_tokens, now, held_s=held_s
+            offer.num_prompt_tokens,
+            offer.digests,
+            offer.expected_output_tokens,
+            now,
+            held_s=held_s,
+            needs=self._needs(offer),
         )
         self._hold(waiting, -1)
         latest_start_s = waiting.latest_start_s
@@ -508,6 +512,9 @@ class Admission:
         self._held[key] = num + sign, held_s + sign * waiting.work.prefill_s
         if num + sign == 0:
             del self._held[key]
+
+    def _needs(self, offer: Offer) -> Needs:
+        return Needs(offer.tenant, self._tenants.policy(offer.tenant).workers, offer.adapter)
 
     def _of(self, tenant: str) -> TenantStats:
         return self.stats.setdefault(self._tenants.label(tenant), TenantStats())

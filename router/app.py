@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI
@@ -13,6 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from protocol.config import RouterConfig
 from router.metrics import EdgeMetrics
@@ -26,8 +26,8 @@ from router.openai.errors import (
     error_body,
     error_response,
 )
-from router.openai.layers import add_layers, json_response
-from router.openai.readiness import Readiness
+from router.openai.layers import add_layers, add_raw_route, json_response
+from router.openai.readiness import Readiness, Ready
 from router.openai.route import explain_route, list_decisions
 from router.openai.schema import DetokenizeRequest, TokenizeRequest
 from router.tokenizer import Tokenizer, TokenizerPool
@@ -35,21 +35,38 @@ from router.tokenizer import Tokenizer, TokenizerPool
 __all__ = ["create_app"]
 
 
-def create_app(backend: Backend, tokenizer: Tokenizer, config: RouterConfig, registry: CollectorRegistry) -> FastAPI:
-    """The app. It probes the backend from its start on and frees its threads at its end, not the backend."""
+Scrape = Callable[[], Awaitable[bytes]]
+
+
+def create_app(
+    backend: Backend,
+    tokenizer: Tokenizer,
+    config: RouterConfig,
+    registry: CollectorRegistry,
+    *,
+    readiness: Ready | None = None,
+    scrape: Scrape | None = None,
+    started_at_s: int | None = None,
+) -> FastAPI:
+    """The app. It frees its threads at its end, not the backend.
+
+    Where nobody else knows whether the backend is ready, or what the metrics are, it probes the one from its start on,
+    and shows those of `registry`. `started_at_s` (Unix time) is what models were created at.
+    """
     metrics = EdgeMetrics(registry)
-    edge = Edge(backend, tokenizer, TokenizerPool(config.tokenizer_threads), metrics, int(time.time()))
-    readiness = Readiness(backend, tokenizer.start_id or 0)
+    edge = Edge(backend, tokenizer, TokenizerPool(config.tokenizer_threads), metrics, started_at_s or int(time.time()))
+    prober = Readiness(backend, tokenizer.start_id or 0) if readiness is None else None
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        probe = asyncio.create_task(readiness.run())
         try:
-            yield
+            async with prober or nullcontext():
+                yield
         finally:
-            probe.cancel()
-            await asyncio.gather(probe, return_exceptions=True)
             edge.pool.close()
+
+    async def scrape_registry() -> bytes:
+        return bytes(generate_latest(registry))
 
     app = FastAPI(title="Tandem", version=_version(), lifespan=lifespan)
     add_layers(app, config, metrics)
@@ -57,19 +74,22 @@ def create_app(backend: Backend, tokenizer: Tokenizer, config: RouterConfig, reg
     _add_catalog_routes(app, edge)
     _add_cache_routes(app, edge)
     _add_route_routes(app, edge)
-    _add_operation_routes(app, backend, readiness, registry)
-    app.state.readiness = readiness
+    app.state.readiness = readiness or prober
+    _add_operation_routes(app, backend, app.state.readiness, scrape or scrape_registry)
     return app
 
 
 def _add_generation_routes(app: FastAPI, edge: Edge) -> None:
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await create_chat_completion(edge, request)
+    async def chat_completions(scope: Scope, receive: Receive, send: Send) -> None:
+        response = await create_chat_completion(edge, Request(scope, receive))
+        await response(scope, receive, send)
 
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await create_completion(edge, request)
+    async def completions(scope: Scope, receive: Receive, send: Send) -> None:
+        response = await create_completion(edge, Request(scope, receive))
+        await response(scope, receive, send)
+
+    add_raw_route(app, "/v1/chat/completions", chat_completions)
+    add_raw_route(app, "/v1/completions", completions)
 
 
 def _add_catalog_routes(app: FastAPI, edge: Edge) -> None:
@@ -117,10 +137,10 @@ def _add_route_routes(app: FastAPI, edge: Edge) -> None:
 
     @app.get("/v1/route/decisions")
     async def decisions() -> Response:
-        return json_response(list_decisions(edge))
+        return json_response(await list_decisions(edge))
 
 
-def _add_operation_routes(app: FastAPI, backend: Backend, readiness: Readiness, registry: CollectorRegistry) -> None:
+def _add_operation_routes(app: FastAPI, backend: Backend, readiness: Ready, scrape: Scrape) -> None:
     @app.get("/health")
     async def health() -> Response:
         return json_response({"status": "ok"})
@@ -134,7 +154,7 @@ def _add_operation_routes(app: FastAPI, backend: Backend, readiness: Readiness, 
 
     @app.get("/metrics")
     async def scrape_metrics() -> Response:
-        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(await scrape(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     @app.get("/v1/pools")
     async def show_pools() -> Response:

@@ -9,17 +9,32 @@ Everything placement and autoscaling compare comes from here. Knows features and
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from protocol.messages import StepStats
 
-__all__ = ["CostModel", "LinearModel", "StepCosts", "StepModel", "TransferModel", "prefill_attention"]
+__all__ = [
+    "CostModel",
+    "LinearModel",
+    "Mask",
+    "Number",
+    "Rows",
+    "StepCosts",
+    "StepModel",
+    "TransferCosts",
+    "TransferModel",
+    "Vector",
+    "prefill_attention",
+]
 
 Vector = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+Rows = npt.NDArray[np.intp]
+Number = TypeVar("Number", float, Vector)  # of one worker, or of each of many
 
 PRIOR_STD = 3.0  # of each weight, as a multiple of its prior
 RELATIVE_NOISE = 0.1  # of one measured duration
@@ -27,17 +42,58 @@ MAX_DEVIATION = 3.0  # standard deviations; a measurement further off counts as 
 MAX_SURPRISES = 5  # measurements in a row further off, all to one side: then the world has changed
 MIN_VARIANCE = 1e-12
 MIN_PREDICTION_S = 1e-6
+MIN_BYTE_S = 1e-30  # to divide by, of a link whose bytes cost nothing
 ERROR_WEIGHT = 0.05  # of the newest measurement in the exported prediction error
 
 
 class StepCosts(NamedTuple):
-    """Coefficients of one step's duration, in seconds per unit."""
+    """Coefficients of one step's duration, in seconds per unit; or arrays of them, of many workers at once."""
 
     base_s: float
     prefill_token_s: float
     attention_s: float  # per new token and token of context
     decode_seq_s: float
     kv_token_s: float  # per KV token of a decoding sequence
+
+    def step_s(self, num_decode_seqs: Number, num_kv_tokens: Number) -> Number:
+        """Duration of a step without prefill."""
+        return self.base_s + self.decode_seq_s * num_decode_seqs + self.kv_token_s * num_kv_tokens
+
+    def prefill_work_s(self, num_new_tokens: Number, attention: Number) -> Number:
+        """What prefill work adds to the steps it is part of: also what it takes from each sequence beside it."""
+        return self.prefill_token_s * num_new_tokens + self.attention_s * attention
+
+    def added_decode_s(
+        self, num_decode_seqs: Number, num_kv_tokens: Number, num_tokens: float, num_outputs: float
+    ) -> Number:
+        """Seconds one more sequence costs at decoding: its own steps, and what it adds to those of the others.
+
+        `num_tokens` is its mean length meanwhile.
+        """
+        added_s = self.decode_seq_s + self.kv_token_s * num_tokens
+        own_s = self.step_s(num_decode_seqs, num_kv_tokens) + added_s
+        return num_outputs * (own_s + num_decode_seqs * added_s)
+
+
+class TransferCosts(NamedTuple):
+    """Coefficients of one transfer's duration; or arrays of them, of many links at once."""
+
+    latency_s: float
+    byte_s: float
+
+    def transfer_s(self, num_bytes: Number) -> Number:
+        """Duration of one transfer."""
+        return self.latency_s + self.byte_s * num_bytes
+
+    def exposed_bytes(self, num_bytes: float, last_chunk_bytes: Number, prefill_s: Number) -> Number:
+        """Bytes still to move when prefill ends: each chunk travels while the next is computed."""
+        byte_s = np.maximum(self.byte_s, MIN_BYTE_S)
+        exposed: Number = np.maximum(np.minimum(num_bytes, last_chunk_bytes), num_bytes - prefill_s / byte_s)
+        return exposed
+
+    def exposed_s(self, num_bytes: float, last_chunk_bytes: Number, prefill_s: Number) -> Number:
+        """Part of the transfer that prefill does not hide."""
+        return self.transfer_s(self.exposed_bytes(num_bytes, last_chunk_bytes, prefill_s))
 
 
 # One CPU core and a 135 M parameter model in bfloat16: weights are read in ~17 ms, a 2,048-token prompt takes ~1.6 s.
@@ -169,15 +225,6 @@ class StepModel:
         if self._model.observe(features, stats.duration_s):
             self.costs = StepCosts(*self._model.coefficients)
 
-    def step_s(self, num_decode_seqs: float, num_kv_tokens: float) -> float:
-        """Duration of a step without prefill."""
-        costs = self.costs
-        return costs.base_s + costs.decode_seq_s * num_decode_seqs + costs.kv_token_s * num_kv_tokens
-
-    def prefill_work_s(self, num_new_tokens: float, attention: float) -> float:
-        """What prefill work adds to the steps it is part of: also what it takes from each sequence beside it."""
-        return self.costs.prefill_token_s * num_new_tokens + self.costs.attention_s * attention
-
     def prefill_s(
         self,
         num_new_tokens: float,
@@ -189,17 +236,9 @@ class StepModel:
     ) -> float:
         """Time to compute a prompt in chunks, each in one step with the sequences already decoding there."""
         num_steps = math.ceil(num_new_tokens / chunk_tokens)
-        work_s = self.prefill_work_s(num_new_tokens, prefill_attention(num_new_tokens, num_context_tokens))
-        return num_steps * self.step_s(num_decode_seqs, num_kv_tokens) + work_s
-
-    def added_decode_s(self, num_decode_seqs: int, num_kv_tokens: int, num_tokens: float, num_outputs: float) -> float:
-        """Seconds one more sequence costs at decoding: its own steps, and what it adds to those of the others.
-
-        `num_tokens` is its mean length meanwhile.
-        """
-        added_s = self.costs.decode_seq_s + self.costs.kv_token_s * num_tokens
-        own_s = self.step_s(num_decode_seqs, num_kv_tokens) + added_s
-        return num_outputs * (own_s + num_decode_seqs * added_s)
+        attention = prefill_attention(num_new_tokens, num_context_tokens)
+        step_s = self.costs.step_s(num_decode_seqs, num_kv_tokens)
+        return num_steps * step_s + self.costs.prefill_work_s(num_new_tokens, attention)
 
 
 class TransferModel:
@@ -213,14 +252,9 @@ class TransferModel:
         self._model = LinearModel((TRANSFER_LATENCY_S, 1 / bytes_per_s))
 
     @property
-    def latency_s(self) -> float:
-        """Fixed part of a transfer."""
-        return self._model.coefficients[0]
-
-    @property
-    def byte_s(self) -> float:
-        """Seconds per byte."""
-        return self._model.coefficients[1]
+    def costs(self) -> TransferCosts:
+        """What is believed now."""
+        return TransferCosts(*self._model.coefficients)
 
     @property
     def relative_error(self) -> float:
@@ -230,20 +264,6 @@ class TransferModel:
     def observe(self, num_bytes: float, duration_s: float) -> None:
         """Learn from one transfer; junk is ignored."""
         self._model.observe((1.0, num_bytes), duration_s)
-
-    def transfer_s(self, num_bytes: float) -> float:
-        """Duration of one transfer."""
-        return self.latency_s + self.byte_s * num_bytes
-
-    def exposed_bytes(self, num_bytes: float, last_chunk_bytes: float, prefill_s: float) -> float:
-        """Bytes still to move when prefill ends: each chunk travels while the next is computed."""
-        if self.byte_s <= 0:
-            return min(num_bytes, last_chunk_bytes)
-        return max(min(num_bytes, last_chunk_bytes), num_bytes - prefill_s / self.byte_s)
-
-    def exposed_s(self, num_bytes: float, last_chunk_bytes: float, prefill_s: float) -> float:
-        """Part of the transfer that prefill does not hide."""
-        return self.transfer_s(self.exposed_bytes(num_bytes, last_chunk_bytes, prefill_s))
 
 
 class CostModel:
@@ -270,6 +290,14 @@ class CostModel:
             model = self._transfers[both] = TransferModel(bytes_per_s)
         return model
 
+    def steps_of(self, kinds: Sequence[str], kind_idx: Rows) -> StepCosts:
+        """Step costs of many workers at once, as arrays; worker i is of kind `kinds[kind_idx[i]]`."""
+        return StepCosts(*_columns((self.steps(kind).costs for kind in kinds), kind_idx))
+
+    def transfers_of(self, links: Iterable[tuple[str, str]], link_idx: Rows) -> TransferCosts:
+        """Transfer costs of many links at once, as arrays; link i is the one at `link_idx[i]` of `links`."""
+        return TransferCosts(*_columns((self.transfer(*link).costs for link in links), link_idx))
+
     def export(self) -> dict[str, object]:
         """Coefficients and prediction errors, as JSON."""
         steps = {
@@ -282,8 +310,7 @@ class CostModel:
         }
         transfers = {
             f"{source} -> {target}": {
-                "latency_s": model.latency_s,
-                "byte_s": model.byte_s,
+                **model.costs._asdict(),
                 "relative_error": model.relative_error,
             }
             for (source, target), model in self._transfers.items()
@@ -295,6 +322,12 @@ def _is_cpu(kind: str) -> bool:
     return kind.lower().startswith("cpu")
 
 
-def prefill_attention(num_new_tokens: float, num_context_tokens: float) -> float:
+def _columns(costs: Iterable[tuple[float, ...]], idx: Rows) -> Any:
+    """Coefficient by coefficient, an array with that of `costs[i]` for each i of `idx`; just that where one is all."""
+    costs = list(costs)
+    return costs[0] if len(costs) == 1 else np.array(costs).T[:, idx]
+
+
+def prefill_attention(num_new_tokens: Number, num_context_tokens: Number) -> Number:
     """Attention work of computing new tokens behind a context, in tokens squared; chunking does not change it."""
     return num_new_tokens * (num_context_tokens + num_new_tokens / 2)

@@ -56,7 +56,7 @@ class Detokenizer:
         return self._release(self._decode(self._ids), end) if self._num_sent < end else ""
 
     def _release(self, text: str, end: int) -> str:
-        """Return what `text`, that of the ids before `end`, adds to the text sent; these are the context from now on."""
+        """Return what `text`, that of the ids before `end`, adds to what was sent; the context moves on to them."""
         new = text[len(self._sent_text) :]
         context = self._ids[self._num_sent : end]
         self._ids = self._ids[self._num_sent :]

@@ -9,25 +9,26 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from protocol.config import RouterConfig
 from protocol.digest import block_digests, root_digest
-from protocol.errors import NoWorker, WorkerError
+from protocol.errors import NoWorker, ServingError, WorkerError
 from protocol.messages import Decode, FinishReason, Generate, KvHolder, Prefill, Role, SequenceDelta, WorkerCard
 from router.admission import Admission, Offer
 from router.cache_sizing import CacheSizing
 from router.cost_model import CostModel
 from router.decisions import Decision
+from router.digest_memo import DigestMemo
 from router.gate import NUM_OTHERS, Gate
 from router.openai.backend import GenerateRequest, TokenDelta
 from router.pins import PinService
 from router.placement import Placement, Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Booking, Registry, Worker, queue_s
+from router.silence import SilenceWatch
 from router.tenants import load_tenants
 from router.worker_client import Inbox, Leg, LegEvent, WorkerClient
 
@@ -35,8 +36,8 @@ __all__ = ["DeltaOrder", "RequestFlow"]
 
 logger = logging.getLogger(__name__)
 
-LONG_PROMPT_TOKENS = 2048  # hashing more than this (~0.3 ms) goes to a thread
-MAX_ROOTS = 4096  # cached digest roots, one per tenant salt
+LONG_PROMPT_TOKENS = 8192  # hashing more than this (~0.2 ms) goes to a thread
+MAX_ROOTS = 4096  # cached digest roots, one per tenant salt and adapter
 SHUTTING_DOWN = "the server is shutting down; send the request again"
 
 
@@ -67,7 +68,8 @@ class RequestFlow:
         self._workers = workers
         self._config = config
         self._clock = clock
-        self._roots: dict[tuple[bytes, str], bytes] = {}
+        self._roots: dict[tuple[bytes, str, str], bytes] = {}
+        self._memo = DigestMemo()
         self.cache = PinService(registry, index, workers, config, self._digests, clock=clock)
         self._running: dict[Inbox, Leg] = {}  # the inbox of each request, and its last leg
         self._is_shut_down = False
@@ -101,7 +103,7 @@ class RequestFlow:
 
         Raises a `ServingError`. Closing the generator cancels the request on its workers without waiting for them.
         """
-        digests = await self._digests(request.token_ids, request.cache_salt)
+        digests = await self._digests(request.token_ids, request.cache_salt, request.adapter)
         if self._is_shut_down:
             raise NoWorker(SHUTTING_DOWN)
         entered = await self._gate.enter(request, self._offer(request, digests))
@@ -111,6 +113,8 @@ class RequestFlow:
         output: list[int] = []
         num_cached_tokens = 0
         order = DeltaOrder()
+        error: ServingError | None = None
+        watch = self._watch(request, inbox, legs)
         try:
             if self._is_shut_down:
                 raise NoWorker(SHUTTING_DOWN)
@@ -119,21 +123,29 @@ class RequestFlow:
             self._running[inbox] = legs[-1]
             handoff = _Handoff(legs)
             while True:
-                event = await self._next_event(request, inbox)
-                if not isinstance(event.item, SequenceDelta):
-                    raise event.item
-                self.num_handoffs += handoff.is_completed_by(event)
-                for delta in order.push(event.item):
-                    is_first = not output
-                    entered.first_token()
-                    output += delta.token_ids
-                    num_cached_tokens += delta.num_cached_tokens or 0
-                    shown = _token_delta(delta)
-                    yield replace(shown, decision=entered.explain()) if request.explains and is_first else shown
-                    if delta.finish_reason is not None:
+                due: list[SequenceDelta] = []
+                for event in await _next_events(inbox, watch):
+                    if not isinstance(event.item, SequenceDelta):
+                        error = event.item
+                        break
+                    self.num_handoffs += handoff.is_completed_by(event)
+                    due += order.push(event.item)
+                if due:
+                    shown = _token_delta(due)
+                    if not output:
+                        entered.first_token()
+                        if request.explains:
+                            shown = msgspec.structs.replace(shown, decision=entered.explain())
+                    output += shown.token_ids
+                    num_cached_tokens += shown.num_cached_tokens or 0
+                    yield shown
+                    if shown.finish_reason is not None:
                         self.admission.lengths.note(request.tenant, order.num_tokens)
                         return
+                if error is not None:
+                    raise error
         finally:
+            watch.close()
             self._running.pop(inbox, None)
             entered.end()
             for leg in legs:
@@ -150,14 +162,14 @@ class RequestFlow:
 
     async def explain(self, request: GenerateRequest) -> dict[str, Any]:
         """What would be decided for this request now, as JSON; nothing is sent or booked. Raises `NoWorker`."""
-        offer = self._offer(request, await self._digests(request.token_ids, request.cache_salt))
+        offer = self._offer(request, await self._digests(request.token_ids, request.cache_salt, request.adapter))
         now = self._clock()
         forecast = self.admission.forecast(offer, now, num_others=NUM_OTHERS)
         outcome = "rejected" if forecast.error else "admitted"
         decision = Decision("", offer.tenant, offer.priority, now, forecast, outcome, error=forecast.error)
         return decision.to_json(now)
 
-    def decisions(self) -> list[dict[str, Any]]:
+    async def decisions(self) -> list[dict[str, Any]]:
         """The latest decisions, newest first, as JSON."""
         return self._gate.log.to_json(self._clock())
 
@@ -184,27 +196,28 @@ class RequestFlow:
         """What is wrong with, or held by, each worker that should be idle; "" where nothing is."""
         return {} if self.integrity_check is None else await self.integrity_check()
 
-    async def _digests(self, token_ids: list[int], cache_salt: str) -> list[bytes]:
+    async def _digests(self, token_ids: list[int], cache_salt: str, adapter: str = "") -> list[bytes]:
         worker = next(iter(self._registry), None)
         if worker is None:
             return []  # placement will say that there is no worker
-        root = self._root(worker.card.namespace, cache_salt)
+        root = self._root(worker.card.namespace, cache_salt, adapter)
         block_size = worker.card.block_size
         if len(token_ids) <= LONG_PROMPT_TOKENS:
-            return block_digests(root, token_ids, block_size)
-        return await asyncio.to_thread(block_digests, root, token_ids, block_size)
+            return self._memo.digests(root, token_ids, block_size)
+        return await asyncio.to_thread(self._memo.digests, root, token_ids, block_size)
 
     def _note_turn(self, request: GenerateRequest, digests: list[bytes]) -> None:
         """The request's conversation, if it is of one, consists of these blocks now."""
         if request.conversation_id:
             self.cache.note_turn(request.cache_salt, request.conversation_id, digests)
 
-    def _root(self, namespace: bytes, cache_salt: str) -> bytes:
-        root = self._roots.get((namespace, cache_salt))
+    def _root(self, namespace: bytes, cache_salt: str, adapter: str) -> bytes:
+        key = (namespace, cache_salt, adapter)
+        root = self._roots.get(key)
         if root is None:
             if len(self._roots) >= MAX_ROOTS:
                 self._roots.clear()
-            root = self._roots[namespace, cache_salt] = root_digest(namespace, cache_salt=cache_salt)
+            root = self._roots[key] = root_digest(namespace, cache_salt=cache_salt, lora=adapter)
         return root
 
     def _offer(self, request: GenerateRequest, digests: Sequence[bytes]) -> Offer:
@@ -215,6 +228,7 @@ class RequestFlow:
             tenant=request.tenant,
             priority=request.priority,
             ttft_slo_s=request.ttft_slo_s,
+            adapter=request.adapter,
         )
 
     def _book(self, request: GenerateRequest, offer: Offer, placement: Placement) -> Booking:
@@ -268,15 +282,11 @@ class RequestFlow:
         legs.append(self._workers.open_leg(prefill.worker_id, first, inbox))
         legs.append(self._workers.open_leg(decode.worker_id, rest, inbox))
 
-    async def _next_event(self, request: GenerateRequest, inbox: Inbox) -> LegEvent:
+    def _watch(self, request: GenerateRequest, inbox: Inbox, legs: list[Leg]) -> SilenceWatch:
+        """Puts an error into the inbox when nothing has come for too long."""
         timeout_s = self._config.request_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await inbox.get()
-        except TimeoutError as exc:
-            raise WorkerError(
-                f"request {request.request_id} got no token within request_timeout_s={timeout_s}"
-            ) from exc
+        error = WorkerError(f"request {request.request_id} got no token within request_timeout_s={timeout_s}")
+        return SilenceWatch(timeout_s, lambda: inbox.put_nowait(LegEvent(legs[-1], error)))
 
     def _note_answer(
         self,
@@ -290,7 +300,7 @@ class RequestFlow:
 
         Prompts shorter than a block do not count for the sizing, no cache can hold them. The readiness probe is one.
         """
-        parent = digests[-1] if digests else self._root(card.namespace, request.cache_salt)
+        parent = digests[-1] if digests else self._root(card.namespace, request.cache_salt, request.adapter)
         # NOTE: the last token's KV is never computed.
         rest = request.token_ids[len(digests) * card.block_size :] + output[:-1]
         answer = block_digests(parent, rest, card.block_size)
@@ -378,13 +388,26 @@ def _kv_holder(placement: Placement) -> KvHolder | None:
     return None if holder is None else KvHolder(holder.worker.card.address, holder.num_blocks)
 
 
-def _token_delta(delta: SequenceDelta) -> TokenDelta:
-    if delta.finish_reason is FinishReason.ABORT:
-        raise WorkerError(f"request {delta.request_id} was aborted by its worker")
+async def _next_events(inbox: Inbox, watch: SilenceWatch) -> list[LegEvent]:
+    """All news there is, and at least one."""
+    watch.begin()
+    events = [await inbox.get()]
+    watch.end()
+    while not inbox.empty():
+        events.append(inbox.get_nowait())
+    return events
+
+
+def _token_delta(due: list[SequenceDelta]) -> TokenDelta:
+    """Deltas that came at once, as one."""
+    first, last = due[0], due[-1]
+    if last.finish_reason is FinishReason.ABORT:
+        raise WorkerError(f"request {last.request_id} was aborted by its worker")
+    is_one = len(due) == 1
     return TokenDelta(
-        token_ids=delta.token_ids,
-        finish_reason=delta.finish_reason,
-        stop_token_id=delta.stop_token_id,
-        num_cached_tokens=delta.num_cached_tokens,
-        logprobs=delta.logprobs,
+        token_ids=first.token_ids if is_one else [token for delta in due for token in delta.token_ids],
+        finish_reason=last.finish_reason,
+        stop_token_id=last.stop_token_id,
+        num_cached_tokens=first.num_cached_tokens,
+        logprobs=first.logprobs if is_one or first.logprobs is None else [p for d in due for p in d.logprobs or ()],
     )

@@ -23,7 +23,10 @@ class EdgeMetrics:
             "tandem_router_requests", "HTTP requests answered", ["endpoint", "status"], registry=registry
         )
         self.running_requests = Gauge(
-            "tandem_router_running_requests", "Sequences being generated for clients", registry=registry
+            "tandem_router_running_requests",
+            "Sequences being generated for clients",
+            registry=registry,
+            multiprocess_mode="livesum",
         )
         self.prompt_tokens = Counter("tandem_router_prompt_tokens", "Prompt tokens of requests", registry=registry)
         self.cached_tokens = Counter(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from protocol.config import RouterConfig
 from protocol.digest import DIGEST_BYTES
 from protocol.errors import ContextLengthExceeded, NoWorker, PinNotFound, PinQuotaExceeded, RequestError
-from protocol.messages import Pin, Prefetch, Unpin, WorkerState
+from protocol.messages import Pin, Prefetch, Unpin, WorkerState, worker_of
 from router.openai.backend import PinRequest, PinState
 from router.prefix_index import PrefixIndex
 from router.registry import Registry, Worker, WorkerChange, can_decode, can_prefill
@@ -232,7 +232,7 @@ class PinService:
         self._send(pin, now)
         return (await self._states([pin]))[0]
 
-    def unpin(self, pin_id: str) -> None:
+    async def unpin(self, pin_id: str) -> None:
         """End a pin now. Raises `PinNotFound`."""
         self.table.get(pin_id, self._clock())
         self.table.remove(pin_id)
@@ -309,13 +309,16 @@ class PinService:
         self._workers.send(worker.worker_id, message)
 
     def _likely_workers(self, digests: Sequence[bytes], now: float, preferred: str = "") -> set[str]:
-        """The worker of each role that has most of a chain; of several the preferred one."""
-        depths = self._index.longest_prefix(digests, now)
+        """The worker of each role that has most of a chain, in any of its places; of several the preferred one."""
+        depths: Counter[str] = Counter()
+        for holder, depth in self._index.longest_prefix(digests, now).items():
+            worker_id = worker_of(holder)
+            depths[worker_id] = max(depths[worker_id], depth)
         likely = set()
         for plays_role in (can_prefill, can_decode):
             workers = [worker.worker_id for worker in self._registry if plays_role(worker)]
             if workers:
-                likely.add(max(workers, key=lambda worker_id: (depths.get(worker_id, 0), worker_id == preferred)))
+                likely.add(max(workers, key=lambda worker_id: (depths[worker_id], worker_id == preferred)))
         return likely
 
     async def _states(self, pins: Sequence[PinnedChain]) -> list[PinState]:

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
+
+import numpy as np
 
 from protocol.config import RouterConfig
 from protocol.errors import NoWorker
-from protocol.messages import Role, WorkerState
-from router.cost_model import CostModel, StepModel, prefill_attention
+from protocol.messages import HOST_TIER, holder_name, worker_of
+from router.cost_model import CostModel, Mask, Number, Rows, TransferCosts, Vector, prefill_attention
 from router.prefix_index import PrefixIndex
-from router.registry import Registry, Worker, can_decode, can_prefill, queue_s
+from router.registry import Registry, Worker, WorkerTable, can_decode
 
-__all__ = ["Candidate", "Holder", "Placement", "Placer", "Terms"]
+__all__ = ["Candidate", "Holder", "Needs", "Placement", "Placer", "Terms"]
 
 _MAX_HOLDERS = 4  # looked at more closely
 _NOTHING_HELD: Mapping[str, float] = {}
+_ROUNDING = 1 + 1e-12  # equal sums in another order may differ by this factor
 _FETCH_GAIN = 0.95  # reading from a peer must save this much, as predictions are not that exact
 
 
@@ -48,6 +50,17 @@ class Terms(NamedTuple):
         return self.queue_s + self.fetch_s + self.prefill_s
 
 
+class Needs(NamedTuple):
+    """What a worker must have for a request, beside room."""
+
+    tenant: str = ""  # whose it is, to be told where no worker is left
+    workers: tuple[str, ...] = ()  # glob patterns of the ids of those the tenant may use; () = all
+    adapter: str = ""  # LoRA adapter
+
+
+_NO_NEEDS = Needs()
+
+
 class Holder(NamedTuple):
     """A worker that has leading blocks of the prompt."""
 
@@ -60,9 +73,10 @@ class Candidate(NamedTuple):
 
     prefill: Worker
     decode: Worker
-    num_cached_tokens: int  # of the prompt, on the prefill side, those it is to fetch from `holder` included
+    num_cached_tokens: int  # of the prompt, on the prefill side, those it is to fetch included
     holder: Holder | None  # another worker that has more of the prompt, if reading that is worth it
     terms: Terms
+    tier: str = ""  # the worker's own tier that has more of it, if loading that is
 
     @property
     def is_pair(self) -> bool:
@@ -76,6 +90,7 @@ class Candidate(NamedTuple):
             "decode_worker": self.decode.worker_id,
             "num_cached_tokens": self.num_cached_tokens,
             "kv_holder": self.holder.worker.worker_id if self.holder else None,
+            "kv_tier": self.tier or None,
             "total_s": self.terms.total_s,
             **self.terms._asdict(),
         }
@@ -103,32 +118,34 @@ class Placement:
         return self.num_prompt_tokens + self.expected_output_tokens
 
 
-class _PrefillSide(NamedTuple):
-    """A worker's cost as the one that computes the prompt. The first two fields say which of several is better."""
+class _Source(NamedTuple):
+    """Where KV that a worker's pool lacks could come from: arrays over all workers."""
 
-    cost_s: float
-    num_placed_tokens: int
-    worker: Worker
-    hit_tokens: int
-    holder: Holder | None
-    queue_s: float
-    fetch_s: float
-    prefill_s: float
-    delay_s: float
+    holder: Holder | None  # another worker, or
+    tier: str  # this one's own tier
+    num_tokens: Vector  # of the prompt, that it has from the start on
+    may_read: Mask
+    read_s: Vector
 
 
-class _DecodeSide(NamedTuple):
-    """A worker's cost as the one that decodes."""
+class _PrefillSides(NamedTuple):
+    """What each worker costs as the one that computes the prompt: arrays over all workers."""
 
-    cost_s: float
-    num_placed_tokens: int
-    worker: Worker
-    hit_tokens: int
-    memory_s: float
-    decode_s: float
+    num_cached_tokens: Vector
+    source_idx: Rows  # which source it reads some of those from; -1 = none
+    queue_s: Vector
+    fetch_s: Vector
+    prefill_s: Vector
+    delay_s: Vector
+    cost_s: Vector  # the sum
 
 
-_Side = TypeVar("_Side", _PrefillSide, _DecodeSide)
+class _DecodeSides(NamedTuple):
+    """What each worker costs as the one that decodes: arrays over all workers."""
+
+    memory_s: Vector
+    decode_s: Vector
+    cost_s: Vector  # the sum
 
 
 class Placer:
@@ -164,253 +181,291 @@ class Placer:
         *,
         held_s: Mapping[str, float] = _NOTHING_HELD,
         num_others: int = 0,
-        excluded: Container[str] = (),
+        excluded: Collection[str] = (),
+        needs: Needs = _NO_NEEDS,
     ) -> Placement:
         """The cheapest candidate without workers whose id is `excluded`, and on demand the next best ones.
 
         `held_s`: by worker, predicted seconds of prompts that wait in the router for it and go before this one.
-        Raises `NoWorker` with the reasons when nothing can take the request.
+        Raises `NoWorker` with the reasons when nothing that has what the request `needs` can take it.
         """
-        skipped: Counter[str] = Counter()
-        open_to_it = (worker for worker in self._registry if worker.worker_id not in excluded)
-        workers = [worker for worker in open_to_it if self._fits(worker, num_prompt_tokens, skipped)]
-        decoders = [worker for worker in workers if can_decode(worker)]
-        if not decoders:
-            raise NoWorker(self._explain_no_worker(len(workers), skipped))
+        table = self._registry.table
+        is_usable = self._usable(table, num_prompt_tokens, excluded, needs)
+        skipped = self._skipped(table, is_usable, excluded, needs)
+        decoders = is_usable & table.can_decode
+        if not np.count_nonzero(decoders):
+            raise NoWorker(self._explain_no_worker(int(is_usable.sum()), skipped, needs))
         hits = self._index.longest_prefix(digests, now)
-        holders = self._holders(hits, digests)
-        request = _Request(num_prompt_tokens, expected_output_tokens, hits, holders, held_s, self._costs)
-        decode_sides = [request.decode_side(worker) for worker in decoders]
-        prefill_sides = [request.prefill_side(worker) for worker in workers if can_prefill(worker)]
-        pair = request.best_pair(prefill_sides, decode_sides)
-        solo_sides = decode_sides
+        holder = self._deepest_holder(hits, digests)
+        request = _Request(
+            num_prompt_tokens, expected_output_tokens, table, self._costs, hits=hits, holder=holder, held_s=held_s
+        )
+        prefillers = is_usable & table.can_prefill
+        pair = request.best_pair(prefillers, decoders)
+        soloists = decoders
         if pair is not None and not self._config.local_prefill:
-            solo_sides = [side for side in decode_sides if side.worker.role == Role.COLOCATED]
-        alone = request.best_alone(solo_sides)
+            soloists = decoders & table.is_colocated
+        alone = request.best_alone(soloists)
         candidates = sorted((c for c in (pair, alone) if c is not None), key=_preference)
-        others = request.next_best(candidates[0], prefill_sides, decode_sides, solo_sides, num_others)
+        others = request.next_best(candidates[0], prefillers, decoders, soloists, num_others)
         return Placement(
             best=candidates[0],
             runner_up=candidates[1] if len(candidates) > 1 else None,
             others=tuple(others),
             num_prompt_tokens=num_prompt_tokens,
             expected_output_tokens=expected_output_tokens,
-            skipped=dict(skipped),
+            skipped=skipped,
         )
 
-    def _holders(self, hits: dict[str, int], digests: Sequence[bytes]) -> list[Holder]:
-        """The two workers with the most of the prompt, best first: one to read from, and another for that one.
+    def _usable(self, table: WorkerTable, num_prompt_tokens: int, excluded: Collection[str], needs: Needs) -> Mask:
+        """Which workers could take the request."""
+        is_usable: Mask = table.is_ready & (num_prompt_tokens <= table.max_prompt_tokens)
+        if excluded:
+            is_usable[[table.rows[worker_id] for worker_id in excluded if worker_id in table.rows]] = False
+        if needs.workers:
+            is_usable &= table.named(needs.workers)
+        if needs.adapter:
+            is_usable &= table.serving(needs.adapter)
+        return is_usable
+
+    def _skipped(self, table: WorkerTable, is_usable: Mask, excluded: Collection[str], needs: Needs) -> dict[str, int]:
+        """Why the others could not, but for those that are excluded: reason -> number of workers."""
+        skipped: dict[str, int] = {}
+        for row in (~is_usable).nonzero()[0].tolist():
+            worker = table.workers[row]
+            if worker.worker_id not in excluded:
+                reason = self._reason(table, row, needs)
+                skipped[reason] = skipped.get(reason, 0) + 1
+        return skipped
+
+    def _reason(self, table: WorkerTable, row: int, needs: Needs) -> str:
+        """Why a worker cannot take the request: the first that applies."""
+        if not table.is_ready[row]:
+            return table.workers[row].state.value
+        if needs.workers and not table.named(needs.workers)[row]:
+            return "not for this tenant"
+        if needs.adapter and not table.serving(needs.adapter)[row]:
+            return "without the adapter"
+        return "too small"
+
+    def _deepest_holder(self, hits: Mapping[str, int], digests: Sequence[bytes]) -> Holder | None:
+        """The worker with the most of the prompt in its pool or its host memory, to read it from.
 
         Speculative hits do not count: nobody can read what is not computed yet.
         """
+        readable = [name for name in hits if name in (worker_of(name), holder_name(worker_of(name), HOST_TIER))]
         found = []
-        for worker_id in sorted(hits, key=lambda worker_id: -hits[worker_id])[:_MAX_HOLDERS]:
-            worker = self._registry.get(worker_id)
-            num_blocks = self._index.count_held(worker_id, digests)
+        for name in heapq.nlargest(_MAX_HOLDERS, readable, key=hits.__getitem__):
+            worker = self._registry.get(worker_of(name))
+            num_blocks = self._index.count_held(name, digests, hits[name])
             if worker is not None and num_blocks:
                 found.append(Holder(worker, num_blocks))
-        return sorted(found, key=lambda holder: -holder.num_blocks)[:2]
+        return max(found, key=lambda holder: holder.num_blocks, default=None)
 
-    def _fits(self, worker: Worker, num_prompt_tokens: int, skipped: Counter[str]) -> bool:
-        if worker.state != WorkerState.READY:
-            skipped[worker.state] += 1
-            return False
-        card = worker.card
-        # The prompt and its first token must fit, or the worker could never run it.
-        if num_prompt_tokens >= min(card.num_blocks * card.block_size, card.max_model_len):
-            skipped["too small"] += 1
-            return False
-        return True
-
-    def _explain_no_worker(self, num_fit: int, skipped: Counter[str]) -> str:
+    def _explain_no_worker(self, num_fit: int, skipped: Mapping[str, int], needs: Needs) -> str:
         reasons = [f"{count} {reason}" for reason, count in sorted(skipped.items())]
         if num_fit:
             reasons.append(f"{num_fit} prefill only")
-        return f"no worker can take this request: {', '.join(reasons) or 'none is connected'}"
+        asked = f" of tenant '{needs.tenant}'" if needs.workers else ""
+        asked += f" for adapter '{needs.adapter}'" if needs.adapter else ""
+        return f"no worker can take this request{asked}: {', '.join(reasons) or 'none is connected'}"
 
 
 class _Request:
-    """Scores one request on the workers it could use."""
+    """What one request costs on every worker, in seconds, and the best of it.
+
+    Workers are rows of the registry's table here. Formulas are those of docs/architecture.md.
+    """
 
     def __init__(
         self,
         num_prompt_tokens: int,
         expected_output_tokens: int,
-        hits: dict[str, int],
-        holders: Sequence[Holder],
-        held_s: Mapping[str, float],
+        table: WorkerTable,
         costs: CostModel,
+        *,
+        hits: Mapping[str, int],
+        holder: Holder | None,
+        held_s: Mapping[str, float],
     ) -> None:
-        self._held_s = held_s
         self._num_prompt_tokens = num_prompt_tokens
         self._num_outputs = expected_output_tokens
-        self._num_kv_tokens = num_prompt_tokens + expected_output_tokens
-        self._hits = hits
-        self._holders = holders
+        self._table = table
         self._costs = costs
+        self._steps, self._step_s, self._queue_s = table.pace(costs)
+        self._hit_blocks = table.column(hits)
+        # The last token of the prompt is always computed, for its logits.
+        self._hit_tokens = np.minimum(self._hit_blocks * table.block_size, num_prompt_tokens - 1)
+        self._sources = [*self._own_tiers(hits), *([self._peer(holder)] if holder is not None else [])]
+        self._prefill = self._prefill_sides(held_s)
+        self._decode = self._decode_sides()
 
-    def best_alone(self, decode_sides: Iterable[_DecodeSide]) -> Candidate | None:
+    def best_alone(self, soloists: Mask) -> Candidate | None:
         """The cheapest single worker."""
-        sides = ((self.prefill_side(decode.worker), decode) for decode in decode_sides)
-        best = min(sides, key=lambda both: (both[0].cost_s + both[1].cost_s, both[0].num_placed_tokens), default=None)
-        return _candidate(*best) if best is not None else None
+        if not np.count_nonzero(soloists):
+            return None
+        row = self._cheapest(np.where(soloists, self._prefill.cost_s + self._decode.cost_s, math.inf))
+        return self._candidate(row, row)
 
-    def best_pair(self, prefill_sides: Iterable[_PrefillSide], decode_sides: Iterable[_DecodeSide]) -> Candidate | None:
+    def best_pair(self, prefillers: Mask, decoders: Mask) -> Candidate | None:
         """The cheapest pair, without looking at all of them.
 
-        Which worker of a side is chosen matters to the other side only through what sets the transfer. Among
-        workers equal in that, the cheapest alone can be part of the best pair, so thousands of pairs come down to
-        a few.
+        Which worker decodes matters to the others only through what sets the transfer. Of workers equal in that, the
+        cheapest alone can be part of the best pair; and none can that costs more with the cheapest prefill, and the
+        least that its transfer could take, than a whole pair. Mostly that leaves one.
         """
-        best: Candidate | None = None
-        decoders = _best_of_equals(decode_sides, _decode_group)
-        for prefill in _best_of_equals(prefill_sides, _prefill_group):
-            for decode in decoders:
-                if best is not None and prefill.cost_s + decode.cost_s > best.terms.total_s:
-                    break  # sides are sorted by cost, and a transfer costs no less than nothing
-                candidate = self.pair(prefill, decode)
-                if best is None or _preference(candidate) < _preference(best):
-                    best = candidate
-        return best
+        if not np.count_nonzero(prefillers):
+            return None
+        prefill_s = np.where(prefillers, self._prefill.cost_s, math.inf)
+        decode_s = np.where(decoders, self._decode.cost_s + self._least_transfer_s(), math.inf)
+        groups = self._table.shape_idx + self._hit_tokens * len(self._table)
+        least_prefill_s, num_placed = prefill_s[prefill_s.argmin()], self._table.num_placed_tokens
+        best = (math.inf, 0.0, 0, 0, 0.0)  # seconds, work done, the two workers, seconds of the transfer
+        while least_prefill_s + decode_s[decode := self._cheapest(decode_s)] <= best[0] * _ROUNDING:
+            transfer_s = self._transfer_s(decode)
+            total_s = prefill_s + transfer_s + self._decode.memory_s[decode] + self._decode.decode_s[decode]
+            prefill = self._cheapest(total_s)
+            work_done = num_placed.item(prefill) + num_placed.item(decode)
+            best = min(best, (total_s.item(prefill), work_done, prefill, decode, transfer_s.item(prefill)))
+            decode_s[groups == groups[decode]] = math.inf
+        return self._candidate(*best[2:])
 
     def next_best(
-        self,
-        best: Candidate,
-        prefill_sides: Iterable[_PrefillSide],
-        decode_sides: Iterable[_DecodeSide],
-        solo_sides: Iterable[_DecodeSide],
-        num_others: int,
+        self, best: Candidate, prefillers: Mask, decoders: Mask, soloists: Mask, num_others: int
     ) -> list[Candidate]:
         """The cheapest candidates behind `best`, of the cheapest workers of each side: to be shown, not exact."""
         if num_others <= 0:
             return []
-        num_sides = num_others + 1
-        prefillers = heapq.nsmallest(num_sides, prefill_sides, key=_side_order)
-        decoders = heapq.nsmallest(num_sides, decode_sides, key=_side_order)
-        found = [self.pair(prefill, decode) for prefill in prefillers for decode in decoders]
-        found += [_candidate(self.prefill_side(side.worker), side) for side in solo_sides]
+        found = [self._candidate(row, row) for row in soloists.nonzero()[0].tolist()]
+        for decode in self._by_cost(decoders, self._decode.cost_s)[: num_others + 1]:
+            transfer_s = self._transfer_s(decode)
+            for prefill in self._by_cost(prefillers, self._prefill.cost_s)[: num_others + 1]:
+                found.append(self._candidate(prefill, decode, transfer_s.item(prefill)))
         found = [c for c in found if (c.prefill, c.decode) != (best.prefill, best.decode)]
         return heapq.nsmallest(num_others, found, key=_preference)
 
-    def pair(self, prefill: _PrefillSide, decode: _DecodeSide) -> Candidate:
-        """Both sides and the transfer between them: whole blocks, and only those the decode worker lacks."""
-        card = decode.worker.card
-        link = self._costs.transfer(prefill.worker.card.kind, card.kind)
-        num_bytes = math.ceil((self._num_prompt_tokens - decode.hit_tokens) / card.block_size) * card.block_bytes
-        chunk_bytes = prefill.worker.card.max_num_batched_tokens / card.block_size * card.block_bytes
-        return _candidate(prefill, decode, link.exposed_s(num_bytes, chunk_bytes, prefill.prefill_s))
-
-    def prefill_side(self, worker: Worker) -> _PrefillSide:
-        """What it costs to compute the prompt there, or to read what another has of it and compute the rest."""
-        model = self._costs.steps(worker.card.kind)
-        hit, holder, fetch_s = self._hit_tokens(worker), None, 0.0
-        prefill_s, work_s = self._prefill_s(worker, model, hit)
-        other = self._holder_for(worker)
-        if other is not None:
-            other_hit = self._usable_tokens(other.num_blocks * worker.card.block_size)
-            num_bytes = (other_hit - hit) / worker.card.block_size * worker.card.block_bytes
-            other_fetch_s = self._fetch_s(other.worker, worker, num_bytes)
-            other_prefill_s, other_work_s = self._prefill_s(worker, model, other_hit)
-            if other_fetch_s + other_prefill_s < _FETCH_GAIN * prefill_s:
-                hit, holder, fetch_s = other_hit, other, other_fetch_s
-                prefill_s, work_s = other_prefill_s, other_work_s
+    def _prefill_sides(self, held_s: Mapping[str, float]) -> _PrefillSides:
+        """What it costs to compute the prompt, or to read what a source has of it and compute the rest."""
+        table = self._table
+        num_cached = self._hit_tokens
+        prefill_s, work_s = self._prefill_s(num_cached)
+        source_idx, fetch_s = np.full(len(table), -1), np.zeros(len(table))
+        for idx, source in enumerate(self._sources):
+            rest_s, rest_work_s = self._prefill_s(source.num_tokens)
+            is_chosen = source.may_read & (source.read_s + rest_s < _FETCH_GAIN * (fetch_s + prefill_s))
+            num_cached = np.where(is_chosen, source.num_tokens, num_cached)
+            source_idx = np.where(is_chosen, idx, source_idx)
+            fetch_s = np.where(is_chosen, source.read_s, fetch_s)
+            prefill_s = np.where(is_chosen, rest_s, prefill_s)
+            work_s = np.where(is_chosen, rest_work_s, work_s)
+        queue_s = self._queue_s + table.column(held_s) if held_s else self._queue_s
         # A decode worker that computes a prompt stalls what decodes there, and be it the request that comes next.
-        num_stalled = max(worker.num_booked_seqs, 1) if worker.role is Role.DECODE else worker.num_booked_seqs
-        waiting_s = queue_s(worker, model) + self._held_s.get(worker.worker_id, 0.0)
-        delay_s = num_stalled * work_s
-        cost_s = waiting_s + fetch_s + prefill_s + delay_s
-        return _PrefillSide(
-            cost_s, worker.num_placed_tokens, worker, hit, holder, waiting_s, fetch_s, prefill_s, delay_s
-        )
+        delay_s = np.maximum(table.num_booked_seqs, table.is_decoder) * work_s
+        cost_s = queue_s + fetch_s + prefill_s + delay_s
+        return _PrefillSides(num_cached, source_idx, queue_s, fetch_s, prefill_s, delay_s, cost_s)
 
-    def _prefill_s(self, worker: Worker, model: StepModel, num_cached: int) -> tuple[float, float]:
+    def _prefill_s(self, num_cached: Number) -> tuple[Vector, Number]:
         """Seconds to compute the prompt behind its cached tokens, and how much that takes from sequences beside it."""
         num_new = self._num_prompt_tokens - num_cached
-        work_s = model.prefill_work_s(num_new, prefill_attention(num_new, num_cached))
-        num_steps = math.ceil(num_new / worker.card.max_num_batched_tokens)
-        return num_steps * model.step_s(worker.num_booked_seqs, worker.booked_kv_tokens) + work_s, work_s
+        work_s = self._steps.prefill_work_s(num_new, prefill_attention(num_new, num_cached))
+        return np.ceil(num_new / self._table.chunk_tokens) * self._step_s + work_s, work_s
 
-    def _fetch_s(self, holder: Worker, reader: Worker, num_bytes: float) -> float:
-        """Seconds to read so much from another worker, which answers between two of its steps."""
-        model = self._costs.steps(holder.card.kind)
-        num_tokens = min(holder.uncomputed_tokens, holder.card.max_num_batched_tokens)
-        step_s = model.step_s(holder.num_booked_seqs, holder.booked_kv_tokens) + model.prefill_work_s(num_tokens, 0)
-        return step_s + self._costs.transfer(holder.card.kind, reader.card.kind).transfer_s(num_bytes)
+    def _own_tiers(self, hits: Mapping[str, int]) -> Iterator[_Source]:
+        """What workers have in tiers of their own, from fast to slow."""
+        table = self._table
+        for tier, load_costs in table.tiers.items():
+            depths = {worker_of(name): depth for name, depth in hits.items() if name.endswith(f"/{tier}")}
+            if not depths:
+                continue
+            num_blocks = table.column(depths)
+            num_tokens = np.minimum(num_blocks * table.block_size, self._num_prompt_tokens - 1)
+            may_read = (num_blocks > self._hit_blocks) & np.isfinite(load_costs.block_s)
+            missing = np.where(may_read, num_blocks - self._hit_blocks, 0.0)
+            read_s = load_costs.latency_s + missing * np.where(may_read, load_costs.block_s, 0.0)
+            yield _Source(None, tier, num_tokens, may_read, read_s)
 
-    def _holder_for(self, worker: Worker) -> Holder | None:
-        """The other worker that has the most of the prompt, if that is more than this one has itself."""
-        other = next((holder for holder in self._holders if holder.worker is not worker), None)
-        if other is None or other.num_blocks <= self._hits.get(worker.worker_id, 0):
-            return None
-        is_alike = other.worker.card.namespace == worker.card.namespace
-        return other if is_alike and other.worker.card.block_size == worker.card.block_size else None
+    def _peer(self, holder: Holder) -> _Source:
+        """What the holder has, for those that have less of the prompt and could read its blocks.
 
-    def decode_side(self, worker: Worker) -> _DecodeSide:
-        """What it costs to decode there."""
-        model = self._costs.steps(worker.card.kind)
-        memory_s = self._memory_s(worker, model)
-        decode_s = model.added_decode_s(
-            worker.num_booked_seqs,
-            worker.booked_kv_tokens,
+        It answers between two of its steps.
+        """
+        table, row = self._table, self._table.rows[holder.worker.worker_id]
+        costs = self._costs.steps(holder.worker.card.kind).costs
+        num_computed = min(table.uncomputed_tokens.item(row), table.chunk_tokens.item(row))
+        step_s = self._step_s.item(row) + costs.prefill_work_s(num_computed, 0.0)
+        links = self._costs.transfers_of([(holder.worker.card.kind, kind) for kind in table.kinds], table.kind_idx)
+        num_held = min(holder.num_blocks * holder.worker.card.block_size, self._num_prompt_tokens - 1)
+        num_bytes = (num_held - self._hit_tokens) / table.block_size * table.block_bytes
+        may_read: Mask = (self._hit_blocks < holder.num_blocks) & (table.cache_idx == table.cache_idx[row])
+        may_read[row] = False  # what it has in host memory is a tier of its own
+        return _Source(holder, "", np.full(len(table), float(num_held)), may_read, step_s + links.transfer_s(num_bytes))
+
+    def _decode_sides(self) -> _DecodeSides:
+        """What it costs to decode."""
+        table = self._table
+        decode_s = self._steps.added_decode_s(
+            table.num_booked_seqs,
+            table.booked_kv_tokens,
             self._num_prompt_tokens + self._num_outputs / 2,
             self._num_outputs,
         )
-        hit = self._hit_tokens(worker)
-        return _DecodeSide(memory_s + decode_s, worker.num_placed_tokens, worker, hit, memory_s, decode_s)
+        memory_s = self._memory_s()
+        return _DecodeSides(memory_s, decode_s, memory_s + decode_s)
 
-    def _hit_tokens(self, worker: Worker) -> int:
-        """Cached prompt tokens; the last token is always computed, for its logits."""
-        return self._usable_tokens(self._hits.get(worker.worker_id, 0) * worker.card.block_size)
-
-    def _usable_tokens(self, num_tokens: int) -> int:
-        return min(num_tokens, self._num_prompt_tokens - 1)
-
-    def _memory_s(self, worker: Worker, model: StepModel) -> float:
+    def _memory_s(self) -> Vector:
         """Wait until running sequences have given back what this one lacks: they end evenly over one lifetime."""
-        capacity = worker.card.num_blocks * worker.card.block_size
-        lacking = worker.booked_kv_tokens + self._num_kv_tokens - capacity
-        if lacking <= 0 or worker.booked_kv_tokens == 0:
-            return 0.0
-        lifetime_s = self._num_outputs * model.step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
-        return lacking / worker.booked_kv_tokens * lifetime_s
+        booked = self._table.booked_kv_tokens
+        lacking = booked + (self._num_prompt_tokens + self._num_outputs) - self._table.capacity_tokens
+        if lacking[lacking.argmax()] <= 0:
+            return np.zeros(len(self._table))
+        lifetime_s = self._num_outputs * self._step_s
+        # Where nothing is booked there is nothing to wait for.
+        return np.where(booked > 0, np.maximum(lacking, 0.0) / np.maximum(booked, 1.0) * lifetime_s, 0.0)
 
+    def _transfer_s(self, decode: int) -> Vector:
+        """What prefill does not hide of the transfer to this worker: whole blocks, and only those that it lacks."""
+        table, card = self._table, self._table.workers[decode].card
+        num_missing = self._num_prompt_tokens - self._hit_tokens.item(decode)
+        num_bytes = math.ceil(num_missing / card.block_size) * card.block_bytes
+        chunk_bytes = table.chunk_tokens / card.block_size * card.block_bytes
+        links = self._costs.transfers_of([(kind, card.kind) for kind in table.kinds], table.kind_idx)
+        return links.exposed_s(num_bytes, chunk_bytes, self._prefill.prefill_s)
 
-def _prefill_group(side: _PrefillSide) -> tuple[Hashable, ...]:
-    """All that the transfer takes from the prefill side."""
-    return side.worker.card.kind, side.worker.card.max_num_batched_tokens, side.prefill_s
+    def _least_transfer_s(self) -> Vector:
+        """What no transfer to each worker can take less than, wherever the prompt is computed."""
+        table = self._table
+        links = [self._costs.transfer(source, target).costs for source in table.kinds for target in table.kinds]
+        least = TransferCosts(*map(min, zip(*links, strict=True)))
+        num_bytes = np.ceil((self._num_prompt_tokens - self._hit_tokens) / table.block_size) * table.block_bytes
+        return least.transfer_s(np.minimum(num_bytes, table.least_chunk_bytes))
 
+    def _by_cost(self, mask: Mask, cost_s: Vector) -> list[int]:
+        rows = mask.nonzero()[0]
+        ordered: list[int] = rows[np.lexsort((self._table.num_placed_tokens[rows], cost_s[rows]))].tolist()
+        return ordered
 
-def _decode_group(side: _DecodeSide) -> tuple[Hashable, ...]:
-    """All that the transfer takes from the decode side."""
-    return side.worker.card.kind, side.worker.card.block_bytes, side.hit_tokens
+    def _cheapest(self, cost_s: Vector) -> int:
+        """The worker of the least cost; among equals that with the least work done, and then the first."""
+        equals = (cost_s == cost_s[cost_s.argmin()]).nonzero()[0]
+        return int(equals[self._table.num_placed_tokens[equals].argmin()])
 
-
-def _side_order(side: _PrefillSide | _DecodeSide) -> tuple[float, int]:
-    return side.cost_s, side.num_placed_tokens
-
-
-def _best_of_equals(sides: Iterable[_Side], group: Callable[[_Side], Hashable]) -> list[_Side]:
-    """The best side of each group, cheapest first."""
-    best: dict[Hashable, _Side] = {}
-    for side in sides:
-        key = group(side)
-        known = best.get(key)
-        if known is None or side[:2] < known[:2]:
-            best[key] = side
-    return sorted(best.values(), key=lambda side: side[:2])
-
-
-def _candidate(prefill: _PrefillSide, decode: _DecodeSide, transfer_s: float = 0.0) -> Candidate:
-    terms = Terms(
-        queue_s=prefill.queue_s,
-        fetch_s=prefill.fetch_s,
-        prefill_s=prefill.prefill_s,
-        delay_s=prefill.delay_s,
-        transfer_s=transfer_s,
-        memory_s=decode.memory_s,
-        decode_s=decode.decode_s,
-    )
-    return Candidate(prefill.worker, decode.worker, prefill.hit_tokens, prefill.holder, terms)
+    def _candidate(self, prefill: int, decode: int, transfer_s: float = 0.0) -> Candidate:
+        terms = Terms(
+            queue_s=self._prefill.queue_s.item(prefill),
+            fetch_s=self._prefill.fetch_s.item(prefill),
+            prefill_s=self._prefill.prefill_s.item(prefill),
+            delay_s=self._prefill.delay_s.item(prefill),
+            transfer_s=transfer_s,
+            memory_s=self._decode.memory_s.item(decode),
+            decode_s=self._decode.decode_s.item(decode),
+        )
+        workers = self._table.workers
+        num_cached_tokens = int(self._prefill.num_cached_tokens[prefill])
+        source_idx = self._prefill.source_idx.item(prefill)
+        source = self._sources[source_idx] if source_idx >= 0 else None
+        if source is None:
+            return Candidate(workers[prefill], workers[decode], num_cached_tokens, None, terms)
+        return Candidate(workers[prefill], workers[decode], num_cached_tokens, source.holder, terms, source.tier)
 
 
 def _preference(candidate: Candidate) -> tuple[float, int]:

@@ -6,6 +6,7 @@ before it (workers evict the tail of a chain first): the longest prefix is found
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,13 @@ from protocol.messages import BlockEvents, BlockSnapshot
 __all__ = ["PrefixIndex"]
 
 SPECULATIVE_TTL_S = 2.0
+MAX_KNOWN_MASKS = 65_536  # most blocks are held by one worker or by the two of a handoff
 
 
 @dataclass(eq=False, slots=True)
 class _Holder:
     """What the index knows of one worker. `bit` is its place in every mask; it is reused after the worker left."""
 
-    worker_id: str
     bit: int
     epoch: int
     sequence: int = 0
@@ -38,8 +39,10 @@ class PrefixIndex:
 
     def __init__(self, *, speculative_ttl_s: float = SPECULATIVE_TTL_S) -> None:
         self._masks: dict[bytes, int] = {}
+        self._known_masks: dict[int, int] = {}
         self._holders: dict[str, _Holder] = {}
-        self._holder_of_bit: dict[int, _Holder] = {}
+        self._worker_ids: dict[int, str] = {}  # by the place of the worker's bit
+        self._everyone = 0  # the mask of all workers
         # Speculative entries live in two generations; a whole one is dropped at a time, so an entry lives between
         # half the ttl and the ttl and needs no timer of its own.
         self._generation_s = speculative_ttl_s / 2
@@ -58,10 +61,10 @@ class PrefixIndex:
     def add_worker(self, worker_id: str, epoch: int) -> None:
         """Start to follow a worker, from event 1 of this epoch. Forgets an earlier epoch of it."""
         self.remove_worker(worker_id)
-        bit = 1
-        while bit in self._holder_of_bit:
-            bit <<= 1
-        self._holders[worker_id] = self._holder_of_bit[bit] = _Holder(worker_id, bit, epoch)
+        place = next(place for place in itertools.count() if place not in self._worker_ids)
+        self._worker_ids[place] = worker_id
+        holder = self._holders[worker_id] = _Holder(1 << place, epoch)
+        self._everyone |= holder.bit
 
     def remove_worker(self, worker_id: str) -> None:
         """Forget a worker and all its blocks; unknown ids are ignored."""
@@ -71,7 +74,8 @@ class PrefixIndex:
         self._clear(holder)
         for generation in (self._young, self._old):
             _clear_bit(generation, holder.bit)
-        del self._holder_of_bit[holder.bit]
+        del self._worker_ids[holder.bit.bit_length() - 1]
+        self._everyone ^= holder.bit
 
     def apply(self, events: BlockEvents) -> bool:
         """Apply one message of events. Returns whether the worker must be asked for a snapshot.
@@ -79,7 +83,7 @@ class PrefixIndex:
         It must when a message is missing (and until the snapshot came) or the epoch is newer than the known one.
         Duplicates, older epochs and unknown workers are ignored. A digest in both lists counts as stored.
         """
-        holder = self._holders.get(events.worker_id)
+        holder = self._holders.get(events.holder)
         if holder is None or events.epoch < holder.epoch:
             return False
         if events.epoch > holder.epoch:
@@ -98,7 +102,7 @@ class PrefixIndex:
 
     def apply_snapshot(self, snapshot: BlockSnapshot) -> None:
         """Replace what is known of the worker, unless something newer is known already."""
-        holder = self._holders.get(snapshot.worker_id)
+        holder = self._holders.get(snapshot.holder)
         if holder is None or snapshot.epoch < holder.epoch:
             return
         if snapshot.epoch > holder.epoch:
@@ -132,28 +136,37 @@ class PrefixIndex:
         masks, young, old = self._masks, self._young, self._old
         depths: dict[str, int] = {}
         # Open questions: the workers of `mask` hold at least `low` and at most `high` leading blocks.
-        open_ranges = [(0, len(digests), sum(self._holder_of_bit))]
+        open_ranges = [(0, len(digests), self._everyone)]
         while open_ranges:
             low, high, mask = open_ranges.pop()
-            if not mask or high == 0:
-                continue
-            if low == high:
-                depths.update((self._holder_of_bit[bit].worker_id, low) for bit in _bits(mask))
-                continue
-            middle = (low + high + 1) // 2
-            digest = digests[middle - 1]
-            holding = mask & (masks.get(digest, 0) | young.get(digest, 0) | old.get(digest, 0))
-            open_ranges.append((middle, high, holding))
-            open_ranges.append((low, middle - 1, mask & ~holding))
+            while low < high:
+                # Most workers hold nothing of a prompt: they are told by its first block.
+                middle = (low + high + 1) // 2 if low else 1
+                digest = digests[middle - 1]
+                holding = mask & (masks.get(digest, 0) | young.get(digest, 0) | old.get(digest, 0))
+                if holding == mask:
+                    low = middle
+                    continue
+                if holding:
+                    open_ranges.append((middle, high, holding))
+                    mask ^= holding
+                high = middle - 1
+            if low:
+                depths.update((self._worker_ids[place], low) for place in _places(mask))
         return depths
 
-    def count_held(self, worker_id: str, digests: Sequence[bytes]) -> int:
-        """Number of leading blocks the worker has said it holds: what is only expected of it does not count."""
+    def count_held(self, worker_id: str, digests: Sequence[bytes], at_most: int) -> int:
+        """Number of leading blocks the worker has said it holds: what is only expected of it does not count.
+
+        `at_most` is what `longest_prefix` said, and nearly always the answer.
+        """
         holder = self._holders.get(worker_id)
         if holder is None:
             return 0
         bit, masks = holder.bit, self._masks
-        return bisect_left(range(len(digests)), True, key=lambda idx: not masks.get(digests[idx], 0) & bit)
+        if at_most and masks.get(digests[at_most - 1], 0) & bit:
+            return at_most
+        return bisect_left(range(at_most), True, key=lambda idx: not masks.get(digests[idx], 0) & bit)
 
     def _begin_epoch(self, holder: _Holder, epoch: int) -> None:
         self._clear(holder)
@@ -165,7 +178,7 @@ class PrefixIndex:
         for digest in digests:
             mask = masks.get(digest, 0)
             if not mask & bit:
-                masks[digest] = mask | bit
+                masks[digest] = self._one_object(mask | bit)
                 holder.num_blocks += 1
 
     def _remove(self, holder: _Holder, digests: Iterable[bytes]) -> None:
@@ -178,7 +191,13 @@ class PrefixIndex:
             if mask == bit:
                 del masks[digest]
             else:
-                masks[digest] = mask & ~bit
+                masks[digest] = self._one_object(mask ^ bit)
+
+    def _one_object(self, mask: int) -> int:
+        """The mask, as one object for all blocks that have it: a number of its own would be a third of an entry."""
+        if len(self._known_masks) >= MAX_KNOWN_MASKS:
+            self._known_masks.clear()
+        return self._known_masks.setdefault(mask, mask)
 
     def _clear(self, holder: _Holder) -> None:
         if holder.num_blocks:
@@ -203,9 +222,10 @@ def _clear_bit(masks: dict[bytes, int], bit: int) -> None:
             masks[digest] &= ~bit
 
 
-def _bits(mask: int) -> Iterator[int]:
-    """The single set bits of a mask."""
-    while mask:
-        bit = mask & -mask
-        yield bit
-        mask ^= bit
+def _places(mask: int) -> Iterator[int]:
+    """The places of the bits that are set, lowest first. Of a large mask a text is searched sooner than a number."""
+    bits = f"{mask:b}"[::-1]
+    place = bits.find("1")
+    while place >= 0:
+        yield place
+        place = bits.find("1", place + 1)

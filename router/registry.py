@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from fnmatch import fnmatchcase
+from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from protocol.messages import (
     FetchStats,
@@ -22,11 +25,13 @@ from protocol.messages import (
     WorkerLoad,
     WorkerState,
 )
-from router.cost_model import StepModel, prefill_attention
+from router.cost_model import CostModel, Mask, Rows, StepCosts, StepModel, Vector, prefill_attention
 
-__all__ = ["Booking", "Registry", "Worker", "WorkerChange", "can_decode", "can_prefill", "queue_s"]
+__all__ = ["Booking", "Registry", "Worker", "WorkerChange", "WorkerTable", "can_decode", "can_prefill", "queue_s"]
 
 logger = logging.getLogger(__name__)
+
+Key = TypeVar("Key", bound=Hashable)
 
 _TRANSITIONS: dict[WorkerState, frozenset[WorkerState]] = {
     WorkerState.STARTING: frozenset({WorkerState.READY, WorkerState.DEAD}),
@@ -72,6 +77,129 @@ class Worker:
         """Booked prompt tokens that still have to be computed."""
         return self.queued_prompt_tokens - self.computed_prompt_tokens
 
+    @property
+    def uncomputed_attention(self) -> float:
+        """Attention work of these."""
+        num_tokens = self.uncomputed_tokens
+        return self.queued_attention * (num_tokens / self.queued_prompt_tokens) if num_tokens > 0 else 0.0
+
+    @property
+    def num_queued_steps(self) -> int:
+        """Steps in which they are computed."""
+        return math.ceil(self.uncomputed_tokens / self.card.max_num_batched_tokens)
+
+
+class TierCosts(NamedTuple):
+    """What it costs each worker to load from a tier of its own."""
+
+    latency_s: Vector
+    block_s: Vector  # inf for those without it
+
+
+class Pace(NamedTuple):
+    """Predictions for each worker, as arrays."""
+
+    steps: StepCosts
+    step_s: Vector  # its next step, without prefill
+    queue_s: Vector  # see `queue_s`
+
+
+class WorkerTable:
+    """What decisions are made from, of all workers at once: arrays, one element per worker, in the registry's order.
+
+    A decision is then some dozens of operations on arrays, and takes hardly longer with a thousand workers than with
+    ten. Only `Registry` changes it.
+    """
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.workers = workers
+        self.rows = {worker.worker_id: row for row, worker in enumerate(workers)}
+        cards = [worker.card for worker in workers]
+        self.block_size = _vector(card.block_size for card in cards)
+        self.block_bytes = _vector(card.block_bytes for card in cards)
+        self.chunk_tokens = _vector(card.max_num_batched_tokens for card in cards)
+        least_chunk_tokens = min((card.max_num_batched_tokens for card in cards), default=0)
+        self.least_chunk_bytes = least_chunk_tokens / self.block_size * self.block_bytes  # of any prompt
+        self.capacity_tokens = _vector(card.num_blocks * card.block_size for card in cards)
+        # The prompt and its first token must fit, or the worker could never run it.
+        self.max_prompt_tokens = np.minimum(self.capacity_tokens, _vector(card.max_model_len for card in cards)) - 1
+        self.kinds, self.kind_idx = _numbered([card.kind for card in cards])
+        # Workers can read each other's blocks where these are equal, and take handoffs alike where those are.
+        _, self.cache_idx = _numbered([(card.namespace, card.block_size) for card in cards])
+        _, self.shape_idx = _numbered([(card.kind, card.block_size, card.block_bytes) for card in cards])
+        self.is_ready = _mask(worker.state == WorkerState.READY for worker in workers)
+        self.is_colocated = _mask(worker.role == Role.COLOCATED for worker in workers)
+        self.can_prefill = _mask(can_prefill(worker) for worker in workers)
+        self.can_decode = _mask(can_decode(worker) for worker in workers)
+        self._serving = {adapter: _mask(adapter in card.adapters for card in cards) for adapter in _adapters(cards)}
+        self._named: dict[tuple[str, ...], Mask] = {}
+        self.is_decoder = _vector(worker.role == Role.DECODE for worker in workers)
+        self.tiers: dict[str, TierCosts] = {}  # by name, from fast to slow
+        for worker in workers:
+            self.note_tiers(worker)
+        self._loads = np.zeros((6, len(workers)))
+        self.num_booked_seqs: Vector = self._loads[0]
+        self.booked_kv_tokens: Vector = self._loads[1]
+        self.uncomputed_tokens: Vector = self._loads[2]
+        self.uncomputed_attention: Vector = self._loads[3]
+        self.num_queued_steps: Vector = self._loads[4]
+        self.num_placed_tokens: Vector = self._loads[5]
+        self.update(workers)
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def named(self, patterns: tuple[str, ...]) -> Mask:
+        """Workers whose id matches one of these glob patterns."""
+        mask = self._named.get(patterns)
+        if mask is None:
+            matches = (any(fnmatchcase(worker_id, pattern) for pattern in patterns) for worker_id in self.rows)
+            mask = self._named[patterns] = _mask(matches)
+        return mask
+
+    def serving(self, adapter: str) -> Mask:
+        """Workers that serve this adapter."""
+        mask = self._serving.get(adapter)
+        return np.zeros(len(self.workers), dtype=bool) if mask is None else mask
+
+    def update(self, workers: Iterable[Worker]) -> None:
+        """Take over what is booked on these workers; those that are gone are ignored."""
+        for worker in workers:
+            row = self.rows.get(worker.worker_id)
+            if row is not None and self.workers[row] is worker:  # not the next one of this name
+                self._loads[:, row] = (
+                    worker.num_booked_seqs,
+                    worker.booked_kv_tokens,
+                    worker.uncomputed_tokens,
+                    worker.uncomputed_attention,
+                    worker.num_queued_steps,
+                    worker.num_placed_tokens,
+                )
+
+    def note_tiers(self, worker: Worker) -> None:
+        """Take over what it costs this worker to load from its tiers."""
+        row = self.rows[worker.worker_id]
+        for tier in worker.tiers:
+            if tier.name not in self.tiers:
+                self.tiers[tier.name] = TierCosts(np.zeros(len(self)), np.full(len(self), math.inf))
+            costs = self.tiers[tier.name]
+            costs.latency_s[row], costs.block_s[row] = tier.latency_s, tier.block_s
+
+    def pace(self, costs: CostModel) -> Pace:
+        """How fast each worker is, with what is booked on it."""
+        steps = costs.steps_of(self.kinds, self.kind_idx)
+        step_s = steps.step_s(self.num_booked_seqs, self.booked_kv_tokens)
+        work_s = steps.prefill_work_s(self.uncomputed_tokens, self.uncomputed_attention)
+        return Pace(steps, step_s, self.num_queued_steps * step_s + work_s)
+
+    def column(self, values: Mapping[str, float]) -> Vector:
+        """A number per worker, from those given by worker id; 0 for the others."""
+        column = np.zeros(len(self.workers))
+        for worker_id, value in values.items():
+            if (row := self.rows.get(worker_id)) is not None:
+                column[row] = value
+        return column
+
 
 class WorkerChange(NamedTuple):
     """What listeners are told, after the change. `before` is None for a worker that just joined."""
@@ -87,6 +215,7 @@ class Booking:
     def __init__(
         self,
         open_bookings: set[Booking],
+        changed_workers: set[Worker],
         prefill: Worker,
         decode: Worker,
         *,
@@ -95,6 +224,7 @@ class Booking:
         num_kv_tokens: int,
     ) -> None:
         self._open_bookings = open_bookings
+        self._changed_workers = changed_workers
         self._prefill: Worker | None = prefill
         self._decode: Worker | None = decode
         self._num_new_tokens = num_new_tokens
@@ -109,6 +239,7 @@ class Booking:
         decode.booked_kv_tokens += num_kv_tokens
         decode.awaited_kv_tokens += num_kv_tokens
         decode.num_placed_tokens += num_kv_tokens
+        changed_workers |= {prefill, decode}
 
     def prefill_done(self) -> None:
         """The first token came: the prompt no longer waits. Later calls change nothing."""
@@ -121,6 +252,7 @@ class Booking:
             worker.queued_attention = 0.0  # sheds rounding
         computed = worker.computed_prompt_tokens - self._num_new_tokens
         worker.computed_prompt_tokens = min(max(computed, 0), worker.queued_prompt_tokens)
+        self._changed_workers.add(worker)
         if self._decode is not None:
             self._decode.num_awaited_seqs -= 1
             self._decode.awaited_kv_tokens -= self._num_kv_tokens
@@ -133,6 +265,7 @@ class Booking:
             return
         worker.num_booked_seqs -= 1
         worker.booked_kv_tokens -= self._num_kv_tokens
+        self._changed_workers.add(worker)
         self._open_bookings.discard(self)
 
 
@@ -142,6 +275,8 @@ class Registry:
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
         self._bookings: set[Booking] = set()
+        self._table: WorkerTable | None = None  # made anew when workers come, go, or change state or role
+        self._changed: set[Worker] = set()  # whose bookings are not in the table yet
         self._listeners: list[Callable[[WorkerChange], None]] = []
         self._step_listeners: list[Callable[[], None]] = []
 
@@ -161,6 +296,16 @@ class Registry:
         """Uncomputed prompt tokens booked on all workers."""
         return sum(worker.uncomputed_tokens for worker in self)
 
+    @property
+    def table(self) -> WorkerTable:
+        """All workers as arrays, as they are now: get it anew for each decision."""
+        if self._table is None:
+            self._table = WorkerTable(list(self))
+        else:
+            self._table.update(self._changed)
+        self._changed.clear()
+        return self._table
+
     def listen(self, listener: Callable[[WorkerChange], None]) -> None:
         """Call `listener` after each change of a worker's state."""
         self._listeners.append(listener)
@@ -179,6 +324,7 @@ class Registry:
         assert worker_id not in self._workers, f"worker {worker_id} joined twice"
         worker = Worker(card=card, role=card.role, state=WorkerState.STARTING, last_seen_s=now)
         self._workers[worker_id] = worker
+        self._table = None
         self._tell(WorkerChange(worker, None, "joined"))
         return worker
 
@@ -190,6 +336,7 @@ class Registry:
         before = worker.state
         assert state in _TRANSITIONS[before], f"worker {worker_id} cannot go from {before} to {state} ({reason})"
         worker.state = state
+        self._table = None
         if state == WorkerState.DEAD:
             del self._workers[worker_id]
         self._tell(WorkerChange(worker, before, reason))
@@ -199,6 +346,7 @@ class Registry:
         worker = self._workers[worker_id]
         logger.info("worker %s flips from %s to %s", worker_id, worker.role, role)
         worker.role = role
+        self._table = None
 
     def note_load(self, worker_id: str, load: WorkerLoad, now: float, *, step_age_s: float = 0.0) -> None:
         """Remember a sign of life and the load that came with it."""
@@ -213,6 +361,8 @@ class Registry:
         worker = self._workers.get(worker_id)
         if worker is not None:
             worker.tiers, worker.fetches = tiers, fetches
+            if self._table is not None:
+                self._table.note_tiers(worker)
 
     def note_links(self, worker_id: str, links: Sequence[LinkLoad]) -> None:
         """Remember what a worker says of its writes to its peers."""
@@ -232,6 +382,7 @@ class Registry:
         if worker is not None:
             computed = worker.computed_prompt_tokens + max(stats.num_prefill_tokens, 0)
             worker.computed_prompt_tokens = min(computed, worker.queued_prompt_tokens)
+            self._changed.add(worker)
             self.tell_progress()
 
     def tell_progress(self) -> None:
@@ -255,6 +406,7 @@ class Registry:
         """
         return Booking(
             self._bookings,
+            self._changed,
             self._workers[prefill_worker_id],
             self._workers[decode_worker_id],
             num_new_tokens=num_new_tokens,
@@ -280,10 +432,25 @@ def can_decode(worker: Worker) -> bool:
 
 def queue_s(worker: Worker, model: StepModel) -> float:
     """Predicted seconds until the prompts booked on the worker are computed."""
-    num_tokens = worker.uncomputed_tokens
-    if num_tokens <= 0:
-        return 0.0
-    attention = worker.queued_attention * (num_tokens / worker.queued_prompt_tokens)
-    num_steps = math.ceil(num_tokens / worker.card.max_num_batched_tokens)
-    step_s = model.step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
-    return num_steps * step_s + model.prefill_work_s(num_tokens, attention)
+    costs = model.costs
+    step_s = costs.step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
+    work_s = costs.prefill_work_s(worker.uncomputed_tokens, worker.uncomputed_attention)
+    return worker.num_queued_steps * step_s + work_s
+
+
+def _vector(values: Iterable[float]) -> Vector:
+    return np.array(list(values), dtype=np.float64)
+
+
+def _mask(values: Iterable[bool]) -> Mask:
+    return np.array(list(values), dtype=bool)
+
+
+def _adapters(cards: Iterable[WorkerCard]) -> set[str]:
+    return {adapter for card in cards for adapter in card.adapters}
+
+
+def _numbered(keys: Sequence[Key]) -> tuple[list[Key], Rows]:
+    """The different keys, and for each key its place among them."""
+    places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+    return list(places), np.array([places[key] for key in keys], dtype=np.intp)

@@ -1,4 +1,4 @@
-"""What each tenant may have: its weight, its default TTFT SLO, its largest share of the queue; from a TOML file.
+"""What each tenant may have: weight, default TTFT SLO, largest share of the queue, workers; from a TOML file.
 
 [default]                # for tenants that are not named below, each by itself
 weight = 1.0
@@ -6,6 +6,7 @@ weight = 1.0
 weight = 4.0             # four times the worker seconds of a tenant of weight 1, while both have requests waiting
 ttft_slo_ms = 800
 max_queue_share = 0.5    # of max_queued_prompt_tokens
+workers = ["prefill-0", "decode-*"]  # glob patterns of the ids of those it may use; without it all
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class TenantPolicy:
     weight: float = 1.0
     ttft_slo_s: float | None = None  # of requests that set none
     max_queue_share: float = 1.0  # of max_queued_prompt_tokens, for what of it waits in the router
+    workers: tuple[str, ...] = ()  # glob patterns of the ids of those it may use; () = all
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +83,28 @@ def _policy(path: str, where: str, table: Any, default: TenantPolicy) -> TenantP
     """One table; what it leaves out is as in `default`."""
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: {where} = {table!r} must be a table; write [{where}]")
-    changes: dict[str, float] = {}
+    changes: dict[str, Any] = {}
     for key, value in table.items():
+        if key == "workers":
+            changes[key] = _patterns(path, where, value)
+            continue
         if key not in _KEYS:
-            raise ConfigError(f"{path}: {where}.{key} is unknown; use {', '.join(_KEYS)}")
+            raise ConfigError(f"{path}: {where}.{key} is unknown; use {', '.join(_KEYS)}, workers")
         name, scale, upper, remedy = _KEYS[key]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value <= upper:
             raise ConfigError(f"{path}: {where}.{key} = {value!r} must be {remedy}")
         changes[name] = value * scale
     return replace(default, **changes)
+
+
+def _patterns(path: str, where: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
+        raise ConfigError(
+            f"{path}: {where}.workers = {value!r} must be a list of worker ids or patterns, "
+            'such as ["prefill-0", "decode-*"]; leave it out for all workers'
+        )
+    return tuple(value)
 
 
 # Key in the file -> field, factor to its unit, largest value, what to write instead. All are above 0.

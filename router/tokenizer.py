@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from protocol.errors import ConfigError, RequestError
 from router.detokenizer import Detokenizer
+from router.segments import SegmentEncoder
 
 __all__ = ["Tokenizer", "TokenizerPool"]
 
@@ -33,6 +34,7 @@ class Tokenizer:
         self._fast = self._hf.backend_tokenizer
         self._fast.no_truncation()
         self._fast.no_padding()
+        self._segments = SegmentEncoder(self._fast)
         self.special_ids = frozenset(i for i, token in self._fast.get_added_tokens_decoder().items() if token.special)
         self.start_id: int | None = (
             self._hf.bos_token_id if self._hf.bos_token_id is not None else self._hf.eos_token_id
@@ -64,10 +66,19 @@ class Tokenizer:
         return text
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], options: dict[str, Any], *, add_special_tokens: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        options: dict[str, Any],
+        *,
+        add_special_tokens: bool = False,
+        cache_salt: str = "",
     ) -> list[int]:
-        """Token ids of a conversation. The template writes its own BOS, so none is added by default."""
-        return self.encode(self.render_chat(messages, options), add_special_tokens=add_special_tokens)
+        """Token ids of a conversation. The template writes its own BOS, so none is added by default.
+
+        Of a conversation that grows, only what is new takes time; `cache_salt` is the tenant it is remembered for.
+        """
+        text = self.render_chat(messages, options)
+        return self.encode(text) if add_special_tokens else self._segments.encode(text, cache_salt)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids; an incomplete character becomes U+FFFD."""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -29,6 +29,7 @@ from protocol.errors import (
     WorkerError,
 )
 from protocol.messages import (
+    POOL_PLACE,
     BlockEvents,
     BlockSnapshot,
     Cancel,
@@ -53,6 +54,7 @@ from protocol.messages import (
     WorkerState,
     decode_message,
     encode_message,
+    holder_name,
 )
 from router.cost_model import CostModel
 from router.prefix_index import PrefixIndex
@@ -124,7 +126,9 @@ class _Link:
         self.idle.set()
         self.welcome: asyncio.Future[WorkerCard] = asyncio.get_running_loop().create_future()
         self.kind = ""  # known with the welcome
+        self.tiers: list[str] = []  # the same
         self.snapshot_asked_s: float | None = None
+        self.snapshots_due: set[str] = set()  # places whose snapshot has not come yet
         self.pin_reports: dict[str, asyncio.Future[PinReport]] = {}  # asked for, by query
         self.receiver: asyncio.Task[None] | None = None
         self._socket = socket
@@ -163,6 +167,11 @@ class _Link:
         for report in self.pin_reports.values():
             report.cancel()
         self.welcome.exception()  # marks it as seen: nobody need be waiting for it
+
+
+def _holders(worker_id: str, tiers: Iterable[str]) -> list[str]:
+    """The places of a worker, as the index knows them."""
+    return [holder_name(worker_id, place) for place in (POOL_PLACE, *tiers)]
 
 
 class WorkerClient:
@@ -294,7 +303,8 @@ class WorkerClient:
             return
         del self._links[worker_id]
         self._registry.set_state(worker_id, WorkerState.DEAD, reason)
-        self._index.remove_worker(worker_id)
+        for holder in _holders(worker_id, link.tiers):
+            self._index.remove_worker(holder)
         self._heartbeats.disconnect(link.address.heartbeat_endpoint)
         if link.receiver is not None:
             link.receiver.cancel()
@@ -323,7 +333,9 @@ class WorkerClient:
                     self._ask_for_snapshot(link)
             case BlockSnapshot():
                 self._index.apply_snapshot(message)
-                link.snapshot_asked_s = None
+                link.snapshots_due.discard(message.place)
+                if not link.snapshots_due:
+                    link.snapshot_asked_s = None
             case PinReport():
                 report = link.pin_reports.get(message.query_id)
                 if report is not None and not report.done():
@@ -355,7 +367,9 @@ class WorkerClient:
             return
         link.kind = welcome.card.kind
         self._registry.add(welcome.card, self._clock())
-        self._index.add_worker(link.worker_id, link.address.epoch)
+        link.tiers = welcome.card.tiers
+        for holder in _holders(link.worker_id, link.tiers):
+            self._index.add_worker(holder, link.address.epoch)
         self._ask_for_snapshot(link)  # it may have cached blocks for other routers before
         self._registry.set_state(link.worker_id, WorkerState.READY, "welcomed us")
         link.welcome.set_result(welcome.card)
@@ -375,6 +389,7 @@ class WorkerClient:
     def _ask_for_snapshot(self, link: _Link) -> None:
         if link.snapshot_asked_s is None:
             link.snapshot_asked_s = self._clock()
+            link.snapshots_due = {POOL_PLACE, *link.tiers}
             link.send(SnapshotRequest())
 
     async def _receive_heartbeats(self) -> None:

@@ -8,7 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from protocol.messages import BlockEvents, PeerAddress, Role, StepStats, WorkerCard, WorkerState
+from protocol.messages import (
+    POOL_PLACE,
+    BlockEvents,
+    PeerAddress,
+    Role,
+    StepStats,
+    TierLoad,
+    WorkerCard,
+    WorkerState,
+    holder_name,
+)
 from router.cost_model import CostModel
 from router.prefix_index import PrefixIndex
 from router.registry import Registry, Worker, can_decode
@@ -54,13 +64,28 @@ class Fleet:
         if num_prompt_tokens:
             self.registry.note_step(worker_id, StepStats(duration_s=0.0, num_prefill_tokens=num_prompt_tokens))
 
-    def announce(self, worker_id: str, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Tell the index what a worker cached and evicted since its last message."""
+    def add_tier(self, worker_id: str, tier: TierLoad) -> None:
+        """Follow what a worker keeps in a tier, and what loading it costs."""
+        holder = holder_name(worker_id, tier.name)
+        self.index.add_worker(holder, _EPOCH)
+        self._num_messages[holder] = 0
+        self.registry.note_tiers(worker_id, [tier], None)
+
+    def announce(
+        self, worker_id: str, stored: Sequence[bytes], removed: Sequence[bytes], place: str = POOL_PLACE
+    ) -> None:
+        """Tell the index what a worker cached and evicted in a place since its last message."""
         if not stored and not removed:
             return
-        sequence = self._num_messages[worker_id] = self._num_messages[worker_id] + 1
+        holder = holder_name(worker_id, place)
+        sequence = self._num_messages[holder] = self._num_messages[holder] + 1
         events = BlockEvents(
-            worker_id=worker_id, epoch=_EPOCH, sequence=sequence, stored=list(stored), removed=list(removed)
+            worker_id=worker_id,
+            epoch=_EPOCH,
+            sequence=sequence,
+            stored=list(stored),
+            removed=list(removed),
+            place=place,
         )
         is_lost = self.index.apply(events)
         assert not is_lost, f"the index missed a message of {worker_id} before number {sequence}"

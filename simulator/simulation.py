@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kv_transfer.eviction import create_policy
 from loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
+from protocol.messages import HOST_TIER, TierLoad
 from router.admission import OutputLengths
 from router.cost_model import prefill_attention
 from router.registry import Booking
@@ -83,17 +84,20 @@ class _HostTier:
         """Leading blocks held."""
         return next((idx for idx, digest in enumerate(digests) if digest not in self._blocks), len(digests))
 
-    def store(self, digests: Sequence[bytes]) -> None:
-        """Use a prompt's blocks, and keep those that are new."""
+    def store(self, digests: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
+        """Use a prompt's blocks, and keep those that are new: what came and what went."""
         num_held = self.count(digests)
         if num_held:
             self._blocks.touch(digests[num_held - 1])
         for idx in range(num_held, len(digests)):
             self._blocks.add(digests[idx], digests[idx - 1] if idx else None)
+        removed: list[bytes] = []
         while len(self._blocks) > self.capacity:
             victim = self._blocks.victim()
-            assert victim is not None, f"{len(self._blocks)} blocks, none pinned, and no victim"
+            assert isinstance(victim, bytes), f"{len(self._blocks)} blocks, none pinned, and no victim"
             self._blocks.remove(victim)
+            removed.append(victim)
+        return [digest for digest in digests[num_held:] if digest in self._blocks], removed
 
 
 class _Simulation:
@@ -112,6 +116,10 @@ class _Simulation:
         self._hosts = {
             worker_id: _HostTier(cluster.host_cache_tokens // TRACE_BLOCK_SIZE) for worker_id in self._workers
         }
+        if cluster.host_cache_tokens:
+            block_s = self._machine.block_bytes / self._machine.host_bytes_per_s
+            for worker_id in self._workers:
+                self._fleet.add_tier(worker_id, TierLoad(name=HOST_TIER, block_s=block_s))
         self._policy_name = policy
         self._seed = seed
         self._policy = POLICIES[policy](self._fleet, random.Random(seed))
@@ -169,8 +177,6 @@ class _Simulation:
             num_kv_tokens=job.num_prompt_tokens + ask.expected_output_tokens,
         )
         self._open[job] = _Open(choice, booking)
-        if self._is_handed_over(job):
-            self._workers[decode_id].reserve(job)
         self._load_and_submit(job, choice)
 
     def _is_handed_over(self, job: Job) -> bool:
@@ -188,10 +194,20 @@ class _Simulation:
             if num_peer_blocks > num_blocks:
                 load_s, num_blocks = peer_s, num_peer_blocks
         if num_blocks <= num_own:
-            worker.submit(job)
+            self._submit(job)
             return
         job.num_readable_tokens = num_blocks * TRACE_BLOCK_SIZE
-        self._clock.at(self._clock.now + load_s, worker.submit, job)
+        self._clock.at(self._clock.now + load_s, self._submit, job)
+
+    def _submit(self, job: Job) -> None:
+        """Queue it on both workers at once, so that all queues are in one order.
+
+        Were room reserved sooner, prompts that are still being read could hold the room of those that passed them,
+        whose computed KV fills the pool that the former wait for.
+        """
+        if self._is_handed_over(job):
+            self._workers[job.decode_worker_id].reserve(job)
+        self._workers[job.prefill_worker_id].submit(job)
 
     def _host_load(self, worker: SimulatedWorker, digests: Sequence[bytes], num_own: int) -> tuple[float, int]:
         """Seconds to load, and up to which block; nothing where computing is faster."""
@@ -239,7 +255,8 @@ class _Simulation:
         request = self._open[job]
         request.booking.prefill_done()
         if self._cluster.host_cache_tokens:
-            self._hosts[worker.worker_id].store(job.digests)
+            stored, removed = self._hosts[worker.worker_id].store(job.digests)
+            self._fleet.announce(worker.worker_id, stored, removed, HOST_TIER)
         if request.room_s is not None:
             self._hand_over(job, request.room_s)
 

@@ -218,7 +218,7 @@ class Tier:
 
     def count_present(self, digests: Sequence[bytes]) -> int:
         """How many leading digests could be loaded. No I/O; 0 while the store is unreachable."""
-        if self._is_paused:
+        if self.is_paused:
             return 0
         for count, digest in enumerate(digests):
             if digest not in self._index:
@@ -383,7 +383,8 @@ class Tier:
     # The owner's side.
 
     @property
-    def _is_paused(self) -> bool:
+    def is_paused(self) -> bool:
+        """Whether nothing is asked of the store now, because it could not be reached."""
         return self._is_closed or (self._paused_until > float("-inf") and self._clock() < self._paused_until)
 
     @property
@@ -391,7 +392,7 @@ class Tier:
         """Why a block is not present."""
         if self._is_closed:
             return "closed"
-        return Failure.UNREACHABLE.value if self._is_paused else Failure.ABSENT.value
+        return Failure.UNREACHABLE.value if self.is_paused else Failure.ABSENT.value
 
     def _check_size(self, buffer: Block) -> None:
         expected = (np.dtype(np.uint8), (self._store.block_bytes,))
@@ -525,7 +526,7 @@ class Tier:
 
     def _refusal(self, parent: bytes | None) -> str:
         """Why a block cannot be stored now; "" if it can."""
-        if self._is_paused:
+        if self.is_paused:
             return self._absence
         if parent is not None and parent not in self:
             return "parent not there"  # nobody could find it; if the parent is computed again, so is this one

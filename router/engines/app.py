@@ -7,6 +7,7 @@ import hmac
 import time
 from collections.abc import AsyncIterator, Container, Iterable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -28,7 +29,7 @@ from router.openai.errors import (
     error_body,
     error_response,
 )
-from router.openai.layers import add_layers, json_response
+from router.openai.layers import add_layers, add_raw_route, json_response
 from router.sibling_bus import SiblingBus
 from router.tokenizer import TokenizerPool
 from router.worker_metrics import WorkerCollector
@@ -109,13 +110,8 @@ def create_engines_app(
 
 
 def _add_generation_routes(app: FastAPI, forwarder: Forwarder) -> None:
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await forwarder.answer(request, "/v1/chat/completions")
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await forwarder.answer(request, "/v1/completions")
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        add_raw_route(app, path, partial(forwarder.answer, path))
 
 
 def _add_route_routes(app: FastAPI, forwarder: Forwarder, together: Together) -> None:

@@ -20,6 +20,7 @@ from router.engines.config import EnginesConfig, EngineSpec
 from router.engines.kv_events import BlockTranslator, KvEventFeed
 from router.engines.pace import EnginePace
 from router.engines.shadow import ShadowCache
+from router.engines.upstream import Upstream
 from router.prefix_index import PrefixIndex
 from router.registry import Booking
 
@@ -75,12 +76,14 @@ class Engine:
         self._feed_task: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
         key = spec.api_key()
-        self.client = httpx.AsyncClient(
+        headers = spec.headers | ({"authorization": f"Bearer {key}"} if key else {})
+        self.upstream = Upstream(spec.url, headers, connect_timeout_s=config.connect_timeout_s)
+        self.client = httpx.AsyncClient(  # for looks at it; requests go upstream
             base_url=spec.url,
-            headers=spec.headers | ({"authorization": f"Bearer {key}"} if key else {}),
+            headers=headers,
             timeout=httpx.Timeout(request_timeout_s, connect=config.connect_timeout_s, pool=config.connect_timeout_s),
             # Shorter than the 5 s after which uvicorn closes an idle connection, which would lose the request on it.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=2.0),
+            limits=httpx.Limits(keepalive_expiry=2.0),
             follow_redirects=False,
             trust_env=False,
         )
@@ -146,6 +149,7 @@ class Engine:
     async def close(self) -> None:
         """Close its connections and sockets."""
         await asyncio.gather(*self._ending, return_exceptions=True)
+        await self.upstream.close()
         await self.client.aclose()
 
     def expect_cached(self, digests: Sequence[bytes], index: PrefixIndex, now: float) -> None:

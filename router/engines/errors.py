@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import httpx
-
 from protocol.errors import Overloaded, WorkerError
+from router.engines.upstream import Unreachable
 
 __all__ = ["EngineBusy", "EngineFailed", "engine_errors"]
 
@@ -44,11 +43,9 @@ def engine_errors(engine: str) -> Iterator[None]:
     """Turn the errors of an HTTP exchange into `EngineFailed` with the engine's name."""
     try:
         yield
-    except (httpx.ConnectError, httpx.ConnectTimeout) as exc:
+    except Unreachable as exc:
         raise EngineFailed(engine, f"cannot be reached ({_text(exc)})", is_absent=True) from exc
-    except httpx.TimeoutException as exc:
-        raise EngineFailed(engine, f"did not take the request in time ({type(exc).__name__})") from exc
-    except (httpx.HTTPError, httpx.StreamError) as exc:
+    except OSError as exc:
         raise EngineFailed(engine, f"broke the connection ({_text(exc)})") from exc
 
 

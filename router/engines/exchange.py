@@ -12,21 +12,21 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import httpx
 import orjson
 
 from router.cost_model import StepModel
 from router.engines.engine import Engine
 from router.engines.errors import EngineBusy, EngineFailed, engine_errors
 from router.engines.fleet import Fleet, Placed
-from router.engines.sse import Event, EventSplitter
+from router.engines.sse import Event, EventSplitter, count_pieces, parse_event, split_events
+from router.engines.upstream import Reply
 from router.metrics import EdgeMetrics, RequestClock
 from router.openai.wishes import Wishes
+from router.silence import SilenceWatch
 
 __all__ = ["Call", "Exchange"]
 
@@ -102,13 +102,15 @@ class Exchange:
         self._call = call
         self._clock = RequestClock(metrics, call.arrived_s)
         self._metrics = metrics
-        self._response: httpx.Response | None = None
-        self._events: deque[Event] = deque()
-        self._raw: AsyncIterator[bytes] | None = None
+        self._reply: Reply | None = None
+        self._first = b""  # events that came while the first one was waited for
         self._splitter = EventSplitter()
         self._has_answer = False
+        self._is_done = False
         self._aborted: EngineFailed | None = None
+        self._broken: EngineFailed | None = None  # by an event, after what came before it
         self._scope: asyncio.Timeout | None = None
+        self._watch: SilenceWatch | None = None  # of a stream
         self._waits_for = placed.decode
         self._belief: asyncio.TimerHandle | None = None
         self._num_events = 0
@@ -138,6 +140,8 @@ class Exchange:
         self._aborted = EngineFailed(self._waits_for.name, reason)
         if self._scope is not None:
             self._scope.reschedule(asyncio.get_running_loop().time())
+        elif self._reply is not None:
+            self._reply.fail(self._aborted)
 
     async def open(self) -> None:
         """Send the request and wait for the whole plain answer, or the first event of a stream.
@@ -157,14 +161,20 @@ class Exchange:
             engine.breaker.succeeded()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of a stream, as they came. Raises `EngineFailed` when it breaks."""
+        """The events of a stream, as they came: all that one read brought at a time. Raises `EngineFailed`."""
         try:
+            timeout_s = self._fleet.config.request_timeout_s
+            reason = f"sent nothing within request_timeout_s={timeout_s:g}"
+            self._watch = SilenceWatch(timeout_s, lambda: self.abort(reason))
+            events = self._first
             while True:
-                event = self._seen(await self._next_event())
-                if event is not None:
-                    yield event.raw
-                    if event.is_done:
-                        return
+                if shown := self._seen(events):
+                    yield shown
+                if self._broken is not None:
+                    raise self._broken
+                if self._is_done:
+                    return
+                events = await self._next_events()
         except EngineFailed:
             self._report_failure(self.engine, is_absent=False)
             raise
@@ -173,11 +183,13 @@ class Exchange:
         """Its prompt waits no longer."""
         self._booking.prefill_done()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """End what still runs and take the load off again, on every way out."""
         self.release()
-        if self._response is not None:
-            await self._response.aclose()
+        if self._watch is not None:
+            self._watch.close()
+        if self._reply is not None:
+            self._reply.close(is_ending=self._is_done)
 
     def release(self) -> None:
         """Take the load off again; all there is to do where nothing was sent."""
@@ -214,12 +226,11 @@ class Exchange:
                 return  # the client's own error
             body = handed
         engine = self._waits_for = self.engine
-        response = await self._wait(self._send(engine, body))
-        if response.status_code == 200 and response.headers.get("content-type", "").startswith("text/event-stream"):
-            self._raw = response.aiter_bytes()
+        reply = await self._wait(self._send(engine, body))
+        if reply.status == 200 and reply.headers.get("content-type", "").startswith("text/event-stream"):
             await self._take_first_event(engine)
         else:
-            await self._take_plain(engine, response)
+            await self._take_plain(engine, reply)
 
     async def _prefill(self, body: dict[str, Any]) -> dict[str, Any] | None:
         """Have the prompt computed; the body for the decode engine, or None when the request itself is wrong."""
@@ -229,8 +240,7 @@ class Exchange:
             first["max_completion_tokens"] = 1
         for name in ("stream_options", "min_tokens"):
             first.pop(name, None)
-        response = await self._wait(self._send(engine, first))
-        await self._take_plain(engine, response)
+        await self._take_plain(engine, await self._wait(self._send(engine, first)))
         if self.status != 200:
             return None
         assert self.content is not None, "a plain answer has content"
@@ -251,43 +261,38 @@ class Exchange:
             '\'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\', or give it role both',
         )
 
-    async def _send(self, engine: Engine, body: dict[str, Any]) -> httpx.Response:
-        headers = {
-            "content-type": "application/json",
-            "accept-encoding": "identity",
-            "x-request-id": self._call.request_id,
-        }
-        if self._response is not None:
-            await self._response.aclose()
-        request = engine.client.build_request("POST", self._call.path, content=orjson.dumps(body), headers=headers)
+    async def _send(self, engine: Engine, body: dict[str, Any]) -> Reply:
+        if self._reply is not None:
+            self._reply.close()
+            self._reply = None
         with engine_errors(engine.name):
-            self._response = await engine.client.send(request, stream=True)
-        return self._response
+            self._reply = await engine.upstream.post(self._call.path, orjson.dumps(body), self._call.request_id)
+        return self._reply
 
-    async def _take_plain(self, engine: Engine, response: httpx.Response) -> None:
+    async def _take_plain(self, engine: Engine, reply: Reply) -> None:
         """A whole answer: the engine's, or its refusal."""
         with engine_errors(engine.name):
-            content = await self._wait(response.aread())
-        self._refuse(engine, response, content)
+            content = await self._wait(reply.read_all())
+        self._refuse(engine, reply, content)
         try:
             answer = orjson.loads(content)
         except orjson.JSONDecodeError as exc:
-            raise EngineFailed(engine.name, f"answered {response.status_code} with something that is no JSON") from exc
-        if not isinstance(answer, dict) or (response.status_code == 200 and not answer.get("choices")):
-            raise EngineFailed(engine.name, f"answered {response.status_code} without choices")
-        self.status, self.content = response.status_code, content
-        if response.status_code == 200 and engine is self.engine:
+            raise EngineFailed(engine.name, f"answered {reply.status} with something that is no JSON") from exc
+        if not isinstance(answer, dict) or (reply.status == 200 and not answer.get("choices")):
+            raise EngineFailed(engine.name, f"answered {reply.status} without choices")
+        self.status, self.content = reply.status, content
+        if reply.status == 200 and engine is self.engine:
             usage = answer.get("usage")
             if isinstance(usage, dict) and self._prefill_usage is not None:
                 self.content = orjson.dumps(answer | {"usage": self._true_usage(usage)})
             self._note_usage(usage if isinstance(usage, dict) else {})
             self._note_end()
 
-    def _refuse(self, engine: Engine, response: httpx.Response, content: bytes) -> None:
+    def _refuse(self, engine: Engine, reply: Reply, content: bytes) -> None:
         """Raise for what is the engine's fault or load; what is the client's passes."""
-        status = response.status_code
-        if status == 429 or (status == 503 and "retry-after" in response.headers):
-            wait_s = _retry_after_s(response.headers.get("retry-after", ""))
+        status = reply.status
+        if status == 429 or (status == 503 and "retry-after" in reply.headers):
+            wait_s = _retry_after_s(reply.headers.get("retry-after", ""))
             engine.hold_back(wait_s, self._fleet.clock())
             message = f"engine {engine.name} is busy: {_message(content)}"
             raise EngineBusy(message, retry_after_s=wait_s, engine=engine.name)
@@ -299,10 +304,10 @@ class Exchange:
             raise EngineFailed(engine.name, f"answered {status}, which is no answer")
 
     async def _take_first_event(self, engine: Engine) -> None:
-        event = await self._next_event()
-        error = event.error
+        while (first := _first_event(self._first)) is None:
+            self._first += await self._wait(self._next_events())
+        error = first.error
         if error is None:
-            self._events.appendleft(event)
             return
         code = error.get("code")
         if not isinstance(code, int) or not 400 <= code < 500:
@@ -311,31 +316,51 @@ class Exchange:
 
     # -- the stream ---------------------------------------------------------------------------------------------
 
-    async def _next_event(self) -> Event:
-        """The next event with data in it; comments that keep a connection alive go no further."""
-        while True:
-            while self._events:
-                event = self._events.popleft()
-                if event.body is not None or event.is_done:
-                    return event
-            assert self._raw is not None, "it is a stream"
-            try:
-                with engine_errors(self.engine.name):
-                    self._events.extend(self._splitter.push(await self._wait(anext(self._raw))))
-            except StopAsyncIteration:
-                raise EngineFailed(self.engine.name, "ended its stream in the middle") from None
-            except ValueError as exc:
-                raise EngineFailed(self.engine.name, f"sent {exc}") from exc
+    async def _next_events(self) -> bytes:
+        """What comes next of whole events, maybe none."""
+        assert self._reply is not None, "it is a stream"
+        if self._watch is not None:
+            self._watch.begin()
+        try:
+            with engine_errors(self.engine.name):
+                data = await self._reply.read()
+            if not data:
+                raise EngineFailed(self.engine.name, "ended its stream in the middle")
+            return self._splitter.push(data)
+        except ValueError as exc:
+            raise EngineFailed(self.engine.name, f"sent {exc}") from exc
+        finally:
+            if self._watch is not None:
+                self._watch.end()
 
-    def _seen(self, event: Event) -> Event | None:
-        """Learn from an event; what of it the client gets."""
-        if event.error is not None:
-            message = str(event.error.get("message", ""))[:MAX_ERROR_CHARS]
-            raise EngineFailed(self.engine.name, f"failed in the middle: {message}")
+    def _seen(self, events: bytes) -> bytes:
+        """Learn from events; what of them the client gets. Comments that keep a connection alive go no further."""
+        if num_pieces := count_pieces(events):
+            self._note_tokens(num_pieces)
+            return events
+        shown = []
+        for raw in split_events(events):
+            if count_pieces(raw):
+                self._note_tokens(1)
+                shown.append(raw)
+                continue
+            event = parse_event(raw)
+            if event.error is not None:
+                message = str(event.error.get("message", ""))[:MAX_ERROR_CHARS]
+                self._broken = EngineFailed(self.engine.name, f"failed in the middle: {message}")
+                break
+            if event.has_data and (seen := self._seen_event(event)) is not None:
+                shown.append(seen.raw)
+            if event.is_done:
+                break
+        return b"".join(shown)
+
+    def _seen_event(self, event: Event) -> Event | None:
         if event.is_done:
+            self._is_done = True
             self._note_end()
         if event.has_choices:
-            self._note_tokens()
+            self._note_tokens(1)
         usage = event.usage
         if usage is None or event.body is None:
             return event
@@ -347,15 +372,15 @@ class Exchange:
             return event if self._call.wants_usage else None
         return event
 
-    def _note_tokens(self) -> None:
+    def _note_tokens(self, count: int) -> None:
         now = self._fleet.clock()
         if self._num_events == 0:
             self._on_first_token(now)
-        else:
+        elif self.engine.pace.is_gap_due(now):
             self._learn_gap(now)
-        self._num_events += 1
+        self._num_events += count
         self._last_event_s = now
-        self._clock.record(1, None)
+        self._clock.record(count, None)
 
     def _on_first_token(self, now: float) -> None:
         if self._placed.is_pair:
@@ -411,7 +436,7 @@ class Exchange:
         """From the end of prefill to the decode engine's first token: moving the KV, and one of its steps."""
         placement = self._placed.placement
         worker = placement.best.decode
-        step_s = self._steps(self.engine).step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
+        step_s = self._steps(self.engine).costs.step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
         num_bytes = placement.num_prompt_tokens * self.engine.spec.kv_bytes_per_token
         kinds = self._placed.prefill.spec.cost_kind, self.engine.spec.cost_kind
         self._fleet.costs.transfer(*kinds).observe(num_bytes, max(now - self._sent_s - step_s, MIN_TRANSFER_S))
@@ -441,6 +466,11 @@ class Exchange:
         engine.num_failures += 1
         trial = self._trials.pop(engine, 0)
         engine.breaker.failed(self._fleet.clock(), trial=trial, is_absent=is_absent)
+
+
+def _first_event(events: bytes) -> Event | None:
+    """The first event that says something."""
+    return next((event for event in map(parse_event, split_events(events)) if event.has_data), None)
 
 
 def _nothing(*_: object) -> None:

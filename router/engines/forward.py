@@ -5,7 +5,6 @@ A request goes to another engine before its first byte only: after it the client
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Mapping
@@ -25,8 +24,9 @@ from router.engines.fleet import Fleet, Prompt
 from router.engines.prompts import PromptReader, TextReader, priority_of
 from router.engines.queues import Queues
 from router.metrics import EdgeMetrics
-from router.openai.answer import new_answer_id, until_disconnect
+from router.openai.answer import new_answer_id
 from router.openai.errors import ClientDisconnected, UnsupportedMediaType, serving_error_body
+from router.openai.presence import while_connected
 from router.openai.wishes import EXPLAIN_HEADER, wishes_of
 from router.placement import Placement
 from router.tokenizer import TokenizerPool
@@ -34,7 +34,11 @@ from router.tokenizer import TokenizerPool
 __all__ = ["Forwarder", "read_object"]
 
 LONG_BODY_BYTES = 16 * 1024  # what is shorter is tokenized in less time than a thread takes to wake up
-STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
 
 class Forwarder:
@@ -57,27 +61,29 @@ class Forwarder:
         call = await self._call(request, "", raw, body, time.perf_counter())
         return {"object": "list", "data": [self.queues.of(call.model).explain(call)]}
 
-    async def answer(self, request: Request, path: str) -> Response:
+    async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Raises a `ServingError` for what goes wrong before the first byte."""
         arrived_s = time.perf_counter()
+        request = Request(scope, receive)
         raw, body = await read_object(request)
         call = await self._call(request, path, raw, body, arrived_s)
+        exchange = None
         try:
-            exchange, decision = await until_disconnect(request.receive, self._open(call))
-        except ClientDisconnected:
+            async with while_connected(receive):
+                exchange, decision = await self._open(call)
+                headers = self._headers(call, exchange, decision)
+                if exchange.content is None:
+                    await self._relay(exchange, headers, send)
+                else:
+                    exchange.close()
+                    await _whole(exchange, headers)(scope, receive, send)
+        except (ClientDisconnected, OSError):
             self._metrics.client_disconnects.inc()
-            raise
-        headers = {
-            "x-request-id": call.request_id,
-            "x-tandem-engine": exchange.engine.name,
-            "x-tandem-expected-cached-tokens": str(exchange.num_expected_cached_tokens),
-        }
-        if call.explains:
-            headers[EXPLAIN_HEADER] = json.dumps(decision.to_json(self._fleet.clock()), separators=(",", ":"))
-        if exchange.content is None:
-            return _RelayedStream(exchange, self._metrics, headers | STREAM_HEADERS)
-        await exchange.close()
-        return Response(exchange.content, exchange.status, headers, exchange.content_type)
+            if exchange is None:
+                raise
+        finally:
+            if exchange is not None:
+                exchange.close()
 
     async def _call(self, request: Request, path: str, raw: bytes, body: dict[str, Any], arrived_s: float) -> Call:
         model = self._model_of(body)
@@ -126,11 +132,11 @@ class Forwarder:
             try:
                 await exchange.open()
             except (EngineFailed, EngineBusy) as exc:
-                await exchange.close()
+                exchange.close()
                 last: EngineFailed | EngineBusy = exc
                 tried.add(exc.engine)
             except BaseException:
-                await asyncio.shield(exchange.close())
+                exchange.close()
                 raise
             else:
                 return exchange, decision
@@ -147,41 +153,36 @@ class Forwarder:
     def _exchange(self, call: Call, placement: Placement, prompt: Prompt) -> Exchange:
         return Exchange(self._fleet, self._fleet.placed(placement, prompt), call, self._metrics)
 
+    def _headers(self, call: Call, exchange: Exchange, decision: Decision) -> dict[str, str]:
+        headers = {
+            "x-request-id": call.request_id,
+            "x-tandem-engine": exchange.engine.name,
+            "x-tandem-expected-cached-tokens": str(exchange.num_expected_cached_tokens),
+        }
+        if call.explains:
+            headers[EXPLAIN_HEADER] = json.dumps(decision.to_json(self._fleet.clock()), separators=(",", ":"))
+        return headers
 
-class _RelayedStream(Response):
-    """Response that sends an exchange's events as they come; owns the exchange and closes it."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, exchange: Exchange, metrics: EdgeMetrics, headers: dict[str, str]) -> None:
-        self._exchange = exchange
-        self._metrics = metrics
-        self.status_code = 200
-        self.background = None
-        self.init_headers(headers)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream, as an ASGI app."""
+    async def _relay(self, exchange: Exchange, headers: dict[str, str], send: Send) -> None:
+        """Send a stream's events as they come."""
+        raw_headers = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         self._metrics.running_requests.inc()
         try:
-            await until_disconnect(receive, self._send(send))
-        except (ClientDisconnected, OSError):
-            self._metrics.client_disconnects.inc()
-        finally:
-            self._metrics.running_requests.dec()
-            await self._exchange.close()
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            async with aclosing(self._exchange.events()) as events:
-                async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.start", "status": 200, "headers": raw_headers + _STREAM_HEADERS})
+            async with aclosing(exchange.events()) as shown:
+                async for events in shown:
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
         except ServingError as exc:
             self._metrics.stream_errors.inc()
             event = b"data: " + orjson.dumps(serving_error_body(exc)) + b"\n\n"
             await send({"type": "http.response.body", "body": event, "more_body": True})
+        finally:
+            self._metrics.running_requests.dec()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _whole(exchange: Exchange, headers: dict[str, str]) -> Response:
+    return Response(exchange.content, exchange.status, headers, exchange.content_type)
 
 
 async def read_object(request: Request) -> tuple[bytes, dict[str, Any]]:

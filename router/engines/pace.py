@@ -71,9 +71,13 @@ class EnginePace:
         self._open = _Span(started_s, now, num_new_tokens, attention, num_decode_seqs, num_kv_tokens)
         return None if span is None else self._mean_step(span)
 
+    def is_gap_due(self, now: float) -> bool:
+        """Whether a gap would be taken now: cheap to ask, as it is at every token."""
+        return now - self._last_gap_s >= GAP_INTERVAL_S
+
     def gap(self, *, duration_s: float, now: float, num_decode_seqs: int, num_kv_tokens: int) -> StepStats | None:
         """Two tokens of a stream came this far apart, and no prompt waited meanwhile."""
-        if now - self._last_gap_s < GAP_INTERVAL_S or duration_s < _MIN_GAP_S:
+        if not self.is_gap_due(now) or duration_s < _MIN_GAP_S:
             return None
         self._last_gap_s = now
         return StepStats(

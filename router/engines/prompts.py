@@ -7,6 +7,7 @@ four bytes of text count as one token: near enough for lengths, and equal beginn
 from __future__ import annotations
 
 import logging
+import struct
 from typing import Any, Protocol
 
 import orjson
@@ -78,7 +79,12 @@ class TokenReader:
         options = template_options(fields.chat_template_kwargs, fields.add_generation_prompt)
         if body.get("tools") and body.get("tool_choice") != "none":
             options["tools"] = body["tools"]
-        return self._tokenizer.encode_chat(messages, options, add_special_tokens=bool(fields.add_special_tokens))
+        return self._tokenizer.encode_chat(
+            messages,
+            options,
+            add_special_tokens=bool(fields.add_special_tokens),
+            cache_salt=fields.cache_salt or "",
+        )
 
 
 def max_tokens_of(body: dict[str, Any]) -> int | None:
@@ -104,10 +110,8 @@ def _token_ids(prompt: list[Any]) -> list[int]:
 
 
 def _text_tokens(text: bytes) -> list[int]:
-    return [
-        int.from_bytes(text[start : start + _BYTES_PER_TOKEN], "little")
-        for start in range(0, len(text), _BYTES_PER_TOKEN)
-    ]
+    padded = text + b"\0" * (-len(text) % _BYTES_PER_TOKEN)
+    return list(struct.unpack(f"<{len(padded) // _BYTES_PER_TOKEN}I", padded))
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from router.engines.prompts import max_tokens_of
 from router.fair_queue import Work
 from router.gate import NUM_OTHERS, Gate
 from router.placement import Placement, Placer
-from router.registry import Registry, Worker, can_decode
+from router.registry import Registry, Worker, WorkerTable, can_decode
 from router.siblings import Siblings
 from router.tenants import load_tenants
 
@@ -48,7 +48,7 @@ class ModelQueue:
         limit = max_tokens_of(call.body) or MAX_OUTPUTS
         return Offer(
             num_prompt_tokens=max(1, len(call.token_ids)),
-            digests=Prompt(call.token_ids, call.cache_salt),
+            digests=Prompt(call.token_ids, call.cache_salt, self._fleet.memo),
             expected_output_tokens=self.admission.lengths.expected(call.wishes.tenant, limit),
             tenant=call.wishes.tenant,
             priority=call.wishes.priority,
@@ -172,6 +172,12 @@ class _ModelWorkers(Registry):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    @property
+    def table(self) -> WorkerTable:
+        """Them as arrays, as they are now."""
+        workers = list(self)
+        return WorkerTable(workers) if len(workers) < len(self._registry) else self._registry.table
 
     @property
     def queued_prompt_tokens(self) -> int:

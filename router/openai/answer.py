@@ -5,15 +5,14 @@ Every way out (the end, an error, a client that leaves, a server that stops) clo
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -26,13 +25,13 @@ from router.openai.backend import Backend
 from router.openai.errors import ClientDisconnected, internal_error_body, serving_error_body
 from router.openai.formats import AnswerFormat, FinishedChoice, Usage
 from router.openai.generation import ChoiceDelta, ChoicePlan, run_choices
+from router.openai.presence import while_connected
 from router.openai.wishes import EXPLAIN_HEADER
 from router.tokenizer import Tokenizer
 
-__all__ = ["Answer", "EventStream", "answer_request", "new_answer_id", "until_disconnect"]
+__all__ = ["Answer", "EventStream", "answer_request", "new_answer_id"]
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # the latter: no buffering in nginx
 EXPLANATION_FIELD = "tandem_explain"
@@ -68,10 +67,12 @@ async def answer_request(
     headers = {"x-request-id": answer.answer_id}
     try:
         if answer.is_stream:
-            first = await until_disconnect(request.receive, _first(deltas))
+            async with while_connected(request.receive):
+                first = await anext(deltas)
             headers |= STREAM_HEADERS | _explanation(first.decision)
             return EventStream(answer, first, deltas, metrics, headers)
-        body, decision = await until_disconnect(request.receive, _collect(answer, deltas))
+        async with while_connected(request.receive):
+            body, decision = await _collect(answer, deltas)
         headers |= _explanation(decision)
     except BaseException as exc:
         if isinstance(exc, ClientDisconnected):
@@ -80,24 +81,6 @@ async def answer_request(
         raise
     metrics.duration_s.observe(time.perf_counter() - answer.arrived_s)
     return Response(orjson.dumps(body), headers=headers, media_type="application/json")
-
-
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Result of `work`, which is cancelled if the client leaves first; then raises `ClientDisconnected`.
-
-    The request's body must have been read.
-    """
-    task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_disconnect(receive))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnected
-    finally:
-        task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
 
 
 class EventStream(Response):
@@ -114,8 +97,8 @@ class EventStream(Response):
         headers: dict[str, str],
     ) -> None:
         self._answer = answer
+        self._first = first
         self._deltas = deltas
-        self._events = _stream(answer, first, deltas, metrics)
         self._metrics = metrics
         self.status_code = 200
         self.background = None
@@ -123,10 +106,10 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, as an ASGI app."""
-        # NOTE: closing the events alone would not do: a generator that never started runs no `finally`.
-        async with aclosing(self._deltas), aclosing(self._events):
+        async with aclosing(self._deltas):
             try:
-                await until_disconnect(receive, self._send(send))
+                async with while_connected(receive):
+                    await self._send(send)
             except (ClientDisconnected, OSError):
                 self._metrics.client_disconnects.inc()
             finally:
@@ -134,18 +117,34 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        try:
+            last = await self._send_deltas(send)
+        except ServingError as exc:
+            # One dead worker fails many: not a warning each.
+            logger.info("Stream %s failed: %s", self._answer.answer_id, exc)
+            last = self._error_event(serving_error_body(exc))
+        except OSError:
+            raise  # the client's connection
+        except Exception:
+            logger.exception("Stream %s failed", self._answer.answer_id)
+            last = self._error_event(internal_error_body())
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
+    async def _send_deltas(self, send: Send) -> bytes:
+        """Send what comes, each delta in one piece; the end, which is still to be sent."""
+        chunks = _Chunks(self._answer)
+        event = chunks.of(self._first)
+        while True:
+            if event:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            delta = await anext(self._deltas, None)
+            if delta is None:
+                return chunks.ending()
+            event = chunks.of(delta)
 
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _first(deltas: AsyncGenerator[ChoiceDelta, None]) -> ChoiceDelta:
-    return await anext(deltas)
+    def _error_event(self, body: dict[str, Any]) -> bytes:
+        self._metrics.stream_errors.inc()
+        return _event(body)
 
 
 def _explanation(decision: dict[str, Any] | None) -> dict[str, str]:
@@ -176,28 +175,6 @@ async def _collect(
     return body, decision
 
 
-async def _stream(
-    answer: Answer, first: ChoiceDelta, deltas: AsyncGenerator[ChoiceDelta, None], metrics: EdgeMetrics
-) -> AsyncGenerator[bytes, None]:
-    """Events of an answer whose first delta is known. An error from here on is an event, and the last one."""
-    chunks = _Chunks(answer)
-    try:
-        if event := chunks.of(first):
-            yield event
-        async for delta in deltas:
-            if event := chunks.of(delta):
-                yield event
-        yield chunks.ending()
-    except ServingError as exc:
-        logger.info("Stream %s failed: %s", answer.answer_id, exc)  # one dead worker fails many: not a warning each
-        metrics.stream_errors.inc()
-        yield _event(serving_error_body(exc))
-    except Exception:
-        logger.exception("Stream %s failed", answer.answer_id)
-        metrics.stream_errors.inc()
-        yield _event(internal_error_body())
-
-
 class _Chunks:
     """Makes the events of one stream."""
 
@@ -213,6 +190,8 @@ class _Chunks:
             "created": int(time.time()),
             "model": answer.model,
         }
+        self._opening = b"data: " + orjson.dumps(self._envelope)[:-1] + b',"choices":['  # of every chunk
+        self._closing = b'],"usage":null}\n\n' if answer.has_usage else b"]}\n\n"
 
     def of(self, delta: ChoiceDelta) -> bytes:
         """Events for one delta, in one piece: a choice's opening goes out with its first delta. Maybe empty."""
@@ -224,8 +203,8 @@ class _Chunks:
             self._opened.add(delta.index)
             opening = self._answer.format.opening(delta.index)
             if opening is not None:
-                events = self._chunk([opening])
-        return events if delta.is_empty else events + self._chunk([self._answer.format.piece(delta)])
+                events = self._chunk(opening)
+        return events if delta.is_empty else events + self._chunk(self._answer.format.piece(delta))
 
     def ending(self) -> bytes:
         """The last events of a complete answer."""
@@ -233,13 +212,14 @@ class _Chunks:
             return DONE_EVENT
         return _event({**self._envelope, "choices": [], "usage": self._usage.to_json()}) + DONE_EVENT
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
-        chunk = {**self._envelope, "choices": choices}
-        if self._answer.has_running_usage:
-            chunk["usage"] = self._usage.to_json()
-        elif self._answer.has_usage:
-            chunk["usage"] = None
-        if self._decision and self._num_finished == len(self._answer.choices):
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        is_explained = self._decision and self._num_finished == len(self._answer.choices)
+        if not is_explained and not self._answer.has_running_usage:
+            return self._opening + orjson.dumps(choice) + self._closing
+        chunk = {**self._envelope, "choices": [choice]}
+        if self._answer.has_usage:
+            chunk["usage"] = self._usage.to_json() if self._answer.has_running_usage else None
+        if is_explained:
             chunk[EXPLANATION_FIELD] = self._decision  # in the last chunk with choices; OpenAI's clients keep extras
         return _event(chunk)
 

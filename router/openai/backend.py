@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from protocol.messages import FinishReason, Prefetch, TokenLogprobs
 from protocol.sampling import SamplingParams
 from router.tenants import DEFAULT_TENANT
@@ -26,10 +28,10 @@ class GenerateRequest:
     priority: int = 0  # lower is more urgent
     ttft_slo_s: float | None = None  # None = the tenant's; inf = none
     explains: bool = False  # whether the first delta is to bring the decision
+    adapter: str = ""  # LoRA adapter: goes to workers that serve it, and shares blocks with its like only
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one request, in order.
 
     The stop token, where one ended the sequence, may be the last of `token_ids`: it is counted, not shown.
@@ -74,7 +76,7 @@ class Pins(Protocol):
     async def pin(self, request: PinRequest) -> PinState:
         """Keep a prefix. Raises a `ServingError`."""
 
-    def unpin(self, pin_id: str) -> None:
+    async def unpin(self, pin_id: str) -> None:
         """End a pin now. Raises `PinNotFound`."""
 
     async def prefetch(self, pin_id: str, prefetch: Prefetch) -> PinState:
@@ -116,7 +118,7 @@ class Backend(Protocol):
     async def explain(self, request: GenerateRequest) -> dict[str, Any]:
         """What would be decided for this request now, as JSON; nothing is sent or booked. Raises a `ServingError`."""
 
-    def decisions(self) -> list[dict[str, Any]]:
+    async def decisions(self) -> list[dict[str, Any]]:
         """The latest decisions, newest first, as JSON."""
 
     async def pools(self) -> dict[str, Any]:

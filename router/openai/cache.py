@@ -41,7 +41,7 @@ async def pin_prefix(edge: Edge, request: Request) -> dict[str, Any]:
 async def unpin_prefix(edge: Edge, request: Request) -> dict[str, Any]:
     """Body of `POST /v1/cache/unpin`. Raises `PinNotFound`."""
     _, fields = await read_body(request, UnpinFields)
-    edge.backend.cache.unpin(fields.id)
+    await edge.backend.cache.unpin(fields.id)
     return {"id": fields.id, "object": "cache.pin", "deleted": True}
 
 

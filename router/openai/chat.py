@@ -39,8 +39,9 @@ async def plan_chat(edge: Edge, request: Request, arrived_s: float) -> Answer:
     messages = template_messages(fields.messages)
     options = template_options(fields.chat_template_kwargs, fields.add_generation_prompt)
     add_special_tokens = bool(fields.add_special_tokens)
+    salt = fields.cache_salt or ""
     token_ids = await edge.pool.run(
-        lambda: edge.tokenizer.encode_chat(messages, options, add_special_tokens=add_special_tokens)
+        lambda: edge.tokenizer.encode_chat(messages, options, add_special_tokens=add_special_tokens, cache_salt=salt)
     )
     if not token_ids:
         raise RequestError("The messages make an empty prompt.", param="messages")

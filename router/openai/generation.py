@@ -155,7 +155,7 @@ class ChoiceText:
             result.entries.append(self._held_entries.popleft())
 
 
-async def run_choices(
+def run_choices(
     backend: Backend, plans: Sequence[ChoicePlan], tokenizer: Tokenizer, new_clock: Callable[[], RequestClock]
 ) -> AsyncGenerator[ChoiceDelta, None]:
     """Deltas of all choices as they come, each choice ending with a `finish_reason`.
@@ -164,11 +164,13 @@ async def run_choices(
     generator cancels every choice; the first error of any ends all.
     """
     if len(plans) == 1:
-        async with aclosing(_run_choice(backend, plans[0], tokenizer, new_clock())) as deltas:
-            async for delta in deltas:
-                yield delta
-        return
+        return _run_choice(backend, plans[0], tokenizer, new_clock())
+    return _run_many(backend, plans, tokenizer, new_clock)
 
+
+async def _run_many(
+    backend: Backend, plans: Sequence[ChoicePlan], tokenizer: Tokenizer, new_clock: Callable[[], RequestClock]
+) -> AsyncGenerator[ChoiceDelta, None]:
     queue: asyncio.Queue[ChoiceDelta | Exception] = asyncio.Queue(QUEUED_DELTAS)
     tasks: list[asyncio.Task[None]] = []
     started = asyncio.Event()

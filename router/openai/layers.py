@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -10,6 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol.config import RouterConfig
 from protocol.errors import ServingError
@@ -19,7 +22,23 @@ from router.openai.errors import ClientDisconnected, http_exception_response, se
 from router.openai.keys import KeyCheck
 from router.openai.middleware import BodyLimit, RequestObserver
 
-__all__ = ["add_layers", "json_response"]
+__all__ = ["add_layers", "add_raw_route", "json_response"]
+
+
+def add_raw_route(app: FastAPI, path: str, answer: ASGIApp) -> None:
+    """Have POSTs to this path answered without FastAPI's dependencies or a response object in between."""
+    app.router.routes.append(Route(path, _RawRoute(path, answer), methods=["POST"]))
+
+
+@dataclass(frozen=True, slots=True)
+class _RawRoute:
+    """Not a function, which Starlette would call with a request; its path is for the counters."""
+
+    path: str
+    answer: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.answer(scope, receive, send)
 
 
 def add_layers(app: FastAPI, config: RouterConfig, metrics: EdgeMetrics) -> None:

@@ -86,5 +86,5 @@ class RequestObserver:
             await internal_error_response()(scope, receive, noting_send)
         finally:
             # The route's template, not the path, so that clients cannot add label values.
-            endpoint = getattr(scope.get("route"), "path", "unmatched")
+            endpoint = getattr(scope.get("route") or scope.get("endpoint"), "path", "unmatched")
             self._metrics.requests.labels(endpoint, str(status or 499)).inc()

@@ -6,12 +6,14 @@ import asyncio
 import itertools
 import logging
 from contextlib import aclosing
+from types import TracebackType
+from typing import Protocol, Self
 
 from protocol.errors import ServingError
 from protocol.sampling import SamplingParams
 from router.openai.backend import Backend, GenerateRequest
 
-__all__ = ["Readiness"]
+__all__ = ["Readiness", "Ready"]
 
 logger = logging.getLogger(__name__)
 
@@ -21,14 +23,37 @@ MAX_RETRY_DELAY_S = 5.0
 NO_WORKERS = "No workers are ready yet."
 
 
+class Ready(Protocol):
+    """Whether requests should be sent here now."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why not; None when they should."""
+
+
 class Readiness:
-    """Probes the backend with one token until that succeeds, and again each time its workers were gone."""
+    """Probes the backend with one token until that succeeds, and again each time its workers were gone.
+
+    Does so for as long as it is entered as a context.
+    """
 
     def __init__(self, backend: Backend, token_id: int) -> None:
         self._backend = backend
         self._token_id = token_id
         self._is_proven = False
         self._reason = NO_WORKERS
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._task is not None, "it was entered"
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
 
     @property
     def reason(self) -> str | None:
@@ -37,8 +62,7 @@ class Readiness:
             return NO_WORKERS
         return None if self._is_proven else self._reason
 
-    async def run(self) -> None:
-        """Keep the answer current until cancelled."""
+    async def _run(self) -> None:
         delay_s = POLL_INTERVAL_S
         for attempt in itertools.count():
             if not self._backend.ready:

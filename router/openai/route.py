@@ -33,6 +33,6 @@ async def explain_route(edge: Edge, request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [await edge.backend.explain(one) for one in requests]}
 
 
-def list_decisions(edge: Edge) -> dict[str, Any]:
+async def list_decisions(edge: Edge) -> dict[str, Any]:
     """Body of `GET /v1/route/decisions`: the latest, newest first."""
-    return {"object": "list", "data": edge.backend.decisions()}
+    return {"object": "list", "data": await edge.backend.decisions()}

@@ -13,7 +13,9 @@ import ray
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
-from cluster.launch import _drain, _http, _probe, resolve
+from cluster.http_front import drain
+from cluster.http_server import http_server
+from cluster.launch import _probe, resolve
 from protocol.config import ClusterConfig, EngineConfig, RouterConfig
 from protocol.errors import ConfigError
 from router.app import create_app
@@ -70,7 +72,10 @@ def test_answers_that_do_not_end_in_time_end_with_an_error(
         base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         async with fake_cluster(prefill=first_token, decode=one_token) as cluster, asyncio.timeout(20):
             app = create_app(cluster.flow, tokenizer, RouterConfig(), CollectorRegistry())
-            async with _http(app, RouterConfig(), listener) as server, httpx.AsyncClient(base_url=base_url) as client:
+            async with (
+                http_server(app, RouterConfig(), listener) as server,
+                httpx.AsyncClient(base_url=base_url) as client,
+            ):
                 body = {"model": "toy", "prompt": "hello " * 20, "max_tokens": 9, "stream": is_stream}
                 request = client.build_request("POST", "/v1/completions", json=body)
                 asking = asyncio.create_task(client.send(request, stream=True))
@@ -80,7 +85,7 @@ def test_answers_that_do_not_end_in_time_end_with_an_error(
                 stop_now = asyncio.Event()
                 if is_hurried:
                     stop_now.set()
-                await _drain(server, stop_now, cluster.flow, timeout_s, told.append)
+                await drain(server, stop_now, cluster.flow, timeout_s, told.append)
                 answer = await asking
                 assert "the server is shutting down" in (await answer.aread()).decode()
                 assert answer.status_code == (200 if is_stream else 503)
@@ -105,7 +110,7 @@ def test_a_client_that_does_not_read_does_not_hold_up_the_end(caplog: pytest.Log
     async def scenario() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         async with asyncio.timeout(20):
-            async with _http(endless, RouterConfig(), listener) as server:
+            async with http_server(endless, RouterConfig(), listener) as server:
                 _, writer = await asyncio.open_connection(*listener.getsockname())
                 writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
                 await until(lambda: server.num_running == 1)

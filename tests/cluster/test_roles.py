@@ -109,7 +109,7 @@ def test_what_was_written_reaches_the_cost_model_of_the_router(tiny_model: Path)
             assert cluster.flow.num_handoffs == 4
             kind = worker.card.kind
             # In this process a write is a copy: far below the milliseconds that the router first expected.
-            assert cluster.costs.transfer(kind, kind).transfer_s(3 * BLOCK_BYTES) < 1e-3
+            assert cluster.costs.transfer(kind, kind).costs.transfer_s(3 * BLOCK_BYTES) < 1e-3
 
     asyncio.run(scenario())
 

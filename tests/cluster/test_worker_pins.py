@@ -283,7 +283,7 @@ def test_a_pinned_conversation_survives_with_its_answers(tiny_model: Path, oracl
             again = await cluster.serve(replace(cluster.request(second), conversation_id="chat"))
             assert again.token_ids == oracle.answer(second)
             assert again.num_cached_tokens == 3 * BLOCK_SIZE  # as the worker that computes the prompt sees it
-            pins.unpin(state.pin_id)
+            await pins.unpin(state.pin_id)
             for worker_id in ("p", "d"):
                 worker = cluster.worker(worker_id)
                 await eventually(lambda worker=worker: not worker._engine.pool.pinned_digests())

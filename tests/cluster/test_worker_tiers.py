@@ -32,7 +32,7 @@ async def flood(cluster: Cluster, rng: random.Random) -> None:
     await cluster.becomes_idle()
 
 
-def test_the_router_counts_host_memory_as_the_workers_own(tiny_model: Path, oracle: Oracle) -> None:
+def test_the_router_knows_what_is_in_host_memory(tiny_model: Path, oracle: Oracle) -> None:
     tiers = TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9)
 
     async def run() -> None:
@@ -42,12 +42,15 @@ def test_the_router_counts_host_memory_as_the_workers_own(tiny_model: Path, orac
         ) as cluster:
             first = await cluster.generate(tokens := prompt(rng, 12))
             await flood(cluster, rng)
-            await eventually(lambda: cluster.index.num_blocks("c") > NUM_BLOCKS)
+            await eventually(lambda: cluster.index.num_blocks("c/host") > NUM_BLOCKS)
+            assert cluster.index.num_blocks("c") <= NUM_BLOCKS
             again = await cluster.generate(tokens)
             assert again.token_ids == first.token_ids == oracle.answer(tokens)
             assert again.num_cached_tokens == 12 * BLOCK_SIZE
             snapshot = await cluster.call("c", cluster.worker("c")._cache.digests)
-            await eventually(lambda: cluster.index.num_blocks("c") == len(snapshot))
+            assert snapshot.keys() == {"pool", "host"}
+            await eventually(lambda: cluster.index.num_blocks("c") == len(snapshot["pool"]))
+            await eventually(lambda: cluster.index.num_blocks("c/host") == len(snapshot["host"]))
 
     asyncio.run(run())
 

@@ -32,7 +32,7 @@ def server(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def colocated(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with started(text_model, tmp_path_factory.mktemp("log"), "--colocated", *POOL) as server:
+    with started(text_model, tmp_path_factory.mktemp("log"), "--colocated", "--router-processes", "2", *POOL) as server:
         yield server.wait_ready()
 
 

@@ -20,6 +20,7 @@ def make_card(
     max_model_len: int = 32768,
     max_num_batched_tokens: int = 512,
     namespace: bytes = NAMESPACE,
+    adapters: list[str] | None = None,
     max_pinned_blocks: dict[str, int] | None = None,
 ) -> WorkerCard:
     return WorkerCard(
@@ -34,6 +35,7 @@ def make_card(
         max_num_batched_tokens=max_num_batched_tokens,
         namespace=namespace,
         pid=1,
+        adapters=adapters or [],
         max_pinned_blocks=max_pinned_blocks or {},
     )
 

@@ -36,7 +36,7 @@ class FakePins:
         self.live[pin_id] = request
         return self._state(pin_id)
 
-    def unpin(self, pin_id: str) -> None:
+    async def unpin(self, pin_id: str) -> None:
         if pin_id not in self.live:
             raise PinNotFound("There is no such pin.", param="id")
         del self.live[pin_id]
@@ -101,7 +101,7 @@ class FakeBackend:
         self.requests.append(request)
         return {"outcome": "admitted", "tenant": request.tenant}
 
-    def decisions(self) -> list[dict[str, Any]]:
+    async def decisions(self) -> list[dict[str, Any]]:
         return [{"request_id": request.request_id} for request in reversed(self.requests)]
 
     async def pools(self) -> dict[str, Any]:

@@ -209,7 +209,7 @@ async def test_tokens_go_out_as_they_come_one_write_each(tokenizer: Tokenizer) -
     client = RawClient(make_app(backend), CHAT, hello(stream=True))
     await asyncio.wait_for(client.task, 5)
     bodies = [message["body"] for message in client.sent if message["type"] == "http.response.body"]
-    assert len(bodies) == 4  # two deltas, [DONE], the end
+    assert len(bodies) == 3  # two deltas, and [DONE] with the end
     assert json.loads(bodies[0].split(b"\n\n")[1][6:])["choices"][0]["delta"] == {"content": "ab"}
 
 

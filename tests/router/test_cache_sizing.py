@@ -49,6 +49,7 @@ def tier(name: str, capacity_blocks: int) -> TierLoad:
         bytes_out=0,
         seconds_in=0.0,
         seconds_out=0.0,
+        latency_s=0.001,
         block_s=0.0,
     )
 

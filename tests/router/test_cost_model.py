@@ -52,14 +52,14 @@ def _with_duration(step: StepStats, duration_s: float) -> StepStats:
 
 def test_the_prior_predicts_before_anything_was_seen() -> None:
     model = CostModel().steps("cpu-1")
-    assert model.step_s(1, 128) == pytest.approx(20e-3 + 0.6e-3 + 128 * 1.5e-6)
+    assert model.costs.step_s(1, 128) == pytest.approx(20e-3 + 0.6e-3 + 128 * 1.5e-6)
     assert 1.0 < model.prefill_s(2048, 0, 512) < 2.5
     assert CostModel().steps("NVIDIA H200").prefill_s(2048, 0, 8192) < 0.2
 
 
 def test_learns_the_costs_of_a_worker_from_its_steps() -> None:
     model = learned()
-    assert model.step_s(16, 8000) == pytest.approx(35e-3 + 16 * 1.5e-3 + 8000 * 4e-6, rel=0.1)
+    assert model.costs.step_s(16, 8000) == pytest.approx(35e-3 + 16 * 1.5e-3 + 8000 * 4e-6, rel=0.1)
     expected_s = 4 * 35e-3 + 2048 * 0.3e-3 + 2048 * 1024 * 20e-9
     assert model.prefill_s(2048, 0, 512) == pytest.approx(expected_s, rel=0.15)
     assert model.relative_error < 0.15
@@ -74,10 +74,12 @@ def test_prefill_counts_each_chunk_and_the_context() -> None:
 
 def test_one_more_sequence_costs_its_own_steps_and_slows_the_others() -> None:
     model = StepModel(CPU_PRIOR)
-    alone_s = model.added_decode_s(0, 0, 100, 10)
-    assert alone_s == pytest.approx(10 * model.step_s(1, 100))
-    beside_s = model.added_decode_s(4, 400, 100, 10)
-    assert beside_s == pytest.approx(10 * (model.step_s(5, 500) + 4 * (model.step_s(5, 500) - model.step_s(4, 400))))
+    alone_s = model.costs.added_decode_s(0, 0, 100, 10)
+    assert alone_s == pytest.approx(10 * model.costs.step_s(1, 100))
+    beside_s = model.costs.added_decode_s(4, 400, 100, 10)
+    assert beside_s == pytest.approx(
+        10 * (model.costs.step_s(5, 500) + 4 * (model.costs.step_s(5, 500) - model.costs.step_s(4, 400)))
+    )
 
 
 def test_follows_a_machine_that_becomes_slower() -> None:
@@ -86,7 +88,7 @@ def test_follows_a_machine_that_becomes_slower() -> None:
     slower = StepCosts(*(2 * cost for cost in TRUTH))
     for _ in range(600):
         model.observe(random_step(rng, slower))
-    assert model.step_s(16, 8000) == pytest.approx(2 * (35e-3 + 16 * 1.5e-3 + 8000 * 4e-6), rel=0.1)
+    assert model.costs.step_s(16, 8000) == pytest.approx(2 * (35e-3 + 16 * 1.5e-3 + 8000 * 4e-6), rel=0.1)
 
 
 def test_keeps_what_it_knows_of_prefill_while_only_decoding() -> None:
@@ -101,9 +103,9 @@ def test_keeps_what_it_knows_of_prefill_while_only_decoding() -> None:
 
 def test_one_stall_hardly_matters() -> None:
     model = learned()
-    before_s = model.step_s(8, 4000)
+    before_s = model.costs.step_s(8, 4000)
     model.observe(_with_duration(make_step(TRUTH, seqs=8, kv=4000), 30.0))
-    assert model.step_s(8, 4000) == pytest.approx(before_s, rel=0.1)
+    assert model.costs.step_s(8, 4000) == pytest.approx(before_s, rel=0.1)
 
 
 @pytest.mark.parametrize("duration_s", [math.nan, math.inf, 0.0, -1.0])
@@ -152,24 +154,24 @@ def test_learns_latency_and_bandwidth_of_a_link() -> None:
     for _ in range(300):
         num_bytes = rng.randint(0, 50_000_000)
         link.observe(num_bytes, (10e-3 + num_bytes / 4e9) * rng.gauss(1, 0.05))
-    assert link.transfer_s(0) == pytest.approx(10e-3, rel=0.15)
-    assert link.transfer_s(40_000_000) == pytest.approx(20e-3, rel=0.1)
+    assert link.costs.transfer_s(0) == pytest.approx(10e-3, rel=0.15)
+    assert link.costs.transfer_s(40_000_000) == pytest.approx(20e-3, rel=0.1)
 
 
 def test_a_link_whose_bytes_cost_nothing_has_the_latency_that_was_measured() -> None:
     link = TransferModel()
     for num_bytes, measured_s in [(1.5e6, 2.2e-3), (6e6, 1.3e-3), (12e6, 1.9e-3), (9e6, 1.5e-3), (11e6, 1.6e-3)] * 10:
         link.observe(num_bytes, measured_s)
-    assert link.transfer_s(8e6) == pytest.approx(1.7e-3, rel=0.15)
+    assert link.costs.transfer_s(8e6) == pytest.approx(1.7e-3, rel=0.15)
     assert link.relative_error < 0.3
 
 
 def test_prefill_hides_all_of_a_transfer_but_its_tail() -> None:
     link = TransferModel()
-    assert link.exposed_bytes(100e6, 10e6, prefill_s=10.0) == 10e6
-    assert link.exposed_bytes(5e6, 10e6, prefill_s=10.0) == 5e6
-    assert link.exposed_bytes(100e6, 10e6, prefill_s=0.02) == pytest.approx(100e6 - 0.02 * 2e9)
-    assert link.exposed_s(0, 10e6, prefill_s=1.0) == link.latency_s
+    assert link.costs.exposed_bytes(100e6, 10e6, prefill_s=10.0) == 10e6
+    assert link.costs.exposed_bytes(5e6, 10e6, prefill_s=10.0) == 5e6
+    assert link.costs.exposed_bytes(100e6, 10e6, prefill_s=0.02) == pytest.approx(100e6 - 0.02 * 2e9)
+    assert link.costs.exposed_s(0, 10e6, prefill_s=1.0) == link.costs.latency_s
 
 
 def test_workers_of_one_kind_share_a_model_and_export_it() -> None:
@@ -188,7 +190,7 @@ def test_a_change_that_lasts_is_followed_soon(factor: float) -> None:
     changed = StepCosts(*(factor * cost for cost in TRUTH))
     for _ in range(60):
         model.observe(random_step(rng, changed))
-    assert model.step_s(8, 8000) == pytest.approx(
+    assert model.costs.step_s(8, 8000) == pytest.approx(
         factor * (TRUTH.base_s + 8 * TRUTH.decode_seq_s + 8e3 * 4e-6), rel=0.2
     )
 
@@ -197,13 +199,13 @@ def test_a_link_a_thousand_times_slower_than_thought_is_known_soon() -> None:
     model = TransferModel()
     for _ in range(20):
         model.observe(1e6, 5.0)
-    assert model.transfer_s(1e6) == pytest.approx(5.0, rel=0.1)
+    assert model.costs.transfer_s(1e6) == pytest.approx(5.0, rel=0.1)
 
 
 def test_outliers_to_both_sides_are_no_change() -> None:
     model, rng = learned(), random.Random(3)
-    before = model.step_s(8, 8000)
+    before = model.costs.step_s(8, 8000)
     for number in range(40):
         step = random_step(rng)
         model.observe(_with_duration(step, step.duration_s * (20 if number % 2 else 0.05)))
-    assert model.step_s(8, 8000) == pytest.approx(before, rel=0.3)
+    assert model.costs.step_s(8, 8000) == pytest.approx(before, rel=0.3)

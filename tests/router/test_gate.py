@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from tests.router.fake_worker import (
     FakeCluster,
     FakeWorker,
     fake_cluster,
+    first_token,
     make_request,
     remaining_tokens,
     silent,
@@ -164,7 +166,7 @@ def test_a_deadline_is_refused_at_once_or_when_it_is_sure_to_be_missed() -> None
                 await collect(cluster, replace(long_request(), ttft_slo_s=3.6))
             with pytest.raises(DeadlineUnmet, match="in the queue"):
                 await waiting
-            decisions = {one["request_id"]: one for one in cluster.flow.decisions()}
+            decisions = {one["request_id"]: one for one in await cluster.flow.decisions()}
             assert [decisions[name]["outcome"] for name in ("r0", "waiting", "running")] == [
                 "rejected",
                 "dropped",
@@ -181,7 +183,7 @@ def test_the_decision_comes_with_the_first_token_and_is_kept() -> None:
         async with fake_cluster(prefill=silent, decode=remaining_tokens, local_prefill=True) as cluster:
             deltas = await collect(cluster, replace(make_request(num_prompt_tokens=4), explains=True))
             decision, *rest = [delta.decision for delta in deltas]
-            assert rest == [None, None, None]
+            assert not any(rest)
             assert decision is not None
             assert (decision["outcome"], decision["tenant"], decision["queue"]["place"]) == ("dispatched", "default", 0)
             assert decision["actual_ttft_s"] > 0
@@ -192,7 +194,7 @@ def test_the_decision_comes_with_the_first_token_and_is_kept() -> None:
             assert decision["predicted_ttft_s"] == pytest.approx(
                 first["queue_s"] + first["prefill_s"] + first["fetch_s"]
             )
-            (kept,) = cluster.flow.decisions()
+            (kept,) = await cluster.flow.decisions()
             assert kept["actual_ttft_s"] == decision["actual_ttft_s"]
 
     asyncio.run(scenario())
@@ -213,8 +215,30 @@ def test_explaining_sends_and_books_nothing() -> None:
             admitted = await cluster.flow.explain(replace(request, ttft_slo_s=math.inf))
             assert (admitted["outcome"], admitted["ttft_slo_s"]) == ("admitted", None)
             assert (cluster.registry.num_bookings, len(cluster.flow.admission)) == (1, 1)
-            assert len(cluster.flow.decisions()) == 2
+            assert len(await cluster.flow.decisions()) == 2
             await end(cluster, running, waiting)
+
+    asyncio.run(scenario())
+
+
+def test_a_tenants_workers_and_a_requests_adapter_are_kept_to_and_explained(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text('[tenants.small]\nworkers = ["d"]\n[tenants.gone]\nworkers = ["x-*"]\n')
+
+    async def scenario() -> None:
+        config = RouterConfig(local_prefill=False, tenants=str(tenants))
+        async with fake_cluster(prefill=first_token, decode=remaining_tokens, config=config) as cluster:
+            request = make_request(num_prompt_tokens=64)
+            anyone = (await cluster.flow.explain(request))["placement"]
+            assert (anyone["candidates"][0]["prefill_worker"], anyone["skipped"]) == ("p", {})
+            small = (await cluster.flow.explain(replace(request, tenant="small")))["placement"]
+            assert small["candidates"][0]["prefill_worker"] == "d"
+            assert small["skipped"] == {"not for this tenant": 1}
+            with pytest.raises(NoWorker, match="of tenant 'gone': 2 not for this tenant"):
+                await collect(cluster, replace(request, tenant="gone"))
+            with pytest.raises(NoWorker, match="for adapter 'sql': 2 without the adapter"):
+                await collect(cluster, replace(request, adapter="sql"))
+            assert_idle(cluster)
 
     asyncio.run(scenario())
 

@@ -271,10 +271,10 @@ def test_a_pin_reaches_every_worker_and_the_likely_ones_bring_it_up() -> None:
             assert [pins_of(worker)[-1].prefetch for worker in workers] == ["pool", "none", "pool"]
             assert [pin.pin_id for pin in await cluster.flow.cache.pins("")] == [state.pin_id]
             assert await cluster.flow.cache.pins("another") == []
-            cluster.flow.cache.unpin(state.pin_id)
+            await cluster.flow.cache.unpin(state.pin_id)
             await until(lambda: all(worker.of_type(Unpin) for worker in workers))
             with pytest.raises(PinNotFound):
-                cluster.flow.cache.unpin(state.pin_id)
+                await cluster.flow.cache.unpin(state.pin_id)
             assert (await cluster.flow.pools())["pins"]["num_pins"] == 0
 
     asyncio.run(scenario())

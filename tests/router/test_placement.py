@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -8,18 +9,20 @@ from hypothesis import strategies as st
 
 from protocol.config import RouterConfig
 from protocol.errors import NoWorker
-from protocol.messages import BlockEvents, Role, WorkerState
+from protocol.messages import POOL_PLACE, BlockEvents, Role, StepStats, TierLoad, WorkerState
 from router.cost_model import CostModel
-from router.placement import Candidate, Placement, Placer, _preference, _Request
+from router.placement import Needs, Placement, Placer
 from router.prefix_index import PrefixIndex
-from router.registry import Registry, can_decode, can_prefill
+from router.registry import Booking, Registry
 from tests.router.builders import add_ready, make_card
+from tests.router.naive_placer import NaivePlacer, preference
 
 
 class Pool:
     """A registry with everything a placer needs."""
 
     def __init__(self, *, local_prefill: bool = True) -> None:
+        self.local_prefill = local_prefill
         self.registry = Registry()
         self.index = PrefixIndex()
         self.costs = CostModel()
@@ -29,9 +32,16 @@ class Pool:
         add_ready(self.registry, make_card(worker_id, role, num_blocks=num_blocks, max_model_len=max_model_len))
         self.index.add_worker(worker_id, epoch=1)
 
-    def cache(self, worker_id: str, digests: list[bytes]) -> None:
-        events = BlockEvents(worker_id=worker_id, epoch=1, sequence=1, stored=digests, removed=[])
+    def cache(self, worker_id: str, digests: list[bytes], place: str = POOL_PLACE) -> None:
+        events = BlockEvents(worker_id=worker_id, epoch=1, sequence=1, stored=digests, removed=[], place=place)
         assert not self.index.apply(events)
+
+    def add_tier(self, worker_id: str, tier: TierLoad, digests: list[bytes]) -> None:
+        worker = self.registry.get(worker_id)
+        assert worker is not None
+        self.registry.note_tiers(worker_id, [*worker.tiers, tier], None)
+        self.index.add_worker(f"{worker_id}/{tier.name}", epoch=1)
+        self.cache(worker_id, digests, tier.name)
 
     def book(self, prefill: str, decode: str, *, new: int = 100, kv: int = 200, done: bool = False) -> None:
         booking = self.registry.reserve(prefill, decode, num_new_tokens=new, num_context_tokens=0, num_kv_tokens=kv)
@@ -137,7 +147,7 @@ def test_only_missing_blocks_count_as_transfer() -> None:
     assert pair is not None
     assert pair.terms.transfer_s <= cold.best.terms.transfer_s
     link = pool.costs.transfer("cpu-1", "cpu-1")
-    assert pair.terms.transfer_s <= link.transfer_s(64 * 16 * 23_040)
+    assert pair.terms.transfer_s <= link.costs.transfer_s(64 * 16 * 23_040)
 
 
 def test_goes_to_the_worker_with_the_prefix_until_its_queue_outweighs_it() -> None:
@@ -230,23 +240,170 @@ def test_what_is_held_for_a_worker_counts_as_its_queue() -> None:
     assert (chosen(both), both.best.terms.queue_s) == (("a", "a"), 1.0)
 
 
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10**6), num_workers=st.integers(2, 14), num_prompt_tokens=st.integers(1, 3000))
-def test_finds_the_pair_that_looking_at_all_pairs_finds(seed: int, num_workers: int, num_prompt_tokens: int) -> None:
-    rng = random.Random(seed)
-    pool = Pool()
-    digests = chain(num_prompt_tokens // 16)
+def test_a_prompt_goes_where_loading_it_is_sooner_than_computing_it_elsewhere() -> None:
+    pool, digests = Pool(), chain(100)
+    for worker_id in ("a", "b"):
+        pool.add(worker_id, Role.COLOCATED)
+    pool.add_tier("b", TierLoad(name="host", block_s=1e-4), digests)
+    placement = pool.place(1600, digests=digests)
+    assert (chosen(placement), placement.best.tier, placement.best.num_cached_tokens) == (("b", "b"), "host", 1599)
+    assert placement.best.terms.fetch_s == pytest.approx(100 * 1e-4)
+    assert placement.best.explain()["kv_tier"] == "host"
+
+
+def test_a_tier_slower_than_computing_or_out_of_reach_attracts_nothing() -> None:
+    for block_s in (1.0, math.inf):
+        pool, digests = Pool(), chain(100)
+        for worker_id in ("a", "b"):
+            pool.add(worker_id, Role.COLOCATED)
+        pool.add_tier("b", TierLoad(name="object", block_s=block_s), digests)
+        pool.book("b", "b", new=1)  # hardly busier
+        placement = pool.place(1600, digests=digests)
+        assert (chosen(placement), placement.best.tier) == (("a", "a"), "")
+
+
+def test_the_faster_of_two_tiers_is_taken_unless_the_slower_one_has_much_more() -> None:
+    for num_blocks, expected in ((50, "disk"), (99, "host")):
+        pool, digests = Pool(), chain(100)
+        pool.add("a", Role.COLOCATED)
+        pool.add_tier("a", TierLoad(name="host", block_s=1e-5), digests[:num_blocks])
+        pool.add_tier("a", TierLoad(name="disk", block_s=2e-3), digests)
+        assert pool.place(1600, digests=digests).best.tier == expected
+
+
+def test_what_a_peer_has_in_host_memory_can_be_read_and_what_it_has_on_disk_cannot() -> None:
+    for name, expected in (("host", "b"), ("disk", None)):
+        pool, digests = Pool(), chain(100)
+        for worker_id in ("a", "b"):
+            pool.add(worker_id, Role.COLOCATED)
+        pool.add_tier("b", TierLoad(name=name, block_s=1e-4), digests)
+        pool.book("b", "b", new=4000)
+        best = pool.place(1600, digests=digests).best
+        assert (best.prefill.worker_id, best.holder and best.holder.worker.worker_id) == ("a", expected)
+
+
+def random_pool(rng: random.Random, num_workers: int, digests: list[bytes]) -> tuple[Pool, list[Booking]]:
+    """Workers of two kinds in all roles and states; caches, bookings, measured steps and links."""
+    pool = Pool(local_prefill=rng.random() < 0.7)
+    roles = rng.choice([[Role.PREFILL, Role.DECODE], [Role.COLOCATED], list(Role)])
+    kinds = rng.choice([["cpu-1"], ["cpu-1", "NVIDIA H200"]])
+    bookings = []
     for i in range(num_workers):
-        pool.add(f"w{i}", Role.PREFILL if i % 2 else Role.DECODE)
+        worker_id, role, kind = f"w{i}", rng.choice(roles), rng.choice(kinds)
+        num_blocks, chunk = rng.choice([64, 300, 4096]), rng.choice([512, 2048])
+        namespace = rng.choice([b"n" * 16, b"n" * 16, b"o" * 16])
+        card = make_card(
+            worker_id, role, kind=kind, num_blocks=num_blocks, max_num_batched_tokens=chunk, namespace=namespace
+        )
+        add_ready(pool.registry, card)
+        pool.index.add_worker(worker_id, epoch=1)
         if rng.random() < 0.6:
-            pool.cache(f"w{i}", digests[: rng.choice([0, 2, len(digests) // 2, len(digests)])])
-        for _ in range(rng.randint(0, 3)):
-            pool.book(f"w{i}", f"w{i}", new=rng.choice([10, 100, 1000]), done=rng.random() < 0.5)
-    hits = pool.index.longest_prefix(digests, 0.0)
-    request = _Request(num_prompt_tokens, 50, hits, pool.placer._holders(hits, digests), {}, pool.costs)
-    prefillers = [request.prefill_side(worker) for worker in pool.registry if can_prefill(worker)]
-    decoders = [request.decode_side(worker) for worker in pool.registry if can_decode(worker)]
-    every_pair: list[Candidate] = [request.pair(p, d) for p in prefillers for d in decoders]
-    best = request.best_pair(prefillers, decoders)
-    assert best is not None
-    assert _preference(best) == pytest.approx(min(map(_preference, every_pair)))
+            pool.cache(worker_id, digests[: rng.choice([0, 2, len(digests) // 2, len(digests)])])
+        for name in ("host", "disk"):
+            if rng.random() < 0.3:
+                block_s = rng.choice([1e-5, 1e-3, 2e-2, math.inf])
+                tier = TierLoad(name=name, latency_s=rng.choice([0.0, 0.1]), block_s=block_s)
+                pool.add_tier(worker_id, tier, digests[: rng.choice([2, len(digests) // 3, len(digests)])])
+        if rng.random() < 0.1:
+            pool.index.speculate({worker_id}, digests, 0.0)
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            num_new, num_kv = rng.choice([10, 100, 1000]), rng.choice([200, 3000])
+            other_id = f"w{rng.randrange(i + 1)}"
+            bookings.append(
+                pool.registry.reserve(
+                    worker_id, other_id, num_new_tokens=num_new, num_context_tokens=0, num_kv_tokens=num_kv
+                )
+            )
+        if rng.random() < 0.1:
+            pool.registry.set_state(worker_id, WorkerState.DRAINING, "test")
+    return pool, bookings
+
+
+def shake(rng: random.Random, pool: Pool, bookings: list[Booking]) -> None:
+    """Some of what happens between two decisions."""
+    for booking in rng.sample(bookings, len(bookings) // 3):
+        rng.choice([booking.prefill_done, booking.release])()
+    worker_ids = [worker.worker_id for worker in pool.registry]
+    for worker_id in rng.sample(worker_ids, len(worker_ids) // 3):
+        pool.registry.note_step(worker_id, StepStats(duration_s=0.1, num_prefill_tokens=rng.choice([0, 7, 512])))
+    change = rng.randrange(4) if worker_ids else 2
+    if change == 0:
+        pool.registry.set_role(worker_ids[0], rng.choice(list(Role)))
+    if change == 1:
+        pool.registry.set_state(worker_ids[-1], WorkerState.DEAD, "test")
+        for holder in (worker_ids[-1], f"{worker_ids[-1]}/host", f"{worker_ids[-1]}/disk"):
+            pool.index.remove_worker(holder)
+    if change == 2:
+        pool.costs.steps("cpu-1").observe(StepStats(duration_s=0.5, num_prefill_tokens=512, num_decode_seqs=1))
+        pool.costs.transfer("cpu-1", "cpu-1").observe(1e8, rng.choice([1e-3, 1.0]))
+
+
+def test_tenants_and_adapters_keep_to_their_workers_and_the_others_are_counted() -> None:
+    pool = Pool()
+    for worker_id, role, adapters in [
+        ("prefill-0", Role.PREFILL, ["sql"]),
+        ("prefill-1", Role.PREFILL, []),
+        ("decode-0", Role.DECODE, ["sql", "chat"]),
+        ("decode-1", Role.DECODE, ["chat"]),
+    ]:
+        add_ready(pool.registry, make_card(worker_id, role, adapters=adapters))
+        pool.index.add_worker(worker_id, epoch=1)
+    pool.book("decode-0", "decode-0", new=5000)
+
+    def place(*workers: str, adapter: str = "") -> Placement:
+        return pool.placer.place(2048, [], 100, 0.0, needs=Needs("acme", workers, adapter))
+
+    assert (chosen(place()), place().skipped) == (("prefill-0", "decode-1"), {})
+    limited = place("prefill-1", "decode-[0]")
+    assert (chosen(limited), limited.skipped) == (("prefill-1", "decode-0"), {"not for this tenant": 2})
+    adapted = place(adapter="sql")
+    assert (chosen(adapted), adapted.skipped) == (("prefill-0", "decode-0"), {"without the adapter": 2})
+    both = place("*-1", adapter="chat")
+    assert chosen(both) == ("decode-1", "decode-1")
+    assert both.skipped == {"not for this tenant": 2, "without the adapter": 1}
+    with pytest.raises(NoWorker, match="of tenant 'acme': 3 not for this tenant, 1 prefill only"):
+        place("prefill-0")
+    with pytest.raises(
+        NoWorker, match="of tenant 'acme' for adapter 'x': 2 not for this tenant, 2 without the adapter"
+    ):
+        place("*-0", adapter="x")
+
+
+def test_a_tenants_workers_are_those_that_are_there_now() -> None:
+    pool = make_pair()
+    needs = Needs("acme", ("d*",))
+    assert chosen(pool.placer.place(4, [], 100, 0.0, needs=needs)) == ("d", "d")
+    pool.add("d2", Role.DECODE)
+    pool.book("d", "d", new=5000)
+    assert chosen(pool.placer.place(4, [], 100, 0.0, needs=needs)) == ("d2", "d2")
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 10**6), num_workers=st.integers(2, 14), num_prompt_tokens=st.integers(1, 3000))
+def test_decides_as_one_does_who_looks_at_every_candidate(seed: int, num_workers: int, num_prompt_tokens: int) -> None:
+    rng = random.Random(seed)
+    digests = chain(num_prompt_tokens // 16)
+    pool, bookings = random_pool(rng, num_workers, digests)
+    naive = NaivePlacer(pool.registry, pool.index, pool.costs, local_prefill=pool.local_prefill)
+    for _ in range(3):
+        held_s = {f"w{i}": rng.random() for i in range(num_workers) if rng.random() < 0.2}
+        excluded = {f"w{i}" for i in range(num_workers) if rng.random() < 0.1}
+        asked = (num_prompt_tokens, digests, rng.choice([1, 100]), 0.0)
+        expected = naive.candidates(*asked, held_s=held_s, excluded=excluded)
+        try:
+            placement = pool.placer.place(*asked, held_s=held_s, excluded=excluded, num_others=3)
+        except NoWorker:
+            assert not expected
+        else:
+            first = expected[0]
+            assert preference(placement.best) == pytest.approx(preference(first), rel=1e-12)
+            same = [c for c in expected if preference(c) == preference(first)]
+            assert placement.best in same
+            if len(same) == 1:
+                assert placement.best == first
+            others = [c for c in expected if c.is_pair != placement.best.is_pair]
+            assert (placement.runner_up is None) == (not others)
+            if placement.runner_up is not None:
+                assert preference(placement.runner_up) == pytest.approx(preference(others[0]), rel=1e-12)
+            assert all(other in expected for other in placement.others)
+        shake(rng, pool, bookings)

@@ -50,8 +50,8 @@ def test_what_is_only_expected_is_not_held() -> None:
     index.apply(make_events(1, stored=prompt[:3]))
     index.speculate({"w0", "w1"}, prompt, 0.0)
     assert index.longest_prefix(prompt, now=0.0) == {"w0": 7, "w1": 7}
-    assert [index.count_held(worker_id, prompt) for worker_id in ("w0", "w1", "unknown")] == [3, 0, 0]
-    assert [index.count_held("w0", prompt[:num]) for num in range(5)] == [0, 1, 2, 3, 3]
+    assert [index.count_held(worker_id, prompt, 7) for worker_id in ("w0", "w1", "unknown")] == [3, 0, 0]
+    assert [index.count_held("w0", prompt, num) for num in range(5)] == [0, 1, 2, 3, 3]
 
 
 def test_a_gap_asks_for_a_snapshot_until_it_came() -> None:

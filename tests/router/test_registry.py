@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.messages import Role, StepStats, WorkerLoad, WorkerState
-from router.cost_model import CPU_PRIOR, StepModel
+from router.cost_model import CPU_PRIOR, CostModel, StepModel
 from router.registry import Booking, Registry, Worker, WorkerChange, can_decode, can_prefill, queue_s
 from tests.router.builders import add_ready, make_card
 
@@ -120,6 +120,24 @@ def test_a_booking_outlives_its_worker_harmlessly() -> None:
     booking.release()
     assert registry.num_bookings == 0
     assert registry.queued_prompt_tokens == 0
+
+
+def test_the_table_follows_bookings_and_knows_a_restarted_worker_from_its_former_self() -> None:
+    registry = make_registry("p", "d")
+    booking = reserve(registry, "p", "d", new=1000)
+    assert registry.table.uncomputed_tokens.tolist() == [1000, 0]
+    assert registry.table.num_booked_seqs.tolist() == [0, 1]
+    registry.note_step("p", StepStats(duration_s=0.1, num_prefill_tokens=512))
+    costs = CostModel()
+    assert registry.table.uncomputed_tokens.tolist() == [488, 0]
+    assert registry.table.pace(costs).queue_s.tolist() == [queue_s(worker, costs.steps("cpu-1")) for worker in registry]
+    registry.set_state("d", WorkerState.DEAD, "killed")
+    add_ready(registry, make_card("d", epoch=2))
+    reserve(registry, "d", "d", new=7)
+    assert registry.table.rows == {"p": 0, "d": 1}
+    booking.release()
+    assert registry.table.num_booked_seqs.tolist() == [0, 1], "the booking was on the former one"
+    assert registry.table.uncomputed_tokens.tolist() == [0, 7]
 
 
 @given(

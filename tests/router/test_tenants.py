@@ -23,6 +23,13 @@ def test_policies_come_from_the_file_and_the_rest_from_its_default(tmp_path: Pat
     assert [tenants.label(name) for name in ("search", "default", "anyone")] == ["search", "default", "other"]
 
 
+def test_a_tenant_may_be_kept_to_some_workers(tmp_path: Path) -> None:
+    text = '[default]\nworkers = ["*-0"]\n[tenants.a]\nweight = 2\n[tenants.b]\nworkers = ["prefill-1", "decode-*"]\n'
+    tenants = load_tenants(write(tmp_path, text))
+    workers = [tenants.policy(name).workers for name in ("anyone", "a", "b")]
+    assert workers == [("*-0",), ("*-0",), ("prefill-1", "decode-*")]
+
+
 def test_without_a_file_all_are_alike() -> None:
     assert load_tenants("") == Tenants()
 
@@ -36,6 +43,12 @@ def test_without_a_file_all_are_alike() -> None:
         ("[tenants.a]\nttft_slo_ms = 'soon'", "tenants.a.ttft_slo_ms = 'soon' must be milliseconds"),
         ("[tenants.a]\nmax_queue_share = 1.5", "tenants.a.max_queue_share = 1.5 must be above 0, at most 1"),
         ("[tenants.a]\nwieght = 1", "tenants.a.wieght is unknown; use weight, ttft_slo_ms, max_queue_share"),
+        (
+            "[tenants.a]\nworkers = 'decode-0'",
+            "tenants.a.workers = 'decode-0' must be a list of worker ids or patterns",
+        ),
+        ("[tenants.a]\nworkers = []", "tenants.a.workers = .. must be a list"),
+        ("[tenants.a]\nworkers = ['d', 3]", "tenants.a.workers = .'d', 3. must be a list"),
         ("[tenants.'a b']\nweight = 1", "tenants.'a b' must be 1 to 64 letters"),
         ("[tennants.a]\nweight = 1", r"tennants is unknown; use \[default\] and \[tenants.NAME\]"),
         ("tenants = 3", "tenants = 3 must be tables"),

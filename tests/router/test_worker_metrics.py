@@ -22,6 +22,7 @@ TIER = TierLoad(
     bytes_out=400,
     seconds_in=0.5,
     seconds_out=0.25,
+    latency_s=0.001,
     block_s=1e-3,
 )
 

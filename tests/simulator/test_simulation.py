@@ -169,3 +169,13 @@ def test_without_cache_a_prefill_pool_is_busy_for_its_load() -> None:
     outcome = simulate(requests, cluster, "round_robin")
     busy_s = [outcome.busy_s[f"p{idx}"] for idx in range(4)]
     assert sum(busy_s) / 4 / requests[-1].arrival_s == pytest.approx(0.6, rel=0.05)
+
+
+def test_prompts_that_are_read_from_peers_do_not_lock_the_pools_up() -> None:
+    """Room reserved before a prompt is queued was held by those still being read against those that passed them."""
+    machine = replace(MACHINES["h200-8b"], pool_tokens=14_000, link_bytes_per_s=5e9)
+    chats = make_chats(80, seed=4246, mean_gap_s=0.02)
+    requests = [chat for chat in chats if chat.num_prompt_tokens + chat.num_output_tokens < 13_824]
+    outcome = simulate(requests, make_cluster(num_prefill=4, num_decode=2, machine=machine), "tandem")
+    assert sum(job.num_loaded_tokens for job in outcome.jobs) > 0
+    assert all(job.end_s is not None for job in outcome.jobs)

@@ -14,7 +14,7 @@ from router.cost_model import CPU_PRIOR, StepModel
 from router.engines.load import EngineLoad, EngineSize, model_of, parse_load, parse_size
 from router.engines.pace import EnginePace
 from router.engines.prompts import TextReader, TokenReader, max_tokens_of
-from router.engines.sse import EventSplitter
+from router.engines.sse import EventSplitter, parse_event, split_events
 from router.tokenizer import Tokenizer
 
 VLLM = """# HELP vllm:num_requests_running Number of requests
@@ -70,7 +70,7 @@ def test_events_are_the_same_however_the_bytes_are_cut(texts: list[str], line_en
     cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=10)))
     splitter, events = EventSplitter(), []
     for start, end in zip([0, *cuts], [*cuts, len(wire)], strict=True):
-        events += splitter.push(wire[start:end])
+        events += map(parse_event, split_events(splitter.push(wire[start:end])))
     assert [event.body["t"] for event in events if event.body] == texts
     assert b"".join(event.raw for event in events) == wire
     assert events[-1].is_done
@@ -78,9 +78,9 @@ def test_events_are_the_same_however_the_bytes_are_cut(texts: list[str], line_en
 
 
 def test_parts_of_events() -> None:
-    (event,) = EventSplitter().push(b'data: {"error": "no", "choices": [], "usage": null}\n\n')
+    event = parse_event(b'data: {"error": "no", "choices": [], "usage": null}\n\n')
     assert (event.error, event.has_choices, event.usage) == ({"message": "no"}, False, None)
-    (odd,) = EventSplitter().push(b"event: x\ndata: [1]\n\n")
+    odd = parse_event(b"event: x\ndata: [1]\n\n")
     assert (odd.body, odd.is_done) == (None, False)
 
 

@@ -1,0 +1,408 @@
+"""What a router in front of workers costs: the same requests to workers that compute nothing, directly and through it.
+
+    python -m benchmarks.edge [--smg PATH] [--sglang-python PATH] [--vllm-router PATH] [--litellm PATH]
+
+The paths are programs in environments of their own: `smg`, a Python with sglang-router, `vllm-router`, `litellm`.
+Client, workers and router share the cores of one machine, so besides rates the CPU seconds of the router's processes
+are measured: requests and chunks per CPU second are what one core of its own would do. Every answer is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import httptools
+import orjson
+import psutil
+
+from benchmarks.common import arguments, console, free_port, launched, ms, print_table, ratio, write_result
+from benchmarks.mock_engine import MODEL, expected_text
+from loadtest.client import run_measured
+
+__all__ = ["Measured", "Shape", "main", "measure"]
+
+_CONCURRENCY = 64
+_WARM_UP_S, _MEASURED_S = 1.5, 4.0
+_NUM_PROMPTS = 256
+_MAX_REMEMBERED = 10_000  # different answers
+_NUM_WORKERS = 2
+_NO_KEY = {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"}
+_PATH = "/v1/chat/completions"
+# Differ between two equal answers.
+_VARIABLE = re.compile(rb'"(id|system_fingerprint)":\s*"[^"]*"|"created":\s*\d+')
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A kind of request."""
+
+    name: str
+    num_tokens: int  # mean
+    is_stream: bool = True
+    step_ms: int = 0  # 0 = as fast as the connections take it
+    is_mixed: bool = False  # lengths from half of that to one and a half: streams do not begin and end together
+
+    def length(self, i: int) -> int:
+        """Tokens of the i-th answer."""
+        return self.num_tokens // 2 + i * 7 % (self.num_tokens + 1) if self.is_mixed else self.num_tokens
+
+
+SHAPES = (
+    Shape("paced", 64, step_ms=20, is_mixed=True),
+    Shape("flood", 256),
+    Shape("short", 8),
+    Shape("plain", 8, is_stream=False),
+)
+
+
+@dataclass(slots=True)
+class Measured:
+    """What clients saw of one shape at one target, and what it cost."""
+
+    seconds: float = 0.0
+    cpu_s: float = 0.0  # of the router's processes
+    client_cpu_s: float = 0.0
+    num_chunks: int = 0
+    num_answers: int = 0
+    num_wrong: int = 0
+    first_wrong: str = ""
+    first_s: list[float] = field(default_factory=list)  # from a request to the first bytes of its answer's body
+    gap_s: list[float] = field(default_factory=list)  # longest time between two reads, of each stream
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures of the table, and what they come from."""
+        first, gap = sorted(self.first_s), sorted(self.gap_s)
+        return {
+            "p50_s": _at(first, 0.5),
+            "p99_s": _at(first, 0.99),
+            "gap_p50_s": _at(gap, 0.5),
+            "requests_per_s": ratio(self.num_answers, self.seconds),
+            "chunks_per_s": ratio(self.num_chunks, self.seconds),
+            "requests_per_cpu_s": ratio(self.num_answers, self.cpu_s),
+            "chunks_per_cpu_s": ratio(self.num_chunks, self.cpu_s),
+            "cpu_share": ratio(self.cpu_s, self.seconds),
+            "client_cpu_share": ratio(self.client_cpu_s, self.seconds),
+            "num_answers": self.num_answers,
+            "num_wrong": self.num_wrong,
+            "first_wrong": self.first_wrong,
+        }
+
+
+class _Checker:
+    """Whether an answer is the expected one. What reads like one that was found right is not parsed again."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._right: set[tuple[int, bytes]] = set()
+
+    def is_right(self, num_tokens: int, status: int, body: bytes) -> bool:
+        shown = num_tokens, _VARIABLE.sub(b"", body)
+        if status == 200 and shown in self._right:
+            return True
+        try:
+            is_right = status == 200 and self._text_of(body) == expected_text(num_tokens)
+        except (ValueError, KeyError, IndexError, TypeError):
+            return False
+        if is_right and len(self._right) < _MAX_REMEMBERED:
+            self._right.add(shown)
+        return is_right
+
+    def _text_of(self, body: bytes) -> str:
+        if not self._shape.is_stream:
+            return str(orjson.loads(body)["choices"][0]["message"]["content"])
+        events = [event for event in body.replace(b"\r\n", b"\n").split(b"\n\n") if event.startswith(b"data:")]
+        if events.pop() != b"data: [DONE]":
+            raise ValueError("no end")
+        choices = [choice for event in events for choice in orjson.loads(event[5:])["choices"]]
+        if choices[-1]["finish_reason"] != "length":
+            raise ValueError("no reason")
+        return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+class _Client(asyncio.Protocol):
+    """One connection that sends request after request, the next when an answer is complete."""
+
+    def __init__(self, requests: Iterator[tuple[bytes, int]], checker: _Checker) -> None:
+        self.measured: Measured | None = None  # set while it counts
+        self.is_ending = False
+        self.done = asyncio.get_running_loop().create_future()
+        self._requests = requests
+        self._checker = checker
+        self._body = bytearray()
+        self._sent_s = self._first_s = self._last_s = self._longest_s = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by their class
+        self._send()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_exception(ConnectionError(f"connection lost: {exc}"))
+
+    def data_received(self, data: bytes) -> None:
+        self._now = time.perf_counter()
+        self._parser.feed_data(data)
+
+    def on_body(self, body: bytes) -> None:
+        now = self._now
+        if not self._body:
+            self._first_s = now - self._sent_s
+        elif now - self._last_s > self._longest_s:
+            self._longest_s = now - self._last_s
+        self._last_s = now
+        self._body += body
+        if self.measured is not None:
+            self.measured.num_chunks += body.count(b"\n\n")
+
+    def on_message_complete(self) -> None:
+        status, body = self._parser.get_status_code(), bytes(self._body)
+        is_right = self._checker.is_right(self._num_tokens, status, body)
+        if (measured := self.measured) is not None:
+            measured.num_answers += is_right
+            if is_right:
+                measured.first_s.append(self._first_s)
+                measured.gap_s.append(self._longest_s)
+        if not is_right:
+            wrong = self.measured or Measured()
+            wrong.num_wrong += 1
+            wrong.first_wrong = wrong.first_wrong or f"{status} {body[-300:]!r}"
+        if self.is_ending:
+            if not self.done.done():
+                self.done.set_result(None)
+            self._transport.close()
+        else:
+            asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self) -> None:
+        if self._transport.is_closing():
+            return
+        self._body.clear()
+        self._parser = httptools.HttpResponseParser(self)
+        self._longest_s = 0.0
+        self._sent_s = time.perf_counter()
+        request, self._num_tokens = next(self._requests)
+        self._transport.write(request)
+
+
+def _requests(url: str, shape: Shape) -> Iterator[tuple[bytes, int]]:
+    """Requests without end: chats with a system prompt in common, each with a question of its own."""
+    host = url.removeprefix("http://")
+    system = "You are a careful assistant who answers in few words and never makes anything up. " * 6
+    rendered = []
+    for i in range(_NUM_PROMPTS):
+        messages = [
+            {"role": "system", "content": system},
+            {"role": "user", "content": f"Question {i}: " + f"what is {i} plus {i + 1}? " * 12},
+        ]
+        body = {"model": MODEL, "messages": messages, "max_tokens": shape.length(i), "seed": shape.step_ms}
+        body |= {"temperature": 0, "stream": shape.is_stream}
+        payload = json.dumps(body).encode()
+        head = f"POST {_PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        head += f"Authorization: Bearer sk-edge\r\nContent-Length: {len(payload)}\r\n\r\n"
+        rendered.append((head.encode() + payload, shape.length(i)))
+    while True:
+        yield from rendered
+
+
+async def measure(url: str, shape: Shape, cpu_s: Callable[[], float], seconds: float) -> Measured:
+    """Closed loop at concurrency 64. Raises `OSError` when a connection breaks."""
+    loop = asyncio.get_running_loop()
+    requests, checker = _requests(url, shape), _Checker(shape)
+    host, port = url.removeprefix("http://").split(":")
+    clients = []
+    for _ in range(_CONCURRENCY):
+        _, client = await loop.create_connection(lambda: _Client(requests, checker), host, int(port))
+        clients.append(client)
+    await asyncio.sleep(min(_WARM_UP_S, seconds))
+    measured, own = Measured(), psutil.Process()
+    started_s, cpu_before, own_before = time.perf_counter(), cpu_s(), sum(own.cpu_times()[:2])
+    for client in clients:
+        client.measured = measured
+    await asyncio.sleep(seconds)
+    measured.seconds = time.perf_counter() - started_s
+    measured.cpu_s, measured.client_cpu_s = cpu_s() - cpu_before, sum(own.cpu_times()[:2]) - own_before
+    for client in clients:
+        client.measured, client.is_ending = None, True
+    async with asyncio.timeout(30.0):
+        await asyncio.gather(*(client.done for client in clients))
+    return measured
+
+
+def _cpu_of(pid: int) -> Callable[[], float]:
+    """CPU seconds of a process and all it started, so far."""
+    process = psutil.Process(pid)
+
+    def read() -> float:
+        processes = [process, *process.children(recursive=True)]
+        return sum(sum(one.cpu_times()[:2]) for one in processes)
+
+    return read
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Something that answers."""
+
+    name: str
+    url: str
+    cpu_s: Callable[[], float]
+
+
+@contextlib.contextmanager
+def _launched(name: str, command: list[str], port: int, ready: str, **env: str) -> Iterator[Target]:
+    url = f"http://127.0.0.1:{port}"
+    with launched(command, ready=url + ready, env=env) as running:
+        yield Target(name, url, _cpu_of(running.process.pid))
+
+
+@contextlib.contextmanager
+def _route(workers: list[str]) -> Iterator[Target]:
+    tables = "".join(f'[[engines]]\nname = "w{i}"\nurl = "{url}"\nkind = "vllm"\n' for i, url in enumerate(workers))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "engines.toml")
+        path.write_text(tables)
+        port = free_port()
+        command = [sys.executable, "-m", "cli", "route", f"--engines={path}", f"--port={port}"]
+        with _launched("tandem route", command, port, "/ready") as target:
+            yield target
+
+
+@contextlib.contextmanager
+def _native(settings: argparse.Namespace) -> Iterator[Target]:
+    endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(_NUM_WORKERS)]
+    port = free_port()
+    script = [sys.executable, "-m", "benchmarks.native_edge"]
+    with _running([*script, "worker", *endpoints]):
+        command = [*script, "edge", str(port), settings.model, *endpoints]
+        with _launched("tandem serve's edge", command, port, "/ready") as target:
+            yield target
+
+
+@contextlib.contextmanager
+def _smg(program: list[str], name: str, workers: list[str]) -> Iterator[Target]:
+    port = free_port()
+    command = [*program, "--host=127.0.0.1", f"--port={port}", "--worker-urls", *workers, "--policy=cache_aware"]
+    command += [f"--prometheus-port={free_port()}"]
+    with _launched(name, command, port, "/readiness") as target:
+        yield target
+
+
+@contextlib.contextmanager
+def _litellm(program: str, workers: list[str]) -> Iterator[Target]:
+    port = free_port()
+    models = [
+        {
+            "model_name": MODEL,
+            "litellm_params": {"model": f"openai/{MODEL}", "api_base": f"{url}/v1", "api_key": "none"},
+        }
+        for url in workers
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.yaml")
+        path.write_text(json.dumps({"model_list": models}))  # JSON is YAML
+        command = [program, f"--config={path}", f"--port={port}", "--host=127.0.0.1", "--num_workers=1"]
+        with _launched("litellm", command, port, "/health/liveliness", **_NO_KEY) as target:
+            yield target
+
+
+def _targets(settings: argparse.Namespace, workers: list[str]) -> Iterator[contextlib.AbstractContextManager[Target]]:
+    yield contextlib.nullcontext(Target("direct", workers[0], lambda: 0.0))
+    if "route" in settings.parts:
+        yield _route(workers)
+    if "native" in settings.parts:
+        yield _native(settings)
+    if settings.smg:
+        yield _smg([settings.smg, "launch"], "smg", workers)
+    if settings.sglang_python:
+        yield _smg([settings.sglang_python, "-m", "sglang_router.launch_router"], "sglang-router", workers)
+    if settings.vllm_router:
+        yield _smg([settings.vllm_router], "vllm-router", workers)
+    if settings.litellm:
+        yield _litellm(settings.litellm, workers)
+
+
+@contextlib.contextmanager
+def _running(command: list[str]) -> Iterator[None]:
+    """A process that nobody has to wait for."""
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _measure_target(target: Target, seconds: float) -> dict[str, Any]:
+    found = {}
+    for shape in SHAPES:
+        measured = run_measured(measure(target.url, shape, target.cpu_s, seconds))
+        found[shape.name] = measured.to_json()
+        if measured.num_wrong:
+            console.print(f"[red]{target.name}, {shape.name}: {measured.num_wrong} wrong:[/] {measured.first_wrong}")
+    return found
+
+
+def _show(results: dict[str, dict[str, Any]]) -> None:
+    direct = results.get("direct", {})
+    for shape in SHAPES:
+        rows = []
+        for name, found in results.items():
+            one = found[shape.name]
+            base = direct.get(shape.name, {"p50_s": math.nan, "p99_s": math.nan})
+            added = [ms(one[key] - base[key]) if name != "direct" else ms(one[key]) for key in ("p50_s", "p99_s")]
+            rates = [one[key] for key in ("requests_per_s", "chunks_per_s", "requests_per_cpu_s", "chunks_per_cpu_s")]
+            share = [one["cpu_share"], one["client_cpu_share"]]
+            rows.append([name, *added, ms(one["gap_p50_s"]), *rates, *share, one["num_wrong"]])
+        headings = ["", "+p50 ms", "+p99 ms", "gap p50", "req/s", "chunks/s", "req/CPU-s", "chunks/CPU-s", "cores"]
+        print_table(
+            f"{shape.name}: {shape.num_tokens} tokens" + (f", {shape.step_ms} ms a step" if shape.step_ms else ""),
+            [*headings, "client's", "wrong"],
+            rows,
+            "ms to the first bytes, added to those of the first row; gap: longest pause of a stream",
+        )
+
+
+def _at(values: list[float], quantile: float) -> float:
+    return values[min(len(values) - 1, int(quantile * len(values)))] if values else math.nan
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--smg", metavar="PATH", help="the program smg")
+    parser.add_argument("--sglang-python", metavar="PATH", help="a Python that has sglang-router")
+    parser.add_argument("--vllm-router", metavar="PATH", help="the program vllm-router")
+    parser.add_argument("--litellm", metavar="PATH", help="the program litellm")
+    parser.add_argument("--parts", default="route,native", help="of Tandem (default: %(default)s)")
+    settings = parser.parse_args()
+    seconds = 0.3 if settings.quick else _MEASURED_S
+    ports = [free_port() for _ in range(_NUM_WORKERS)]
+    workers = [f"http://127.0.0.1:{port}" for port in ports]
+    results: dict[str, dict[str, Any]] = {}
+    command = [sys.executable, "-m", "benchmarks.mock_engine", *map(str, ports)]
+    with launched(command, ready=f"{workers[0]}/health"):
+        for starting in _targets(settings, workers):
+            try:
+                with starting as target:
+                    results[target.name] = _measure_target(target, seconds)
+                    console.print(f"[dim]measured {target.name}[/]")
+            except (RuntimeError, OSError) as exc:
+                console.print(f"[red]left out:[/] {exc}")
+    _show(results)
+    write_result("edge", settings, results)
+
+
+if __name__ == "__main__":
+    main()

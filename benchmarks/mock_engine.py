@@ -1,0 +1,213 @@
+"""OpenAI-compatible servers that cost next to nothing: what routers are measured in front of.
+
+    python -m benchmarks.mock_engine PORT [PORT ...]
+
+One process serves all ports. Every stream gets one event per step, as an engine's batch does, each in a write of its
+own. The `seed` of a request is the length of its steps in milliseconds, since routers pass that field on; with 0 the
+next event follows as soon as the connection takes it. Answers are always the same, so that clients can check them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import cast
+
+import orjson
+import uvloop
+
+__all__ = ["MODEL", "WORDS", "expected_text", "main"]
+
+MODEL = "mock"
+WORDS = (" the", " of", " and", " to", " in", " is", " that", " for", " was", " on")  # of the answer, over and over
+
+_MAX_TOKENS = re.compile(rb'"max_(?:completion_)?tokens":\s*(\d+)')
+_SEED = re.compile(rb'"seed":\s*(\d+)')
+_LENGTH = re.compile(rb"content-length:\s*(\d+)", re.IGNORECASE)
+_STREAM = re.compile(rb'"stream":\s*true')
+_USAGE = re.compile(rb'"include_usage":\s*true')
+_STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+_PROMPT_TOKENS = 256
+_MAX_UNSENT_BYTES = 16 * 1024  # of one connection
+
+
+def expected_text(num_tokens: int) -> str:
+    """Text of an answer of so many tokens."""
+    return "".join(WORDS[i % len(WORDS)] for i in range(num_tokens))
+
+
+def _envelope(kind: str, **fields: object) -> dict[str, object]:
+    return {"id": "chatcmpl-0123456789abcdef0123456789abcdef", "object": kind, "created": 1, "model": MODEL, **fields}
+
+
+def _usage(num_tokens: int) -> dict[str, object]:
+    counts = {"prompt_tokens": _PROMPT_TOKENS, "completion_tokens": num_tokens}
+    return counts | {"total_tokens": _PROMPT_TOKENS + num_tokens, "prompt_tokens_details": {"cached_tokens": 128}}
+
+
+def _framed(event: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(event), event)
+
+
+def _chunk(choices: list[dict[str, object]], **fields: object) -> bytes:
+    return _framed(b"data: " + orjson.dumps(_envelope("chat.completion.chunk", choices=choices, **fields)) + b"\n\n")
+
+
+def _piece(delta: dict[str, str], finish_reason: str | None) -> dict[str, object]:
+    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+_PIECES = [_chunk([_piece({"content": word}, None)]) for word in WORDS]
+_ENDS = [_chunk([_piece({"content": word}, "length")]) for word in WORDS]
+_DONE = _framed(b"data: [DONE]\n\n")
+
+
+def _answer(body: bytes, content_type: bytes = b"application/json") -> bytes:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n" % (content_type, len(body))
+    return head + body
+
+
+def _plain(num_tokens: int) -> bytes:
+    message = {"role": "assistant", "content": expected_text(num_tokens)}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}
+    return _answer(orjson.dumps(_envelope("chat.completion", choices=[choice], usage=_usage(num_tokens))))
+
+
+_GET = {
+    b"/health": _answer(b"{}"),
+    b"/v1/models": _answer(
+        orjson.dumps({"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 8192}]})
+    ),
+    # What routers of the SGLang family ask for.
+    b"/get_model_info": _answer(orjson.dumps({"model_path": MODEL, "is_generation": True})),
+    b"/model_info": _answer(orjson.dumps({"model_path": MODEL, "is_generation": True})),
+    b"/get_server_info": _answer(orjson.dumps({"model_path": MODEL, "served_model_name": MODEL, "dp_size": 1})),
+    b"/server_info": _answer(orjson.dumps({"model_path": MODEL, "served_model_name": MODEL, "dp_size": 1})),
+}
+_NOT_FOUND = b"HTTP/1.1 404 Not Found\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
+
+
+class _Steps:
+    """Gives every stream of one pace its next event, all in one go."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._streams: list[_Connection] = []
+        self._is_ticking = False
+
+    def add(self, stream: _Connection) -> None:
+        self._streams.append(stream)
+        if not self._is_ticking:
+            self._is_ticking = True
+            asyncio.get_running_loop().call_later(self._step_s, self._tick)
+
+    def _tick(self) -> None:
+        self._streams = [stream for stream in self._streams if stream.write_next()]
+        loop = asyncio.get_running_loop()
+        if not self._streams:
+            self._is_ticking = False
+        elif all(stream.is_full for stream in self._streams):
+            loop.call_later(max(self._step_s, 0.0005), self._tick)  # nobody reads: no use in spinning
+        elif self._step_s:
+            loop.call_later(self._step_s, self._tick)
+        else:
+            loop.call_soon(self._tick)
+
+
+class _Connection(asyncio.Protocol):
+    """One connection; answers its requests one after another."""
+
+    def __init__(self, steps: dict[float, _Steps], plain: dict[int, bytes]) -> None:
+        self._steps = steps
+        self._plain = plain
+        self._received = b""
+        self._unsent: deque[bytes] = deque()
+        self.is_full = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by their class
+        self._transport.set_write_buffer_limits(high=_MAX_UNSENT_BYTES)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unsent.clear()
+
+    def pause_writing(self) -> None:
+        self.is_full = True
+
+    def resume_writing(self) -> None:
+        self.is_full = False
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        while (end := self._received.find(b"\r\n\r\n")) >= 0:
+            head = self._received[:end]
+            length = _LENGTH.search(head)
+            end += 4 + (int(length[1]) if length else 0)
+            if len(self._received) < end:
+                return
+            body, self._received = self._received[len(head) + 4 : end], self._received[end:]
+            self._answer(head, body)
+
+    def write_next(self) -> bool:
+        """Write the stream's next event; False when none is left for a later step."""
+        if self.is_full:
+            return True
+        if not self._unsent or self._transport.is_closing():
+            return False
+        self._transport.write(self._unsent.popleft())
+        if len(self._unsent) > 2:
+            return True
+        while self._unsent:  # usage with [DONE], and the end, belong to the last step
+            self._transport.write(self._unsent.popleft())
+        return False
+
+    def _answer(self, head: bytes, body: bytes) -> None:
+        method, path, _ = head.split(b" ", 2)
+        if method == b"GET":
+            self._transport.write(_GET.get(path.partition(b"?")[0], _NOT_FOUND))
+            return
+        num_tokens = _number(_MAX_TOKENS, body, 16)
+        if not _STREAM.search(body):
+            if num_tokens not in self._plain:
+                self._plain[num_tokens] = _plain(num_tokens)
+            self._transport.write(self._plain[num_tokens])
+            return
+        self._unsent.extend(_PIECES[i % len(WORDS)] for i in range(num_tokens - 1))
+        self._unsent.append(_ENDS[(num_tokens - 1) % len(WORDS)])
+        usage = _chunk([], usage=_usage(num_tokens)) if _USAGE.search(body) else b""
+        self._unsent.extend((usage + _DONE, b"0\r\n\r\n"))
+        self._transport.write(_STREAM_HEAD + self._unsent.popleft())
+        step_s = _number(_SEED, body, 0) / 1e3
+        if step_s not in self._steps:
+            self._steps[step_s] = _Steps(step_s)
+        self._steps[step_s].add(self)
+
+
+def _number(pattern: re.Pattern[bytes], body: bytes, default: int) -> int:
+    match = pattern.search(body)
+    return int(match[1]) if match else default
+
+
+async def _serve(ports: Sequence[int]) -> None:
+    steps: dict[float, _Steps] = {}
+    plain: dict[int, bytes] = {}
+    loop = asyncio.get_running_loop()
+    servers = [await loop.create_server(lambda: _Connection(steps, plain), "127.0.0.1", port) for port in ports]
+    await asyncio.gather(*(server.serve_forever() for server in servers))
+
+
+def main() -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve([int(port) for port in sys.argv[1:]]))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(0)

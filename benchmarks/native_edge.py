@@ -1,0 +1,230 @@
+"""Tandem's own HTTP edge in front of workers that compute nothing: what the edge itself costs.
+
+    python -m benchmarks.native_edge worker ENDPOINT [ENDPOINT ...]
+    python -m benchmarks.native_edge edge PORT MODEL ENDPOINT [ENDPOINT ...]
+
+The workers speak the real protocol over ZeroMQ, all of them in one process, and send one message per step with the new
+token of every sequence. The edge is the app of `tandem serve` with everything behind it but the workers: chat template,
+tokenizer, placement, admission, request flow, detokenizer. `seed` is the length of a step, as in `mock_engine`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections import deque
+
+import uvicorn
+import uvloop
+import zmq
+from prometheus_client import CollectorRegistry
+
+from benchmarks.mock_engine import MODEL, expected_text
+from cluster.model_store import resolve_model
+from protocol.config import RouterConfig
+from protocol.messages import (
+    BlockSnapshot,
+    Cancel,
+    FinishReason,
+    Generate,
+    Heartbeat,
+    Hello,
+    Message,
+    PeerAddress,
+    Role,
+    SequenceDelta,
+    SnapshotRequest,
+    StepOutput,
+    StepStats,
+    Welcome,
+    WorkerCard,
+    WorkerLoad,
+    decode_message,
+    encode_message,
+)
+from router.app import create_app
+from router.cache_sizing import CacheSizing
+from router.cost_model import CostModel
+from router.flow import RequestFlow
+from router.placement import Placer
+from router.prefix_index import PrefixIndex
+from router.registry import Registry
+from router.tokenizer import Tokenizer
+from router.worker_client import WorkerClient
+
+__all__ = ["address_of", "main", "make_flow"]
+
+_BEAT_S = 0.5
+_FIRST_WORDS = 4096  # longest answer
+
+
+def address_of(endpoint: str) -> PeerAddress:
+    """The worker at this endpoint; its heartbeats come from the next port."""
+    host, port = endpoint.rsplit(":", 1)
+    return PeerAddress(
+        worker_id=f"mock-{port}", epoch=1, endpoint=endpoint, heartbeat_endpoint=f"{host}:{int(port) + 1}"
+    )
+
+
+def make_flow(registry: CollectorRegistry, config: RouterConfig) -> tuple[RequestFlow, WorkerClient]:
+    """Everything behind the edge, without workers yet."""
+    workers, index, costs = Registry(), PrefixIndex(), CostModel()
+    client = WorkerClient(workers, index, costs, config)
+    flow = RequestFlow(
+        model=MODEL,
+        registry=workers,
+        index=index,
+        costs=costs,
+        placer=Placer(workers, index, costs, config),
+        sizing=CacheSizing(workers),
+        workers=client,
+        config=config,
+    )
+    return flow, client
+
+
+class _Worker:
+    """Answers every request with the ids that its `answer` makes, a token per step."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, answer: list[int]) -> None:
+        self.address = address_of(endpoint)
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.bind(endpoint)
+        self._beats = context.socket(zmq.PUB)
+        self._beats.bind(self.address.heartbeat_endpoint)
+        self._answer = answer
+        self._peer = b""
+        self._running: dict[float, dict[str, tuple[int, int]]] = {}  # by length of step: offset, and tokens left
+        self._due: dict[float, float] = {}
+        self._news: deque[SequenceDelta] = deque()
+
+    def receive(self, now: float) -> None:
+        """Take all that has come."""
+        while True:
+            try:
+                self._peer, data = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._take(decode_message(data), now)
+        self._flush()
+
+    def step(self, now: float) -> float:
+        """Do the steps that are due; when the next one is."""
+        for step_s, running in self._running.items():
+            if running and now >= self._due[step_s]:
+                self._due[step_s] = now + step_s
+                for request_id, (offset, num_left) in list(running.items()):
+                    self._emit(running, request_id, offset, num_left)
+        self._flush()
+        return min((self._due[step_s] for step_s, running in self._running.items() if running), default=now + 1.0)
+
+    def beat(self) -> None:
+        """A sign of life."""
+        beat = Heartbeat(
+            worker_id=self.address.worker_id, epoch=1, step_age_s=0.0, load=WorkerLoad(num_free_blocks=1 << 16)
+        )
+        self._beats.send(encode_message(beat))
+
+    def _take(self, message: Message, now: float) -> None:
+        match message:
+            case Hello():
+                self._send(Welcome(card=self._card(), refusal=""))
+            case SnapshotRequest():
+                self._send(BlockSnapshot(worker_id=self.address.worker_id, epoch=1, sequence=0, digests=[]))
+            case Cancel():
+                for running in self._running.values():
+                    running.pop(message.request_id, None)
+            case Generate():
+                step_s = (message.sampling.seed or 0) / 1e3
+                running = self._running.setdefault(step_s, {})
+                if not running:
+                    self._due[step_s] = now + step_s
+                self._emit(running, message.request_id, 0, min(message.sampling.max_tokens, len(self._answer)))
+
+    def _emit(self, running: dict[str, tuple[int, int]], request_id: str, offset: int, num_left: int) -> None:
+        finish = FinishReason.LENGTH if num_left == 1 else None
+        cached = 0 if offset == 0 else None
+        self._news.append(SequenceDelta(request_id, offset, [self._answer[offset]], finish, num_cached_tokens=cached))
+        if finish is None:
+            running[request_id] = (offset + 1, num_left - 1)
+        else:
+            running.pop(request_id, None)
+
+    def _flush(self) -> None:
+        if self._news:
+            deltas = list(self._news)
+            self._news.clear()
+            stats = StepStats(duration_s=0.01, num_decode_seqs=len(deltas), num_decode_kv_tokens=len(deltas) * 256)
+            load = WorkerLoad(num_running=len(deltas), num_free_blocks=1 << 16)
+            self._send(StepOutput(worker_id=self.address.worker_id, epoch=1, deltas=deltas, stats=stats, load=load))
+
+    def _send(self, message: Message) -> None:
+        self.socket.send_multipart([self._peer, encode_message(message)])
+
+    def _card(self) -> WorkerCard:
+        return WorkerCard(
+            address=self.address,
+            role=Role.COLOCATED,
+            kind="mock",
+            model=MODEL,
+            max_model_len=1 << 17,
+            block_size=16,
+            num_blocks=1 << 16,
+            block_bytes=16 * 23_040,
+            max_num_batched_tokens=2048,
+            namespace=b"mock",
+            pid=0,
+        )
+
+
+def _run_workers(endpoints: list[str]) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    tokenizer = Tokenizer(resolve_model())
+    answer = tokenizer.encode(expected_text(_FIRST_WORDS), add_special_tokens=False)
+    workers = [_Worker(context, endpoint, answer) for endpoint in endpoints]
+    poller = zmq.Poller()
+    for worker in workers:
+        poller.register(worker.socket, zmq.POLLIN)
+    next_beat_s = due_s = 0.0
+    while True:
+        now = time.monotonic()
+        ready = dict(poller.poll(round(max(0.0, min(due_s, next_beat_s) - now) * 1e3)))
+        now = time.monotonic()
+        for worker in workers:
+            if worker.socket in ready:
+                worker.receive(now)
+        due_s = min(worker.step(now) for worker in workers)
+        if now >= next_beat_s:
+            next_beat_s = now + _BEAT_S
+            for worker in workers:
+                worker.beat()
+
+
+async def _run_edge(port: int, model: str, endpoints: list[str]) -> None:
+    metrics, config = CollectorRegistry(), RouterConfig()
+    flow, client = make_flow(metrics, config)
+    app = create_app(flow, Tokenizer(resolve_model(model)), config, metrics)
+    await client.start()
+    for endpoint in endpoints:
+        await client.add_worker(address_of(endpoint))
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", access_log=False))
+    try:
+        await server.serve()
+    finally:
+        await client.close()
+
+
+def main() -> None:
+    if sys.argv[1] == "worker":
+        _run_workers(sys.argv[2:])
+        return
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run_edge(int(sys.argv[2]), sys.argv[3], sys.argv[4:]))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(0)

@@ -1,0 +1,110 @@
+"""One edge process: answers HTTP and asks the hub. Started by `cluster/edge_processes.py`, as `python -m` of this file.
+
+It obeys its parent as `cluster/processes.py` says, and ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass
+
+import msgspec
+import uvloop
+
+from cluster.processes import ParentPipe
+from protocol.config import RouterConfig
+from protocol.errors import ServingError
+
+__all__ = ["EdgeSettings", "main"]
+
+METRICS_FOLDER_ENV = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeSettings:
+    """What one edge process needs to know."""
+
+    edge_id: str
+    hub_endpoint: str
+    model: str  # folder of the tokenizer
+    port: int
+    router: RouterConfig
+    metrics_folder: str  # where the counters of all processes are
+    started_at_s: int  # Unix time
+
+
+def main() -> None:
+    """Serve until drained, terminated, or left alone."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    pipe = ParentPipe()
+    if not pipe.setup:
+        return  # the parent ended before it said anything
+    settings = msgspec.json.decode(pipe.setup, type=EdgeSettings)
+    os.environ[METRICS_FOLDER_ENV] = settings.metrics_folder  # before prometheus_client is imported
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss torch
+    sys.modules["torch"] = None  # type: ignore[assignment]  # text needs none; transformers would import it: 200 MB
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(settings, pipe))
+    except (OSError, ServingError, ValueError) as exc:
+        pipe.say(f"error: {exc}")
+        sys.exit(1)
+
+
+async def _serve(settings: EdgeSettings, pipe: ParentPipe) -> None:
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    from cluster.http_server import http_server
+    from cluster.listening import listening
+    from router.app import create_app
+    from router.edges.remote import RemoteBackend
+    from router.tokenizer import Tokenizer
+
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop_now.set)
+    obeying = asyncio.create_task(pipe.obey(lambda word: (stop_now if word == "now" else stop).set()))
+    tokenizer = Tokenizer(settings.model)
+    totals = CollectorRegistry()
+    MultiProcessCollector(totals, path=settings.metrics_folder)
+    backend = RemoteBackend(settings.hub_endpoint, settings.edge_id, timeout_s=settings.router.worker_timeout_s)
+
+    async def scrape() -> bytes:
+        return bytes(generate_latest(totals)) + await backend.scrape()
+
+    with listening(settings.router.host, settings.port, is_shared=True) as listener:
+        await backend.start()
+        app = create_app(
+            backend,
+            tokenizer,
+            settings.router,
+            CollectorRegistry(),
+            readiness=backend,
+            scrape=scrape,
+            started_at_s=settings.started_at_s,
+        )
+        async with http_server(app, settings.router, listener) as server:
+            await server.started_serving()
+            pipe.say("ready")
+            await _first_of(server.serving, stop, stop_now)
+            server.drain()
+            await _first_of(server.serving, stop_now)
+        await backend.close()
+    obeying.cancel()
+    await asyncio.gather(obeying, return_exceptions=True)
+
+
+async def _first_of(task: asyncio.Task[None], *events: asyncio.Event) -> None:
+    """Return when the task has ended or an event is set."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait({task, *waiting}, return_when=asyncio.FIRST_COMPLETED)
+    for one in waiting:
+        one.cancel()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""The edge processes of a server: started, watched, replaced and stopped by the process that decides.
+
+They share the port: the kernel spreads connections over them. The parent's own socket is bound and never listens; it
+keeps the port while a process is replaced, and keeps others from sharing it by chance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from cluster.edge_process import EdgeSettings
+from cluster.processes import ProcessGroup
+from protocol.config import RouterConfig
+from router.edges.hub import EdgeHub
+from router.openai.backend import Backend
+from router.openai.readiness import Ready
+
+__all__ = ["EdgeProcesses", "edge_processes"]
+
+logger = logging.getLogger(__name__)
+
+WATCH_INTERVAL_S = 0.25
+CLOSING_S = 5.0  # beyond drain_timeout_s, for what a process does after its last answer
+
+
+@contextlib.asynccontextmanager
+async def edge_processes(
+    backend: Backend,
+    readiness: Ready,
+    scrape: Callable[[], bytes],
+    *,
+    model: str,
+    config: RouterConfig,
+    listener: socket.socket,
+) -> AsyncIterator[EdgeProcesses]:
+    """`config.router_processes` of them for as long as the block runs; each serves once it has joined."""
+    # A folder with a short name: there is a socket in it, whose path must not be long.
+    with tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as folder:
+        endpoint = f"ipc://{folder}/hub"
+        hub = EdgeHub(backend, readiness, scrape, endpoint)
+        # Set after the parent's bind, which was refused had anyone been there.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        settings = EdgeSettings(
+            edge_id="",
+            hub_endpoint=endpoint,
+            model=model,
+            port=listener.getsockname()[1],
+            router=config,
+            metrics_folder=folder,
+            started_at_s=int(time.time()),
+        )
+        hub.start()
+        processes = EdgeProcesses(hub, settings)
+        try:
+            yield processes
+        finally:
+            await processes.close()
+            await hub.close()
+
+
+class EdgeProcesses:
+    """`router_processes` edge processes, from its making on. One that ends or hangs is replaced until they drain."""
+
+    def __init__(self, hub: EdgeHub, settings: EdgeSettings) -> None:
+        self.is_serving = False  # whether all of them have begun to
+        self._hub = hub
+        self._settings = settings
+        self._edge_ids: dict[int, str] = {}  # by number, of the process that runs
+        self._num_started = 0
+        self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
+        self.group = ProcessGroup(
+            "cluster.edge_process",
+            self._setup,
+            settings.router.router_processes,
+            stop_timeout_s=settings.router.drain_timeout_s + CLOSING_S,
+            on_ended=self._ended,
+        )
+        self.serving = asyncio.create_task(self.group.run(self._stop, self._stop_now, self._ready))
+        self._watching = asyncio.create_task(self._watch())
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that are being generated for clients."""
+        return self._hub.num_running
+
+    def drain(self) -> None:
+        """Accept nothing more, let answers end, and end."""
+        self._stop.set()
+
+    async def close(self) -> None:
+        """End them now."""
+        self._stop.set()
+        self._stop_now.set()
+        self._watching.cancel()
+        await asyncio.gather(self.serving, self._watching, return_exceptions=True)
+
+    def _ready(self) -> None:
+        self.is_serving = True
+
+    def _setup(self, number: int) -> bytes:
+        self._num_started += 1
+        edge_id = self._edge_ids[number] = f"edge-{number}-{self._num_started}"
+        return msgspec.json.encode(replace(self._settings, edge_id=edge_id))
+
+    def _ended(self, number: int, pid: int) -> None:
+        """What it asked for is cancelled. What it counted stays in the sums, what it had running goes."""
+        self._hub.drop(self._edge_ids.pop(number))
+        for path in Path(self._settings.metrics_folder).glob(f"gauge_live*_{pid}.db"):
+            path.unlink(missing_ok=True)
+
+    async def _watch(self) -> None:
+        """Kill those that are silent; they are replaced then."""
+        timeout_s = self._settings.router.worker_timeout_s
+        while True:
+            await asyncio.sleep(WATCH_INTERVAL_S)
+            for number, edge_id in list(self._edge_ids.items()):
+                silence_s = self._hub.silence_s(edge_id)
+                if silence_s is not None and silence_s > timeout_s:
+                    logger.warning("router process %d has been silent for %.1f s", number, silence_s)
+                    self.group.kill(number)

@@ -1,0 +1,103 @@
+"""What answers HTTP for `tandem serve`: one server in this process, or several processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from cluster.edge_processes import edge_processes
+from cluster.http_server import http_server
+from protocol.config import ClusterConfig
+from router.admission_metrics import AdmissionCollector
+from router.app import create_app
+from router.cache_sizing import CacheSizing
+from router.flow import RequestFlow
+from router.openai.readiness import Readiness, Ready
+from router.pin_metrics import PinCollector
+from router.registry import Registry
+from router.tokenizer import Tokenizer
+from router.worker_metrics import CacheSizingCollector, WorkerCollector
+
+__all__ = ["Front", "drain", "ended_or", "metrics_of", "serve_http"]
+
+_LAST_WORDS_S = 2.0  # for clients to read how their answer ended
+
+
+class Front(Protocol):
+    """What answers HTTP, in this process or in others."""
+
+    @property
+    def serving(self) -> asyncio.Future[Any]:
+        """Done when it has ended."""
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it has begun to."""
+
+    @property
+    def num_running(self) -> int:
+        """Answers under way."""
+
+    def drain(self) -> None:
+        """Accept nothing more, let answers end, and end."""
+
+
+@contextlib.asynccontextmanager
+async def serve_http(
+    flow: RequestFlow, tokenizer: Tokenizer, metrics: CollectorRegistry, config: ClusterConfig, listener: socket.socket
+) -> AsyncIterator[tuple[Front, Ready]]:
+    """HTTP for as long as the block runs: here, or in processes of its own where several are asked for."""
+    if config.router.router_processes == 1:
+        app = create_app(flow, tokenizer, config.router, metrics)
+        async with http_server(app, config.router, listener) as server:
+            yield server, app.state.readiness
+        return
+    async with (
+        Readiness(flow, tokenizer.start_id or 0) as readiness,
+        edge_processes(
+            flow,
+            readiness,
+            lambda: generate_latest(metrics),
+            model=config.engine.model,
+            config=config.router,
+            listener=listener,
+        ) as processes,
+    ):
+        yield processes, readiness
+
+
+def metrics_of(flow: RequestFlow, registry: Registry, sizing: CacheSizing) -> CollectorRegistry:
+    """What is known here, as metrics; those of HTTP come beside them."""
+    metrics = CollectorRegistry()
+    metrics.register(WorkerCollector(registry))
+    metrics.register(CacheSizingCollector(sizing))
+    metrics.register(PinCollector(flow.cache, registry))
+    metrics.register(AdmissionCollector(flow.admission))
+    return metrics
+
+
+async def ended_or(event: asyncio.Event, front: Front, *, timeout_s: float | None = None) -> None:
+    """Wait until the front has ended, `event` is set or the time is over."""
+    happened = asyncio.create_task(event.wait())
+    await asyncio.wait({front.serving, happened}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    happened.cancel()
+
+
+async def drain(
+    front: Front, stop_now: asyncio.Event, flow: RequestFlow, timeout_s: float, progress: Callable[[str], None]
+) -> None:
+    """Accept nothing more and let answers end, for `timeout_s` or until `stop_now`; those left end with an error."""
+    front.drain()
+    if num_running := front.num_running:
+        answers = "1 answer" if num_running == 1 else f"{num_running} answers"
+        progress(f"stopping: waiting up to {timeout_s:g} s for {answers} (Ctrl-C again stops now)")
+        await ended_or(stop_now, front, timeout_s=timeout_s)
+    else:
+        progress("stopping")
+    flow.shut_down()
+    await asyncio.wait({front.serving}, timeout=_LAST_WORDS_S)

@@ -1,0 +1,79 @@
+"""uvicorn under our own signals and deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import uvicorn
+
+from protocol.config import RouterConfig
+
+__all__ = ["HttpServer", "http_server"]
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: ours stop the workers too. Serves from its making on."""
+
+    def __init__(self, app: object, config: RouterConfig, listener: socket.socket) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]
+                host=config.host,
+                port=config.port,
+                log_level="warning",
+                access_log=False,
+            )
+        )
+        self._has_started = asyncio.Event()
+        self.serving = asyncio.create_task(self.serve(sockets=[listener]))
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it has begun to."""
+        return self._has_started.is_set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        self._has_started.set()
+
+    async def started_serving(self) -> None:
+        """Return when it listens, or has ended without."""
+        waiting = asyncio.create_task(self._has_started.wait())
+        await asyncio.wait({waiting, self.serving}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are being answered."""
+        return len(self.server_state.tasks)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the process' handlers as they are."""
+        yield
+
+    def drain(self) -> None:
+        """Accept nothing more, let answers end, and end."""
+        self.should_exit = True
+
+    async def close(self) -> None:
+        """End now. Who still reads an answer finds the connection closed, and the app sees a client that left."""
+        self.should_exit = True
+        while not self.serving.done():
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+            await asyncio.wait({self.serving}, timeout=0.1)
+
+
+@contextlib.asynccontextmanager
+async def http_server(app: object, config: RouterConfig, listener: socket.socket) -> AsyncIterator[HttpServer]:
+    """The HTTP server for as long as the block runs."""
+    server = HttpServer(app, config, listener)
+    try:
+        yield server
+    finally:
+        await server.close()

@@ -1,0 +1,212 @@
+"""The deciding process' side: serves the requests of the edge processes on one backend.
+
+An edge process that dies or falls silent has its requests cancelled: whoever runs it calls `drop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import aclosing
+
+import msgspec
+from zmq.asyncio import Context
+from zmq.constants import SocketType
+
+from protocol.errors import ServingError
+from router.edges import wire
+from router.openai.backend import Backend, GenerateRequest, TokenDelta
+from router.openai.readiness import Ready
+
+__all__ = ["EdgeHub"]
+
+logger = logging.getLogger(__name__)
+
+STATUS_INTERVAL_S = 0.25
+INTERNAL_ERROR = wire.WireError("ServingError", "Internal server error.", None, "internal_error", 0.0)
+
+
+class EdgeHub:
+    """Whoever makes one calls `start`, and `close` at the end. Used from one event loop only."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        readiness: Ready,
+        scrape: Callable[[], bytes],
+        endpoint: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._backend = backend
+        self._readiness = readiness
+        self._scrape = scrape
+        self._clock = clock
+        self._edges: dict[str, _Edge] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._context = Context()
+        self._socket = self._context.socket(SocketType.ROUTER)
+        self._socket.sndhwm = self._socket.rcvhwm = 0  # silence is what ends an edge process
+        self._socket.bind(endpoint)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that are being generated for clients."""
+        return sum(edge.num_running for edge in self._edges.values())
+
+    def silence_s(self, edge_id: str) -> float | None:
+        """Seconds since an edge process was heard last; None when it never was."""
+        edge = self._edges.get(edge_id)
+        return self._clock() - edge.last_seen_s if edge is not None else None
+
+    def start(self) -> None:
+        """Begin to serve."""
+        for coroutine in (self._receive(), self._tell_status()):
+            self._spawn(coroutine)
+
+    async def close(self) -> None:
+        """Cancel everything and close the socket."""
+        for edge_id in list(self._edges):
+            self.drop(edge_id)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def drop(self, edge_id: str) -> None:
+        """An edge process is gone: cancel what it asked for."""
+        edge = self._edges.pop(edge_id, None)
+        for task in list(edge.calls.values()) if edge is not None else ():
+            task.cancel()
+
+    async def _receive(self) -> None:
+        while True:
+            identity, data = await self._socket.recv_multipart()
+            try:
+                message = wire.decode_for_hub(data)
+            except msgspec.DecodeError as exc:
+                logger.warning("edge process %r sent something that is no message: %s", identity, exc)
+                continue
+            self._dispatch(self._edge(identity), message)
+
+    def _edge(self, identity: bytes) -> _Edge:
+        edge_id = identity.decode(errors="replace")
+        edge = self._edges.get(edge_id)
+        if edge is None:
+            edge = self._edges[edge_id] = _Edge(lambda data: self._socket.send_multipart([identity, data]))
+            edge.send(self._status())
+        edge.last_seen_s = self._clock()
+        return edge
+
+    def _dispatch(self, edge: _Edge, message: wire.ToHub) -> None:
+        match message:
+            case wire.Open(call, request):
+                edge.num_running += 1
+                self._run(edge, call, self._serve(edge, call, request), is_generation=True)
+            case wire.Ask(call, question):
+                self._run(edge, call, self._answer(edge, call, question), is_generation=False)
+            case wire.Close(call):
+                if (task := edge.calls.get(call)) is not None:
+                    task.cancel()
+            case wire.Beat():
+                pass
+
+    def _run(self, edge: _Edge, call: int, work: Coroutine[None, None, None], *, is_generation: bool) -> None:
+        task = edge.calls[call] = self._spawn(work)
+
+        def ended(_: asyncio.Task[None]) -> None:
+            del edge.calls[call]
+            edge.num_running -= is_generation
+
+        task.add_done_callback(ended)
+
+    async def _serve(self, edge: _Edge, call: int, request: GenerateRequest) -> None:
+        try:
+            async with aclosing(self._backend.serve(request)) as deltas:
+                async for delta in deltas:
+                    edge.put(call, delta)
+        except ServingError as exc:
+            edge.send(wire.Failed(call, wire.wire_error(exc)))
+        except Exception:
+            logger.exception("request %s failed", request.request_id)
+            edge.send(wire.Failed(call, INTERNAL_ERROR))
+
+    async def _answer(self, edge: _Edge, call: int, question: wire.Question) -> None:
+        try:
+            answer = await self._answer_to(question)
+            edge.send(wire.Answered(call, msgspec.Raw(wire.encode(answer))))
+        except ServingError as exc:
+            edge.send(wire.Failed(call, wire.wire_error(exc)))
+        except Exception:
+            logger.exception("%s could not be answered", type(question).__name__)
+            edge.send(wire.Failed(call, INTERNAL_ERROR))
+
+    async def _answer_to(self, question: wire.Question) -> wire.Answer:
+        backend = self._backend
+        match question:
+            case wire.Explain(request):
+                return await backend.explain(request)
+            case wire.Decisions():
+                return await backend.decisions()
+            case wire.Pools():
+                return await backend.pools()
+            case wire.Check():
+                return dict(await backend.check())
+            case wire.Scrape():
+                return self._scrape().decode()
+            case wire.MakePin(pin):
+                return await backend.cache.pin(pin)
+            case wire.EndPin(pin_id):
+                await backend.cache.unpin(pin_id)
+                return None
+            case wire.FetchPin(pin_id, prefetch):
+                return await backend.cache.prefetch(pin_id, prefetch)
+            case wire.ListPins(cache_salt):
+                return await backend.cache.pins(cache_salt)
+
+    def _status(self) -> wire.Status:
+        backend = self._backend
+        return wire.Status(backend.model, backend.max_model_len, self._readiness.reason, backend.ready)
+
+    async def _tell_status(self) -> None:
+        while True:
+            await asyncio.sleep(STATUS_INTERVAL_S)
+            status = self._status()
+            for edge in self._edges.values():
+                edge.send(status)
+
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+class _Edge:
+    """One edge process and what it asked for."""
+
+    def __init__(self, send: Callable[[bytes], object]) -> None:
+        self.calls: dict[int, asyncio.Task[None]] = {}
+        self.num_running = 0
+        self.last_seen_s = 0.0
+        self._send = send
+        self._deltas: list[tuple[int, TokenDelta]] = []
+
+    def put(self, call: int, delta: TokenDelta) -> None:
+        """Send a delta with all others of this turn of the event loop: a worker's step brings many at once."""
+        if not self._deltas:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._deltas.append((call, delta))
+
+    def send(self, message: wire.ToEdge) -> None:
+        """Send behind what was put before."""
+        self._flush()
+        self._send(wire.encode(message))
+
+    def _flush(self) -> None:
+        if self._deltas:
+            deltas, self._deltas = self._deltas, []
+            self._send(wire.encode(wire.Deltas(deltas)))

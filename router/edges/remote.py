@@ -1,0 +1,229 @@
+"""An edge process' side: a `Backend` that is somewhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from zmq.asyncio import Context
+from zmq.constants import SocketType
+
+from protocol.errors import NoWorker, ServingError, WorkerError
+from protocol.messages import Prefetch
+from router.edges import wire
+from router.openai.backend import GenerateRequest, PinRequest, PinState, TokenDelta
+
+__all__ = ["RemoteBackend"]
+
+logger = logging.getLogger(__name__)
+
+BEAT_INTERVAL_S = 0.5
+ASK_TIMEOUT_S = 30.0  # the integrity check waits for every worker
+
+T = TypeVar("T")
+_Item = TokenDelta | ServingError
+
+
+class RemoteBackend:
+    """What `EdgeHub` serves, and the readiness and the pins of its process. Used from one event loop only.
+
+    A hub that says nothing for `timeout_s` fails every call.
+    """
+
+    def __init__(
+        self, endpoint: str, edge_id: str, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._status: wire.Status | None = None
+        self._heard_s = clock()
+        self._is_silent = False
+        self._numbers = itertools.count()
+        self._streams: dict[int, asyncio.Queue[_Item]] = {}
+        self._questions: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._joined = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._context = Context()
+        self._socket = self._context.socket(SocketType.DEALER)
+        self._socket.identity = edge_id.encode()
+        self._socket.sndhwm = self._socket.rcvhwm = 0
+        self._socket.connect(endpoint)
+
+    async def start(self) -> None:
+        """Join the hub. Raises `WorkerError` when it does not answer in time."""
+        coroutines: list[Coroutine[None, None, None]] = [self._receive(), self._beat()]
+        self._tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._joined.wait()
+        except TimeoutError:
+            raise WorkerError(f"the deciding process did not answer within {self._timeout_s:g} s") from None
+
+    async def close(self) -> None:
+        """Fail what still runs and leave."""
+        self._fail_all("the edge process is closing")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.close(linger=0)
+        self._context.term()
+
+    # -- Backend --------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> str:
+        """Name the model is served under."""
+        return self._status.model if self._status else ""
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Shortest context of the workers; None while there is no worker."""
+        return self._status.max_model_len if self._status else None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request could be placed now."""
+        return bool(self._status and self._status.can_serve and not self._is_silent)
+
+    @property
+    def cache(self) -> RemoteBackend:
+        """What clients may say about the KV cache."""
+        return self
+
+    async def serve(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Generate, ending with a delta that has a `finish_reason`. Raises a `ServingError`."""
+        call = self._begin()
+        items = self._streams[call] = asyncio.Queue()
+        self._send(wire.Open(call, request))
+        has_ended = False
+        try:
+            while not has_ended:
+                item = await items.get()
+                has_ended = isinstance(item, ServingError) or item.finish_reason is not None
+                if isinstance(item, ServingError):
+                    raise item
+                yield item
+        finally:
+            del self._streams[call]
+            if not has_ended:
+                self._send(wire.Close(call))
+
+    async def explain(self, request: GenerateRequest) -> dict[str, Any]:
+        """What would be decided for this request now, as JSON. Raises a `ServingError`."""
+        return await self._ask(wire.Explain(request), dict[str, Any])
+
+    async def decisions(self) -> list[dict[str, Any]]:
+        """The latest decisions, newest first, as JSON."""
+        return await self._ask(wire.Decisions(), list[dict[str, Any]])
+
+    async def pools(self) -> dict[str, Any]:
+        """State of the worker pools, as JSON."""
+        return await self._ask(wire.Pools(), dict[str, Any])
+
+    async def check(self) -> dict[str, str]:
+        """What is wrong with, or held by, each worker that should be idle."""
+        return await self._ask(wire.Check(), dict[str, str])
+
+    # -- Pins -----------------------------------------------------------------------------------------------------
+
+    async def pin(self, request: PinRequest) -> PinState:
+        """Keep a prefix. Raises a `ServingError`."""
+        return await self._ask(wire.MakePin(request), PinState)
+
+    async def unpin(self, pin_id: str) -> None:
+        """End a pin now. Raises `PinNotFound`."""
+        await self._ask(wire.EndPin(pin_id), type(None))
+
+    async def prefetch(self, pin_id: str, prefetch: Prefetch) -> PinState:
+        """Bring a pin's blocks up now. Raises `PinNotFound`."""
+        return await self._ask(wire.FetchPin(pin_id, prefetch), PinState)
+
+    async def pins(self, cache_salt: str) -> list[PinState]:
+        """The live pins of one tenant, oldest first."""
+        return await self._ask(wire.ListPins(cache_salt), list[PinState])
+
+    # -- readiness and metrics of the hub's process ---------------------------------------------------------------
+
+    @property
+    def reason(self) -> str | None:
+        """Why requests should not be sent here now; None when they should."""
+        if self._status is None or self._is_silent:
+            return "The deciding process does not answer."
+        return self._status.unready
+
+    async def scrape(self) -> bytes:
+        """The metrics of the hub's process."""
+        return (await self._ask(wire.Scrape(), str)).encode()
+
+    # -- the line -------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> int:
+        if self._is_silent:
+            raise NoWorker("the deciding process does not answer")
+        return next(self._numbers)
+
+    async def _ask(self, question: wire.Question, answer_type: type[T]) -> T:
+        call = self._begin()
+        answer = self._questions[call] = asyncio.get_running_loop().create_future()
+        self._send(wire.Ask(call, question))
+        try:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                return msgspec.msgpack.decode(await answer, type=answer_type)
+        except TimeoutError:
+            self._send(wire.Close(call))
+            raise WorkerError(f"the deciding process did not answer within {ASK_TIMEOUT_S:g} s") from None
+        finally:
+            del self._questions[call]
+
+    def _send(self, message: wire.ToHub) -> None:
+        """Queue a message. Never blocks: the queue has no limit, and silence ends it."""
+        if not self._socket.closed:
+            self._socket.send(wire.encode(message))
+
+    async def _receive(self) -> None:
+        while True:
+            message = wire.decode_for_edge(await self._socket.recv())
+            self._heard_s, self._is_silent = self._clock(), False
+            match message:
+                case wire.Deltas(items):
+                    for call, delta in items:
+                        self._deliver(call, delta)
+                case wire.Failed(call, error):
+                    self._fail(call, wire.error_of(error))
+                case wire.Answered(call, answer):
+                    if (asked := self._questions.get(call)) is not None and not asked.done():
+                        asked.set_result(answer)
+                case wire.Status():
+                    self._status = message
+                    self._joined.set()
+
+    def _deliver(self, call: int, item: _Item) -> None:
+        # A client that left may still get tokens on their way.
+        if (items := self._streams.get(call)) is not None:
+            items.put_nowait(item)
+
+    def _fail(self, call: int, error: ServingError) -> None:
+        self._deliver(call, error)
+        if (asked := self._questions.get(call)) is not None and not asked.done():
+            asked.set_exception(error)
+
+    def _fail_all(self, message: str) -> None:
+        for call in [*self._streams, *self._questions]:
+            self._fail(call, NoWorker(message))
+            self._send(wire.Close(call))  # the hub may be there again
+
+    async def _beat(self) -> None:
+        """Show that we live, and see whether the hub does."""
+        while True:
+            self._send(wire.Beat())
+            silence_s = self._clock() - self._heard_s
+            if silence_s > self._timeout_s and not self._is_silent:
+                logger.warning("the deciding process has been silent for %.1f s", silence_s)
+                self._is_silent = True
+                self._fail_all(f"the deciding process has been silent for {silence_s:.1f} s")
+            await asyncio.sleep(BEAT_INTERVAL_S)

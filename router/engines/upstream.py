@@ -1,0 +1,292 @@
+"""HTTP to one engine, lean: a request out, its answer back as it comes, over connections that are kept.
+
+The path every streamed token takes. Per streamed event httpx costs ten times as much CPU as this protocol over
+httptools; probes and what else is seldom stay with httpx. Knows nothing of what it carries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Mapping
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+
+__all__ = ["Reply", "Unreachable", "Upstream"]
+
+# Shorter than the 5 s after which uvicorn closes an idle connection, which would lose the request on it.
+_MAX_IDLE_S = 2.0
+_MAX_IDLE = 1024  # connections
+_LINGER_S = 1.0  # for the end of an answer whose last event is there
+_MAX_UNREAD_BYTES = 256 * 1024  # of an answer whose client is slower than the engine
+
+
+class Unreachable(ConnectionError):
+    """Nobody listens there, or takes no connection in time."""
+
+
+class Upstream:
+    """The connections to one engine. Used from one event loop only."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], *, connect_timeout_s: float) -> None:
+        parts = urlsplit(url)
+        is_tls = parts.scheme == "https"
+        self._host = parts.hostname or ""
+        self._port = parts.port or (443 if is_tls else 80)
+        self._tls = ssl.create_default_context() if is_tls else None
+        self._base_path = parts.path.rstrip("/")
+        self._connect_timeout_s = connect_timeout_s
+        given = {"host": parts.netloc.rpartition("@")[2], "user-agent": "tandem", "accept-encoding": "identity"}
+        given |= {"content-type": "application/json"} | {name.lower(): value for name, value in headers.items()}
+        self._head = "".join(f"{name}: {_checked(value)}\r\n" for name, value in given.items())
+        self._open: set[_Connection] = set()
+        self._idle: list[_Connection] = []
+
+    async def post(self, path: str, content: bytes, request_id: str) -> Reply:
+        """Send a request and wait for the head of its answer. Whoever gets the reply closes it.
+
+        Raises `Unreachable`, or another `OSError` when the connection breaks; sets no limit to the engine's silence.
+        """
+        connection = self._take() or await self._connect()
+        head = f"POST {self._base_path}{path} HTTP/1.1\r\n{self._head}x-request-id: {request_id}\r\n"
+        reply = connection.send(f"{head}content-length: {len(content)}\r\n\r\n".encode("latin-1") + content)
+        try:
+            await reply.wait_for_head()
+        except BaseException:
+            reply.close()
+            raise
+        return reply
+
+    async def close(self) -> None:
+        """Close all connections; what waits for an answer fails."""
+        for connection in self._open:
+            connection.close()
+        await asyncio.sleep(0)  # they close in the loop's next turn
+
+    def _take(self) -> _Connection | None:
+        """The connection used last, as the likeliest to live; those before it that are too old end."""
+        if self._idle and time.monotonic() - self._idle[-1].idle_since_s < _MAX_IDLE_S:
+            return self._idle.pop()
+        while self._idle:
+            self._idle.pop().close()
+        return None
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self), self._host, self._port, ssl=self._tls
+                )
+        except TimeoutError as exc:
+            raise Unreachable(f"no connection within connect_timeout_s={self._connect_timeout_s:g}") from exc
+        except OSError as exc:
+            raise Unreachable(str(exc) or type(exc).__name__) from exc
+        return connection
+
+    def note_open(self, connection: _Connection) -> None:
+        """A connection was made."""
+        self._open.add(connection)
+
+    def give_back(self, connection: _Connection) -> None:
+        """A connection is free for the next request."""
+        if len(self._idle) >= _MAX_IDLE:
+            connection.close()
+            return
+        connection.idle_since_s = time.monotonic()
+        self._idle.append(connection)
+
+    def forget(self, connection: _Connection) -> None:
+        """A connection is closed."""
+        self._open.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+
+class Reply:
+    """One answer. It ends whole, or with an `OSError` from whatever waits for it."""
+
+    def __init__(self, connection: _Connection) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}  # names in lower case
+        self.is_complete = False
+        self._connection = connection
+        self._parts: list[bytes] = []
+        self._num_unread_bytes = 0
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def wait_for_head(self) -> None:
+        """Return when status and headers are there."""
+        while not self.status:
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """What has come since the last time, at least a byte; b"" at the end."""
+        while not self._parts:
+            if self.is_complete:
+                return b""
+            await self._wait()
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        if self._num_unread_bytes > _MAX_UNREAD_BYTES:
+            self._connection.resume_reading()
+        self._num_unread_bytes = 0
+        return data
+
+    async def read_all(self) -> bytes:
+        """The rest of it."""
+        parts: list[bytes] = []
+        while part := await self.read():
+            parts.append(part)
+        return b"".join(parts)
+
+    def fail(self, error: Exception) -> None:
+        """End it with this error, for whoever waits for it now or next."""
+        if self._error is None and not self.is_complete:
+            self._error = error
+            self.wake()
+
+    def close(self, *, is_ending: bool = False) -> None:
+        """Let go of it; what has not come yet is not wanted. `is_ending`: nothing but the end of the body can come."""
+        self._connection.end(self, is_ending=is_ending)
+
+    def wake(self) -> None:
+        """Something came."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def add(self, data: bytes) -> None:
+        """A part of the body came."""
+        self._parts.append(data)
+        self._num_unread_bytes += len(data)
+        if self._num_unread_bytes > _MAX_UNREAD_BYTES:
+            self._connection.pause_reading()
+
+    async def _wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: at most one request at a time."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        self.idle_since_s = 0.0
+        self._upstream = upstream
+        self._reply: Reply | None = None
+        self._is_lost = False
+        self._lingering: asyncio.TimerHandle | None = None
+
+    # -- of the upstream and the reply
+
+    def send(self, request: bytes) -> Reply:
+        """Send a request; the reply fills as the answer comes."""
+        self._reply = reply = Reply(self)
+        self._parser = httptools.HttpResponseParser(self)
+        self._can_stay = False
+        if self._is_lost:
+            reply.fail(ConnectionResetError("the engine closed the connection"))
+        else:
+            self._transport.write(request)
+        return reply
+
+    def end(self, reply: Reply, *, is_ending: bool) -> None:
+        """Nobody reads this reply any more: keep the connection if the answer is complete, or about to be."""
+        if self._reply is not reply or self._lingering is not None:
+            return
+        if is_ending and not reply.is_complete and not self._is_lost:
+            self._lingering = asyncio.get_running_loop().call_later(_LINGER_S, self.close)
+            return
+        self._reply = None
+        if reply.is_complete and self._can_stay and not self._is_lost:
+            self._upstream.give_back(self)
+        else:
+            self.close()
+
+    def close(self) -> None:
+        self._transport.abort()  # at once, so that the engine stops computing
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if not self._is_lost:
+            self._transport.resume_reading()
+
+    # -- of the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by their class
+        self._upstream.note_open(self)
+
+    def data_received(self, data: bytes) -> None:
+        reply = self._reply
+        if reply is None or reply.is_complete:  # nothing was asked
+            self.close()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as exc:
+            reply.fail(ConnectionError(f"no HTTP: {exc}"))
+        reply.wake()
+        if self._lingering is not None and reply.is_complete:
+            self._stop_lingering()
+            self.end(reply, is_ending=False)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_lost = True
+        self._upstream.forget(self)
+        self._stop_lingering()
+        reply = self._reply
+        if reply is None or reply.is_complete:
+            return
+        is_open_ended = not {"content-length", "transfer-encoding"} & reply.headers.keys()
+        if exc is None and reply.status and is_open_ended:
+            reply.is_complete = True  # without a length the end of the connection ends it
+            reply.wake()
+        else:
+            reply.fail(exc if isinstance(exc, OSError) else ConnectionResetError("the engine closed the connection"))
+
+    def _stop_lingering(self) -> None:
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = None
+
+    # -- of the parser
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._reply is not None:
+            self._reply.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        assert self._reply is not None, "an answer is expected"
+        status = self._parser.get_status_code()
+        if status >= 200:
+            self._reply.status = status
+        else:
+            self._reply.headers.clear()  # of an interim answer
+
+    def on_body(self, data: bytes) -> None:
+        if self._reply is not None:
+            self._reply.add(data)
+
+    def on_message_complete(self) -> None:
+        if self._reply is not None and self._reply.status:
+            self._reply.is_complete = True
+            self._can_stay = self._parser.should_keep_alive()
+
+
+def _checked(value: str) -> str:
+    """A header's value, which must not begin another header."""
+    if "\r" in value or "\n" in value:
+        raise ValueError("a header's value has a line end in it")
+    return value

@@ -1,0 +1,137 @@
+"""Encoding of growing texts: only what is new in a conversation is encoded, with the ids that the whole would give.
+
+A fast tokenizer first splits a text at its special tokens (`<|im_end|>`, say) and treats each part by itself, so a text
+may be cut before any of them:
+
+    text      <|im_start|>user\\nHi|<|im_end|>\\n|<|im_start|>assistant\\nHello|...
+    segments  cut at each |; all but the new ones were in the turn before, and are remembered
+
+Tokens that take spaces beside them with them are the exception: with one of these, texts are not cut. Each tokenizer
+is tried out on texts made to break the rule before it is believed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["SegmentEncoder", "SegmentMemo"]
+
+logger = logging.getLogger(__name__)
+
+MAX_MEMO_CHARS = 8 * 1024 * 1024  # at about two bytes each, with their ids
+MIN_TEXT_CHARS = 512  # a shorter text is encoded before it is cut
+_PROBE_TEXTS = ("", " ", " a", "a ", "d\n", "\n\nb c", "é", "▁x<", "0 1", "’s", "日本")
+
+
+class SegmentMemo:
+    """Ids by segment and salt, up to a number of characters; what was used longest ago goes first. For many threads."""
+
+    def __init__(self, max_chars: int = MAX_MEMO_CHARS) -> None:
+        self.num_chars = 0
+        self._max_chars = max_chars
+        self._ids: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def get(self, salt: str, segment: str) -> array[int] | None:
+        """Its ids, if they are remembered."""
+        with self._lock:
+            ids = self._ids.get((salt, segment))
+            if ids is not None:
+                self._ids.move_to_end((salt, segment))
+            return ids
+
+    def put(self, salt: str, segment: str, ids: list[int]) -> None:
+        """Remember them, unless they are too many to be worth it."""
+        if len(segment) > self._max_chars // 8:
+            return
+        with self._lock:
+            if (salt, segment) not in self._ids:
+                self.num_chars += len(segment)
+            self._ids[salt, segment] = array("I", ids)
+            while self.num_chars > self._max_chars:
+                (_, oldest), _ = self._ids.popitem(last=False)
+                self.num_chars -= len(oldest)
+
+
+class SegmentEncoder:
+    """Encodes with one fast tokenizer, without what a model puts around a text. May be called from many threads."""
+
+    def __init__(self, fast: Any, memo: SegmentMemo | None = None) -> None:
+        self._fast = fast
+        self.memo = SegmentMemo() if memo is None else memo
+        self._cuts = _cuts_of(fast)
+        if self._cuts is not None and not self._is_proven():
+            logger.warning("this tokenizer does not split texts at its special tokens: they are encoded whole")
+            self._cuts = None
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether texts are encoded in segments at all."""
+        return self._cuts is not None
+
+    def encode(self, text: str, salt: str = "") -> list[int]:
+        """Ids of the text. What is remembered of it was encoded for the same salt: no tenant can time another's."""
+        if self._cuts is None or len(text) < MIN_TEXT_CHARS:
+            return self._whole(text)
+        ids: list[int] = []
+        for segment in self._segments(text, self._cuts):
+            known = self.memo.get(salt, segment)
+            if known is None:
+                new = self._whole(segment)
+                self.memo.put(salt, segment, new)
+                ids += new
+            else:
+                ids += known
+        return ids
+
+    def _whole(self, text: str) -> list[int]:
+        ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _segments(self, text: str, cuts: re.Pattern[str]) -> Iterator[str]:
+        start = 0
+        for found in cuts.finditer(text):
+            if found.start() > start:
+                yield text[start : found.start()]
+                start = found.start()
+        if start < len(text):
+            yield text[start:]
+
+    def _is_proven(self) -> bool:
+        """Whether texts of two specials among parts that tend to merge give the same ids cut as whole."""
+        assert self._cuts is not None
+        specials = _plain_specials(self._fast)
+        around = [specials[0], specials[-1], specials[len(specials) // 2]]
+        for left, first, middle, second in itertools.product(_PROBE_TEXTS, around, _PROBE_TEXTS, around):
+            text = left + first + middle + second
+            cut = [token for segment in self._segments(text, self._cuts) for token in self._whole(segment)]
+            if cut != self._whole(text):
+                return False
+        return True
+
+
+def _cuts_of(fast: Any) -> re.Pattern[str] | None:
+    """What finds the tokens that a text is split at: the leftmost, and of those that start together the longest."""
+    tokens = [token for token in fast.get_added_tokens_decoder().values() if not token.normalized]
+    specials = _plain_specials(fast)
+    if not specials or len(specials) < len(tokens):
+        return None
+    return re.compile("|".join(re.escape(token) for token in sorted(specials, key=len, reverse=True)))
+
+
+def _plain_specials(fast: Any) -> list[str]:
+    return [
+        token.content
+        for token in fast.get_added_tokens_decoder().values()
+        if token.content and not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+    ]

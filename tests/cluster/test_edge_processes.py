@@ -1,0 +1,204 @@
+"""Real edge processes around a scripted backend: no workers, no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import msgspec
+import psutil
+import pytest
+
+from cluster.edge_process import EdgeSettings
+from cluster.edge_processes import EdgeProcesses, edge_processes
+from cluster.listening import listening
+from protocol.config import RouterConfig
+from protocol.errors import ConfigError
+from router.edges.hub import EdgeHub
+from router.tokenizer import Tokenizer
+from tests.router.conftest import build_tokenizer
+from tests.router.fake_backend import FakeBackend, until
+
+BODY = {"messages": [{"role": "user", "content": "hi"}]}
+START_S = 60.0
+
+
+class Always:
+    reason = None
+
+
+class Edges:
+    """Edge processes, a client that takes a new connection for each request, and the backend behind."""
+
+    def __init__(self, processes: EdgeProcesses, backend: FakeBackend, client: httpx.AsyncClient) -> None:
+        self.processes = processes
+        self.backend = backend
+        self.client = client
+        self.metrics_folder = processes._settings.metrics_folder
+
+    def pids(self) -> list[int]:
+        return self.processes.group.pids
+
+    def counting_pids(self) -> set[int]:
+        """Of processes that have counted anything."""
+        return {int(path.stem.split("_")[1]) for path in Path(self.metrics_folder).glob("counter_*.db")}
+
+    async def serving(self) -> None:
+        await until(lambda: self.processes.is_serving or self.processes.serving.done(), START_S)
+
+    async def chat(self) -> httpx.Response:
+        return await self.client.post("/v1/chat/completions", json=BODY)
+
+    async def metric(self, line: str) -> float:
+        text = (await self.client.get("/metrics")).text
+        return float(next(row.rpartition(" ")[2] for row in text.splitlines() if row.startswith(f"{line} ")))
+
+
+@asynccontextmanager
+async def edges(folder: Path, *, num_processes: int, **config: float) -> AsyncIterator[Edges]:
+    """Nothing may run or be open at the end."""
+    model = build_tokenizer(folder)
+    backend = FakeBackend(Tokenizer(model))
+    router = RouterConfig(port=0, router_processes=num_processes, **config)  # type: ignore[arg-type]
+    with listening(router.host, 0) as listener:
+        serving = edge_processes(
+            backend, Always(), lambda: b"tandem_hub 1.0\n", model=str(model), config=router, listener=listener
+        )
+        base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        limits = httpx.Limits(max_keepalive_connections=0)
+        client = httpx.AsyncClient(base_url=base_url, limits=limits, timeout=START_S)
+        async with asyncio.timeout(2 * START_S), client, serving as processes:
+            here = Edges(processes, backend, client)
+            await here.serving()
+            children = [psutil.Process(pid) for pid in here.pids()]
+            yield here
+    assert not any(child.is_running() for child in children)
+    assert backend.num_open == 0
+
+
+def test_processes_share_the_port_and_their_counters(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with edges(tmp_path, num_processes=2) as here:
+            answers = [await here.chat() for _ in range(40)]
+            assert {answer.json()["choices"][0]["message"]["content"] for answer in answers} == {"hello world"}
+            assert len({answer.json()["id"] for answer in answers}) == 40
+            created = {(await here.client.get("/v1/models")).json()["data"][0]["created"] for _ in range(10)}
+            assert len(created) == 1
+            total = 'tandem_router_requests_total{endpoint="/v1/chat/completions",status="200"}'
+            assert await here.metric(total) == 40
+            assert await here.metric("tandem_hub") == 1
+            assert here.counting_pids() == set(here.pids())  # each of them has answered
+            port = here.client.base_url.port
+            with pytest.raises(ConfigError, match="Address already in use"), listening("127.0.0.1", port or 0):
+                pass
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_process_loses_its_own_answers_and_is_replaced(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with edges(tmp_path, num_processes=2) as here:
+            go_on = asyncio.Event()
+            here.backend.script = lambda request: [go_on, *here.backend.reply_steps(request)]
+            asking = [asyncio.create_task(here.chat()) for _ in range(24)]
+            await until(lambda: here.backend.num_open == 24)
+            victim, survivor = here.pids()
+            os.kill(victim, signal.SIGKILL)
+            await until(lambda: here.backend.num_open < 24)
+            num_left = here.backend.num_open
+            assert 0 < num_left < 24  # both had some: 2 ** -23 that one had all
+            go_on.set()
+            answers = await asyncio.gather(*asking, return_exceptions=True)
+            assert (
+                sum(isinstance(answer, httpx.Response) and answer.status_code == 200 for answer in answers) == num_left
+            )
+            assert sum(isinstance(answer, httpx.TransportError) for answer in answers) == 24 - num_left
+            await until(lambda: len(here.pids()) == 2 and victim not in here.pids())
+            assert survivor in here.pids()
+            assert (await here.chat()).status_code == 200
+            assert await here.metric("tandem_router_running_requests") == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_process_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with edges(tmp_path, num_processes=1, worker_timeout_s=2.0) as here:
+            (pid,) = here.pids()
+            os.kill(pid, signal.SIGSTOP)
+            await until(lambda: here.pids() not in ([], [pid]), START_S)
+            assert not psutil.pid_exists(pid)
+
+    asyncio.run(scenario())
+
+
+def test_draining_lets_answers_end_and_ends_the_processes(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with edges(tmp_path, num_processes=2) as here:
+            go_on = asyncio.Event()
+            here.backend.script = lambda request: [go_on, *here.backend.reply_steps(request)]
+            asking = [asyncio.create_task(here.chat()) for _ in range(6)]
+            await until(lambda: here.processes.num_running == 6)
+            here.processes.drain()
+            assert not here.processes.serving.done()
+            go_on.set()
+            assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 6
+            await here.processes.serving
+            with pytest.raises(httpx.ConnectError):
+                await here.chat()
+
+    asyncio.run(scenario())
+
+
+def test_a_process_that_cannot_start_is_told(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        backend = FakeBackend(Tokenizer(build_tokenizer(tmp_path)))
+        with listening("127.0.0.1", 0) as listener:
+            config = RouterConfig(port=0, router_processes=2)
+            serving = edge_processes(
+                backend, Always(), lambda: b"", model=str(tmp_path / "nothing"), config=config, listener=listener
+            )
+            async with asyncio.timeout(START_S), serving as processes:
+                with pytest.raises(ConfigError, match="nothing"):
+                    await processes.serving
+                assert not processes.is_serving
+
+    asyncio.run(scenario())
+
+
+def test_a_process_whose_parent_is_gone_ends(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with listening("127.0.0.1", 0) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            hub = EdgeHub(FakeBackend(Tokenizer(build_tokenizer(tmp_path))), Always(), bytes, f"ipc://{tmp_path}/hub")
+            hub.start()
+            settings = EdgeSettings(
+                edge_id="edge",
+                hub_endpoint=f"ipc://{tmp_path}/hub",
+                model=str(tmp_path),
+                port=listener.getsockname()[1],
+                router=RouterConfig(),
+                metrics_folder=str(tmp_path),
+                started_at_s=1,
+            )
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "cluster.edge_process", stdin=PIPE, stdout=PIPE, start_new_session=True
+            )
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(msgspec.json.encode(settings) + b"\n")
+            async with asyncio.timeout(START_S):
+                assert await process.stdout.readline() == b"ready\n"
+                process.stdin.close()
+                assert await process.wait() == 0
+            await hub.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,219 @@
+"""The lean HTTP client against a server whose every byte the test writes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from router.engines.upstream import Unreachable, Upstream
+from tests.router.engines.harness import dead_url, until
+
+pytestmark = pytest.mark.anyio
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+class Peer:
+    """The engine's side of every connection, and what it got."""
+
+    def __init__(self) -> None:
+        self.requests: list[bytes] = []
+        self.num_connections = 0
+        self.num_hung_up = 0
+        self.handle: Callable[[asyncio.StreamWriter], Awaitable[None]] = answer(plain(b"ok"))
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                self.requests.append(head + await reader.readexactly(length))
+                await self.handle(writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.num_hung_up += 1
+        finally:
+            writer.close()
+
+
+def plain(body: bytes, headers: bytes = b"") -> bytes:
+    return b"HTTP/1.1 200 OK\r\n%sContent-Length: %d\r\n\r\n%s" % (headers, len(body), body)
+
+
+def answer(*parts: bytes, then_close: bool = False) -> Callable[[asyncio.StreamWriter], Awaitable[None]]:
+    async def write(writer: asyncio.StreamWriter) -> None:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0)
+        if then_close:
+            writer.close()
+            raise ConnectionResetError
+
+    return write
+
+
+@asynccontextmanager
+async def connected(path: str = "") -> AsyncIterator[tuple[Upstream, Peer]]:
+    peer = Peer()
+    server = await asyncio.start_server(peer.serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    upstream = Upstream(f"http://127.0.0.1:{port}{path}", {"Authorization": "Bearer k"}, connect_timeout_s=5.0)
+    try:
+        yield upstream, peer
+    finally:
+        await upstream.close()
+        server.close()
+        await until(lambda: peer.num_hung_up == peer.num_connections)
+
+
+async def test_a_request_is_written_whole_and_connections_are_kept() -> None:
+    async with connected("/base") as (upstream, peer):
+        for content in (b"", b"{}", b"x" * 100_000):
+            reply = await upstream.post("/v1/completions", content, "req-1")
+            assert (reply.status, await reply.read_all(), reply.is_complete) == (200, b"ok", True)
+            reply.close()
+        head, _, body = peer.requests[2].partition(b"\r\n\r\n")
+        assert head.startswith(b"POST /base/v1/completions HTTP/1.1\r\nhost: 127.0.0.1:")
+        assert {b"authorization: Bearer k", b"x-request-id: req-1", b"content-length: 100000"} <= set(
+            head.split(b"\r\n")
+        )
+        assert body == b"x" * 100_000
+        assert peer.num_connections == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_an_answer_is_the_same_however_it_is_cut(seed: int) -> None:
+    rng = random.Random(seed)
+    pieces = [rng.randbytes(rng.randint(1, 300)) for _ in range(20)]
+    wire = CHUNKED + b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+    cuts = sorted(rng.sample(range(len(wire)), 30))
+    async with connected() as (upstream, peer):
+        peer.handle = answer(*(wire[a:b] for a, b in zip([0, *cuts], [*cuts, len(wire)], strict=True)))
+        reply = await upstream.post("/", b"", "r")
+        assert await reply.read_all() == b"".join(pieces)
+        assert reply.headers["content-type"] == "text/event-stream"
+        reply.close()
+
+
+async def test_an_interim_answer_is_not_the_answer() -> None:
+    async with connected() as (upstream, peer):
+        peer.handle = answer(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n", plain(b"late", b"X-A: 1\r\n"))
+        reply = await upstream.post("/", b"", "r")
+        assert (reply.status, reply.headers, await reply.read_all()) == (
+            200,
+            {"x-a": "1", "content-length": "4"},
+            b"late",
+        )
+        reply.close()
+
+
+async def test_without_a_length_the_end_of_the_connection_is_the_end() -> None:
+    async with connected() as (upstream, peer):
+        peer.handle = answer(b"HTTP/1.1 200 OK\r\n\r\nsome", b"thing", then_close=True)
+        reply = await upstream.post("/", b"", "r")
+        assert await reply.read_all() == b"something"
+        reply.close()
+
+
+@pytest.mark.parametrize(
+    ("wire", "got"),
+    [
+        (b"", b""),
+        (b"HTTP/1.1 20", b""),
+        (CHUNKED + b"5\r\nhel", b"hel"),
+        (CHUNKED + b"5\r\nhello\r\n", b"hello"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhello", b"hello"),
+        (b"this is no HTTP\r\n\r\n", b""),
+    ],
+)
+async def test_an_answer_that_ends_too_soon_is_an_error(wire: bytes, got: bytes) -> None:
+    async with connected() as (upstream, peer):
+        peer.handle = answer(wire, then_close=True)
+        received = bytearray()
+
+        async def receive() -> None:
+            reply = await upstream.post("/", b"", "r")
+            while data := await reply.read():
+                received.extend(data)
+
+        with pytest.raises(ConnectionError):
+            await receive()
+        assert received == got
+
+
+async def test_who_lets_go_early_hangs_up_and_who_has_the_last_event_does_not() -> None:
+    async with connected() as (upstream, peer):
+        go_on = asyncio.Event()
+
+        async def slowly(writer: asyncio.StreamWriter) -> None:
+            writer.write(CHUNKED + b"4\r\ndone\r\n")
+            await writer.drain()
+            await go_on.wait()
+            writer.write(b"0\r\n\r\n")
+
+        peer.handle = slowly
+        reply = await upstream.post("/", b"", "r")
+        assert await reply.read() == b"done"
+        reply.close(is_ending=True)
+        go_on.set()
+        await until(lambda: reply.is_complete)
+        go_on.clear()
+        reply = await upstream.post("/", b"", "r")
+        assert peer.num_connections == 1
+        assert await reply.read() == b"done"
+        reply.close()
+        go_on.set()
+        await until(lambda: peer.num_hung_up == 1)
+
+
+async def test_a_failure_from_outside_reaches_whoever_waits() -> None:
+    async with connected() as (upstream, peer):
+        peer.handle = answer(CHUNKED + b"1\r\na\r\n")
+        reply = await upstream.post("/", b"", "r")
+        assert await reply.read() == b"a"
+        waiting = asyncio.create_task(reply.read())
+        await asyncio.sleep(0)
+        reply.fail(TimeoutError("enough"))
+        with pytest.raises(TimeoutError, match="enough"):
+            await waiting
+        reply.close()
+
+
+async def test_what_nobody_reads_is_not_taken_from_the_network() -> None:
+    async with connected() as (upstream, peer):
+        size, num_written = 64 * 1024, 0
+
+        async def flood(writer: asyncio.StreamWriter) -> None:
+            nonlocal num_written
+            writer.write(CHUNKED)
+            for _ in range(400):
+                writer.write(b"%x\r\n%s\r\n" % (size, b"x" * size))
+                await writer.drain()
+                num_written += 1
+            writer.write(b"0\r\n\r\n")
+
+        peer.handle = flood
+        reply = await upstream.post("/", b"", "r")
+        last = -1
+        while last != num_written:
+            last = num_written
+            await asyncio.sleep(0.05)  # as long as it goes on
+        assert num_written < 300  # the rest of 25 MB waits at the engine
+        assert len(await reply.read_all()) == 400 * size
+        reply.close()
+
+
+async def test_nobody_there() -> None:
+    upstream = Upstream(dead_url(), {}, connect_timeout_s=5.0)
+    with pytest.raises(Unreachable):
+        await upstream.post("/", b"", "r")
+    await upstream.close()
+
+
+def test_a_header_cannot_begin_another() -> None:
+    with pytest.raises(ValueError, match="line end"):
+        Upstream("http://127.0.0.1:1", {"x": "a\r\nb: c"}, connect_timeout_s=1.0)

@@ -1,0 +1,69 @@
+"""Nothing grows with the number of requests served: no table, and no memory."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+
+import psutil
+import pytest
+
+from tests.router.memory_world import MemoryWorld, table_sizes
+
+MILLION_ENV = "TANDEM_SOAK_REQUESTS"
+
+
+async def serve_and_watch(world: MemoryWorld, count: int, parts: int) -> list[tuple[dict[str, int], float]]:
+    """Sizes of all tables and MB of memory after each part."""
+    seen = []
+    for _ in range(parts):
+        await world.send(count // parts)
+        world.cluster.index._expire(world.flow._clock() + 60.0)  # what was only expected to be cached
+        gc.collect()
+        sizes = table_sizes(world.flow, world.cluster.client, world.cluster.sizing)
+        seen.append((sizes, psutil.Process().memory_info().rss / 1e6))
+    return seen
+
+
+def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """Tables with more entries than chance explains."""
+    return {name: (before.get(name, 0), size) for name, size in after.items() if size > 1.1 * before.get(name, 0) + 64}
+
+
+def test_the_walk_sees_what_grows() -> None:
+    async def scenario() -> None:
+        world = MemoryWorld(0)
+        try:
+            before = table_sizes(world.flow)
+            world.flow._roots.update({(b"", str(i)): b"" for i in range(100)})
+            assert set(grown(before, table_sizes(world.flow))) == {"RequestFlow._roots"}
+        finally:
+            await world.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(12_000, id="short"),
+        pytest.param(
+            int(os.environ.get(MILLION_ENV, "1000000")), id="long", marks=[pytest.mark.slow, pytest.mark.timeout(3600)]
+        ),
+    ],
+)
+def test_nothing_grows_with_the_number_of_requests(count: int) -> None:
+    async def scenario() -> None:
+        world = MemoryWorld(seed=1)
+        try:
+            seen = await serve_and_watch(world, count, parts=6)
+        finally:
+            await world.close()
+        for sizes, rss_mb in seen:
+            print(f"{sum(sizes.values())} entries in {len(sizes)} kinds of tables, {rss_mb:.1f} MB")
+        half, end = seen[2], seen[-1]
+        assert not grown(half[0], end[0])
+        assert end[1] < half[1] + 8.0
+
+    asyncio.run(scenario())
