@@ -53,7 +53,7 @@ def route(
     ),
     router_processes: Annotated[
         int, typer.Option(help="Processes that serve the port together, about one per core.", rich_help_panel=_HTTP)
-    ] = default_of(EnginesConfig, "router_processes"),
+    ] = default_of(RouterConfig, "router_processes"),
     api_key_file: Annotated[
         str,
         typer.Option(

@@ -62,7 +62,7 @@ class RouterSetup:
 def serve_engines(setup: RouterSetup) -> int:
     """Serve until SIGINT or SIGTERM; the exit code. Raises `ConfigError` for what the user can mend."""
     router = setup.router
-    if setup.engines.router_processes == 1:
+    if setup.router.router_processes == 1:
         with listening(router.host, router.port) as listener:
             return _run(_serve_alone(setup, listener))
     with listening(router.host, router.port) as listener:
@@ -100,7 +100,7 @@ async def _serve_alone(setup: RouterSetup, listener: socket.socket) -> int:
 
 async def _serve_together(setup: RouterSetup, listener: socket.socket, folder: Path) -> int:
     """The parent: it serves nothing itself."""
-    count = setup.engines.router_processes
+    count = setup.router.router_processes
     endpoints = tuple(f"ipc://{folder}/{number}" for number in range(count))
 
     def make_setup(number: int) -> bytes:
@@ -174,7 +174,7 @@ def _server(setup: RouterSetup, on_started: Callable[[], None]) -> _Server:
 def _welcome(setup: RouterSetup, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    count = setup.engines.router_processes
+    count = setup.router.router_processes
     by = f" by {count} processes" if count > 1 else ""
     line = f"Routing to {len(setup.fleet_file.engines)} engine(s) on {where}{by}  (Ctrl-C stops it)"
     Console(stderr=True, highlight=False).print(line)

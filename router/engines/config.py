@@ -75,9 +75,8 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginesConfig:
-    """How the router is run and treats engines it does not own. Seconds."""
+    """How the router treats engines it does not own. Seconds."""
 
-    router_processes: int = 1  # that serve one port; each has connections, probes and circuits of its own
     connect_timeout_s: float = 2.0
     probe_interval_s: float = 1.0
     probe_timeout_s: float = 2.0
