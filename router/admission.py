@@ -42,7 +42,7 @@ __all__ = [
 # Full steps of prompts that a worker may have left, before a request, when it gets that too: short prompts fill a step
 # together, and the worker does not run dry. Other tenants' requests overtake what is there.
 ROOM_STEPS = 2.0
-# More urgent ones of the same tenant do not, and a deadline is kept best by who decides late. So while there are such it
+# More urgent ones of the same tenant do not, and a deadline is kept best by who decides late. While there are such it
 # is what is computed while the worker's report and the router's answer are on their way.
 ROOM_STEPS_URGENT = 0.5
 RIVAL_MEMORY_S = 60.0  # another tenant, or another priority, that came this lately is counted with
@@ -569,18 +569,9 @@ def work_of(placement: Placement, costs: CostModel) -> Work:
 
     Seconds of both roles count alike: a worker flips from one to the other.
     """
-    prefill_s = placement.best.terms.fetch_s + shared_prefill_s(placement, costs)
+    prefill_s = placement.best.terms.fetch_s + placement.best.terms.prefill_s
     decode_s = placement.expected_output_tokens * output_token_s(placement, costs)
     return Work(1, prefill_s + decode_s, prefill_s, placement.num_new_tokens, placement.num_kv_tokens)
-
-
-def shared_prefill_s(placement: Placement, costs: CostModel) -> float:
-    """Seconds to compute the prompt where others wait too: they fill what it leaves of its last step."""
-    worker = placement.best.prefill
-    num_steps = placement.num_new_tokens / worker.card.max_num_batched_tokens
-    unused_steps = math.ceil(num_steps) - num_steps
-    step_s = costs.steps(worker.card.kind).costs.step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
-    return max(placement.best.terms.prefill_s - unused_steps * step_s, 0.0)
 
 
 def output_token_s(placement: Placement, costs: CostModel) -> float:
