@@ -221,7 +221,7 @@ def serve(
         float,
         typer.Option(
             help="Predicted seconds of prompts at a worker above which others wait in the router, where the order "
-            "can change; 0 = by its steps: half a full one, or two while all requests are alike.",
+            "can change; 0 = two full steps, or half of one while a tenant sends several priorities.",
             rich_help_panel=_LIMITS,
         ),
     ] = default_of(RouterConfig, "max_worker_queue_s"),

@@ -42,8 +42,8 @@ __all__ = [
 # Full steps of prompts that a worker may have left, before a request, when it gets that too: short prompts fill a step
 # together, and the worker does not run dry. Other tenants' requests overtake what is there.
 ROOM_STEPS = 2.0
-# More urgent ones of the same tenant do not. So while priorities differ it is what is computed while the worker's
-# report and the router's answer are on their way.
+# More urgent ones of the same tenant do not, and a deadline is kept best by who decides late. While there are such it
+# is what is computed while the worker's report and the router's answer are on their way.
 ROOM_STEPS_URGENT = 0.5
 RIVAL_MEMORY_S = 60.0  # another tenant, or another priority, that came this lately is counted with
 LEAD_S = 10.0  # of a request within its tenant's share: at its worker it overtakes others that came this much earlier
@@ -190,7 +190,9 @@ class Admission:
 
     def forecast(self, offer: Offer, now: float, *, num_others: int = 0) -> Forecast:
         """What would become of this request; changes nothing. Raises `NoWorker`."""
-        order = self._order(self._queue.start_tag(offer.tenant, offer.priority), now)
+        slo_s = offer.ttft_slo_s if offer.ttft_slo_s is not None else self._tenants.policy(offer.tenant).ttft_slo_s
+        slo_s = math.inf if slo_s is None else slo_s
+        order = self._order(self._queue.start_tag(offer.tenant, offer.priority), slo_s, now)
         placement = self._placer.place(
             offer.num_prompt_tokens,
             offer.digests,
@@ -210,8 +212,7 @@ class Admission:
             ahead = self._queue.ahead(offer.tenant, offer.priority, now, start_s)
             start_s = max(terms.queue_s, self._start_s(placement, ahead, order))
         ttft_s = start_s + terms.fetch_s + terms.prefill_s
-        slo_s = offer.ttft_slo_s if offer.ttft_slo_s is not None else policy.ttft_slo_s
-        forecast = Forecast(placement, work, waiting, start_s, ttft_s, math.inf if slo_s is None else slo_s, None)
+        forecast = Forecast(placement, work, waiting, start_s, ttft_s, slo_s, None)
         return forecast._replace(error=self._refusal(offer, forecast, policy.max_queue_share))
 
     def enter(self, offer: Offer, forecast: Forecast, now: float, payload: Any = None) -> Waiting:
@@ -222,7 +223,7 @@ class Admission:
         if forecast.error is not None:
             self.reject(offer.tenant, forecast.error)
             raise forecast.error
-        self._note_rivals(offer, now)
+        self._note_rivals(offer, forecast.slo_s, now)
         waiting = Waiting(
             tenant=offer.tenant,
             priority=offer.priority,
@@ -257,7 +258,7 @@ class Admission:
             if num_scanned == MAX_SCANNED:
                 break
             waiting = cast(Waiting, ticket)
-            order = self._order(waiting.start_tag, now)
+            order = self._order(waiting.start_tag, waiting.forecast.slo_s, now)
             if num_scanned == 0 and self._placer.can_place and not self._is_room_anywhere(order):
                 return None  # and none for those behind
             is_roomy = self._has_room(waiting.placement.best.prefill, order)
@@ -306,7 +307,7 @@ class Admission:
             retry_after_s=self._start_s(
                 waiting.placement,
                 self._queue.ahead(waiting.tenant, waiting.priority, now),
-                self._order(self._queue.start_tag(waiting.tenant, waiting.priority), now),
+                self._order(self._queue.start_tag(waiting.tenant, waiting.priority), waiting.forecast.slo_s, now),
             ),
             code="queue_timeout",
         )
@@ -464,7 +465,7 @@ class Admission:
             offer.expected_output_tokens,
             now,
             held=held,
-            order=self._order(waiting.start_tag, now),
+            order=self._order(waiting.start_tag, waiting.forecast.slo_s, now),
             needs=self._needs(offer),
         )
         self._hold(waiting, -1)
@@ -489,26 +490,27 @@ class Admission:
         stats.waits[bisect_left(WAIT_BUCKETS_S, wait_s)] += 1
         return Dispatch(waiting, waiting.placement, wait_s, self._turn(waiting, now))
 
-    def _note_rivals(self, offer: Offer, now: float) -> None:
+    def _note_rivals(self, offer: Offer, slo_s: float, now: float) -> None:
         if self._last_tenant not in (None, offer.tenant):
             self._tenants_until_s = now + RIVAL_MEMORY_S
-        if self._priorities.get(offer.tenant, offer.priority) != offer.priority:
+        if slo_s < math.inf or self._priorities.get(offer.tenant, offer.priority) != offer.priority:
             self._priorities_until_s = now + RIVAL_MEMORY_S
         if len(self._priorities) >= MAX_MEANS:
             self._priorities.clear()
         self._last_tenant, self._priorities[offer.tenant] = offer.tenant, offer.priority
 
-    def _order(self, start_tag: float, now: float) -> float:
+    def _order(self, start_tag: float, slo_s: float, now: float) -> float:
         """Place at a worker of what is sent there now. Tenants within their share overtake those that are not.
 
-        They do not overtake each other, which would make no tail shorter; and nobody is overtaken for ever.
+        They do not overtake each other, which would make no tail shorter, nor a request with a deadline, whose first
+        token was promised when it was sent; and nobody is overtaken for ever.
         """
-        return now - LEAD_S if self._queue.is_within_share(start_tag) else now
+        return now - LEAD_S if slo_s < math.inf or self._queue.is_within_share(start_tag) else now
 
     def _turn(self, waiting: Waiting, now: float) -> Turn:
         """When its worker computes it. While there are other tenants, one that they may overtake takes short steps."""
-        order = self._order(waiting.start_tag, now)
-        if self._queue.is_within_share(waiting.start_tag) or now >= self._tenants_until_s:
+        order = self._order(waiting.start_tag, waiting.forecast.slo_s, now)
+        if order < now or now >= self._tenants_until_s:
             return Turn(order=order)
         card = waiting.placement.best.prefill.card
         costs = self._costs.steps(card.kind).costs
@@ -578,18 +580,9 @@ def work_of(placement: Placement, costs: CostModel) -> Work:
 
     Seconds of both roles count alike: a worker flips from one to the other.
     """
-    prefill_s = placement.best.terms.fetch_s + shared_prefill_s(placement, costs)
+    prefill_s = placement.best.terms.fetch_s + placement.best.terms.prefill_s
     decode_s = placement.expected_output_tokens * output_token_s(placement, costs)
     return Work(1, prefill_s + decode_s, prefill_s, placement.num_new_tokens, placement.num_kv_tokens)
-
-
-def shared_prefill_s(placement: Placement, costs: CostModel) -> float:
-    """Seconds to compute the prompt where others wait too: they fill what it leaves of its last step."""
-    worker = placement.best.prefill
-    num_steps = placement.num_new_tokens / worker.card.max_num_batched_tokens
-    unused_steps = math.ceil(num_steps) - num_steps
-    step_s = costs.steps(worker.card.kind).costs.step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
-    return max(placement.best.terms.prefill_s - unused_steps * step_s, 0.0)
 
 
 def output_token_s(placement: Placement, costs: CostModel) -> float:

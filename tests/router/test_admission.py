@@ -161,7 +161,7 @@ def test_holding_requests_does_not_change_where_they_go(max_worker_queue_s: floa
         desk.decide()
     assert (len(desk.admission) == 0) == (max_worker_queue_s > 0)
     pairs = [waiting.placement.best.is_pair for waiting in crowd]
-    assert pairs.count(False) <= 2
+    assert pairs.count(False) < 8, "a few before anything decodes"
 
 
 def test_short_prompts_fill_a_worker_up() -> None:
