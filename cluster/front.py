@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import uvicorn
@@ -44,6 +44,8 @@ from router.tokenizer import Tokenizer
 __all__ = ["RouterSetup", "serve_engines", "token_readers"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +74,10 @@ def serve_engines(setup: RouterSetup) -> int:
         return asyncio.run(_serve_together(replace(setup, router=replace(router, port=port)), listener, folder))
 
 
-def _run(work: Coroutine[Any, Any, int]) -> int:
+def _run(work: Coroutine[Any, Any, T]) -> T:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return int(runner.run(work))
+        result: T = runner.run(work)
+        return result
 
 
 def token_readers(tokenizers: dict[str, str]) -> dict[str, PromptReader]:
@@ -124,7 +127,7 @@ def _serve_as_child() -> int:
     setup = msgspec.json.decode(pipe.setup, type=RouterSetup)
     try:
         with listening(setup.router.host, setup.router.port, is_shared=True) as listener:
-            asyncio.run(_serve_for_parent(setup, listener, pipe))
+            _run(_serve_for_parent(setup, listener, pipe))
     except ConfigError as exc:
         pipe.say(f"error: {exc.message}")
         return 1

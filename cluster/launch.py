@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import ray
+import uvloop
 from rich.console import Console
 
 from cluster.listening import listening
@@ -62,8 +63,12 @@ def serve(config: ClusterConfig) -> int:
 
     # The port is ours from here on: nobody takes it while the model loads, and port 0 becomes a number.
     try:
-        with listening(config.router.host, config.router.port) as listener, _ray(config, progress):
-            return asyncio.run(_serve(resolve(config), listener, progress, console))
+        with (
+            listening(config.router.host, config.router.port) as listener,
+            _ray(config, progress),
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            return runner.run(_serve(resolve(config), listener, progress, console))
     except KeyboardInterrupt:  # before the handlers were in place
         progress("stopped")
         return 0
