@@ -7,6 +7,7 @@ an eviction from the pool costs nothing. How a prompt gets them back is up to `c
 from __future__ import annotations
 
 import math
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -42,7 +43,10 @@ _RESCAN_S = {"disk": 60.0, "object": 60.0}  # other workers add blocks to these
 
 
 class CachedTier(KvSource):
-    """A tier with the codec its blocks are kept in, and what its loads cost."""
+    """A tier with the codec its blocks are kept in, and what its loads cost.
+
+    `store` names what it shares with tiers of other workers, "" where it is this worker's own.
+    """
 
     def __init__(
         self,
@@ -52,9 +56,11 @@ class CachedTier(KvSource):
         *,
         num_threads: int,
         prior: LoadPrior,
+        store: str = "",
         device: torch.device = torch.device("cpu"),
     ) -> None:
         self.tier = tier
+        self.store = store
         self.codec = codec
         self.block_bytes = block_bytes  # encoded
         self.num_threads = num_threads
@@ -186,10 +192,12 @@ class TieredCache:
             for cached in self.tiers
         ]
 
-    def digests(self) -> dict[str, list[bytes]]:
-        """Every block this worker has or can load, by place."""
-        held = {POOL_PLACE: list(self._engine.pool.cached_digests())}
-        return held | {cached.name: cached.tier.digests() for cached in self.tiers}
+    def digests(self, place: str) -> list[bytes]:
+        """Every block in a place: the pool, or a tier."""
+        if place == POOL_PLACE:
+            return list(self._engine.pool.cached_digests())
+        cached = self.tier(place)
+        return cached.tier.digests() if cached is not None else []
 
     def take_events(self) -> dict[str, tuple[list[bytes], list[bytes]]]:
         """By place, disjoint (stored, removed) digests since the last call; places without any are left out."""
@@ -216,7 +224,9 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
     """The tiers that are configured, from fast to slow. Raises `ConfigError` for one that cannot be used."""
     tiers: list[CachedTier] = []
 
-    def add(name: str, codec_name: str, capacity_gb: float, make: Callable[[int, int], BlockStore]) -> None:
+    def add(
+        name: str, codec_name: str, capacity_gb: float, make: Callable[[int, int], BlockStore], where: str = ""
+    ) -> None:
         codec = create_codec(codec_name)
         block_bytes = codec.encoded_bytes(engine.kv.shape[1:], engine.kv.dtype)
         num_blocks = max(int(capacity_gb * 1e9) // block_bytes, 1)
@@ -230,7 +240,10 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
             rescan_s=_RESCAN_S.get(name, math.inf),
         )
         device, prior = engine.kv.device, _PRIORS[name]
-        tiers.append(CachedTier(tier, codec, block_bytes, num_threads=num_threads, prior=prior, device=device))
+        store = f"{where}#{engine.namespace.hex()}" if where else ""
+        tiers.append(
+            CachedTier(tier, codec, block_bytes, num_threads=num_threads, prior=prior, store=store, device=device)
+        )
 
     if config.host_cache_gb:
         add("host", config.host_cache_codec, config.host_cache_gb, MemoryStore)
@@ -241,6 +254,7 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
             config.disk_cache_codec,
             config.disk_cache_gb,
             lambda size, _: DiskStore(folder, engine.namespace, size),
+            where=f"{socket.gethostname()}:{folder.resolve()}",
         )
     if config.object_cache_url:
         url = f"{config.object_cache_url.rstrip('/')}/{config.object_cache_codec}"
@@ -249,6 +263,7 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
             config.object_cache_codec,
             config.object_cache_gb,
             lambda size, _: ObjectStore(url, engine.namespace, size),
+            where=url,
         )
     return tiers
 

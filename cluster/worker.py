@@ -168,7 +168,7 @@ class Worker:
             max_num_batched_tokens=engine.config.max_num_batched_tokens,
             namespace=engine.namespace,
             pid=os.getpid(),
-            tiers=[cached.name for cached in self._cache.tiers],
+            tiers={cached.name: cached.store for cached in self._cache.tiers},
             max_pinned_blocks=self._pins.max_blocks,
         )
 
@@ -366,7 +366,7 @@ class Worker:
             case Hello():
                 self._welcome(identity, message)
             case SnapshotRequest():
-                self._send_snapshot(identity)
+                self._send_snapshots(identity, message.places)
             case Pin():
                 self._pins.pin(message, now)
             case Unpin():
@@ -463,14 +463,14 @@ class Worker:
             for identity in self._routers:
                 self._sockets.reply(identity, events)
 
-    def _send_snapshot(self, identity: bytes) -> None:
-        self._send_events()  # what is pending belongs before the snapshot, not after it
-        for place, digests in self._cache.digests().items():
+    def _send_snapshots(self, identity: bytes, places: list[str]) -> None:
+        self._send_events()  # what is pending belongs before the snapshots, not after them
+        for place in places:
             snapshot = BlockSnapshot(
                 worker_id=self.config.worker_id,
                 epoch=self.address.epoch,
                 sequence=self._event_sequences[place],
-                digests=digests,
+                digests=self._cache.digests(place),
                 place=place,
             )
             self._sockets.reply(identity, snapshot)

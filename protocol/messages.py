@@ -74,6 +74,7 @@ __all__ = [
     "decode_message",
     "encode_message",
     "holder_name",
+    "is_readable",
     "worker_of",
 ]
 
@@ -151,7 +152,7 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     namespace: bytes  # protocol.digest.namespace_digest of this worker
     pid: int
-    tiers: list[str] = []  # names of its KV tiers, from fast to slow
+    tiers: dict[str, str] = {}  # its KV tiers by name, fast to slow; the store each shares with others, "" = its own
     adapters: list[str] = []  # LoRA adapters it serves
     max_pinned_blocks: dict[str, int] = {}  # by place: "pool" or a tier; what pins may keep there
 
@@ -292,7 +293,9 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Ask for the worker's whole set of cached digests, after a gap in its events."""
+    """Ask for all digests in these places of a worker, after a gap in its events."""
+
+    places: list[str]
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -375,6 +378,12 @@ class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 def holder_name(worker_id: str, place: str) -> str:
     """What a place of a worker is called in the index: its pool goes by the worker's own name."""
     return worker_id if place == POOL_PLACE else f"{worker_id}/{place}"
+
+
+def is_readable(holder: str) -> bool:
+    """Whether peers can read from this place of a worker: its pool, or its host memory."""
+    place = holder.partition("/")[2]
+    return place in ("", HOST_TIER)
 
 
 def worker_of(holder: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from protocol.config import RouterConfig
 from protocol.digest import DIGEST_BYTES
 from protocol.errors import ContextLengthExceeded, NoWorker, PinNotFound, PinQuotaExceeded, RequestError
-from protocol.messages import Pin, Prefetch, Unpin, WorkerState, worker_of
+from protocol.messages import Pin, Prefetch, Unpin, WorkerState, is_readable, worker_of
 from router.openai.backend import PinRequest, PinState
 from router.prefix_index import PrefixIndex
 from router.registry import Registry, Worker, WorkerChange, can_decode, can_prefill
@@ -309,11 +309,12 @@ class PinService:
         self._workers.send(worker.worker_id, message)
 
     def _likely_workers(self, digests: Sequence[bytes], now: float, preferred: str = "") -> set[str]:
-        """The worker of each role that has most of a chain, in any of its places; of several the preferred one."""
+        """The worker of each role that has most of a chain in its memory; of several the preferred one."""
         depths: Counter[str] = Counter()
         for holder, depth in self._index.longest_prefix(digests, now).items():
-            worker_id = worker_of(holder)
-            depths[worker_id] = max(depths[worker_id], depth)
+            if is_readable(holder):
+                worker_id = worker_of(holder)
+                depths[worker_id] = max(depths[worker_id], depth)
         likely = set()
         for plays_role in (can_prefill, can_decode):
             workers = [worker.worker_id for worker in self._registry if plays_role(worker)]

@@ -15,7 +15,7 @@ import numpy as np
 
 from protocol.config import RouterConfig
 from protocol.errors import NoWorker
-from protocol.messages import HOST_TIER, holder_name, worker_of
+from protocol.messages import is_readable, worker_of
 from router.cost_model import CostModel, Mask, Number, Rows, TransferCosts, Vector, prefill_attention
 from router.prefix_index import PrefixIndex
 from router.registry import Registry, Worker, WorkerTable, can_decode
@@ -274,7 +274,7 @@ class Placer:
 
         Speculative hits do not count: nobody can read what is not computed yet.
         """
-        readable = [name for name in hits if name in (worker_of(name), holder_name(worker_of(name), HOST_TIER))]
+        readable = [name for name in hits if is_readable(name)]
         found = []
         for name in heapq.nlargest(_MAX_HOLDERS, readable, key=hits.__getitem__):
             worker = self._registry.get(worker_of(name))
@@ -399,13 +399,15 @@ class _Request:
         return np.ceil(num_new / self._table.chunk_tokens) * self._step_s + work_s, work_s
 
     def _own_tiers(self, hits: Mapping[str, int]) -> Iterator[_Source]:
-        """What workers have in tiers of their own, from fast to slow."""
+        """What workers find in their tiers, from fast to slow."""
         table = self._table
         for tier, load_costs in table.tiers.items():
-            depths = {worker_of(name): depth for name, depth in hits.items() if name.endswith(f"/{tier}")}
+            depths = [(rows, depth) for name, depth in hits.items() if (rows := load_costs.readers.get(name))]
             if not depths:
                 continue
-            num_blocks = table.column(depths)
+            num_blocks = np.zeros(len(table))
+            for rows, depth in depths:
+                num_blocks[rows] = depth
             num_tokens = np.minimum(num_blocks * table.block_size, self._num_prompt_tokens - 1)
             may_read = (num_blocks > self._hit_blocks) & np.isfinite(load_costs.block_s)
             missing = np.where(may_read, num_blocks - self._hit_blocks, 0.0)

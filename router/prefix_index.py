@@ -66,16 +66,15 @@ class PrefixIndex:
         holder = self._holders[worker_id] = _Holder(1 << place, epoch)
         self._everyone |= holder.bit
 
-    def remove_worker(self, worker_id: str) -> None:
-        """Forget a worker and all its blocks; unknown ids are ignored."""
-        holder = self._holders.pop(worker_id, None)
-        if holder is None:
-            return
-        self._clear(holder)
-        for generation in (self._young, self._old):
-            _clear_bit(generation, holder.bit)
-        del self._worker_ids[holder.bit.bit_length() - 1]
-        self._everyone ^= holder.bit
+    def remove_worker(self, *worker_ids: str) -> None:
+        """Forget workers and all their blocks, in one pass; unknown ids are ignored."""
+        holders = [self._holders.pop(worker_id) for worker_id in worker_ids if worker_id in self._holders]
+        bits = sum(holder.bit for holder in holders)
+        for masks in (self._masks, self._young, self._old):
+            _clear_bits(masks, bits)
+        for holder in holders:
+            del self._worker_ids[holder.bit.bit_length() - 1]
+        self._everyone ^= bits
 
     def apply(self, events: BlockEvents) -> bool:
         """Apply one message of events. Returns whether the worker must be asked for a snapshot.
@@ -201,7 +200,7 @@ class PrefixIndex:
 
     def _clear(self, holder: _Holder) -> None:
         if holder.num_blocks:
-            _clear_bit(self._masks, holder.bit)
+            _clear_bits(self._masks, holder.bit)
             holder.num_blocks = 0
 
     def _expire(self, now: float) -> None:
@@ -213,13 +212,15 @@ class PrefixIndex:
         self._young_since_s = now
 
 
-def _clear_bit(masks: dict[bytes, int], bit: int) -> None:
-    """Take one worker out of every mask, in place."""
-    for digest in [digest for digest, mask in masks.items() if mask & bit]:
-        if masks[digest] == bit:
-            del masks[digest]
+def _clear_bits(masks: dict[bytes, int], bits: int) -> None:
+    """Take workers out of every mask, in place."""
+    if not bits:
+        return
+    for digest, rest in [(digest, mask & ~bits) for digest, mask in masks.items() if mask & bits]:
+        if rest:
+            masks[digest] = rest
         else:
-            masks[digest] &= ~bit
+            del masks[digest]
 
 
 def _places(mask: int) -> Iterator[int]:

@@ -26,6 +26,7 @@ from protocol.messages import (
     WorkerCard,
     WorkerLoad,
     WorkerState,
+    holder_name,
 )
 from router.cost_model import CostModel, Mask, Rows, StepCosts, StepModel, Vector, prefill_attention
 
@@ -34,6 +35,7 @@ __all__ = ["Booking", "Registry", "Worker", "WorkerChange", "WorkerTable", "can_
 logger = logging.getLogger(__name__)
 
 Key = TypeVar("Key", bound=Hashable)
+NO_TELLERS: Mapping[str, str] = {}
 
 _TRANSITIONS: dict[WorkerState, frozenset[WorkerState]] = {
     WorkerState.STARTING: frozenset({WorkerState.READY, WorkerState.DEAD}),
@@ -105,10 +107,11 @@ class Worker:
 
 
 class TierCosts(NamedTuple):
-    """What it costs each worker to load from a tier of its own."""
+    """What it costs each worker to load from a tier, and whose word in the index tells what it finds there."""
 
     latency_s: Vector
     block_s: Vector  # inf for those without it
+    readers: dict[str, list[int]]  # rows by name in the index; a store that workers share goes by one worker's name
 
 
 class Pace(NamedTuple):
@@ -126,8 +129,10 @@ class WorkerTable:
     ten. Only `Registry` changes it.
     """
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
+    def __init__(self, workers: Sequence[Worker], tellers: Mapping[str, str] = NO_TELLERS) -> None:
+        """`tellers`: by store that workers share, the worker whose events the index follows."""
         self.workers = workers
+        self._tellers = tellers
         self.rows = {worker.worker_id: row for row, worker in enumerate(workers)}
         cards = [worker.card for worker in workers]
         self.block_size = _vector(card.block_size for card in cards)
@@ -198,9 +203,14 @@ class WorkerTable:
         row = self.rows[worker.worker_id]
         for tier in worker.tiers:
             if tier.name not in self.tiers:
-                self.tiers[tier.name] = TierCosts(np.zeros(len(self)), np.full(len(self), math.inf))
+                self.tiers[tier.name] = TierCosts(np.zeros(len(self)), np.full(len(self), math.inf), {})
             costs = self.tiers[tier.name]
             costs.latency_s[row], costs.block_s[row] = tier.latency_s, tier.block_s
+            store = worker.card.tiers.get(tier.name, "")
+            teller = self._tellers.get(store, "") if store else worker.worker_id
+            rows = costs.readers.setdefault(holder_name(teller, tier.name), [])
+            if row not in rows:
+                rows.append(row)
 
     def pace(self, costs: CostModel, order: float = math.inf) -> Pace:
         """How fast each worker is, with what is booked on it and goes before a prompt of this order."""
@@ -300,6 +310,7 @@ class Registry:
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
         self._bookings: set[Booking] = set()
+        self._tellers: dict[str, str] = {}  # by store
         self._table: WorkerTable | None = None  # made anew when workers come, go, or change state or role
         self._changed: set[Worker] = set()  # whose bookings are not in the table yet
         self._listeners: list[Callable[[WorkerChange], None]] = []
@@ -325,7 +336,7 @@ class Registry:
     def table(self) -> WorkerTable:
         """All workers as arrays, as they are now: get it anew for each decision."""
         if self._table is None:
-            self._table = WorkerTable(list(self))
+            self._table = WorkerTable(list(self), self._tellers)
         else:
             self._table.update(self._changed)
         self._changed.clear()
@@ -364,6 +375,7 @@ class Registry:
         self._table = None
         if state == WorkerState.DEAD:
             del self._workers[worker_id]
+            self._tellers = {store: teller for store, teller in self._tellers.items() if teller != worker_id}
         self._tell(WorkerChange(worker, before, reason))
 
     def set_role(self, worker_id: str, role: Role) -> None:
@@ -388,6 +400,16 @@ class Registry:
             worker.tiers, worker.fetches = tiers, fetches
             if self._table is not None:
                 self._table.note_tiers(worker)
+
+    def tells(self, store: str, worker_id: str) -> bool:
+        """Whether what this worker says of a store that it shares with others is what the index follows.
+
+        One of them is enough: the first that is asked for, until it is gone.
+        """
+        if store not in self._tellers:
+            self._tellers[store] = worker_id
+            self._table = None
+        return self._tellers[store] == worker_id
 
     def note_links(self, worker_id: str, links: Sequence[LinkLoad]) -> None:
         """Remember what a worker says of its writes to its peers."""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine
 from typing import NamedTuple
 
 import msgspec
@@ -126,9 +126,10 @@ class _Link:
         self.idle.set()
         self.welcome: asyncio.Future[WorkerCard] = asyncio.get_running_loop().create_future()
         self.kind = ""  # known with the welcome
-        self.tiers: list[str] = []  # the same
-        self.snapshot_asked_s: float | None = None
-        self.snapshots_due: set[str] = set()  # places whose snapshot has not come yet
+        self.tiers: dict[str, str] = {}  # the same
+        self.snapshot_asked_s = 0.0
+        self.snapshots_due: set[str] = set()  # places whose snapshot has been asked for and has not come
+        self.places: set[str] = set()  # that the index follows
         self.pin_reports: dict[str, asyncio.Future[PinReport]] = {}  # asked for, by query
         self.receiver: asyncio.Task[None] | None = None
         self._socket = socket
@@ -167,11 +168,6 @@ class _Link:
         for report in self.pin_reports.values():
             report.cancel()
         self.welcome.exception()  # marks it as seen: nobody need be waiting for it
-
-
-def _holders(worker_id: str, tiers: Iterable[str]) -> list[str]:
-    """The places of a worker, as the index knows them."""
-    return [holder_name(worker_id, place) for place in (POOL_PLACE, *tiers)]
 
 
 class WorkerClient:
@@ -303,8 +299,9 @@ class WorkerClient:
             return
         del self._links[worker_id]
         self._registry.set_state(worker_id, WorkerState.DEAD, reason)
-        for holder in _holders(worker_id, link.tiers):
-            self._index.remove_worker(holder)
+        self._index.remove_worker(*(holder_name(worker_id, place) for place in (POOL_PLACE, *link.tiers)))
+        for other in self._links.values():
+            self._follow_places(other)  # what it alone told of a store, another one tells from now on
         self._heartbeats.disconnect(link.address.heartbeat_endpoint)
         if link.receiver is not None:
             link.receiver.cancel()
@@ -330,12 +327,10 @@ class WorkerClient:
                 self._on_step(link, message)
             case BlockEvents():
                 if self._index.apply(message):
-                    self._ask_for_snapshot(link)
+                    self._ask_for_snapshot(link, {message.place})
             case BlockSnapshot():
                 self._index.apply_snapshot(message)
                 link.snapshots_due.discard(message.place)
-                if not link.snapshots_due:
-                    link.snapshot_asked_s = None
             case PinReport():
                 report = link.pin_reports.get(message.query_id)
                 if report is not None and not report.done():
@@ -368,9 +363,7 @@ class WorkerClient:
         link.kind = welcome.card.kind
         self._registry.add(welcome.card, self._clock())
         link.tiers = welcome.card.tiers
-        for holder in _holders(link.worker_id, link.tiers):
-            self._index.add_worker(holder, link.address.epoch)
-        self._ask_for_snapshot(link)  # it may have cached blocks for other routers before
+        self._follow_places(link)
         self._registry.set_state(link.worker_id, WorkerState.READY, "welcomed us")
         link.welcome.set_result(welcome.card)
 
@@ -386,11 +379,24 @@ class WorkerClient:
                     return f"{name} is {theirs!r}, but {ours!r} on worker {other.worker_id}"
         return ""
 
-    def _ask_for_snapshot(self, link: _Link) -> None:
-        if link.snapshot_asked_s is None:
+    def _follow_places(self, link: _Link) -> None:
+        """Follow what a worker has in its pool and its own tiers, and in stores that no other one tells of yet."""
+        new = {POOL_PLACE, *link.tiers} - link.places if link.kind else set()
+        for place in list(new):
+            store = link.tiers.get(place, "")
+            if store and not self._registry.tells(store, link.worker_id):
+                new.discard(place)
+            else:
+                self._index.add_worker(holder_name(link.worker_id, place), link.address.epoch)
+        link.places |= new
+        self._ask_for_snapshot(link, new)  # it may have cached blocks before we came
+
+    def _ask_for_snapshot(self, link: _Link, places: Collection[str]) -> None:
+        due = set(places) - link.snapshots_due
+        if due:
+            link.snapshots_due |= due
             link.snapshot_asked_s = self._clock()
-            link.snapshots_due = {POOL_PLACE, *link.tiers}
-            link.send(SnapshotRequest())
+            link.send(SnapshotRequest(places=sorted(due)))
 
     async def _receive_heartbeats(self) -> None:
         while True:
@@ -436,9 +442,9 @@ class WorkerClient:
                 if silence_s > timeout_s:
                     self.mark_dead(worker.worker_id, f"silent for {silence_s:.1f} s")
             for link in self._links.values():
-                if link.snapshot_asked_s is not None and now - link.snapshot_asked_s > timeout_s:
-                    link.snapshot_asked_s = None
-                    self._ask_for_snapshot(link)
+                if link.snapshots_due and now - link.snapshot_asked_s > timeout_s:
+                    overdue, link.snapshots_due = link.snapshots_due, set()
+                    self._ask_for_snapshot(link, overdue)
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -101,7 +101,7 @@ def test_events_have_no_gap_and_a_snapshot_holds_them_all(client: Client) -> Non
         events = client.receive(BlockEvents)
         assert events.sequence == number
         stored += events.stored
-    client.send(SnapshotRequest())
+    client.send(SnapshotRequest(places=["pool"]))
     snapshot = client.receive(BlockSnapshot)
     assert snapshot.sequence == 3
     assert sorted(snapshot.digests) == sorted(stored)

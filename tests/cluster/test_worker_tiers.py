@@ -10,6 +10,7 @@ import pytest
 
 from protocol.config import TierConfig
 from protocol.messages import Role
+from router.registry import Registry
 from tests.cluster.harness import BLOCK_BYTES, BLOCK_SIZE, DEADLINE_S, Cluster, Oracle, eventually, running_cluster
 
 NUM_BLOCKS = 48
@@ -47,12 +48,16 @@ def test_the_router_knows_what_is_in_host_memory(tiny_model: Path, oracle: Oracl
             again = await cluster.generate(tokens)
             assert again.token_ids == first.token_ids == oracle.answer(tokens)
             assert again.num_cached_tokens == 12 * BLOCK_SIZE
-            snapshot = await cluster.call("c", cluster.worker("c")._cache.digests)
-            assert snapshot.keys() == {"pool", "host"}
-            await eventually(lambda: cluster.index.num_blocks("c") == len(snapshot["pool"]))
-            await eventually(lambda: cluster.index.num_blocks("c/host") == len(snapshot["host"]))
+            for place, holder in (("pool", "c"), ("host", "c/host")):
+                held = await cluster.call("c", lambda place=place: cluster.worker("c")._cache.digests(place))
+                await eventually(lambda holder=holder, held=held: cluster.index.num_blocks(holder) == len(held))
 
     asyncio.run(run())
+
+
+def readers(registry: Registry) -> list[list[int]]:
+    """Rows of the workers that read from the same store, by store."""
+    return [sorted(rows) for costs in registry.table.tiers.values() for rows in costs.readers.values()]
 
 
 def test_a_pair_shares_what_is_on_disk_and_finds_it_after_a_restart(
@@ -72,6 +77,10 @@ def test_a_pair_shares_what_is_on_disk_and_finds_it_after_a_restart(
             await cluster.becomes_idle()
             await eventually(lambda: cluster.registry.get("p").fetches is not None)
             await eventually(lambda: not cluster.worker("p")._cache.is_busy)
+            # One of the two tells the router what is on the disk that they share.
+            await eventually(lambda: cluster.index.num_blocks("p/disk") + cluster.index.num_blocks("d/disk") >= 12)
+            assert min(cluster.index.num_blocks("p/disk"), cluster.index.num_blocks("d/disk")) == 0
+            await eventually(lambda: readers(cluster.registry) == [[0, 1]])
 
     asyncio.run(run(is_cached=False))
     asyncio.run(run(is_cached=True))

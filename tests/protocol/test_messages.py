@@ -75,7 +75,7 @@ EXAMPLES: list[Message] = [
     Prefill(request_id="r", token_ids=[1], sampling=SAMPLING, decode_worker=PEER),
     Decode(request_id="r", token_ids=[1], sampling=SAMPLING, prefill_worker=PEER),
     Cancel(request_id="r"),
-    SnapshotRequest(),
+    SnapshotRequest(places=["pool"]),
     Welcome(card=CARD, refusal="no"),
     StepOutput(worker_id="d0", epoch=7, deltas=[DELTA], stats=StepStats(duration_s=0.5), load=LOAD),
     RequestFailed(request_id="r", message="gone", code="worker_failed"),

@@ -7,11 +7,13 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
+import msgspec
 from zmq.asyncio import Context
 from zmq.constants import SocketType
 
 from protocol.config import RouterConfig
 from protocol.messages import (
+    POOL_PLACE,
     BlockSnapshot,
     Cancel,
     Decode,
@@ -67,11 +69,13 @@ class FakeWorker:
         epoch: int = 1,
         namespace: bytes = NAMESPACE,
         refusal: str = "",
+        tiers: dict[str, str] | None = None,
         is_mute: bool = False,
     ) -> None:
         self.worker_id = worker_id
         self.received: list[Message] = []
         self.cached: list[bytes] = []
+        self.stored: list[bytes] = []  # in each of its tiers
         self.sequence = 0
         self._script = script
         self._refusal = refusal
@@ -89,6 +93,7 @@ class FakeWorker:
             heartbeat_endpoint=f"tcp://127.0.0.1:{beats_port}",
             namespace=namespace,
         )
+        self.card = msgspec.structs.replace(self.card, tiers=tiers or {})
         self._peer = b""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -139,14 +144,16 @@ class FakeWorker:
             if isinstance(message, Hello):
                 self.send(Welcome(card=self.card, refusal=self._refusal))
             elif isinstance(message, SnapshotRequest):
-                self.send(
-                    BlockSnapshot(
-                        worker_id=self.worker_id,
-                        epoch=self.address.epoch,
-                        sequence=self.sequence,
-                        digests=self.cached,
+                for place in message.places:
+                    self.send(
+                        BlockSnapshot(
+                            worker_id=self.worker_id,
+                            epoch=self.address.epoch,
+                            sequence=self.sequence,
+                            digests=self.cached if place == POOL_PLACE else self.stored,
+                            place=place,
+                        )
                     )
-                )
             elif self._script is not None:
                 self._script(self, message)
 

@@ -8,6 +8,7 @@ import pytest
 from protocol.config import RouterConfig
 from protocol.errors import IncompatiblePeer, WorkerError
 from protocol.messages import (
+    POOL_PLACE,
     BlockEvents,
     Generate,
     LinkLoad,
@@ -28,8 +29,8 @@ def make_generate(request_id: str) -> Generate:
     return Generate(request_id=request_id, token_ids=[1], sampling=SamplingParams(max_tokens=2))
 
 
-def make_events(sequence: int, stored: list[bytes]) -> BlockEvents:
-    return BlockEvents(worker_id="d", epoch=1, sequence=sequence, stored=stored, removed=[])
+def make_events(sequence: int, stored: list[bytes], *, worker_id: str = "d", place: str = POOL_PLACE) -> BlockEvents:
+    return BlockEvents(worker_id=worker_id, epoch=1, sequence=sequence, stored=stored, removed=[], place=place)
 
 
 def test_a_worker_joins_with_what_it_has_cached() -> None:
@@ -57,6 +58,31 @@ def test_a_gap_in_the_events_is_closed_by_a_snapshot() -> None:
             worker.send(make_events(3, [b"c"]))
             await until(lambda: cluster.index.num_blocks("d") == 3)
             assert len(worker.of_type(SnapshotRequest)) == 2
+
+    asyncio.run(scenario())
+
+
+def test_of_workers_that_share_a_store_one_tells_of_it_until_it_is_gone() -> None:
+    async def scenario() -> None:
+        async with fake_cluster() as cluster:
+            tiers = {"host": "", "disk": "node:/kv"}
+            for number, worker_id in enumerate(("a", "b")):
+                worker = FakeWorker(worker_id, Role.COLOCATED, silent, tiers=tiers)
+                worker.cached, worker.stored = [b"p"], [b"x", b"y", b"z"][: 2 + number]
+                await cluster.add(worker)
+            a, b = cluster.workers["a"], cluster.workers["b"]
+            await until(lambda: cluster.index.num_blocks("b/host") == 3)
+            assert [cluster.index.num_blocks(name) for name in ("a", "a/host", "a/disk", "b/disk")] == [1, 2, 2, 0]
+            (request,) = b.of_type(SnapshotRequest)
+            assert isinstance(request, SnapshotRequest)
+            assert request.places == ["host", "pool"]
+            b.send(make_events(1, [b"q"], worker_id="b", place="disk"))  # heard, and not counted twice
+            a.send(make_events(1, [b"q"], worker_id="a", place="disk"))
+            await until(lambda: cluster.index.num_blocks("a/disk") == 3)
+            assert cluster.index.num_blocks("b/disk") == 0
+            cluster.client.mark_dead("a", "test")
+            await until(lambda: cluster.index.num_blocks("b/disk") == 3)
+            assert [cluster.index.num_blocks(name) for name in ("a", "a/host", "a/disk")] == [0, 0, 0]
 
     asyncio.run(scenario())
 
