@@ -74,6 +74,7 @@ class Measured:
 
     seconds: float = 0.0
     cpu_s: float = 0.0  # of the router's processes
+    first_cpu_s: float = 0.0  # of the first one alone: of several, the one that decides
     client_cpu_s: float = 0.0
     num_chunks: int = 0
     num_answers: int = 0
@@ -94,6 +95,7 @@ class Measured:
             "requests_per_cpu_s": ratio(self.num_answers, self.cpu_s),
             "chunks_per_cpu_s": ratio(self.num_chunks, self.cpu_s),
             "cpu_share": ratio(self.cpu_s, self.seconds),
+            "first_cpu_share": ratio(self.first_cpu_s, self.seconds),
             "client_cpu_share": ratio(self.client_cpu_s, self.seconds),
             "num_answers": self.num_answers,
             "num_wrong": self.num_wrong,
@@ -217,7 +219,7 @@ def _requests(url: str, shape: Shape) -> Iterator[tuple[bytes, int]]:
         yield from rendered
 
 
-async def measure(url: str, shape: Shape, cpu_s: Callable[[], float], seconds: float) -> Measured:
+async def measure(url: str, shape: Shape, cpu_s: Callable[[], tuple[float, float]], seconds: float) -> Measured:
     """Closed loop at concurrency 64. Raises `OSError` when a connection breaks."""
     loop = asyncio.get_running_loop()
     requests, checker = _requests(url, shape), _Checker(shape)
@@ -228,12 +230,15 @@ async def measure(url: str, shape: Shape, cpu_s: Callable[[], float], seconds: f
         clients.append(client)
     await asyncio.sleep(min(_WARM_UP_S, seconds))
     measured, own = Measured(), psutil.Process()
-    started_s, cpu_before, own_before = time.perf_counter(), cpu_s(), sum(own.cpu_times()[:2])
+    started_s, (all_before, first_before) = time.perf_counter(), cpu_s()
+    own_before = sum(own.cpu_times()[:2])
     for client in clients:
         client.measured = measured
     await asyncio.sleep(seconds)
     measured.seconds = time.perf_counter() - started_s
-    measured.cpu_s, measured.client_cpu_s = cpu_s() - cpu_before, sum(own.cpu_times()[:2]) - own_before
+    all_after, first_after = cpu_s()
+    measured.cpu_s, measured.first_cpu_s = all_after - all_before, first_after - first_before
+    measured.client_cpu_s = sum(own.cpu_times()[:2]) - own_before
     for client in clients:
         client.measured, client.is_ending = None, True
     async with asyncio.timeout(30.0):
@@ -241,13 +246,13 @@ async def measure(url: str, shape: Shape, cpu_s: Callable[[], float], seconds: f
     return measured
 
 
-def _cpu_of(pid: int) -> Callable[[], float]:
-    """CPU seconds of a process and all it started, so far."""
+def _cpu_of(pid: int) -> Callable[[], tuple[float, float]]:
+    """CPU seconds of a process and all it started, and of it alone, so far."""
     process = psutil.Process(pid)
 
-    def read() -> float:
-        processes = [process, *process.children(recursive=True)]
-        return sum(sum(one.cpu_times()[:2]) for one in processes)
+    def read() -> tuple[float, float]:
+        first, *others = (sum(one.cpu_times()[:2]) for one in (process, *process.children(recursive=True)))
+        return first + sum(others), first
 
     return read
 
@@ -258,7 +263,7 @@ class Target:
 
     name: str
     url: str
-    cpu_s: Callable[[], float]
+    cpu_s: Callable[[], tuple[float, float]]  # of all its processes, and of the first one alone
 
 
 @contextlib.contextmanager
@@ -269,25 +274,26 @@ def _launched(name: str, command: list[str], port: int, ready: str, **env: str) 
 
 
 @contextlib.contextmanager
-def _route(workers: list[str]) -> Iterator[Target]:
+def _route(workers: list[str], num_processes: int) -> Iterator[Target]:
     tables = "".join(f'[[engines]]\nname = "w{i}"\nurl = "{url}"\nkind = "vllm"\n' for i, url in enumerate(workers))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "engines.toml")
         path.write_text(tables)
         port = free_port()
         command = [sys.executable, "-m", "cli", "route", f"--engines={path}", f"--port={port}"]
-        with _launched("tandem route", command, port, "/ready") as target:
+        command.append(f"--router-processes={num_processes}")
+        with _launched(_named("tandem route", num_processes), command, port, "/ready") as target:
             yield target
 
 
 @contextlib.contextmanager
-def _native(settings: argparse.Namespace) -> Iterator[Target]:
+def _native(settings: argparse.Namespace, num_processes: int) -> Iterator[Target]:
     endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(_NUM_WORKERS)]
     port = free_port()
     script = [sys.executable, "-m", "benchmarks.native_edge"]
     with _running([*script, "worker", *endpoints]):
-        command = [*script, "edge", str(port), settings.model, *endpoints]
-        with _launched("tandem serve's edge", command, port, "/ready") as target:
+        command = [*script, "edge", str(port), settings.model, str(num_processes), *endpoints]
+        with _launched(_named("tandem serve's edge", num_processes), command, port, "/ready") as target:
             yield target
 
 
@@ -319,11 +325,12 @@ def _litellm(program: str, workers: list[str]) -> Iterator[Target]:
 
 
 def _targets(settings: argparse.Namespace, workers: list[str]) -> Iterator[contextlib.AbstractContextManager[Target]]:
-    yield contextlib.nullcontext(Target("direct", workers[0], lambda: 0.0))
-    if "route" in settings.parts:
-        yield _route(workers)
-    if "native" in settings.parts:
-        yield _native(settings)
+    yield contextlib.nullcontext(Target("direct", workers[0], lambda: (0.0, 0.0)))
+    for num_processes in settings.processes:
+        if "route" in settings.parts:
+            yield _route(workers, num_processes)
+        if "native" in settings.parts:
+            yield _native(settings, num_processes)
     if settings.smg:
         yield _smg([settings.smg, "launch"], "smg", workers)
     if settings.sglang_python:
@@ -332,6 +339,10 @@ def _targets(settings: argparse.Namespace, workers: list[str]) -> Iterator[conte
         yield _smg([settings.vllm_router], "vllm-router", workers)
     if settings.litellm:
         yield _litellm(settings.litellm, workers)
+
+
+def _named(name: str, num_processes: int) -> str:
+    return name if num_processes == 1 else f"{name}, {num_processes} processes"
 
 
 @contextlib.contextmanager
@@ -364,12 +375,12 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
             base = direct.get(shape.name, {"p50_s": math.nan, "p99_s": math.nan})
             added = [ms(one[key] - base[key]) if name != "direct" else ms(one[key]) for key in ("p50_s", "p99_s")]
             rates = [one[key] for key in ("requests_per_s", "chunks_per_s", "requests_per_cpu_s", "chunks_per_cpu_s")]
-            share = [one["cpu_share"], one["client_cpu_share"]]
+            share = [one["cpu_share"], one["first_cpu_share"], one["client_cpu_share"]]
             rows.append([name, *added, ms(one["gap_p50_s"]), *rates, *share, one["num_wrong"]])
         headings = ["", "+p50 ms", "+p99 ms", "gap p50", "req/s", "chunks/s", "req/CPU-s", "chunks/CPU-s", "cores"]
         print_table(
             f"{shape.name}: {shape.num_tokens} tokens" + (f", {shape.step_ms} ms a step" if shape.step_ms else ""),
-            [*headings, "client's", "wrong"],
+            [*headings, "first's", "client's", "wrong"],
             rows,
             "ms to the first bytes, added to those of the first row; gap: longest pause of a stream",
         )
@@ -385,6 +396,7 @@ def main() -> None:
     parser.add_argument("--sglang-python", metavar="PATH", help="a Python that has sglang-router")
     parser.add_argument("--vllm-router", metavar="PATH", help="the program vllm-router")
     parser.add_argument("--litellm", metavar="PATH", help="the program litellm")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="of Tandem's router (default: 1 2)")
     parser.add_argument("--parts", default="route,native", help="of Tandem (default: %(default)s)")
     settings = parser.parse_args()
     seconds = 0.3 if settings.quick else _MEASURED_S

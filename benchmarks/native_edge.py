@@ -1,7 +1,7 @@
 """Tandem's own HTTP edge in front of workers that compute nothing: what the edge itself costs.
 
     python -m benchmarks.native_edge worker ENDPOINT [ENDPOINT ...]
-    python -m benchmarks.native_edge edge PORT MODEL ENDPOINT [ENDPOINT ...]
+    python -m benchmarks.native_edge edge PORT MODEL PROCESSES ENDPOINT [ENDPOINT ...]
 
 The workers speak the real protocol over ZeroMQ, all of them in one process, and send one message per step with the new
 token of every sequence. The edge is the app of `tandem serve` with everything behind it but the workers: chat template,
@@ -11,18 +11,20 @@ tokenizer, placement, admission, request flow, detokenizer. `seed` is the length
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import time
 from collections import deque
 
-import uvicorn
 import uvloop
 import zmq
 from prometheus_client import CollectorRegistry
 
 from benchmarks.mock_engine import MODEL, expected_text
+from cluster.http_front import ended_or, serve_http
+from cluster.listening import listening
 from cluster.model_store import resolve_model
-from protocol.config import RouterConfig
+from protocol.config import ClusterConfig, EngineConfig, RouterConfig
 from protocol.messages import (
     BlockSnapshot,
     Cancel,
@@ -43,7 +45,6 @@ from protocol.messages import (
     decode_message,
     encode_message,
 )
-from router.app import create_app
 from router.cache_sizing import CacheSizing
 from router.cost_model import CostModel
 from router.flow import RequestFlow
@@ -201,16 +202,21 @@ def _run_workers(endpoints: list[str]) -> None:
                 worker.beat()
 
 
-async def _run_edge(port: int, model: str, endpoints: list[str]) -> None:
-    metrics, config = CollectorRegistry(), RouterConfig()
-    flow, client = make_flow(metrics, config)
-    app = create_app(flow, Tokenizer(resolve_model(model)), config, metrics)
+async def _run_edge(port: int, model: str, num_processes: int, endpoints: list[str]) -> None:
+    folder = str(resolve_model(model))
+    router = RouterConfig(port=port, router_processes=num_processes)
+    config = ClusterConfig(engine=EngineConfig(model=folder), router=router)
+    metrics = CollectorRegistry()
+    flow, client = make_flow(metrics, router)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     await client.start()
-    for endpoint in endpoints:
-        await client.add_worker(address_of(endpoint))
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", access_log=False))
     try:
-        await server.serve()
+        for endpoint in endpoints:
+            await client.add_worker(address_of(endpoint))
+        with listening(router.host, port) as listener:
+            async with serve_http(flow, Tokenizer(folder), metrics, config, listener) as (front, _):
+                await ended_or(stop, front)
     finally:
         await client.close()
 
@@ -220,7 +226,7 @@ def main() -> None:
         _run_workers(sys.argv[2:])
         return
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run_edge(int(sys.argv[2]), sys.argv[3], sys.argv[4:]))
+        runner.run(_run_edge(int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5:]))
 
 
 if __name__ == "__main__":
