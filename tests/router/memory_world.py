@@ -100,7 +100,7 @@ class MemoryWorld:
             socket.link = link = _Link(card.address, socket)  # type: ignore[arg-type]
             self.cluster.client._links[worker_id] = link
             self.cluster.client._on_welcome(link, Welcome(card=card))
-            link.snapshot_asked_s = None
+            link.snapshots_due.clear()
 
     @property
     def flow(self) -> RequestFlow:
