@@ -67,7 +67,8 @@ class ModelQueue:
         """A request that had its turn and failed goes elsewhere at once. Raises a `ServingError`."""
         prompt = cast(Prompt, offer.digests)
         now = self._fleet.clock()
-        placement = self._fleet.place(self._model, prompt, offer.expected_output_tokens, now, tried)
+        needs = self.admission.needs(offer)
+        placement = self._fleet.place(self._model, prompt, offer.expected_output_tokens, now, tried, needs=needs)
         return self._book(call, offer, placement), placement
 
     def _begin(self, call: Call, dispatch: Dispatch) -> Exchange:

@@ -159,6 +159,18 @@ async def test_a_failed_attempt_goes_elsewhere_without_waiting_again(fake_a: Fak
         assert {one["placement"]["candidates"][0]["decode_worker"] for one in decisions} == {"b"}
 
 
+async def test_a_second_attempt_stays_on_the_tenants_engines(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text('[tenants.search]\nworkers = ["a"]\n')
+    fake_a.status = 500
+    async with routing(small(fake_a, "a"), small(fake_b, "b"), config=RouterConfig(tenants=str(path))) as router:
+        answer = await start(router, "search", **{"x-tandem-tenant": "search"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_failed")
+        assert not fake_b.requests
+
+
 async def test_one_models_queue_does_not_hold_up_another(fake_a: FakeServer, fake_b: FakeServer) -> None:
     fake_b.model = "other-model"
     async with routing(small(fake_a, "a"), small(fake_b, "b")) as router:
