@@ -171,6 +171,24 @@ async def test_a_second_attempt_stays_on_the_tenants_engines(
         assert not fake_b.requests
 
 
+async def test_a_group_that_may_not_or_cannot_take_a_request_leaves_it_to_another(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text('[tenants.search]\nworkers = ["b"]\n[tenants.nowhere]\nworkers = ["c"]\n')
+    specs = [small(fake_a, "a", group="one", num_blocks=64), small(fake_b, "b", group="two")]
+    async with routing(*specs, config=RouterConfig(tenants=str(path))) as router:
+        short = completion("a b", stream=True)
+        answer = await router.client.post(COMPLETIONS, json=short, headers={"x-tandem-tenant": "search"})
+        assert (answer.status_code, answer.headers["x-tandem-engine"]) == (200, "b")
+        answer = await start(router, "longer than 64 blocks of 16 tokens")
+        assert (answer.status_code, answer.headers["x-tandem-engine"]) == (200, "b")
+        refused = await router.client.post(COMPLETIONS, json=short, headers={"x-tandem-tenant": "nowhere"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["message"].count("of tenant 'nowhere': 1 not for this tenant") == 2
+        assert not fake_a.requests
+
+
 async def test_one_models_queue_does_not_hold_up_another(fake_a: FakeServer, fake_b: FakeServer) -> None:
     fake_b.model = "other-model"
     async with routing(small(fake_a, "a"), small(fake_b, "b")) as router:
