@@ -24,7 +24,7 @@ from protocol.messages import Role, Turn, WorkerState
 from router.cost_model import CostModel
 from router.fair_queue import FairQueue, Ticket, Work
 from router.placement import Held, Needs, Placement, Placer
-from router.registry import Registry, Worker, can_prefill, queue_s
+from router.registry import Worker, Workers, can_prefill, queue_s
 from router.tenants import Tenants
 
 __all__ = [
@@ -163,7 +163,7 @@ class Admission:
     """The queue of the router, and the decisions about it."""
 
     def __init__(
-        self, registry: Registry, costs: CostModel, placer: Placer, tenants: Tenants, config: RouterConfig
+        self, registry: Workers, costs: CostModel, placer: Placer, tenants: Tenants, config: RouterConfig
     ) -> None:
         self._registry = registry
         self._costs = costs
