@@ -270,23 +270,24 @@ class Fleet:
     def sibling_engine(self, entry: EngineEntry) -> None:
         """Follow, one change after the other."""
         if entry.name not in self._followers:
-            task = self._followers[entry.name] = asyncio.create_task(self._follow(entry.name))
-            task.add_done_callback(lambda _: self._followers.pop(entry.name, None))
+            self._followers[entry.name] = asyncio.create_task(self._follow(entry.name))
 
     async def _follow(self, name: str) -> None:
         """Make of our engine what the siblings' latest word says. Who was asked first has checked it."""
-        while True:
-            wanted, engine = self.siblings.engines[name].spec, self._engines.get(name)
-            if engine is not None and (wanted is None or msgspec.to_builtins(engine.configured) != wanted):
-                await self._drain(engine)
-            elif engine is None and wanted is not None:
-                try:
+        try:
+            while True:
+                wanted, engine = self.siblings.engines[name].spec, self._engines.get(name)
+                if engine is not None and (wanted is None or msgspec.to_builtins(engine.configured) != wanted):
+                    await self._drain(engine)
+                elif engine is None and wanted is not None:
                     self._start(msgspec.convert(wanted, EngineSpec))
-                except ConfigError as exc:
-                    logger.error("engine %s, added through a sibling, cannot be used here: %s", name, exc)
+                else:
                     return
-            else:
-                return
+        except (ConfigError, ValueError) as exc:
+            logger.error("engine %s, added through a sibling, cannot be used here: %s", name, exc)
+        finally:
+            # NOTE: no `await` between the last look and this: a word that comes later begins anew.
+            del self._followers[name]
 
     def _place_in(
         self,
