@@ -24,7 +24,7 @@ from protocol.messages import Role, Turn, WorkerState
 from router.cost_model import CostModel
 from router.fair_queue import FairQueue, Ticket, Work
 from router.placement import Held, Needs, Placement, Placer
-from router.registry import Registry, Worker, can_prefill, queue_s
+from router.registry import Worker, Workers, can_prefill, queue_s
 from router.tenants import Tenants
 
 __all__ = [
@@ -163,7 +163,7 @@ class Admission:
     """The queue of the router, and the decisions about it."""
 
     def __init__(
-        self, registry: Registry, costs: CostModel, placer: Placer, tenants: Tenants, config: RouterConfig
+        self, registry: Workers, costs: CostModel, placer: Placer, tenants: Tenants, config: RouterConfig
     ) -> None:
         self._registry = registry
         self._costs = costs
@@ -201,7 +201,7 @@ class Admission:
             order=order,
             held={worker: held for (tenant, worker), held in self._held.items() if tenant == offer.tenant},
             num_others=num_others,
-            needs=self._needs(offer),
+            needs=self.needs(offer),
         )
         policy = self._tenants.policy(offer.tenant)
         terms = placement.best.terms
@@ -298,6 +298,10 @@ class Admission:
     def reject(self, tenant: str, error: ServingError) -> None:
         """Count a request that was refused at once."""
         self._of(tenant).rejected[error.code or "other"] += 1
+
+    def needs(self, offer: Offer) -> Needs:
+        """What a worker must have for this request, wherever it is placed."""
+        return Needs(offer.tenant, self._tenants.policy(offer.tenant).workers, offer.adapter)
 
     def overtime(self, waiting: Waiting, now: float) -> Overloaded:
         """The error for a request that waited longer than anything may."""
@@ -466,7 +470,7 @@ class Admission:
             now,
             held=held,
             order=self._order(waiting.start_tag, waiting.forecast.slo_s, now),
-            needs=self._needs(offer),
+            needs=self.needs(offer),
         )
         self._hold(waiting, -1)
         latest_start_s = waiting.latest_start_s
@@ -560,9 +564,6 @@ class Admission:
             self._num_held[key] += sign
             if self._num_held[key] == 0:
                 del self._held[key], self._num_held[key]
-
-    def _needs(self, offer: Offer) -> Needs:
-        return Needs(offer.tenant, self._tenants.policy(offer.tenant).workers, offer.adapter)
 
     def _of(self, tenant: str) -> TenantStats:
         return self.stats.setdefault(self._tenants.label(tenant), TenantStats())

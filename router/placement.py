@@ -18,7 +18,7 @@ from protocol.errors import NoWorker
 from protocol.messages import is_readable, worker_of
 from router.cost_model import CostModel, Mask, Number, Rows, TransferCosts, Vector, prefill_attention
 from router.prefix_index import PrefixIndex
-from router.registry import Registry, Worker, WorkerTable, can_decode
+from router.registry import Worker, Workers, WorkerTable, can_decode
 
 __all__ = ["Candidate", "Holder", "Needs", "Placement", "Placer", "Terms"]
 
@@ -169,7 +169,7 @@ class Placer:
 
     def __init__(
         self,
-        registry: Registry,
+        registry: Workers,
         index: PrefixIndex,
         costs: CostModel,
         config: RouterConfig,

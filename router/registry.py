@@ -11,7 +11,7 @@ from bisect import insort
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from protocol.messages import (
 )
 from router.cost_model import CostModel, Mask, Rows, StepCosts, StepModel, Vector, prefill_attention
 
-__all__ = ["Booking", "Registry", "Worker", "WorkerChange", "WorkerTable", "can_decode", "can_prefill", "queue_s"]
+__all__ = ["Booking", "Registry", "Worker", "WorkerChange", "WorkerTable", "Workers", "can_decode", "can_prefill", "queue_s"]
 
 logger = logging.getLogger(__name__)
 
@@ -198,6 +198,10 @@ class WorkerTable:
                     worker.last_order,
                 )
 
+    def update_from(self, table: WorkerTable, rows: Rows) -> None:
+        """Take over what is booked on all workers from another table, where they are in these rows."""
+        np.take(table._loads, rows, axis=1, out=self._loads)
+
     def note_tiers(self, worker: Worker) -> None:
         """Take over what it costs this worker to load from its tiers."""
         row = self.rows[worker.worker_id]
@@ -230,6 +234,24 @@ class WorkerTable:
             if (row := self.rows.get(worker_id)) is not None:
                 column[row] = value
         return column
+
+
+class Workers(Protocol):
+    """What decisions are made from: those of a `Registry`, or a part of them."""
+
+    def __iter__(self) -> Iterator[Worker]:
+        """All of them."""
+
+    @property
+    def queued_prompt_tokens(self) -> int:
+        """Uncomputed prompt tokens booked on them."""
+
+    @property
+    def table(self) -> WorkerTable:
+        """Them as arrays, as they are now: get it anew for each decision."""
+
+    def get(self, worker_id: str) -> Worker | None:
+        """The worker, or None when it is gone."""
 
 
 class WorkerChange(NamedTuple):

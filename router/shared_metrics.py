@@ -15,7 +15,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 __all__ = ["SharedMetrics"]
 
-MAX_RETIRED = 256  # processes that have ended; beyond that their oldest counts are lost
+MAX_RETIRED = 256  # processes that have ended; the counts of those beyond, heard longest ago, are lost
 # Counted by each process for itself. The rest is told by workers and engines to all processes alike.
 _OWN_PREFIX = "tandem_router_"
 _OWN_NAMES = {
@@ -51,7 +51,7 @@ class SharedMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._told: dict[tuple[str, int], bytes] = {}  # by process and epoch, oldest first
+        self._told: dict[tuple[str, int], bytes] = {}  # by process and epoch, heard longest ago first
 
     def own(self) -> bytes:
         """What siblings are told of this process."""
@@ -61,11 +61,13 @@ class SharedMetrics:
         ]
         return msgspec.msgpack.encode(wire)
 
-    def note(self, name: str, epoch: int, content: bytes) -> None:
-        """A sibling has told its metrics. Its latest word counts."""
+    def note(self, name: str, epoch: int, content: bytes, living: Collection[tuple[str, int]]) -> None:
+        """A sibling has told its metrics. Its latest word counts. `living` are the siblings, by name and epoch."""
+        self._told.pop((name, epoch), None)
         self._told[name, epoch] = content
-        if len(self._told) > MAX_RETIRED:
-            del self._told[next(iter(self._told))]
+        ended = [process for process in self._told if process not in living]
+        for process in ended[: max(len(ended) - MAX_RETIRED, 0)]:
+            del self._told[process]
 
     def retired(self, living: Collection[tuple[str, int]]) -> bytes:
         """What processes that have ended had counted, for one that joins."""

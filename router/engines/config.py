@@ -176,6 +176,11 @@ def check_tokenizer(spec: EngineSpec, tokenizers: Container[str]) -> None:
 def _checked_url(url: Any, where: str) -> str:
     if url is None:
         raise ConfigError(f"{where}: url is missing; give the engine's address, such as http://10.0.0.5:8000")
+    if isinstance(url, str) and re.match("https?://[^/?#]*@", url):  # NOTE: not shown, it may be a secret
+        raise ConfigError(
+            f"{where}: url has credentials in it; take out all up to '@' and name the variable that has the key in "
+            'api_key_env, or give headers = {authorization = "Basic ..."}'
+        )
     if not isinstance(url, str) or not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", url):
         raise ConfigError(f"{where}: url={url!r} is not of the form http://host:port")
     return url.rstrip("/").removesuffix("/v1")

@@ -186,13 +186,19 @@ class Fleet:
         if not engines:
             raise ModelNotFound(f"The model '{model[:200]}' does not exist.", param="model")
         open_to_it = [e for e in engines if e.name not in tried and not e.refusal(now) and e.card is not None]
+        decoders = [engine for engine in open_to_it if engine.spec.role is not Role.PREFILL]
+        # What is too long for all of them goes there all the same: the engine says so best, in its own 400.
+        num_prompt_tokens = max(1, min(len(prompt.token_ids), max(map(_room, decoders), default=1) - 1))
         found: list[Placement] = []
-        for group in dict.fromkeys(engine.spec.group for engine in open_to_it):
+        refused: dict[str, NoWorker] = {}  # by group
+        for group in dict.fromkeys(engine.spec.group for engine in decoders):
             members = {engine.name: engine for engine in open_to_it if engine.spec.group == group}
-            if any(engine.spec.role is not Role.PREFILL for engine in members.values()):
-                found.append(self._place_in(members, prompt, num_outputs, now, options))
+            try:
+                found.append(self._place_in(members, num_prompt_tokens, prompt, num_outputs, now, options))
+            except NoWorker as exc:
+                refused[group] = exc
         if not found:
-            raise self._nobody(model, engines, tried, now)
+            raise self._nobody(model, engines, tried, now, refused)
         return min(found, key=lambda placement: placement.best.terms.total_s)
 
     def placed(self, placement: Placement, prompt: Prompt) -> Placed:
@@ -264,39 +270,46 @@ class Fleet:
     def sibling_engine(self, entry: EngineEntry) -> None:
         """Follow, one change after the other."""
         if entry.name not in self._followers:
-            task = self._followers[entry.name] = asyncio.create_task(self._follow(entry.name))
-            task.add_done_callback(lambda _: self._followers.pop(entry.name, None))
+            self._followers[entry.name] = asyncio.create_task(self._follow(entry.name))
 
     async def _follow(self, name: str) -> None:
         """Make of our engine what the siblings' latest word says. Who was asked first has checked it."""
-        while True:
-            wanted, engine = self.siblings.engines[name].spec, self._engines.get(name)
-            if engine is not None and (wanted is None or msgspec.to_builtins(engine.configured) != wanted):
-                await self._drain(engine)
-            elif engine is None and wanted is not None:
-                try:
+        try:
+            while True:
+                wanted, engine = self.siblings.engines[name].spec, self._engines.get(name)
+                if engine is not None and (wanted is None or msgspec.to_builtins(engine.configured) != wanted):
+                    await self._drain(engine)
+                elif engine is None and wanted is not None:
                     self._start(msgspec.convert(wanted, EngineSpec))
-                except ConfigError as exc:
-                    logger.error("engine %s, added through a sibling, cannot be used here: %s", name, exc)
+                else:
                     return
-            else:
-                return
+        except (ConfigError, ValueError) as exc:
+            logger.error("engine %s, added through a sibling, cannot be used here: %s", name, exc)
+        finally:
+            # NOTE: no `await` between the last look and this: a word that comes later begins anew.
+            del self._followers[name]
 
     def _place_in(
-        self, members: dict[str, Engine], prompt: Prompt, num_outputs: int, now: float, options: dict[str, Any]
+        self,
+        members: dict[str, Engine],
+        num_prompt_tokens: int,
+        prompt: Prompt,
+        num_outputs: int,
+        now: float,
+        options: dict[str, Any],
     ) -> Placement:
-        cards = [engine.card for engine in members.values() if engine.card is not None]
-        # What is too long for all of them goes there all the same: the engine says so best, in its own 400.
-        room = max(min(card.num_blocks * card.block_size, card.max_model_len) for card in cards)
-        num_prompt_tokens = max(1, min(len(prompt.token_ids), room - 1))
         others = {worker.worker_id for worker in self.registry} - members.keys()
-        digests = prompt.digests(cards[0])
+        digests = prompt.digests(next(engine.card for engine in members.values() if engine.card is not None))
         return self._placer.place(num_prompt_tokens, digests, num_outputs, now, excluded=others, **options)
 
-    def _nobody(self, model: str, engines: list[Engine], tried: Collection[str], now: float) -> NoWorker | EngineBusy:
-        reasons = {e.name: "tried" if e.name in tried else e.refusal(now) or "prefill only" for e in engines}
-        text = f"no engine of {model} can take this request: " + ", ".join(
-            f"{name} ({reason})" for name, reason in reasons.items()
+    def _nobody(
+        self, model: str, engines: list[Engine], tried: Collection[str], now: float, refused: dict[str, NoWorker]
+    ) -> NoWorker | EngineBusy:
+        reasons = {e.name: "tried" if e.name in tried else e.refusal(now) for e in engines}
+        others = dict.fromkeys(e.spec.group for e in engines if not reasons[e.name])
+        text = f"no engine of {model} can take this request: " + "; ".join(
+            [f"{name} ({reason})" for name, reason in reasons.items() if reason]
+            + [str(refused.get(group, "the rest is prefill only")) for group in others]
         )
         waits = [e.busy_until_s - now for e in engines if e.state is WorkerState.READY and e.busy_until_s > now]
         return EngineBusy(text, retry_after_s=min(waits)) if waits else NoWorker(text)
@@ -448,3 +461,9 @@ class Fleet:
             engine.foreign.append(booking)
         for booking in engine.foreign[: max(0, num_foreign - load.num_waiting)]:
             booking.prefill_done()
+
+
+def _room(engine: Engine) -> int:
+    """Tokens of the longest context that it has room for."""
+    card = engine.card
+    return min(card.num_blocks * card.block_size, card.max_model_len) if card is not None else 0

@@ -11,10 +11,12 @@ from dataclasses import astuple, replace
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 
 from protocol.errors import NoWorker
 from protocol.siblings import Waiting
 from router.admission import Admission, Dispatch, Offer, TenantStats
+from router.cost_model import Rows
 from router.decisions import Decision
 from router.engines.exchange import Call, Exchange
 from router.engines.fleet import Fleet, Prompt
@@ -22,7 +24,7 @@ from router.engines.prompts import max_tokens_of
 from router.fair_queue import Work
 from router.gate import NUM_OTHERS, Gate
 from router.placement import Placement, Placer
-from router.registry import Registry, Worker, WorkerTable, can_decode
+from router.registry import Registry, Worker, Workers, WorkerTable, can_decode
 from router.siblings import Siblings
 from router.tenants import load_tenants
 
@@ -67,7 +69,8 @@ class ModelQueue:
         """A request that had its turn and failed goes elsewhere at once. Raises a `ServingError`."""
         prompt = cast(Prompt, offer.digests)
         now = self._fleet.clock()
-        placement = self._fleet.place(self._model, prompt, offer.expected_output_tokens, now, tried)
+        needs = self.admission.needs(offer)
+        placement = self._fleet.place(self._model, prompt, offer.expected_output_tokens, now, tried, needs=needs)
         return self._book(call, offer, placement), placement
 
     def _begin(self, call: Call, dispatch: Dispatch) -> Exchange:
@@ -162,36 +165,47 @@ class _SharedAdmission(Admission):
         return super()._start_s(placement, total, *options)
 
 
-class _ModelWorkers(Registry):
-    """The engines of one model in the registry of all: to be read only."""
+class _ModelWorkers:
+    """The engines of one model in the registry of all."""
 
     def __init__(self, registry: Registry, model: str) -> None:
-        super().__init__()
         self._registry = registry
         self._model = model
+        self._all: WorkerTable | None = None  # the registry's table that ours was made of
+        self._table = WorkerTable([])
+        self._rows: Rows = np.array([], dtype=np.intp)  # of ours in it
 
     def __iter__(self) -> Iterator[Worker]:
-        return (worker for worker in self._registry if worker.card.model == self._model)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    @property
-    def table(self) -> WorkerTable:
-        """Them as arrays, as they are now."""
-        workers = list(self)
-        return WorkerTable(workers) if len(workers) < len(self._registry) else self._registry.table
+        return iter(self.table.workers)
 
     @property
     def queued_prompt_tokens(self) -> int:
         """Uncomputed prompt tokens booked on them."""
         return sum(worker.uncomputed_tokens for worker in self)
 
+    @property
+    def table(self) -> WorkerTable:
+        """Them as arrays, as they are now; made anew when the registry's is, as that takes 18 us for each worker."""
+        table = self._registry.table
+        if table is not self._all:
+            rows = [row for row, worker in enumerate(table.workers) if worker.card.model == self._model]
+            self._all, self._rows = table, np.array(rows, dtype=np.intp)
+            is_all = len(rows) == len(table)
+            self._table = table if is_all else WorkerTable([table.workers[row] for row in rows])
+        elif self._table is not table:
+            self._table.update_from(table, self._rows)
+        return self._table
+
+    def get(self, worker_id: str) -> Worker | None:
+        """The engine, or None when it is gone or of another model."""
+        worker = self._registry.get(worker_id)
+        return worker if worker is not None and worker.card.model == self._model else None
+
 
 class _ModelPlacer(Placer):
     """Places the requests of one model as the fleet does."""
 
-    def __init__(self, fleet: Fleet, workers: Registry, model: str) -> None:
+    def __init__(self, fleet: Fleet, workers: Workers, model: str) -> None:
         super().__init__(workers, fleet.index, fleet.costs, fleet.config)
         self._fleet = fleet
         self._workers = workers

@@ -40,7 +40,7 @@ class Together:
             POOLS: lambda: orjson.dumps(self._own_pools()),
             DECISIONS: lambda: orjson.dumps(self._queues.decisions()),
         }
-        bus.listeners = {METRICS: self._metrics.note}
+        bus.listeners = {METRICS: self._note_metrics}
         await bus.start()
         for content in (await bus.ask(RETIRED_METRICS)).values():
             self._metrics.note_retired(content)
@@ -81,6 +81,9 @@ class Together:
 
     async def _ask(self, topic: str) -> dict[str, bytes]:
         return {} if self._bus is None else await self._bus.ask(topic)
+
+    def _note_metrics(self, name: str, epoch: int, content: bytes) -> None:
+        self._metrics.note(name, epoch, content, self._living())
 
     def _living(self) -> set[tuple[str, int]]:
         siblings = self._fleet.siblings

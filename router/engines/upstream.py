@@ -39,7 +39,7 @@ class Upstream:
         self._tls = ssl.create_default_context() if is_tls else None
         self._base_path = parts.path.rstrip("/")
         self._connect_timeout_s = connect_timeout_s
-        given = {"host": parts.netloc.rpartition("@")[2], "user-agent": "tandem", "accept-encoding": "identity"}
+        given = {"host": parts.netloc, "user-agent": "tandem", "accept-encoding": "identity"}
         given |= {"content-type": "application/json"} | {name.lower(): value for name, value in headers.items()}
         self._head = "".join(f"{name}: {_checked(value)}\r\n" for name, value in given.items())
         self._open: set[_Connection] = set()

@@ -9,7 +9,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.metrics import EdgeMetrics
-from router.shared_metrics import SharedMetrics
+from router.shared_metrics import MAX_RETIRED, SharedMetrics
 
 
 class Told:
@@ -45,7 +45,7 @@ def test_counts_are_added_up_and_what_all_are_told_is_not() -> None:
     one, two = Process(), Process()
     one.count(2)
     two.count(3)
-    one.metrics.note("two", 1, two.metrics.own())
+    one.metrics.note("two", 1, two.metrics.own(), {("two", 1)})
     shown = values(one.metrics.exposition({("two", 1)}))
     assert shown["tandem_router_requests_total"] == 5
     assert shown["tandem_router_ttft_seconds_count"] == 5
@@ -60,21 +60,39 @@ def test_each_process_counts_once_with_its_latest_word() -> None:
     one, two = Process(), Process()
     for _ in range(3):
         two.count(1)
-        one.metrics.note("two", 1, two.metrics.own())
+        one.metrics.note("two", 1, two.metrics.own(), {("two", 1)})
     assert values(one.metrics.exposition({("two", 1)}))["tandem_router_requests_total"] == 3
 
 
 def test_the_total_keeps_what_a_dead_process_counted_but_not_what_it_ran() -> None:
     one, two, successor = Process(), Process(), Process()
     two.count(3)
-    one.metrics.note("two", 1, two.metrics.own())
-    one.metrics.note("two", 2, successor.metrics.own())
+    one.metrics.note("two", 1, two.metrics.own(), {("two", 1)})
+    one.metrics.note("two", 2, successor.metrics.own(), {("two", 2)})
     shown = values(one.metrics.exposition({("two", 2)}))
     assert (shown["tandem_router_requests_total"], shown["tandem_router_running_requests"]) == (3, 0)
     successor.metrics.note_retired(one.metrics.retired({("two", 2)}))
-    successor.metrics.note("one", 1, one.metrics.own())
+    successor.metrics.note("one", 1, one.metrics.own(), {("one", 1)})
     shown = values(successor.metrics.exposition({("one", 1)}))
     assert shown["tandem_router_requests_total"] == 3
+
+
+def test_the_living_and_who_was_heard_last_are_kept_however_many_have_ended() -> None:
+    one, silent, talking, ended = Process(), Process(), Process(), Process()
+    silent.count(1)
+    talking.count(2)
+    ended.count(4)
+    living = {("silent", 1), ("talking", 1)}
+    one.metrics.note("silent", 1, silent.metrics.own(), living)
+    for epoch in range(MAX_RETIRED + 10):
+        one.metrics.note("talking", 1, talking.metrics.own(), living)
+        one.metrics.note("ended", epoch, ended.metrics.own(), living)
+    shown = values(one.metrics.exposition(living))
+    assert shown["tandem_router_requests_total"] == 1 + 2 + 4 * MAX_RETIRED
+    one.metrics.note("silent", 1, silent.metrics.own(), living)  # its last word: then it ends, and is the newest
+    one.metrics.note("ended", MAX_RETIRED + 10, ended.metrics.own(), {("talking", 1)})
+    shown = values(one.metrics.exposition({("talking", 1)}))
+    assert shown["tandem_router_requests_total"] == 1 + 2 + 4 * (MAX_RETIRED - 1)
 
 
 def test_alone_it_is_the_registrys_text() -> None:

@@ -68,6 +68,8 @@ URL = "http://h:1"
         (engine(name="a"), "engines[0]: url is missing; give the engine's address"),
         (engine(url="h:1"), "engines[0]: url='h:1' is not of the form"),
         (engine(url="http://h:1 /x"), "is not of the form"),
+        (engine(url="http://me:sk-123@h:1"), "engines[0]: url has credentials in it; take out all up to '@'"),
+        (engine(url="https://sk-123@h"), "name the variable that has the key in api_key_env"),
         (engine(url=URL, rol="both"), "engines[0]: unknown key 'rol'; known are name, url"),
         (engine(url=URL, role="all"), "role='all' is unknown; use prefill, decode, both"),
         (engine(url=URL, role="decode"), "role='decode' needs kind='vllm'"),

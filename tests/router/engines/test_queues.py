@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from protocol.config import RouterConfig
+from protocol.messages import WorkerState
 from router.engines.config import EngineSpec
+from router.engines.queues import _ModelWorkers
+from router.registry import Registry
 from tests.fake_openai import FakeServer
+from tests.router.builders import add_ready, make_card
 from tests.router.engines.harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of, until
 from tests.router.fake_backend import RawClient
 
@@ -159,6 +164,36 @@ async def test_a_failed_attempt_goes_elsewhere_without_waiting_again(fake_a: Fak
         assert {one["placement"]["candidates"][0]["decode_worker"] for one in decisions} == {"b"}
 
 
+async def test_a_second_attempt_stays_on_the_tenants_engines(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text('[tenants.search]\nworkers = ["a"]\n')
+    fake_a.status = 500
+    async with routing(small(fake_a, "a"), small(fake_b, "b"), config=RouterConfig(tenants=str(path))) as router:
+        answer = await start(router, "search", **{"x-tandem-tenant": "search"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_failed")
+        assert not fake_b.requests
+
+
+async def test_a_group_that_may_not_or_cannot_take_a_request_leaves_it_to_another(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text('[tenants.search]\nworkers = ["b"]\n[tenants.nowhere]\nworkers = ["c"]\n')
+    specs = [small(fake_a, "a", group="one", num_blocks=64), small(fake_b, "b", group="two")]
+    async with routing(*specs, config=RouterConfig(tenants=str(path))) as router:
+        short = completion("a b", stream=True)
+        answer = await router.client.post(COMPLETIONS, json=short, headers={"x-tandem-tenant": "search"})
+        assert (answer.status_code, answer.headers["x-tandem-engine"]) == (200, "b")
+        answer = await start(router, "longer than 64 blocks of 16 tokens")
+        assert (answer.status_code, answer.headers["x-tandem-engine"]) == (200, "b")
+        refused = await router.client.post(COMPLETIONS, json=short, headers={"x-tandem-tenant": "nowhere"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["message"].count("of tenant 'nowhere': 1 not for this tenant") == 2
+        assert not fake_a.requests
+
+
 async def test_one_models_queue_does_not_hold_up_another(fake_a: FakeServer, fake_b: FakeServer) -> None:
     fake_b.model = "other-model"
     async with routing(small(fake_a, "a"), small(fake_b, "b")) as router:
@@ -168,6 +203,28 @@ async def test_one_models_queue_does_not_hold_up_another(fake_a: FakeServer, fak
         assert (await start(router, "free", model="other-model")).headers["x-tandem-engine"] == "b"
         fake_a.resume()
         assert [(await task).status_code for task in tasks] == [200] * 3
+
+
+def test_the_table_of_one_model_follows_the_load_and_is_made_anew_with_the_registrys() -> None:
+    registry = Registry()
+    for number in range(6):
+        card = msgspec.structs.replace(make_card(f"w{number}"), model=f"model-{number % 2}")
+        add_ready(registry, card)
+    workers = _ModelWorkers(registry, "model-1")
+    table = workers.table
+    assert [worker.worker_id for worker in workers] == ["w1", "w3", "w5"]
+    booking = registry.reserve("w3", "w3", num_new_tokens=100, num_context_tokens=0, num_kv_tokens=120)
+    registry.reserve("w2", "w2", num_new_tokens=7, num_context_tokens=0, num_kv_tokens=8)
+    assert workers.table is table
+    assert table.uncomputed_tokens.tolist() == [0, 100, 0]
+    assert workers.queued_prompt_tokens == 100
+    assert (workers.get("w2"), workers.get("w3")) == (None, table.workers[1])
+    booking.release()
+    assert workers.table.booked_kv_tokens.tolist() == [0, 0, 0]
+    registry.set_state("w1", WorkerState.DEAD, "test")
+    assert [worker.worker_id for worker in workers.table.workers] == ["w3", "w5"]
+    alone = _ModelWorkers(Registry(), "model-1")
+    assert (len(alone.table), list(alone), alone.queued_prompt_tokens) == (0, [], 0)
 
 
 async def test_an_answer_says_why_it_comes_from_there_and_the_log_keeps_it(
