@@ -52,7 +52,6 @@ class ProcessGroup:
         self._count = count
         self._stop_timeout_s = stop_timeout_s
         self._children: dict[int, Process] = {}
-        self._is_stopping = False
 
     @property
     def pids(self) -> list[int]:
@@ -72,10 +71,10 @@ class ProcessGroup:
         `stop_now` ends them without delay. Raises `ConfigError` when one cannot begin to serve.
         """
         try:
-            await self._until(stop, self._start_all())
+            await self._until(stop, self._for_each(self._start))
             if not stop.is_set():
                 on_ready()
-                await self._until(stop, self._keep_all())
+                await self._until(stop, self._for_each(self._keep))
         finally:
             await self._stop_all(stop_now)
 
@@ -90,16 +89,6 @@ class ProcessGroup:
             stopping.cancel()
             working.cancel()
             await asyncio.gather(stopping, working, return_exceptions=True)
-
-    async def _start_all(self) -> None:
-        try:
-            async with asyncio.timeout(READY_TIMEOUT_S):
-                await self._for_each(self._start)
-        except TimeoutError as exc:
-            raise ConfigError(f"not all of {self._count} processes served within {READY_TIMEOUT_S:g} s") from exc
-
-    async def _keep_all(self) -> None:
-        await self._for_each(self._keep)
 
     async def _for_each(self, work: Callable[[int], Coroutine[Any, Any, None]]) -> None:
         """Do it for each child at once. What one of them raises ends the others, and is raised."""
@@ -119,7 +108,12 @@ class ProcessGroup:
         assert child.stdin is not None, "its input is a pipe"
         assert child.stdout is not None, "its output is a pipe"
         child.stdin.write(self._make_setup(number) + b"\n")
-        word = (await child.stdout.readline()).decode(errors="replace").strip()
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                word = (await child.stdout.readline()).decode(errors="replace").strip()
+        except TimeoutError as exc:
+            self.kill(number)
+            raise ConfigError(f"process {number} did not serve within {READY_TIMEOUT_S:g} s") from exc
         if word != "ready":
             raise ConfigError(word.removeprefix("error: ") or f"process {number} ended before it served")
 

@@ -111,6 +111,22 @@ def test_what_one_cannot_do_is_told_and_ends_the_others() -> None:
     run(scenario())
 
 
+def test_a_replacement_that_hangs_before_it_serves_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        here = Group(lambda _, num_started: "hang" if num_started == 1 else "serve", 1)
+        (first,) = await here.serves()
+        monkeypatch.setattr(processes, "READY_TIMEOUT_S", 0.5)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: here.num_started == 2, WAIT_S)
+        monkeypatch.setattr(processes, "READY_TIMEOUT_S", WAIT_S)
+        await until(lambda: here.num_started == 3 and len(here.group.pids) == 1, WAIT_S)
+        assert len(here.ended) == 2
+        await here.end()
+
+    monkeypatch.setattr(processes, "_SHORT_LIFE_S", 0.0)
+    run(scenario())
+
+
 def test_the_end_of_each_child_is_told_also_of_those_that_were_stopped() -> None:
     async def scenario() -> None:
         here = Group(lambda *_: "serve", 2)
