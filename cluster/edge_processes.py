@@ -110,6 +110,7 @@ class EdgeProcesses:
     def _setup(self, number: int) -> bytes:
         self._num_started += 1
         edge_id = self._edge_ids[number] = f"edge-{number}-{self._num_started}"
+        self._hub.expect(edge_id)
         return msgspec.json.encode(replace(self._settings, edge_id=edge_id))
 
     def _ended(self, number: int, pid: int) -> None:

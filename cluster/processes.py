@@ -52,7 +52,6 @@ class ProcessGroup:
         self._count = count
         self._stop_timeout_s = stop_timeout_s
         self._children: dict[int, Process] = {}
-        self._is_stopping = False
 
     @property
     def pids(self) -> list[int]:
@@ -72,10 +71,10 @@ class ProcessGroup:
         `stop_now` ends them without delay. Raises `ConfigError` when one cannot begin to serve.
         """
         try:
-            await self._until(stop, self._start_all())
+            await self._until(stop, self._for_each(self._start))
             if not stop.is_set():
                 on_ready()
-                await self._until(stop, self._keep_all())
+                await self._until(stop, self._for_each(self._keep))
         finally:
             await self._stop_all(stop_now)
 
@@ -91,20 +90,36 @@ class ProcessGroup:
             working.cancel()
             await asyncio.gather(stopping, working, return_exceptions=True)
 
-    async def _start_all(self) -> None:
+    async def _for_each(self, work: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+        """Do it for each child at once. What one of them raises ends the others, and is raised."""
         try:
-            async with asyncio.timeout(READY_TIMEOUT_S):
-                await asyncio.gather(*(self._start(number) for number in range(self._count)))
-        except TimeoutError as exc:
-            raise ConfigError(f"not all of {self._count} processes served within {READY_TIMEOUT_S:g} s") from exc
-
-    async def _keep_all(self) -> None:
-        await asyncio.gather(*(self._keep(number) for number in range(self._count)))
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(self._count):
+                    tasks.create_task(work(number))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
 
     async def _start(self, number: int) -> None:
-        """Start one child and wait until it serves. Raises `ConfigError` with what it says."""
+        """Start one child and wait until it serves. Raises `ConfigError` with what it says, or why it cannot be."""
+        try:
+            child = self._children[number] = await self._new_process()
+        except OSError as exc:
+            raise ConfigError(f"process {number} cannot be started: {exc}") from exc
+        assert child.stdin is not None, "its input is a pipe"
+        assert child.stdout is not None, "its output is a pipe"
+        child.stdin.write(self._make_setup(number) + b"\n")
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                word = (await child.stdout.readline()).decode(errors="replace").strip()
+        except TimeoutError as exc:
+            self.kill(number)
+            raise ConfigError(f"process {number} did not serve within {READY_TIMEOUT_S:g} s") from exc
+        if word != "ready":
+            raise ConfigError(word.removeprefix("error: ") or f"process {number} ended before it served")
+
+    async def _new_process(self) -> Process:
         # In a session of its own: Ctrl-C at the terminal is for the parent, which tells the children.
-        child = await asyncio.create_subprocess_exec(
+        return await asyncio.create_subprocess_exec(
             sys.executable,
             *("-P", "-m", self._module),  # with our own path, and without whatever folder we were started in
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -112,30 +127,30 @@ class ProcessGroup:
             stdout=PIPE,
             start_new_session=True,
         )
-        self._children[number] = child
-        assert child.stdin is not None, "its input is a pipe"
-        assert child.stdout is not None, "its output is a pipe"
-        child.stdin.write(self._make_setup(number) + b"\n")
-        word = (await child.stdout.readline()).decode(errors="replace").strip()
-        if word != "ready":
-            raise ConfigError(word.removeprefix("error: ") or f"process {number} ended before it served")
 
     async def _keep(self, number: int) -> None:
         """Replace the child whenever it ends."""
         delay_s = 0.0
         while True:
             started_s = time.monotonic()
-            child = self._children[number]
-            code = await child.wait()
-            self._on_ended(number, child.pid)
+            if number in self._children:
+                code = await self._end_of(number)
+                logger.warning("process %d of %d ended with code %d and is replaced", number, self._count, code)
             is_short = time.monotonic() - started_s < _SHORT_LIFE_S
             delay_s = min(2 * delay_s + 0.5, _MAX_DELAY_S) if is_short else 0.0
-            logger.warning("process %d of %d ended with code %d and is replaced", number, self._count, code)
             await asyncio.sleep(delay_s)
             try:
                 await self._start(number)
             except ConfigError as exc:
                 logger.error("process %d cannot be replaced yet: %s", number, exc)
+
+    async def _end_of(self, number: int) -> int:
+        """The code that a child ends with."""
+        child = self._children[number]
+        code = await child.wait()
+        del self._children[number]
+        self._on_ended(number, child.pid)
+        return code
 
     async def _stop_all(self, stop_now: asyncio.Event) -> None:
         """Let all finish what runs, for `stop_timeout_s` at most; then, or on `stop_now`, end them."""
@@ -145,12 +160,12 @@ class ProcessGroup:
         hurry.cancel()
         self._tell("now")
         await asyncio.wait((ended,), timeout=KILL_AFTER_S)
-        for number in self._children:
+        for number in list(self._children):
             self.kill(number)
         await asyncio.gather(ended, hurry, return_exceptions=True)
 
     async def _all_ended(self) -> None:
-        await asyncio.gather(*(child.wait() for child in self._children.values()))
+        await asyncio.gather(*map(self._end_of, list(self._children)))
 
     def _tell(self, word: str) -> None:
         for child in self._children.values():

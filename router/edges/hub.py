@@ -1,6 +1,7 @@
 """The deciding process' side: serves the requests of the edge processes on one backend.
 
-An edge process that dies or falls silent has its requests cancelled: whoever runs it calls `drop`.
+Whoever starts an edge process says so by `expect` and calls `drop` when it has ended, which cancels its requests. What
+others send is ignored: a word of a dead process, read late, must start nothing that nobody would end.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class EdgeHub:
         self._readiness = readiness
         self._scrape = scrape
         self._clock = clock
-        self._edges: dict[str, _Edge] = {}
+        self._expected: set[str] = set()
+        self._edges: dict[str, _Edge] = {}  # of the expected ones those that have been heard
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = Context()
         self._socket = self._context.socket(SocketType.ROUTER)
@@ -76,8 +78,13 @@ class EdgeHub:
         self._socket.close(linger=0)
         self._context.term()
 
+    def expect(self, edge_id: str) -> None:
+        """Listen to an edge process from now on. Its id is never used again after `drop`."""
+        self._expected.add(edge_id)
+
     def drop(self, edge_id: str) -> None:
-        """An edge process is gone: cancel what it asked for."""
+        """An edge process is gone: cancel what it asked for, and listen to it no more."""
+        self._expected.discard(edge_id)
         edge = self._edges.pop(edge_id, None)
         for task in list(edge.calls.values()) if edge is not None else ():
             task.cancel()
@@ -90,10 +97,13 @@ class EdgeHub:
             except msgspec.DecodeError as exc:
                 logger.warning("edge process %r sent something that is no message: %s", identity, exc)
                 continue
-            self._dispatch(self._edge(identity), message)
+            if (edge := self._edge(identity)) is not None:
+                self._dispatch(edge, message)
 
-    def _edge(self, identity: bytes) -> _Edge:
+    def _edge(self, identity: bytes) -> _Edge | None:
         edge_id = identity.decode(errors="replace")
+        if edge_id not in self._expected:
+            return None
         edge = self._edges.get(edge_id)
         if edge is None:
             edge = self._edges[edge_id] = _Edge(lambda data: self._socket.send_multipart([identity, data]))

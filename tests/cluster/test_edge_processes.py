@@ -180,6 +180,7 @@ def test_a_process_whose_parent_is_gone_ends(tmp_path: Path) -> None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             hub = EdgeHub(FakeBackend(Tokenizer(build_tokenizer(tmp_path))), Always(), bytes, f"ipc://{tmp_path}/hub")
             hub.start()
+            hub.expect("edge")
             settings = EdgeSettings(
                 edge_id="edge",
                 hub_endpoint=f"ipc://{tmp_path}/hub",

@@ -50,6 +50,7 @@ class Line:
         self._stack = stack
 
     async def edge(self, name: str = "edge", timeout_s: float = 20.0) -> RemoteBackend:
+        self.hub.expect(name)
         edge = RemoteBackend(self._endpoint, name, timeout_s=timeout_s)
         self._stack.push_async_callback(edge.close)
         await edge.start()
@@ -199,6 +200,19 @@ async def test_a_dropped_edge_loses_its_requests_and_no_other(tokenizer: Tokeniz
         await asyncio.gather(waiting[0], return_exceptions=True)
 
 
+async def test_what_a_dropped_edge_sent_starts_nothing_when_it_is_read_late(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        here.hub.drop("edge")
+        edge._send(wire.Open(0, REQUEST))
+        edge._socket.send(b"\x93nonsense")
+        await until(lambda: "is no message" in caplog.text)  # and what was sent before it has been read
+        assert here.backend.requests == []
+        assert (here.hub.num_running, here.hub._edges) == (0, {})
+
+
 async def test_a_hub_that_is_silent_fails_calls_and_is_taken_back_when_it_speaks(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +220,7 @@ async def test_a_hub_that_is_silent_fails_calls_and_is_taken_back_when_it_speaks
     monkeypatch.setattr(hub_module, "STATUS_INTERVAL_S", 0.01)
     now = [100.0]
     async with line(tokenizer, tmp_path) as here:
+        here.hub.expect("edge")
         edge = RemoteBackend(here._endpoint, "edge", timeout_s=5.0, clock=lambda: now[0])
         here._stack.push_async_callback(edge.close)
         await edge.start()

@@ -1,0 +1,160 @@
+"""A group of small real processes: nothing that goes wrong with one of them may end or outlive the group."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster import processes
+from cluster.processes import ProcessGroup
+from protocol.errors import ConfigError
+from tests.router.fake_backend import until
+
+WAIT_S = 30.0
+SetupOf = Callable[[int, int], str]  # by the child's number, and how many were started before it
+
+
+class Group:
+    """A group that runs, and what it did."""
+
+    def __init__(self, setup_of: SetupOf, count: int) -> None:
+        self.num_started = 0
+        self.ended: list[int] = []
+        self.stop, self.stop_now, self.ready = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._setup_of = setup_of
+        self.group = ProcessGroup(
+            "tests.cluster.small_child",
+            self._setup,
+            count,
+            stop_timeout_s=WAIT_S,
+            on_ended=lambda _, pid: self.ended.append(pid),
+        )
+        self.running = asyncio.create_task(self.group.run(self.stop, self.stop_now, self.ready.set))
+
+    def _setup(self, number: int) -> bytes:
+        self.num_started += 1
+        return self._setup_of(number, self.num_started - 1).encode()
+
+    async def serves(self) -> list[int]:
+        """The pids, once all of them serve."""
+        await until(lambda: self.ready.is_set() or self.running.done(), WAIT_S)
+        return self.group.pids
+
+    async def end(self) -> None:
+        self.stop.set()
+        await self.running
+
+
+def run(scenario: Any) -> None:
+    """Nothing may be under way at its end."""
+
+    async def checked() -> None:
+        async with asyncio.timeout(2 * WAIT_S):
+            await scenario
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(checked())
+
+
+def test_a_machine_that_has_no_room_for_a_process_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, refusals = asyncio.create_subprocess_exec, [OSError(errno.EAGAIN, "no room")]
+
+    async def start_or_refuse(*args: Any, **kwargs: Any) -> Any:
+        if here.group.pids == pids[1:] and refusals:
+            raise refusals.pop()
+        return await start(*args, **kwargs)
+
+    async def scenario() -> None:
+        nonlocal here, pids
+        here = Group(lambda *_: "serve", 2)
+        pids = await here.serves()
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start_or_refuse)
+        os.kill(pids[0], signal.SIGKILL)
+        await until(lambda: not refusals and len(here.group.pids) == 2 or here.running.done(), WAIT_S)
+        assert pids[0] not in here.group.pids
+        assert pids[1] in here.group.pids
+        assert here.ended == pids[:1]
+        await here.end()
+
+    here: Group
+    pids: list[int] = []
+    monkeypatch.setattr(processes, "_SHORT_LIFE_S", 0.0)
+    run(scenario())
+
+
+def test_a_machine_that_has_no_room_at_the_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.EAGAIN, "no room")
+
+    async def scenario() -> None:
+        here = Group(lambda *_: "serve", 2)
+        with pytest.raises(ConfigError, match="cannot be started.*no room"):
+            await here.running
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    run(scenario())
+
+
+def test_what_one_cannot_do_is_told_and_ends_the_others() -> None:
+    async def scenario() -> None:
+        here = Group(lambda number, _: ["refuse", "hang"][number], 2)
+        with pytest.raises(ConfigError, match="it does not want to"):
+            await here.running
+        assert here.group.pids == []
+
+    run(scenario())
+
+
+def test_a_replacement_that_hangs_before_it_serves_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        here = Group(lambda _, num_started: "hang" if num_started == 1 else "serve", 1)
+        (first,) = await here.serves()
+        monkeypatch.setattr(processes, "READY_TIMEOUT_S", 0.5)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: here.num_started == 2, WAIT_S)
+        monkeypatch.setattr(processes, "READY_TIMEOUT_S", WAIT_S)
+        await until(lambda: here.num_started == 3 and len(here.group.pids) == 1, WAIT_S)
+        assert len(here.ended) == 2
+        await here.end()
+
+    monkeypatch.setattr(processes, "_SHORT_LIFE_S", 0.0)
+    run(scenario())
+
+
+def test_the_end_of_each_child_is_told_also_of_those_that_were_stopped() -> None:
+    async def scenario() -> None:
+        here = Group(lambda *_: "serve", 2)
+        pids = await here.serves()
+        await here.end()
+        assert sorted(here.ended) == sorted(pids)
+
+    run(scenario())
+
+
+def test_a_fault_of_ours_leaves_no_child_and_nobody_who_would_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[object] = []
+
+    async def fail(*args: Any, **kwargs: Any) -> None:
+        attempts.append(args)
+        raise AssertionError("the fault")
+
+    async def scenario() -> None:
+        here = Group(lambda *_: "serve", 2)
+        pids = await here.serves()
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", fail)
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(AssertionError, match="the fault"):
+            await here.running
+        assert here.group.pids == []
+        assert sorted(here.ended) == sorted(pids)
+        await asyncio.sleep(0)  # whoever saw the other child end would replace it now
+        assert len(attempts) == 1
+
+    monkeypatch.setattr(processes, "_SHORT_LIFE_S", 0.0)
+    run(scenario())
