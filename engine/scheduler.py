@@ -2,8 +2,8 @@
 
 Mixed steps: every running sequence that decodes gets its one token first, then prompts get chunks of what is left of
 the token budget, in the order of their turns: one that comes later may overtake one that is half computed, whose KV so
-far stays. When a decoding sequence finds no block, the sequence admitted last is
-preempted: its blocks go back and it is computed again later (mostly from the cache).
+far stays. When a decoding sequence finds no block, the prompt whose turn comes last is preempted, or where all decode
+the sequence admitted last: its blocks go back and it is computed again later (mostly from the cache).
 """
 
 from __future__ import annotations
@@ -85,16 +85,11 @@ class Scheduler:
         """The next step's chunks, decoding sequences first; empty when there is nothing to do."""
         chunks: list[ScheduledChunk] = []
         budget = self.max_num_batched_tokens
-        # Preemption shortens `running` from behind while this loop walks it from the front.
-        position = 0
-        while position < len(self.running):
-            sequence = self.running[position]
-            if sequence.is_decoding:
-                if not self._grow(sequence, len(sequence.token_ids)):
-                    continue  # it preempted itself: the same position now holds another sequence, or none
+        for sequence in [s for s in self.running if s.is_decoding]:
+            # One that was admitted earlier may have preempted it by now.
+            if sequence.status is SequenceStatus.RUNNING and self._grow(sequence, len(sequence.token_ids)):
                 chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1, samples=True))
                 budget -= 1
-            position += 1
         step = _Step(chunks, budget)
         for sequence in sorted((s for s in self.running if not s.is_decoding), key=_order):
             self._admit(step, before=sequence.order)
@@ -243,7 +238,8 @@ class Scheduler:
                 sequence.blocks += fresh
                 continue
             # A prompt that is being handed over is never a victim: its blocks may be read by a transfer right now.
-            victim = next(other for other in reversed(self.running) if other.phase is Phase.WHOLE)
+            victims = (other for other in reversed(self.running) if other.phase is Phase.WHOLE)
+            victim = max(victims, key=_order)  # among equals the one admitted last
             self._preempt(victim)
             if victim is sequence:
                 return False

@@ -253,6 +253,33 @@ def test_the_sequence_admitted_last_is_preempted_and_comes_back_first() -> None:
     assert (b.blocks, b.num_computed_tokens, b.num_output_tokens) == ([], 0, 5)
 
 
+@pytest.mark.parametrize("names", [["decoding", "bulk"], ["bulk", "decoding"]])
+def test_the_prompt_whose_turn_comes_last_is_preempted_wherever_it_was_admitted(names: list[str]) -> None:
+    scheduler = make_scheduler(num_blocks=24, max_num_batched_tokens=8)
+    early = {
+        "decoding": make_sequence(3, name="decoding", max_tokens=20),
+        "bulk": make_sequence(40, name="bulk", max_tokens=20, order=20.0),
+    }
+    for name in names:
+        scheduler.add(early[name])
+        step(scheduler)
+    urgent = make_sequence(40, name="urgent", max_tokens=20, order=5.0)
+    scheduler.add(urgent)
+    step(scheduler)
+    assert scheduler.running == [*(early[name] for name in names), urgent]
+    leased = scheduler.pool.try_allocate(scheduler.pool.num_available)
+    assert leased is not None
+    for _ in range(2 * SIZE):
+        assert step(scheduler)[0][0] == "decoding"
+        if scheduler.num_preemptions:
+            break
+    assert list(scheduler.waiting) == [early["bulk"]]
+    assert scheduler.running == [early["decoding"], urgent]
+    scheduler.pool.release(leased)
+    drain(scheduler)
+    scheduler.pool.check_integrity(idle=True)
+
+
 def test_a_preempted_sequence_keeps_its_first_hit_count() -> None:
     scheduler = make_scheduler(num_blocks=4)
     scheduler.add(make_sequence(4, name="a", max_tokens=6))
