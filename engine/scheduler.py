@@ -2,23 +2,29 @@
 
 Mixed steps: every running sequence that decodes gets its one token first, then prompts get chunks of what is left of
 the token budget, in the order of their turns: one that comes later may overtake one that is half computed, whose KV so
-far stays. When a decoding sequence finds no block, the sequence admitted last is
-preempted: its blocks go back and it is computed again later (mostly from the cache).
+far stays. A prompt that another one waits for, to share its prefix, is computed at that one's turn if it is earlier.
+When a decoding sequence finds no block, the prompt whose turn comes last is preempted, or where all decode the sequence
+admitted last: its blocks go back and it is computed again later (mostly from the cache).
 """
 
 from __future__ import annotations
 
 import math
-from bisect import insort_left, insort_right
+from bisect import bisect_left, insort_left, insort_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 from engine.block_pool import BlockPool
 from engine.sequence import Phase, Sequence, SequenceStatus
 from protocol.digest import extend_digests
+from protocol.messages import Turn
 
 __all__ = ["ScheduledChunk", "Scheduler"]
+
+_MAX_PASSED = 8  # sequences waiting for a prefix that others are admitted past: each is looked at in every step
+_AT_ONCE = Turn(order=-math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,10 @@ class _Step:
     chunks: list[ScheduledChunk]
     budget: int  # tokens it has room for
     num_prompt_tokens: int = 0
+    # So many at the head of the queue were passed, as they wait for a prefix, which they cannot get within the step.
+    # A seat each and the blocks they will lack are kept for them.
+    num_passed: int = 0
+    num_kept_blocks: int = 0
 
 
 class Scheduler:
@@ -85,20 +95,15 @@ class Scheduler:
         """The next step's chunks, decoding sequences first; empty when there is nothing to do."""
         chunks: list[ScheduledChunk] = []
         budget = self.max_num_batched_tokens
-        # Preemption shortens `running` from behind while this loop walks it from the front.
-        position = 0
-        while position < len(self.running):
-            sequence = self.running[position]
-            if sequence.is_decoding:
-                if not self._grow(sequence, len(sequence.token_ids)):
-                    continue  # it preempted itself: the same position now holds another sequence, or none
+        for sequence in [s for s in self.running if s.is_decoding]:
+            # One that was admitted earlier may have preempted it by now.
+            if sequence.status is SequenceStatus.RUNNING and self._grow(sequence, len(sequence.token_ids)):
                 chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1, samples=True))
                 budget -= 1
-            position += 1
         step = _Step(chunks, budget)
-        for sequence in sorted((s for s in self.running if not s.is_decoding), key=_order):
-            self._admit(step, before=sequence.order)
-            self._add_prefill(step, sequence)
+        for sequence, turn in self._turns():
+            self._admit(step, before=turn.order)
+            self._add_prefill(step, sequence, turn)
         self._admit(step, before=math.inf)
         return chunks
 
@@ -161,27 +166,52 @@ class Scheduler:
         """Without the block of the last token, which is never taken from the cache: its logits are needed."""
         return digests[: (num_tokens - 1) // self.block_size]
 
+    def _turns(self) -> list[tuple[Sequence, Turn]]:
+        """The running prompts in the order in which they are computed, each with its turn.
+
+        One that computes what a waiting one needs has that one's turn, if it is earlier: else those that come between
+        the two would overtake both, and short steps would hold up the one they are meant to let through.
+        """
+        turns = {sequence: _turn(sequence) for sequence in self.running if not sequence.is_decoding}
+        last = max((turn.order for turn in turns.values()), default=-math.inf)
+        for sequence in islice(self.waiting, _MAX_PASSED):
+            if sequence.order >= last:
+                break
+            awaited = self._awaited(sequence)
+            if awaited in turns and sequence.order < turns[awaited].order:
+                turns[awaited] = _turn(sequence)
+        return sorted(turns.items(), key=lambda item: item[1].order)
+
     def _admit(self, step: _Step, *, before: float) -> None:
-        """Take in those waiting that go before a running prompt of this order, while there is room."""
+        """Take in those waiting that go before a running prompt of this order, while there is room.
+
+        Whoever lacks room stops those behind; whoever waits for a prefix does not.
+        """
         while (
             step.budget > 0
-            and self.waiting
-            and self.waiting[0].order < before
-            and len(self.running) < self.max_num_seqs
+            and step.num_passed < len(self.waiting)
+            and (sequence := self.waiting[step.num_passed]).order < before
+            and len(self.running) + step.num_passed < self.max_num_seqs
         ):
-            if not self._try_admit(self.waiting[0]):
+            if (awaited := self._awaited(sequence)) is not None:
+                if step.num_passed == _MAX_PASSED:
+                    break
+                step.num_passed += 1
+                step.num_kept_blocks += self._num_blocks(sequence) - _num_shared(sequence.digests, awaited.digests)
+                continue
+            if not self._try_admit(sequence, step.num_kept_blocks):
                 if self.running or not self._reclaim_from_waiting():
                     break
                 continue
-            sequence = self.waiting.popleft()
+            del self.waiting[step.num_passed]
             sequence.status = SequenceStatus.RUNNING
             self.running.append(sequence)
-            self._add_prefill(step, sequence)
+            self._add_prefill(step, sequence, _turn(sequence))
 
-    def _add_prefill(self, step: _Step, sequence: Sequence) -> None:
+    def _add_prefill(self, step: _Step, sequence: Sequence, turn: Turn) -> None:
         num_tokens = min(step.budget, sequence.num_uncomputed_tokens)
-        if (limit := sequence.turn.max_step_tokens) and sequence.num_output_tokens == 0:
-            num_tokens = min(num_tokens, limit - step.num_prompt_tokens)
+        if turn.max_step_tokens:
+            num_tokens = min(num_tokens, turn.max_step_tokens - step.num_prompt_tokens)
         onboarding = sequence.onboarding
         if onboarding is not None:
             limit = onboarding.start if onboarding.hold_at is None else min(onboarding.hold_at, onboarding.start)
@@ -193,16 +223,17 @@ class Scheduler:
         step.budget -= num_tokens
         step.num_prompt_tokens += num_tokens
 
-    def _try_admit(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence its prefix and room for all its tokens so far, or change nothing."""
-        if self._waits_for_shared_prefix(sequence):
-            return False
+    def _try_admit(self, sequence: Sequence, num_kept_blocks: int) -> bool:
+        """Give a waiting sequence its prefix and room for all its tokens so far, or change nothing.
+
+        `num_kept_blocks` are left for those before it.
+        """
         received = bool(sequence.blocks)
         if not received:
             sequence.blocks = self.match_prefix(sequence.digests, len(sequence.token_ids))
-        num_missing = -(-len(sequence.token_ids) // self.block_size) - len(sequence.blocks)
+        num_missing = self._num_blocks(sequence) - len(sequence.blocks)
         # Room for one more block per running sequence, so that a new prompt does not make old ones stumble at once.
-        reserve = len(self.running) if num_missing > 0 else 0
+        reserve = len(self.running) + num_kept_blocks if num_missing > 0 else 0
         fresh = self.pool.try_allocate(num_missing) if num_missing + reserve <= self.pool.num_available else None
         if fresh is None and not self.running:
             fresh = self.pool.try_allocate(num_missing)
@@ -221,19 +252,25 @@ class Scheduler:
             self.on_admitted(sequence)
         return True
 
-    def _waits_for_shared_prefix(self, sequence: Sequence) -> bool:
-        """Whether a running prompt is computing the next block this one needs: waiting saves computing it twice."""
+    def _num_blocks(self, sequence: Sequence) -> int:
+        """Blocks that all its tokens so far take."""
+        return -(-len(sequence.token_ids) // self.block_size)
+
+    def _awaited(self, sequence: Sequence) -> Sequence | None:
+        """The running prompt that computes the next block this one needs: waiting saves computing it twice."""
         usable = self._usable_digests(sequence.digests, len(sequence.token_ids))
         num_cached = self.pool.count_cached(usable)
         if sequence.blocks or num_cached == len(usable):
-            return False
+            return None
         needed = usable[num_cached]
-        return any(
-            len(other.digests) > num_cached
+        awaited = (
+            other
+            for other in self.running
+            if len(other.digests) > num_cached
             and other.digests[num_cached] == needed
             and other.num_computed_tokens < (num_cached + 1) * self.block_size
-            for other in self.running
         )
+        return next(awaited, None)
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make sure there is a slot for each of `num_tokens`; False if the sequence itself had to be preempted."""
@@ -243,7 +280,8 @@ class Scheduler:
                 sequence.blocks += fresh
                 continue
             # A prompt that is being handed over is never a victim: its blocks may be read by a transfer right now.
-            victim = next(other for other in reversed(self.running) if other.phase is Phase.WHOLE)
+            victims = (other for other in reversed(self.running) if other.phase is Phase.WHOLE)
+            victim = max(victims, key=_order)  # among equals the one admitted last
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -278,6 +316,16 @@ class Scheduler:
 
 def _order(sequence: Sequence) -> float:
     return sequence.order
+
+
+def _turn(sequence: Sequence) -> Turn:
+    """Its turn; whoever has its first token is computed at once, in steps of any length."""
+    return sequence.turn if sequence.num_output_tokens == 0 else _AT_ONCE
+
+
+def _num_shared(digests: list[bytes], others: list[bytes]) -> int:
+    """Leading blocks that two chains share: where digests are equal, all before them are."""
+    return bisect_left(range(min(len(digests), len(others))), True, key=lambda idx: digests[idx] != others[idx])
 
 
 def _nothing(*_: object) -> None:

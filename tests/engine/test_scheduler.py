@@ -199,6 +199,57 @@ def test_a_prompt_waits_while_another_computes_its_prefix() -> None:
     assert step(scheduler) == [("a", 30, 1), ("b", 28, 2)]
 
 
+def test_a_prompt_that_an_earlier_one_waits_for_is_computed_at_its_turn() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(make_sequence(44, name="bulk", family=1, max_tokens=1, order=20.0, max_step_tokens=8))
+    assert step(scheduler) == [("bulk", 0, 8)]
+    scheduler.add(make_sequence(33, name="urgent", family=1, max_tokens=1, order=5.0))
+    scheduler.add(make_sequence(12, name="other", max_tokens=1, order=6.0))
+    scheduler.add(make_sequence(8, name="late", max_tokens=1, order=10.0))
+    assert step(scheduler) == [("bulk", 8, 16)], "neither short steps nor those behind the urgent one hold it up"
+    assert step(scheduler) == [("bulk", 24, 16)]
+    assert step(scheduler) == [("urgent", 32, 1), ("other", 0, 12), ("late", 0, 3)]
+    assert step(scheduler) == [("late", 3, 5), ("bulk", 40, 3)], "its own turn and steps again"
+    drain(scheduler)
+    scheduler.pool.check_integrity(idle=True)
+
+
+def test_those_that_wait_for_a_prefix_are_passed_while_their_seat_is_kept() -> None:
+    scheduler = make_scheduler(max_num_seqs=3)
+    scheduler.add(make_sequence(20, name="a", family=1, max_tokens=1))
+    assert step(scheduler) == [("a", 0, 16)]
+    scheduler.add(make_sequence(24, name="b", family=1, max_tokens=20))
+    scheduler.add(make_sequence(4, name="c", max_tokens=20))
+    scheduler.add(make_sequence(4, name="d", max_tokens=20))
+    assert step(scheduler) == [("a", 16, 4), ("c", 0, 4)]
+    assert step(scheduler) == [("c", 4, 1), ("b", 20, 4), ("d", 0, 4)]
+
+
+def test_those_that_wait_for_a_prefix_are_passed_while_their_blocks_are_kept() -> None:
+    scheduler = make_scheduler(num_blocks=16)
+    scheduler.add(make_sequence(20, name="a", family=1, max_tokens=1))
+    assert step(scheduler) == [("a", 0, 16)]
+    scheduler.add(make_sequence(48, name="b", family=1, max_tokens=1))  # 12 blocks, of which it shares 5
+    scheduler.add(make_sequence(16, name="c", max_tokens=1))
+    scheduler.add(make_sequence(12, name="d", max_tokens=1))
+    assert step(scheduler) == [("a", 16, 4)], "c would take one block too many; d is behind it"
+    assert step(scheduler) == [("b", 20, 16)]
+    drain(scheduler)
+    scheduler.pool.check_integrity(idle=True)
+
+
+def test_a_crowd_that_waits_for_a_prefix_is_passed_only_so_far() -> None:
+    scheduler = make_scheduler(num_blocks=256, max_num_seqs=64)
+    scheduler.add(make_sequence(20, name="a", family=1, max_tokens=1))
+    step(scheduler)
+    for number in range(9):
+        scheduler.add(make_sequence(24, name=f"crowd-{number}", family=1, max_tokens=1))
+    scheduler.add(make_sequence(4, name="other", max_tokens=1))
+    assert step(scheduler) == [("a", 16, 4)], "eight are passed, not nine"
+    drain(scheduler)
+    scheduler.pool.check_integrity(idle=True)
+
+
 def test_a_prompt_does_not_wait_for_a_block_it_could_not_use() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=16)
     scheduler.add(make_sequence(24, name="a", family=1))
@@ -251,6 +302,33 @@ def test_the_sequence_admitted_last_is_preempted_and_comes_back_first() -> None:
     assert scheduler.num_preemptions == 1
     b = scheduler.waiting[0]
     assert (b.blocks, b.num_computed_tokens, b.num_output_tokens) == ([], 0, 5)
+
+
+@pytest.mark.parametrize("names", [["decoding", "bulk"], ["bulk", "decoding"]])
+def test_the_prompt_whose_turn_comes_last_is_preempted_wherever_it_was_admitted(names: list[str]) -> None:
+    scheduler = make_scheduler(num_blocks=24, max_num_batched_tokens=8)
+    early = {
+        "decoding": make_sequence(3, name="decoding", max_tokens=20),
+        "bulk": make_sequence(40, name="bulk", max_tokens=20, order=20.0),
+    }
+    for name in names:
+        scheduler.add(early[name])
+        step(scheduler)
+    urgent = make_sequence(40, name="urgent", max_tokens=20, order=5.0)
+    scheduler.add(urgent)
+    step(scheduler)
+    assert scheduler.running == [*(early[name] for name in names), urgent]
+    leased = scheduler.pool.try_allocate(scheduler.pool.num_available)
+    assert leased is not None
+    for _ in range(2 * SIZE):
+        assert step(scheduler)[0][0] == "decoding"
+        if scheduler.num_preemptions:
+            break
+    assert list(scheduler.waiting) == [early["bulk"]]
+    assert scheduler.running == [early["decoding"], urgent]
+    scheduler.pool.release(leased)
+    drain(scheduler)
+    scheduler.pool.check_integrity(idle=True)
 
 
 def test_a_preempted_sequence_keeps_its_first_hit_count() -> None:
