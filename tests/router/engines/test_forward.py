@@ -48,6 +48,21 @@ async def test_a_plain_answer_goes_through_as_it_came(fake_a: FakeServer) -> Non
         assert response.headers["x-tandem-engine"] == "a"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("usage", [["many"], {"prompt_tokens": "4", "prompt_tokens_details": [{"cached_tokens": 1}]}])
+async def test_usage_of_another_shape_is_not_read_and_goes_through(
+    fake_a: FakeServer, usage: Any, stream: bool
+) -> None:
+    fake_a.whole = {"usage": usage}
+    async with routing(spec_of(fake_a, "a")) as router:
+        body = completion(stream=stream, stream_options={"include_usage": True})
+        response = await router.client.post(COMPLETIONS, json=body)
+        assert response.status_code == 200
+        told = events(response)[-2] if stream else response.json()
+        assert told["usage"] == usage
+        assert router.engine("a").num_failures == 0
+
+
 async def test_tool_calls_and_unknown_fields_come_back_unharmed(fake_a: FakeServer) -> None:
     calls = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
     fake_a.extra = {"tool_calls": calls, "reasoning": "because"}
@@ -147,6 +162,8 @@ async def test_the_clients_own_error_comes_from_the_engine_and_is_not_tried_twic
         ({"status": 500}, True),
         ({"status": 502, "error": "<html>bad gateway</html>"}, False),
         ({"status": 401}, True),
+        ({"whole": {"choices": ["word"]}}, False),
+        ({"whole": {"choices": {"text": "word"}}}, False),
         ({"break_after": 0}, True),
         ({"break_after": 0, "is_reset": True}, True),
         ({"first_event_error": {"message": "engine core died", "code": 500}}, True),
@@ -239,7 +256,7 @@ async def test_a_busy_engine_is_left_alone_for_as_long_as_it_says(fake_a: FakeSe
 
 
 @pytest.mark.parametrize(
-    ("header", "at_least", "at_most"), [("0.5", 0.1, 0.5), ("1e9", 50, 60), ("soon", 0.5, 1.0), ("date", 15, 20)]
+    ("header", "at_least", "at_most"), [("0.5", 0.1, 0.5), ("1e9", 50, 60), ("soon", 0.5, 1.0), ("date", 15, 20), ("nan", 0.5, 1.0), ("inf", 0.5, 1.0)]
 )
 async def test_retry_after_is_seconds_or_a_date(
     fake_a: FakeServer, header: str, at_least: float, at_most: float
@@ -393,6 +410,16 @@ async def test_a_pair_computes_on_one_and_decodes_on_the_other(
         assert usage["completion_tokens"] == 4
         costs = router.fleet.costs.export()["transfers"]
         assert list(costs) == ["vllm fake-model -> vllm fake-model"]
+
+
+@pytest.mark.parametrize("usage", [["many"], {"prompt_tokens_details": [1]}], ids=str)
+async def test_a_pair_serves_whatever_its_prefill_engine_says_of_usage(
+    fake_a: FakeServer, fake_b: FakeServer, usage: Any
+) -> None:
+    fake_a.whole = {"usage": usage}
+    async with routing(*pair(fake_a, fake_b), config=RouterConfig(local_prefill=False)) as router:
+        assert [await answered_by(router, stream=stream) for stream in (False, True)] == ["d"] * 2
+        assert len(fake_a.requests) == 2
 
 
 async def test_a_prefill_engine_without_a_connector_is_told_how_to_get_one(
