@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import time
 from email.utils import formatdate
 from typing import Any
@@ -15,6 +16,7 @@ from protocol.config import RouterConfig
 from protocol.messages import WorkerState
 from router.engines.breaker import BreakerState
 from router.engines.config import spec_from
+from router.engines.exchange import Exchange
 from tests.fake_openai import FakeServer
 from tests.router.engines.harness import CHAT, COMPLETIONS, Router, completion, dead_url, routing, spec_of, until
 from tests.router.fake_backend import RawClient, events
@@ -328,6 +330,41 @@ async def test_a_client_that_leaves_ends_it_at_the_engine(fake_a: FakeServer, wh
         fake_a.resume()
         if when == "within":
             await until(lambda: fake_a.num_hung_up == 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_connection_that_breaks_under_the_answer_is_a_client_that_left(
+    fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    async def broken(*_: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(RawClient, "_send", broken)
+    async with routing(spec_of(fake_a, "a")) as router:
+        await RawClient(router.app, COMPLETIONS, completion(stream=stream)).task
+        assert await num_left(router) == 1
+        assert router.engine("a").num_failures == 0
+
+
+@pytest.mark.parametrize("name", ["open", "events"])
+async def test_no_error_of_ours_is_taken_for_a_client_that_left(
+    fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def broken(_: Exchange) -> None:
+        raise TimeoutError("ours")
+
+    monkeypatch.setattr(Exchange, name, broken)
+    async with routing(spec_of(fake_a, "a")) as router:
+        client = RawClient(router.app, COMPLETIONS, completion(stream=True))
+        await asyncio.wait({client.task}, timeout=5)
+        assert isinstance(client.task.exception(), TimeoutError) or client.sent[0]["status"] == 500
+        assert await num_left(router) == 0
+
+
+async def num_left(router: Router) -> float:
+    text = (await router.client.get("/metrics")).text
+    [count] = re.findall(r"^tandem_router_client_disconnects_total (\S+)", text, re.MULTILINE)
+    return float(count)
 
 
 # -- load, prefixes, pairs -------------------------------------------------------------------------------
