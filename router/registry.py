@@ -29,7 +29,17 @@ from protocol.messages import (
 )
 from router.cost_model import CostModel, Mask, Rows, StepCosts, StepModel, Vector, prefill_attention
 
-__all__ = ["Booking", "Registry", "Worker", "WorkerChange", "WorkerTable", "Workers", "can_decode", "can_prefill", "queue_s"]
+__all__ = [
+    "Booking",
+    "Registry",
+    "Worker",
+    "WorkerChange",
+    "WorkerTable",
+    "Workers",
+    "can_decode",
+    "can_prefill",
+    "queue_s",
+]
 
 logger = logging.getLogger(__name__)
 

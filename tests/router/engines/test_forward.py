@@ -258,7 +258,8 @@ async def test_a_busy_engine_is_left_alone_for_as_long_as_it_says(fake_a: FakeSe
 
 
 @pytest.mark.parametrize(
-    ("header", "at_least", "at_most"), [("0.5", 0.1, 0.5), ("1e9", 50, 60), ("soon", 0.5, 1.0), ("date", 15, 20), ("nan", 0.5, 1.0), ("inf", 0.5, 1.0)]
+    ("header", "at_least", "at_most"),
+    [("0.5", 0.1, 0.5), ("1e9", 50, 60), ("soon", 0.5, 1.0), ("date", 15, 20), ("nan", 0.5, 1.0), ("inf", 0.5, 1.0)],
 )
 async def test_retry_after_is_seconds_or_a_date(
     fake_a: FakeServer, header: str, at_least: float, at_most: float
