@@ -2,7 +2,7 @@
 
     process -> all    Opened, FirstToken, Released, EngineSet    changes, counted by `sequence`
     process -> all    Beat, Left                                 signs of life and its end
-    process -> one    SnapshotWanted, Snapshot                   after a gap, and for who joins
+    process -> all    SnapshotWanted, Snapshot                   after a gap, and for who joins; all hear both
     process -> all    Question, Answer                           for what is shown of all together
 
 Every message carries its sender, the epoch of that process and the number of changes it has made so far: who misses one
@@ -135,7 +135,7 @@ class SnapshotWanted(_Message, frozen=True, array_like=True, tag="w"):
 
 
 class Snapshot(_Message, frozen=True, array_like=True, tag="s"):
-    """All the sender has open, and all it knows of engines."""
+    """All the sender has open, and all it knows of engines. Whoever hears it may use it, asked or not."""
 
     loads: list[Load]
     engines: list[EngineEntry]

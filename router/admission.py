@@ -190,7 +190,8 @@ class Admission:
 
     def forecast(self, offer: Offer, now: float, *, num_others: int = 0) -> Forecast:
         """What would become of this request; changes nothing. Raises `NoWorker`."""
-        slo_s = offer.ttft_slo_s if offer.ttft_slo_s is not None else self._tenants.policy(offer.tenant).ttft_slo_s
+        policy = self._tenants.policy(offer.tenant)
+        slo_s = offer.ttft_slo_s if offer.ttft_slo_s is not None else policy.ttft_slo_s
         slo_s = math.inf if slo_s is None else slo_s
         order = self._order(self._queue.start_tag(offer.tenant, offer.priority), slo_s, now)
         placement = self._placer.place(
@@ -203,7 +204,6 @@ class Admission:
             num_others=num_others,
             needs=self.needs(offer),
         )
-        policy = self._tenants.policy(offer.tenant)
         terms = placement.best.terms
         work = work_of(placement, self._costs)
         ahead = waiting = self._queue.ahead(offer.tenant, offer.priority, now)

@@ -51,7 +51,10 @@ B = TypeVar("B", bound=Booked)
 
 @dataclass(eq=False, slots=True)
 class Entered(Generic[R, B]):
-    """A request whose turn it is. Whoever holds it calls `end`, on every path."""
+    """A request whose turn it is. Whoever holds it gives its place back, on every path.
+
+    That is by `end`, or by releasing `booking` itself where that tells the registry of progress, which wakes the gate.
+    """
 
     placement: Placement
     booking: B

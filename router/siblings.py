@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,10 +34,12 @@ from protocol.siblings import (
 )
 from router.registry import Booking, Registry, WorkerChange
 
-__all__ = ["BEAT_INTERVAL_S", "SILENCE_S", "SharedBooking", "SiblingListener", "Siblings"]
+__all__ = ["BEAT_INTERVAL_S", "REMOVED_S", "SILENCE_S", "SharedBooking", "SiblingListener", "Siblings"]
 
 BEAT_INTERVAL_S = 0.25
 SILENCE_S = 2.0  # a process that says nothing for so long has nothing open; when it speaks again it is asked
+# Longer than any word is under way. A removal that is forgotten is missed by none but who was silent for all that time.
+REMOVED_S = 300.0
 _Change = Opened | FirstToken | Released | EngineSet
 
 
@@ -107,11 +109,15 @@ class Siblings:
         self.send: Callable[[SiblingMessage], None] = _to_nobody
         self.waiting: Callable[[], dict[str, Waiting]] = dict  # what waits in our queues
         self.engines: dict[str, EngineEntry] = {}  # by name, those changed at run time
+        # Names of engines that every process begins with: that they were removed is never forgotten. Set it before all.
+        self.lasting: Collection[str] = ()
         self._registry = registry
         self._listener: SiblingListener | None = None
         self._sequence = 0
         self._num_bookings = 0
         self._engines_sum = 0
+        self._last_version = 0  # of any word on any engine: a later word is larger, whatever is forgotten
+        self._removed_s: dict[str, float] = {}  # engines whose removal will be forgotten, and since when it is known
         self._ours: dict[int, Load] = {}
         self._siblings: dict[str, _Sibling] = {}
         registry.listen(self._on_worker)
@@ -197,9 +203,8 @@ class Siblings:
 
     def set_engine(self, name: str, spec: dict[str, Any] | None) -> None:
         """Say the latest word on an engine: its spec, or None for removed."""
-        known = self.engines.get(name)
         # With the epoch in it, so that what another life of ours said is never taken for the same.
-        entry = EngineEntry(name, known.version + 1 if known else 1, f"{self.name}/{self.epoch}", spec)
+        entry = EngineEntry(name, self._last_version + 1, f"{self.name}/{self.epoch}", spec)
         self._note_engine(entry)
         self.send(EngineSet(self._next(), entry))
 
@@ -209,6 +214,7 @@ class Siblings:
         for name, sibling in list(self._siblings.items()):
             if now - sibling.heard_s > SILENCE_S:
                 self._forget(name)
+        self._forget_removed(now)
 
     def leave(self) -> None:
         """Say that we end."""
@@ -296,6 +302,9 @@ class Siblings:
 
     def _set_engine(self, entry: EngineEntry) -> None:
         known = self.engines.get(entry.name)
+        self._last_version = max(self._last_version, entry.version)
+        if known is None and not self._counts(entry):
+            return  # forgotten here, or never known
         if known is None or entry.order > known.order:
             self._note_engine(entry)
             if self._listener is not None:
@@ -303,8 +312,20 @@ class Siblings:
 
     def _note_engine(self, entry: EngineEntry) -> None:
         self.engines[entry.name] = entry
-        orders = sorted((one.name, *one.order) for one in self.engines.values())
+        self._last_version = max(self._last_version, entry.version)
+        orders = sorted((one.name, *one.order) for one in self.engines.values() if self._counts(one))
         self._engines_sum = zlib.crc32(msgspec.msgpack.encode(orders))
+
+    def _counts(self, entry: EngineEntry) -> bool:
+        """Whether it says more than nothing does. Who missed another removal still counts the engine, and so asks."""
+        return entry.spec is not None or entry.name in self.lasting
+
+    def _forget_removed(self, now: float) -> None:
+        removed = [entry.name for entry in self.engines.values() if not self._counts(entry)]
+        self._removed_s = {name: self._removed_s.get(name, now) for name in removed}
+        for name, since_s in list(self._removed_s.items()):
+            if now - since_s > REMOVED_S:
+                del self.engines[name], self._removed_s[name]
 
     def _open(self, sibling: _Sibling, load: Load) -> None:
         theirs = sibling.open[load.booking_id] = _Theirs(load)

@@ -34,6 +34,7 @@ class FakeServer:
     headers: dict[str, str] = field(default_factory=dict)  # of answers that are errors
     first_event_error: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)  # fields of every message or delta
+    whole: dict[str, Any] = field(default_factory=dict)  # fields of every whole answer, and of a stream's last event
     model: str = MODEL
     health: int = 200
     metrics: str = ""
@@ -153,7 +154,7 @@ def _app(fake: FakeServer) -> FastAPI:
         wants_kv = (body.get("kv_transfer_params") or {}).get("do_remote_decode")
         if wants_kv and fake.has_kv_params:
             result["kv_transfer_params"] = {"do_remote_prefill": True, "remote_block_ids": [1], "remote_host": "h"}
-        return result
+        return result | fake.whole
 
     def prompt_usage(body: dict[str, Any]) -> dict[str, Any]:
         prompt = body.get("prompt") or " ".join(message["content"] for message in body["messages"])
@@ -186,7 +187,7 @@ def _app(fake: FakeServer) -> FastAPI:
                 content = choice("word " * count) | {"index": 0, "finish_reason": finish}
                 yield event(fake, {"choices": [content], "usage": running})
                 await asyncio.sleep(0)
-            yield event(fake, {"choices": [], "usage": usage | {"completion_tokens": sent}})
+            yield event(fake, {"choices": [], "usage": usage | {"completion_tokens": sent}} | fake.whole)
             yield f"data: [DONE]{fake.line_end * 2}"
             is_whole = True
         finally:

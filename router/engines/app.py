@@ -85,6 +85,7 @@ def create_engines_app(
     metrics_registry.register(AdmissionCollector(forwarder.queues))
     together = Together(fleet, forwarder.queues, metrics_registry, bus)
     first_specs = list(specs)
+    fleet.siblings.lasting = {spec.name for spec in first_specs}
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""What can go wrong at an engine, and the one place where httpx's errors become ours.
+"""What can go wrong at an engine, and the one place where the errors of its connection become ours.
 
 WorkerError
  |- EngineFailed   it broke, hung or is gone: another engine may do better

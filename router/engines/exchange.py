@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
@@ -247,7 +248,7 @@ class Exchange:
         answer = orjson.loads(self.content)
         self.content = None
         now = self._fleet.clock()
-        self._prefill_usage = answer.get("usage") or {}
+        self._prefill_usage = _dict(answer.get("usage"))
         self._learn_first_token(engine, now)
         self._sent_s = now
         params = answer.get("kv_transfer_params")
@@ -278,7 +279,7 @@ class Exchange:
             answer = orjson.loads(content)
         except orjson.JSONDecodeError as exc:
             raise EngineFailed(engine.name, f"answered {reply.status} with something that is no JSON") from exc
-        if not isinstance(answer, dict) or (reply.status == 200 and not answer.get("choices")):
+        if not isinstance(answer, dict) or (reply.status == 200 and not _has_choices(answer)):
             raise EngineFailed(engine.name, f"answered {reply.status} without choices")
         self.status, self.content = reply.status, content
         if reply.status == 200 and engine is self.engine:
@@ -449,7 +450,7 @@ class Exchange:
     def _note_usage(self, usage: dict[str, Any]) -> None:
         self._usage = usage
         source = self._prefill_usage if self._prefill_usage is not None else usage
-        details = source.get("prompt_tokens_details") or {}
+        details = _dict(source.get("prompt_tokens_details"))
         self._metrics.prompt_tokens.inc(_count(usage.get("prompt_tokens")))
         self._metrics.cached_tokens.inc(_count(details.get("cached_tokens")))
         more = _count(usage.get("completion_tokens")) - self._num_events
@@ -480,13 +481,13 @@ def _nothing(*_: object) -> None:
 def _retry_after_s(header: str) -> float:
     """Seconds of a Retry-After, which is a number or a date."""
     try:
-        return max(float(header), 0.0)
+        seconds = float(header)
     except ValueError:
-        pass
-    try:
-        return max(email.utils.parsedate_to_datetime(header).timestamp() - time.time(), 0.0)
-    except ValueError:
-        return DEFAULT_RETRY_AFTER_S
+        try:
+            seconds = email.utils.parsedate_to_datetime(header).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return DEFAULT_RETRY_AFTER_S
+    return max(seconds, 0.0) if math.isfinite(seconds) else DEFAULT_RETRY_AFTER_S
 
 
 def _message(content: bytes) -> str:
@@ -498,6 +499,17 @@ def _message(content: bytes) -> str:
     except orjson.JSONDecodeError:
         text = content.decode(errors="replace")
     return str(text or "no message")[:MAX_ERROR_CHARS]
+
+
+def _has_choices(answer: dict[str, Any]) -> bool:
+    """Whether it brings an answer, as far as it is read here."""
+    choices = answer.get("choices")
+    return isinstance(choices, list) and bool(choices) and all(isinstance(choice, dict) for choice in choices)
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    """What an engine says under a key, where it says what it should."""
+    return value if isinstance(value, dict) else {}
 
 
 def _count(value: Any) -> int:

@@ -276,7 +276,8 @@ class Fleet:
         """Make of our engine what the siblings' latest word says. Who was asked first has checked it."""
         try:
             while True:
-                wanted, engine = self.siblings.engines[name].spec, self._engines.get(name)
+                entry, engine = self.siblings.engines.get(name), self._engines.get(name)
+                wanted = entry.spec if entry is not None else None  # forgotten, as long as that took
                 if engine is not None and (wanted is None or msgspec.to_builtins(engine.configured) != wanted):
                     await self._drain(engine)
                 elif engine is None and wanted is not None:

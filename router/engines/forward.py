@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from protocol.errors import ModelNotFound, NoWorker, RequestError, ServingError
 from router.decisions import Decision
@@ -68,6 +68,7 @@ class Forwarder:
         raw, body = await read_object(request)
         call = await self._call(request, path, raw, body, arrived_s)
         exchange = None
+        send = _to_client(send)
         try:
             async with while_connected(receive):
                 exchange, decision = await self._open(call)
@@ -77,7 +78,7 @@ class Forwarder:
                 else:
                     exchange.close()
                     await _whole(exchange, headers)(scope, receive, send)
-        except (ClientDisconnected, OSError):
+        except ClientDisconnected:
             self._metrics.client_disconnects.inc()
             if exchange is None:
                 raise
@@ -179,6 +180,18 @@ class Forwarder:
         finally:
             self._metrics.running_requests.dec()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _to_client(send: Send) -> Send:
+    """`send`, raising `ClientDisconnected` where the connection breaks: so no other `OSError` is taken for that."""
+
+    async def sending(message: Message) -> None:
+        try:
+            await send(message)
+        except OSError as exc:
+            raise ClientDisconnected from exc
+
+    return sending
 
 
 def _whole(exchange: Exchange, headers: dict[str, str]) -> Response:

@@ -21,7 +21,7 @@ from protocol.siblings import (
     encode_sibling_message,
 )
 from router.registry import Registry
-from router.siblings import BEAT_INTERVAL_S, SILENCE_S, SharedBooking, Siblings
+from router.siblings import BEAT_INTERVAL_S, REMOVED_S, SILENCE_S, SharedBooking, Siblings
 from tests.router.builders import make_card
 
 WORKERS = ("a", "b", "c")
@@ -34,6 +34,7 @@ class Process:
         self.registry = Registry()
         self.siblings = Siblings(self.registry, name=name, epoch=epoch)
         self.siblings.send = lambda message: net.send(name, message)
+        self.siblings.lasting = {"y"}
         self.siblings.listen(self)
         self.bookings: list[SharedBooking] = []
         self.heard: list[tuple[str, Any]] = []
@@ -263,6 +264,33 @@ def test_the_latest_word_on_an_engine_counts_everywhere() -> None:
     assert [process.siblings.engines["x"].spec for process in net.processes.values()] == [None] * 3
 
 
+def test_a_removal_is_forgotten_in_time_but_of_engines_that_all_begin_with() -> None:
+    net = Net(3)
+    net.settle()
+    first = net.processes["0"].siblings
+    first.set_engine("x", {"url": "u"})
+    net.deliver_all()
+    first.set_engine("x", None)
+    first.set_engine("y", None)
+    net.queues["0", "2"].clear()  # it still has x
+    net.settle()
+    assert net.words_on("x") == {repr(first.engines["x"])}
+    net.tick()
+    net.now += REMOVED_S + 1
+    for _ in range(2):  # one after the other, with a snapshot of who still knows in between
+        for process in net.processes.values():
+            process.siblings.tick(net.now)
+            net.deliver_all()
+    net.start("2")
+    net.settle()
+    assert [list(process.siblings.engines) for process in net.processes.values()] == [["y"]] * 3
+    net.processes["1"].siblings.set_engine("x", {"url": "again"})
+    net.deliver_all()
+    assert len(net.words_on("x")) == 1
+    assert first.engines["x"].spec == {"url": "again"}
+    assert first.engines["x"].version > 3
+
+
 def test_messages_of_an_earlier_life_and_our_own_are_ignored() -> None:
     net = Net(2)
     net.settle()
@@ -290,7 +318,7 @@ def test_after_any_messages_losses_and_deaths_the_living_agree_and_nothing_is_le
         process = net.processes.get(name)
         action = data.draw(
             st.sampled_from(["open", "open", "token", "release", "deliver", "deliver", "lose", "tick", "kill", "worker",
-                             "engine"])
+                             "engine", "remove"])
         )  # fmt: skip
         if action == "deliver" or action == "lose":
             ways = [way for way, queue in net.queues.items() if queue]
@@ -317,6 +345,8 @@ def test_after_any_messages_losses_and_deaths_the_living_agree_and_nothing_is_le
             net.kill(name)
         elif action == "engine":
             process.siblings.set_engine("x", {"by": name})
+        elif action == "remove":
+            process.siblings.set_engine("x", None)
         elif action == "worker":
             gone = data.draw(worker)
             # A process whose own requests are on a worker that it lost keeps them until they end.
@@ -325,7 +355,8 @@ def test_after_any_messages_losses_and_deaths_the_living_agree_and_nothing_is_le
     net.restore_workers()
     net.settle()
     net.assert_all_agree()
-    assert len(net.words_on("x")) <= 1
+    words = [process.siblings.engines.get("x") for process in net.processes.values()]
+    assert len({repr(word.spec if word else None) for word in words}) <= 1
     for process in net.processes.values():
         for booking in process.bookings:
             booking.release()

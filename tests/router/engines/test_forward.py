@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import time
 from email.utils import formatdate
 from typing import Any
@@ -15,6 +16,7 @@ from protocol.config import RouterConfig
 from protocol.messages import WorkerState
 from router.engines.breaker import BreakerState
 from router.engines.config import spec_from
+from router.engines.exchange import Exchange
 from tests.fake_openai import FakeServer
 from tests.router.engines.harness import CHAT, COMPLETIONS, Router, completion, dead_url, routing, spec_of, until
 from tests.router.fake_backend import RawClient, events
@@ -46,6 +48,21 @@ async def test_a_plain_answer_goes_through_as_it_came(fake_a: FakeServer) -> Non
         assert response.json() == direct.json()
         assert fake_a.requests == [body, body]
         assert response.headers["x-tandem-engine"] == "a"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("usage", [["many"], {"prompt_tokens": "4", "prompt_tokens_details": [{"cached_tokens": 1}]}])
+async def test_usage_of_another_shape_is_not_read_and_goes_through(
+    fake_a: FakeServer, usage: Any, stream: bool
+) -> None:
+    fake_a.whole = {"usage": usage}
+    async with routing(spec_of(fake_a, "a")) as router:
+        body = completion(stream=stream, stream_options={"include_usage": True})
+        response = await router.client.post(COMPLETIONS, json=body)
+        assert response.status_code == 200
+        told = events(response)[-2] if stream else response.json()
+        assert told["usage"] == usage
+        assert router.engine("a").num_failures == 0
 
 
 async def test_tool_calls_and_unknown_fields_come_back_unharmed(fake_a: FakeServer) -> None:
@@ -147,6 +164,8 @@ async def test_the_clients_own_error_comes_from_the_engine_and_is_not_tried_twic
         ({"status": 500}, True),
         ({"status": 502, "error": "<html>bad gateway</html>"}, False),
         ({"status": 401}, True),
+        ({"whole": {"choices": ["word"]}}, False),
+        ({"whole": {"choices": {"text": "word"}}}, False),
         ({"break_after": 0}, True),
         ({"break_after": 0, "is_reset": True}, True),
         ({"first_event_error": {"message": "engine core died", "code": 500}}, True),
@@ -239,7 +258,8 @@ async def test_a_busy_engine_is_left_alone_for_as_long_as_it_says(fake_a: FakeSe
 
 
 @pytest.mark.parametrize(
-    ("header", "at_least", "at_most"), [("0.5", 0.1, 0.5), ("1e9", 50, 60), ("soon", 0.5, 1.0), ("date", 15, 20)]
+    ("header", "at_least", "at_most"),
+    [("0.5", 0.1, 0.5), ("1e9", 50, 60), ("soon", 0.5, 1.0), ("date", 15, 20), ("nan", 0.5, 1.0), ("inf", 0.5, 1.0)],
 )
 async def test_retry_after_is_seconds_or_a_date(
     fake_a: FakeServer, header: str, at_least: float, at_most: float
@@ -311,6 +331,41 @@ async def test_a_client_that_leaves_ends_it_at_the_engine(fake_a: FakeServer, wh
         fake_a.resume()
         if when == "within":
             await until(lambda: fake_a.num_hung_up == 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_connection_that_breaks_under_the_answer_is_a_client_that_left(
+    fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    async def broken(*_: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(RawClient, "_send", broken)
+    async with routing(spec_of(fake_a, "a")) as router:
+        await RawClient(router.app, COMPLETIONS, completion(stream=stream)).task
+        assert await num_left(router) == 1
+        assert router.engine("a").num_failures == 0
+
+
+@pytest.mark.parametrize("name", ["open", "events"])
+async def test_no_error_of_ours_is_taken_for_a_client_that_left(
+    fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def broken(_: Exchange) -> None:
+        raise TimeoutError("ours")
+
+    monkeypatch.setattr(Exchange, name, broken)
+    async with routing(spec_of(fake_a, "a")) as router:
+        client = RawClient(router.app, COMPLETIONS, completion(stream=True))
+        await asyncio.wait({client.task}, timeout=5)
+        assert isinstance(client.task.exception(), TimeoutError) or client.sent[0]["status"] == 500
+        assert await num_left(router) == 0
+
+
+async def num_left(router: Router) -> float:
+    text = (await router.client.get("/metrics")).text
+    [count] = re.findall(r"^tandem_router_client_disconnects_total (\S+)", text, re.MULTILINE)
+    return float(count)
 
 
 # -- load, prefixes, pairs -------------------------------------------------------------------------------
@@ -393,6 +448,16 @@ async def test_a_pair_computes_on_one_and_decodes_on_the_other(
         assert usage["completion_tokens"] == 4
         costs = router.fleet.costs.export()["transfers"]
         assert list(costs) == ["vllm fake-model -> vllm fake-model"]
+
+
+@pytest.mark.parametrize("usage", [["many"], {"prompt_tokens_details": [1]}], ids=str)
+async def test_a_pair_serves_whatever_its_prefill_engine_says_of_usage(
+    fake_a: FakeServer, fake_b: FakeServer, usage: Any
+) -> None:
+    fake_a.whole = {"usage": usage}
+    async with routing(*pair(fake_a, fake_b), config=RouterConfig(local_prefill=False)) as router:
+        assert [await answered_by(router, stream=stream) for stream in (False, True)] == ["d"] * 2
+        assert len(fake_a.requests) == 2
 
 
 async def test_a_prefill_engine_without_a_connector_is_told_how_to_get_one(
