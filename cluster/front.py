@@ -114,7 +114,13 @@ async def _serve_together(setup: RouterSetup, listener: socket.socket, folder: P
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, lambda: (stop_now if stop.is_set() else stop).set())
     # A child has drain_timeout_s for its answers, and some time to close what it has.
-    group = ProcessGroup("cluster.front", make_setup, count, stop_timeout_s=setup.router.drain_timeout_s + 5.0)
+    group = ProcessGroup(
+        "cluster.front",
+        make_setup,
+        count,
+        stop_timeout_s=setup.router.drain_timeout_s + 5.0,
+        silence_timeout_s=setup.router.worker_timeout_s,
+    )
     await group.run(stop, stop_now, lambda: _welcome(setup, listener))
     return 0
 

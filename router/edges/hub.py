@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 
@@ -38,30 +37,22 @@ class EdgeHub:
         readiness: Ready,
         scrape: Callable[[], bytes],
         endpoint: str,
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
         self._readiness = readiness
         self._scrape = scrape
-        self._clock = clock
         self._expected: set[str] = set()
         self._edges: dict[str, _Edge] = {}  # of the expected ones those that have been heard
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = Context()
         self._socket = self._context.socket(SocketType.ROUTER)
-        self._socket.sndhwm = self._socket.rcvhwm = 0  # silence is what ends an edge process
+        self._socket.sndhwm = self._socket.rcvhwm = 0  # who runs the edge processes ends those that hang
         self._socket.bind(endpoint)
 
     @property
     def num_running(self) -> int:
         """Sequences that are being generated for clients."""
         return sum(edge.num_running for edge in self._edges.values())
-
-    def silence_s(self, edge_id: str) -> float | None:
-        """Seconds since an edge process was heard last; None when it never was."""
-        edge = self._edges.get(edge_id)
-        return self._clock() - edge.last_seen_s if edge is not None else None
 
     def start(self) -> None:
         """Begin to serve."""
@@ -108,7 +99,6 @@ class EdgeHub:
         if edge is None:
             edge = self._edges[edge_id] = _Edge(lambda data: self._socket.send_multipart([identity, data]))
             edge.send(self._status())
-        edge.last_seen_s = self._clock()
         return edge
 
     def _dispatch(self, edge: _Edge, message: wire.ToHub) -> None:
@@ -121,7 +111,7 @@ class EdgeHub:
             case wire.Close(call):
                 if (task := edge.calls.get(call)) is not None:
                     task.cancel()
-            case wire.Beat():
+            case wire.Join():
                 pass
 
     def _run(self, edge: _Edge, call: int, work: Coroutine[None, None, None], *, is_generation: bool) -> None:
@@ -201,7 +191,6 @@ class _Edge:
     def __init__(self, send: Callable[[bytes], object]) -> None:
         self.calls: dict[int, asyncio.Task[None]] = {}
         self.num_running = 0
-        self.last_seen_s = 0.0
         self._send = send
         self._deltas: list[tuple[int, TokenDelta]] = []
 

@@ -22,7 +22,7 @@ __all__ = ["RemoteBackend"]
 
 logger = logging.getLogger(__name__)
 
-BEAT_INTERVAL_S = 0.5
+WATCH_INTERVAL_S = 0.5
 ASK_TIMEOUT_S = 30.0  # the integrity check waits for every worker
 
 T = TypeVar("T")
@@ -56,8 +56,9 @@ class RemoteBackend:
 
     async def start(self) -> None:
         """Join the hub. Raises `WorkerError` when it does not answer in time."""
-        coroutines: list[Coroutine[None, None, None]] = [self._receive(), self._beat()]
+        coroutines: list[Coroutine[None, None, None]] = [self._receive(), self._watch()]
         self._tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+        self._send(wire.Join())
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._joined.wait()
@@ -217,13 +218,12 @@ class RemoteBackend:
             self._fail(call, NoWorker(message))
             self._send(wire.Close(call))  # the hub may be there again
 
-    async def _beat(self) -> None:
-        """Show that we live, and see whether the hub does."""
+    async def _watch(self) -> None:
+        """See whether the hub lives."""
         while True:
-            self._send(wire.Beat())
             silence_s = self._clock() - self._heard_s
             if silence_s > self._timeout_s and not self._is_silent:
                 logger.warning("the deciding process has been silent for %.1f s", silence_s)
                 self._is_silent = True
                 self._fail_all(f"the deciding process has been silent for {silence_s:.1f} s")
-            await asyncio.sleep(BEAT_INTERVAL_S)
+            await asyncio.sleep(WATCH_INTERVAL_S)

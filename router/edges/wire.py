@@ -14,7 +14,6 @@ from router.openai.backend import GenerateRequest, PinRequest, PinState, TokenDe
 __all__ = [
     "Answered",
     "Ask",
-    "Beat",
     "Check",
     "Close",
     "Decisions",
@@ -23,6 +22,7 @@ __all__ = [
     "Explain",
     "Failed",
     "FetchPin",
+    "Join",
     "ListPins",
     "MakePin",
     "Open",
@@ -100,8 +100,8 @@ Answer = dict[str, Any] | list[Any] | str | PinState | list[PinState] | None
 # -- to the hub ----------------------------------------------------------------------------------------------------
 
 
-class Beat(_Message, frozen=True):
-    """A sign of life; the first one makes the edge process known."""
+class Join(_Message, frozen=True):
+    """The first message: asks for `Status` from now on."""
 
 
 class Open(_Message, frozen=True):
@@ -166,7 +166,7 @@ class Answered(_Message, frozen=True):
     answer: msgspec.Raw
 
 
-ToHub = Beat | Open | Close | Ask
+ToHub = Join | Open | Close | Ask
 ToEdge = Status | Deltas | Failed | Answered
 
 _encoder = msgspec.msgpack.Encoder()

@@ -216,7 +216,7 @@ async def test_what_a_dropped_edge_sent_starts_nothing_when_it_is_read_late(
 async def test_a_hub_that_is_silent_fails_calls_and_is_taken_back_when_it_speaks(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_module, "BEAT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(remote_module, "WATCH_INTERVAL_S", 0.01)
     monkeypatch.setattr(hub_module, "STATUS_INTERVAL_S", 0.01)
     now = [100.0]
     async with line(tokenizer, tmp_path) as here:
