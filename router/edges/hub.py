@@ -85,11 +85,12 @@ class EdgeHub:
             identity, data = await self._socket.recv_multipart()
             try:
                 message = wire.decode_for_hub(data)
+                if (edge := self._edge(identity)) is not None:
+                    self._dispatch(edge, message)
             except msgspec.DecodeError as exc:
                 logger.warning("edge process %r sent something that is no message: %s", identity, exc)
-                continue
-            if (edge := self._edge(identity)) is not None:
-                self._dispatch(edge, message)
+            except Exception:
+                logger.exception("a message of edge process %r could not be handled", identity)
 
     def _edge(self, identity: bytes) -> _Edge | None:
         edge_id = identity.decode(errors="replace")
@@ -174,9 +175,12 @@ class EdgeHub:
     async def _tell_status(self) -> None:
         while True:
             await asyncio.sleep(STATUS_INTERVAL_S)
-            status = self._status()
-            for edge in self._edges.values():
-                edge.send(status)
+            try:
+                status = self._status()
+                for edge in self._edges.values():
+                    edge.send(status)
+            except Exception:
+                logger.exception("the status could not be told")  # edge processes see to silence that lasts
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -100,9 +100,9 @@ class RemoteBackend:
         """Generate, ending with a delta that has a `finish_reason`. Raises a `ServingError`."""
         call = self._begin()
         items = self._streams[call] = asyncio.Queue()
-        self._send(wire.Open(call, request))
         has_ended = False
         try:
+            self._send(wire.Open(call, request))
             while not has_ended:
                 item = await items.get()
                 has_ended = isinstance(item, ServingError) or item.finish_reason is not None
@@ -171,8 +171,8 @@ class RemoteBackend:
     async def _ask(self, question: wire.Question, answer_type: type[T]) -> T:
         call = self._begin()
         answer = self._questions[call] = asyncio.get_running_loop().create_future()
-        self._send(wire.Ask(call, question))
         try:
+            self._send(wire.Ask(call, question))
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 return msgspec.msgpack.decode(await answer, type=answer_type)
         except TimeoutError:
@@ -188,20 +188,27 @@ class RemoteBackend:
 
     async def _receive(self) -> None:
         while True:
-            message = wire.decode_for_edge(await self._socket.recv())
+            data = await self._socket.recv()
             self._heard_s, self._is_silent = self._clock(), False
-            match message:
-                case wire.Deltas(items):
-                    for call, delta in items:
-                        self._deliver(call, delta)
-                case wire.Failed(call, error):
-                    self._fail(call, wire.error_of(error))
-                case wire.Answered(call, answer):
-                    if (asked := self._questions.get(call)) is not None and not asked.done():
-                        asked.set_result(answer)
-                case wire.Status():
-                    self._status = message
-                    self._joined.set()
+            try:
+                self._dispatch(wire.decode_for_edge(data))
+            except Exception:
+                logger.exception("a message of the deciding process could not be handled")
+                self._fail_all("a message of the deciding process could not be handled")  # it may have been anyone's
+
+    def _dispatch(self, message: wire.ToEdge) -> None:
+        match message:
+            case wire.Deltas(items):
+                for call, delta in items:
+                    self._deliver(call, delta)
+            case wire.Failed(call, error):
+                self._fail(call, wire.error_of(error))
+            case wire.Answered(call, answer):
+                if (asked := self._questions.get(call)) is not None and not asked.done():
+                    asked.set_result(answer)
+            case wire.Status():
+                self._status = message
+                self._joined.set()
 
     def _deliver(self, call: int, item: _Item) -> None:
         # A client that left may still get tokens on their way.

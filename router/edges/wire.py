@@ -198,11 +198,11 @@ def wire_error(exc: ServingError) -> WireError:
 def error_of(wire: WireError) -> ServingError:
     """The error as it was raised: its class decides how a client sees it."""
     kind = next((kind for kind in _kinds(ServingError) if kind.__name__ == wire.kind), ServingError)
-    if issubclass(kind, Overloaded):
-        error: ServingError = kind(wire.message, retry_after_s=wire.retry_after_s)
-    else:
-        error = kind(wire.message)
-    error.param, error.code = wire.param, wire.code
+    error = kind.__new__(kind)  # a subclass may be made of other things than a message
+    ServingError.__init__(error, wire.message, param=wire.param)
+    error.code = wire.code
+    if isinstance(error, Overloaded):
+        error.retry_after_s = wire.retry_after_s
     return error
 
 

@@ -148,7 +148,8 @@ async def test_every_error_is_the_same_on_the_other_side() -> None:
         elif kind.__init__ is ServingError.__init__:
             error = kind("wrong", param="messages", code="some_code")
         else:
-            continue  # of other engines; made and read in one process
+            error = kind.__new__(kind)  # of other engines
+            ServingError.__init__(error, "wrong")
         seen = wire.error_of(wire.wire_error(error))
         assert type(seen) is type(error)
         assert (seen.message, seen.param, seen.code, seen.status, seen.error_type) == (
@@ -302,6 +303,45 @@ async def test_what_is_no_message_is_told_and_harms_nothing(
         edge._socket.send(b"\x93nonsense")
         assert await edge.pools() == {"workers": []}
         assert "is no message" in caplog.text
+
+
+async def test_a_fault_of_ours_ends_neither_side(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hub_module, "STATUS_INTERVAL_S", 0.01)
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        faults = [ValueError("in the hub")]
+
+        def status() -> wire.Status:
+            if faults:
+                raise faults.pop()
+            return known()
+
+        known, here.hub._status = here.hub._status, status  # type: ignore[method-assign]
+        await until(lambda: not faults)
+        here.readiness.reason = "warming up"
+        await until(lambda: edge.reason == "warming up")  # status is still told
+        with monkeypatch.context() as patch:
+            patch.setattr(wire, "error_of", lambda _: 1 / 0)
+            here.backend.script = lambda _: [RequestError("no")]
+            with pytest.raises(NoWorker, match="could not be handled"):
+                await collect(edge.serve(REQUEST))
+        with monkeypatch.context() as patch:
+            patch.setattr(here.hub, "_dispatch", lambda *_: 1 / 0)
+            edge._send(wire.Close(0))
+            await until(lambda: "a message of edge process" in caplog.text)
+        assert await edge.pools() == {"workers": []}
+
+
+async def test_what_cannot_be_encoded_leaves_nothing_behind(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        with pytest.raises(TypeError):
+            await collect(edge.serve(replace(REQUEST, tenant=object())))  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            await edge.unpin(object())  # type: ignore[arg-type]
+        assert (edge._streams, edge._questions) == ({}, {})
 
 
 async def test_nothing_is_kept_of_calls_that_ended(tokenizer: Tokenizer, tmp_path: Path) -> None:
