@@ -20,6 +20,7 @@ import msgspec
 from cluster.edge_process import EdgeSettings
 from cluster.processes import ProcessGroup
 from protocol.config import RouterConfig
+from router.api_keys import load_api_keys
 from router.edges.hub import EdgeHub
 from router.openai.backend import Backend
 from router.openai.readiness import Ready
@@ -54,6 +55,7 @@ async def edge_processes(
             router=config,
             metrics_folder=folder,
             started_at_s=int(time.time()),
+            api_keys=load_api_keys(config.api_key_file),  # here: one that is replaced has the keys of the others
         )
         hub.start()
         processes = EdgeProcesses(hub, settings)

@@ -78,7 +78,7 @@ def test_a_machine_that_has_no_room_for_a_process_is_asked_again_later(monkeypat
         pids = await here.serves()
         monkeypatch.setattr(asyncio, "create_subprocess_exec", start_or_refuse)
         os.kill(pids[0], signal.SIGKILL)
-        await until(lambda: not refusals and len(here.group.pids) == 2 or here.running.done(), WAIT_S)
+        await until(lambda: (not refusals and len(here.group.pids) == 2) or here.running.done(), WAIT_S)
         assert pids[0] not in here.group.pids
         assert pids[1] in here.group.pids
         assert here.ended == pids[:1]

@@ -23,6 +23,7 @@ from router.edges import remote as remote_module
 from router.edges import wire
 from router.edges.hub import EdgeHub
 from router.edges.remote import RemoteBackend
+from router.engines.errors import EngineFailed
 from router.openai.backend import GenerateRequest, PinRequest, TokenDelta
 from router.tokenizer import Tokenizer
 from tests.router.fake_backend import FakeBackend, events, until
@@ -142,6 +143,7 @@ async def test_deltas_of_one_turn_travel_in_one_message(tokenizer: Tokenizer, tm
 async def test_every_error_is_the_same_on_the_other_side() -> None:
     kinds = [ServingError, *subclasses(ServingError)]
     assert len(kinds) > 15
+    assert EngineFailed in kinds  # made of other things than a message
     for kind in kinds:
         if issubclass(kind, Overloaded):
             error: ServingError = kind("too much", retry_after_s=2.5)
