@@ -2,7 +2,7 @@
 
 Each child reads its setup from its standard input, writes "ready" or "error: why" to its standard output, and obeys
 the words that follow: "stop" (finish what runs) and "now". The end of its input is the end of its parent, however that
-came, so no child is ever left over. Twice a second its event loop says "alive": one that is silent hangs, and is killed.
+came, so no child is ever left over. Twice a second its event loop says "alive": one that is silent is killed.
 """
 
 from __future__ import annotations
