@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import uvloop
@@ -35,6 +35,7 @@ class EdgeSettings:
     router: RouterConfig
     metrics_folder: str  # where the counters of all processes are
     started_at_s: int  # Unix time
+    api_keys: dict[bytes, str] = field(default_factory=dict, repr=False)  # tenants by digest
 
 
 def main() -> None:
@@ -86,6 +87,7 @@ async def _serve(settings: EdgeSettings, pipe: ParentPipe) -> None:
             readiness=backend,
             scrape=scrape,
             started_at_s=settings.started_at_s,
+            api_keys=settings.api_keys,
         )
         async with http_server(app, settings.router, listener) as server:
             await server.started_serving()

@@ -1,4 +1,4 @@
-"""The edge processes of a server: started, watched, replaced and stopped by the process that decides.
+"""The edge processes of a server: started, replaced and stopped by the process that decides.
 
 They share the port: the kernel spreads connections over them. The parent's own socket is bound and never listens; it
 keeps the port while a process is replaced, and keeps others from sharing it by chance.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 import tempfile
 import time
@@ -21,15 +20,13 @@ import msgspec
 from cluster.edge_process import EdgeSettings
 from cluster.processes import ProcessGroup
 from protocol.config import RouterConfig
+from router.api_keys import load_api_keys
 from router.edges.hub import EdgeHub
 from router.openai.backend import Backend
 from router.openai.readiness import Ready
 
 __all__ = ["EdgeProcesses", "edge_processes"]
 
-logger = logging.getLogger(__name__)
-
-WATCH_INTERVAL_S = 0.25
 CLOSING_S = 5.0  # beyond drain_timeout_s, for what a process does after its last answer
 
 
@@ -58,6 +55,7 @@ async def edge_processes(
             router=config,
             metrics_folder=folder,
             started_at_s=int(time.time()),
+            api_keys=load_api_keys(config.api_key_file),  # here: one that is replaced has the keys of the others
         )
         hub.start()
         processes = EdgeProcesses(hub, settings)
@@ -83,10 +81,10 @@ class EdgeProcesses:
             self._setup,
             settings.router.router_processes,
             stop_timeout_s=settings.router.drain_timeout_s + CLOSING_S,
+            silence_timeout_s=settings.router.worker_timeout_s,
             on_ended=self._ended,
         )
         self.serving = asyncio.create_task(self.group.run(self._stop, self._stop_now, self._ready))
-        self._watching = asyncio.create_task(self._watch())
 
     @property
     def num_running(self) -> int:
@@ -101,8 +99,7 @@ class EdgeProcesses:
         """End them now."""
         self._stop.set()
         self._stop_now.set()
-        self._watching.cancel()
-        await asyncio.gather(self.serving, self._watching, return_exceptions=True)
+        await asyncio.gather(self.serving, return_exceptions=True)
 
     def _ready(self) -> None:
         self.is_serving = True
@@ -118,14 +115,3 @@ class EdgeProcesses:
         self._hub.drop(self._edge_ids.pop(number))
         for path in Path(self._settings.metrics_folder).glob(f"gauge_live*_{pid}.db"):
             path.unlink(missing_ok=True)
-
-    async def _watch(self) -> None:
-        """Kill those that are silent; they are replaced then."""
-        timeout_s = self._settings.router.worker_timeout_s
-        while True:
-            await asyncio.sleep(WATCH_INTERVAL_S)
-            for number, edge_id in list(self._edge_ids.items()):
-                silence_s = self._hub.silence_s(edge_id)
-                if silence_s is not None and silence_s > timeout_s:
-                    logger.warning("router process %d has been silent for %.1f s", number, silence_s)
-                    self.group.kill(number)

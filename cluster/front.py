@@ -30,6 +30,7 @@ from cluster.listening import listening
 from cluster.processes import ParentPipe, ProcessGroup
 from protocol.config import RouterConfig
 from protocol.errors import ConfigError
+from router.api_keys import load_api_keys
 from router.cost_model import CostModel
 from router.engines.app import create_engines_app
 from router.engines.config import EnginesConfig, FleetFile
@@ -56,6 +57,7 @@ class RouterSetup:
     router: RouterConfig
     engines: EnginesConfig
     admin_token: str = field(default="", repr=False)
+    api_keys: dict[bytes, str] = field(default_factory=dict, repr=False)  # tenants by digest
     number: int = 0  # among its siblings
     epoch: int = 0  # larger in each life of this number
     bus: tuple[str, ...] = ()  # ZMQ endpoints of all siblings by number; none of a process that is alone
@@ -64,6 +66,7 @@ class RouterSetup:
 def serve_engines(setup: RouterSetup) -> int:
     """Serve until SIGINT or SIGTERM; the exit code. Raises `ConfigError` for what the user can mend."""
     router = setup.router
+    setup = replace(setup, api_keys=load_api_keys(router.api_key_file))  # here: all processes ever have the same
     if setup.router.router_processes == 1:
         with listening(router.host, router.port) as listener:
             return _run(_serve_alone(setup, listener))
@@ -114,7 +117,13 @@ async def _serve_together(setup: RouterSetup, listener: socket.socket, folder: P
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, lambda: (stop_now if stop.is_set() else stop).set())
     # A child has drain_timeout_s for its answers, and some time to close what it has.
-    group = ProcessGroup("cluster.front", make_setup, count, stop_timeout_s=setup.router.drain_timeout_s + 5.0)
+    group = ProcessGroup(
+        "cluster.front",
+        make_setup,
+        count,
+        stop_timeout_s=setup.router.drain_timeout_s + 5.0,
+        silence_timeout_s=setup.router.worker_timeout_s,
+    )
     await group.run(stop, stop_now, lambda: _welcome(setup, listener))
     return 0
 
@@ -162,7 +171,15 @@ def _server(setup: RouterSetup, on_started: Callable[[], None]) -> _Server:
     )
     bus = SiblingBus(siblings, setup.bus[setup.number], setup.bus) if setup.bus else None
     specs = setup.fleet_file.engines
-    app = create_engines_app(fleet, specs, readers, CollectorRegistry(), admin_token=setup.admin_token, bus=bus)
+    app = create_engines_app(
+        fleet,
+        specs,
+        readers,
+        CollectorRegistry(),
+        admin_token=setup.admin_token,
+        bus=bus,
+        api_keys=setup.api_keys,
+    )
     config = uvicorn.Config(
         app,
         host=setup.router.host,

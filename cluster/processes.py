@@ -2,7 +2,7 @@
 
 Each child reads its setup from its standard input, writes "ready" or "error: why" to its standard output, and obeys
 the words that follow: "stop" (finish what runs) and "now". The end of its input is the end of its parent, however that
-came, so no child is ever left over.
+came, so no child is ever left over. Twice a second its event loop says "alive": one that is silent is killed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ __all__ = ["ParentPipe", "ProcessGroup"]
 logger = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 60.0
+BEAT_INTERVAL_S = 0.5
 KILL_AFTER_S = 2.0  # of a child that was told to end now
 _SHORT_LIFE_S = 10.0  # a child that lives shorter is replaced later and later
 _MAX_DELAY_S = 5.0
+_ALIVE = "alive"
 
 
 def _nothing(*_: int) -> None:
@@ -43,27 +45,25 @@ class ProcessGroup:
         count: int,
         *,
         stop_timeout_s: float,
+        silence_timeout_s: float,
         on_ended: Callable[[int, int], None] = _nothing,
     ) -> None:
-        """`on_ended` is called with number and pid of each child that has ended."""
+        """`on_ended` is called with number and pid of each child that has ended.
+
+        One that serves and then says nothing for `silence_timeout_s`, and some beats at least, is killed and replaced.
+        """
         self._module = module
         self._on_ended = on_ended
         self._make_setup = make_setup
         self._count = count
         self._stop_timeout_s = stop_timeout_s
+        self._silence_timeout_s = max(silence_timeout_s, 4 * BEAT_INTERVAL_S)
         self._children: dict[int, Process] = {}
 
     @property
     def pids(self) -> list[int]:
         """Of the children that run."""
         return [child.pid for child in self._children.values() if child.returncode is None]
-
-    def kill(self, number: int) -> None:
-        """End one child at once; it is replaced."""
-        child = self._children.get(number)
-        if child is not None and child.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it ended just now
-                child.kill()
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Start all, call `on_ready` once all serve, keep them until `stop` is set and return when all have ended.
@@ -106,13 +106,13 @@ class ProcessGroup:
         except OSError as exc:
             raise ConfigError(f"process {number} cannot be started: {exc}") from exc
         assert child.stdin is not None, "its input is a pipe"
-        assert child.stdout is not None, "its output is a pipe"
         child.stdin.write(self._make_setup(number) + b"\n")
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                word = (await child.stdout.readline()).decode(errors="replace").strip()
+                while (word := await _next_word(child)) == _ALIVE:
+                    pass
         except TimeoutError as exc:
-            self.kill(number)
+            _kill(child)
             raise ConfigError(f"process {number} did not serve within {READY_TIMEOUT_S:g} s") from exc
         if word != "ready":
             raise ConfigError(word.removeprefix("error: ") or f"process {number} ended before it served")
@@ -145,12 +145,31 @@ class ProcessGroup:
                 logger.error("process %d cannot be replaced yet: %s", number, exc)
 
     async def _end_of(self, number: int) -> int:
-        """The code that a child ends with."""
+        """The code that a child ends with. One that falls silent is killed."""
         child = self._children[number]
+        if await self._falls_silent(child):
+            logger.warning(
+                "process %d of %d has been silent for %g s and is killed", number, self._count, self._silence_timeout_s
+            )
+            _kill(child)
         code = await child.wait()
         del self._children[number]
         self._on_ended(number, child.pid)
         return code
+
+    async def _falls_silent(self, child: Process) -> bool:
+        """Wait until it says no more; whether it has not ended."""
+        # In two halves: where it was this process that hung, the first is over at once, and what was said is read then.
+        num_silent = 0
+        while num_silent < 2:
+            try:
+                async with asyncio.timeout(self._silence_timeout_s / 2):
+                    if not await _next_word(child):
+                        return False
+                num_silent = 0
+            except TimeoutError:
+                num_silent += 1
+        return True
 
     async def _stop_all(self, stop_now: asyncio.Event) -> None:
         """Let all finish what runs, for `stop_timeout_s` at most; then, or on `stop_now`, end them."""
@@ -160,8 +179,8 @@ class ProcessGroup:
         hurry.cancel()
         self._tell("now")
         await asyncio.wait((ended,), timeout=KILL_AFTER_S)
-        for number in list(self._children):
-            self.kill(number)
+        for child in self._children.values():
+            _kill(child)
         await asyncio.gather(ended, hurry, return_exceptions=True)
 
     async def _all_ended(self) -> None:
@@ -171,6 +190,18 @@ class ProcessGroup:
         for child in self._children.values():
             if child.returncode is None and child.stdin is not None and not child.stdin.is_closing():
                 child.stdin.write(word.encode() + b"\n")
+
+
+async def _next_word(child: Process) -> str:
+    """What it says next; "" at its end."""
+    assert child.stdout is not None, "its output is a pipe"
+    return (await child.stdout.readline()).decode(errors="replace").strip()
+
+
+def _kill(child: Process) -> None:
+    if child.returncode is None:
+        with contextlib.suppress(ProcessLookupError):  # it ended just now
+            child.kill()
 
 
 class ParentPipe:
@@ -188,8 +219,9 @@ class ParentPipe:
             os.write(self._out, word.replace("\n", " ").encode() + b"\n")
 
     async def obey(self, on_word: Callable[[str], None]) -> None:
-        """Call `on_word` with each word, and with "now" once the parent is gone."""
+        """Call `on_word` with each word, and with "now" once the parent is gone. Shows it meanwhile that we live."""
         loop = asyncio.get_running_loop()
+        beating = asyncio.create_task(self._beat())
         reader = asyncio.StreamReader()
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._input)
         try:
@@ -197,4 +229,10 @@ class ParentPipe:
                 on_word(word.decode().strip())
             on_word("now")
         finally:
+            beating.cancel()
             transport.close()
+
+    async def _beat(self) -> None:
+        while True:
+            self.say(_ALIVE)
+            await asyncio.sleep(BEAT_INTERVAL_S)

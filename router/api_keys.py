@@ -26,7 +26,7 @@ def load_api_keys(path: str) -> dict[bytes, str]:
     if not path:
         return {}
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"api_key_file={path} cannot be read: {exc}") from exc
     tenants: dict[bytes, str] = {}
@@ -37,6 +37,10 @@ def load_api_keys(path: str) -> dict[bytes, str]:
         if len(words) > 2 or not all(map(TENANT_NAME.fullmatch, words[1:])):
             raise ConfigError(
                 f"{path}: line {number} must be a key and at most a tenant of 1 to 64 letters, digits, '.', '_' or '-'"
+            )
+        if not words[0].isascii():
+            raise ConfigError(
+                f"{path}: the key of line {number} has letters that are not ASCII, which no header can send"
             )
         digest = key_digest(words[0])
         if digest in tenants:

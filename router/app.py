@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 
@@ -47,11 +47,13 @@ def create_app(
     readiness: Ready | None = None,
     scrape: Scrape | None = None,
     started_at_s: int | None = None,
+    api_keys: Mapping[bytes, str] | None = None,
 ) -> FastAPI:
     """The app. It frees its threads at its end, not the backend.
 
     Where nobody else knows whether the backend is ready, or what the metrics are, it probes the one from its start on,
-    and shows those of `registry`. `started_at_s` (Unix time) is what models were created at.
+    and shows those of `registry`. `started_at_s` (Unix time) is what models were created at. `api_keys` are as
+    `load_api_keys` gives them, which is asked where they are not given.
     """
     metrics = EdgeMetrics(registry)
     edge = Edge(backend, tokenizer, TokenizerPool(config.tokenizer_threads), metrics, started_at_s or int(time.time()))
@@ -69,7 +71,7 @@ def create_app(
         return bytes(generate_latest(registry))
 
     app = FastAPI(title="Tandem", version=_version(), lifespan=lifespan)
-    add_layers(app, config, metrics)
+    add_layers(app, config, metrics, api_keys)
     _add_generation_routes(app, edge)
     _add_catalog_routes(app, edge)
     _add_cache_routes(app, edge)

@@ -25,13 +25,19 @@ __all__ = ["SegmentEncoder", "SegmentMemo"]
 
 logger = logging.getLogger(__name__)
 
-MAX_MEMO_CHARS = 8 * 1024 * 1024  # at about two bytes each, with their ids
+# Each costs about two bytes with its part of the ids where four ASCII letters make a token; other scripts take up to
+# four bytes a character, and as many for each id.
+MAX_MEMO_CHARS = 8 * 1024 * 1024
+ENTRY_CHARS = 128  # what an entry costs beside its text, in characters: 260 bytes of objects (measured)
 MIN_TEXT_CHARS = 512  # a shorter text is encoded before it is cut
 _PROBE_TEXTS = ("", " ", " a", "a ", "d\n", "\n\nb c", "é", "▁x<", "0 1", "’s", "日本")
 
 
 class SegmentMemo:
-    """Ids by segment and salt, up to a number of characters; what was used longest ago goes first. For many threads."""
+    """Ids by segment and salt, up to a number of characters; what was used longest ago goes first. For many threads.
+
+    The characters of the salts count too, and `ENTRY_CHARS` for each entry.
+    """
 
     def __init__(self, max_chars: int = MAX_MEMO_CHARS) -> None:
         self.num_chars = 0
@@ -52,15 +58,20 @@ class SegmentMemo:
 
     def put(self, salt: str, segment: str, ids: list[int]) -> None:
         """Remember them, unless they are too many to be worth it."""
-        if len(segment) > self._max_chars // 8:
+        num_chars = _cost_chars(salt, segment)
+        if num_chars > self._max_chars // 8:
             return
         with self._lock:
             if (salt, segment) not in self._ids:
-                self.num_chars += len(segment)
+                self.num_chars += num_chars
             self._ids[salt, segment] = array("I", ids)
             while self.num_chars > self._max_chars:
-                (_, oldest), _ = self._ids.popitem(last=False)
-                self.num_chars -= len(oldest)
+                oldest, _ = self._ids.popitem(last=False)
+                self.num_chars -= _cost_chars(*oldest)
+
+
+def _cost_chars(salt: str, segment: str) -> int:
+    return len(salt) + len(segment) + ENTRY_CHARS
 
 
 class SegmentEncoder:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 
@@ -38,30 +37,22 @@ class EdgeHub:
         readiness: Ready,
         scrape: Callable[[], bytes],
         endpoint: str,
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
         self._readiness = readiness
         self._scrape = scrape
-        self._clock = clock
         self._expected: set[str] = set()
         self._edges: dict[str, _Edge] = {}  # of the expected ones those that have been heard
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = Context()
         self._socket = self._context.socket(SocketType.ROUTER)
-        self._socket.sndhwm = self._socket.rcvhwm = 0  # silence is what ends an edge process
+        self._socket.sndhwm = self._socket.rcvhwm = 0  # who runs the edge processes ends those that hang
         self._socket.bind(endpoint)
 
     @property
     def num_running(self) -> int:
         """Sequences that are being generated for clients."""
         return sum(edge.num_running for edge in self._edges.values())
-
-    def silence_s(self, edge_id: str) -> float | None:
-        """Seconds since an edge process was heard last; None when it never was."""
-        edge = self._edges.get(edge_id)
-        return self._clock() - edge.last_seen_s if edge is not None else None
 
     def start(self) -> None:
         """Begin to serve."""
@@ -94,11 +85,12 @@ class EdgeHub:
             identity, data = await self._socket.recv_multipart()
             try:
                 message = wire.decode_for_hub(data)
+                if (edge := self._edge(identity)) is not None:
+                    self._dispatch(edge, message)
             except msgspec.DecodeError as exc:
                 logger.warning("edge process %r sent something that is no message: %s", identity, exc)
-                continue
-            if (edge := self._edge(identity)) is not None:
-                self._dispatch(edge, message)
+            except Exception:
+                logger.exception("a message of edge process %r could not be handled", identity)
 
     def _edge(self, identity: bytes) -> _Edge | None:
         edge_id = identity.decode(errors="replace")
@@ -108,7 +100,6 @@ class EdgeHub:
         if edge is None:
             edge = self._edges[edge_id] = _Edge(lambda data: self._socket.send_multipart([identity, data]))
             edge.send(self._status())
-        edge.last_seen_s = self._clock()
         return edge
 
     def _dispatch(self, edge: _Edge, message: wire.ToHub) -> None:
@@ -121,7 +112,7 @@ class EdgeHub:
             case wire.Close(call):
                 if (task := edge.calls.get(call)) is not None:
                     task.cancel()
-            case wire.Beat():
+            case wire.Join():
                 pass
 
     def _run(self, edge: _Edge, call: int, work: Coroutine[None, None, None], *, is_generation: bool) -> None:
@@ -184,9 +175,12 @@ class EdgeHub:
     async def _tell_status(self) -> None:
         while True:
             await asyncio.sleep(STATUS_INTERVAL_S)
-            status = self._status()
-            for edge in self._edges.values():
-                edge.send(status)
+            try:
+                status = self._status()
+                for edge in self._edges.values():
+                    edge.send(status)
+            except Exception:
+                logger.exception("the status could not be told")  # edge processes see to silence that lasts
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -201,7 +195,6 @@ class _Edge:
     def __init__(self, send: Callable[[bytes], object]) -> None:
         self.calls: dict[int, asyncio.Task[None]] = {}
         self.num_running = 0
-        self.last_seen_s = 0.0
         self._send = send
         self._deltas: list[tuple[int, TokenDelta]] = []
 

@@ -22,7 +22,7 @@ __all__ = ["RemoteBackend"]
 
 logger = logging.getLogger(__name__)
 
-BEAT_INTERVAL_S = 0.5
+WATCH_INTERVAL_S = 0.5
 ASK_TIMEOUT_S = 30.0  # the integrity check waits for every worker
 
 T = TypeVar("T")
@@ -56,8 +56,9 @@ class RemoteBackend:
 
     async def start(self) -> None:
         """Join the hub. Raises `WorkerError` when it does not answer in time."""
-        coroutines: list[Coroutine[None, None, None]] = [self._receive(), self._beat()]
+        coroutines: list[Coroutine[None, None, None]] = [self._receive(), self._watch()]
         self._tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+        self._send(wire.Join())
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._joined.wait()
@@ -99,9 +100,9 @@ class RemoteBackend:
         """Generate, ending with a delta that has a `finish_reason`. Raises a `ServingError`."""
         call = self._begin()
         items = self._streams[call] = asyncio.Queue()
-        self._send(wire.Open(call, request))
         has_ended = False
         try:
+            self._send(wire.Open(call, request))
             while not has_ended:
                 item = await items.get()
                 has_ended = isinstance(item, ServingError) or item.finish_reason is not None
@@ -170,8 +171,8 @@ class RemoteBackend:
     async def _ask(self, question: wire.Question, answer_type: type[T]) -> T:
         call = self._begin()
         answer = self._questions[call] = asyncio.get_running_loop().create_future()
-        self._send(wire.Ask(call, question))
         try:
+            self._send(wire.Ask(call, question))
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 return msgspec.msgpack.decode(await answer, type=answer_type)
         except TimeoutError:
@@ -187,20 +188,27 @@ class RemoteBackend:
 
     async def _receive(self) -> None:
         while True:
-            message = wire.decode_for_edge(await self._socket.recv())
+            data = await self._socket.recv()
             self._heard_s, self._is_silent = self._clock(), False
-            match message:
-                case wire.Deltas(items):
-                    for call, delta in items:
-                        self._deliver(call, delta)
-                case wire.Failed(call, error):
-                    self._fail(call, wire.error_of(error))
-                case wire.Answered(call, answer):
-                    if (asked := self._questions.get(call)) is not None and not asked.done():
-                        asked.set_result(answer)
-                case wire.Status():
-                    self._status = message
-                    self._joined.set()
+            try:
+                self._dispatch(wire.decode_for_edge(data))
+            except Exception:
+                logger.exception("a message of the deciding process could not be handled")
+                self._fail_all("a message of the deciding process could not be handled")  # it may have been anyone's
+
+    def _dispatch(self, message: wire.ToEdge) -> None:
+        match message:
+            case wire.Deltas(items):
+                for call, delta in items:
+                    self._deliver(call, delta)
+            case wire.Failed(call, error):
+                self._fail(call, wire.error_of(error))
+            case wire.Answered(call, answer):
+                if (asked := self._questions.get(call)) is not None and not asked.done():
+                    asked.set_result(answer)
+            case wire.Status():
+                self._status = message
+                self._joined.set()
 
     def _deliver(self, call: int, item: _Item) -> None:
         # A client that left may still get tokens on their way.
@@ -217,13 +225,12 @@ class RemoteBackend:
             self._fail(call, NoWorker(message))
             self._send(wire.Close(call))  # the hub may be there again
 
-    async def _beat(self) -> None:
-        """Show that we live, and see whether the hub does."""
+    async def _watch(self) -> None:
+        """See whether the hub lives."""
         while True:
-            self._send(wire.Beat())
             silence_s = self._clock() - self._heard_s
             if silence_s > self._timeout_s and not self._is_silent:
                 logger.warning("the deciding process has been silent for %.1f s", silence_s)
                 self._is_silent = True
                 self._fail_all(f"the deciding process has been silent for {silence_s:.1f} s")
-            await asyncio.sleep(BEAT_INTERVAL_S)
+            await asyncio.sleep(WATCH_INTERVAL_S)

@@ -14,7 +14,6 @@ from router.openai.backend import GenerateRequest, PinRequest, PinState, TokenDe
 __all__ = [
     "Answered",
     "Ask",
-    "Beat",
     "Check",
     "Close",
     "Decisions",
@@ -23,6 +22,7 @@ __all__ = [
     "Explain",
     "Failed",
     "FetchPin",
+    "Join",
     "ListPins",
     "MakePin",
     "Open",
@@ -100,8 +100,8 @@ Answer = dict[str, Any] | list[Any] | str | PinState | list[PinState] | None
 # -- to the hub ----------------------------------------------------------------------------------------------------
 
 
-class Beat(_Message, frozen=True):
-    """A sign of life; the first one makes the edge process known."""
+class Join(_Message, frozen=True):
+    """The first message: asks for `Status` from now on."""
 
 
 class Open(_Message, frozen=True):
@@ -166,7 +166,7 @@ class Answered(_Message, frozen=True):
     answer: msgspec.Raw
 
 
-ToHub = Beat | Open | Close | Ask
+ToHub = Join | Open | Close | Ask
 ToEdge = Status | Deltas | Failed | Answered
 
 _encoder = msgspec.msgpack.Encoder()
@@ -198,11 +198,11 @@ def wire_error(exc: ServingError) -> WireError:
 def error_of(wire: WireError) -> ServingError:
     """The error as it was raised: its class decides how a client sees it."""
     kind = next((kind for kind in _kinds(ServingError) if kind.__name__ == wire.kind), ServingError)
-    if issubclass(kind, Overloaded):
-        error: ServingError = kind(wire.message, retry_after_s=wire.retry_after_s)
-    else:
-        error = kind(wire.message)
-    error.param, error.code = wire.param, wire.code
+    error = kind.__new__(kind)  # a subclass may be made of other things than a message
+    ServingError.__init__(error, wire.message, param=wire.param)
+    error.code = wire.code
+    if isinstance(error, Overloaded):
+        error.retry_after_s = wire.retry_after_s
     return error
 
 

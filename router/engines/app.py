@@ -71,10 +71,12 @@ def create_engines_app(
     *,
     admin_token: str = "",
     bus: SiblingBus | None = None,
+    api_keys: Mapping[bytes, str] | None = None,
 ) -> FastAPI:
     """The app. It takes the engines of `specs` into the fleet at its start and closes the fleet at its end.
 
-    With a `bus`, which it starts and closes too, it is one of several processes and speaks for all of them.
+    With a `bus`, which it starts and closes too, it is one of several processes and speaks for all of them. `api_keys`
+    are as `load_api_keys` gives them, which is asked where they are not given.
     """
     config = fleet.config
     metrics = EdgeMetrics(metrics_registry)
@@ -101,7 +103,7 @@ def create_engines_app(
 
     app = FastAPI(title="Tandem", lifespan=lifespan)
     app.state.queues = forwarder.queues
-    add_layers(app, config, metrics)
+    add_layers(app, config, metrics, api_keys)
     _add_generation_routes(app, forwarder)
     _add_route_routes(app, forwarder, together)
     _add_catalog_routes(app, fleet)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +42,16 @@ class _RawRoute:
         await self.answer(scope, receive, send)
 
 
-def add_layers(app: FastAPI, config: RouterConfig, metrics: EdgeMetrics) -> None:
-    """Add middleware and error handlers. Raises `ConfigError` for a file of API keys that cannot be used."""
+def add_layers(
+    app: FastAPI, config: RouterConfig, metrics: EdgeMetrics, api_keys: Mapping[bytes, str] | None = None
+) -> None:
+    """Add middleware and error handlers. `api_keys` are tenants by digest; without, the config's file is read.
+
+    Raises `ConfigError` for a file that cannot be used.
+    """
     # The last one added is the outermost: refusals get CORS headers and are counted too.
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
-    if keys := load_api_keys(config.api_key_file):
+    if keys := load_api_keys(config.api_key_file) if api_keys is None else api_keys:
         app.add_middleware(KeyCheck, tenants=keys)
     app.add_middleware(RequestObserver, metrics=metrics)
     app.add_middleware(

@@ -38,6 +38,7 @@ MAX_CHOICES = 128  # of one prompt, as OpenAI
 MAX_STOPS = 1024
 MAX_STOP_CHARS = 4096
 MAX_CONVERSATION_ID_CHARS = 256
+MAX_CACHE_SALT_CHARS = 256  # it is part of what is remembered of a prompt
 
 Count = Annotated[int, Meta(ge=0)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -209,7 +210,11 @@ def decode_body(body: bytes, request_type: type[R]) -> R:
 
 
 def refuse_unserved(body: bytes, request: GenerationFields | PinFields) -> None:
-    """Raise `RequestError` if the body sets a field that would change the answer and is not served."""
+    """Raise `RequestError` if the body sets a field that would change the answer and is not served, or a huge salt."""
+    if len(salt := request.cache_salt or "") > MAX_CACHE_SALT_CHARS:
+        raise RequestError(
+            f"'cache_salt' has {len(salt)} characters; at most {MAX_CACHE_SALT_CHARS} are allowed.", param="cache_salt"
+        )
     with _decoding_errors():
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         for name in UNSERVED.keys() & fields.keys():

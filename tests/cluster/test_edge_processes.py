@@ -11,6 +11,7 @@ from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -51,6 +52,10 @@ class Edges:
         """Of processes that have counted anything."""
         return {int(path.stem.split("_")[1]) for path in Path(self.metrics_folder).glob("counter_*.db")}
 
+    def is_listening(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.client.base_url.port or 0)) == 0
+
     async def serving(self) -> None:
         await until(lambda: self.processes.is_serving or self.processes.serving.done(), START_S)
 
@@ -63,11 +68,11 @@ class Edges:
 
 
 @asynccontextmanager
-async def edges(folder: Path, *, num_processes: int, **config: float) -> AsyncIterator[Edges]:
+async def edges(folder: Path, *, num_processes: int, **config: Any) -> AsyncIterator[Edges]:
     """Nothing may run or be open at the end."""
     model = build_tokenizer(folder)
     backend = FakeBackend(Tokenizer(model))
-    router = RouterConfig(port=0, router_processes=num_processes, **config)  # type: ignore[arg-type]
+    router = RouterConfig(port=0, router_processes=num_processes, **config)
     with listening(router.host, 0) as listener:
         serving = edge_processes(
             backend, Always(), lambda: b"tandem_hub 1.0\n", model=str(model), config=router, listener=listener
@@ -140,6 +145,23 @@ def test_a_process_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_replaced_process_has_the_keys_of_the_start(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        keys = tmp_path / "keys"
+        keys.write_text("first\n")
+        async with edges(tmp_path, num_processes=1, api_key_file=str(keys)) as here:
+            here.client.headers["authorization"] = "Bearer first"
+            keys.write_text("second\n")
+            (pid,) = here.pids()
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: here.pids() not in ([], [pid]))
+            await until(lambda: "edge-0-2" in here.processes._hub._edges, START_S)
+            await until(lambda: here.is_listening(), START_S)
+            assert (await here.chat()).status_code == 200
+
+    asyncio.run(scenario())
+
+
 def test_draining_lets_answers_end_and_ends_the_processes(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with edges(tmp_path, num_processes=2) as here:
@@ -197,7 +219,9 @@ def test_a_process_whose_parent_is_gone_ends(tmp_path: Path) -> None:
             assert process.stdout is not None
             process.stdin.write(msgspec.json.encode(settings) + b"\n")
             async with asyncio.timeout(START_S):
-                assert await process.stdout.readline() == b"ready\n"
+                while (word := await process.stdout.readline()) == b"alive\n":
+                    pass
+                assert word == b"ready\n"
                 process.stdin.close()
                 assert await process.wait() == 0
             await hub.close()

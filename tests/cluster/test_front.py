@@ -190,6 +190,15 @@ def test_a_process_that_dies_is_replaced_and_its_load_forgotten(tmp_path: Path) 
         burst(running, 8)
 
 
+def test_a_process_that_hangs_is_replaced(tmp_path: Path) -> None:
+    with fakes(1) as engines, routing(tmp_path, engines, 2, "--worker-timeout-s=2") as running:
+        hung = running.children()[0]
+        os.kill(hung, signal.SIGSTOP)
+        until(lambda: hung not in running.children() and len(running.children()) == 2, "it was not replaced")
+        until(lambda: running.are_there(2), "the new one did not join")
+        burst(running, 8)
+
+
 def _is_broken(answer: Any) -> bool:
     """Whether the connection of a request broke within a second; those at the other process still wait."""
     try:

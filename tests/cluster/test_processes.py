@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,7 @@ class Group:
             self._setup,
             count,
             stop_timeout_s=WAIT_S,
+            silence_timeout_s=0.0,  # so it is some beats
             on_ended=lambda _, pid: self.ended.append(pid),
         )
         self.running = asyncio.create_task(self.group.run(self.stop, self.stop_now, self.ready.set))
@@ -76,7 +78,7 @@ def test_a_machine_that_has_no_room_for_a_process_is_asked_again_later(monkeypat
         pids = await here.serves()
         monkeypatch.setattr(asyncio, "create_subprocess_exec", start_or_refuse)
         os.kill(pids[0], signal.SIGKILL)
-        await until(lambda: not refusals and len(here.group.pids) == 2 or here.running.done(), WAIT_S)
+        await until(lambda: (not refusals and len(here.group.pids) == 2) or here.running.done(), WAIT_S)
         assert pids[0] not in here.group.pids
         assert pids[1] in here.group.pids
         assert here.ended == pids[:1]
@@ -124,6 +126,38 @@ def test_a_replacement_that_hangs_before_it_serves_is_killed_and_replaced(monkey
         await here.end()
 
     monkeypatch.setattr(processes, "_SHORT_LIFE_S", 0.0)
+    run(scenario())
+
+
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_a_child_that_hangs_is_killed_and_one_that_lives_is_not(
+    is_stopping: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        here = Group(lambda *_: "serve", 2)
+        hung, living = await here.serves()
+        os.kill(hung, signal.SIGSTOP)
+        if not is_stopping:
+            await until(lambda: len(here.group.pids) == 2 and hung not in here.group.pids, WAIT_S)
+            assert here.ended == [hung]
+            assert living in here.group.pids
+        await here.end()
+        assert hung in here.ended
+
+    monkeypatch.setattr(processes, "BEAT_INTERVAL_S", 0.25)
+    run(scenario())
+
+
+def test_a_parent_that_hung_itself_kills_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        here = Group(lambda *_: "serve", 2)
+        pids = await here.serves()
+        time.sleep(5 * processes.BEAT_INTERVAL_S)  # blocks this event loop
+        await asyncio.sleep(processes.BEAT_INTERVAL_S)
+        assert (here.group.pids, here.ended) == (pids, [])
+        await here.end()
+
+    monkeypatch.setattr(processes, "BEAT_INTERVAL_S", 0.25)
     run(scenario())
 
 

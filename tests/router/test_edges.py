@@ -23,6 +23,7 @@ from router.edges import remote as remote_module
 from router.edges import wire
 from router.edges.hub import EdgeHub
 from router.edges.remote import RemoteBackend
+from router.engines.errors import EngineFailed
 from router.openai.backend import GenerateRequest, PinRequest, TokenDelta
 from router.tokenizer import Tokenizer
 from tests.router.fake_backend import FakeBackend, events, until
@@ -142,13 +143,15 @@ async def test_deltas_of_one_turn_travel_in_one_message(tokenizer: Tokenizer, tm
 async def test_every_error_is_the_same_on_the_other_side() -> None:
     kinds = [ServingError, *subclasses(ServingError)]
     assert len(kinds) > 15
+    assert EngineFailed in kinds  # made of other things than a message
     for kind in kinds:
         if issubclass(kind, Overloaded):
             error: ServingError = kind("too much", retry_after_s=2.5)
         elif kind.__init__ is ServingError.__init__:
             error = kind("wrong", param="messages", code="some_code")
         else:
-            continue  # of other engines; made and read in one process
+            error = kind.__new__(kind)  # of other engines
+            ServingError.__init__(error, "wrong")
         seen = wire.error_of(wire.wire_error(error))
         assert type(seen) is type(error)
         assert (seen.message, seen.param, seen.code, seen.status, seen.error_type) == (
@@ -216,7 +219,7 @@ async def test_what_a_dropped_edge_sent_starts_nothing_when_it_is_read_late(
 async def test_a_hub_that_is_silent_fails_calls_and_is_taken_back_when_it_speaks(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_module, "BEAT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(remote_module, "WATCH_INTERVAL_S", 0.01)
     monkeypatch.setattr(hub_module, "STATUS_INTERVAL_S", 0.01)
     now = [100.0]
     async with line(tokenizer, tmp_path) as here:
@@ -302,6 +305,45 @@ async def test_what_is_no_message_is_told_and_harms_nothing(
         edge._socket.send(b"\x93nonsense")
         assert await edge.pools() == {"workers": []}
         assert "is no message" in caplog.text
+
+
+async def test_a_fault_of_ours_ends_neither_side(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hub_module, "STATUS_INTERVAL_S", 0.01)
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        faults = [ValueError("in the hub")]
+
+        def status() -> wire.Status:
+            if faults:
+                raise faults.pop()
+            return known()
+
+        known, here.hub._status = here.hub._status, status  # type: ignore[method-assign]
+        await until(lambda: not faults)
+        here.readiness.reason = "warming up"
+        await until(lambda: edge.reason == "warming up")  # status is still told
+        with monkeypatch.context() as patch:
+            patch.setattr(wire, "error_of", lambda _: 1 / 0)
+            here.backend.script = lambda _: [RequestError("no")]
+            with pytest.raises(NoWorker, match="could not be handled"):
+                await collect(edge.serve(REQUEST))
+        with monkeypatch.context() as patch:
+            patch.setattr(here.hub, "_dispatch", lambda *_: 1 / 0)
+            edge._send(wire.Close(0))
+            await until(lambda: "a message of edge process" in caplog.text)
+        assert await edge.pools() == {"workers": []}
+
+
+async def test_what_cannot_be_encoded_leaves_nothing_behind(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        with pytest.raises(TypeError):
+            await collect(edge.serve(replace(REQUEST, tenant=object())))  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            await edge.unpin(object())  # type: ignore[arg-type]
+        assert (edge._streams, edge._questions) == ({}, {})
 
 
 async def test_nothing_is_kept_of_calls_that_ended(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from protocol.config import RouterConfig
 from protocol.errors import ConfigError
-from router.api_keys import load_api_keys
+from router.api_keys import key_digest, load_api_keys
 from router.metrics import EdgeMetrics
 from router.openai.layers import add_layers
 from router.openai.wishes import tenant_of
@@ -80,6 +80,12 @@ def test_without_a_file_no_key_is_asked_for() -> None:
     assert load_api_keys("") == {}
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("any\n", encoding="utf-8-sig")
+    assert load_api_keys(str(path)) == {key_digest("any"): ""}
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -87,12 +93,13 @@ def test_without_a_file_no_key_is_asked_for() -> None:
         ("# nothing\n", "has no keys"),
         ("secret a b\n", "line 1 must be a key and at most a tenant"),
         ("good\nsecret no/name\n", "line 2 must be"),
+        ("good\nsecreté\n", "the key of line 2 has letters that are not ASCII"),
         ("secret\nother\nsecret t\n", "the key of line 3 is there twice"),
     ],
 )
 def test_a_bad_file_is_told_without_the_key(tmp_path: Path, content: str, expected: str) -> None:
     path = tmp_path / "keys"
-    path.write_text(content)
+    path.write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=expected) as raised:
         load_api_keys(str(path))
     assert "secret" not in str(raised.value)

@@ -32,6 +32,17 @@ async def test_headers_and_body_reach_the_backend(tokenizer: Tokenizer) -> None:
     assert (plain.tenant, plain.priority, plain.ttft_slo_s, plain.explains) == ("default", 0, None, False)
 
 
+@pytest.mark.parametrize(("path", "prompt"), [(CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "a"})])
+async def test_a_cache_salt_has_at_most_256_characters(
+    tokenizer: Tokenizer, path: str, prompt: dict[str, object]
+) -> None:
+    async with closing(FakeBackend(tokenizer)) as client:
+        assert (await client.post(path, json=prompt | {"cache_salt": "s" * 256})).status_code == 200
+        refused = await client.post(path, json=prompt | {"cache_salt": "s" * 1_000_000})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")
+    assert "has 1000000 characters; at most 256 are allowed" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "headers",
     [

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 
 from router import segments
-from router.segments import SegmentEncoder, SegmentMemo
+from router.segments import ENTRY_CHARS, SegmentEncoder, SegmentMemo
 from router.tokenizer import Tokenizer
 
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<s>", "<|im_end|>x"]
@@ -77,7 +77,7 @@ def _cut_short_texts_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_any_text_gives_the_ids_of_the_whole(name: str) -> None:
-    encoder = SegmentEncoder(TOKENIZERS[name], SegmentMemo(300))
+    encoder = SegmentEncoder(TOKENIZERS[name], SegmentMemo(3000))
     assert encoder.can_cut
 
     @settings(max_examples=300, deadline=None)
@@ -85,7 +85,7 @@ def test_any_text_gives_the_ids_of_the_whole(name: str) -> None:
     def check(parts: list[str], salt: str) -> None:
         text = "".join(parts)
         assert encoder.encode(text, salt) == whole(TOKENIZERS[name], text)
-        assert encoder.memo.num_chars <= 300
+        assert encoder.memo.num_chars <= 3000
 
     check()
 
@@ -146,21 +146,33 @@ def test_what_one_tenant_sent_is_not_remembered_for_another() -> None:
 
 
 def test_the_memo_keeps_to_its_bound_and_forgets_what_was_used_longest_ago() -> None:
-    memo = SegmentMemo(80)
+    memo = SegmentMemo(8 * (10 + ENTRY_CHARS))
     for i in range(8):
         memo.put("", f"{i}" * 10, [i])
     assert memo.get("", "0" * 10) is not None
     memo.put("", "8" * 10, [8])
-    assert (memo.get("", "1" * 10), memo.num_chars, len(memo)) == (None, 80, 8)
+    assert (memo.get("", "1" * 10), memo.num_chars, len(memo)) == (None, 8 * (10 + ENTRY_CHARS), 8)
     memo.put("", "x" * 11, [1])  # more than an eighth
     assert memo.get("", "x" * 11) is None
     memo.put("", "8" * 10, [8])
-    assert memo.num_chars == 80
+    assert memo.num_chars == 8 * (10 + ENTRY_CHARS)
+
+
+def test_long_salts_and_many_short_segments_keep_to_the_bound_too() -> None:
+    memo = SegmentMemo(100_000)
+    for i in range(5000):
+        memo.put("", f"{i}", [i])
+    assert len(memo) <= 100_000 // ENTRY_CHARS
+    for i in range(200):
+        memo.put(f"{i}".ljust(10_000, "s"), "hello", [i])
+    assert len(memo) <= 10
+    memo.put("s" * 20_000, "hello", [1])  # more than an eighth
+    assert memo.get("s" * 20_000, "hello") is None
 
 
 def test_many_threads_encode_at_once() -> None:
     fast = byte_level()
-    encoder = SegmentEncoder(fast, SegmentMemo(500))
+    encoder = SegmentEncoder(fast, SegmentMemo(2000))
     texts = [f"<s>{i % 7} hello<|im_end|>\nworld {i}" for i in range(200)]
     expected = {text: whole(fast, text) for text in texts}
     wrong: list[str] = []
@@ -177,7 +189,7 @@ def test_many_threads_encode_at_once() -> None:
     for thread in threads:
         thread.join(30)
     assert not wrong
-    assert encoder.memo.num_chars <= 500
+    assert encoder.memo.num_chars <= 2000
 
 
 def test_the_edge_tokenizer_cuts_chats(tokenizer: Tokenizer) -> None:
