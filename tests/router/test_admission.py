@@ -168,7 +168,7 @@ def test_who_has_waited_long_is_not_overtaken_by_a_deadline() -> None:
     no_room(desk)
     load = {"num_new_tokens": 1024, "num_context_tokens": 0, "num_kv_tokens": 1024}
     desk.registry.reserve("w0", "w0", **load, turn=Turn(order=28.0))
-    desk.computes("w0", 512)
+    desk.bookings[0].release()
     hurried = desk.enter(ttft_slo_s=60.0, now=28.0)
     assert desk.decide(20.0 + LEAD_S) == []
     assert [decided.waiting for decided in desk.decide(19.9 + LEAD_S)] == [hurried]
@@ -178,33 +178,30 @@ def test_deadlines_of_one_tenant_overtake_another_only_within_its_credit() -> No
     desk = make_desk()
     first = no_room(desk)
     overtaking_s = 0.0
-    for number in range(90):
+    for number in range(90):  # in 9 s
         now = 20.0 + 0.1 * number
         desk.enter(128, ttft_slo_s=60.0, tenant="hurried", now=now)
-        desk.enter(128, ttft_slo_s=60.0, tenant="hurried", now=now)
-        for decided in desk.decide(now):
-            assert isinstance(decided, Dispatch)
-            if decided.waiting is first:
-                # The tenant had its own credit before it was behind the first in line.
-                assert CREDIT_S < overtaking_s < 2 * CREDIT_S + 2
-                return
+        decisions = desk.decide(now)
+        if first in [decided.waiting for decided in decisions]:
+            break
+        for decided in decisions:  # computed at once, as they overtake what the worker has
             overtaking_s += decided.waiting.work.worker_s
-        desk.computes("w0", 128)
-    raise AssertionError(f"the first in line never goes, {overtaking_s:.1f} s of others do")
+            desk.bookings.pop().release()
+        if not decisions:
+            desk.computes("w0", 512)
+    # The tenant had its own credit before it was behind the first in line.
+    assert 2 * CREDIT_S < overtaking_s < 2 * CREDIT_S + 2
+    assert first not in desk.admission.waiting()
 
 
 def test_looking_for_deadlines_takes_no_time_however_many_wait() -> None:
     desk = make_desk(max_queued_prompt_tokens=10**9)
     no_room(desk)
-    tenants = [f"t{number}" for number in range(50)]
     for priority, slo_s in ((0, math.inf), (1, 1e6)):
-        offers = [make_offer(16, tenant=tenant, priority=priority, ttft_slo_s=slo_s) for tenant in tenants]
-        for offer in offers:
-            forecast = desk.admission.forecast(offer, 20.0)
-            for _ in range(50):
-                desk.admission.enter(offer, forecast, 20.0)
-    desk.decide(20.0)
-    assert len(desk.admission) > 2000
+        offer = make_offer(16, priority=priority, ttft_slo_s=slo_s)
+        forecast = desk.admission.forecast(offer, 20.0)
+        for _ in range(2500):
+            desk.admission.enter(offer, forecast, 20.0)
     durations_s = []
     for _ in range(50):
         started_s = time.perf_counter()
