@@ -22,7 +22,7 @@ from protocol.config import RouterConfig
 from protocol.errors import DeadlineUnmet, Overloaded, ServingError
 from protocol.messages import Role, Turn, WorkerState
 from router.cost_model import CostModel
-from router.fair_queue import FairQueue, Ticket, Work
+from router.fair_queue import CREDIT_S, FairQueue, Ticket, Work
 from router.placement import Held, Needs, Placement, Placer
 from router.registry import Worker, Workers, can_prefill, queue_s
 from router.tenants import Tenants
@@ -254,13 +254,20 @@ class Admission:
         version = self._version - 1
         held: dict[str, Held] = {}
         num_placed = 0
+        least_order, last_tag = math.inf, math.inf  # of those looked at
         for num_scanned, ticket in enumerate(self._queue.in_order(now)):
             if num_scanned == MAX_SCANNED:
                 break
             waiting = cast(Waiting, ticket)
             order = self._order(waiting.start_tag, waiting.forecast.slo_s, now)
             if num_scanned == 0 and self._placer.can_place and not self._is_room_anywhere(order):
-                return None  # and none for those behind
+                if not self._is_room_to_overtake(waiting, order, now):
+                    return None
+                least_order, last_tag = order, waiting.start_tag + CREDIT_S
+            if waiting.start_tag > last_tag:
+                break
+            if order >= least_order:
+                continue  # no room for this one; it is not in front of those that overtake it
             is_roomy = self._has_room(waiting.placement.best.prefill, order)
             is_old = now - waiting.placed_s > PLACEMENT_AGE_S
             # What came this moment is placed. The first in line is so again, others where that may change something.
@@ -459,6 +466,14 @@ class Admission:
         if not self._config.local_prefill and any(can_prefill(worker) for worker in workers):
             workers = [worker for worker in workers if worker.role is not Role.DECODE]
         return any(self._has_room(worker, order) for worker in workers)
+
+    def _is_room_to_overtake(self, first: Waiting, order: float, now: float) -> bool:
+        """Whether some worker has room for a deadline's order, though none has for the first in line at its own.
+
+        For those with a deadline that go then, the first in line waits longer, but no longer than it would at a worker.
+        """
+        is_overtaken = self._deadlines and now - LEAD_S < order and now - first.arrived_s < LEAD_S
+        return bool(is_overtaken) and self._is_room_anywhere(now - LEAD_S)
 
     def _place_again(self, waiting: Waiting, held: Mapping[str, Held], now: float) -> None:
         """Follow the load; `held` is what goes first."""

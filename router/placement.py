@@ -204,11 +204,10 @@ class Placer:
         Raises `NoWorker` with the reasons when nothing that has what the request `needs` can take it.
         """
         table = self._registry.table
-        is_usable = self._usable(table, num_prompt_tokens, excluded, needs)
-        skipped = self._skipped(table, is_usable, excluded, needs)
+        is_usable, skipped = self._usable(table, num_prompt_tokens, excluded, needs)
         decoders = is_usable & table.can_decode
         if not np.count_nonzero(decoders):
-            raise NoWorker(self._explain_no_worker(int(is_usable.sum()), skipped, needs))
+            raise NoWorker(self._explain_no_worker(int(np.count_nonzero(is_usable)), skipped, needs))
         hits = self._index.longest_prefix(digests, now)
         holder = self._deepest_holder(hits, digests)
         request = _Request(
@@ -238,36 +237,33 @@ class Placer:
             skipped=skipped,
         )
 
-    def _usable(self, table: WorkerTable, num_prompt_tokens: int, excluded: Collection[str], needs: Needs) -> Mask:
-        """Which workers could take the request."""
-        is_usable: Mask = table.is_ready & (num_prompt_tokens <= table.max_prompt_tokens)
+    def _usable(
+        self, table: WorkerTable, num_prompt_tokens: int, excluded: Collection[str], needs: Needs
+    ) -> tuple[Mask, dict[str, int]]:
+        """Which workers could take the request, and why others could not: reason -> number of workers.
+
+        Of the reasons the first that applies counts; those that are excluded are not counted.
+        """
+        is_usable: Mask = np.ones(len(table), dtype=bool)
         if excluded:
             is_usable[[table.rows[worker_id] for worker_id in excluded if worker_id in table.rows]] = False
-        if needs.workers:
-            is_usable &= table.named(needs.workers)
-        if needs.adapter:
-            is_usable &= table.serving(needs.adapter)
-        return is_usable
-
-    def _skipped(self, table: WorkerTable, is_usable: Mask, excluded: Collection[str], needs: Needs) -> dict[str, int]:
-        """Why the others could not, but for those that are excluded: reason -> number of workers."""
         skipped: dict[str, int] = {}
-        for row in (~is_usable).nonzero()[0].tolist():
-            worker = table.workers[row]
-            if worker.worker_id not in excluded:
-                reason = self._reason(table, row, needs)
-                skipped[reason] = skipped.get(reason, 0) + 1
-        return skipped
+        num_left = int(np.count_nonzero(is_usable))
+        for reason, mask in self._conditions(table, num_prompt_tokens, needs):
+            is_usable &= mask
+            num_before, num_left = num_left, int(np.count_nonzero(is_usable))
+            if num_left < num_before:
+                skipped[reason] = num_before - num_left
+        return is_usable, skipped
 
-    def _reason(self, table: WorkerTable, row: int, needs: Needs) -> str:
-        """Why a worker cannot take the request: the first that applies."""
-        if not table.is_ready[row]:
-            return table.workers[row].state.value
-        if needs.workers and not table.named(needs.workers)[row]:
-            return "not for this tenant"
-        if needs.adapter and not table.serving(needs.adapter)[row]:
-            return "without the adapter"
-        return "too small"
+    def _conditions(self, table: WorkerTable, num_prompt_tokens: int, needs: Needs) -> Iterator[tuple[str, Mask]]:
+        """What a worker must meet, and what it is called when it does not."""
+        yield from table.not_in_state.items()
+        if needs.workers:
+            yield "not for this tenant", table.named(needs.workers)
+        if needs.adapter:
+            yield "without the adapter", table.serving(needs.adapter)
+        yield "too small", num_prompt_tokens <= table.max_prompt_tokens
 
     def _deepest_holder(self, hits: Mapping[str, int], digests: Sequence[bytes]) -> Holder | None:
         """The worker with the most of the prompt in its pool or its host memory, to read it from.

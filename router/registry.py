@@ -157,10 +157,13 @@ class WorkerTable:
         # Workers can read each other's blocks where these are equal, and take handoffs alike where those are.
         _, self.cache_idx = _numbered([(card.namespace, card.block_size) for card in cards])
         _, self.shape_idx = _numbered([(card.kind, card.block_size, card.block_bytes) for card in cards])
-        self.is_ready = _mask(worker.state == WorkerState.READY for worker in workers)
+        # By the name of a state in which nothing can be taken, for those that some worker is in: who is not.
+        states = sorted({worker.state for worker in workers} - {WorkerState.READY})
+        self.not_in_state = {s.value: _mask(worker.state is not s for worker in workers) for s in states}
         self.is_colocated = _mask(worker.role == Role.COLOCATED for worker in workers)
         self.can_prefill = _mask(can_prefill(worker) for worker in workers)
         self.can_decode = _mask(can_decode(worker) for worker in workers)
+        self._none = np.zeros(len(workers), dtype=bool)
         self._serving = {adapter: _mask(adapter in card.adapters for card in cards) for adapter in _adapters(cards)}
         self._named: dict[tuple[str, ...], Mask] = {}
         self.is_decoder = _vector(worker.role == Role.DECODE for worker in workers)
@@ -190,8 +193,7 @@ class WorkerTable:
 
     def serving(self, adapter: str) -> Mask:
         """Workers that serve this adapter."""
-        mask = self._serving.get(adapter)
-        return np.zeros(len(self.workers), dtype=bool) if mask is None else mask
+        return self._serving.get(adapter, self._none)
 
     def update(self, workers: Iterable[Worker]) -> None:
         """Take over what is booked on these workers; those that are gone are ignored."""

@@ -15,6 +15,7 @@ from protocol.errors import DeadlineUnmet, NoWorker, Overloaded
 from protocol.messages import Role, StepStats, Turn, WorkerState
 from router.admission import LEAD_S, Admission, Dispatch, Drop, Offer, OutputLengths, Waiting, fill_level
 from router.cost_model import CostModel
+from router.fair_queue import CREDIT_S
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Booking, Registry
@@ -134,6 +135,80 @@ def test_a_tenant_below_its_share_does_not_wait_for_the_prompts_of_one_above_it(
     assert decided.waiting is modest
     (worker,) = desk.registry
     assert [booking.order for booking in worker.prompts] == [20.0 - LEAD_S, 20.0, 20.0]
+
+
+def no_room(desk: Desk) -> Waiting:
+    """The default tenant has had its credit; at 20 s the worker has a prompt of its, and another one waits."""
+    for _ in range(10):
+        desk.enter()
+        desk.decide()
+        desk.bookings.pop().release()
+    desk.enter(now=20.0)
+    assert len(desk.decide(20.0)) == 1
+    waiting = desk.enter(4000, now=20.0)
+    assert desk.decide(20.0) == []
+    return waiting
+
+
+def test_a_deadline_goes_where_there_is_room_for_it_but_not_for_the_first_in_line() -> None:
+    desk = make_desk()
+    first = no_room(desk)
+    hurried = desk.enter(ttft_slo_s=5.0, now=20.0)
+    (decided,) = desk.decide(22.5)  # too late if it were to wait for the 4000 tokens
+    assert isinstance(decided, Dispatch)
+    assert (decided.waiting, decided.turn) == (hurried, Turn(order=22.5 - LEAD_S))
+    desk.enter(ttft_slo_s=9.0, now=22.5)
+    assert desk.decide(22.5) == [], "the worker has one of that order"
+    desk.computes("w0", 1024)
+    assert next(decided.waiting for decided in desk.decide(23.0)) is first
+
+
+def test_who_has_waited_long_is_not_overtaken_by_a_deadline() -> None:
+    desk = make_desk()
+    no_room(desk)
+    load = {"num_new_tokens": 1024, "num_context_tokens": 0, "num_kv_tokens": 1024}
+    desk.registry.reserve("w0", "w0", **load, turn=Turn(order=28.0))
+    desk.bookings[0].release()
+    hurried = desk.enter(ttft_slo_s=60.0, now=28.0)
+    assert desk.decide(20.0 + LEAD_S) == []
+    assert [decided.waiting for decided in desk.decide(19.9 + LEAD_S)] == [hurried]
+
+
+def test_deadlines_of_one_tenant_overtake_another_only_within_its_credit() -> None:
+    desk = make_desk()
+    first = no_room(desk)
+    overtaking_s = 0.0
+    for number in range(90):  # in 9 s
+        now = 20.0 + 0.1 * number
+        desk.enter(128, ttft_slo_s=60.0, tenant="hurried", now=now)
+        decisions = desk.decide(now)
+        if first in [decided.waiting for decided in decisions]:
+            break
+        for decided in decisions:  # computed at once, as they overtake what the worker has
+            overtaking_s += decided.waiting.work.worker_s
+            desk.bookings.pop().release()
+        if not decisions:
+            desk.computes("w0", 512)
+    # The tenant had its own credit before it was behind the first in line.
+    assert 2 * CREDIT_S < overtaking_s < 2 * CREDIT_S + 2
+    assert first not in desk.admission.waiting()
+
+
+def test_looking_for_deadlines_takes_no_time_however_many_wait() -> None:
+    desk = make_desk(max_queued_prompt_tokens=10**9)
+    no_room(desk)
+    for priority, slo_s in ((0, math.inf), (1, 1e6)):
+        offer = make_offer(16, priority=priority, ttft_slo_s=slo_s)
+        forecast = desk.admission.forecast(offer, 20.0)
+        for _ in range(2500):
+            desk.admission.enter(offer, forecast, 20.0)
+    durations_s = []
+    for _ in range(50):
+        started_s = time.perf_counter()
+        assert desk.admission.next(20.1) is None
+        durations_s.append(time.perf_counter() - started_s)
+    print(f"{sorted(durations_s)[25] * 1e6:.0f} us")
+    assert sorted(durations_s)[25] < 0.01
 
 
 def test_what_others_may_overtake_takes_short_steps_while_there_are_others() -> None:

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import math
 import random
+import re
+from collections import Counter
+from fnmatch import fnmatchcase
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +16,7 @@ from protocol.messages import POOL_PLACE, BlockEvents, Role, StepStats, TierLoad
 from router.cost_model import CostModel
 from router.placement import Held, Needs, Placement, Placer
 from router.prefix_index import PrefixIndex
-from router.registry import Booking, Registry
+from router.registry import Booking, Registry, Worker
 from tests.router.builders import add_ready, make_card
 from tests.router.naive_placer import NaivePlacer, preference
 
@@ -417,3 +420,47 @@ def test_decides_as_one_does_who_looks_at_every_candidate(seed: int, num_workers
                 assert preference(placement.runner_up) == pytest.approx(preference(others[0]), rel=1e-12)
             assert all(other in expected for other in placement.others)
         shake(rng, pool, bookings)
+
+
+def naive_reason(worker: Worker, num_prompt_tokens: int, needs: Needs) -> str | None:
+    """Why this worker cannot take the request, if it cannot: the first that applies."""
+    if worker.state is not WorkerState.READY:
+        return worker.state.value
+    if needs.workers and not any(fnmatchcase(worker.worker_id, pattern) for pattern in needs.workers):
+        return "not for this tenant"
+    if needs.adapter and needs.adapter not in worker.card.adapters:
+        return "without the adapter"
+    if num_prompt_tokens >= min(worker.card.num_blocks * worker.card.block_size, worker.card.max_model_len):
+        return "too small"
+    return None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_reasons_are_counted_as_worker_by_worker(seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    pool = Pool()
+    for number in range(40):
+        card = make_card(
+            f"{rng.choice('ab')}-{number}",
+            rng.choice(list(Role)),
+            num_blocks=rng.choice([64, 4096]),
+            adapters=rng.sample(["sql", "chat"], rng.randrange(3)),
+        )
+        worker = add_ready(pool.registry, card)
+        pool.index.add_worker(worker.worker_id, epoch=1)
+    for _ in range(50):
+        worker = rng.choice(list(pool.registry))
+        pool.registry.set_state(worker.worker_id, rng.choice([WorkerState.READY, WorkerState.DRAINING]), "test")
+        workers = list(pool.registry)
+        excluded = [one.worker_id for one in rng.sample(workers, rng.choice([0, 3]))] + ["gone"]
+        needs = Needs("acme", rng.choice([(), ("a-*",), ("a-*", "b-1?")]), rng.choice(["", "sql", "unknown"]))
+        num_tokens = rng.choice([10, 1024, 2000])
+        reasons = [naive_reason(one, num_tokens, needs) for one in workers if one.worker_id not in excluded]
+        counts = Counter(reason for reason in reasons if reason is not None)
+        try:
+            skipped = pool.placer.place(num_tokens, [], 10, 0.0, excluded=excluded, needs=needs).skipped
+        except NoWorker as error:
+            told = re.findall(r"(\d+) (draining|not for this tenant|without the adapter|too small)", str(error))
+            skipped = {reason: int(count) for count, reason in told}
+        assert skipped == counts
