@@ -96,7 +96,7 @@ def test_a_machine_that_has_no_room_at_the_start_is_told(monkeypatch: pytest.Mon
 
     async def scenario() -> None:
         here = Group(lambda *_: "serve", 2)
-        with pytest.raises(ConfigError, match="cannot be started.*no room"):
+        with pytest.raises(ConfigError, match=r"cannot be started.*no room"):
             await here.running
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
@@ -152,7 +152,7 @@ def test_a_parent_that_hung_itself_kills_nobody(monkeypatch: pytest.MonkeyPatch)
     async def scenario() -> None:
         here = Group(lambda *_: "serve", 2)
         pids = await here.serves()
-        time.sleep(5 * processes.BEAT_INTERVAL_S)  # blocks this event loop
+        time.sleep(5 * processes.BEAT_INTERVAL_S)  # noqa: ASYNC251 - it is this event loop that hangs
         await asyncio.sleep(processes.BEAT_INTERVAL_S)
         assert (here.group.pids, here.ended) == (pids, [])
         await here.end()
