@@ -9,7 +9,7 @@ import os
 import psutil
 import pytest
 
-from router import flow, pins
+from router import admission, fair_queue, flow, pins
 from tests.router.memory_world import MemoryWorld, table_sizes
 
 SOAK_ENV = "TANDEM_SOAK_REQUESTS"
@@ -59,7 +59,10 @@ def test_the_walk_sees_what_grows() -> None:
     ],
 )
 def test_nothing_grows_with_the_number_of_requests(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow, "MAX_ROOTS", 200)  # so that these tables are at their bounds soon
+    # So that these tables are at their bounds soon, and come and go by less than what counts as growth.
+    monkeypatch.setattr(flow, "MAX_ROOTS", 60)
+    monkeypatch.setattr(admission, "MAX_MEANS", 60)
+    monkeypatch.setattr(fair_queue, "MAX_IDLE_TENANTS", 60)
     monkeypatch.setattr(pins.Conversations.__init__, "__defaults__", (64 * 1024,))
     print("seed 1")
 
