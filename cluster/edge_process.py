@@ -16,6 +16,7 @@ import msgspec
 import uvloop
 
 from cluster.processes import ParentPipe
+from cluster.waiting import first_of
 from protocol.config import RouterConfig
 from protocol.errors import ServingError
 
@@ -92,20 +93,12 @@ async def _serve(settings: EdgeSettings, pipe: ParentPipe) -> None:
         async with http_server(app, settings.router, listener) as server:
             await server.started_serving()
             pipe.say("ready")
-            await _first_of(server.serving, stop, stop_now)
+            await first_of(server.serving, stop, stop_now)
             server.drain()
-            await _first_of(server.serving, stop_now)
+            await first_of(server.serving, stop_now)
         await backend.close()
     obeying.cancel()
     await asyncio.gather(obeying, return_exceptions=True)
-
-
-async def _first_of(task: asyncio.Task[None], *events: asyncio.Event) -> None:
-    """Return when the task has ended or an event is set."""
-    waiting = [asyncio.create_task(event.wait()) for event in events]
-    await asyncio.wait({task, *waiting}, return_when=asyncio.FIRST_COMPLETED)
-    for one in waiting:
-        one.cancel()
 
 
 if __name__ == "__main__":

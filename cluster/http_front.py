@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from cluster.edge_processes import edge_processes
 from cluster.http_server import http_server
+from cluster.waiting import first_of
 from protocol.config import ClusterConfig
 from router.admission_metrics import AdmissionCollector
 from router.app import create_app
@@ -23,7 +24,7 @@ from router.registry import Registry
 from router.tokenizer import Tokenizer
 from router.worker_metrics import CacheSizingCollector, WorkerCollector
 
-__all__ = ["Front", "drain", "ended_or", "metrics_of", "serve_http"]
+__all__ = ["Front", "drain", "metrics_of", "serve_http"]
 
 _LAST_WORDS_S = 2.0  # for clients to read how their answer ended
 
@@ -81,13 +82,6 @@ def metrics_of(flow: RequestFlow, registry: Registry, sizing: CacheSizing) -> Co
     return metrics
 
 
-async def ended_or(event: asyncio.Event, front: Front, *, timeout_s: float | None = None) -> None:
-    """Wait until the front has ended, `event` is set or the time is over."""
-    happened = asyncio.create_task(event.wait())
-    await asyncio.wait({front.serving, happened}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    happened.cancel()
-
-
 async def drain(
     front: Front, stop_now: asyncio.Event, flow: RequestFlow, timeout_s: float, progress: Callable[[str], None]
 ) -> None:
@@ -96,7 +90,7 @@ async def drain(
     if num_running := front.num_running:
         answers = "1 answer" if num_running == 1 else f"{num_running} answers"
         progress(f"stopping: waiting up to {timeout_s:g} s for {answers} (Ctrl-C again stops now)")
-        await ended_or(stop_now, front, timeout_s=timeout_s)
+        await first_of(front.serving, stop_now, timeout_s=timeout_s)
     else:
         progress("stopping")
     flow.shut_down()

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import uvicorn
 
+from cluster.waiting import first_of
 from protocol.config import RouterConfig
 
 __all__ = ["HttpServer", "http_server"]
@@ -42,9 +43,7 @@ class HttpServer(uvicorn.Server):
 
     async def started_serving(self) -> None:
         """Return when it listens, or has ended without."""
-        waiting = asyncio.create_task(self._has_started.wait())
-        await asyncio.wait({waiting, self.serving}, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
+        await first_of(self.serving, self._has_started)
 
     @property
     def num_running(self) -> int:

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from cluster.listening import listening
 from cluster.supervisor import Supervisor
+from cluster.waiting import first_of
 from protocol.config import ClusterConfig, WorkerConfig
 from protocol.errors import ConfigError, WorkerError
 from protocol.messages import Role
@@ -248,7 +249,7 @@ async def _run_until(
             if is_ready:
                 progress("the first generation succeeded")
                 _print_welcome(config, listener.getsockname()[1], console)
-            await http.ended_or(stop, front)
+            await first_of(front.serving, stop)
             if front.serving.done():
                 front.serving.result()
             await http.drain(front, stop_now, flow, config.router.drain_timeout_s, progress)

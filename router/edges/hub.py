@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 
 import msgspec
 from zmq.asyncio import Context
@@ -25,6 +26,7 @@ __all__ = ["EdgeHub"]
 logger = logging.getLogger(__name__)
 
 STATUS_INTERVAL_S = 0.25
+_Work = Callable[[], Coroutine[None, None, None]]  # begun in its task: one that is cancelled before leaves nothing
 INTERNAL_ERROR = wire.WireError("ServingError", "Internal server error.", None, "internal_error", 0.0)
 
 
@@ -106,17 +108,17 @@ class EdgeHub:
         match message:
             case wire.Open(call, request):
                 edge.num_running += 1
-                self._run(edge, call, self._serve(edge, call, request), is_generation=True)
+                self._run(edge, call, partial(self._serve, edge, call, request), is_generation=True)
             case wire.Ask(call, question):
-                self._run(edge, call, self._answer(edge, call, question), is_generation=False)
+                self._run(edge, call, partial(self._answer, edge, call, question), is_generation=False)
             case wire.Close(call):
                 if (task := edge.calls.get(call)) is not None:
                     task.cancel()
             case wire.Join():
                 pass
 
-    def _run(self, edge: _Edge, call: int, work: Coroutine[None, None, None], *, is_generation: bool) -> None:
-        task = edge.calls[call] = self._spawn(work)
+    def _run(self, edge: _Edge, call: int, work: _Work, *, is_generation: bool) -> None:
+        task = edge.calls[call] = self._spawn(self._told(edge, call, work))
 
         def ended(_: asyncio.Task[None]) -> None:
             del edge.calls[call]
@@ -124,26 +126,24 @@ class EdgeHub:
 
         task.add_done_callback(ended)
 
-    async def _serve(self, edge: _Edge, call: int, request: GenerateRequest) -> None:
+    async def _told(self, edge: _Edge, call: int, work: _Work) -> None:
+        """Do the work, and tell the edge process if it fails."""
         try:
-            async with aclosing(self._backend.serve(request)) as deltas:
-                async for delta in deltas:
-                    edge.put(call, delta)
+            await work()
         except ServingError as exc:
             edge.send(wire.Failed(call, wire.wire_error(exc)))
         except Exception:
-            logger.exception("request %s failed", request.request_id)
+            logger.exception("call %d of an edge process failed", call)
             edge.send(wire.Failed(call, INTERNAL_ERROR))
 
+    async def _serve(self, edge: _Edge, call: int, request: GenerateRequest) -> None:
+        async with aclosing(self._backend.serve(request)) as deltas:
+            async for delta in deltas:
+                edge.put(call, delta)
+
     async def _answer(self, edge: _Edge, call: int, question: wire.Question) -> None:
-        try:
-            answer = await self._answer_to(question)
-            edge.send(wire.Answered(call, msgspec.Raw(wire.encode(answer))))
-        except ServingError as exc:
-            edge.send(wire.Failed(call, wire.wire_error(exc)))
-        except Exception:
-            logger.exception("%s could not be answered", type(question).__name__)
-            edge.send(wire.Failed(call, INTERNAL_ERROR))
+        answer = await self._answer_to(question)
+        edge.send(wire.Answered(call, msgspec.Raw(wire.encode(answer))))
 
     async def _answer_to(self, question: wire.Question) -> wire.Answer:
         backend = self._backend
