@@ -26,6 +26,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 
+from cluster.heap import settle_heap
 from cluster.listening import listening
 from cluster.processes import ParentPipe, ProcessGroup
 from protocol.config import RouterConfig
@@ -218,6 +219,7 @@ class _Server(uvicorn.Server):
         """Begin to serve, and say so once it is true."""
         await super().startup(sockets)
         if self.started:
+            settle_heap()
             self._on_started()
 
     def stop(self, *, is_now: bool = False) -> None:
