@@ -148,8 +148,8 @@ def _ray(config: ClusterConfig, progress: Callable[[str], None]) -> Iterator[Non
     common = {"logging_level": logging.ERROR, "log_to_driver": True, "configure_logging": True}
     before = set(psutil.Process().children(recursive=True))
     with contextlib.ExitStack() as stack:
-        stack.callback(_end_ray, before if not config.ray_address else None)
         if config.ray_address:
+            stack.callback(_end_ray, None)
             progress(f"joining Ray at {config.ray_address}")
             _probe(config.ray_address)
             try:
@@ -160,6 +160,7 @@ def _ray(config: ClusterConfig, progress: Callable[[str], None]) -> Iterator[Non
             progress("starting Ray")
             # A folder of our own with a short name: Ray puts sockets in it, whose paths must not be long.
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True))
+            stack.callback(_end_ray, before)  # NOTE: before the folder goes, in which Ray's processes write to the end
             num_cpus = len(os.sched_getaffinity(0))
             ray.init(
                 address="local",
