@@ -3,7 +3,7 @@
 Digest of block i = 128-bit BLAKE2b of (digest of block i-1, token ids of block i). The chain starts at a root that
 hashes a typed namespace, so two things that must not share KV cannot collide by being spelled alike.
 
-Hashing a prompt's blocks is most of what a routing decision costs, so it is done in C (`_digest.c`) where that was built.
+Hashing a prompt's blocks is half of what a routing decision costs: it is done in C (`_digest.c`) where that was built.
 """
 
 from __future__ import annotations
