@@ -10,14 +10,14 @@
 
 enum { DIGEST_BYTES = 16, CHUNK_BYTES = 128, TOKEN_BYTES = 4 };
 
-// From here on (~8 us... see below) others may have the interpreter meanwhile.
-static const Py_ssize_t LONG_BYTES = 1 << 16;
+// Beyond 8,192 tokens (60 us) other threads run meanwhile. To get the interpreter back may take 5 ms: below, it is kept.
+static const Py_ssize_t LONG_BYTES = 8192 * TOKEN_BYTES;
 
 static const uint8_t PERSON[16] = "tandem.block.v2";
 
 typedef uint64_t Row __attribute__((vector_size(32))); // of the 4 x 4 words that BLAKE2b mixes
 
-// Of the loader the best version that the processor runs; elsewhere there is one for all.
+// The loader takes the best of these versions that the processor can run; elsewhere there is one for all.
 #if defined(__x86_64__) && defined(__GLIBC__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -87,7 +87,8 @@ INLINE void compress(Row state[2], const uint8_t *chunk, uint64_t num_bytes, int
 
 // BLAKE2b, told from others by PERSON, of a message that is not empty and has zeros behind it up to a whole chunk.
 INLINE void hash(uint8_t digest[DIGEST_BYTES], const uint8_t *message, size_t num_bytes) {
-  Row state[2] = {IV_LOW ^ (Row){0x01010000 | DIGEST_BYTES}, IV_HIGH ^ (Row){0, 0, load_word(PERSON), load_word(PERSON + 8)}};
+  Row state[2] = {IV_LOW ^ (Row){0x01010000 | DIGEST_BYTES, 0, 0, 0},
+                  IV_HIGH ^ (Row){0, 0, load_word(PERSON), load_word(PERSON + 8)}};
   size_t start = 0;
   for (; num_bytes - start > CHUNK_BYTES; start += CHUNK_BYTES) {
     compress(state, message + start, start + CHUNK_BYTES, 0);
@@ -96,7 +97,7 @@ INLINE void hash(uint8_t digest[DIGEST_BYTES], const uint8_t *message, size_t nu
   memcpy(digest, &state[0], DIGEST_BYTES);
 }
 
-// Digest of each block: of the digest before it, or `parent`, and its bytes. `message` has room for both, in whole chunks.
+// Digest of each block: of the digest before it, or `parent`, and its bytes. `message`: room for these, in whole chunks.
 FOR_EACH_PROCESSOR
 static void hash_chain(uint8_t *digests, const Py_buffer *parent, const uint8_t *blocks, size_t num_blocks,
                        size_t block_bytes, uint8_t *message) {
@@ -135,7 +136,7 @@ static PyObject *chain_of(const Py_buffer *parent, const Py_buffer *data, Py_ssi
   size_t message_bytes = (size_t)parent->len + DIGEST_BYTES + (size_t)block_bytes + CHUNK_BYTES;
   uint8_t *digests = PyMem_RawMalloc((size_t)num_blocks * DIGEST_BYTES + message_bytes);
   if (digests == NULL) return PyErr_NoMemory();
-  PyThreadState *released = data->len >= LONG_BYTES ? PyEval_SaveThread() : NULL;
+  PyThreadState *released = data->len > LONG_BYTES ? PyEval_SaveThread() : NULL;
   hash_chain(digests, parent, data->buf, (size_t)num_blocks, (size_t)block_bytes, digests + num_blocks * DIGEST_BYTES);
   if (released != NULL) PyEval_RestoreThread(released);
   PyObject *list = list_of_digests(digests, num_blocks);
@@ -154,9 +155,21 @@ static PyObject *chain_digests(PyObject *module, PyObject *args) {
   return digests;
 }
 
+// The value of an int that is kept in one digit, or 0. The call of PyLong_AsUnsignedLong would take twice as long.
+static inline uint32_t small_token(PyObject *token_id) {
+#if PY_VERSION_HEX >= 0x030C0000
+  PyLongObject *token = (PyLongObject *)token_id;
+  Py_ssize_t value = PyUnstable_Long_IsCompact(token) ? PyUnstable_Long_CompactValue(token) : 0;
+  return value > 0 ? (uint32_t)value : 0;
+#else
+  return Py_SIZE(token_id) == 1 ? ((PyLongObject *)token_id)->ob_digit[0] : 0;
+#endif
+}
+
 // Writes a token id; returns whether it is an int of 32 bits, else with an exception set. Runs no Python code.
 static int store_token(uint8_t *bytes, PyObject *token_id) {
-  unsigned long token = PyLong_AsUnsignedLong(token_id);
+  unsigned long token = PyLong_CheckExact(token_id) ? small_token(token_id) : 0;
+  if (token == 0) token = PyLong_AsUnsignedLong(token_id);
   if (token == (unsigned long)-1 && PyErr_Occurred()) return 0;
   if (token > UINT32_MAX) {
     PyErr_Format(PyExc_OverflowError, "token id %lu does not fit into 32 bits", token);

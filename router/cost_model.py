@@ -42,6 +42,7 @@ MAX_DEVIATION = 3.0  # standard deviations; a measurement further off counts as 
 MAX_SURPRISES = 5  # measurements in a row further off, all to one side: then the world has changed
 MIN_VARIANCE = 1e-12
 MIN_PREDICTION_S = 1e-6
+MIN_DURATION_S, MAX_DURATION_S = 1e-9, 1e6  # what can have been measured
 ERROR_WEIGHT = 0.05  # of the newest measurement in the exported prediction error
 
 
@@ -125,7 +126,7 @@ class LinearModel:
 
     def observe(self, features: Sequence[float], duration_s: float) -> bool:
         """Learn from one measurement. Returns False when it is junk, which changes nothing."""
-        if not (math.isfinite(duration_s) and duration_s > 0):
+        if not MIN_DURATION_S <= duration_s <= MAX_DURATION_S:
             return False
         if not all(math.isfinite(x) and 0 <= x < 1e15 for x in features):
             return False
