@@ -144,7 +144,7 @@ class _PrefillSides(NamedTuple):
     """What each worker costs as the one that computes the prompt: arrays over all workers."""
 
     num_cached_tokens: Vector
-    source_idx: Rows  # which source it reads some of those from; -1 = none
+    source_number: Rows  # which source it reads some of those from, counted from 1; 0 = none
     queue_s: Vector
     fetch_s: Vector
     prefill_s: Vector
@@ -248,12 +248,11 @@ class Placer:
         if excluded:
             is_usable[[table.rows[worker_id] for worker_id in excluded if worker_id in table.rows]] = False
         skipped: dict[str, int] = {}
-        num_left = int(np.count_nonzero(is_usable))
         for reason, mask in self._conditions(table, num_prompt_tokens, needs):
+            num_before = int(np.count_nonzero(is_usable))
             is_usable &= mask
-            num_before, num_left = num_left, int(np.count_nonzero(is_usable))
-            if num_left < num_before:
-                skipped[reason] = num_before - num_left
+            if num_skipped := num_before - int(np.count_nonzero(is_usable)):
+                skipped[reason] = num_skipped
         return is_usable, skipped
 
     def _conditions(self, table: WorkerTable, num_prompt_tokens: int, needs: Needs) -> Iterator[tuple[str, Mask]]:
@@ -318,6 +317,7 @@ class _Request:
         self._hit_blocks = table.column(hits)
         # The last token of the prompt is always computed, for its logits.
         self._hit_tokens = np.minimum(self._hit_blocks * table.block_size, num_prompt_tokens - 1)
+        self._missed_tokens = num_prompt_tokens - self._hit_tokens
         self._sources = [*self._own_tiers(hits), *([self._peer(holder)] if holder is not None else [])]
         self._num_seqs, self._kv_tokens = table.num_booked_seqs, table.booked_kv_tokens
         self._decode_step_s = self._step_s
@@ -374,27 +374,26 @@ class _Request:
     def _prefill_sides(self) -> _PrefillSides:
         """What it costs to compute the prompt, or to read what a source has of it and compute the rest."""
         table = self._table
-        prefill_s, work_s = self._prefill_s(self._hit_tokens)
-        num_cached, source_idx = self._hit_tokens.copy(), np.full(len(table), -1)
+        prefill_s, work_s = self._prefill_s(self._missed_tokens, self._hit_tokens)
+        num_cached, source_number = self._hit_tokens.copy(), np.zeros(len(table), dtype=np.intp)
         fetch_s, must_beat_s = np.zeros(len(table)), _FETCH_GAIN * prefill_s
-        for idx, source in enumerate(self._sources):
-            rest_s, rest_work_s = self._prefill_s(source.num_tokens)
+        for number, source in enumerate(self._sources, 1):
+            rest_s, rest_work_s = self._prefill_s(self._num_prompt_tokens - source.num_tokens, source.num_tokens)
             total_s = source.read_s + rest_s
             is_chosen = source.may_read & (total_s < must_beat_s)
             np.putmask(must_beat_s, is_chosen, total_s)
             np.putmask(num_cached, is_chosen, source.num_tokens)
-            np.putmask(source_idx, is_chosen, idx)
+            np.putmask(source_number, is_chosen, number)
             np.putmask(fetch_s, is_chosen, source.read_s)
             np.putmask(prefill_s, is_chosen, rest_s)
             np.putmask(work_s, is_chosen, rest_work_s)
         # A decode worker that computes a prompt stalls what decodes there, and be it the request that comes next.
         delay_s = np.maximum(self._num_seqs, table.is_decoder) * work_s
         cost_s = self._queue_s + fetch_s + prefill_s + delay_s
-        return _PrefillSides(num_cached, source_idx, self._queue_s, fetch_s, prefill_s, delay_s, cost_s)
+        return _PrefillSides(num_cached, source_number, self._queue_s, fetch_s, prefill_s, delay_s, cost_s)
 
-    def _prefill_s(self, num_cached: Number) -> tuple[Vector, Number]:
+    def _prefill_s(self, num_new: Number, num_cached: Number) -> tuple[Vector, Number]:
         """Seconds to compute the prompt behind its cached tokens, and how much that takes from sequences beside it."""
-        num_new = self._num_prompt_tokens - num_cached
         work_s = self._steps.prefill_work_s(num_new, prefill_attention(num_new, num_cached))
         return np.ceil(num_new / self._table.chunk_tokens) * self._step_s + work_s, work_s
 
@@ -426,7 +425,9 @@ class _Request:
         links = self._costs.transfers_of([(holder.worker.card.kind, kind) for kind in table.kinds], table.kind_idx)
         num_held = min(holder.num_blocks * holder.worker.card.block_size, self._num_prompt_tokens - 1)
         num_bytes = (num_held - self._hit_tokens) * table.token_bytes
-        may_read: Mask = (self._hit_blocks < holder.num_blocks) & (table.cache_idx == table.cache_idx[row])
+        may_read: Mask = self._hit_blocks < holder.num_blocks
+        if not table.is_one_cache:
+            may_read &= table.cache_idx == table.cache_idx.item(row)
         may_read[row] = False  # what it has in host memory is a tier of its own
         return _Source(holder, "", num_held, may_read, step_s + links.transfer_s(num_bytes))
 
@@ -451,8 +452,7 @@ class _Request:
     def _transfer_s(self, decode: int) -> Vector:
         """What prefill does not hide of the transfer to this worker: whole blocks, and only those that it lacks."""
         table, card = self._table, self._table.workers[decode].card
-        num_missing = self._num_prompt_tokens - self._hit_tokens.item(decode)
-        num_bytes = math.ceil(num_missing / card.block_size) * card.block_bytes
+        num_bytes = math.ceil(self._missed_tokens.item(decode) / card.block_size) * card.block_bytes
         chunk_bytes = table.chunk_tokens * table.token_bytes.item(decode)
         links = self._costs.transfers_of([(kind, card.kind) for kind in table.kinds], table.kind_idx)
         return links.exposed_s(num_bytes, chunk_bytes, self._prefill.prefill_s)
@@ -462,8 +462,7 @@ class _Request:
         table = self._table
         links = [self._costs.transfer(source, target).costs for source in table.kinds for target in table.kinds]
         least = links[0] if len(links) == 1 else TransferCosts(*map(min, zip(*links, strict=True)))
-        num_tokens = np.minimum(self._num_prompt_tokens - self._hit_tokens, table.least_chunk_tokens)
-        return least.transfer_s(num_tokens * table.token_bytes)
+        return least.transfer_s(np.minimum(self._missed_tokens, table.least_chunk_tokens) * table.token_bytes)
 
     def _takes_handoffs_like(self, decode: int) -> Mask:
         """Workers to which a transfer takes what it takes to this one."""
@@ -495,10 +494,10 @@ class _Request:
         )
         workers = self._table.workers
         num_cached_tokens = int(self._prefill.num_cached_tokens[prefill])
-        source_idx = self._prefill.source_idx.item(prefill)
-        source = self._sources[source_idx] if source_idx >= 0 else None
-        if source is None:
+        source_number = self._prefill.source_number.item(prefill)
+        if not source_number:
             return Candidate(workers[prefill], workers[decode], num_cached_tokens, None, terms)
+        source = self._sources[source_number - 1]
         return Candidate(workers[prefill], workers[decode], num_cached_tokens, source.holder, terms, source.tier)
 
 

@@ -156,9 +156,9 @@ class WorkerTable:
         self.fits_all_tokens = min(self.max_prompt_tokens.tolist(), default=0.0)
         self.kinds, self.kind_idx = _numbered([card.kind for card in cards])
         # Workers can read each other's blocks where these are equal, and take handoffs alike where those are.
-        _, self.cache_idx = _numbered([(card.namespace, card.block_size) for card in cards])
+        caches, self.cache_idx = _numbered([(card.namespace, card.block_size) for card in cards])
         shapes, self.shape_idx = _numbered([(card.kind, card.block_size, card.block_bytes) for card in cards])
-        self.is_one_shape = len(shapes) == 1
+        self.is_one_cache, self.is_one_shape = len(caches) == 1, len(shapes) == 1
         # By the name of a state in which nothing can be taken, for those that some worker is in: who is not.
         states = sorted({worker.state for worker in workers} - {WorkerState.READY})
         self.not_in_state = {s.value: _mask(worker.state is not s for worker in workers) for s in states}
