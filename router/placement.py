@@ -309,15 +309,16 @@ class _Request:
         held: Mapping[str, Held],
         order: float,
     ) -> None:
-        self._num_prompt_tokens = num_prompt_tokens
-        self._num_outputs = expected_output_tokens
+        # As floats: numpy takes half as long again to make one of an int, each time.
+        self._num_prompt_tokens = float(num_prompt_tokens)
+        self._num_outputs = float(expected_output_tokens)
         self._table = table
         self._costs = costs
         self._steps, self._step_s, self._queue_s = table.pace(costs, order)
         self._hit_blocks = table.column(hits)
         # The last token of the prompt is always computed, for its logits.
-        self._hit_tokens = np.minimum(self._hit_blocks * table.block_size, num_prompt_tokens - 1)
-        self._missed_tokens = num_prompt_tokens - self._hit_tokens
+        self._hit_tokens = np.minimum(self._hit_blocks * table.block_size, self._num_prompt_tokens - 1)
+        self._missed_tokens = self._num_prompt_tokens - self._hit_tokens
         self._sources = [*self._own_tiers(hits), *([self._peer(holder)] if holder is not None else [])]
         self._num_seqs, self._kv_tokens = table.num_booked_seqs, table.booked_kv_tokens
         self._decode_step_s = self._step_s
@@ -423,7 +424,7 @@ class _Request:
         num_computed = min(table.uncomputed_tokens.item(row), holder.worker.card.max_num_batched_tokens)
         step_s = self._step_s.item(row) + costs.prefill_work_s(num_computed, 0.0)
         links = self._costs.transfers_of([(holder.worker.card.kind, kind) for kind in table.kinds], table.kind_idx)
-        num_held = min(holder.num_blocks * holder.worker.card.block_size, self._num_prompt_tokens - 1)
+        num_held = min(float(holder.num_blocks * holder.worker.card.block_size), self._num_prompt_tokens - 1)
         num_bytes = (num_held - self._hit_tokens) * table.token_bytes
         may_read: Mask = self._hit_blocks < holder.num_blocks
         if not table.is_one_cache:
@@ -483,18 +484,18 @@ class _Request:
         return int(equals[0])
 
     def _candidate(self, prefill: int, decode: int, transfer_s: float = 0.0) -> Candidate:
+        prefill_side, decode_side, workers = self._prefill, self._decode, self._table.workers
         terms = Terms(
-            queue_s=self._prefill.queue_s.item(prefill),
-            fetch_s=self._prefill.fetch_s.item(prefill),
-            prefill_s=self._prefill.prefill_s.item(prefill),
-            delay_s=self._prefill.delay_s.item(prefill),
+            queue_s=prefill_side.queue_s.item(prefill),
+            fetch_s=prefill_side.fetch_s.item(prefill),
+            prefill_s=prefill_side.prefill_s.item(prefill),
+            delay_s=prefill_side.delay_s.item(prefill),
             transfer_s=transfer_s,
-            memory_s=self._decode.memory_s.item(decode),
-            decode_s=self._decode.decode_s.item(decode),
+            memory_s=decode_side.memory_s.item(decode),
+            decode_s=decode_side.decode_s.item(decode),
         )
-        workers = self._table.workers
-        num_cached_tokens = int(self._prefill.num_cached_tokens[prefill])
-        source_number = self._prefill.source_number.item(prefill)
+        num_cached_tokens = int(prefill_side.num_cached_tokens.item(prefill))
+        source_number = prefill_side.source_number.item(prefill)
         if not source_number:
             return Candidate(workers[prefill], workers[decode], num_cached_tokens, None, terms)
         source = self._sources[source_number - 1]

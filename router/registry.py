@@ -148,7 +148,7 @@ class WorkerTable:
         self.block_size = _vector(card.block_size for card in cards)
         self.block_bytes = _vector(card.block_bytes for card in cards)
         self.token_bytes = self.block_bytes / self.block_size
-        self.least_chunk_tokens = min((card.max_num_batched_tokens for card in cards), default=0)
+        self.least_chunk_tokens = min((float(card.max_num_batched_tokens) for card in cards), default=0.0)
         self.chunk_tokens = _column(card.max_num_batched_tokens for card in cards)
         self.capacity_tokens = _vector(card.num_blocks * card.block_size for card in cards)
         # The prompt and its first token must fit, or the worker could never run it.
