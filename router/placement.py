@@ -16,7 +16,7 @@ import numpy as np
 from protocol.config import RouterConfig
 from protocol.errors import NoWorker
 from protocol.messages import is_readable, worker_of
-from router.cost_model import CostModel, Mask, Number, Rows, TransferCosts, Vector, prefill_attention
+from router.cost_model import CostModel, Mask, Number, TransferCosts, Vector, prefill_attention
 from router.prefix_index import PrefixIndex
 from router.registry import Worker, Workers, WorkerTable, can_decode
 
@@ -143,13 +143,12 @@ class _Source(NamedTuple):
 class _PrefillSides(NamedTuple):
     """What each worker costs as the one that computes the prompt: arrays over all workers."""
 
-    num_cached_tokens: Vector
-    source_number: Rows  # which source it reads some of those from, counted from 1; 0 = none
     queue_s: Vector
     fetch_s: Vector
     prefill_s: Vector
     delay_s: Vector
     cost_s: Vector  # the sum
+    readers: list[Mask]  # by source, who would read from it, were it not for a later one
 
 
 class _DecodeSides(NamedTuple):
@@ -244,13 +243,14 @@ class Placer:
 
         Of the reasons the first that applies counts; those that are excluded are not counted.
         """
-        is_usable: Mask = np.ones(len(table), dtype=bool)
+        is_usable = table.everyone
         if excluded:
+            is_usable = is_usable.copy()
             is_usable[[table.rows[worker_id] for worker_id in excluded if worker_id in table.rows]] = False
         skipped: dict[str, int] = {}
         for reason, mask in self._conditions(table, num_prompt_tokens, needs):
             num_before = int(np.count_nonzero(is_usable))
-            is_usable &= mask
+            is_usable = is_usable & mask
             if num_skipped := num_before - int(np.count_nonzero(is_usable)):
                 skipped[reason] = num_skipped
         return is_usable, skipped
@@ -376,22 +376,20 @@ class _Request:
         """What it costs to compute the prompt, or to read what a source has of it and compute the rest."""
         table = self._table
         prefill_s, work_s = self._prefill_s(self._missed_tokens, self._hit_tokens)
-        num_cached, source_number = self._hit_tokens.copy(), np.zeros(len(table), dtype=np.intp)
-        fetch_s, must_beat_s = np.zeros(len(table)), _FETCH_GAIN * prefill_s
-        for number, source in enumerate(self._sources, 1):
+        fetch_s, must_beat_s, readers = np.zeros(len(table)), _FETCH_GAIN * prefill_s, []
+        for source in self._sources:
             rest_s, rest_work_s = self._prefill_s(self._num_prompt_tokens - source.num_tokens, source.num_tokens)
             total_s = source.read_s + rest_s
             is_chosen = source.may_read & (total_s < must_beat_s)
             np.putmask(must_beat_s, is_chosen, total_s)
-            np.putmask(num_cached, is_chosen, source.num_tokens)
-            np.putmask(source_number, is_chosen, number)
             np.putmask(fetch_s, is_chosen, source.read_s)
             np.putmask(prefill_s, is_chosen, rest_s)
             np.putmask(work_s, is_chosen, rest_work_s)
+            readers.append(is_chosen)
         # A decode worker that computes a prompt stalls what decodes there, and be it the request that comes next.
         delay_s = np.maximum(self._num_seqs, table.is_decoder) * work_s
         cost_s = self._queue_s + fetch_s + prefill_s + delay_s
-        return _PrefillSides(num_cached, source_number, self._queue_s, fetch_s, prefill_s, delay_s, cost_s)
+        return _PrefillSides(self._queue_s, fetch_s, prefill_s, delay_s, cost_s, readers)
 
     def _prefill_s(self, num_new: Number, num_cached: Number) -> tuple[Vector, Number]:
         """Seconds to compute the prompt behind its cached tokens, and how much that takes from sequences beside it."""
@@ -437,14 +435,19 @@ class _Request:
         num_tokens = self._num_prompt_tokens + self._num_outputs / 2
         decode_s = self._steps.added_decode_s(self._decode_step_s, self._num_seqs, num_tokens, self._num_outputs)
         memory_s = self._memory_s()
+        if memory_s is None:
+            return _DecodeSides(self._table.zeros, decode_s, decode_s)
         return _DecodeSides(memory_s, decode_s, memory_s + decode_s)
 
-    def _memory_s(self) -> Vector:
-        """Wait until running sequences have given back what this one lacks: they end evenly over one lifetime."""
+    def _memory_s(self) -> Vector | None:
+        """Wait until running sequences have given back what this one lacks: they end evenly over one lifetime.
+
+        None where every worker has room.
+        """
         booked = self._kv_tokens
         num_tokens, room = self._num_prompt_tokens + self._num_outputs, self._table.capacity_tokens - booked
         if room.item(room.argmin()) >= num_tokens:
-            return np.zeros(len(self._table))
+            return None
         lacking = num_tokens - room
         lifetime_s = self._num_outputs * self._decode_step_s
         # Where nothing is booked there is nothing to wait for.
@@ -494,12 +497,13 @@ class _Request:
             memory_s=decode_side.memory_s.item(decode),
             decode_s=decode_side.decode_s.item(decode),
         )
-        num_cached_tokens = int(prefill_side.num_cached_tokens.item(prefill))
-        source_number = prefill_side.source_number.item(prefill)
-        if not source_number:
-            return Candidate(workers[prefill], workers[decode], num_cached_tokens, None, terms)
-        source = self._sources[source_number - 1]
-        return Candidate(workers[prefill], workers[decode], num_cached_tokens, source.holder, terms, source.tier)
+        for source, readers in zip(reversed(self._sources), reversed(prefill_side.readers), strict=True):
+            if readers.item(prefill):
+                num_cached = (
+                    source.num_tokens[prefill] if isinstance(source.num_tokens, np.ndarray) else source.num_tokens
+                )
+                return Candidate(workers[prefill], workers[decode], int(num_cached), source.holder, terms, source.tier)
+        return Candidate(workers[prefill], workers[decode], int(self._hit_tokens.item(prefill)), None, terms)
 
 
 def _among(mask: Mask, cost_s: Vector) -> Vector:
