@@ -13,7 +13,7 @@ import asyncio
 import email.utils
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ import orjson
 
 from router.cost_model import StepModel
 from router.engines.engine import Engine
-from router.engines.errors import EngineBusy, EngineFailed, engine_errors
+from router.engines.errors import EngineBusy, EngineFailed, engine_errors, failure_of
 from router.engines.fleet import Fleet, Placed
 from router.engines.sse import Event, EventSplitter, count_pieces, parse_event, split_events
 from router.engines.upstream import Reply
@@ -161,21 +161,26 @@ class Exchange:
             self._trials.pop(engine)
             engine.breaker.succeeded()
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of a stream, as they came: all that one read brought at a time. Raises `EngineFailed`."""
+    async def relay(self, show: Callable[[bytes], Awaitable[None]]) -> bytes:
+        """Have the events of a stream shown as they came, all that one read brought at a time; returns the last ones.
+
+        Raises `EngineFailed`, and what `show` raises.
+        """
+        timeout_s = self._fleet.config.request_timeout_s
+        reason = f"sent nothing within request_timeout_s={timeout_s:g}"
+        self._watch = watch = SilenceWatch(timeout_s, lambda: self.abort(reason))
         try:
-            timeout_s = self._fleet.config.request_timeout_s
-            reason = f"sent nothing within request_timeout_s={timeout_s:g}"
-            self._watch = SilenceWatch(timeout_s, lambda: self.abort(reason))
-            events = self._first
-            while True:
-                if shown := self._seen(events):
-                    yield shown
+            events = self._seen(self._first)
+            while not self._is_done:
+                if events:
+                    await show(events)
                 if self._broken is not None:
                     raise self._broken
-                if self._is_done:
-                    return
-                events = await self._next_events()
+                watch.begin()
+                data = await self._next_events()
+                watch.end()
+                events = self._seen(data)
+            return events
         except EngineFailed:
             self._report_failure(self.engine, is_absent=False)
             raise
@@ -305,7 +310,12 @@ class Exchange:
             raise EngineFailed(engine.name, f"answered {status}, which is no answer")
 
     async def _take_first_event(self, engine: Engine) -> None:
-        while (first := _first_event(self._first)) is None:
+        while True:
+            if count_pieces(self._first):
+                return  # as a rule
+            first = _first_event(self._first)
+            if first is not None:
+                break
             self._first += await self._wait(self._next_events())
         error = first.error
         if error is None:
@@ -320,19 +330,16 @@ class Exchange:
     async def _next_events(self) -> bytes:
         """What comes next of whole events, maybe none."""
         assert self._reply is not None, "it is a stream"
-        if self._watch is not None:
-            self._watch.begin()
         try:
-            with engine_errors(self.engine.name):
-                data = await self._reply.read()
-            if not data:
-                raise EngineFailed(self.engine.name, "ended its stream in the middle")
-            return self._splitter.push(data)
+            data = await self._reply.read()
+            events = self._splitter.push(data)
+        except OSError as exc:
+            raise failure_of(self.engine.name, exc) from exc
         except ValueError as exc:
             raise EngineFailed(self.engine.name, f"sent {exc}") from exc
-        finally:
-            if self._watch is not None:
-                self._watch.end()
+        if not data:
+            raise EngineFailed(self.engine.name, "ended its stream in the middle")
+        return events
 
     def _seen(self, events: bytes) -> bytes:
         """Learn from events; what of them the client gets. Comments that keep a connection alive go no further."""

@@ -122,14 +122,14 @@ class Reply:
     async def wait_for_head(self) -> None:
         """Return when status and headers are there."""
         while not self.status:
-            await self._wait()
+            await self._arrival()
 
     async def read(self) -> bytes:
         """What has come since the last time, at least a byte; b"" at the end."""
         while not self._parts:
             if self.is_complete:
                 return b""
-            await self._wait()
+            await self._arrival()
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts.clear()
         if self._num_unread_bytes > _MAX_UNREAD_BYTES:
@@ -166,14 +166,12 @@ class Reply:
         if self._num_unread_bytes > _MAX_UNREAD_BYTES:
             self._connection.pause_reading()
 
-    async def _wait(self) -> None:
+    def _arrival(self) -> asyncio.Future[None]:
+        """To be awaited until something comes. Raises the error that ended it."""
         if self._error is not None:
             raise self._error
         self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        return self._waiter
 
 
 class _Connection(asyncio.Protocol):
