@@ -21,6 +21,7 @@ import uvloop
 from rich.console import Console
 
 from cluster.listening import listening
+from cluster.settling import settle
 from cluster.supervisor import Supervisor
 from cluster.waiting import first_of
 from protocol.config import ClusterConfig, WorkerConfig
@@ -247,6 +248,7 @@ async def _run_until(
         async with http.serve_http(flow, tokenizer, metrics, config, listener) as (front, readiness):
             is_ready = await _unless(stop, _first_generation(front, readiness))
             if is_ready:
+                settle()
                 progress("the first generation succeeded")
                 _print_welcome(config, listener.getsockname()[1], console)
             await first_of(front.serving, stop)
