@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from protocol.errors import Overloaded, WorkerError
 from router.engines.upstream import Unreachable
 
-__all__ = ["EngineBusy", "EngineFailed", "engine_errors", "failure_of"]
+__all__ = ["EngineBusy", "EngineFailed", "engine_errors"]
 
 
 class EngineFailed(WorkerError):
@@ -43,13 +43,11 @@ def engine_errors(engine: str) -> Iterator[None]:
     """Turn the errors of an HTTP exchange into `EngineFailed` with the engine's name."""
     try:
         yield
+    except Unreachable as exc:
+        raise EngineFailed(engine, f"cannot be reached ({_text(exc)})", is_absent=True) from exc
     except OSError as exc:
-        raise failure_of(engine, exc) from exc
+        raise EngineFailed(engine, f"broke the connection ({_text(exc)})") from exc
 
 
-def failure_of(engine: str, exc: OSError) -> EngineFailed:
-    """What an error of the connection to an engine means."""
-    text = str(exc) or type(exc).__name__
-    if isinstance(exc, Unreachable):
-        return EngineFailed(engine, f"cannot be reached ({text})", is_absent=True)
-    return EngineFailed(engine, f"broke the connection ({text})")
+def _text(exc: Exception) -> str:
+    return str(exc) or type(exc).__name__
