@@ -322,12 +322,7 @@ class Exchange:
             raise EngineFailed(engine.name, f"answered {status}, which is no answer")
 
     async def _take_first_event(self, engine: Engine, reply: Reply) -> None:
-        while True:
-            if count_pieces(self._first):
-                return  # as a rule
-            first = _first_event(self._first)
-            if first is not None:
-                break
+        while (first := _first_event(self._first)) is None:
             self._first += await self._wait(self._next_events(reply))
         error = first.error
         if error is None:
@@ -510,7 +505,11 @@ class Exchange:
 
 def _first_event(events: bytes) -> Event | None:
     """The first event that says something."""
-    return next((event for event in map(parse_event, split_events(events)) if event.has_data), None)
+    for raw in split_events(events):
+        event = parse_event(raw)
+        if event.has_data:
+            return event
+    return None
 
 
 def _nothing(*_: object) -> None:
