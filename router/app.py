@@ -22,11 +22,8 @@ from router.openai.catalog import detokenize, model_card, model_list, tokenize
 from router.openai.chat import create_chat_completion
 from router.openai.completions import create_completion
 from router.openai.edge import Edge, read_body
-from router.openai.errors import (
-    error_body,
-    error_response,
-)
-from router.openai.layers import add_layers, add_raw_route, json_response
+from router.openai.errors import error_body, error_response
+from router.openai.layers import RouterApp, json_response
 from router.openai.readiness import Readiness, Ready
 from router.openai.route import explain_route, list_decisions
 from router.openai.schema import DetokenizeRequest, TokenizeRequest
@@ -48,7 +45,7 @@ def create_app(
     scrape: Scrape | None = None,
     started_at_s: int | None = None,
     api_keys: Mapping[bytes, str] | None = None,
-) -> FastAPI:
+) -> RouterApp:
     """The app. It frees its threads at its end, not the backend.
 
     Where nobody else knows whether the backend is ready, or what the metrics are, it probes the one from its start on,
@@ -70,8 +67,7 @@ def create_app(
     async def scrape_registry() -> bytes:
         return bytes(generate_latest(registry))
 
-    app = FastAPI(title="Tandem", version=_version(), lifespan=lifespan)
-    add_layers(app, config, metrics, api_keys)
+    app = RouterApp(config, metrics, api_keys, version=_version(), lifespan=lifespan)
     _add_generation_routes(app, edge)
     _add_catalog_routes(app, edge)
     _add_cache_routes(app, edge)
@@ -81,7 +77,7 @@ def create_app(
     return app
 
 
-def _add_generation_routes(app: FastAPI, edge: Edge) -> None:
+def _add_generation_routes(app: RouterApp, edge: Edge) -> None:
     async def chat_completions(scope: Scope, receive: Receive, send: Send) -> None:
         response = await create_chat_completion(edge, Request(scope, receive))
         await response(scope, receive, send)
@@ -90,8 +86,8 @@ def _add_generation_routes(app: FastAPI, edge: Edge) -> None:
         response = await create_completion(edge, Request(scope, receive))
         await response(scope, receive, send)
 
-    add_raw_route(app, "/v1/chat/completions", chat_completions)
-    add_raw_route(app, "/v1/completions", completions)
+    app.add_raw_route("/v1/chat/completions", chat_completions)
+    app.add_raw_route("/v1/completions", completions)
 
 
 def _add_catalog_routes(app: FastAPI, edge: Edge) -> None:

@@ -25,11 +25,8 @@ from router.engines.metrics import EngineCollector
 from router.engines.prompts import PromptReader
 from router.engines.together import Together
 from router.metrics import EdgeMetrics
-from router.openai.errors import (
-    error_body,
-    error_response,
-)
-from router.openai.layers import add_layers, add_raw_route, json_response
+from router.openai.errors import error_body, error_response
+from router.openai.layers import RouterApp, json_response
 from router.sibling_bus import SiblingBus
 from router.tokenizer import TokenizerPool
 from router.worker_metrics import WorkerCollector
@@ -72,7 +69,7 @@ def create_engines_app(
     admin_token: str = "",
     bus: SiblingBus | None = None,
     api_keys: Mapping[bytes, str] | None = None,
-) -> FastAPI:
+) -> RouterApp:
     """The app. It takes the engines of `specs` into the fleet at its start and closes the fleet at its end.
 
     With a `bus`, which it starts and closes too, it is one of several processes and speaks for all of them. `api_keys`
@@ -101,9 +98,8 @@ def create_engines_app(
             await fleet.close()
             pool.close()
 
-    app = FastAPI(title="Tandem", lifespan=lifespan)
+    app = RouterApp(config, metrics, api_keys, lifespan=lifespan)
     app.state.queues = forwarder.queues
-    add_layers(app, config, metrics, api_keys)
     _add_generation_routes(app, forwarder)
     _add_route_routes(app, forwarder, together)
     _add_catalog_routes(app, fleet)
@@ -112,9 +108,9 @@ def create_engines_app(
     return app
 
 
-def _add_generation_routes(app: FastAPI, forwarder: Forwarder) -> None:
+def _add_generation_routes(app: RouterApp, forwarder: Forwarder) -> None:
     for path in ("/v1/chat/completions", "/v1/completions"):
-        add_raw_route(app, path, partial(forwarder.answer, path))
+        app.add_raw_route(path, partial(forwarder.answer, path))
 
 
 def _add_route_routes(app: FastAPI, forwarder: Forwarder, together: Together) -> None:

@@ -13,8 +13,9 @@ import asyncio
 import email.utils
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -24,6 +25,7 @@ from router.engines.engine import Engine
 from router.engines.errors import EngineBusy, EngineFailed, engine_errors
 from router.engines.fleet import Fleet, Placed
 from router.engines.sse import Event, EventSplitter, count_pieces, parse_event, split_events
+from router.engines.started import Started
 from router.engines.upstream import Reply
 from router.metrics import EdgeMetrics, RequestClock
 from router.openai.wishes import Wishes
@@ -32,6 +34,7 @@ from router.silence import SilenceWatch
 __all__ = ["Call", "Exchange"]
 
 T = TypeVar("T")
+Show = Callable[[bytes], Awaitable[None]]  # sends events to the client
 
 DEFAULT_RETRY_AFTER_S = 1.0  # of a refusal that does not say
 MIN_TRANSFER_S = 1e-4
@@ -107,6 +110,8 @@ class Exchange:
         self._first = b""  # events that came while the first one was waited for
         self._splitter = EventSplitter()
         self._has_answer = False
+        self._last = b""  # events that came with its end
+        self._showing: Started | None = None  # the latest events
         self._is_done = False
         self._aborted: EngineFailed | None = None
         self._broken: EngineFailed | None = None  # by an event, after what came before it
@@ -161,21 +166,31 @@ class Exchange:
             self._trials.pop(engine)
             engine.breaker.succeeded()
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of a stream, as they came: all that one read brought at a time. Raises `EngineFailed`."""
+    async def relay(self, show: Show) -> bytes:
+        """Have the events of a stream shown as they came, all that one read brought at a time; returns the last ones.
+
+        While the client keeps up they are shown in the callback that brings them: a task's turn for each would cost as
+        much as all else that is done with it. Raises `EngineFailed`, and what `show` raises.
+        """
+        assert self._reply is not None, "it is a stream"
+        timeout_s = self._fleet.config.request_timeout_s
+        reason = f"sent nothing within request_timeout_s={timeout_s:g}"
+        self._watch = watch = SilenceWatch(timeout_s, lambda: self.abort(reason))
+        take = partial(self._take, show, watch)
         try:
-            timeout_s = self._fleet.config.request_timeout_s
-            reason = f"sent nothing within request_timeout_s={timeout_s:g}"
-            self._watch = SilenceWatch(timeout_s, lambda: self.abort(reason))
-            events = self._first
-            while True:
-                if shown := self._seen(events):
-                    yield shown
+            self._pass_on(show, self._first)
+            while not self._is_done:
+                if self._showing is not None:
+                    await self._showing
                 if self._broken is not None:
                     raise self._broken
-                if self._is_done:
-                    return
-                events = await self._next_events()
+                watch.begin()
+                with engine_errors(self.engine.name):
+                    has_ended = await self._reply.pour(take)
+                watch.end()
+                if has_ended:
+                    raise self._ended_early()
+            return self._last
         except EngineFailed:
             self._report_failure(self.engine, is_absent=False)
             raise
@@ -189,6 +204,8 @@ class Exchange:
         self.release()
         if self._watch is not None:
             self._watch.close()
+        if self._showing is not None:
+            self._showing.close()
         if self._reply is not None:
             self._reply.close(is_ending=self._is_done)
 
@@ -229,7 +246,7 @@ class Exchange:
         engine = self._waits_for = self.engine
         reply = await self._wait(self._send(engine, body))
         if reply.status == 200 and reply.headers.get("content-type", "").startswith("text/event-stream"):
-            await self._take_first_event(engine)
+            await self._take_first_event(engine, reply)
         else:
             await self._take_plain(engine, reply)
 
@@ -304,9 +321,9 @@ class Exchange:
         if status != 200 and not 400 <= status < 500:
             raise EngineFailed(engine.name, f"answered {status}, which is no answer")
 
-    async def _take_first_event(self, engine: Engine) -> None:
+    async def _take_first_event(self, engine: Engine, reply: Reply) -> None:
         while (first := _first_event(self._first)) is None:
-            self._first += await self._wait(self._next_events())
+            self._first += await self._wait(self._next_events(reply))
         error = first.error
         if error is None:
             return
@@ -315,24 +332,41 @@ class Exchange:
             raise EngineFailed(engine.name, f"failed: {str(error.get('message', ''))[:MAX_ERROR_CHARS]}")
         self.status, self.content = code, orjson.dumps({"error": error})
 
+    async def _next_events(self, reply: Reply) -> bytes:
+        """What comes next of whole events, maybe none."""
+        with engine_errors(self.engine.name):
+            data = await reply.read()
+        if not data:
+            raise self._ended_early()
+        return self._whole(data)
+
     # -- the stream ---------------------------------------------------------------------------------------------
 
-    async def _next_events(self) -> bytes:
-        """What comes next of whole events, maybe none."""
-        assert self._reply is not None, "it is a stream"
-        if self._watch is not None:
-            self._watch.begin()
+    def _take(self, show: Show, watch: SilenceWatch, data: bytes) -> bool:
+        """Show what came; whether more may come at once."""
+        watch.begin()
+        return self._pass_on(show, self._whole(data))
+
+    def _pass_on(self, show: Show, events: bytes) -> bool:
+        shown = self._seen(events)
+        if self._is_done:
+            self._last = shown
+            return False
+        if shown:
+            self._showing = Started(show(shown))
+            if not self._showing.is_done:
+                return False  # the client is slow
+        return self._broken is None
+
+    def _whole(self, data: bytes) -> bytes:
+        """The events that are complete now, maybe none."""
         try:
-            with engine_errors(self.engine.name):
-                data = await self._reply.read()
-            if not data:
-                raise EngineFailed(self.engine.name, "ended its stream in the middle")
             return self._splitter.push(data)
         except ValueError as exc:
             raise EngineFailed(self.engine.name, f"sent {exc}") from exc
-        finally:
-            if self._watch is not None:
-                self._watch.end()
+
+    def _ended_early(self) -> EngineFailed:
+        return EngineFailed(self.engine.name, "ended its stream in the middle")
 
     def _seen(self, events: bytes) -> bytes:
         """Learn from events; what of them the client gets. Comments that keep a connection alive go no further."""
@@ -471,7 +505,11 @@ class Exchange:
 
 def _first_event(events: bytes) -> Event | None:
     """The first event that says something."""
-    return next((event for event in map(parse_event, split_events(events)) if event.has_data), None)
+    for raw in split_events(events):
+        event = parse_event(raw)
+        if event.has_data:
+            return event
+    return None
 
 
 def _nothing(*_: object) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from contextlib import aclosing
 from typing import Any
 
 import orjson
@@ -170,16 +169,15 @@ class Forwarder:
         self._metrics.running_requests.inc()
         try:
             await send({"type": "http.response.start", "status": 200, "headers": raw_headers + _STREAM_HEADERS})
-            async with aclosing(exchange.events()) as shown:
-                async for events in shown:
-                    await send({"type": "http.response.body", "body": events, "more_body": True})
+            last = await exchange.relay(
+                lambda events: send({"type": "http.response.body", "body": events, "more_body": True})
+            )
         except ServingError as exc:
             self._metrics.stream_errors.inc()
-            event = b"data: " + orjson.dumps(serving_error_body(exc)) + b"\n\n"
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            last = b"data: " + orjson.dumps(serving_error_body(exc)) + b"\n\n"
         finally:
             self._metrics.running_requests.dec()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 def _to_client(send: Send) -> Send:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -118,24 +118,35 @@ class Reply:
         self._num_unread_bytes = 0
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._sink: Callable[[bytes], bool] | None = None
+        self._loop = asyncio.get_running_loop()
 
     async def wait_for_head(self) -> None:
         """Return when status and headers are there."""
         while not self.status:
-            await self._wait()
+            await self._arrival()
 
     async def read(self) -> bytes:
         """What has come since the last time, at least a byte; b"" at the end."""
         while not self._parts:
             if self.is_complete:
                 return b""
-            await self._wait()
-        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        self._parts.clear()
-        if self._num_unread_bytes > _MAX_UNREAD_BYTES:
-            self._connection.resume_reading()
-        self._num_unread_bytes = 0
-        return data
+            await self._arrival()
+        return self._take()
+
+    async def pour(self, into: Callable[[bytes], bool]) -> bool:
+        """Give `into` what comes, in the event loop's callback that brings it, until it returns False.
+
+        Returns whether the answer has ended instead. What `into` raises comes out here.
+        """
+        self._sink = into
+        try:
+            self._pour()
+            while self._sink is not None and not self.is_complete:
+                await self._arrival()
+            return self._sink is not None
+        finally:
+            self._sink = None
 
     async def read_all(self) -> bytes:
         """The rest of it."""
@@ -156,8 +167,18 @@ class Reply:
 
     def wake(self) -> None:
         """Something came."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return
+        if self._sink is not None and self._parts:
+            try:
+                self._pour()
+            except Exception as exc:
+                waiter.set_exception(exc)
+                return
+            if self._sink is not None and not self.is_complete and self._error is None:
+                return
+        waiter.set_result(None)
 
     def add(self, data: bytes) -> None:
         """A part of the body came."""
@@ -166,14 +187,25 @@ class Reply:
         if self._num_unread_bytes > _MAX_UNREAD_BYTES:
             self._connection.pause_reading()
 
-    async def _wait(self) -> None:
+    def _pour(self) -> None:
+        if self._sink is not None and self._parts and not self._sink(self._take()):
+            self._sink = None
+
+    def _take(self) -> bytes:
+        """All that has come."""
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        if self._num_unread_bytes > _MAX_UNREAD_BYTES:
+            self._connection.resume_reading()
+        self._num_unread_bytes = 0
+        return data
+
+    def _arrival(self) -> asyncio.Future[None]:
+        """To be awaited until something comes. Raises the error that ended it."""
         if self._error is not None:
             raise self._error
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        self._waiter = self._loop.create_future()
+        return self._waiter
 
 
 class _Connection(asyncio.Protocol):

@@ -41,7 +41,8 @@ async def plan_chat(edge: Edge, request: Request, arrived_s: float) -> Answer:
     add_special_tokens = bool(fields.add_special_tokens)
     salt = fields.cache_salt or ""
     token_ids = await edge.pool.run(
-        lambda: edge.tokenizer.encode_chat(messages, options, add_special_tokens=add_special_tokens, cache_salt=salt)
+        lambda: edge.tokenizer.encode_chat(messages, options, add_special_tokens=add_special_tokens, cache_salt=salt),
+        num_bytes=len(body),
     )
     if not token_ids:
         raise RequestError("The messages make an empty prompt.", param="messages")

@@ -38,7 +38,9 @@ async def plan_completion(edge: Edge, request: Request, arrived_s: float) -> Ans
     if fields.max_tokens == 0 and not fields.echo:
         raise RequestError("Invalid value for 'max_tokens': expected at least 1.", param="max_tokens")
     given = _separate_prompts(fields.prompt)
-    prompts = await edge.pool.run(lambda: [_tokenize(prompt, fields, edge.tokenizer) for prompt in given])
+    prompts = await edge.pool.run(
+        lambda: [_tokenize(prompt, fields, edge.tokenizer) for prompt in given], num_bytes=len(body)
+    )
     echoes = [prompt.echo for prompt in prompts for _ in range(fields.n or 1)] if fields.echo else []
     return plan_answer(
         edge,

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
@@ -14,7 +13,7 @@ from protocol.config import RouterConfig
 from protocol.errors import ConfigError
 from router.api_keys import key_digest, load_api_keys
 from router.metrics import EdgeMetrics
-from router.openai.layers import add_layers
+from router.openai.layers import RouterApp
 from router.openai.wishes import tenant_of
 
 pytestmark = pytest.mark.anyio
@@ -25,8 +24,7 @@ def app_with(tmp_path: Path, keys: str, registry: CollectorRegistry | None = Non
     """An app that tells the tenant of a request, with these keys."""
     path = tmp_path / "keys"
     path.write_text(keys)
-    app = FastAPI()
-    add_layers(app, RouterConfig(api_key_file=str(path)), EdgeMetrics(registry or CollectorRegistry()))
+    app = RouterApp(RouterConfig(api_key_file=str(path)), EdgeMetrics(registry or CollectorRegistry()))
 
     @app.api_route("/{path:path}", methods=["GET", "POST"])
     async def tell(request: Request) -> str:

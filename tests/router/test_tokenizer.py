@@ -2,21 +2,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from protocol.errors import RequestError
-from router.tokenizer import Tokenizer
+from router.tokenizer import MIN_THREAD_BYTES, Tokenizer, TokenizerPool
 
 WITHOUT_TORCH = """
 import sys
+import threading
 from importlib.machinery import PathFinder
 find_spec = PathFinder.find_spec
 PathFinder.find_spec = classmethod(
     lambda cls, name, *args: None if name.split(".")[0] == "torch" else find_spec(name, *args))
 import router.app
-from router.tokenizer import Tokenizer
+from router.tokenizer import MIN_THREAD_BYTES, Tokenizer, TokenizerPool
 tokenizer = Tokenizer(sys.argv[1])
 assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}], {})) == "<s><user>hi"
 assert "torch" not in sys.modules
@@ -54,3 +56,15 @@ def test_token_text_keeps_a_leading_space(tokenizer: Tokenizer) -> None:
 def test_vocab_size_covers_added_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 256 + 6 + 2
     assert tokenizer.special_ids == {262, 263}
+
+
+@pytest.mark.anyio
+async def test_only_long_texts_are_worked_on_in_threads() -> None:
+    pool = TokenizerPool(1)
+    try:
+        here = threading.get_ident()
+        for num_bytes, is_here in [(0, True), (MIN_THREAD_BYTES - 1, True), (MIN_THREAD_BYTES, False)]:
+            assert (await pool.run(threading.get_ident, num_bytes=num_bytes) == here) == is_here
+        assert await pool.run(threading.get_ident) != here
+    finally:
+        pool.close()

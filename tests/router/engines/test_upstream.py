@@ -99,6 +99,50 @@ async def test_an_answer_is_the_same_however_it_is_cut(seed: int) -> None:
         reply.close()
 
 
+@pytest.mark.parametrize("seed", range(5))
+async def test_what_is_poured_is_the_same_wherever_it_is_stopped(seed: int) -> None:
+    rng = random.Random(seed)
+    pieces = [rng.randbytes(rng.randint(1, 300)) for _ in range(40)]
+    got: list[bytes] = []
+
+    def take(data: bytes) -> bool:
+        got.append(data)
+        return rng.random() < 0.7
+
+    async with connected() as (upstream, peer):
+        peer.handle = answer(CHUNKED, *(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces), b"0\r\n\r\n")
+        reply = await upstream.post("/", b"", "r")
+        num_stops = 0
+        while not await reply.pour(take):
+            num_stops += 1
+            got.append(await reply.read() if rng.random() < 0.3 else b"")
+        assert b"".join(got) == b"".join(pieces)
+        assert num_stops > 0
+        assert await reply.read() == b""
+        reply.close()
+        assert peer.num_connections == 1
+
+
+async def test_errors_while_pouring_come_out_of_it() -> None:
+    async with connected() as (upstream, peer):
+        peer.handle = answer(CHUNKED + b"1\r\na\r\n", b"1\r\nb\r\n")
+
+        def take(data: bytes) -> bool:
+            if b"b" in data:
+                raise LookupError("of the one who takes it")
+            return True
+
+        reply = await upstream.post("/", b"", "r")
+        with pytest.raises(LookupError, match="who takes it"):
+            await reply.pour(take)
+        pouring = asyncio.create_task(reply.pour(take))
+        await asyncio.sleep(0)
+        reply.fail(TimeoutError("enough"))
+        with pytest.raises(TimeoutError, match="enough"):
+            await pouring
+        reply.close()
+
+
 async def test_an_interim_answer_is_not_the_answer() -> None:
     async with connected() as (upstream, peer):
         peer.handle = answer(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n", plain(b"late", b"X-A: 1\r\n"))
