@@ -190,9 +190,11 @@ class _Simulation:
         num_own = worker.pool.count_cached(digests)
         load_s, num_blocks = self._host_load(worker, digests, num_own)
         if choice.candidate is not None and choice.candidate.holder is not None:
-            peer_s, num_peer_blocks = self._peer_load(choice.candidate.holder.worker.worker_id, digests, num_own)
+            holder = self._workers[choice.candidate.holder.worker.worker_id]
+            peer_s, num_peer_blocks = self._peer_load(holder, digests, num_own)
             if num_peer_blocks > num_blocks:
                 load_s, num_blocks = peer_s, num_peer_blocks
+                self._clock.at(self._clock.now + load_s, holder.pool.demote, digests[:num_blocks])
         if num_blocks <= num_own:
             self._submit(job)
             return
@@ -218,9 +220,8 @@ class _Simulation:
         compute_s = costs.prefill_token_s * num_tokens + costs.attention_s * prefill_attention(num_tokens, num_context)
         return (load_s, num_blocks) if load_s < compute_s else (0.0, 0)
 
-    def _peer_load(self, holder_id: str, digests: Sequence[bytes], num_own: int) -> tuple[float, int]:
+    def _peer_load(self, holder: SimulatedWorker, digests: Sequence[bytes], num_own: int) -> tuple[float, int]:
         """The same from a peer's pool: it answers between two steps."""
-        holder = self._workers[holder_id]
         num_blocks = holder.pool.count_cached(digests)
         num_bytes = max(num_blocks - num_own, 0) * self._machine.block_bytes
         read_s = self._machine.link_latency_s + num_bytes / self._machine.link_bytes_per_s
