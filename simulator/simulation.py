@@ -196,20 +196,10 @@ class _Simulation:
                 load_s, num_blocks = peer_s, num_peer_blocks
                 self._clock.at(self._clock.now + load_s, holder.pool.demote, digests[:num_blocks])
         if num_blocks <= num_own:
-            self._submit(job)
+            worker.submit(job)
             return
         job.num_readable_tokens = num_blocks * TRACE_BLOCK_SIZE
-        self._clock.at(self._clock.now + load_s, self._submit, job)
-
-    def _submit(self, job: Job) -> None:
-        """Queue it on both workers at once, so that all queues are in one order.
-
-        Were room reserved sooner, prompts that are still being read could hold the room of those that passed them,
-        whose computed KV fills the pool that the former wait for.
-        """
-        if self._is_handed_over(job):
-            self._workers[job.decode_worker_id].reserve(job)
-        self._workers[job.prefill_worker_id].submit(job)
+        self._clock.at(self._clock.now + load_s, worker.submit, job)
 
     def _host_load(self, worker: SimulatedWorker, digests: Sequence[bytes], num_own: int) -> tuple[float, int]:
         """Seconds to load, and up to which block; nothing where computing is faster."""
@@ -249,6 +239,26 @@ class _Simulation:
             self._computing.add(worker)
         else:
             self._computing.discard(worker)
+
+    def admitted(self, worker: SimulatedWorker, job: Job) -> None:
+        """Ask for room to decode in as late as the transfer allows: blocks that wait for a long prompt serve nobody."""
+        if self._is_handed_over(job):
+            decode = self._workers[job.decode_worker_id]
+            self._clock.at(self._clock.now + self._until_room_is_needed_s(job), decode.reserve, job)
+
+    def _until_room_is_needed_s(self, job: Job) -> float:
+        """Until the last chunk begins, or sooner if the transfer takes longer than that chunk."""
+        machine, chunk = self._machine, self._cluster.step_tokens
+
+        def compute_s(num_tokens: int) -> float:
+            attention = prefill_attention(num_tokens, job.num_computed_tokens)
+            steps_s = -(-num_tokens // chunk) * machine.costs.base_s
+            return steps_s + machine.costs.prefill_work_s(float(num_tokens), attention)
+
+        num_bytes = -(-job.num_prompt_tokens // TRACE_BLOCK_SIZE) * machine.block_bytes
+        transfer_s = machine.link_latency_s + num_bytes / machine.link_bytes_per_s
+        first_chunks = (job.num_new_tokens - 1) // chunk * chunk
+        return max(min(compute_s(first_chunks), compute_s(job.num_new_tokens) - transfer_s), 0.0)
 
     def prefilled(self, worker: SimulatedWorker, job: Job) -> None:
         """The first token came."""
