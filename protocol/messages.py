@@ -525,10 +525,14 @@ class ReadGrant(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ReadDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Reader -> holder: nothing of this read is under way any more."""
+    """Reader -> holder: nothing of this read is under way any more.
+
+    With `has_copy` the reader keeps what it read, so the holder's copy is one too many.
+    """
 
     sender: PeerAddress
     read_id: int
+    has_copy: bool = False
 
 
 class ChunkArrived(msgspec.Struct, frozen=True, kw_only=True, tag=True):
