@@ -247,7 +247,7 @@ class _Simulation:
             self._clock.at(self._clock.now + self._until_room_is_needed_s(job), decode.reserve, job)
 
     def _until_room_is_needed_s(self, job: Job) -> float:
-        """Until the last chunk begins, or sooner if the transfer takes longer than that chunk."""
+        """Until the last chunk but one begins, as a grant takes a step to be read, or as the transfer takes longer."""
         machine, chunk = self._machine, self._cluster.step_tokens
 
         def compute_s(num_tokens: int) -> float:
@@ -257,8 +257,8 @@ class _Simulation:
 
         num_bytes = -(-job.num_prompt_tokens // TRACE_BLOCK_SIZE) * machine.block_bytes
         transfer_s = machine.link_latency_s + num_bytes / machine.link_bytes_per_s
-        first_chunks = (job.num_new_tokens - 1) // chunk * chunk
-        return max(min(compute_s(first_chunks), compute_s(job.num_new_tokens) - transfer_s), 0.0)
+        early_chunks = max((job.num_new_tokens - 1) // chunk - 1, 0) * chunk
+        return max(min(compute_s(early_chunks), compute_s(job.num_new_tokens) - transfer_s), 0.0)
 
     def prefilled(self, worker: SimulatedWorker, job: Job) -> None:
         """The first token came."""
