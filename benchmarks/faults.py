@@ -47,6 +47,7 @@ from protocol.messages import (
     LeaseClosed,
     LeaseGrant,
     LeaseRefused,
+    LeaseRequest,
     LeaseRevoked,
     Message,
     PeerAddress,
@@ -243,6 +244,9 @@ class _Worker:
                 self.engine.abort(message.request_id)
             case Heartbeat():
                 self.decode.heartbeat(message.worker_id, message.epoch, message.handoffs, now)
+            case LeaseRequest():
+                self.links.remember(message.sender)
+                self.decode.requested(message, now)
             case LeaseGrant():
                 self.links.remember(message.sender)
                 self.prefill.granted(message, now)

@@ -4,11 +4,14 @@
       | ReadRequest(digests) ------------------> | takes references, brings blocks up from its host tier
       | <---------------- ReadGrant(block ids)   | keeps them until the reader is done, dead, or out of time
       | one-sided reads, piece by piece          | (takes no part)
-      | ReadDone ------------------------------> | lets go
+      | ReadDone ------------------------------> | lets go; evicts its copy first, if the reader has one now
 
 Both sides are pumped by the worker's loop and never wait. What makes it safe is time: the reader counts its lease from
 when it asked, the holder from when it granted, which is later. So blocks whose read was seen to be over before the
 reader's deadline were held all the while; any other is thrown away. Clocks need to run equally fast, not to agree.
+
+A read moves a prefix: were both copies kept as long as any, pools would hold half as many prefixes. Until its room is
+needed the holder's can still be found, and a block from which another chain hangs stays where it is in the order.
 
 A read that was given up may still write: its landing blocks stay out of the pool until the transport says it is over.
 """
@@ -113,7 +116,7 @@ class PeerReader:
             read.pump(now)
             if read.is_over:
                 del self._reads[read.read_id]
-                done = ReadDone(sender=self.links.me, read_id=read.read_id)
+                done = ReadDone(sender=self.links.me, read_id=read.read_id, has_copy=read.is_used)
                 self.links.send(read.peer.worker_id, read.peer.epoch, done)
 
     def check_integrity(self, *, idle: bool = False) -> None:
@@ -163,6 +166,7 @@ class _PeerRead(OpenSource):
         self.block_ids: list[int] | None = None  # at the peer; None until it has granted them
         self.checksums: list[bytes] = []
         self.is_failed = False
+        self.is_used = False  # blocks of it are part of a sequence
         self._reader = reader
         self._pieces: list[_PeerPiece] = []  # those that are not settled
         self._is_closed = False
@@ -272,6 +276,7 @@ class _PeerPiece(Piece):
     def place(self, sequence: EngineSequence, first_block: int, kv: Tensor) -> int:
         """Swap blocks instead of copying them."""
         start = first_block - self.first_block
+        self._read.is_used = True
         replaced = sequence.blocks[first_block : self.end_block]
         sequence.blocks[first_block : self.end_block] = self.landing[start:]
         self.landing = self.landing[:start]
@@ -348,8 +353,10 @@ class PeerHolder:
             self._grant(key, held, now)
 
     def done(self, message: ReadDone) -> None:
-        """The reader needs them no more."""
-        self._let_go(_ReadKey(message.sender.worker_id, message.sender.epoch, message.read_id))
+        """The reader needs them no more. If it has them now, its next turn finds them there, and ours can go."""
+        held = self._let_go(_ReadKey(message.sender.worker_id, message.sender.epoch, message.read_id))
+        if held is not None and held.blocks and message.has_copy:
+            self._engine.pool.demote(held.digests[len(held.blocks) - 1])
 
     def peer_lost(self, worker_id: str, epoch: int) -> None:
         """That reader is dead."""
@@ -381,13 +388,14 @@ class PeerHolder:
         self._links.send(key.worker_id, key.epoch, grant)
         self.num_lent_blocks += len(held.blocks)
 
-    def _let_go(self, key: _ReadKey) -> None:
+    def _let_go(self, key: _ReadKey) -> _Held | None:
         held = self._held.pop(key, None)
         if held is None:
-            return
+            return None
         if held.load is not None:
             held.load.abandon()
         self._engine.pool.release(held.blocks)
+        return held
 
     def _begin_bringing_up(self, held: _Held) -> bool:
         """Load what is in the host tier only into blocks of the pool; False if there is nothing, or no room."""
@@ -413,6 +421,6 @@ class PeerHolder:
         held.blocks = held.blocks[:end]
         fresh = held.blocks[held.num_resident :]
         self._host_tier.decode_into(engine.kv, fresh, held.data[:num_loaded])
-        for block, digest in zip(fresh, held.digests[held.num_resident : end], strict=True):
-            engine.pool.publish(block, digest)
+        for idx, block in enumerate(fresh, held.num_resident):
+            engine.pool.publish(block, held.digests[idx], held.digests[idx - 1] if idx else None)
         held.load, held.data = None, torch.empty(0)

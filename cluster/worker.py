@@ -50,6 +50,7 @@ from protocol.messages import (
     LeaseClosed,
     LeaseGrant,
     LeaseRefused,
+    LeaseRequest,
     LeaseRevoked,
     LinkLoad,
     Message,
@@ -343,6 +344,9 @@ class Worker:
                 self._cancel(message.request_id)
             case Heartbeat():
                 self._decode.heartbeat(message.worker_id, message.epoch, message.handoffs, now)
+            case LeaseRequest():
+                self._links.remember(message.sender)
+                self._decode.requested(message, now)
             case LeaseGrant():
                 self._links.remember(message.sender)
                 self._prefill.granted(message, now)

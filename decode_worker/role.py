@@ -1,4 +1,4 @@
-"""The decode role: reserve blocks under a lease, receive the prompt's KV into them, join the batch.
+"""The decode role: reserve blocks under a lease when asked for it, receive the prompt's KV into them, join the batch.
 
 Runs inside a worker's loop and never waits. Nothing is decoded from blocks that did not arrive whole, under their
 lease's generation and before its deadline.
@@ -7,6 +7,7 @@ lease's generation and before its deadline.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ from protocol.messages import (
     LeaseClosed,
     LeaseGrant,
     LeaseRefused,
+    LeaseRequest,
     LeaseRevoked,
     Message,
     PeerAddress,
@@ -41,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two reminders of a revoked lease to a sender that has not confirmed its end.
 _REVOKE_AGAIN_S = 1.0
+# Requests for a lease that came before the request itself: by another way, so not by much.
+_MAX_EARLY = 4096
 
 
 @dataclass(eq=False, slots=True)
@@ -49,7 +53,8 @@ class _Pending:
 
     sequence: Sequence
     sender: PeerAddress
-    deadline: float  # for room in the pool
+    deadline: float  # for room in the pool, once it is asked for; before that, for a sign of life of the sender
+    is_requested: bool = False
     num_matched_blocks: int = 0
     reserved: list[int] = field(default_factory=list)
     is_granted: bool = False
@@ -72,7 +77,8 @@ class DecodeRole:
         self._config = config
         self._on_failed = on_failed
         self._leases = LeaseTable(first_generation=first_generation)
-        self._pending: dict[str, _Pending] = {}  # in order of arrival
+        self._pending: dict[str, _Pending] = {}  # those that a lease was asked for in the order of that
+        self._early: OrderedDict[tuple[str, str, int], None] = OrderedDict()  # request, sender and its epoch
         self._revoke_again_at = 0.0
         self._dead: set[tuple[str, int]] = set()  # worker and epoch; requests may still name them
 
@@ -106,7 +112,21 @@ class DecodeRole:
         extend_digests(sequence.digests, sequence.root, sequence.token_ids, self._engine.config.block_size)
         self._links.remember(sender)
         deadline = now + self._config.handoff_timeout_s
-        self._pending[request.request_id] = _Pending(sequence, sender, deadline)
+        is_requested = (request.request_id, sender.worker_id, sender.epoch) in self._early
+        self._pending[request.request_id] = _Pending(sequence, sender, deadline, is_requested)
+        self._early.pop((request.request_id, sender.worker_id, sender.epoch), None)
+
+    def requested(self, message: LeaseRequest, now: float) -> None:
+        """The prompt's KV will be here soon: from now on the request waits for room. Before that it would be empty."""
+        sender = message.sender
+        pending = self._pending.get(message.request_id)
+        if pending is None or (pending.sender.worker_id, pending.sender.epoch) != (sender.worker_id, sender.epoch):
+            self._early[message.request_id, sender.worker_id, sender.epoch] = None
+            if len(self._early) > _MAX_EARLY:
+                self._early.popitem(last=False)
+        elif not pending.is_requested:
+            pending.is_requested, pending.deadline = True, now + self._config.handoff_timeout_s
+            self._pending[message.request_id] = self._pending.pop(message.request_id)
 
     def cancel(self, request_id: str) -> None:
         """Drop a request whose KV is not here yet; its lease is fenced, its blocks wait for the sender's word."""
@@ -123,6 +143,10 @@ class DecodeRole:
     def heartbeat(self, sender_id: str, sender_epoch: int, handoffs: list[tuple[str, int]], now: float) -> None:
         """The sender is alive and works on these."""
         self._leases.extend(sender_id, sender_epoch, handoffs, now=now)
+        for request_id, generation in handoffs:
+            pending = self._pending.get(request_id) if generation == 0 else None
+            if pending is not None and not pending.is_requested and pending.sender.worker_id == sender_id:
+                pending.deadline = now + self._config.handoff_timeout_s
 
     def notified(self, notification: Notification, now: float) -> None:
         """Something a sender wrote is in place. What cannot be read is dropped: its lease runs out."""
@@ -176,10 +200,11 @@ class DecodeRole:
             if pending.is_granted:
                 continue
             if now >= pending.deadline:
-                self._refuse(pending, "no room in the decode worker's pool")
-                timeout = self._config.handoff_timeout_s
-                self._fail(request_id, f"the decode worker had no room for {timeout} s", TransferTimeout.code)
-            elif not self._try_grant(pending, now):
+                missing = "room in the decode worker's pool" if pending.is_requested else "news of the prompt"
+                self._refuse(pending, f"no {missing}")
+                reason = f"no {missing} for {self._config.handoff_timeout_s} s"
+                self._fail(request_id, reason, TransferTimeout.code)
+            elif pending.is_requested and not self._try_grant(pending, now):
                 break  # in order: a large prompt is not overtaken for ever by small ones
         if now >= self._revoke_again_at:
             self._revoke_again_at = now + _REVOKE_AGAIN_S

@@ -12,11 +12,13 @@ Sequences release their blocks tail first, and a prefix hit touches every ancest
 than its parent: evicting in LRU order takes leaves before the blocks they hang from. The one exception is harmless: a
 sequence that computed a block somebody else had cached keeps its private copy, so the cached one may be evicted before
 what hangs from it, which is then not found until it is computed again.
+
+A chain that another worker has taken over is demoted: its blocks go first, up to where other chains hang from it.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 __all__ = ["BlockPool"]
@@ -39,6 +41,8 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._digest_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._parent_of: dict[bytes, bytes] = {}  # of cached digests
+        self._num_children: Counter[bytes] = Counter()  # cached ones, by digest that is cached or not
         self._stored: list[bytes] = []
         self._removed: list[bytes] = []
 
@@ -91,13 +95,19 @@ class BlockPool:
             return None
         return [self._take() for _ in range(num_blocks)]
 
-    def publish(self, block: int, digest: bytes) -> None:
-        """Make a full, computed block findable. If its content is already cached elsewhere this copy stays private."""
+    def publish(self, block: int, digest: bytes, parent: bytes | None = None) -> None:
+        """Make a full, computed block findable. If its content is already cached elsewhere this copy stays private.
+
+        `parent` is the digest of the block before it.
+        """
         assert self._ref_counts[block] > 0, f"block {block} is published without a user"
         if digest in self._block_of or block in self._digest_of:
             return
         self._digest_of[block] = digest
         self._block_of[digest] = block
+        if parent is not None:
+            self._parent_of[digest] = parent
+            self._num_children[parent] += 1
         self._stored.append(digest)
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -110,6 +120,22 @@ class BlockPool:
                     self._unused(block)[block] = None
                 else:
                     self._free.append(block)
+
+    def demote(self, digest: bytes) -> None:
+        """Evict this block before all others, and those before it in its chain up to where another branches off.
+
+        Nothing happens to a block that is used, pinned or followed by another, nor to those before it.
+        """
+        blocks: list[int] = []
+        cached: bytes | None = digest
+        while cached is not None and self._num_children[cached] == min(len(blocks), 1):
+            block = self._block_of.get(cached)
+            if block is None or block not in self._evictable:
+                break
+            blocks.append(block)
+            cached = self._parent_of.get(cached)
+        for block in reversed(blocks):
+            self._evictable.move_to_end(block, last=False)
 
     def pin(self, digests: Sequence[bytes]) -> None:
         """Evict the blocks of these digests, given in their chain's order, after all others; also those cached later.
@@ -160,6 +186,8 @@ class BlockPool:
         total = len(free) + len(evictable) + len(kept) + len(used)
         assert total == self.num_blocks, f"{total} blocks accounted for, the pool has {self.num_blocks}"
         assert {d: b for b, d in self._digest_of.items()} == self._block_of, "digest maps disagree"
+        assert set(self._parent_of) <= set(self._block_of), "a digest that is not cached has a parent"
+        assert Counter(self._parent_of.values()) == self._num_children, "children are miscounted"
         assert not free & set(self._digest_of), "a free block has a digest"
         assert evictable | kept <= set(self._digest_of), "an evictable block has no digest"
         assert all(self._digest_of[block] in self._pinned for block in kept), "a kept block is not pinned"
@@ -174,9 +202,17 @@ class BlockPool:
             block, _ = (self._evictable or self._kept).popitem(last=False)
             digest = self._digest_of.pop(block)
             del self._block_of[digest]
+            self._forget_parent(digest)
             self._removed.append(digest)
         self._ref_counts[block] = 1
         return block
+
+    def _forget_parent(self, digest: bytes) -> None:
+        parent = self._parent_of.pop(digest, None)
+        if parent is not None:
+            self._num_children[parent] -= 1
+            if not self._num_children[parent]:
+                del self._num_children[parent]
 
     def _unused(self, block: int) -> OrderedDict[int, None]:
         """Where a cached block is, or goes, without a user."""

@@ -154,7 +154,8 @@ class Scheduler:
         if num_full > sequence.num_published_blocks:
             extend_digests(sequence.digests, sequence.root, sequence.token_ids, self.block_size)
             for idx in range(sequence.num_published_blocks, num_full):
-                self.pool.publish(sequence.blocks[idx], sequence.digests[idx])
+                parent = sequence.digests[idx - 1] if idx else None
+                self.pool.publish(sequence.blocks[idx], sequence.digests[idx], parent)
             first, sequence.num_published_blocks = sequence.num_published_blocks, num_full
             self.on_published(sequence, first, num_full)
 

@@ -16,6 +16,7 @@ such a lease is not confirmed, and the receiver keeps its blocks until this proc
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -124,9 +125,18 @@ class Outbox:
         self._ended: list[HandoffEnded | LeaseEnded] = []
 
     def open(
-        self, request_id: str, receiver_id: str, receiver_epoch: int, *, num_blocks: int, grant_deadline: float
+        self,
+        request_id: str,
+        receiver_id: str,
+        receiver_epoch: int,
+        *,
+        num_blocks: int,
+        grant_deadline: float = math.inf,
     ) -> int:
-        """Start a handoff of `num_blocks` prompt blocks (a partial last one included); its id."""
+        """Start a handoff of `num_blocks` prompt blocks (a partial last one included); its id.
+
+        It fails without a grant by `grant_deadline`, which may be set later by `requested`.
+        """
         key = _HandoffKey(request_id, receiver_id, receiver_epoch)
         if key in self._active:
             raise TransferError(f"{request_id} is already being handed off to {receiver_id}")
@@ -138,6 +148,11 @@ class Outbox:
         if early is not None:
             self._apply_grant(handoff, early)
         return handoff.handoff_id
+
+    def requested(self, request_id: str, *, grant_deadline: float) -> None:
+        """The receiver was asked for a lease."""
+        for handoff in self._of_request(request_id):
+            handoff.grant_deadline = grant_deadline
 
     def granted(
         self,
@@ -255,8 +270,8 @@ class Outbox:
 
     @property
     def heartbeat_handoffs(self) -> list[tuple[str, int]]:
-        """The (request id, generation) worked on, for `Heartbeat.handoffs`."""
-        return [(h.key.request_id, h.grant.lease.generation) for h in self._active.values() if h.grant is not None]
+        """The (request id, generation) worked on, for `Heartbeat.handoffs`; generation 0 before the grant."""
+        return [(h.key.request_id, h.grant.lease.generation if h.grant else 0) for h in self._active.values()]
 
     @property
     def num_open(self) -> int:

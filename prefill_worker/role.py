@@ -1,18 +1,21 @@
 """The prefill role: compute prompts, push their blocks while the next chunk computes, hand over.
 
 Runs inside a worker's loop and never waits. A prompt's KV leaves chunk by chunk as soon as the decode worker's grant
-is here; the first token goes to the router without waiting for any of it.
+is here; the first token goes to the router without waiting for any of it. The grant is asked for as late as the
+transfer allows: the room of a long prompt would stand empty on the decode worker for as long as it is computed.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from engine.engine import Engine, StepResult
-from engine.sequence import Phase, Sequence
+from engine.sequence import Phase, Sequence, SequenceStatus
 from kv_transfer.checksum import CHECKED_SHARE, block_checksums, seal
 from kv_transfer.links import PeerLinks
 from kv_transfer.outbox import BlockWrite, HandoffEnded, Outbox
@@ -26,6 +29,7 @@ from protocol.messages import (
     LeaseClosed,
     LeaseGrant,
     LeaseRefused,
+    LeaseRequest,
     LeaseRevoked,
     LinkLoad,
     PeerAddress,
@@ -46,6 +50,9 @@ class _Flight(NamedTuple):
 class _Handoff:
     sequence: Sequence
     receiver: PeerAddress
+    num_blocks: int
+    num_hit_tokens: int | None = None  # in the pool, when it was first looked at in the queue
+    is_requested: bool = False  # the receiver was asked for a lease
     is_computed: bool = False
     exposed_bytes: int = 0  # written since
     exposed_s: float = 0.0
@@ -91,6 +98,7 @@ class PrefillRole:
         self._in_flight: list[_Flight] = []
         self._written: dict[str, _Written] = {}  # by receiver
         self._dead: set[tuple[str, int]] = set()  # worker and epoch; its last messages may come after its death
+        self._step_s = 0.0  # of the last step
         self._draw = random.Random(0).random  # of the blocks to check
 
     @property
@@ -136,14 +144,8 @@ class PrefillRole:
         sequence.kv_holder = request.kv_holder
         self._links.connect(receiver, now)
         num_blocks = -(-len(request.token_ids) // self._engine.config.block_size)
-        self._outbox.open(
-            request.request_id,
-            receiver.worker_id,
-            receiver.epoch,
-            num_blocks=num_blocks,
-            grant_deadline=now + self._config.handoff_timeout_s,
-        )
-        self._handoffs[request.request_id] = _Handoff(sequence, receiver)
+        self._outbox.open(request.request_id, receiver.worker_id, receiver.epoch, num_blocks=num_blocks)
+        self._handoffs[request.request_id] = _Handoff(sequence, receiver, num_blocks)
         self._engine.add(sequence)
 
     def granted(self, grant: LeaseGrant, now: float) -> None:
@@ -191,6 +193,7 @@ class PrefillRole:
     def after_step(self, result: StepResult) -> None:
         """Offer what the step computed to the outbox, first tokens included."""
         self._settle()  # what was written while the step ran is not exposed
+        self._step_s = result.stats.duration_s
         size = self._engine.config.block_size
         for chunk in result.chunks:
             sequence = chunk.sequence
@@ -214,6 +217,7 @@ class PrefillRole:
         self._settle()
         self._give_up_stalled(now)
         self._outbox.expire(now)
+        self._request_leases(now)
         for write in self._outbox.next_writes():
             self._start(write, now)
         self._settle()
@@ -236,6 +240,54 @@ class PrefillRole:
             assert not self._handoffs, f"handoffs still open: {sorted(self._handoffs)}"
             assert not self._in_flight, f"{len(self._in_flight)} writes still in flight"
             assert self._outbox.num_open == 0, f"{self._outbox.num_open} handoffs still in the outbox"
+
+    def _request_leases(self, now: float) -> None:
+        """Ask for the room that is needed before long."""
+        for handoff in self._due():
+            if handoff.is_requested:
+                continue
+            handoff.is_requested = True
+            request_id, receiver = handoff.sequence.request_id, handoff.receiver
+            self._outbox.requested(request_id, grant_deadline=now + self._config.handoff_timeout_s)
+            message = LeaseRequest(sender=self._links.me, request_id=request_id)
+            self._links.send(receiver.worker_id, receiver.epoch, message)
+
+    def _due(self) -> list[_Handoff]:
+        """Handoffs that need their lease by now, whether or not it was asked for.
+
+        It is read between two steps, so to write while the prompt's last step computes it must be asked for before the
+        step ahead of that, or as much sooner as the transfer takes longer than the last step.
+        """
+        due = [handoff for handoff in self._handoffs.values() if handoff.is_computed]
+        step_tokens, num_tokens = self._engine.config.max_num_batched_tokens, 0
+        for sequence in itertools.chain(self._engine.scheduler.running, self._engine.scheduler.waiting):
+            num_tokens += sequence.num_uncomputed_tokens
+            handoff = self._handoffs.get(sequence.request_id)
+            if handoff is not None:
+                num_tokens -= self._num_hit_tokens(handoff)
+                num_later_steps = -(-num_tokens // step_tokens) - 1  # behind the next one
+                if num_later_steps <= 1 or num_later_steps * self._step_s <= self._transfer_s(handoff):
+                    due.append(handoff)
+            if num_tokens > 2 * step_tokens and sequence.status is SequenceStatus.WAITING:
+                break  # those behind it have time
+        return due
+
+    def _num_hit_tokens(self, handoff: _Handoff) -> int:
+        """Of the tokens that a waiting prompt has not computed, those that it will find in the pool."""
+        sequence = handoff.sequence
+        if sequence.status is not SequenceStatus.WAITING:
+            return 0
+        if handoff.num_hit_tokens is None:  # once: a prompt may wait at the head of the queue for long
+            num_blocks = self._engine.pool.count_cached(sequence.digests)
+            handoff.num_hit_tokens = num_blocks * self._engine.config.block_size
+        return min(handoff.num_hit_tokens, sequence.num_uncomputed_tokens - 1)
+
+    def _transfer_s(self, handoff: _Handoff) -> float:
+        """Seconds to send the prompt's KV; for ever where none was sent to that worker yet."""
+        written = self._written.get(handoff.receiver.worker_id)
+        if written is None or written.num_bytes == 0:
+            return math.inf
+        return handoff.num_blocks * self._engine.block_bytes * written.seconds / written.num_bytes
 
     def _apply_grant(self, grant: LeaseGrant, now: float) -> None:
         self._outbox.granted(

@@ -6,7 +6,7 @@ Three conversations use them:
                        Pin, Unpin, PinQuery                                             (ZMQ DEALER -> ROUTER)
     worker -> router   Welcome, StepOutput, RequestFailed, BlockEvents, BlockSnapshot,
                        PinReport                                                        (same sockets, back)
-    worker -> worker   PeerHello, PeerRefused, LeaseGrant, LeaseRefused,
+    worker -> worker   PeerHello, PeerRefused, LeaseRequest, LeaseGrant, LeaseRefused,
                        LeaseRevoked, LeaseClosed, ReadRequest, ReadGrant, ReadDone     (ZMQ DEALER -> ROUTER)
                        ChunkArrived, HandoffDone                                       (notified by the KV transport)
     worker -> all      Heartbeat                                          (ZMQ PUB, from its own thread)
@@ -42,6 +42,7 @@ __all__ = [
     "LeaseClosed",
     "LeaseGrant",
     "LeaseRefused",
+    "LeaseRequest",
     "LeaseRevoked",
     "LinkLoad",
     "Message",
@@ -78,7 +79,7 @@ __all__ = [
     "worker_of",
 ]
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 POOL_PLACE = "pool"  # where a worker has blocks: its pool, or one of its tiers by name
 HOST_TIER = "host"  # its own memory: the tier that peers can read from, too
 
@@ -432,8 +433,9 @@ class PinReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """I am alive. Sent from a thread of its own, so a long step does not silence it.
 
-    `handoffs` names the handoffs the sender still works on, as (request_id, generation): receiving it extends
-    their leases. `step_age_s` is the age of the running step, 0 when idle: it tells a stuck loop from a slow one.
+    `handoffs` names the handoffs the sender still works on, as (request_id, generation), 0 before their lease:
+    receiving it extends their leases. `step_age_s` is the age of the running step, 0 when idle: it tells a stuck loop
+    from a slow one.
     """
 
     worker_id: str
@@ -465,6 +467,13 @@ class PeerRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     sender: PeerAddress
     reason: str
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Prefill -> decode: this prompt's KV comes soon, lend blocks for it. May come before the `Decode` it is about."""
+
+    sender: PeerAddress
+    request_id: str
 
 
 class LeaseGrant(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -525,10 +534,14 @@ class ReadGrant(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ReadDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Reader -> holder: nothing of this read is under way any more."""
+    """Reader -> holder: nothing of this read is under way any more.
+
+    With `has_copy` the reader keeps what it read, so the holder's copy is one too many.
+    """
 
     sender: PeerAddress
     read_id: int
+    has_copy: bool = False
 
 
 class ChunkArrived(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -571,6 +584,7 @@ Message = (
     | Heartbeat
     | PeerHello
     | PeerRefused
+    | LeaseRequest
     | LeaseGrant
     | LeaseRefused
     | LeaseRevoked

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_transfer.eviction import create_policy
+from kv_transfer.eviction.lru import LRU
 
 __all__ = ["Allocation", "Pool"]
 
@@ -35,7 +35,7 @@ class Pool:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._cached = create_policy("lru", capacity)
+        self._cached = LRU(capacity)
         self._num_users: dict[bytes, int] = {}  # of cached blocks in use
         self._num_private = 0
         self._stored: list[bytes] = []
@@ -98,6 +98,12 @@ class Pool:
                 del self._num_users[digest]
         self._cached.unpin(deepest)
         self._cached.touch(deepest)
+
+    def demote(self, digests: Sequence[bytes]) -> None:
+        """A peer has read what is cached of this chain: its copy is the one to keep (`BlockPool.demote`)."""
+        num_cached = self.count_cached(digests)
+        if num_cached:
+            self._cached.demote(digests[num_cached - 1])
 
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
         """Digests stored and removed since the last call. Removal is told first: a block may have come back."""

@@ -190,24 +190,16 @@ class _Simulation:
         num_own = worker.pool.count_cached(digests)
         load_s, num_blocks = self._host_load(worker, digests, num_own)
         if choice.candidate is not None and choice.candidate.holder is not None:
-            peer_s, num_peer_blocks = self._peer_load(choice.candidate.holder.worker.worker_id, digests, num_own)
+            holder = self._workers[choice.candidate.holder.worker.worker_id]
+            peer_s, num_peer_blocks = self._peer_load(holder, digests, num_own)
             if num_peer_blocks > num_blocks:
                 load_s, num_blocks = peer_s, num_peer_blocks
+                self._clock.at(self._clock.now + load_s, holder.pool.demote, digests[:num_blocks])
         if num_blocks <= num_own:
-            self._submit(job)
+            worker.submit(job)
             return
         job.num_readable_tokens = num_blocks * TRACE_BLOCK_SIZE
-        self._clock.at(self._clock.now + load_s, self._submit, job)
-
-    def _submit(self, job: Job) -> None:
-        """Queue it on both workers at once, so that all queues are in one order.
-
-        Were room reserved sooner, prompts that are still being read could hold the room of those that passed them,
-        whose computed KV fills the pool that the former wait for.
-        """
-        if self._is_handed_over(job):
-            self._workers[job.decode_worker_id].reserve(job)
-        self._workers[job.prefill_worker_id].submit(job)
+        self._clock.at(self._clock.now + load_s, worker.submit, job)
 
     def _host_load(self, worker: SimulatedWorker, digests: Sequence[bytes], num_own: int) -> tuple[float, int]:
         """Seconds to load, and up to which block; nothing where computing is faster."""
@@ -218,9 +210,8 @@ class _Simulation:
         compute_s = costs.prefill_token_s * num_tokens + costs.attention_s * prefill_attention(num_tokens, num_context)
         return (load_s, num_blocks) if load_s < compute_s else (0.0, 0)
 
-    def _peer_load(self, holder_id: str, digests: Sequence[bytes], num_own: int) -> tuple[float, int]:
+    def _peer_load(self, holder: SimulatedWorker, digests: Sequence[bytes], num_own: int) -> tuple[float, int]:
         """The same from a peer's pool: it answers between two steps."""
-        holder = self._workers[holder_id]
         num_blocks = holder.pool.count_cached(digests)
         num_bytes = max(num_blocks - num_own, 0) * self._machine.block_bytes
         read_s = self._machine.link_latency_s + num_bytes / self._machine.link_bytes_per_s
@@ -248,6 +239,26 @@ class _Simulation:
             self._computing.add(worker)
         else:
             self._computing.discard(worker)
+
+    def admitted(self, worker: SimulatedWorker, job: Job) -> None:
+        """Ask for room to decode in as late as the transfer allows: blocks that wait for a long prompt serve nobody."""
+        if self._is_handed_over(job):
+            decode = self._workers[job.decode_worker_id]
+            self._clock.at(self._clock.now + self._until_room_is_needed_s(job), decode.reserve, job)
+
+    def _until_room_is_needed_s(self, job: Job) -> float:
+        """Until the last chunk but one begins, as a grant takes a step to be read, or as the transfer takes longer."""
+        machine, chunk = self._machine, self._cluster.step_tokens
+
+        def compute_s(num_tokens: int) -> float:
+            attention = prefill_attention(num_tokens, job.num_computed_tokens)
+            steps_s = -(-num_tokens // chunk) * machine.costs.base_s
+            return steps_s + machine.costs.prefill_work_s(float(num_tokens), attention)
+
+        num_bytes = -(-job.num_prompt_tokens // TRACE_BLOCK_SIZE) * machine.block_bytes
+        transfer_s = machine.link_latency_s + num_bytes / machine.link_bytes_per_s
+        early_chunks = max((job.num_new_tokens - 1) // chunk - 1, 0) * chunk
+        return max(min(compute_s(early_chunks), compute_s(job.num_new_tokens) - transfer_s), 0.0)
 
     def prefilled(self, worker: SimulatedWorker, job: Job) -> None:
         """The first token came."""

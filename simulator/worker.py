@@ -68,6 +68,9 @@ class WorkerListener(Protocol):
     def stepped(self, worker: SimulatedWorker, run: Run, num_prompt_tokens: int) -> None:
         """A run of steps ended, which computed so many prompt tokens beyond those that `take_progress` told."""
 
+    def admitted(self, worker: SimulatedWorker, job: Job) -> None:
+        """The next step computes the first chunk of what the prompt lacks."""
+
     def prefilled(self, worker: SimulatedWorker, job: Job) -> None:
         """The prompt is computed: its first token is here."""
 
@@ -251,6 +254,7 @@ class SimulatedWorker:
         job.num_computed_tokens = job.num_cached_tokens + job.num_loaded_tokens
         job.prefill_start_s = self.clock.now
         self._publish(blocks, job.num_computed_tokens // block_size)
+        self.listener.admitted(self, job)
         return True
 
     def _is_being_computed(self, digest: bytes, position: int) -> bool:

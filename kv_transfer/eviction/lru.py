@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from kv_transfer.eviction.base import EvictionPolicy, Node
 
 __all__ = ["LRU"]
@@ -13,6 +15,19 @@ class LRU(EvictionPolicy):
     A parent was used whenever its child was, so this is plain LRU in which a request uses its last block first and its
     root last.
     """
+
+    def demote(self, key: Hashable) -> None:
+        """Evict a resident key before all others, and its ancestors up to where other keys hang from them.
+
+        Nothing happens to one that is pinned, or that has children: those are of use to somebody else.
+        """
+        self._tick += 1
+        node: Node | None = self._nodes[key]
+        num_children = 0
+        while node is not None and node.num_children == num_children and not node.num_pins:
+            node.rank = -self._tick
+            self._offer(node)
+            node, num_children = self._parent_of(node), 1
 
     def _on_hit(self, node: Node) -> None:
         node.rank = self._tick

@@ -122,6 +122,35 @@ def test_a_prompt_is_read_from_the_pool_of_a_peer(
 
 
 @pytest.mark.usefixtures("patient")
+def test_a_read_moves_a_prefix_and_leaves_what_others_use(tiny_model: Path) -> None:
+    async def run() -> None:
+        rng = random.Random(7)
+        async with running_cluster(tiny_model, TWO, engine={"num_blocks": NUM_BLOCKS}) as cluster:
+            shared = prompt(rng, 2)[: 2 * BLOCK_SIZE]
+            stays, moves = shared + prompt(rng, 8), shared + prompt(rng, 9)
+            await ask(cluster, "a", stays)
+            await ask(cluster, "a", moves)
+            await ask(cluster, "b", moves, KvHolder(cluster.worker("a").address, 11))
+            await cluster.becomes_idle()
+
+            pool = cluster.worker("a")._engine.pool
+
+            def need(num_blocks: int) -> None:
+                """Somebody else wants room at the holder."""
+                pool.release(pool.try_allocate(num_blocks) or [])
+
+            await cluster.call("a", lambda: need(pool.num_free + 9))
+            again = [
+                await ask(cluster, worker_id, tokens)
+                for worker_id, tokens in (("a", stays), ("a", moves), ("b", moves))
+            ]
+            assert [answer.num_cached_tokens // BLOCK_SIZE for answer in again] == [10, 2, 11]
+            await cluster.becomes_idle()
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_prompt_is_read_from_the_host_memory_of_a_peer(tiny_model: Path, oracle: Oracle) -> None:
     tiers = TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9)
 
@@ -349,7 +378,7 @@ class World:
         blocks = self.a.pool.try_allocate(6 - len(have)) or []
         for block, digest in zip(blocks, self.digests()[len(have) :], strict=False):
             self.a.kv[block] = self.content(digest)
-            self.a.pool.publish(block, digest)
+            self.a.pool.publish(block, digest, bytes([digest[0] - 1]) if digest[0] else None)
         self.a.pool.release([*have, *blocks])
 
     def evict(self) -> None:
@@ -460,6 +489,21 @@ def run_worlds(num: int) -> int:
         world.end()
         num_read += world.num_read
     return num_read
+
+
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_only_a_copy_at_the_reader_makes_the_holders_one_too_many(has_copy: bool) -> None:
+    world = World(random.Random(0))
+    pool, digests, reader = world.a.pool, world.digests(), world.b.address
+    older = pool.try_allocate(1) or []
+    pool.publish(older[0], b"older")
+    pool.release(older)
+    world.fill()
+    world.holder.requested(ReadRequest(sender=reader, read_id=1, digests=digests[3:], ttl_s=1.0), 0.0)
+    world.holder.done(ReadDone(sender=reader, read_id=1, has_copy=has_copy))
+    pool.try_allocate(pool.num_free + 1)
+    assert pool.count_cached(digests) == (5 if has_copy else 6)
+    assert (b"older" in pool) is has_copy
 
 
 def test_no_read_ever_gives_other_bytes_than_were_held() -> None:

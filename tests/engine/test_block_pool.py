@@ -14,12 +14,14 @@ def digest(i: int) -> bytes:
     return bytes([i]) * 16
 
 
-def chain(pool: BlockPool, *names: int) -> list[int]:
-    """Allocate and publish one block per name."""
+def chain(pool: BlockPool, *names: int, after: int | None = None) -> list[int]:
+    """Allocate and publish one block per name, each behind the one before it."""
     blocks = pool.try_allocate(len(names))
     assert blocks is not None
+    parent = None if after is None else digest(after)
     for block, name in zip(blocks, names, strict=True):
-        pool.publish(block, digest(name))
+        pool.publish(block, digest(name), parent)
+        parent = digest(name)
     return blocks
 
 
@@ -188,6 +190,61 @@ def test_an_unpinned_block_is_the_most_recent_one() -> None:
     assert evicted_order(pool) == [3, 2, 1]
 
 
+def test_a_demoted_chain_goes_first_and_leaves_before_what_they_hang_from() -> None:
+    pool = BlockPool(6)
+    pool.release(chain(pool, 1, 2, 3))
+    pool.release(chain(pool, 4, 5, 6))
+    pool.demote(digest(6))
+    assert pool.count_cached([digest(4), digest(5), digest(6)]) == 3
+    assert evicted_order(pool) == [6, 5, 4, 3, 2, 1]
+
+
+def test_a_block_from_which_another_chain_hangs_is_not_demoted() -> None:
+    pool = BlockPool(6)
+    pool.release([*chain(pool, 1, 2), *chain(pool, 3, after=2)])
+    pool.release([*pool.acquire_cached([digest(1), digest(2)]), *chain(pool, 4, 5, after=2)])
+    pool.release(chain(pool, 6))
+    pool.demote(digest(2))  # followed by others
+    pool.demote(digest(5))
+    assert evicted_order(pool) == [5, 4, 3, 2, 1, 6]
+
+
+def test_an_evicted_branch_holds_nothing_back() -> None:
+    pool = BlockPool(4)
+    pool.release([*chain(pool, 1), *chain(pool, 2, after=1)])
+    pool.release([*pool.acquire_cached([digest(1)]), *chain(pool, 3, after=1)])
+    pool.release(chain(pool, 4))
+    pool.release(pool.try_allocate(1) or [])  # evicts 2
+    pool.demote(digest(3))
+    assert evicted_order(pool) == [3, 1, 4]
+
+
+@pytest.mark.parametrize("keep", ["use", "pin"])
+def test_a_demotion_stops_where_a_block_is_used_or_pinned(keep: str) -> None:
+    pool = BlockPool(5)
+    pool.release(chain(pool, 5))
+    pool.release(chain(pool, 1, 2, 3, 4))
+    (pool.acquire_cached if keep == "use" else pool.pin)([digest(1), digest(2)])
+    pool.demote(digest(2))
+    pool.demote(digest(9))
+    pool.demote(digest(4))
+    assert evicted_order(pool) == [4, 3, 5, *([2, 1] if keep == "pin" else [])]
+
+
+def test_a_hit_on_a_demoted_chain_makes_it_recent() -> None:
+    pool = BlockPool(4)
+    pool.release(chain(pool, 1, 2))
+    pool.release(chain(pool, 3, 4))
+    pool.demote(digest(4))
+    pool.release(pool.acquire_cached([digest(3), digest(4)]))
+    assert evicted_order(pool) == [2, 1, 4, 3]
+
+
+def parent_of(name: int) -> int:
+    """Names form a tree below 0."""
+    return (name - 1) // 2
+
+
 class PoolMachine(RuleBasedStateMachine):
     """The pool against a naive model: lists of held blocks and a map from names to blocks."""
 
@@ -221,7 +278,7 @@ class PoolMachine(RuleBasedStateMachine):
         blocks = data.draw(st.sampled_from(self.held))
         if blocks:
             block = data.draw(st.sampled_from(blocks))
-            self.pool.publish(block, digest(name))
+            self.pool.publish(block, digest(name), digest(parent_of(name)) if name else None)
             if name not in self.names.values():
                 self.names.setdefault(block, name)
 
@@ -247,6 +304,21 @@ class PoolMachine(RuleBasedStateMachine):
         (self.pool.pin if is_pinned else self.pool.unpin)([digest(name) for name in names])
         self.pinned = self.pinned | set(names) if is_pinned else self.pinned - set(names)
         assert self.pool.pinned_digests() == {digest(name) for name in self.pinned}
+
+    @rule(name=st.integers(0, 9))
+    def demote(self, name: int) -> None:
+        blocks = {name: block for block, name in self.names.items()}
+        kept = {block for held in self.held for block in held} | {blocks[n] for n in self.pinned & set(blocks)}
+        demoted: list[int] = []
+        before = list(self.pool._evictable)
+        self.pool.demote(digest(name))
+        while blocks.get(name) not in (None, *kept) and all(
+            child in demoted for child in blocks if child and parent_of(child) == name
+        ):
+            demoted.append(name)
+            name = parent_of(name) if name else -1
+        first = [blocks[name] for name in demoted]
+        assert list(self.pool._evictable) == [*first, *(block for block in before if block not in first)]
 
     @rule()
     def take_events(self) -> None:

@@ -28,6 +28,7 @@ from protocol.messages import (
     ChunkArrived,
     Decode,
     LeaseGrant,
+    LeaseRequest,
     Message,
     PeerAddress,
     PeerHello,
@@ -358,6 +359,7 @@ def test_no_lease_is_granted_to_a_sender_that_is_known_to_be_dead(model: Path) -
 def test_a_notification_that_cannot_be_read_is_dropped(model: Path, payload: bytes) -> None:
     role, engine = make_receiver(model)
     role.accept(Decode(request_id="r", token_ids=[7] * 20, sampling=GREEDY, prefill_worker=address("p")), 0.0)
+    role.requested(LeaseRequest(sender=address("p"), request_id="r"), 0.0)
     role.pump(0.0)
     role.notified(Notification("p", 1, payload), 0.0)
     assert (role.num_open, role.num_leases, engine.pool.num_used) == (1, 1, 3)

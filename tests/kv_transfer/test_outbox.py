@@ -141,7 +141,7 @@ def test_revoking_an_early_grant_confirms_and_forgets_it() -> None:
     outbox.revoked("r", "d", 1, 5)
     assert outbox.take_ended() == [LeaseEnded("d", 1, "r", 5, "revoked by the receiver")]
     open_handoff(outbox)
-    assert outbox.heartbeat_handoffs == []
+    assert outbox.heartbeat_handoffs == [("r", 0)]
 
 
 def test_an_early_grant_whose_request_never_comes_is_given_back() -> None:

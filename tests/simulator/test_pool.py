@@ -75,6 +75,23 @@ def test_the_slower_of_two_equal_prompts_keeps_its_blocks_to_itself() -> None:
     pool.check_integrity()
 
 
+def test_what_a_peer_has_read_goes_first_up_to_where_another_chain_hangs() -> None:
+    pool = Pool(8)
+    shared = chain("s", 2)
+    a, b = shared + chain("a", 2), shared + chain("b", 2)
+    for digests in (chain("c", 2), a, b):
+        fill(pool, digests)
+    user = allocate(pool, a, 4)
+    pool.demote(a)  # in use
+    pool.demote(shared)  # both hang from it
+    pool.demote(b)
+    pool.demote(chain("d", 1))  # not here
+    pool.release(user)
+    pool.take_events()
+    allocate(pool, (), 3)
+    assert pool.take_events() == ([], [b[3], b[2], b"c1"])
+
+
 def test_books_agree_through_random_use() -> None:
     seed = 5
     print(f"seed {seed}")
@@ -94,6 +111,7 @@ def test_books_agree_through_random_use() -> None:
             taken = pool.try_allocate(digests, rng.randint(0, len(digests)), len(digests) + rng.randint(0, 3))
             num_refused += taken is None
             in_use += [] if taken is None else [taken]
+            pool.demote(rng.choice(chains)[: rng.randint(0, 14)])
         stored, removed = pool.take_events()
         assert not known & set(stored) - set(removed)
         known = (known - set(removed)) | set(stored) if not set(stored) & set(removed) else known

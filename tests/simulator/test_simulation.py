@@ -12,6 +12,7 @@ from simulator.arrivals import at_load, load_of, spread
 from simulator.cluster import Cluster
 from simulator.machine import MACHINES
 from simulator.policies import POLICIES
+from simulator.pool import Pool
 from simulator.simulation import Outcome, simulate
 
 
@@ -101,7 +102,23 @@ def test_the_router_learns_what_steps_cost() -> None:
     assert outcome.step_error < 0.05  # its prior is off by a factor of two to seven
 
 
-def test_a_peer_is_read_where_that_is_faster() -> None:
+def test_a_long_prompt_takes_no_room_to_decode_in_before_it_is_computed() -> None:
+    machine = replace(MACHINES["h200-8b"], pool_tokens=600_000)
+    requests = [TraceRequest(0.0, 500_000, 50, ()), TraceRequest(5.0, 150_000, 50, ())]
+    outcome = simulate(requests, make_cluster(num_prefill=2, num_decode=1, machine=machine), "round_robin")
+    long, short = outcome.jobs
+    assert short.first_token_s is not None
+    assert short.second_token_s is not None
+    assert long.first_token_s is not None
+    assert long.second_token_s is not None
+    assert short.second_token_s < long.first_token_s
+    for job in (long, short):
+        assert job.second_token_s - job.first_token_s < 1.0, "its room was there when its prompt was computed"
+
+
+def test_a_peer_is_read_where_that_is_faster_and_its_copy_is_demoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    demoted: list[int] = []
+    monkeypatch.setattr(Pool, "demote", lambda self, digests: demoted.append(self.count_cached(digests)))
     # A prompt is cached on one worker, which gets a much longer one behind it; then the prompt comes again.
     shared = tuple(range(100))
     requests = [
@@ -115,6 +132,7 @@ def test_a_peer_is_read_where_that_is_faster() -> None:
     )
     assert [job.num_loaded_tokens for job in reading.jobs] == [0, 0, 99 * TRACE_BLOCK_SIZE]
     assert [job.num_loaded_tokens for job in computing.jobs] == [0, 0, 0]
+    assert demoted == [99]
     assert reading.jobs[2].first_token_s < computing.jobs[2].first_token_s  # type: ignore[operator]
 
 

@@ -37,6 +37,9 @@ class Recorder:
         self.num_gaps += run.num_seqs * run.num_steps - run.num_joined
         self.num_prompt_tokens += num_prompt_tokens
 
+    def admitted(self, worker: SimulatedWorker, job: Job) -> None:
+        pass
+
     def prefilled(self, worker: SimulatedWorker, job: Job) -> None:
         pass
 

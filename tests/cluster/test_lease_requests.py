@@ -1,0 +1,233 @@
+"""When a decode worker is asked for room: as late as the transfer allows, and in whatever order messages come."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode_worker import DecodeRole
+from engine.engine import Engine
+from kv_transfer.links import PeerLinks
+from kv_transfer.transport.in_process import InProcessHub, InProcessTransport
+from prefill_worker import PrefillRole
+from prefill_worker.role import _Written
+from protocol.config import TransferConfig
+from protocol.messages import (
+    Decode,
+    LeaseGrant,
+    LeaseRefused,
+    LeaseRequest,
+    Message,
+    PeerAddress,
+    PeerHello,
+    Prefill,
+)
+from protocol.sampling import SamplingParams
+from tests.cluster.harness import BLOCK_SIZE, engine_config
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+STEP_TOKENS = 4 * BLOCK_SIZE
+TIMEOUT_S = 30.0
+P, D = PeerAddress("p", 1, "", ""), PeerAddress("d", 1, "", "")
+
+
+class Side:
+    """One role with a link to its peer, whose messages the test plays."""
+
+    def __init__(self, tiny_model: Path, me: PeerAddress, peer: PeerAddress) -> None:
+        self.now = 0.0
+        config = engine_config(tiny_model, num_blocks=28, max_num_batched_tokens=STEP_TOKENS)
+        self.engine = Engine(config, clock=lambda: self.now)
+        hub = InProcessHub()
+        transport = InProcessTransport(me.worker_id, 1, self.engine.kv, hub)
+        other = InProcessTransport(peer.worker_id, 1, torch.zeros_like(self.engine.kv), hub)
+        self.sent: list[Message] = []
+        self.failed: list[str] = []
+        links = PeerLinks(me, {}, transport, lambda _, message: self.sent.append(message), timeout_s=TIMEOUT_S)
+        links.connect(peer, 0.0)
+        hello = PeerHello(sender=peer, compatibility={}, transport_metadata=other.local_metadata(), is_reply=True)
+        assert links.hello(hello) is not None
+        fail = lambda request_id, message, code: self.failed.append(message)  # noqa: E731
+        transfer = TransferConfig(transport="in_process", handoff_timeout_s=TIMEOUT_S)
+        self.prefill = PrefillRole(self.engine, transport, links, transfer, fail, lambda request_id: None)
+        self.decode = DecodeRole(self.engine, links, transfer, fail, first_generation=1)
+
+    def ids(self, kind: type[Any]) -> list[str]:
+        return [message.request_id for message in self.sent if isinstance(message, kind)]
+
+    # As the prefill worker.
+
+    def send(self, request_id: str, num_tokens: int) -> None:
+        tokens = random.Random(request_id).choices(range(5, 250), k=num_tokens)
+        self.prefill.accept(
+            Prefill(request_id=request_id, token_ids=tokens, sampling=GREEDY, decode_worker=D), self.now
+        )
+
+    def measured(self, *, seconds_per_block: float) -> None:
+        self.prefill._written["d"] = _Written(1, self.engine.block_bytes, seconds_per_block)
+
+    def run_step(self) -> None:
+        """One step of a second."""
+        self.prefill.pump(self.now)
+        clock = iter((self.now, self.now + 1.0))
+        self.engine._clock = lambda: next(clock)
+        result = self.engine.step()
+        self.now += 1.0
+        if result is not None:
+            self.prefill.after_step(result)
+        self.prefill.pump(self.now)
+
+    # As the decode worker.
+
+    def receive(self, request_id: str, num_tokens: int) -> None:
+        tokens = random.Random(request_id).choices(range(5, 250), k=num_tokens)
+        self.decode.accept(Decode(request_id=request_id, token_ids=tokens, sampling=GREEDY, prefill_worker=P), self.now)
+
+    def ask(self, request_id: str, sender: PeerAddress = P) -> None:
+        self.decode.requested(LeaseRequest(sender=sender, request_id=request_id), self.now)
+
+    def end(self, *request_ids: str) -> None:
+        for request_id in request_ids:
+            self.prefill.cancel(request_id)
+            self.decode.cancel(request_id)
+        self.decode.peer_lost("p", 1)
+        self.prefill.pump(self.now)
+        self.prefill.check_integrity(idle=True)
+        self.decode.check_integrity(idle=True)
+        self.engine.check_integrity(idle=True)
+
+
+@pytest.fixture
+def sender(tiny_model: Path) -> Side:
+    return Side(tiny_model, P, D)
+
+
+@pytest.fixture
+def receiver(tiny_model: Path) -> Side:
+    return Side(tiny_model, D, P)
+
+
+# Six steps, and a link on which all of the prompt takes as long as some of them.
+@pytest.mark.parametrize(
+    ("transfer_steps", "asked_after"), [(0.1, 4), (1.5, 4), (2.5, 3), (3.5, 2), (5.5, 0), (100.0, 0)]
+)
+def test_room_is_asked_for_as_late_as_the_transfer_allows(
+    sender: Side, transfer_steps: float, asked_after: int
+) -> None:
+    sender.measured(seconds_per_block=transfer_steps / 24)
+    sender.prefill._step_s = 1.0
+    sender.send("r", 6 * STEP_TOKENS)
+    for num_steps in range(6):
+        sender.prefill.pump(sender.now)
+        assert bool(sender.ids(LeaseRequest)) == (num_steps >= asked_after), f"after {num_steps} steps"
+        sender.run_step()
+    assert sender.ids(LeaseRequest) == ["r"], "once"
+    sender.end("r")
+
+
+def test_a_link_that_nothing_is_known_of_is_asked_at_once(sender: Side) -> None:
+    sender.send("r", 6 * STEP_TOKENS)
+    sender.prefill.pump(0.0)
+    assert sender.ids(LeaseRequest) == ["r"]
+    sender.end("r")
+
+
+def test_prompts_in_the_queue_ask_when_their_turn_is_near(sender: Side) -> None:
+    sender.measured(seconds_per_block=0.0)
+    sender.prefill._step_s = 1.0
+    for request_id, num_steps in (("a", 3), ("b", 1), ("c", 1)):
+        sender.send(request_id, num_steps * STEP_TOKENS)
+    asked = []
+    for _ in range(5):
+        sender.prefill.pump(sender.now)
+        asked.append("".join(sender.ids(LeaseRequest)))
+        sender.run_step()
+    assert asked == ["", "a", "ab", "abc", "abc"]
+    sender.end("a", "b", "c")
+
+
+def test_a_cached_prompt_asks_before_its_only_step(sender: Side) -> None:
+    sender.measured(seconds_per_block=0.0)
+    sender.send("first", 6 * STEP_TOKENS)
+    for _ in range(6):
+        sender.run_step()
+    sender.prefill.cancel("first")
+    sender.prefill.pump(sender.now)
+    tokens = random.Random("first").choices(range(5, 250), k=6 * STEP_TOKENS)
+    sender.prefill.accept(Prefill(request_id="again", token_ids=tokens, sampling=GREEDY, decode_worker=D), sender.now)
+    sender.prefill.pump(sender.now)
+    assert sender.ids(LeaseRequest) == ["first", "again"]
+    sender.end("again")
+
+
+def test_a_prompt_that_was_never_granted_fails_in_time_after_it_asked(sender: Side) -> None:
+    sender.measured(seconds_per_block=0.0)
+    sender.prefill._step_s = 1.0
+    sender.send("r", 6 * STEP_TOKENS)
+    sender.prefill.pump(100.0)
+    assert sender.prefill.live_handoffs == [("r", 0)], "not asked for yet, so nobody is late"
+    for _ in range(5):
+        sender.run_step()
+    sender.prefill.pump(sender.now - 1.0 + TIMEOUT_S)
+    assert len(sender.failed) == 1
+    assert "granted no lease in time" in sender.failed[0]
+    sender.end()
+
+
+def test_no_room_is_taken_before_it_is_asked_for(receiver: Side) -> None:
+    receiver.receive("r", 10 * BLOCK_SIZE)
+    receiver.decode.pump(0.0)
+    assert (receiver.engine.pool.num_used, receiver.ids(LeaseGrant)) == (0, [])
+    receiver.ask("r")
+    receiver.ask("r")
+    receiver.decode.pump(0.0)
+    assert (receiver.engine.pool.num_used, receiver.ids(LeaseGrant)) == (10, ["r"])
+    receiver.end("r")
+
+
+def test_room_is_given_in_the_order_in_which_it_was_asked_for(receiver: Side) -> None:
+    for request_id, num_blocks in (("late", 10), ("large", 25), ("small", 10)):
+        receiver.receive(request_id, num_blocks * BLOCK_SIZE)
+    for request_id in ("small", "large", "late"):
+        receiver.ask(request_id)
+    receiver.decode.pump(0.0)
+    assert receiver.ids(LeaseGrant) == ["small"], "a large prompt is not overtaken"
+    receiver.end("small", "large", "late")
+
+
+def test_a_request_for_a_lease_may_come_before_the_request(receiver: Side) -> None:
+    receiver.ask("r", PeerAddress("p", 0, "", ""))  # of an earlier process of that name
+    receiver.receive("r", BLOCK_SIZE)
+    receiver.decode.pump(0.0)
+    assert receiver.ids(LeaseGrant) == []
+    receiver.decode.cancel("r")
+    receiver.ask("r")
+    receiver.receive("r", BLOCK_SIZE)
+    receiver.decode.pump(0.0)
+    assert receiver.ids(LeaseGrant) == ["r"]
+    receiver.end("r")
+
+
+@pytest.mark.parametrize("is_requested", [True, False])
+def test_the_sender_vouches_for_a_prompt_until_it_asks_for_room(receiver: Side, is_requested: bool) -> None:
+    receiver.receive("large", 25 * BLOCK_SIZE)
+    receiver.ask("large")
+    receiver.receive("r", 10 * BLOCK_SIZE)
+    if is_requested:
+        receiver.ask("r")
+    receiver.decode.heartbeat("p", 1, [("r", 0)], 20.0)
+    receiver.decode.heartbeat("other", 1, [("r", 0)], 40.0)
+    receiver.decode.heartbeat("p", 1, [("large", 1)], 20.0)
+    receiver.decode.pump(TIMEOUT_S - 0.1)
+    assert receiver.failed == []
+    receiver.decode.pump(TIMEOUT_S)
+    assert len(receiver.failed) == int(is_requested)
+    receiver.decode.pump(20.0 + TIMEOUT_S)
+    assert receiver.ids(LeaseRefused) == ["r"]
+    missing = "room in the decode worker's pool" if is_requested else "news of the prompt"
+    assert f"no {missing} for 30.0 s" in receiver.failed[0]
+    receiver.end("large")
