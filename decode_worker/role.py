@@ -112,9 +112,11 @@ class DecodeRole:
         extend_digests(sequence.digests, sequence.root, sequence.token_ids, self._engine.config.block_size)
         self._links.remember(sender)
         deadline = now + self._config.handoff_timeout_s
-        is_requested = (request.request_id, sender.worker_id, sender.epoch) in self._early
-        self._pending[request.request_id] = _Pending(sequence, sender, deadline, is_requested)
-        self._early.pop((request.request_id, sender.worker_id, sender.epoch), None)
+        pending = self._pending[request.request_id] = _Pending(sequence, sender, deadline)
+        early = (request.request_id, sender.worker_id, sender.epoch)
+        if early in self._early:
+            del self._early[early]
+            pending.is_requested = True
 
     def requested(self, message: LeaseRequest, now: float) -> None:
         """The prompt's KV will be here soon: from now on the request waits for room. Before that it would be empty."""
@@ -145,7 +147,9 @@ class DecodeRole:
         self._leases.extend(sender_id, sender_epoch, handoffs, now=now)
         for request_id, generation in handoffs:
             pending = self._pending.get(request_id) if generation == 0 else None
-            if pending is not None and not pending.is_requested and pending.sender.worker_id == sender_id:
+            if pending is None or pending.is_requested:
+                continue
+            if (pending.sender.worker_id, pending.sender.epoch) == (sender_id, sender_epoch):
                 pending.deadline = now + self._config.handoff_timeout_s
 
     def notified(self, notification: Notification, now: float) -> None:

@@ -243,9 +243,9 @@ class PrefillRole:
 
     def _request_leases(self, now: float) -> None:
         """Ask for the room that is needed before long."""
-        for handoff in self._due():
-            if handoff.is_requested:
-                continue
+        if all(handoff.is_requested for handoff in self._handoffs.values()):
+            return
+        for handoff in [handoff for handoff in self._due() if not handoff.is_requested]:
             handoff.is_requested = True
             request_id, receiver = handoff.sequence.request_id, handoff.receiver
             self._outbox.requested(request_id, grant_deadline=now + self._config.handoff_timeout_s)

@@ -220,7 +220,8 @@ def test_the_sender_vouches_for_a_prompt_until_it_asks_for_room(receiver: Side, 
     if is_requested:
         receiver.ask("r")
     receiver.decode.heartbeat("p", 1, [("r", 0)], 20.0)
-    receiver.decode.heartbeat("other", 1, [("r", 0)], 40.0)
+    for other, epoch in (("other", 1), ("p", 0)):
+        receiver.decode.heartbeat(other, epoch, [("r", 0)], 40.0)
     receiver.decode.heartbeat("p", 1, [("large", 1)], 20.0)
     receiver.decode.pump(TIMEOUT_S - 0.1)
     assert receiver.failed == []
