@@ -8,6 +8,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#if PY_BIG_ENDIAN
+#error "written for little-endian processors: on others protocol/digest.py hashes in Python"
+#endif
+
 enum { DIGEST_BYTES = 16, CHUNK_BYTES = 128, TOKEN_BYTES = 4 };
 
 // Beyond 8,192 tokens (60 us) other threads run meanwhile. To get the interpreter back may take 5 ms: below, it is kept.

@@ -482,9 +482,9 @@ class _Request:
     def _cheapest(self, cost_s: Vector) -> int:
         """The worker of the least cost; among equals that with the least work done, and then the first."""
         equals = (cost_s == cost_s.item(cost_s.argmin())).nonzero()[0]
-        if len(equals) > 1:
-            equals = equals[self._table.num_placed_tokens[equals].argmin() :]
-        return int(equals[0])
+        if len(equals) == 1:
+            return int(equals[0])
+        return int(equals[self._table.num_placed_tokens[equals].argmin()])
 
     def _candidate(self, prefill: int, decode: int, transfer_s: float = 0.0) -> Candidate:
         prefill_side, decode_side, workers = self._prefill, self._decode, self._table.workers
@@ -499,15 +499,15 @@ class _Request:
         )
         for source, readers in zip(reversed(self._sources), reversed(prefill_side.readers), strict=True):
             if readers.item(prefill):
-                num_cached = (
-                    source.num_tokens[prefill] if isinstance(source.num_tokens, np.ndarray) else source.num_tokens
-                )
+                num_cached = source.num_tokens
+                if isinstance(num_cached, np.ndarray):
+                    num_cached = num_cached.item(prefill)
                 return Candidate(workers[prefill], workers[decode], int(num_cached), source.holder, terms, source.tier)
         return Candidate(workers[prefill], workers[decode], int(self._hit_tokens.item(prefill)), None, terms)
 
 
 def _among(mask: Mask, cost_s: Vector) -> Vector:
-    """The costs, with infinity in place of those of workers that are not in the mask."""
+    """The same array, after the costs of workers that are not in the mask became infinite."""
     np.putmask(cost_s, ~mask, math.inf)
     return cost_s
 

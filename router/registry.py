@@ -166,7 +166,7 @@ class WorkerTable:
         self.can_prefill = _mask(can_prefill(worker) for worker in workers)
         self.can_decode = _mask(can_decode(worker) for worker in workers)
         self._none = np.zeros(len(workers), dtype=bool)
-        self.everyone, self.zeros = ~self._none, np.zeros(len(workers))
+        self.everyone, self.zeros = ~self._none, np.zeros(len(workers))  # not to be written to
         self._serving = {adapter: _mask(adapter in card.adapters for card in cards) for adapter in _adapters(cards)}
         self._named: dict[tuple[str, ...], Mask] = {}
         self.is_decoder = _vector(worker.role == Role.DECODE for worker in workers)
