@@ -191,10 +191,7 @@ class FairQueue:
     def in_order(self, now: float) -> Iterator[Ticket]:
         """The waiting requests in the order in which they would be served. Change nothing while you read it."""
         # Among equal tags the tenant with fewer waiting goes first: one that just came, before one that floods.
-        heads = [
-            (line.start_tag, len(line.tickets), tenant, line.in_order(now))
-            for tenant, line in self._busy.items()
-        ]
+        heads = [(line.start_tag, len(line.tickets), tenant, line.in_order(now)) for tenant, line in self._busy.items()]
         heapq.heapify(heads)
         while heads:
             start_tag, num_tickets, tenant, tickets = heads[0]
