@@ -145,7 +145,7 @@ async def _edge(endpoint: str, num_tokens: int, step_ms: int, seed: int) -> None
 async def _served() -> AsyncIterator[RequestFlow]:
     """A request flow with its workers."""
     endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(_NUM_WORKERS)]
-    flow, client = make_flow(CollectorRegistry(), RouterConfig())
+    flow, client = make_flow(CollectorRegistry(), RouterConfig(worker_timeout_s=60.0))
     with _process("benchmarks.native_edge", "worker", *endpoints):
         await client.start()
         try:
