@@ -42,6 +42,7 @@ _NUM_WORKERS = 2
 _NUM_PROMPTS = 256
 _PROMPT_TOKENS = 500
 _WARM_UP_S, _MEASURED_S = 1.0, 4.0
+_START_TIMEOUT_S = 60.0
 _NUM_DECISIONS = 2000
 _NUM_ROUNDS = 5
 _TENANTS = (1, 4, 1000)
@@ -145,7 +146,7 @@ async def _edge(endpoint: str, num_tokens: int, step_ms: int, seed: int) -> None
 async def _served() -> AsyncIterator[RequestFlow]:
     """A request flow with its workers."""
     endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(_NUM_WORKERS)]
-    flow, client = make_flow(CollectorRegistry(), RouterConfig(worker_timeout_s=60.0))
+    flow, client = make_flow(CollectorRegistry(), RouterConfig(worker_timeout_s=_START_TIMEOUT_S))
     with _process("benchmarks.native_edge", "worker", *endpoints):
         await client.start()
         try:
@@ -180,6 +181,9 @@ async def _asked(backend: Backend, num_tokens: int, step_ms: int, seed: int) -> 
 
 async def _measured(flow: RequestFlow, seconds: float) -> tuple[float, float]:
     """CPU microseconds of this process for each request let through, and how many of those a second."""
+    async with asyncio.timeout(_START_TIMEOUT_S):
+        while _num_admitted(flow) < _CONCURRENCY:  # noqa: ASYNC110 - who asks may be another process
+            await asyncio.sleep(0.05)
     await asyncio.sleep(_WARM_UP_S)
     started_s, before_s, num_before = time.perf_counter(), time.process_time(), _num_admitted(flow)
     await asyncio.sleep(seconds)

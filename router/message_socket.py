@@ -42,7 +42,9 @@ class MessageSocket:
     def send(self, *frames: bytes) -> None:
         """Queue a message; after `close` nothing happens. Never blocks where the socket's queue has no limit."""
         if not self._socket.closed:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            for frame in frames[:-1]:
+                self._socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE)
+            self._socket.send(frames[-1], zmq.NOBLOCK)
             # NOTE: the descriptor tells of new messages once, and sending may have taken that word in.
             self._look_again()
 

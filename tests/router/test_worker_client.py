@@ -21,7 +21,7 @@ from protocol.messages import (
     WorkerState,
 )
 from protocol.sampling import SamplingParams
-from router.worker_client import Inbox
+from router.worker_client import LEARN_INTERVAL_S, Inbox
 from tests.router.fake_worker import FakeWorker, fake_cluster, silent, until
 
 
@@ -102,6 +102,25 @@ def test_steps_teach_the_cost_model_and_beats_carry_the_load() -> None:
 
             await until(has_beaten)
             assert state.step_age_s == 0.5
+
+    asyncio.run(scenario())
+
+
+def test_of_steps_in_quick_succession_one_teaches_the_cost_model() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            worker, model = cluster.workers["d"], cluster.costs.steps("cpu-1")
+            now = [100.0]
+            cluster.client._clock = lambda: now[0]
+            state = cluster.registry.get("d")
+            assert state is not None
+            for num_running in (1, 2, 3):
+                worker.output(*[SequenceDelta("unknown", 0, [1])] * num_running)
+            await until(lambda: state.load.num_running == 3)
+            assert model.num_measurements == 1
+            now[0] += LEARN_INTERVAL_S
+            worker.output()
+            await until(lambda: model.num_measurements == 2)
 
     asyncio.run(scenario())
 
