@@ -118,7 +118,7 @@ def test_of_steps_in_quick_succession_one_teaches_the_cost_model() -> None:
                 worker.output(*[SequenceDelta("unknown", 0, [1])] * num_running)
             await until(lambda: state.load.num_running == 3)
             assert model.num_measurements == 1
-            now[0] += LEARN_INTERVAL_S
+            now[0] += 2 * LEARN_INTERVAL_S
             worker.output()
             await until(lambda: model.num_measurements == 2)
 
