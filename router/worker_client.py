@@ -82,7 +82,26 @@ class LegEvent(NamedTuple):
     item: SequenceDelta | ServingError
 
 
-Inbox = asyncio.Queue[LegEvent]  # one per request, shared by its legs
+class Inbox:
+    """What has come for one request from all its legs. One task takes it; `asyncio.Queue` costs three times as much."""
+
+    def __init__(self) -> None:
+        self._events: list[LegEvent] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, event: LegEvent) -> None:
+        """Add news."""
+        self._events.append(event)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[LegEvent]:
+        """All news there is, and at least one."""
+        if not self._events:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        events, self._events = self._events, []
+        return events
 
 
 class Leg:
@@ -118,7 +137,7 @@ class Leg:
         """Pass news on to the request; the last news closes the leg."""
         if isinstance(item, ServingError) or item.finish_reason is not None:
             self.close()
-        self._inbox.put_nowait(LegEvent(self, item))
+        self._inbox.put(LegEvent(self, item))
 
 
 class _Link:
