@@ -190,18 +190,24 @@ class FairQueue:
 
     def in_order(self, now: float) -> Iterator[Ticket]:
         """The waiting requests in the order in which they would be served. Change nothing while you read it."""
+        if self._num_tickets == 1:  # mostly: it came to workers that have room
+            (line,) = self._busy.values()
+            (ticket,) = line.tickets
+            ticket.start_tag = line.start_tag
+            yield ticket
+            return
         # Among equal tags the tenant with fewer waiting goes first: one that just came, before one that floods.
         heads = [(line.start_tag, len(line.tickets), tenant, line.in_order(now)) for tenant, line in self._busy.items()]
         heapq.heapify(heads)
         while heads:
             start_tag, num_tickets, tenant, tickets = heads[0]
-            ticket = next(tickets, None)
-            if ticket is None:
+            following = next(tickets, None)
+            if following is None:
                 heapq.heappop(heads)
                 continue
-            ticket.start_tag = start_tag
-            yield ticket
-            start_tag += ticket.work.worker_s / self._weight_of(tenant)
+            following.start_tag = start_tag
+            yield following
+            start_tag += following.work.worker_s / self._weight_of(tenant)
             heapq.heapreplace(heads, (start_tag, num_tickets, tenant, tickets))
 
     def start_tag(self, tenant: str, priority: int) -> float:
