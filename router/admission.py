@@ -50,6 +50,7 @@ LEAD_S = 10.0  # of a request within its tenant's share: at its worker it overta
 SHORT_STEP_LOSS = 0.1  # of a step that is soon over, its fixed part
 MAX_QUEUED_REQUESTS = 16_384  # each holds a connection and its prompt, however few of its tokens are new
 NUM_ROUNDS = 2  # of a forecast
+_NOTHING_HELD: Mapping[str, Held] = {}
 MAX_SCANNED = 64  # waiting requests looked at for one that a free worker is best for
 MAX_PLACED = 8  # of these, how many are placed again
 PLACEMENT_AGE_S = 0.05  # younger ones are not made again but for the first in line
@@ -171,7 +172,7 @@ class Admission:
         self._tenants = tenants
         self._config = config
         self._queue = FairQueue(lambda tenant: tenants.policy(tenant).weight)
-        self._held: dict[tuple[str, str], Held] = {}  # by tenant and worker
+        self._held: dict[str, dict[str, Held]] = {}  # by tenant and worker
         self._num_held: Counter[tuple[str, str]] = Counter()  # parts in each
         self._deadlines: list[tuple[float, int, Waiting]] = []  # heap; entries of requests that left are stale
         self._num_deadlines = 0
@@ -200,7 +201,7 @@ class Admission:
             offer.expected_output_tokens,
             now,
             order=order,
-            held={worker: held for (tenant, worker), held in self._held.items() if tenant == offer.tenant},
+            held=self._held.get(offer.tenant, _NOTHING_HELD),
             num_others=num_others,
             needs=self.needs(offer),
         )
@@ -209,11 +210,14 @@ class Admission:
         ahead = waiting = self._queue.ahead(offer.tenant, offer.priority, now)
         start_s = max(terms.queue_s, self._start_s(placement, ahead, order))
         for _ in range(NUM_ROUNDS):  # the longer it waits, the more of others' next requests go first
-            ahead = self._queue.ahead(offer.tenant, offer.priority, now, start_s)
+            before, ahead = ahead, self._queue.ahead(offer.tenant, offer.priority, now, start_s)
+            if ahead == before:
+                break
             start_s = max(terms.queue_s, self._start_s(placement, ahead, order))
         ttft_s = start_s + terms.fetch_s + terms.prefill_s
         forecast = Forecast(placement, work, waiting, start_s, ttft_s, slo_s, None)
-        return forecast._replace(error=self._refusal(offer, forecast, policy.max_queue_share))
+        error = self._refusal(offer, forecast, policy.max_queue_share)
+        return forecast if error is None else forecast._replace(error=error)
 
     def enter(self, offer: Offer, forecast: Forecast, now: float, payload: Any = None) -> Waiting:
         """Put a request in the queue, with what was forecast just now; `next` may let it through at once.
@@ -260,6 +264,10 @@ class Admission:
                 break
             waiting = cast(Waiting, ticket)
             order = self._order(waiting.start_tag, waiting.forecast.slo_s, now)
+            # What came this moment is placed. The first in line is so again, others where that may change something.
+            is_fresh = waiting.version == version and len(self._queue) == 1
+            if is_fresh and self._takes(waiting.placement, order):
+                return self._let_go(waiting, now)
             if num_scanned == 0 and self._placer.can_place and not self._is_room_anywhere(order):
                 if not self._is_room_to_overtake(waiting, order, now):
                     return None
@@ -270,8 +278,6 @@ class Admission:
                 continue  # no room for this one; it is not in front of those that overtake it
             is_roomy = self._has_room(waiting.placement.best.prefill, order)
             is_old = now - waiting.placed_s > PLACEMENT_AGE_S
-            # What came this moment is placed. The first in line is so again, others where that may change something.
-            is_fresh = waiting.version == version and len(self._queue) == 1
             if is_fresh or num_scanned == 0 or (num_placed < MAX_PLACED and (is_roomy or is_old)):
                 num_placed += 1
                 try:
@@ -279,8 +285,7 @@ class Admission:
                         self._place_again(waiting, held, now)
                 except ServingError as exc:
                     return self._drop(waiting, exc)
-                best = waiting.placement.best
-                if self._has_room(best.prefill, order) and best.terms.memory_s < self._room_s(best.prefill):
+                if self._takes(waiting.placement, order):
                     return self._let_go(waiting, now)
             for worker_id, part in held_by(waiting):
                 held[worker_id] = held[worker_id].plus(part) if worker_id in held else part
@@ -363,7 +368,9 @@ class Admission:
         assert len(self._queue) == len(self._waiting), f"{len(self._queue)} queued, {len(self._waiting)} waiting"
         held = Counter((one.tenant, worker_id) for one in self._waiting for worker_id, _ in held_by(one))
         assert held == self._num_held, "held requests disagree"
-        assert held.keys() == self._held.keys(), "what is held is of other workers"
+        found = {(tenant, worker_id) for tenant, workers in self._held.items() for worker_id in workers}
+        assert held.keys() == found, "what is held is of other workers"
+        assert all(self._held.values()), "a tenant without anything held is remembered"
 
     def _refusal(self, offer: Offer, forecast: Forecast, max_share: float) -> ServingError | None:
         """Why the request is not taken in, if it is not."""
@@ -412,18 +419,22 @@ class Admission:
     def _start_s(self, placement: Placement, ahead: Work, order: float) -> float:
         """Predicted seconds until what is ahead has been begun, by prompts to compute and by memory for answers.
 
-        Prompts are taken as a fluid that the workers of a side share: it fills the shortest queues first.
+        Prompts are taken as a fluid that the workers of a side share: it fills the shortest queues first. Where no
+        prompt is ahead only memory counts.
         """
+        memory_s = self._memory_s(placement, ahead)
+        if not ahead.prefill_s:
+            return memory_s
         table = self._registry.table
         side = table.can_prefill if placement.best.is_pair else table.can_decode
         queues = table.pace(self._costs, order).queue_s[side].tolist()
-        return max(fill_level(queues, ahead.prefill_s), self._memory_s(placement, ahead))
+        return max(fill_level(queues, ahead.prefill_s), memory_s)
 
     def _memory_s(self, placement: Placement, ahead: Work) -> float:
         """As `Terms.memory_s`, over all workers that decode: running sequences end evenly over one lifetime."""
         table = self._registry.table
         decoders = table.can_decode
-        capacity, booked = float(table.capacity_tokens[decoders].sum()), float(table.booked_kv_tokens[decoders].sum())
+        booked, capacity = float(table.booked_kv_tokens @ decoders), float(table.capacity_tokens @ decoders)
         lacking = booked + ahead.kv_tokens + placement.num_kv_tokens - capacity
         if lacking <= 0 or booked == 0:
             return 0.0
@@ -458,7 +469,15 @@ class Admission:
 
     def _has_room(self, worker: Worker, order: float) -> bool:
         """Whether the worker would soon have computed what goes before a prompt of this order."""
-        return worker.state is WorkerState.READY and self._queue_s(worker, order) < self._room_s(worker)
+        if worker.state is not WorkerState.READY:
+            return False
+        waits_s = self._queue_s(worker, order)
+        return not waits_s or waits_s < self._room_s(worker)  # there is room for something
+
+    def _takes(self, placement: Placement, order: float) -> bool:
+        """Whether the workers of this placement have room for it."""
+        worker, terms = placement.best.prefill, placement.best.terms
+        return self._has_room(worker, order) and (not terms.memory_s or terms.memory_s < self._room_s(worker))
 
     def _is_room_anywhere(self, order: float) -> bool:
         """Whether any worker has room, of those that prompts may be sent to."""
@@ -572,16 +591,23 @@ class Admission:
 
     def _hold(self, waiting: Waiting, sign: int) -> None:
         """Count a request for, or no longer for, the workers it would go to."""
+        tenant = waiting.tenant
+        held = self._held.setdefault(tenant, {})
         for worker_id, (prefill_s, num_seqs, kv_tokens) in held_by(waiting):
-            key = (waiting.tenant, worker_id)
             part = Held(sign * prefill_s, sign * num_seqs, sign * kv_tokens)
-            self._held[key] = self._held.get(key, Held()).plus(part)
-            self._num_held[key] += sign
-            if self._num_held[key] == 0:
-                del self._held[key], self._num_held[key]
+            held[worker_id] = held[worker_id].plus(part) if worker_id in held else part
+            num_parts = self._num_held[tenant, worker_id] = self._num_held[tenant, worker_id] + sign
+            if num_parts == 0:
+                del held[worker_id], self._num_held[tenant, worker_id]
+        if not held:
+            del self._held[tenant]
 
     def _of(self, tenant: str) -> TenantStats:
-        return self.stats.setdefault(self._tenants.label(tenant), TenantStats())
+        label = self._tenants.label(tenant)
+        stats = self.stats.get(label)
+        if stats is None:
+            stats = self.stats[label] = TenantStats()
+        return stats
 
 
 def held_by(waiting: Waiting) -> Iterator[tuple[str, Held]]:

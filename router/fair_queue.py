@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
+import msgspec
+
 __all__ = ["NO_WORK", "FairQueue", "Ticket", "Work"]
 
 # Of the requests of a tenant that have waited this long the oldest goes first each fourth time, however urgent others
@@ -30,9 +32,8 @@ CREDIT_S = 5.0  # worker seconds, per weight, of its share that a tenant which a
 DEVIATIONS = 1.0  # standard deviations added to what others will ask: it is less five times in six
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What requests are predicted to take."""
+class Work(msgspec.Struct, frozen=True):
+    """What requests are predicted to take. A struct, as several are made for each request."""
 
     num_requests: int = 0
     worker_s: float = 0.0  # worker seconds, prompt and answer: what is shared
@@ -100,6 +101,8 @@ class _Line:
 
     def work_until(self, priority: int) -> Work:
         """Of tickets at least as urgent."""
+        if not self.tickets:
+            return NO_WORK
         levels = self.priorities[: bisect_right(self.priorities, priority)]
         return sum((self.work[level] for level in levels), NO_WORK)
 
@@ -120,6 +123,7 @@ class FairQueue:
     def __init__(self, weight_of: Callable[[str], float]) -> None:
         self._weight_of = weight_of
         self._lines: dict[str, _Line] = {}
+        self._busy: dict[str, _Line] = {}  # those with tickets: of many tenants few wait at a time
         self._virtual_s = 0.0  # worker seconds that a tenant of weight 1 has been served if it always waited
         self._num_tickets = 0
 
@@ -129,15 +133,15 @@ class FairQueue:
     @property
     def total(self) -> Work:
         """Of all that waits."""
-        return sum((line.total for line in self._lines.values() if line.tickets), NO_WORK)
+        return sum((line.total for line in self._busy.values()), NO_WORK)
 
     def tenants(self) -> dict[str, Work]:
         """What waits, by tenant."""
-        return {tenant: line.total for tenant, line in self._lines.items() if line.tickets}
+        return {tenant: line.total for tenant, line in self._busy.items()}
 
     def waiting(self, tenant: str) -> Work:
         """What waits of one tenant."""
-        line = self._lines.get(tenant)
+        line = self._busy.get(tenant)
         return line.total if line else NO_WORK
 
     def add(self, ticket: Ticket) -> None:
@@ -146,6 +150,7 @@ class FairQueue:
         if line is None:
             line = self._lines[ticket.tenant] = _Line(self._virtual_s - CREDIT_S)
         line.start_tag = self._next_tag(line)
+        self._busy[ticket.tenant] = line
         level = line.levels.get(ticket.priority)
         if level is None:
             level = line.levels[ticket.priority] = {}
@@ -165,7 +170,7 @@ class FairQueue:
 
     def remove(self, ticket: Ticket) -> bool:
         """Take a request out that is not served; whether it was here."""
-        line = self._lines.get(ticket.tenant)
+        line = self._busy.get(ticket.tenant)
         if line is None or ticket not in line.tickets:
             return False
         self._take_out(line, ticket)
@@ -176,7 +181,7 @@ class FairQueue:
         line = self._lines[ticket.tenant]
         # With requests that wait for one certain worker, others with later tags are served first: the virtual time
         # is that of the tenant that is furthest behind.
-        self._virtual_s = max(self._virtual_s, min(other.start_tag for other in self._lines.values() if other.tickets))
+        self._virtual_s = max(self._virtual_s, min(other.start_tag for other in self._busy.values()))
         self._take_out(line, ticket)
         line.num_served += 1
         ticket.start_tag = line.start_tag
@@ -185,22 +190,24 @@ class FairQueue:
 
     def in_order(self, now: float) -> Iterator[Ticket]:
         """The waiting requests in the order in which they would be served. Change nothing while you read it."""
+        if self._num_tickets == 1:  # mostly: it came to workers that have room
+            (line,) = self._busy.values()
+            (ticket,) = line.tickets
+            ticket.start_tag = line.start_tag
+            yield ticket
+            return
         # Among equal tags the tenant with fewer waiting goes first: one that just came, before one that floods.
-        heads = [
-            (line.start_tag, len(line.tickets), tenant, line.in_order(now))
-            for tenant, line in self._lines.items()
-            if line.tickets
-        ]
+        heads = [(line.start_tag, len(line.tickets), tenant, line.in_order(now)) for tenant, line in self._busy.items()]
         heapq.heapify(heads)
         while heads:
             start_tag, num_tickets, tenant, tickets = heads[0]
-            ticket = next(tickets, None)
-            if ticket is None:
+            following = next(tickets, None)
+            if following is None:
                 heapq.heappop(heads)
                 continue
-            ticket.start_tag = start_tag
-            yield ticket
-            start_tag += ticket.work.worker_s / self._weight_of(tenant)
+            following.start_tag = start_tag
+            yield following
+            start_tag += following.work.worker_s / self._weight_of(tenant)
             heapq.heapreplace(heads, (start_tag, num_tickets, tenant, tickets))
 
     def start_tag(self, tenant: str, priority: int) -> float:
@@ -219,13 +226,13 @@ class FairQueue:
         Of its own tenant all that is as urgent, and of each other one what is served until its tag passes the
         request's: of what waits there, and of what will have come within `horizon_s` if it asks on as it did, with a
         margin for chance.
-        Costs one step per tenant and level, not per request.
+        Costs one step per level and tenant that waits, or with a horizon that asked lately; not per request.
         """
         own = self._lines.get(tenant)
         ahead = own.work_until(priority) if own else NO_WORK
         start_tag = self._next_tag(own) + ahead.worker_s / self._weight_of(tenant)
         variance = 0.0
-        for name, line in self._lines.items():
+        for name, line in (self._lines if horizon_s > 0 else self._busy).items():
             lead = start_tag - self._next_tag(line)
             if name == tenant or lead < 0 or (not line.tickets and now - line.rated_s > FORGOTTEN_S):
                 continue
@@ -243,6 +250,7 @@ class FairQueue:
     def check_integrity(self) -> None:
         """Raise AssertionError unless sums and orders agree with the tickets."""
         assert self._num_tickets == sum(len(line.tickets) for line in self._lines.values()), "number of tickets"
+        assert self._busy == {name: line for name, line in self._lines.items() if line.tickets}, "who waits"
         for tenant, line in self._lines.items():
             assert line.priorities == sorted(line.levels), f"priorities of {tenant}"
             assert all(line.levels.values()), f"an empty level of {tenant}"
@@ -259,6 +267,8 @@ class FairQueue:
         if not line.levels[priority]:
             del line.levels[priority], line.work[priority]
             line.priorities.remove(priority)
+        if not line.tickets:
+            del self._busy[ticket.tenant]
 
     def _next_tag(self, line: _Line | None) -> float:
         """When the tenant's next request starts: what it did not use lately it may still have, within bounds."""
@@ -270,4 +280,4 @@ class FairQueue:
     def _forget_idle(self) -> None:
         """Forget idle tenants where there are very many."""
         if len(self._lines) > MAX_IDLE_TENANTS:
-            self._lines = {name: line for name, line in self._lines.items() if line.tickets}
+            self._lines = dict(self._busy)

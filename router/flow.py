@@ -107,7 +107,7 @@ class RequestFlow:
         entered = await self._gate.enter(request, self._offer(request, digests))
         placement = entered.placement
         legs: list[Leg] = []
-        inbox: Inbox = asyncio.Queue()
+        inbox = Inbox()
         output: list[int] = []
         num_cached_tokens = 0
         order = DeltaOrder()
@@ -122,7 +122,10 @@ class RequestFlow:
             handoff = _Handoff(legs)
             while True:
                 due: list[SequenceDelta] = []
-                for event in await _next_events(inbox, watch):
+                watch.begin()
+                events = await inbox.take()
+                watch.end()
+                for event in events:
                     if not isinstance(event.item, SequenceDelta):
                         error = event.item
                         break
@@ -156,7 +159,7 @@ class RequestFlow:
         self._is_shut_down = True
         self._gate.close(lambda: NoWorker(SHUTTING_DOWN))
         for inbox, leg in self._running.items():
-            inbox.put_nowait(LegEvent(leg, NoWorker(SHUTTING_DOWN)))
+            inbox.put(LegEvent(leg, NoWorker(SHUTTING_DOWN)))
 
     async def explain(self, request: GenerateRequest) -> dict[str, Any]:
         """What would be decided for this request now, as JSON; nothing is sent or booked. Raises `NoWorker`."""
@@ -289,8 +292,12 @@ class RequestFlow:
     def _watch(self, request: GenerateRequest, inbox: Inbox, legs: list[Leg]) -> SilenceWatch:
         """Puts an error into the inbox when nothing has come for too long."""
         timeout_s = self._config.request_timeout_s
-        error = WorkerError(f"request {request.request_id} got no token within request_timeout_s={timeout_s}")
-        return SilenceWatch(timeout_s, lambda: inbox.put_nowait(LegEvent(legs[-1], error)))
+
+        def fail() -> None:
+            error = WorkerError(f"request {request.request_id} got no token within request_timeout_s={timeout_s}")
+            inbox.put(LegEvent(legs[-1], error))
+
+        return SilenceWatch(timeout_s, fail)
 
     def _note_answer(
         self,
@@ -390,16 +397,6 @@ class _Handoff:
 def _kv_holder(placement: Placement) -> KvHolder | None:
     holder = placement.best.holder
     return None if holder is None else KvHolder(holder.worker.card.address, holder.num_blocks)
-
-
-async def _next_events(inbox: Inbox, watch: SilenceWatch) -> list[LegEvent]:
-    """All news there is, and at least one."""
-    watch.begin()
-    events = [await inbox.get()]
-    watch.end()
-    while not inbox.empty():
-        events.append(inbox.get_nowait())
-    return events
 
 
 def _token_delta(due: list[SequenceDelta]) -> TokenDelta:

@@ -71,7 +71,7 @@ class MissRatioCurve:
         """Count one request: the digests of its prompt's blocks, root first, and the prompt's length in tokens.
 
         A last block that is not full may be among them. The blocks of the `answer` are not asked for, but from now on
-        they can be found. Takes some 50 us, and 200 us for 512 blocks.
+        they can be found. Takes some 55 us, and 190 us for 512 blocks.
         """
         counts = self._counts_of(tenant)
         counts.num_tokens += num_tokens
@@ -81,7 +81,8 @@ class MissRatioCurve:
         if not len(found.idx):
             return
         ends = np.minimum((found.idx + 1) * self.block_size, num_tokens) + (found.spacing - 1) * self.block_size
-        tokens = np.diff(ends, prepend=0)
+        tokens = ends.copy()
+        tokens[1:] -= ends[:-1]
         steps = np.searchsorted(_EDGES[1:-1], found.depth)
         counts.tokens += np.bincount(steps, tokens, len(counts.tokens))
 
@@ -167,26 +168,33 @@ class _SampledStack:
         slots = np.empty(len(tags), np.int64)
         slots[order] = np.searchsorted(self._tags, tags[order])
         is_found = self._tags.take(slots, mode="clip") == tags
-        found = self._locate(np.flatnonzero(is_found), slots[is_found])
-        segments = self._segment_of[slots[is_found]]
+        idx = is_found.nonzero()[0]
+        found_slots = slots[idx]
+        segments = self._segment_of[found_slots]
+        found = self._locate(idx, segments)
         np.subtract.at(self._sizes, segments, found.spacing)
-        self._segment_of[slots[is_found]] = self._num_segments
-        self._insert(tags[~is_found], slots[~is_found])
+        self._segment_of[found_slots] = self._num_segments
+        if len(idx) < len(tags):
+            self._insert(tags[~is_found], slots[~is_found])
         self._sizes[self._num_segments], self._levels[self._num_segments] = len(tags), 0
         self._num_segments += 1
         if len(self._tags) > self._num_slots or self._num_segments == _NUM_SEGMENTS:
             self._sweep()
         return found
 
-    def _locate(self, idx: NDArray[np.int64], slots: NDArray[np.int64]) -> _Found:
-        """Where in the stack these blocks are: those of one segment are spread evenly over it, first ones on top."""
-        segments = self._segment_of[slots]
+    def _locate(self, idx: NDArray[np.int64], segments: NDArray[np.uint16]) -> _Found:
+        """Where in the stack these blocks are: those of one segment are spread evenly over it, first ones on top.
+
+        Written with the array's own methods: `np.diff` and `np.append` would take as long as all of it.
+        """
         sizes = self._sizes[: self._num_segments]
-        above = np.cumsum(sizes[::-1])[::-1] - sizes
-        first = np.flatnonzero(np.append(True, segments[1:] != segments[:-1])[: len(idx)])
-        counts = np.diff(first, append=len(idx))
-        rank = np.arange(len(idx)) - np.repeat(first, counts)
-        share = np.maximum(sizes[segments] / np.repeat(counts, counts), 1.0)
+        above = sizes[::-1].cumsum()[::-1] - sizes
+        is_first = np.ones(len(idx), bool)  # of a run of blocks in one segment
+        is_first[1:] = segments[1:] != segments[:-1]
+        run = is_first.cumsum() - 1
+        counts = np.bincount(run)
+        rank = np.arange(len(idx)) - is_first.nonzero()[0][run]
+        share = np.maximum(sizes[segments] / counts[run], 1.0)
         return _Found(idx, above[segments] + share * (rank + 0.5), 1 << self._levels[segments].astype(np.int64))
 
     def _insert(self, tags: NDArray[np.uint32], slots: NDArray[np.int64]) -> None:

@@ -13,11 +13,12 @@ from contextlib import aclosing
 from functools import partial
 
 import msgspec
-from zmq.asyncio import Context
+import zmq
 from zmq.constants import SocketType
 
 from protocol.errors import ServingError
 from router.edges import wire
+from router.message_socket import MessageSocket
 from router.openai.backend import Backend, GenerateRequest, TokenDelta
 from router.openai.readiness import Ready
 
@@ -46,10 +47,11 @@ class EdgeHub:
         self._expected: set[str] = set()
         self._edges: dict[str, _Edge] = {}  # of the expected ones those that have been heard
         self._tasks: set[asyncio.Task[None]] = set()
-        self._context = Context()
-        self._socket = self._context.socket(SocketType.ROUTER)
-        self._socket.sndhwm = self._socket.rcvhwm = 0  # who runs the edge processes ends those that hang
-        self._socket.bind(endpoint)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = self._context.socket(SocketType.ROUTER)
+        socket.sndhwm = socket.rcvhwm = 0  # who runs the edge processes ends those that hang
+        socket.bind(endpoint)
+        self._socket = MessageSocket(socket, self._on_message)
 
     @property
     def num_running(self) -> int:
@@ -58,8 +60,7 @@ class EdgeHub:
 
     def start(self) -> None:
         """Begin to serve."""
-        for coroutine in (self._receive(), self._tell_status()):
-            self._spawn(coroutine)
+        self._spawn(self._tell_status())
 
     async def close(self) -> None:
         """Cancel everything and close the socket."""
@@ -68,7 +69,7 @@ class EdgeHub:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._socket.close(linger=0)
+        self._socket.close()
         self._context.term()
 
     def expect(self, edge_id: str) -> None:
@@ -82,17 +83,16 @@ class EdgeHub:
         for task in list(edge.calls.values()) if edge is not None else ():
             task.cancel()
 
-    async def _receive(self) -> None:
-        while True:
-            identity, data = await self._socket.recv_multipart()
-            try:
-                message = wire.decode_for_hub(data)
-                if (edge := self._edge(identity)) is not None:
-                    self._dispatch(edge, message)
-            except msgspec.DecodeError as exc:
-                logger.warning("edge process %r sent something that is no message: %s", identity, exc)
-            except Exception:
-                logger.exception("a message of edge process %r could not be handled", identity)
+    def _on_message(self, frames: list[bytes]) -> None:
+        identity, data = frames[0], frames[-1]
+        try:
+            message = wire.decode_for_hub(data)
+            if (edge := self._edge(identity)) is not None:
+                self._dispatch(edge, message)
+        except msgspec.DecodeError as exc:
+            logger.warning("edge process %r sent something that is no message: %s", identity, exc)
+        except Exception:
+            logger.exception("a message of edge process %r could not be handled", identity)
 
     def _edge(self, identity: bytes) -> _Edge | None:
         edge_id = identity.decode(errors="replace")
@@ -100,7 +100,7 @@ class EdgeHub:
             return None
         edge = self._edges.get(edge_id)
         if edge is None:
-            edge = self._edges[edge_id] = _Edge(lambda data: self._socket.send_multipart([identity, data]))
+            edge = self._edges[edge_id] = _Edge(lambda data: self._socket.send(identity, data))
             edge.send(self._status())
         return edge
 

@@ -7,7 +7,7 @@ engines of its model as the workers there are, and places on those that may be g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
@@ -131,7 +131,7 @@ class Queues:
     def waiting(self) -> dict[str, Waiting]:
         """What waits, by model, as siblings are told it."""
         totals = {model: queue.admission.total for model, queue in self._queues.items() if len(queue.admission)}
-        return {model: Waiting(*astuple(total)) for model, total in totals.items()}
+        return {model: Waiting(*msgspec.structs.astuple(total)) for model, total in totals.items()}
 
     def report(self) -> dict[str, Any]:
         """The queues by model, as JSON."""
@@ -161,7 +161,7 @@ class _SharedAdmission(Admission):
         """Siblings let their requests through as fast as we do: while what is ahead goes, so does as much of theirs."""
         total = ahead
         for waiting in self._siblings.waiting_in(self._model):
-            total += Work(*map(min, astuple(ahead), msgspec.structs.astuple(waiting)))
+            total += Work(*map(min, msgspec.structs.astuple(ahead), msgspec.structs.astuple(waiting)))
         return super()._start_s(placement, total, *options)
 
 

@@ -21,7 +21,7 @@ from protocol.messages import (
     WorkerState,
 )
 from protocol.sampling import SamplingParams
-from router.worker_client import Inbox
+from router.worker_client import LEARN_INTERVAL_S, Inbox
 from tests.router.fake_worker import FakeWorker, fake_cluster, silent, until
 
 
@@ -106,6 +106,25 @@ def test_steps_teach_the_cost_model_and_beats_carry_the_load() -> None:
     asyncio.run(scenario())
 
 
+def test_of_steps_in_quick_succession_one_teaches_the_cost_model() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            worker, model = cluster.workers["d"], cluster.costs.steps("cpu-1")
+            now = [100.0]
+            cluster.client._clock = lambda: now[0]
+            state = cluster.registry.get("d")
+            assert state is not None
+            for num_running in (1, 2, 3):
+                worker.output(*[SequenceDelta("unknown", 0, [1])] * num_running)
+            await until(lambda: state.load.num_running == 3)
+            assert model.num_measurements == 1
+            now[0] += 2 * LEARN_INTERVAL_S
+            worker.output()
+            await until(lambda: model.num_measurements == 2)
+
+    asyncio.run(scenario())
+
+
 def test_beats_teach_what_handoffs_cost_each_of_them_once() -> None:
     async def scenario() -> None:
         async with fake_cluster(prefill=silent, decode=silent) as cluster:
@@ -143,7 +162,7 @@ def test_beats_teach_what_handoffs_cost_each_of_them_once() -> None:
 def test_deltas_reach_the_request_they_belong_to() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent) as cluster:
-            inboxes: dict[str, Inbox] = {"a": asyncio.Queue(), "b": asyncio.Queue()}
+            inboxes = {"a": Inbox(), "b": Inbox()}
             for request_id, inbox in inboxes.items():
                 cluster.client.open_leg("d", make_generate(request_id), inbox)
             worker = cluster.workers["d"]
@@ -151,7 +170,7 @@ def test_deltas_reach_the_request_they_belong_to() -> None:
             worker.send_raw(b"this is no message")
             worker.output(SequenceDelta("b", 0, [2]), SequenceDelta("gone", 0, [9]), SequenceDelta("a", 0, [1]))
             for request_id, token_id in (("a", 1), ("b", 2)):
-                event = await asyncio.wait_for(inboxes[request_id].get(), 5)
+                (event,) = await asyncio.wait_for(inboxes[request_id].take(), 5)
                 assert isinstance(event.item, SequenceDelta)
                 assert event.item.token_ids == [token_id]
                 event.leg.cancel()
@@ -164,13 +183,13 @@ def test_deltas_reach_the_request_they_belong_to() -> None:
 def test_a_dead_worker_fails_all_its_requests_at_once_and_leaves_nothing() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent) as cluster:
-            inbox: Inbox = asyncio.Queue()
+            inbox = Inbox()
             for i in range(3):
                 cluster.client.open_leg("d", make_generate(f"r{i}"), inbox)
             cluster.workers["d"].send(make_events(1, [b"a"]))
             await until(lambda: len(cluster.index) == 1)
             asyncio.get_running_loop().call_soon_threadsafe(cluster.client.mark_dead, "d", "exit code -9")
-            errors = [(await asyncio.wait_for(inbox.get(), 1)).item for _ in range(3)]
+            errors = [event.item for event in await asyncio.wait_for(inbox.take(), 1)]
             assert all(isinstance(error, WorkerError) and "exit code -9" in str(error) for error in errors)
             assert len(set(map(id, errors))) == 3
             assert (len(cluster.registry), len(cluster.index), cluster.client.num_open_legs) == (0, 0, 0)
@@ -185,9 +204,9 @@ def test_a_silent_worker_is_given_up() -> None:
     async def scenario() -> None:
         config = RouterConfig(worker_timeout_s=0.3)
         async with fake_cluster(decode=silent, config=config) as cluster:
-            inbox: Inbox = asyncio.Queue()
+            inbox = Inbox()
             cluster.client.open_leg("d", make_generate("r0"), inbox)
-            event = await asyncio.wait_for(inbox.get(), 5)
+            (event,) = await asyncio.wait_for(inbox.take(), 5)
             assert "silent for" in str(event.item)
             assert len(cluster.registry) == 0
 
@@ -198,10 +217,11 @@ def test_a_restarted_worker_replaces_its_earlier_epoch() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent) as cluster:
             old = cluster.workers["d"]
-            inbox: Inbox = asyncio.Queue()
+            inbox = Inbox()
             cluster.client.open_leg("d", make_generate("r0"), inbox)
             await cluster.add(FakeWorker("d", Role.DECODE, epoch=2))
-            assert "replaced by epoch 2" in str((await inbox.get()).item)
+            (event,) = await inbox.take()
+            assert "replaced by epoch 2" in str(event.item)
             assert [w.card.address.epoch for w in cluster.registry] == [2]
             await old.close()
 
@@ -241,7 +261,7 @@ def test_a_worker_that_does_not_answer_or_dies_while_joining_is_not_waited_for()
 def test_removing_a_worker_waits_for_what_it_runs() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent) as cluster:
-            inbox: Inbox = asyncio.Queue()
+            inbox = Inbox()
             leg = cluster.client.open_leg("d", make_generate("r0"), inbox)
             removing = asyncio.create_task(cluster.client.remove_worker("d"))
             state = cluster.registry.get("d")
@@ -251,7 +271,7 @@ def test_removing_a_worker_waits_for_what_it_runs() -> None:
             leg.close()
             await asyncio.wait_for(removing, 1)
             assert len(cluster.registry) == 0
-            assert inbox.empty()
+            assert inbox._events == []
 
     asyncio.run(scenario())
 
@@ -259,11 +279,12 @@ def test_removing_a_worker_waits_for_what_it_runs() -> None:
 def test_removing_a_worker_waits_no_longer_than_the_drain_timeout() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent, config=RouterConfig(drain_timeout_s=0.1)) as cluster:
-            inbox: Inbox = asyncio.Queue()
+            inbox = Inbox()
             cluster.client.open_leg("d", make_generate("r0"), inbox)
             started_s = time.monotonic()
             await cluster.client.remove_worker("d")
             assert time.monotonic() - started_s < 2
-            assert isinstance((await inbox.get()).item, WorkerError)
+            (event,) = await inbox.take()
+            assert isinstance(event.item, WorkerError)
 
     asyncio.run(scenario())
