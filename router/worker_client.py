@@ -143,9 +143,7 @@ class Leg:
 class _Link:
     """The socket to one worker, and the legs that wait on it."""
 
-    def __init__(
-        self, address: PeerAddress, socket: zmq.Socket[bytes], on_data: Callable[[_Link, bytes], None]
-    ) -> None:
+    def __init__(self, address: PeerAddress, socket: MessageSocket) -> None:
         self.address = address
         self.legs: dict[str, Leg] = {}
         self.idle = asyncio.Event()
@@ -157,7 +155,7 @@ class _Link:
         self.snapshots_due: set[str] = set()  # places whose snapshot has been asked for and has not come
         self.places: set[str] = set()  # that the index follows
         self.pin_reports: dict[str, asyncio.Future[PinReport]] = {}  # asked for, by query
-        self._socket = MessageSocket(socket, lambda frames: on_data(self, frames[0]))
+        self._socket = socket
 
     @property
     def worker_id(self) -> str:
@@ -252,7 +250,8 @@ class WorkerClient:
         socket.sndhwm = socket.rcvhwm = 0  # limits of the queues are kept above: bookings, and the silence timeout
         socket.connect(address.endpoint)
         self._heartbeats.connect(address.heartbeat_endpoint)
-        link = self._links[address.worker_id] = _Link(address, socket, self._on_data)
+        messages = MessageSocket(socket, lambda frames: self._on_data(link, frames[0]))
+        link = self._links[address.worker_id] = _Link(address, messages)
         link.send(Hello(router_id=self._router_id))
         timeout_s = self._config.worker_timeout_s
         try:

@@ -56,7 +56,7 @@ class InstantSocket:
         if isinstance(message, Generate | Prefill | Decode):
             asyncio.get_running_loop().call_soon(self._answer, message)
 
-    def close(self, linger: int) -> None:
+    def close(self) -> None:
         self.closed = True
 
     def _answer(self, message: Generate | Prefill | Decode) -> None:
