@@ -8,7 +8,7 @@ STAMP := .venv/.ready
 URL ?= http://127.0.0.1:8000
 ARGS ?=
 
-$(STAMP): pyproject.toml constraints.txt scripts/setup.sh scripts/debian-packages.sh scripts/check_torch_build.py
+$(STAMP): pyproject.toml protocol/_digest.c constraints.txt scripts/setup.sh scripts/debian-packages.sh scripts/check_torch_build.py
 	@bash scripts/setup.sh
 	@touch $@
 

@@ -2,7 +2,7 @@
 
 Prompts share prefixes with what several workers hold, and every worker has some load. The index is filled up to each
 size with blocks of other prompts, each held by a prefill and a decode worker, as block events of all workers in turn.
-A decision is timed from token ids to placement: of prompts never seen, and of those whose beginning was hashed before.
+A decision is timed from token ids to placement; how much of it is hashing is shown, and whether that was done in C.
 
     python -m benchmarks.decisions
 """
@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import psutil
 
 from benchmarks.common import console, print_table, write_result
 from protocol.config import RouterConfig
-from protocol.digest import block_digests
+from protocol.digest import IS_COMPILED, block_digests
 from protocol.messages import BlockEvents, PeerAddress, Role, WorkerCard, WorkerState
 from router.cost_model import CostModel
-from router.digest_memo import DigestMemo
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Booking, Registry
@@ -38,6 +36,7 @@ _NUM_PROMPTS = 20
 _NUM_ROUNDS = 5
 _ROOT = b"root" * 4
 _AIM_US = 200
+_HASHED_IN = "C" if IS_COMPILED else "Python"
 
 
 def main() -> int:
@@ -51,8 +50,13 @@ def main() -> int:
     sizes = (10_000, 20_000) if settings.quick else (100_000, 1_000_000, 10_000_000)
     rows = [row for num_workers in workers for row in measure(num_workers, lengths, sizes, settings.seed)]
     _show(rows, lengths)
-    write_result("decisions", settings, {"decisions": rows})
+    write_result("decisions", settings, {"decisions": rows, "digests_in": _HASHED_IN})
     return 0
+
+
+class _Seconds(NamedTuple):
+    decision: float
+    hashing: float  # of it
 
 
 class _Router:
@@ -104,10 +108,13 @@ class _Router:
         prefill, decode = (f"w{self.rng.randrange(len(self._sequence))}" for _ in range(2))
         return self.registry.reserve(prefill, decode, num_new_tokens=1000, num_context_tokens=0, num_kv_tokens=1000)
 
-    def decide(self, memo: DigestMemo, token_ids: list[int]) -> None:
+    def decide(self, token_ids: list[int]) -> _Seconds:
         """From token ids to a placement."""
-        digests = memo.digests(_ROOT, token_ids, _BLOCK_SIZE)
+        started = time.perf_counter()
+        digests = block_digests(_ROOT, token_ids, _BLOCK_SIZE)
+        hashed = time.perf_counter()
         self.placer.place(len(token_ids), digests, 128, 1e6)
+        return _Seconds(time.perf_counter() - started, hashed - started)
 
 
 def measure(num_workers: int, lengths: tuple[int, ...], sizes: tuple[int, ...], seed: int) -> list[dict[str, Any]]:
@@ -129,10 +136,8 @@ def measure(num_workers: int, lengths: tuple[int, ...], sizes: tuple[int, ...], 
             "bytes_per_block": num_bytes / max(len(router.index) - before, 1),
         }
         for length, token_lists in prompts.items():
-            row[f"first_{length}_s"] = statistics.median(_times_s(router, token_lists, DigestMemo))
-            memo = DigestMemo()
-            _times_s(router, token_lists, itertools.repeat(memo).__next__)
-            row[f"seen_{length}_s"] = statistics.median(_times_s(router, token_lists, itertools.repeat(memo).__next__))
+            decisions, hashing = zip(*_times(router, token_lists), strict=True)
+            row[f"decision_{length}_s"], row[f"hashing_{length}_s"] = map(statistics.median, (decisions, hashing))
         console.print(f"[dim]measured {num_workers} workers, {len(router.index):,} blocks[/]")
         rows.append(row)
     return rows
@@ -148,17 +153,13 @@ def _prompts(router: _Router, length: int, num_workers: int) -> Iterator[list[in
         yield token_ids
 
 
-def _times_s(router: _Router, prompts: list[list[int]], memo: Callable[[], DigestMemo]) -> list[float]:
-    """Seconds of decisions about these prompts, each with a memo from `memo`."""
-    times = []
+def _times(router: _Router, prompts: list[list[int]]) -> Iterator[_Seconds]:
+    """What decisions about these prompts took."""
     for _ in range(_NUM_ROUNDS):
         for token_ids in prompts:
-            known, booking = memo(), router.book()  # something has always changed since the last decision
-            started = time.perf_counter()
-            router.decide(known, token_ids)
-            times.append(time.perf_counter() - started)
+            booking = router.book()  # something has always changed since the last decision
+            yield router.decide(token_ids)
             booking.release()
-    return times
 
 
 def _card(number: int, role: Role) -> WorkerCard:
@@ -179,14 +180,16 @@ def _card(number: int, role: Role) -> WorkerCard:
 
 def _show(rows: list[dict[str, Any]], lengths: tuple[int, ...]) -> None:
     print_table(
-        f"A decision in us, digests of the prompt included (median of {_NUM_ROUNDS * _NUM_PROMPTS}): "
-        "of a prompt seen first / whose beginning was hashed before",
+        f"A decision in us (hashing the prompt in {_HASHED_IN}, included), median of {_NUM_ROUNDS * _NUM_PROMPTS}",
         ["workers", "blocks", *(f"{length:,} tokens" for length in lengths), "events/s", "bytes per block"],
         [
             [
                 row["workers"],
                 f"{row['blocks']:,}",
-                *(f"{1e6 * row[f'first_{length}_s']:.0f} / {1e6 * row[f'seen_{length}_s']:.0f}" for length in lengths),
+                *(
+                    f"{1e6 * row[f'decision_{length}_s']:.0f} ({1e6 * row[f'hashing_{length}_s']:.0f})"
+                    for length in lengths
+                ),
                 f"{row['events_per_s']:,.0f}",
                 f"{row['bytes_per_block']:.0f}",
             ]

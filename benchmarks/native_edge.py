@@ -21,10 +21,10 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from benchmarks.mock_engine import MODEL, expected_text
+from cluster.heap import settle_heap
 from cluster.http_front import serve_http
 from cluster.listening import listening
 from cluster.model_store import resolve_model
-from cluster.settling import settle
 from cluster.waiting import first_of
 from protocol.config import ClusterConfig, EngineConfig, RouterConfig
 from protocol.messages import (
@@ -218,7 +218,7 @@ async def _run_edge(port: int, model: str, num_processes: int, endpoints: list[s
             await client.add_worker(address_of(endpoint))
         with listening(router.host, port) as listener:
             async with serve_http(flow, Tokenizer(folder), metrics, config, listener) as (front, _):
-                settle()
+                settle_heap()
                 await first_of(front.serving, stop)
     finally:
         await client.close()

@@ -3,11 +3,51 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, fields
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-__all__ = ["default_of", "from_flags"]
+import typer
+
+__all__ = [
+    "HTTP",
+    "LIMITS",
+    "ApiKeyFile",
+    "CorsOrigins",
+    "Host",
+    "MaxBodyBytes",
+    "Port",
+    "TenantsFile",
+    "default_of",
+    "from_flags",
+]
 
 Config = TypeVar("Config")
+
+# Panels of `--help`, and the flags that all routers have.
+HTTP = "HTTP"
+LIMITS = "Limits and timeouts"
+
+Host = Annotated[
+    str, typer.Option(help="Address to listen on; 0.0.0.0 = reachable from outside.", rich_help_panel=HTTP)
+]
+Port = Annotated[int, typer.Option(help="TCP port; 0 = any free one.", rich_help_panel=HTTP)]
+CorsOrigins = Annotated[
+    list[str], typer.Option(help="Web origins that may call; give it several times.", rich_help_panel=HTTP)
+]
+ApiKeyFile = Annotated[
+    str,
+    typer.Option(
+        help="File of API keys, one per line, a tenant behind it if it is of one; empty = none is asked for.",
+        rich_help_panel=HTTP,
+    ),
+]
+MaxBodyBytes = Annotated[int, typer.Option(help="Largest request body.", rich_help_panel=LIMITS)]
+TenantsFile = Annotated[
+    str,
+    typer.Option(
+        help="TOML file with weight, ttft_slo_ms and max_queue_share of tenants: docs/admission.md; empty = all alike.",
+        rich_help_panel=LIMITS,
+    ),
+]
 
 
 def default_of(config: type[Any], name: str) -> Any:

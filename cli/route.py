@@ -8,7 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
-from cli.config_flags import default_of, from_flags
+from cli.config_flags import (
+    HTTP,
+    LIMITS,
+    ApiKeyFile,
+    CorsOrigins,
+    Host,
+    MaxBodyBytes,
+    Port,
+    TenantsFile,
+    default_of,
+    from_flags,
+)
 from cluster.listening import listening
 from protocol.config import RouterConfig
 from protocol.errors import ConfigError
@@ -21,8 +32,6 @@ __all__ = ["ADMIN_TOKEN_ENV", "route"]
 ADMIN_TOKEN_ENV = "TANDEM_ADMIN_TOKEN"
 
 _ENGINES = "Engines"
-_HTTP = "HTTP"
-_LIMITS = "Limits and timeouts"
 
 
 def route(
@@ -45,80 +54,62 @@ def route(
             rich_help_panel=_ENGINES,
         ),
     ] = default_of(RouterConfig, "local_prefill"),
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 = reachable from outside.", rich_help_panel=_HTTP)
-    ] = default_of(RouterConfig, "host"),
-    port: Annotated[int, typer.Option(help="TCP port; 0 = any free one.", rich_help_panel=_HTTP)] = default_of(
-        RouterConfig, "port"
-    ),
+    host: Host = default_of(RouterConfig, "host"),
+    port: Port = default_of(RouterConfig, "port"),
+    cors_allow_origins: CorsOrigins = list(default_of(RouterConfig, "cors_allow_origins")),  # noqa: B006  # typer copies
     router_processes: Annotated[
-        int, typer.Option(help="Processes that serve the port together, about one per core.", rich_help_panel=_HTTP)
+        int, typer.Option(help="Processes that serve the port together, about one per core.", rich_help_panel=HTTP)
     ] = default_of(RouterConfig, "router_processes"),
-    api_key_file: Annotated[
-        str,
-        typer.Option(
-            help="File of API keys, one per line, a tenant behind it if it is of one; empty = none is asked for.",
-            rich_help_panel=_HTTP,
-        ),
-    ] = default_of(RouterConfig, "api_key_file"),
-    max_body_bytes: Annotated[int, typer.Option(help="Largest request body.", rich_help_panel=_LIMITS)] = default_of(
-        RouterConfig, "max_body_bytes"
-    ),
+    api_key_file: ApiKeyFile = default_of(RouterConfig, "api_key_file"),
+    max_body_bytes: MaxBodyBytes = default_of(RouterConfig, "max_body_bytes"),
     max_queued_prompt_tokens: Annotated[
         int,
-        typer.Option(help="Prompt tokens waiting for one model; above it requests get 429.", rich_help_panel=_LIMITS),
+        typer.Option(help="Prompt tokens waiting for one model; above it requests get 429.", rich_help_panel=LIMITS),
     ] = default_of(RouterConfig, "max_queued_prompt_tokens"),
     max_worker_queue_s: Annotated[
         float,
         typer.Option(
             help="Predicted seconds of prompts at an engine above which others wait in the router, where the order "
             "can change; 0 = by its steps. Very large = engines queue for themselves.",
-            rich_help_panel=_LIMITS,
+            rich_help_panel=LIMITS,
         ),
     ] = default_of(RouterConfig, "max_worker_queue_s"),
-    tenants: Annotated[
-        str,
-        typer.Option(
-            help="TOML file with weight, ttft_slo_ms and max_queue_share of tenants: docs/admission.md; "
-            "empty = all alike.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = default_of(RouterConfig, "tenants"),
+    tenants: TenantsFile = default_of(RouterConfig, "tenants"),
     max_attempts: Annotated[
-        int, typer.Option(help="Engines one request is tried on.", rich_help_panel=_LIMITS)
+        int, typer.Option(help="Engines one request is tried on.", rich_help_panel=LIMITS)
     ] = default_of(EnginesConfig, "max_attempts"),
     connect_timeout_s: Annotated[
-        float, typer.Option(help="Seconds to connect to an engine.", rich_help_panel=_LIMITS)
+        float, typer.Option(help="Seconds to connect to an engine.", rich_help_panel=LIMITS)
     ] = default_of(EnginesConfig, "connect_timeout_s"),
     probe_interval_s: Annotated[
-        float, typer.Option(help="Seconds between two looks at an engine.", rich_help_panel=_LIMITS)
+        float, typer.Option(help="Seconds between two looks at an engine.", rich_help_panel=LIMITS)
     ] = default_of(EnginesConfig, "probe_interval_s"),
     probe_timeout_s: Annotated[
-        float, typer.Option(help="Seconds an engine has to answer one.", rich_help_panel=_LIMITS)
+        float, typer.Option(help="Seconds an engine has to answer one.", rich_help_panel=LIMITS)
     ] = default_of(EnginesConfig, "probe_timeout_s"),
     max_failed_probes: Annotated[
-        int, typer.Option(help="Looks in a row that fail before it counts as gone.", rich_help_panel=_LIMITS)
+        int, typer.Option(help="Looks in a row that fail before it counts as gone.", rich_help_panel=LIMITS)
     ] = default_of(EnginesConfig, "max_failed_probes"),
     breaker_failures: Annotated[
-        int, typer.Option(help="Failed requests in a row that open an engine's circuit.", rich_help_panel=_LIMITS)
+        int, typer.Option(help="Failed requests in a row that open an engine's circuit.", rich_help_panel=LIMITS)
     ] = default_of(EnginesConfig, "breaker_failures"),
     breaker_open_s: Annotated[
-        float, typer.Option(help="Seconds it stays open at first.", rich_help_panel=_LIMITS)
+        float, typer.Option(help="Seconds it stays open at first.", rich_help_panel=LIMITS)
     ] = default_of(EnginesConfig, "breaker_open_s"),
     breaker_max_open_s: Annotated[
-        float, typer.Option(help="Seconds it stays open at most.", rich_help_panel=_LIMITS)
+        float, typer.Option(help="Seconds it stays open at most.", rich_help_panel=LIMITS)
     ] = default_of(EnginesConfig, "breaker_max_open_s"),
     worker_timeout_s: Annotated[
         float,
         typer.Option(
-            help="Seconds without a health check before running answers are given up.", rich_help_panel=_LIMITS
+            help="Seconds without a health check before running answers are given up.", rich_help_panel=LIMITS
         ),
     ] = default_of(RouterConfig, "worker_timeout_s"),
     request_timeout_s: Annotated[
-        float, typer.Option(help="Longest silence of an engine within a request, in seconds.", rich_help_panel=_LIMITS)
+        float, typer.Option(help="Longest silence of an engine within a request, in seconds.", rich_help_panel=LIMITS)
     ] = default_of(RouterConfig, "request_timeout_s"),
     drain_timeout_s: Annotated[
-        float, typer.Option(help="Seconds running answers get to finish.", rich_help_panel=_LIMITS)
+        float, typer.Option(help="Seconds running answers get to finish.", rich_help_panel=LIMITS)
     ] = default_of(RouterConfig, "drain_timeout_s"),
 ) -> int:
     """Route requests to other OpenAI-compatible servers (vLLM, SGLang, llama.cpp) until Ctrl-C.

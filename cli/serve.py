@@ -7,7 +7,18 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from cli.config_flags import default_of, from_flags
+from cli.config_flags import (
+    HTTP,
+    LIMITS,
+    ApiKeyFile,
+    CorsOrigins,
+    Host,
+    MaxBodyBytes,
+    Port,
+    TenantsFile,
+    default_of,
+    from_flags,
+)
 from cluster.listening import listening
 from cluster.model_store import DEFAULT_MODEL, resolve_model, served_name
 from protocol.config import ClusterConfig, Codec, DType, EngineConfig, RouterConfig, TierConfig, TransferConfig
@@ -19,11 +30,9 @@ __all__ = ["build_config", "serve"]
 
 _MODEL = "Model"
 _POOLS = "Workers"
-_HTTP = "HTTP"
 _ENGINE = "Engine (of each worker)"
 _TRANSFER = "KV transfer"
 _TIERS = "KV tiers below the pool"
-_LIMITS = "Limits and timeouts"
 
 
 def serve(
@@ -95,15 +104,9 @@ def serve(
             rich_help_panel=_POOLS,
         ),
     ] = default_of(RouterConfig, "local_prefill"),
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 = reachable from outside.", rich_help_panel=_HTTP)
-    ] = default_of(RouterConfig, "host"),
-    port: Annotated[int, typer.Option(help="TCP port; 0 = any free one.", rich_help_panel=_HTTP)] = default_of(
-        RouterConfig, "port"
-    ),
-    cors_allow_origins: Annotated[
-        list[str], typer.Option(help="Web origins that may call; give it several times.", rich_help_panel=_HTTP)
-    ] = list(default_of(RouterConfig, "cors_allow_origins")),  # noqa: B006  # typer copies it
+    host: Host = default_of(RouterConfig, "host"),
+    port: Port = default_of(RouterConfig, "port"),
+    cors_allow_origins: CorsOrigins = list(default_of(RouterConfig, "cors_allow_origins")),  # noqa: B006  # typer copies
     block_size: Annotated[
         int, typer.Option(help="Tokens of one KV block: a power of two up to 256.", rich_help_panel=_ENGINE)
     ] = default_of(EngineConfig, "block_size"),
@@ -203,55 +206,40 @@ def serve(
     max_pin_ttl_s: Annotated[
         float, typer.Option(help="Longest time a pin may last, in seconds.", rich_help_panel=_TIERS)
     ] = default_of(RouterConfig, "max_pin_ttl_s"),
-    api_key_file: Annotated[
-        str,
-        typer.Option(
-            help="File of API keys, one per line, a tenant behind it if it is of one; empty = none is asked for.",
-            rich_help_panel=_HTTP,
-        ),
-    ] = default_of(RouterConfig, "api_key_file"),
-    max_body_bytes: Annotated[int, typer.Option(help="Largest request body.", rich_help_panel=_LIMITS)] = default_of(
-        RouterConfig, "max_body_bytes"
-    ),
+    api_key_file: ApiKeyFile = default_of(RouterConfig, "api_key_file"),
+    max_body_bytes: MaxBodyBytes = default_of(RouterConfig, "max_body_bytes"),
     max_queued_prompt_tokens: Annotated[
         int,
-        typer.Option(help="Prompt tokens waiting in all; above it requests get 429.", rich_help_panel=_LIMITS),
+        typer.Option(help="Prompt tokens waiting in all; above it requests get 429.", rich_help_panel=LIMITS),
     ] = default_of(RouterConfig, "max_queued_prompt_tokens"),
     max_worker_queue_s: Annotated[
         float,
         typer.Option(
             help="Predicted seconds of prompts at a worker above which others wait in the router, where the order "
             "can change; 0 = two full steps, or half of one while a tenant sends several priorities.",
-            rich_help_panel=_LIMITS,
+            rich_help_panel=LIMITS,
         ),
     ] = default_of(RouterConfig, "max_worker_queue_s"),
-    tenants: Annotated[
-        str,
-        typer.Option(
-            help="TOML file with weight, ttft_slo_ms and max_queue_share of tenants: docs/admission.md; "
-            "empty = all alike.",
-            rich_help_panel=_LIMITS,
-        ),
-    ] = default_of(RouterConfig, "tenants"),
+    tenants: TenantsFile = default_of(RouterConfig, "tenants"),
     router_processes: Annotated[
         int,
         typer.Option(
             help="Processes that answer HTTP on the port; one decides for all. Needed beyond some 100 streams.",
-            rich_help_panel=_HTTP,
+            rich_help_panel=HTTP,
         ),
     ] = default_of(RouterConfig, "router_processes"),
     tokenizer_threads: Annotated[
-        int, typer.Option(help="Threads of each router process for long prompts.", rich_help_panel=_LIMITS)
+        int, typer.Option(help="Threads of each router process for long prompts.", rich_help_panel=LIMITS)
     ] = default_of(RouterConfig, "tokenizer_threads"),
     worker_timeout_s: Annotated[
-        float, typer.Option(help="Seconds of silence after which a worker counts as dead.", rich_help_panel=_LIMITS)
+        float, typer.Option(help="Seconds of silence after which a worker counts as dead.", rich_help_panel=LIMITS)
     ] = default_of(RouterConfig, "worker_timeout_s"),
     request_timeout_s: Annotated[
         float,
-        typer.Option(help="Longest silence between two tokens of a request, in seconds.", rich_help_panel=_LIMITS),
+        typer.Option(help="Longest silence between two tokens of a request, in seconds.", rich_help_panel=LIMITS),
     ] = default_of(RouterConfig, "request_timeout_s"),
     drain_timeout_s: Annotated[
-        float, typer.Option(help="Seconds running answers get to finish at Ctrl-C.", rich_help_panel=_LIMITS)
+        float, typer.Option(help="Seconds running answers get to finish at Ctrl-C.", rich_help_panel=LIMITS)
     ] = default_of(RouterConfig, "drain_timeout_s"),
 ) -> int:
     """Serve a model over the OpenAI API until Ctrl-C.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from cluster.heap import settle_heap
 from cluster.status import WorkerStatus
 from protocol.config import WorkerConfig
 from protocol.errors import WorkerError
@@ -97,6 +98,7 @@ class WorkerActor:
         except BaseException as exc:
             started.set_exception(exc)
             return
+        settle_heap()
         started.set_result(worker)
         try:
             worker.run()

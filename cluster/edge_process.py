@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import msgspec
 import uvloop
 
+from cluster.heap import settle_heap
 from cluster.processes import ParentPipe
-from cluster.settling import settle
 from cluster.waiting import first_of
 from protocol.config import RouterConfig
 from protocol.errors import ServingError
@@ -93,7 +93,7 @@ async def _serve(settings: EdgeSettings, pipe: ParentPipe) -> None:
         )
         async with http_server(app, settings.router, listener) as server:
             await server.started_serving()
-            settle()
+            settle_heap()
             pipe.say("ready")
             await first_of(server.serving, stop, stop_now)
             server.drain()

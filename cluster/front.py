@@ -26,9 +26,9 @@ import uvloop
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 
+from cluster.heap import settle_heap
 from cluster.listening import listening
 from cluster.processes import ParentPipe, ProcessGroup
-from cluster.settling import settle
 from protocol.config import RouterConfig
 from protocol.errors import ConfigError
 from router.api_keys import load_api_keys
@@ -101,7 +101,6 @@ async def _serve_alone(setup: RouterSetup, listener: socket.socket) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.stop)
-    settle()
     await server.serve(sockets=[listener])
     return 0
 
@@ -151,7 +150,6 @@ async def _serve_for_parent(setup: RouterSetup, listener: socket.socket, pipe: P
     server = _server(setup, lambda: pipe.say("ready"))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop)
     obeying = asyncio.create_task(pipe.obey(lambda word: server.stop(is_now=word == "now")))
-    settle()
     try:
         await server.serve(sockets=[listener])
     finally:
@@ -221,6 +219,7 @@ class _Server(uvicorn.Server):
         """Begin to serve, and say so once it is true."""
         await super().startup(sockets)
         if self.started:
+            settle_heap()
             self._on_started()
 
     def stop(self, *, is_now: bool = False) -> None:

@@ -20,8 +20,8 @@ import ray
 import uvloop
 from rich.console import Console
 
+from cluster.heap import settle_heap
 from cluster.listening import listening
-from cluster.settling import settle
 from cluster.supervisor import Supervisor
 from cluster.waiting import first_of
 from protocol.config import ClusterConfig, WorkerConfig
@@ -148,8 +148,8 @@ def _ray(config: ClusterConfig, progress: Callable[[str], None]) -> Iterator[Non
     common = {"logging_level": logging.ERROR, "log_to_driver": True, "configure_logging": True}
     before = set(psutil.Process().children(recursive=True))
     with contextlib.ExitStack() as stack:
-        stack.callback(_end_ray, before if not config.ray_address else None)
         if config.ray_address:
+            stack.callback(_end_ray, None)
             progress(f"joining Ray at {config.ray_address}")
             _probe(config.ray_address)
             try:
@@ -160,6 +160,7 @@ def _ray(config: ClusterConfig, progress: Callable[[str], None]) -> Iterator[Non
             progress("starting Ray")
             # A folder of our own with a short name: Ray puts sockets in it, whose paths must not be long.
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True))
+            stack.callback(_end_ray, before)  # NOTE: before the folder goes, in which Ray's processes write to the end
             num_cpus = len(os.sched_getaffinity(0))
             ray.init(
                 address="local",
@@ -248,7 +249,7 @@ async def _run_until(
         async with http.serve_http(flow, tokenizer, metrics, config, listener) as (front, readiness):
             is_ready = await _unless(stop, _first_generation(front, readiness))
             if is_ready:
-                settle()
+                settle_heap()
                 progress("the first generation succeeded")
                 _print_welcome(config, listener.getsockname()[1], console)
             await first_of(front.serving, stop)

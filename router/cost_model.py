@@ -9,7 +9,7 @@ Everything placement and autoscaling compare comes from here. Knows features and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -42,7 +42,7 @@ MAX_DEVIATION = 3.0  # standard deviations; a measurement further off counts as 
 MAX_SURPRISES = 5  # measurements in a row further off, all to one side: then the world has changed
 MIN_VARIANCE = 1e-12
 MIN_PREDICTION_S = 1e-6
-MIN_BYTE_S = 1e-30  # to divide by, of a link whose bytes cost nothing
+MIN_DURATION_S, MAX_DURATION_S = 1e-9, 1e6  # what can have been measured
 ERROR_WEIGHT = 0.05  # of the newest measurement in the exported prediction error
 
 
@@ -63,16 +63,13 @@ class StepCosts(NamedTuple):
         """What prefill work adds to the steps it is part of: also what it takes from each sequence beside it."""
         return self.prefill_token_s * num_new_tokens + self.attention_s * attention
 
-    def added_decode_s(
-        self, num_decode_seqs: Number, num_kv_tokens: Number, num_tokens: float, num_outputs: float
-    ) -> Number:
+    def added_decode_s(self, step_s: Number, num_decode_seqs: Number, num_tokens: float, num_outputs: float) -> Number:
         """Seconds one more sequence costs at decoding: its own steps, and what it adds to those of the others.
 
-        `num_tokens` is its mean length meanwhile.
+        `step_s` is what a step of those takes; `num_tokens` is its mean length meanwhile.
         """
         added_s = self.decode_seq_s + self.kv_token_s * num_tokens
-        own_s = self.step_s(num_decode_seqs, num_kv_tokens) + added_s
-        return num_outputs * (own_s + num_decode_seqs * added_s)
+        return num_outputs * (step_s + added_s + num_decode_seqs * added_s)
 
 
 class TransferCosts(NamedTuple):
@@ -85,15 +82,11 @@ class TransferCosts(NamedTuple):
         """Duration of one transfer."""
         return self.latency_s + self.byte_s * num_bytes
 
-    def exposed_bytes(self, num_bytes: float, last_chunk_bytes: Number, prefill_s: Number) -> Number:
-        """Bytes still to move when prefill ends: each chunk travels while the next is computed."""
-        byte_s = np.maximum(self.byte_s, MIN_BYTE_S)
-        exposed: Number = np.maximum(np.minimum(num_bytes, last_chunk_bytes), num_bytes - prefill_s / byte_s)
+    def exposed_s(self, num_bytes: float, last_chunk_bytes: float | Vector, prefill_s: Number) -> Number:
+        """Part of the transfer that prefill does not hide: each chunk travels while the next is computed."""
+        least_bytes: Any = np.minimum(num_bytes, last_chunk_bytes)
+        exposed: Number = np.maximum(self.transfer_s(num_bytes) - prefill_s, self.transfer_s(least_bytes))
         return exposed
-
-    def exposed_s(self, num_bytes: float, last_chunk_bytes: Number, prefill_s: Number) -> Number:
-        """Part of the transfer that prefill does not hide."""
-        return self.transfer_s(self.exposed_bytes(num_bytes, last_chunk_bytes, prefill_s))
 
 
 # One CPU core and a 135 M parameter model in bfloat16: weights are read in ~17 ms, a 2,048-token prompt takes ~1.6 s.
@@ -133,7 +126,7 @@ class LinearModel:
 
     def observe(self, features: Sequence[float], duration_s: float) -> bool:
         """Learn from one measurement. Returns False when it is junk, which changes nothing."""
-        if not (math.isfinite(duration_s) and duration_s > 0):
+        if not MIN_DURATION_S <= duration_s <= MAX_DURATION_S:
             return False
         if not all(math.isfinite(x) and 0 <= x < 1e15 for x in features):
             return False
@@ -249,12 +242,8 @@ class TransferModel:
 
     def __init__(self, bytes_per_s: float = TRANSFER_BYTES_PER_S) -> None:
         """`bytes_per_s` is what is believed before there are measurements."""
-        self._model = LinearModel((TRANSFER_LATENCY_S, 1 / bytes_per_s))
-
-    @property
-    def costs(self) -> TransferCosts:
-        """What is believed now."""
-        return TransferCosts(*self._model.coefficients)
+        self.costs = TransferCosts(TRANSFER_LATENCY_S, 1 / bytes_per_s)
+        self._model = LinearModel(self.costs)
 
     @property
     def relative_error(self) -> float:
@@ -263,7 +252,8 @@ class TransferModel:
 
     def observe(self, num_bytes: float, duration_s: float) -> None:
         """Learn from one transfer; junk is ignored."""
-        self._model.observe((1.0, num_bytes), duration_s)
+        if self._model.observe((1.0, num_bytes), duration_s):
+            self.costs = TransferCosts(*self._model.coefficients)
 
 
 class CostModel:
@@ -291,12 +281,19 @@ class CostModel:
         return model
 
     def steps_of(self, kinds: Sequence[str], kind_idx: Rows) -> StepCosts:
-        """Step costs of many workers at once, as arrays; worker i is of kind `kinds[kind_idx[i]]`."""
-        return StepCosts(*_columns((self.steps(kind).costs for kind in kinds), kind_idx))
+        """Step costs of many workers at once, as arrays, or as numbers where all are of one kind.
 
-    def transfers_of(self, links: Iterable[tuple[str, str]], link_idx: Rows) -> TransferCosts:
-        """Transfer costs of many links at once, as arrays; link i is the one at `link_idx[i]` of `links`."""
-        return TransferCosts(*_columns((self.transfer(*link).costs for link in links), link_idx))
+        Worker i is of kind `kinds[kind_idx[i]]`.
+        """
+        if len(kinds) == 1:
+            return self.steps(kinds[0]).costs
+        return StepCosts(*_columns([self.steps(kind).costs for kind in kinds], kind_idx))
+
+    def transfers_of(self, links: Sequence[tuple[str, str]], link_idx: Rows) -> TransferCosts:
+        """Transfer costs of many links at once, alike; link i is the one at `link_idx[i]` of `links`."""
+        if len(links) == 1:
+            return self.transfer(*links[0]).costs
+        return TransferCosts(*_columns([self.transfer(*link).costs for link in links], link_idx))
 
     def export(self) -> dict[str, object]:
         """Coefficients and prediction errors, as JSON."""
@@ -322,10 +319,9 @@ def _is_cpu(kind: str) -> bool:
     return kind.lower().startswith("cpu")
 
 
-def _columns(costs: Iterable[tuple[float, ...]], idx: Rows) -> Any:
-    """Coefficient by coefficient, an array with that of `costs[i]` for each i of `idx`; just that where one is all."""
-    costs = list(costs)
-    return costs[0] if len(costs) == 1 else np.array(costs).T[:, idx]
+def _columns(costs: Sequence[tuple[float, ...]], idx: Rows) -> Any:
+    """Coefficient by coefficient, an array with that of `costs[i]` for each i of `idx`."""
+    return np.array(costs).T[:, idx]
 
 
 def prefill_attention(num_new_tokens: Number, num_context_tokens: Number) -> Number:

@@ -9,14 +9,14 @@ import heapq
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from protocol.config import RouterConfig
 from protocol.errors import NoWorker
 from protocol.messages import is_readable, worker_of
-from router.cost_model import CostModel, Mask, Number, Rows, TransferCosts, Vector, prefill_attention
+from router.cost_model import CostModel, Mask, Number, TransferCosts, Vector, prefill_attention
 from router.prefix_index import PrefixIndex
 from router.registry import Worker, Workers, WorkerTable, can_decode
 
@@ -135,7 +135,7 @@ class _Source(NamedTuple):
 
     holder: Holder | None  # another worker, or
     tier: str  # this one's own tier
-    num_tokens: Vector  # of the prompt, that it has from the start on
+    num_tokens: Any  # of the prompt, that it has from the start on: a number, or one for each worker
     may_read: Mask
     read_s: Vector
 
@@ -143,13 +143,12 @@ class _Source(NamedTuple):
 class _PrefillSides(NamedTuple):
     """What each worker costs as the one that computes the prompt: arrays over all workers."""
 
-    num_cached_tokens: Vector
-    source_idx: Rows  # which source it reads some of those from; -1 = none
     queue_s: Vector
     fetch_s: Vector
     prefill_s: Vector
     delay_s: Vector
     cost_s: Vector  # the sum
+    readers: list[Mask]  # by source, who would read from it, were it not for a later one
 
 
 class _DecodeSides(NamedTuple):
@@ -244,16 +243,16 @@ class Placer:
 
         Of the reasons the first that applies counts; those that are excluded are not counted.
         """
-        is_usable: Mask = np.ones(len(table), dtype=bool)
+        is_usable = table.everyone
         if excluded:
+            is_usable = is_usable.copy()
             is_usable[[table.rows[worker_id] for worker_id in excluded if worker_id in table.rows]] = False
         skipped: dict[str, int] = {}
-        num_left = int(np.count_nonzero(is_usable))
         for reason, mask in self._conditions(table, num_prompt_tokens, needs):
-            is_usable &= mask
-            num_before, num_left = num_left, int(np.count_nonzero(is_usable))
-            if num_left < num_before:
-                skipped[reason] = num_before - num_left
+            num_before = int(np.count_nonzero(is_usable))
+            is_usable = is_usable & mask
+            if num_skipped := num_before - int(np.count_nonzero(is_usable)):
+                skipped[reason] = num_skipped
         return is_usable, skipped
 
     def _conditions(self, table: WorkerTable, num_prompt_tokens: int, needs: Needs) -> Iterator[tuple[str, Mask]]:
@@ -263,7 +262,8 @@ class Placer:
             yield "not for this tenant", table.named(needs.workers)
         if needs.adapter:
             yield "without the adapter", table.serving(needs.adapter)
-        yield "too small", num_prompt_tokens <= table.max_prompt_tokens
+        if num_prompt_tokens > table.fits_all_tokens:
+            yield "too small", num_prompt_tokens <= table.max_prompt_tokens
 
     def _deepest_holder(self, hits: Mapping[str, int], digests: Sequence[bytes]) -> Holder | None:
         """The worker with the most of the prompt in its pool or its host memory, to read it from.
@@ -271,13 +271,16 @@ class Placer:
         Speculative hits do not count: nobody can read what is not computed yet.
         """
         readable = [name for name in hits if is_readable(name)]
-        found = []
-        for name in heapq.nlargest(_MAX_HOLDERS, readable, key=hits.__getitem__):
+        deepest: Holder | None = None
+        for name in sorted(readable, key=hits.__getitem__, reverse=True)[:_MAX_HOLDERS]:
+            least = deepest.num_blocks if deepest is not None else 0
+            if hits[name] <= least:
+                break  # so have the others
             worker = self._registry.get(worker_of(name))
             num_blocks = self._index.count_held(name, digests, hits[name])
-            if worker is not None and num_blocks:
-                found.append(Holder(worker, num_blocks))
-        return max(found, key=lambda holder: holder.num_blocks, default=None)
+            if worker is not None and num_blocks > least:
+                deepest = Holder(worker, num_blocks)
+        return deepest
 
     def _explain_no_worker(self, num_fit: int, skipped: Mapping[str, int], needs: Needs) -> str:
         reasons = [f"{count} {reason}" for reason, count in sorted(skipped.items())]
@@ -306,29 +309,31 @@ class _Request:
         held: Mapping[str, Held],
         order: float,
     ) -> None:
-        self._num_prompt_tokens = num_prompt_tokens
-        self._num_outputs = expected_output_tokens
+        # As floats: numpy takes half as long again to make one of an int, each time.
+        self._num_prompt_tokens = float(num_prompt_tokens)
+        self._num_outputs = float(expected_output_tokens)
         self._table = table
         self._costs = costs
         self._steps, self._step_s, self._queue_s = table.pace(costs, order)
         self._hit_blocks = table.column(hits)
         # The last token of the prompt is always computed, for its logits.
-        self._hit_tokens = np.minimum(self._hit_blocks * table.block_size, num_prompt_tokens - 1)
+        self._hit_tokens = np.minimum(self._hit_blocks * table.block_size, self._num_prompt_tokens - 1)
+        self._missed_tokens = self._num_prompt_tokens - self._hit_tokens
         self._sources = [*self._own_tiers(hits), *([self._peer(holder)] if holder is not None else [])]
         self._num_seqs, self._kv_tokens = table.num_booked_seqs, table.booked_kv_tokens
+        self._decode_step_s = self._step_s
         if held:
             self._num_seqs = self._num_seqs + table.column({name: one.num_seqs for name, one in held.items()})
             self._kv_tokens = self._kv_tokens + table.column({name: one.kv_tokens for name, one in held.items()})
             self._queue_s = self._queue_s + table.column({name: one.prefill_s for name, one in held.items()})
+            self._decode_step_s = self._steps.step_s(self._num_seqs, self._kv_tokens)
         self._prefill = self._prefill_sides()
         self._decode = self._decode_sides()
 
     def best_alone(self, soloists: Mask) -> Candidate | None:
         """The cheapest single worker."""
-        if not np.count_nonzero(soloists):
-            return None
-        row = self._cheapest(np.where(soloists, self._prefill.cost_s + self._decode.cost_s, math.inf))
-        return self._candidate(row, row)
+        row = self._cheapest(_among(soloists, self._prefill.cost_s + self._decode.cost_s))
+        return self._candidate(row, row) if soloists.item(row) else None
 
     def best_pair(self, prefillers: Mask, decoders: Mask) -> Candidate | None:
         """The cheapest pair, without looking at all of them.
@@ -337,20 +342,20 @@ class _Request:
         cheapest alone can be part of the best pair; and none can that costs more with the cheapest prefill, and the
         least that its transfer could take, than a whole pair. Mostly that leaves one.
         """
-        if not np.count_nonzero(prefillers):
+        prefill_s = _among(prefillers, self._prefill.cost_s.copy())
+        least_prefill_s, num_placed = prefill_s.item(prefill_s.argmin()), self._table.num_placed_tokens
+        if least_prefill_s == math.inf:
             return None
-        prefill_s = np.where(prefillers, self._prefill.cost_s, math.inf)
-        decode_s = np.where(decoders, self._decode.cost_s + self._least_transfer_s(), math.inf)
-        groups = self._table.shape_idx + self._hit_tokens * len(self._table)
-        least_prefill_s, num_placed = prefill_s[prefill_s.argmin()], self._table.num_placed_tokens
+        decode_s = _among(decoders, self._decode.cost_s + self._least_transfer_s())
         best = (math.inf, 0.0, 0, 0, 0.0)  # seconds, work done, the two workers, seconds of the transfer
-        while least_prefill_s + decode_s[decode := self._cheapest(decode_s)] <= best[0] * _ROUNDING:
+        while least_prefill_s + decode_s.item(decode_s.argmin()) <= best[0] * _ROUNDING:
+            decode = self._cheapest(decode_s)
             transfer_s = self._transfer_s(decode)
-            total_s = prefill_s + transfer_s + self._decode.memory_s[decode] + self._decode.decode_s[decode]
+            total_s = prefill_s + transfer_s + self._decode.memory_s.item(decode) + self._decode.decode_s.item(decode)
             prefill = self._cheapest(total_s)
             work_done = num_placed.item(prefill) + num_placed.item(decode)
             best = min(best, (total_s.item(prefill), work_done, prefill, decode, transfer_s.item(prefill)))
-            decode_s[groups == groups[decode]] = math.inf
+            np.putmask(decode_s, self._takes_handoffs_like(decode), math.inf)
         return self._candidate(*best[2:])
 
     def next_best(
@@ -370,27 +375,24 @@ class _Request:
     def _prefill_sides(self) -> _PrefillSides:
         """What it costs to compute the prompt, or to read what a source has of it and compute the rest."""
         table = self._table
-        num_cached = self._hit_tokens
-        prefill_s, work_s = self._prefill_s(num_cached)
-        must_beat_s = _FETCH_GAIN * prefill_s
-        source_idx, fetch_s = np.full(len(table), -1), np.zeros(len(table))
-        for idx, source in enumerate(self._sources):
-            rest_s, rest_work_s = self._prefill_s(source.num_tokens)
-            is_chosen = source.may_read & (source.read_s + rest_s < must_beat_s)
-            must_beat_s = np.where(is_chosen, source.read_s + rest_s, must_beat_s)
-            num_cached = np.where(is_chosen, source.num_tokens, num_cached)
-            source_idx = np.where(is_chosen, idx, source_idx)
-            fetch_s = np.where(is_chosen, source.read_s, fetch_s)
-            prefill_s = np.where(is_chosen, rest_s, prefill_s)
-            work_s = np.where(is_chosen, rest_work_s, work_s)
+        prefill_s, work_s = self._prefill_s(self._missed_tokens, self._hit_tokens)
+        fetch_s, must_beat_s, readers = np.zeros(len(table)), _FETCH_GAIN * prefill_s, []
+        for source in self._sources:
+            rest_s, rest_work_s = self._prefill_s(self._num_prompt_tokens - source.num_tokens, source.num_tokens)
+            total_s = source.read_s + rest_s
+            is_chosen = source.may_read & (total_s < must_beat_s)
+            np.putmask(must_beat_s, is_chosen, total_s)
+            np.putmask(fetch_s, is_chosen, source.read_s)
+            np.putmask(prefill_s, is_chosen, rest_s)
+            np.putmask(work_s, is_chosen, rest_work_s)
+            readers.append(is_chosen)
         # A decode worker that computes a prompt stalls what decodes there, and be it the request that comes next.
         delay_s = np.maximum(self._num_seqs, table.is_decoder) * work_s
         cost_s = self._queue_s + fetch_s + prefill_s + delay_s
-        return _PrefillSides(num_cached, source_idx, self._queue_s, fetch_s, prefill_s, delay_s, cost_s)
+        return _PrefillSides(self._queue_s, fetch_s, prefill_s, delay_s, cost_s, readers)
 
-    def _prefill_s(self, num_cached: Number) -> tuple[Vector, Number]:
+    def _prefill_s(self, num_new: Number, num_cached: Number) -> tuple[Vector, Number]:
         """Seconds to compute the prompt behind its cached tokens, and how much that takes from sequences beside it."""
-        num_new = self._num_prompt_tokens - num_cached
         work_s = self._steps.prefill_work_s(num_new, prefill_attention(num_new, num_cached))
         return np.ceil(num_new / self._table.chunk_tokens) * self._step_s + work_s, work_s
 
@@ -417,42 +419,45 @@ class _Request:
         """
         table, row = self._table, self._table.rows[holder.worker.worker_id]
         costs = self._costs.steps(holder.worker.card.kind).costs
-        num_computed = min(table.uncomputed_tokens.item(row), table.chunk_tokens.item(row))
+        num_computed = min(table.uncomputed_tokens.item(row), holder.worker.card.max_num_batched_tokens)
         step_s = self._step_s.item(row) + costs.prefill_work_s(num_computed, 0.0)
         links = self._costs.transfers_of([(holder.worker.card.kind, kind) for kind in table.kinds], table.kind_idx)
-        num_held = min(holder.num_blocks * holder.worker.card.block_size, self._num_prompt_tokens - 1)
-        num_bytes = (num_held - self._hit_tokens) / table.block_size * table.block_bytes
-        may_read: Mask = (self._hit_blocks < holder.num_blocks) & (table.cache_idx == table.cache_idx[row])
+        num_held = min(float(holder.num_blocks * holder.worker.card.block_size), self._num_prompt_tokens - 1)
+        num_bytes = (num_held - self._hit_tokens) * table.token_bytes
+        may_read: Mask = self._hit_blocks < holder.num_blocks
+        if not table.is_one_cache:
+            may_read &= table.cache_idx == table.cache_idx.item(row)
         may_read[row] = False  # what it has in host memory is a tier of its own
-        return _Source(holder, "", np.full(len(table), float(num_held)), may_read, step_s + links.transfer_s(num_bytes))
+        return _Source(holder, "", num_held, may_read, step_s + links.transfer_s(num_bytes))
 
     def _decode_sides(self) -> _DecodeSides:
         """What it costs to decode."""
-        decode_s = self._steps.added_decode_s(
-            self._num_seqs,
-            self._kv_tokens,
-            self._num_prompt_tokens + self._num_outputs / 2,
-            self._num_outputs,
-        )
+        num_tokens = self._num_prompt_tokens + self._num_outputs / 2
+        decode_s = self._steps.added_decode_s(self._decode_step_s, self._num_seqs, num_tokens, self._num_outputs)
         memory_s = self._memory_s()
+        if memory_s is None:
+            return _DecodeSides(self._table.zeros, decode_s, decode_s)
         return _DecodeSides(memory_s, decode_s, memory_s + decode_s)
 
-    def _memory_s(self) -> Vector:
-        """Wait until running sequences have given back what this one lacks: they end evenly over one lifetime."""
+    def _memory_s(self) -> Vector | None:
+        """Wait until running sequences have given back what this one lacks: they end evenly over one lifetime.
+
+        None where every worker has room.
+        """
         booked = self._kv_tokens
-        lacking = booked + (self._num_prompt_tokens + self._num_outputs) - self._table.capacity_tokens
-        if lacking[lacking.argmax()] <= 0:
-            return np.zeros(len(self._table))
-        lifetime_s = self._num_outputs * self._steps.step_s(self._num_seqs, booked)
+        num_tokens, room = self._num_prompt_tokens + self._num_outputs, self._table.capacity_tokens - booked
+        if room.item(room.argmin()) >= num_tokens:
+            return None
+        lacking = num_tokens - room
+        lifetime_s = self._num_outputs * self._decode_step_s
         # Where nothing is booked there is nothing to wait for.
         return np.where(booked > 0, np.maximum(lacking, 0.0) / np.maximum(booked, 1.0) * lifetime_s, 0.0)
 
     def _transfer_s(self, decode: int) -> Vector:
         """What prefill does not hide of the transfer to this worker: whole blocks, and only those that it lacks."""
         table, card = self._table, self._table.workers[decode].card
-        num_missing = self._num_prompt_tokens - self._hit_tokens.item(decode)
-        num_bytes = math.ceil(num_missing / card.block_size) * card.block_bytes
-        chunk_bytes = table.chunk_tokens / card.block_size * card.block_bytes
+        num_bytes = math.ceil(self._missed_tokens.item(decode) / card.block_size) * card.block_bytes
+        chunk_bytes = table.chunk_tokens * table.token_bytes.item(decode)
         links = self._costs.transfers_of([(kind, card.kind) for kind in table.kinds], table.kind_idx)
         return links.exposed_s(num_bytes, chunk_bytes, self._prefill.prefill_s)
 
@@ -460,9 +465,14 @@ class _Request:
         """What no transfer to each worker can take less than, wherever the prompt is computed."""
         table = self._table
         links = [self._costs.transfer(source, target).costs for source in table.kinds for target in table.kinds]
-        least = TransferCosts(*map(min, zip(*links, strict=True)))
-        num_bytes = np.ceil((self._num_prompt_tokens - self._hit_tokens) / table.block_size) * table.block_bytes
-        return least.transfer_s(np.minimum(num_bytes, table.least_chunk_bytes))
+        least = links[0] if len(links) == 1 else TransferCosts(*map(min, zip(*links, strict=True)))
+        return least.transfer_s(np.minimum(self._missed_tokens, table.least_chunk_tokens) * table.token_bytes)
+
+    def _takes_handoffs_like(self, decode: int) -> Mask:
+        """Workers to which a transfer takes what it takes to this one."""
+        table = self._table
+        is_alike: Mask = self._hit_tokens == self._hit_tokens.item(decode)
+        return is_alike if table.is_one_shape else is_alike & (table.shape_idx == table.shape_idx.item(decode))
 
     def _by_cost(self, mask: Mask, cost_s: Vector) -> list[int]:
         rows = mask.nonzero()[0]
@@ -471,26 +481,35 @@ class _Request:
 
     def _cheapest(self, cost_s: Vector) -> int:
         """The worker of the least cost; among equals that with the least work done, and then the first."""
-        equals = (cost_s == cost_s[cost_s.argmin()]).nonzero()[0]
-        return int(equals[self._table.num_placed_tokens[equals].argmin()])
+        equals = (cost_s == cost_s.item(cost_s.argmin())).nonzero()[0]
+        if len(equals) > 1:
+            equals = equals[self._table.num_placed_tokens[equals].argmin() :]
+        return int(equals[0])
 
     def _candidate(self, prefill: int, decode: int, transfer_s: float = 0.0) -> Candidate:
+        prefill_side, decode_side, workers = self._prefill, self._decode, self._table.workers
         terms = Terms(
-            queue_s=self._prefill.queue_s.item(prefill),
-            fetch_s=self._prefill.fetch_s.item(prefill),
-            prefill_s=self._prefill.prefill_s.item(prefill),
-            delay_s=self._prefill.delay_s.item(prefill),
+            queue_s=prefill_side.queue_s.item(prefill),
+            fetch_s=prefill_side.fetch_s.item(prefill),
+            prefill_s=prefill_side.prefill_s.item(prefill),
+            delay_s=prefill_side.delay_s.item(prefill),
             transfer_s=transfer_s,
-            memory_s=self._decode.memory_s.item(decode),
-            decode_s=self._decode.decode_s.item(decode),
+            memory_s=decode_side.memory_s.item(decode),
+            decode_s=decode_side.decode_s.item(decode),
         )
-        workers = self._table.workers
-        num_cached_tokens = int(self._prefill.num_cached_tokens[prefill])
-        source_idx = self._prefill.source_idx.item(prefill)
-        source = self._sources[source_idx] if source_idx >= 0 else None
-        if source is None:
-            return Candidate(workers[prefill], workers[decode], num_cached_tokens, None, terms)
-        return Candidate(workers[prefill], workers[decode], num_cached_tokens, source.holder, terms, source.tier)
+        for source, readers in zip(reversed(self._sources), reversed(prefill_side.readers), strict=True):
+            if readers.item(prefill):
+                num_cached = (
+                    source.num_tokens[prefill] if isinstance(source.num_tokens, np.ndarray) else source.num_tokens
+                )
+                return Candidate(workers[prefill], workers[decode], int(num_cached), source.holder, terms, source.tier)
+        return Candidate(workers[prefill], workers[decode], int(self._hit_tokens.item(prefill)), None, terms)
+
+
+def _among(mask: Mask, cost_s: Vector) -> Vector:
+    """The costs, with infinity in place of those of workers that are not in the mask."""
+    np.putmask(cost_s, ~mask, math.inf)
+    return cost_s
 
 
 def _preference(candidate: Candidate) -> tuple[float, int]:

@@ -135,7 +135,7 @@ class PrefixIndex:
         masks, young, old = self._masks, self._young, self._old
         depths: dict[str, int] = {}
         # Open questions: the workers of `mask` hold at least `low` and at most `high` leading blocks.
-        open_ranges = [(0, len(digests), self._everyone)]
+        open_ranges = [(0, len(digests), self._everyone)] if self._everyone else []
         while open_ranges:
             low, high, mask = open_ranges.pop()
             while low < high:
@@ -150,7 +150,9 @@ class PrefixIndex:
                     open_ranges.append((middle, high, holding))
                     mask ^= holding
                 high = middle - 1
-            if low:
+            if low and not mask & (mask - 1):  # one worker, as mostly
+                depths[self._worker_ids[mask.bit_length() - 1]] = low
+            elif low:
                 depths.update((self._worker_ids[place], low) for place in _places(mask))
         return depths
 

@@ -147,16 +147,18 @@ class WorkerTable:
         cards = [worker.card for worker in workers]
         self.block_size = _vector(card.block_size for card in cards)
         self.block_bytes = _vector(card.block_bytes for card in cards)
-        self.chunk_tokens = _vector(card.max_num_batched_tokens for card in cards)
-        least_chunk_tokens = min((card.max_num_batched_tokens for card in cards), default=0)
-        self.least_chunk_bytes = least_chunk_tokens / self.block_size * self.block_bytes  # of any prompt
+        self.token_bytes = self.block_bytes / self.block_size
+        self.least_chunk_tokens = min((float(card.max_num_batched_tokens) for card in cards), default=0.0)
+        self.chunk_tokens = _column(card.max_num_batched_tokens for card in cards)
         self.capacity_tokens = _vector(card.num_blocks * card.block_size for card in cards)
         # The prompt and its first token must fit, or the worker could never run it.
         self.max_prompt_tokens = np.minimum(self.capacity_tokens, _vector(card.max_model_len for card in cards)) - 1
+        self.fits_all_tokens = min(self.max_prompt_tokens.tolist(), default=0.0)
         self.kinds, self.kind_idx = _numbered([card.kind for card in cards])
         # Workers can read each other's blocks where these are equal, and take handoffs alike where those are.
-        _, self.cache_idx = _numbered([(card.namespace, card.block_size) for card in cards])
-        _, self.shape_idx = _numbered([(card.kind, card.block_size, card.block_bytes) for card in cards])
+        caches, self.cache_idx = _numbered([(card.namespace, card.block_size) for card in cards])
+        shapes, self.shape_idx = _numbered([(card.kind, card.block_size, card.block_bytes) for card in cards])
+        self.is_one_cache, self.is_one_shape = len(caches) == 1, len(shapes) == 1
         # By the name of a state in which nothing can be taken, for those that some worker is in: who is not.
         states = sorted({worker.state for worker in workers} - {WorkerState.READY})
         self.not_in_state = {s.value: _mask(worker.state is not s for worker in workers) for s in states}
@@ -164,6 +166,7 @@ class WorkerTable:
         self.can_prefill = _mask(can_prefill(worker) for worker in workers)
         self.can_decode = _mask(can_decode(worker) for worker in workers)
         self._none = np.zeros(len(workers), dtype=bool)
+        self.everyone, self.zeros = ~self._none, np.zeros(len(workers))
         self._serving = {adapter: _mask(adapter in card.adapters for card in cards) for adapter in _adapters(cards)}
         self._named: dict[tuple[str, ...], Mask] = {}
         self.is_decoder = _vector(worker.role == Role.DECODE for worker in workers)
@@ -200,15 +203,13 @@ class WorkerTable:
         for worker in workers:
             row = self.rows.get(worker.worker_id)
             if row is not None and self.workers[row] is worker:  # not the next one of this name
-                self._loads[:, row] = (
-                    worker.num_booked_seqs,
-                    worker.booked_kv_tokens,
-                    worker.uncomputed_tokens,
-                    worker.uncomputed_attention,
-                    worker.num_queued_steps,
-                    worker.num_placed_tokens,
-                    worker.last_order,
-                )
+                self.num_booked_seqs[row] = worker.num_booked_seqs
+                self.booked_kv_tokens[row] = worker.booked_kv_tokens
+                self.uncomputed_tokens[row] = worker.uncomputed_tokens
+                self.uncomputed_attention[row] = worker.uncomputed_attention
+                self.num_queued_steps[row] = worker.num_queued_steps
+                self.num_placed_tokens[row] = worker.num_placed_tokens
+                self.last_order[row] = worker.last_order
 
     def update_from(self, table: WorkerTable, rows: Rows) -> None:
         """Take over what is booked on all workers from another table, where they are in these rows."""
@@ -234,9 +235,10 @@ class WorkerTable:
         step_s = steps.step_s(self.num_booked_seqs, self.booked_kv_tokens)
         work_s = steps.prefill_work_s(self.uncomputed_tokens, self.uncomputed_attention)
         waits_s = self.num_queued_steps * step_s + work_s
-        for row in (self.last_order > order).nonzero()[0].tolist():  # few, if any, have prompts that are overtaken
-            worker = self.workers[row]
-            waits_s[row] = queue_s(worker, costs.steps(worker.card.kind), order)
+        if order < math.inf:
+            for row in (self.last_order > order).nonzero()[0].tolist():  # few, if any: whose prompts are overtaken
+                worker = self.workers[row]
+                waits_s[row] = queue_s(worker, costs.steps(worker.card.kind), order)
         return Pace(steps, step_s, waits_s)
 
     def column(self, values: Mapping[str, float]) -> Vector:
@@ -531,6 +533,12 @@ def _order(booking: Booking) -> float:
 
 def _vector(values: Iterable[float]) -> Vector:
     return np.array(list(values), dtype=np.float64)
+
+
+def _column(values: Iterable[float]) -> float | Vector:
+    """As a vector; just the number where it is the same for all."""
+    column = _vector(values)
+    return float(column[0]) if len(set(column.tolist())) == 1 else column
 
 
 def _mask(values: Iterable[bool]) -> Mask:

@@ -12,6 +12,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
 
 from protocol.errors import ConfigError
 from protocol.messages import Role
@@ -31,6 +32,8 @@ EngineKind = Literal["openai", "vllm", "sglang", "llamacpp"]
 
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "both": Role.COLOCATED}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
+_HEADER_VALUE = re.compile(r"[\t\x20-\x7e\xa0-\xff]*")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -183,6 +186,12 @@ def _checked_url(url: Any, where: str) -> str:
         )
     if not isinstance(url, str) or not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", url):
         raise ConfigError(f"{where}: url={url!r} is not of the form http://host:port")
+    try:
+        has_address = bool(urlsplit(url).hostname) and urlsplit(url).port != 0
+    except ValueError:  # a port out of range, a bracket without its other
+        has_address = False
+    if not has_address or not url.isascii():
+        raise ConfigError(f"{where}: url={url!r} has no host and port that can be connected to; give http://host:port")
     return url.rstrip("/").removesuffix("/v1")
 
 
@@ -219,6 +228,12 @@ def _check_values(values: dict[str, Any], where: str) -> None:
         raise ConfigError(
             f"{where}: api_key_env is not the name of an environment variable; put the key into one and name it here"
         )
+    for name, text in values.get("headers", {}).items():
+        if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(text):  # NOTE: not shown, it may be a secret
+            raise ConfigError(
+                f"{where}: headers: {name!r} cannot be sent; use letters, digits and '-' in its name and "
+                "visible Latin characters in its value"
+            )
     for key in ("kv_events", "kv_replay"):
         if values.get(key) and not re.fullmatch(r"(tcp|ipc)://\S+", values[key]):
             raise ConfigError(f"{where}: {key}={values[key]!r} must be a ZMQ endpoint such as tcp://10.0.0.5:5557")

@@ -17,12 +17,11 @@ import msgspec
 from zmq.asyncio import Context
 
 from protocol.config import RouterConfig
-from protocol.digest import root_digest
+from protocol.digest import block_digests, root_digest
 from protocol.errors import ConfigError, ModelNotFound, NoWorker
 from protocol.messages import Role, WorkerCard, WorkerLoad, WorkerState
 from protocol.siblings import EngineEntry, Load
 from router.cost_model import CostModel
-from router.digest_memo import DigestMemo
 from router.engines.config import EnginesConfig, EngineSpec, check_fleet
 from router.engines.engine import Engine, card_of, digest_root, with_model
 from router.engines.errors import EngineBusy
@@ -45,10 +44,9 @@ _HEALTH_PATHS = {"openai": "/v1/models", "vllm": "/health", "sglang": "/health",
 class Prompt(Sequence[bytes]):
     """A prompt as engines are chosen by it: each group of them has digests of its own. As a sequence those of none."""
 
-    def __init__(self, token_ids: Sequence[int], cache_salt: str, memo: DigestMemo) -> None:
+    def __init__(self, token_ids: Sequence[int], cache_salt: str) -> None:
         self.token_ids = token_ids
         self._cache_salt = cache_salt
-        self._memo = memo
         self._digests: dict[tuple[str, int], list[bytes]] = {}
 
     def __len__(self) -> int:
@@ -63,7 +61,7 @@ class Prompt(Sequence[bytes]):
         found = self._digests.get(key)
         if found is None:
             root = root_digest(digest_root(*key), cache_salt=self._cache_salt)
-            found = self._digests[key] = self._memo.digests(root, self.token_ids, card.block_size)
+            found = self._digests[key] = block_digests(root, self.token_ids, card.block_size)
         return found
 
 
@@ -106,7 +104,6 @@ class Fleet:
         self.mean_prompt_tokens = FIRST_GUESS_TOKENS
         self.mean_output_tokens = FIRST_GUESS_TOKENS / 2
         self._placer = Placer(registry, index, costs, config)
-        self.memo = DigestMemo()
         self._engines: dict[str, Engine] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}  # by name, of engines that siblings changed

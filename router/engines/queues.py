@@ -50,7 +50,7 @@ class ModelQueue:
         limit = max_tokens_of(call.body) or MAX_OUTPUTS
         return Offer(
             num_prompt_tokens=max(1, len(call.token_ids)),
-            digests=Prompt(call.token_ids, call.cache_salt, self._fleet.memo),
+            digests=Prompt(call.token_ids, call.cache_salt),
             expected_output_tokens=self.admission.lengths.expected(call.wishes.tenant, limit),
             tenant=call.wishes.tenant,
             priority=call.wishes.priority,

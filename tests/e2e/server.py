@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,12 +30,13 @@ class Server:
     def __init__(self, model: Path | str, folder: Path, *flags: str) -> None:
         self.log = folder / f"serve-{time.monotonic_ns()}.log"
         command = [sys.executable, "-m", "cli", "serve", "--model", str(model), "--port", "0", *flags]
+        self.scratch = Path(tempfile.mkdtemp(prefix="t-"))  # short: Ray puts sockets in it
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
                 cwd=REPOSITORY,
-                env=environment | {"PYTHONUNBUFFERED": "1", "COLUMNS": "400"},
+                env=environment | {"PYTHONUNBUFFERED": "1", "COLUMNS": "400", "TMPDIR": str(self.scratch)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -82,6 +85,8 @@ class Server:
         code = self.process.wait(STOP_S)
         _, alive = psutil.wait_procs(children or self._seen, timeout=5.0)
         assert not alive, f"left running: {alive}"
+        left = list(self.scratch.iterdir())
+        assert not left, f"left behind: {left}"
         return code
 
     def kill(self) -> None:
@@ -92,6 +97,7 @@ class Server:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 @contextmanager

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,3 +92,15 @@ def test_tenants_and_namespaces_do_not_share_blocks() -> None:
     ]
     chains = [block_digests(root, list(range(2 * SIZE)), SIZE) for root in roots]
     assert len({digest for chain in chains for digest in chain}) == 2 * len(roots)
+
+
+def test_without_the_compiled_module_digests_are_the_same() -> None:
+    code = (
+        "import sys; sys.modules['protocol._digest'] = None\n"
+        "from protocol.digest import IS_COMPILED, block_digests\n"
+        "print((IS_COMPILED, block_digests(b'root', range(100), 16)))"
+    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert ast.literal_eval(result.stdout) == (False, block_digests(b"root", range(100), 16))

@@ -112,7 +112,7 @@ class _NaiveRequest:
         if holder is worker or num_blocks <= own or not is_alike:
             return
         hit = self.usable(num_blocks * block_size)
-        num_bytes = (hit - self.usable(own * block_size)) / block_size * worker.card.block_bytes
+        num_bytes = (hit - self.usable(own * block_size)) * (worker.card.block_bytes / block_size)
         yield (
             hit,
             Holder(holder, num_blocks),
@@ -139,7 +139,7 @@ class _NaiveRequest:
     def transfer_s(self, prefill: Worker, decode: Worker, prefill_s: float) -> float:
         card, hit = decode.card, self.usable(self.hits.get(decode.worker_id, 0) * decode.card.block_size)
         num_bytes = math.ceil((self.num_prompt_tokens - hit) / card.block_size) * card.block_bytes
-        chunk_bytes = prefill.card.max_num_batched_tokens / card.block_size * card.block_bytes
+        chunk_bytes = prefill.card.max_num_batched_tokens * (card.block_bytes / card.block_size)
         link = self.costs.transfer(prefill.card.kind, card.kind).costs
         return link.exposed_s(num_bytes, chunk_bytes, prefill_s)
 
@@ -156,7 +156,8 @@ class _NaiveRequest:
     def decode_s(self, worker: Worker) -> float:
         mean_tokens = self.num_prompt_tokens + self.num_outputs / 2
         costs = self.costs.steps(worker.card.kind).costs
-        return costs.added_decode_s(self.num_seqs(worker), self.kv_tokens(worker), mean_tokens, self.num_outputs)
+        step_s = costs.step_s(self.num_seqs(worker), self.kv_tokens(worker))
+        return costs.added_decode_s(step_s, self.num_seqs(worker), mean_tokens, self.num_outputs)
 
     def num_seqs(self, worker: Worker) -> int:
         return worker.num_booked_seqs + self.in_router.get(worker.worker_id, Held()).num_seqs

@@ -74,9 +74,9 @@ def test_prefill_counts_each_chunk_and_the_context() -> None:
 
 def test_one_more_sequence_costs_its_own_steps_and_slows_the_others() -> None:
     model = StepModel(CPU_PRIOR)
-    alone_s = model.costs.added_decode_s(0, 0, 100, 10)
+    alone_s = model.costs.added_decode_s(model.costs.step_s(0, 0), 0, 100, 10)
     assert alone_s == pytest.approx(10 * model.costs.step_s(1, 100))
-    beside_s = model.costs.added_decode_s(4, 400, 100, 10)
+    beside_s = model.costs.added_decode_s(model.costs.step_s(4, 400), 4, 100, 10)
     assert beside_s == pytest.approx(
         10 * (model.costs.step_s(5, 500) + 4 * (model.costs.step_s(5, 500) - model.costs.step_s(4, 400)))
     )
@@ -167,11 +167,11 @@ def test_a_link_whose_bytes_cost_nothing_has_the_latency_that_was_measured() -> 
 
 
 def test_prefill_hides_all_of_a_transfer_but_its_tail() -> None:
-    link = TransferModel()
-    assert link.costs.exposed_bytes(100e6, 10e6, prefill_s=10.0) == 10e6
-    assert link.costs.exposed_bytes(5e6, 10e6, prefill_s=10.0) == 5e6
-    assert link.costs.exposed_bytes(100e6, 10e6, prefill_s=0.02) == pytest.approx(100e6 - 0.02 * 2e9)
-    assert link.costs.exposed_s(0, 10e6, prefill_s=1.0) == link.costs.latency_s
+    costs = TransferModel().costs
+    assert costs.exposed_s(100e6, 10e6, prefill_s=10.0) == costs.transfer_s(10e6)
+    assert costs.exposed_s(5e6, 10e6, prefill_s=10.0) == costs.transfer_s(5e6)
+    assert costs.exposed_s(100e6, 10e6, prefill_s=0.02) == pytest.approx(costs.transfer_s(100e6) - 0.02)
+    assert costs.exposed_s(0, 10e6, prefill_s=1.0) == costs.latency_s
 
 
 def test_workers_of_one_kind_share_a_model_and_export_it() -> None:

@@ -290,11 +290,11 @@ def random_pool(rng: random.Random, num_workers: int, digests: list[bytes]) -> t
     pool = Pool(local_prefill=rng.random() < 0.7)
     roles = rng.choice([[Role.PREFILL, Role.DECODE], [Role.COLOCATED], list(Role)])
     kinds = rng.choice([["cpu-1"], ["cpu-1", "NVIDIA H200"]])
+    chunks, namespaces = rng.choice([[512], [512, 2048]]), rng.choice([[b"n" * 16], [b"n" * 16, b"n" * 16, b"o" * 16]])
     bookings = []
     for i in range(num_workers):
         worker_id, role, kind = f"w{i}", rng.choice(roles), rng.choice(kinds)
-        num_blocks, chunk = rng.choice([64, 300, 4096]), rng.choice([512, 2048])
-        namespace = rng.choice([b"n" * 16, b"n" * 16, b"o" * 16])
+        num_blocks, chunk, namespace = rng.choice([64, 300, 4096]), rng.choice(chunks), rng.choice(namespaces)
         card = make_card(
             worker_id, role, kind=kind, num_blocks=num_blocks, max_num_batched_tokens=chunk, namespace=namespace
         )

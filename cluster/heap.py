@@ -1,0 +1,17 @@
+"""Garbage collection that does not stop a server for a tenth of a second."""
+
+from __future__ import annotations
+
+import gc
+
+__all__ = ["settle_heap"]
+
+
+def settle_heap() -> None:
+    """Take all that start-up has made out of the garbage collector's sight. To be called once a process serves.
+
+    Modules, code and configuration are some hundred thousand objects that live as long as the process. A full
+    collection looks at each of them, which takes 0.1 to 0.2 s in which no token goes out, and finds nothing.
+    """
+    gc.collect()
+    gc.freeze()
