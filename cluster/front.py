@@ -41,6 +41,7 @@ from router.prefix_index import PrefixIndex
 from router.registry import Registry
 from router.sibling_bus import SiblingBus
 from router.siblings import Siblings
+from router.tenants import Tenants, load_tenants
 from router.tokenizer import Tokenizer
 
 __all__ = ["RouterSetup", "serve_engines", "token_readers"]
@@ -59,6 +60,7 @@ class RouterSetup:
     engines: EnginesConfig
     admin_token: str = field(default="", repr=False)
     api_keys: dict[bytes, str] = field(default_factory=dict, repr=False)  # tenants by digest
+    tenants: Tenants = field(default_factory=Tenants)
     number: int = 0  # among its siblings
     epoch: int = 0  # larger in each life of this number
     bus: tuple[str, ...] = ()  # ZMQ endpoints of all siblings by number; none of a process that is alone
@@ -67,7 +69,8 @@ class RouterSetup:
 def serve_engines(setup: RouterSetup) -> int:
     """Serve until SIGINT or SIGTERM; the exit code. Raises `ConfigError` for what the user can mend."""
     router = setup.router
-    setup = replace(setup, api_keys=load_api_keys(router.api_key_file))  # here: all processes ever have the same
+    # Here: all processes ever have the same, those too that take another's place when the files have changed.
+    setup = replace(setup, api_keys=load_api_keys(router.api_key_file), tenants=load_tenants(router.tenants))
     if setup.router.router_processes == 1:
         with listening(router.host, router.port) as listener:
             return _run(_serve_alone(setup, listener))
@@ -168,6 +171,7 @@ def _server(setup: RouterSetup, on_started: Callable[[], None]) -> _Server:
         costs=CostModel(),
         config=setup.router,
         engines=setup.engines,
+        tenants=setup.tenants,
         siblings=siblings,
     )
     bus = SiblingBus(siblings, setup.bus[setup.number], setup.bus) if setup.bus else None

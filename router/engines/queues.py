@@ -26,7 +26,6 @@ from router.gate import NUM_OTHERS, Gate
 from router.placement import Placement, Placer
 from router.registry import Registry, Worker, Workers, WorkerTable, can_decode
 from router.siblings import Siblings
-from router.tenants import load_tenants
 
 __all__ = ["ModelQueue", "Queues"]
 
@@ -89,7 +88,6 @@ class Queues:
     def __init__(self, fleet: Fleet, open_exchange: _OpenExchange) -> None:
         self._fleet = fleet
         self._open_exchange = open_exchange
-        self._tenants = load_tenants(fleet.config.tenants)
         self._queues: dict[str, ModelQueue] = {}
         fleet.siblings.waiting = self.waiting
 
@@ -102,7 +100,7 @@ class Queues:
             placer = _ModelPlacer(fleet, workers, model)
             # Where prompts may go the placer knows, group by group; to admission every engine with room is one.
             config = replace(fleet.config, local_prefill=True)
-            admission = _SharedAdmission(fleet.siblings, model, workers, fleet.costs, placer, self._tenants, config)
+            admission = _SharedAdmission(fleet.siblings, model, workers, fleet.costs, placer, fleet.tenants, config)
             queue = self._queues[model] = ModelQueue(fleet, model, admission, self._open_exchange)
         return queue
 

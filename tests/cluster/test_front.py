@@ -190,6 +190,19 @@ def test_a_process_that_dies_is_replaced_and_its_load_forgotten(tmp_path: Path) 
         burst(running, 8)
 
 
+def test_a_process_that_takes_anothers_place_has_the_tenants_of_the_others(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text("[tenants.search]\nweight = 4.0\n")
+    with fakes(1) as engines, routing(tmp_path, engines, 2, f"--tenants={tenants}") as running:
+        tenants.write_text("[being edited")
+        killed = running.children()[0]
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: killed not in running.children(), "it lives")
+        until(lambda: running.are_there(2), "the new one did not join")
+        running.ever |= set(running.children())
+        burst(running, 8)
+
+
 def test_a_process_that_hangs_is_replaced(tmp_path: Path) -> None:
     with fakes(1) as engines, routing(tmp_path, engines, 2, "--worker-timeout-s=2") as running:
         hung = running.children()[0]
@@ -228,7 +241,9 @@ def test_engines_added_and_removed_through_one_process_are_so_for_all(tmp_path: 
             url = f"{running.url}/v1/engines/{name}"
             assert httpx.delete(url, headers=ADMIN, trust_env=False).status_code == 202
         until(lambda: all(_names(running) == set() for _ in range(6)), "it was not removed everywhere")
-        os.kill(running.children()[0], signal.SIGKILL)  # its successor begins with the file, in which e0 still is
+        killed = running.children()[0]
+        os.kill(killed, signal.SIGKILL)  # its successor begins with the file, in which e0 still is
+        until(lambda: killed not in running.children(), "it lives")  # connections it has not taken are lost with it
         until(lambda: running.are_there(3), "the new one did not join")
         running.ever |= set(running.children())
         assert all(_names(running) == set() for _ in range(12))
