@@ -122,8 +122,7 @@ def route(
     """
     flags: dict[str, Any] = dict(ctx.params)
     router, config = from_flags(RouterConfig, flags), from_flags(EnginesConfig, flags)
-    load_tenants(tenants)
-    load_api_keys(api_key_file)
+    policies, api_keys = load_tenants(tenants), load_api_keys(api_key_file)
     token = admin_token(admin_token_file)
     fleet = load_fleet(engines) if engines is not None else FleetFile([], {})
     if not fleet.engines and not token:
@@ -136,7 +135,11 @@ def route(
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss torch, which is not needed
     from cluster.front import RouterSetup, serve_engines  # here: tokenizers bring transformers; --help need not wait
 
-    return serve_engines(RouterSetup(fleet_file=fleet, router=router, engines=config, admin_token=token))
+    return serve_engines(
+        RouterSetup(
+            fleet_file=fleet, router=router, engines=config, admin_token=token, api_keys=api_keys, tenants=policies
+        )
+    )
 
 
 def admin_token(path: Path | None) -> str:

@@ -31,7 +31,6 @@ from cluster.listening import listening
 from cluster.processes import ParentPipe, ProcessGroup
 from protocol.config import RouterConfig
 from protocol.errors import ConfigError
-from router.api_keys import load_api_keys
 from router.cost_model import CostModel
 from router.engines.app import create_engines_app
 from router.engines.config import EnginesConfig, FleetFile
@@ -41,7 +40,7 @@ from router.prefix_index import PrefixIndex
 from router.registry import Registry
 from router.sibling_bus import SiblingBus
 from router.siblings import Siblings
-from router.tenants import Tenants, load_tenants
+from router.tenants import Tenants
 from router.tokenizer import Tokenizer
 
 __all__ = ["RouterSetup", "serve_engines", "token_readers"]
@@ -53,7 +52,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSetup:
-    """All that one process of the router is told."""
+    """All that one process of the router is told.
+
+    Keys and tenants are read once, so those that take another's place have the same when the files have changed.
+    """
 
     fleet_file: FleetFile
     router: RouterConfig
@@ -69,8 +71,6 @@ class RouterSetup:
 def serve_engines(setup: RouterSetup) -> int:
     """Serve until SIGINT or SIGTERM; the exit code. Raises `ConfigError` for what the user can mend."""
     router = setup.router
-    # Here: all processes ever have the same, those too that take another's place when the files have changed.
-    setup = replace(setup, api_keys=load_api_keys(router.api_key_file), tenants=load_tenants(router.tenants))
     if setup.router.router_processes == 1:
         with listening(router.host, router.port) as listener:
             return _run(_serve_alone(setup, listener))

@@ -66,6 +66,8 @@ def load_tenants(path: str) -> Tenants:
         raise ConfigError(f"tenants={path!r} cannot be read: {exc.strerror}; give the path of a TOML file") from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"tenants={path!r} is not valid TOML: {exc}") from exc
+    if not content:  # as a pipe is that was read before
+        raise ConfigError(f"tenants={path!r} is empty; write [default] or [tenants.NAME], or leave the file out")
     for key in content.keys() - {"default", "tenants"}:
         raise ConfigError(f"{path}: {key} is unknown; use [default] and [tenants.NAME]")
     default = _policy(path, "default", content.get("default", {}), TenantPolicy())

@@ -141,10 +141,11 @@ class Reply:
         """
         self._sink = into
         try:
-            self._pour()
-            while self._sink is not None and not self.is_complete:
+            while True:
+                self._pour()  # NOTE: each time; more may have come between the arrival and this task's turn
+                if self._sink is None or self.is_complete:
+                    return self._sink is not None
                 await self._arrival()
-            return self._sink is not None
         finally:
             self._sink = None
 
@@ -164,6 +165,11 @@ class Reply:
     def close(self, *, is_ending: bool = False) -> None:
         """Let go of it; what has not come yet is not wanted. `is_ending`: nothing but the end of the body can come."""
         self._connection.end(self, is_ending=is_ending)
+
+    def drop_unread(self) -> None:
+        """Forget what has come and was not read, and do not let it hold up the connection."""
+        if self._parts:
+            self._take()
 
     def wake(self) -> None:
         """Something came."""
@@ -239,6 +245,7 @@ class _Connection(asyncio.Protocol):
             self._lingering = asyncio.get_running_loop().call_later(_LINGER_S, self.close)
             return
         self._reply = None
+        reply.drop_unread()
         if reply.is_complete and self._can_stay and not self._is_lost:
             self._upstream.give_back(self)
         else:

@@ -54,6 +54,7 @@ def test_without_a_file_all_are_alike() -> None:
         ("tenants = 3", "tenants = 3 must be tables"),
         ("default = 3", "default = 3 must be a table"),
         ("weight = ", "is not valid TOML"),
+        ("# later", "is empty; write .default. or .tenants.NAME., or leave the file out"),
     ],
 )
 def test_a_bad_file_is_told_with_key_value_and_remedy(tmp_path: Path, text: str, message: str) -> None:

@@ -123,6 +123,39 @@ async def test_what_is_poured_is_the_same_wherever_it_is_stopped(seed: int) -> N
         assert peer.num_connections == 1
 
 
+@pytest.mark.parametrize("is_last", [True, False])
+async def test_what_comes_before_the_pouring_task_has_its_turn_is_poured(is_last: bool) -> None:
+    async with connected() as (upstream, peer):
+        peer.handle = answer(CHUNKED + b"1\r\na\r\n")
+        reply = await upstream.post("/x", b"{}", "id")
+        (connection,) = upstream._open
+        got: list[bytes] = []
+        pouring = asyncio.create_task(reply.pour(lambda data: got.append(data) or True))  # type: ignore[func-returns-value]
+        await until(lambda: got == [b"a"])
+        connection.data_received(b"4\r\n")  # the event loop may read twice before any task runs
+        connection.data_received(b"DONE\r\n" + b"0\r\n\r\n" * is_last)
+        await until(lambda: b"".join(got) == b"aDONE")
+        if is_last:
+            assert await pouring
+        else:
+            assert not pouring.done()
+            pouring.cancel()
+        reply.close()
+
+
+async def test_a_connection_whose_answer_nobody_read_serves_the_next_request() -> None:
+    async with connected() as (upstream, peer):
+        peer.handle = answer(plain(b"x" * 300_000))
+        reply = await upstream.post("/x", b"{}", "id")
+        await until(lambda: reply.is_complete)
+        reply.close()
+        peer.handle = answer(plain(b"next"))
+        async with asyncio.timeout(10):
+            following = await upstream.post("/x", b"{}", "id")
+            assert await following.read_all() == b"next"
+        following.close()
+
+
 async def test_errors_while_pouring_come_out_of_it() -> None:
     async with connected() as (upstream, peer):
         peer.handle = answer(CHUNKED + b"1\r\na\r\n", b"1\r\nb\r\n")
