@@ -68,19 +68,26 @@ class PeerReader:
         """Whether polling the transport often makes something finish sooner."""
         return bool(self._reads)
 
-    def source(self, holder: KvHolder) -> KvSource:
-        """The peer as a source of the prompt it was named for."""
+    def source(self, holder: KvHolder, *, is_moved: bool = True) -> KvSource:
+        """The peer as a source of the prompt it was named for; without `is_moved` its copy is not one too many."""
         worker_id = holder.worker.worker_id
         if worker_id not in self._costs:
             self._costs[worker_id] = LoadCost(_PRIOR, self.engine.block_bytes)
-        return _PeerSource(self, holder, self._costs[worker_id])
+        return _PeerSource(self, holder, self._costs[worker_id], is_moved)
 
     def ask(
-        self, peer: PeerAddress, cost: LoadCost, digests: Sequence[bytes], first_block: int, now: float
+        self,
+        peer: PeerAddress,
+        cost: LoadCost,
+        digests: Sequence[bytes],
+        first_block: int,
+        now: float,
+        *,
+        is_moved: bool,
     ) -> _PeerRead:
         """Open a lease on a peer's blocks, the first of which is `first_block` of its prompt, and the link to it."""
         end_block = first_block + len(digests)
-        read = _PeerRead(self, cost, next(self._numbers), peer, first_block, end_block, now)
+        read = _PeerRead(self, cost, next(self._numbers), peer, first_block, end_block, now, is_moved)
         self._reads[read.read_id] = read
         self.links.connect(peer, now)
         self.links.send(
@@ -116,7 +123,7 @@ class PeerReader:
             read.pump(now)
             if read.is_over:
                 del self._reads[read.read_id]
-                done = ReadDone(sender=self.links.me, read_id=read.read_id, has_copy=read.is_used)
+                done = ReadDone(sender=self.links.me, read_id=read.read_id, has_copy=read.is_used and read.is_moved)
                 self.links.send(read.peer.worker_id, read.peer.epoch, done)
 
     def check_integrity(self, *, idle: bool = False) -> None:
@@ -127,18 +134,20 @@ class PeerReader:
 class _PeerSource(KvSource):
     kind = "peer"
 
-    def __init__(self, reader: PeerReader, holder: KvHolder, cost: LoadCost) -> None:
+    def __init__(self, reader: PeerReader, holder: KvHolder, cost: LoadCost, is_moved: bool) -> None:
         self.name = f"peer:{holder.worker.worker_id}"
         self.cost = cost
         self._reader = reader
         self._holder = holder
+        self._is_moved = is_moved
 
     def look_up(self, first_block: int, digests: Sequence[bytes]) -> Source:
         end_block = min(self._holder.num_blocks, len(digests))
         return Source(self.name, max(end_block, first_block), self.cost.latency_s, self.cost.block_s)
 
     def open(self, digests: Sequence[bytes], first_block: int, end_block: int, now: float) -> OpenSource:
-        return self._reader.ask(self._holder.worker, self.cost, digests[first_block:end_block], first_block, now)
+        peer, asked = self._holder.worker, digests[first_block:end_block]
+        return self._reader.ask(peer, self.cost, asked, first_block, now, is_moved=self._is_moved)
 
 
 class _PeerRead(OpenSource):
@@ -155,12 +164,14 @@ class _PeerRead(OpenSource):
         first_block: int,
         end_block: int,
         now: float,
+        is_moved: bool,
     ) -> None:
         self.cost = cost
         self.read_id = read_id
         self.peer = peer
         self.first_block = first_block
         self.end_block = end_block
+        self.is_moved = is_moved
         self.asked_at = now
         self.deadline = now + reader.ttl_s
         self.block_ids: list[int] | None = None  # at the peer; None until it has granted them

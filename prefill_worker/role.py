@@ -141,7 +141,7 @@ class PrefillRole:
             phase=Phase.PREFILL_ONLY,
             turn=request.turn,
         )
-        sequence.kv_holder = request.kv_holder
+        sequence.kv_holder, sequence.kv_receiver = request.kv_holder, receiver
         self._links.connect(receiver, now)
         num_blocks = -(-len(request.token_ids) // self._engine.config.block_size)
         self._outbox.open(request.request_id, receiver.worker_id, receiver.epoch, num_blocks=num_blocks)

@@ -25,6 +25,7 @@ from protocol.messages import (
     KvHolder,
     Message,
     PeerAddress,
+    Prefill,
     ReadDone,
     ReadGrant,
     ReadRequest,
@@ -37,6 +38,7 @@ from tests.cluster.harness import (
     BLOCK_BYTES,
     BLOCK_SIZE,
     DEADLINE_S,
+    PAIR,
     Client,
     Cluster,
     Oracle,
@@ -146,6 +148,37 @@ def test_a_read_moves_a_prefix_and_leaves_what_others_use(tiny_model: Path) -> N
             ]
             assert [answer.num_cached_tokens // BLOCK_SIZE for answer in again] == [10, 2, 11]
             await cluster.becomes_idle()
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_holder_that_the_prompt_goes_back_to_keeps_its_copy(tiny_model: Path) -> None:
+    async def run() -> None:
+        rng = random.Random(8)
+        async with running_cluster(tiny_model, PAIR) as cluster:
+            sender, receiver = cluster.worker("p"), cluster.worker("d")
+            tokens, demoted = prompt(rng, 12), []
+            await ask(cluster, "d", tokens)
+            await cluster.call("d", lambda: setattr(receiver._engine.pool, "demote", demoted.append))
+            client = Client(sender)
+            try:
+                client.send(
+                    Prefill(
+                        request_id="back",
+                        token_ids=tokens,
+                        sampling=GREEDY,
+                        decode_worker=receiver.address,
+                        kv_holder=KvHolder(receiver.address, 12),
+                    )
+                )
+                await asyncio.to_thread(client.receive, StepOutput)
+                await eventually(lambda: receiver._holder.num_lent_blocks and not receiver._holder.num_open)
+                client.send(Cancel(request_id="back"))
+                await cluster.becomes_idle()
+            finally:
+                client.close()
+            assert demoted == []
 
     asyncio.run(run())
 
