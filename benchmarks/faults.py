@@ -223,6 +223,8 @@ class _Worker:
             self.decode.notified(notification, now)
         for change in self.links.expire(now):
             self._link_changed(change, now)
+        self.prefill.expire(now)
+        self.decode.expire(now)
         self._pump(now)
         self._send_heartbeat(now)
         result = self.engine.step()

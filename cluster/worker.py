@@ -278,6 +278,8 @@ class Worker:
             self._next_link_expiry = now + _LINK_EXPIRY_S
             for change in self._links.expire(now):
                 self._link_changed(change, now)
+        self._prefill.expire(now)  # not after a long step: what is needed may have come and lie unread
+        self._decode.expire(now)
         self._pump(now)
         self._reader.pump(now)
         self._cache.pump(now)

@@ -212,11 +212,15 @@ class PrefillRole:
             else:  # the first token was the last: there is nothing to hand over
                 self._outbox.cancel(sequence.request_id, FINISHED_EARLY)
 
-    def pump(self, now: float) -> None:
-        """Start what can be written, notice what finished, give back the blocks of handoffs that are over."""
+    def expire(self, now: float) -> None:
+        """Give up what is too late. Only for a caller that has read all that came: a grant may be among it."""
         self._settle()
         self._give_up_stalled(now)
         self._outbox.expire(now)
+
+    def pump(self, now: float) -> None:
+        """Start what can be written, notice what finished, give back the blocks of handoffs that are over."""
+        self._settle()
         self._request_leases(now)
         for write in self._outbox.next_writes():
             self._start(write, now)

@@ -168,11 +168,13 @@ def test_a_prompt_that_was_never_granted_fails_in_time_after_it_asked(sender: Si
     sender.measured(seconds_per_block=0.0)
     sender.prefill._step_s = 1.0
     sender.send("r", 6 * STEP_TOKENS)
+    sender.prefill.expire(100.0)
     sender.prefill.pump(100.0)
     assert sender.prefill.live_handoffs == [("r", 0)], "not asked for yet, so nobody is late"
     for _ in range(5):
         sender.run_step()
-    sender.prefill.pump(sender.now - 1.0 + TIMEOUT_S)
+    sender.prefill.expire(sender.now - 1.0 + TIMEOUT_S)
+    sender.prefill.pump(sender.now)
     assert len(sender.failed) == 1
     assert "granted no lease in time" in sender.failed[0]
     sender.end()
@@ -223,11 +225,12 @@ def test_the_sender_vouches_for_a_prompt_until_it_asks_for_room(receiver: Side, 
     for other, epoch in (("other", 1), ("p", 0)):
         receiver.decode.heartbeat(other, epoch, [("r", 0)], 40.0)
     receiver.decode.heartbeat("p", 1, [("large", 1)], 20.0)
+    receiver.decode.expire(TIMEOUT_S - 0.1)
     receiver.decode.pump(TIMEOUT_S - 0.1)
     assert receiver.failed == []
-    receiver.decode.pump(TIMEOUT_S)
+    receiver.decode.expire(TIMEOUT_S)
     assert len(receiver.failed) == int(is_requested)
-    receiver.decode.pump(20.0 + TIMEOUT_S)
+    receiver.decode.expire(20.0 + TIMEOUT_S)
     assert receiver.ids(LeaseRefused) == ["r"]
     missing = "room in the decode worker's pool" if is_requested else "news of the prompt"
     assert f"no {missing} for 30.0 s" in receiver.failed[0]
