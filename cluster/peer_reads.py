@@ -86,8 +86,7 @@ class PeerReader:
         is_moved: bool,
     ) -> _PeerRead:
         """Open a lease on a peer's blocks, the first of which is `first_block` of its prompt, and the link to it."""
-        end_block = first_block + len(digests)
-        read = _PeerRead(self, cost, next(self._numbers), peer, first_block, end_block, now, is_moved)
+        read = _PeerRead(self, cost, next(self._numbers), peer, digests, first_block, now, is_moved)
         self._reads[read.read_id] = read
         self.links.connect(peer, now)
         self.links.send(
@@ -123,7 +122,7 @@ class PeerReader:
             read.pump(now)
             if read.is_over:
                 del self._reads[read.read_id]
-                done = ReadDone(sender=self.links.me, read_id=read.read_id, has_copy=read.is_used and read.is_moved)
+                done = ReadDone(sender=self.links.me, read_id=read.read_id, has_copy=read.has_copy and read.is_moved)
                 self.links.send(read.peer.worker_id, read.peer.epoch, done)
 
     def check_integrity(self, *, idle: bool = False) -> None:
@@ -161,8 +160,8 @@ class _PeerRead(OpenSource):
         cost: LoadCost,
         read_id: int,
         peer: PeerAddress,
+        digests: Sequence[bytes],
         first_block: int,
-        end_block: int,
         now: float,
         is_moved: bool,
     ) -> None:
@@ -170,14 +169,14 @@ class _PeerRead(OpenSource):
         self.read_id = read_id
         self.peer = peer
         self.first_block = first_block
-        self.end_block = end_block
+        self.end_block = first_block + len(digests)
         self.is_moved = is_moved
         self.asked_at = now
         self.deadline = now + reader.ttl_s
         self.block_ids: list[int] | None = None  # at the peer; None until it has granted them
         self.checksums: list[bytes] = []
         self.is_failed = False
-        self.is_used = False  # blocks of it are part of a sequence
+        self._digests = digests
         self._reader = reader
         self._pieces: list[_PeerPiece] = []  # those that are not settled
         self._is_closed = False
@@ -186,6 +185,11 @@ class _PeerRead(OpenSource):
     def is_over(self) -> bool:
         """Whether nothing of it is under way and nothing will be."""
         return self._is_closed and not self._pieces
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether what the peer granted is findable here: what was read is not, if its request ended before its start."""
+        return bool(self.block_ids) and self._digests[len(self.block_ids or []) - 1] in self._reader.engine.pool
 
     def begin(self, first_block: int, end_block: int, now: float) -> Piece:
         piece = _PeerPiece(self, self._reader.engine, first_block, end_block, now)
@@ -287,7 +291,6 @@ class _PeerPiece(Piece):
     def place(self, sequence: EngineSequence, first_block: int, kv: Tensor) -> int:
         """Swap blocks instead of copying them."""
         start = first_block - self.first_block
-        self._read.is_used = True
         replaced = sequence.blocks[first_block : self.end_block]
         sequence.blocks[first_block : self.end_block] = self.landing[start:]
         self.landing = self.landing[:start]

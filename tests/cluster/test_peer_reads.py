@@ -539,6 +539,34 @@ def test_only_a_copy_at_the_reader_makes_the_holders_one_too_many(has_copy: bool
     assert (b"older" in pool) is has_copy
 
 
+@pytest.mark.parametrize("is_published", [True, False])
+def test_a_reader_has_a_copy_only_of_what_it_published(is_published: bool) -> None:
+    world = World(random.Random(0))
+    world.fill()
+    digests = world.digests()[:3]
+    opened = world.reader.source(KvHolder(world.a.address, 3)).open(digests, 0, 3, 0.0)
+    piece = opened.begin(0, 3, 0.0)
+    while world.sent:
+        _, message = world.sent.pop(0)
+        if isinstance(message, ReadRequest):
+            world.holder.requested(message, 0.0)
+        elif isinstance(message, ReadGrant):
+            world.reader.granted(message, 0.0)
+    world.reader.pump(0.0)
+    world.land()
+    world.reader.pump(0.0)
+    assert piece.is_complete
+    sequence: Any = SimpleNamespace(blocks=world.b.pool.try_allocate(3))
+    piece.place(sequence, 0, world.b.kv)
+    if is_published:
+        for block, digest in zip(sequence.blocks, digests, strict=True):
+            world.b.pool.publish(block, digest)
+    world.b.pool.release(sequence.blocks)
+    opened.close()
+    world.reader.pump(0.0)
+    assert [message.has_copy for _, message in world.sent if isinstance(message, ReadDone)] == [is_published]
+
+
 def test_no_read_ever_gives_other_bytes_than_were_held() -> None:
     print(f"seed {SEED}")
     assert run_worlds(300) > 100

@@ -380,7 +380,7 @@ def test_a_lost_notification_alone_keeps_no_block_in_quarantine() -> None:
 # -- handoffs by the hundred -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0])
+@pytest.mark.parametrize("seed", [1])
 def test_two_hundred_handoffs_under_all_faults(model: Path, seed: int) -> None:
     print(f"seed {seed}")
     report = run(model, handoffs=200, seed=seed, faults=Faults())
