@@ -81,18 +81,26 @@ class PeerReader:
         cost: LoadCost,
         digests: Sequence[bytes],
         first_block: int,
+        end_block: int,
         now: float,
         *,
         is_moved: bool,
     ) -> _PeerRead:
-        """Open a lease on a peer's blocks, the first of which is `first_block` of its prompt, and the link to it."""
-        read = _PeerRead(self, cost, next(self._numbers), peer, digests, first_block, now, is_moved)
+        """Open a lease on a peer's blocks [first_block, end_block) of a chain, and the link to it."""
+        asked = digests[first_block:end_block]
+        read = _PeerRead(self, cost, next(self._numbers), peer, asked, first_block, now, is_moved)
         self._reads[read.read_id] = read
         self.links.connect(peer, now)
         self.links.send(
             peer.worker_id,
             peer.epoch,
-            ReadRequest(sender=self.links.me, read_id=read.read_id, digests=list(digests), ttl_s=self.ttl_s),
+            ReadRequest(
+                sender=self.links.me,
+                read_id=read.read_id,
+                digests=list(asked),
+                parent=digests[first_block - 1] if first_block else None,
+                ttl_s=self.ttl_s,
+            ),
         )
         return read
 
@@ -145,8 +153,8 @@ class _PeerSource(KvSource):
         return Source(self.name, max(end_block, first_block), self.cost.latency_s, self.cost.block_s)
 
     def open(self, digests: Sequence[bytes], first_block: int, end_block: int, now: float) -> OpenSource:
-        peer, asked = self._holder.worker, digests[first_block:end_block]
-        return self._reader.ask(peer, self.cost, asked, first_block, now, is_moved=self._is_moved)
+        peer = self._holder.worker
+        return self._reader.ask(peer, self.cost, digests, first_block, end_block, now, is_moved=self._is_moved)
 
 
 class _PeerRead(OpenSource):
@@ -328,6 +336,7 @@ class _Held:
 
     reader: PeerAddress
     digests: list[bytes]
+    parent: bytes | None
     blocks: list[int]
     deadline: float
     ttl_s: float
@@ -361,7 +370,7 @@ class PeerHolder:
         room = max(int(pool.num_blocks * _MAX_HELD_SHARE) - sum(len(held.blocks) for held in self._held.values()), 0)
         digests = message.digests[:room]
         blocks = pool.acquire_cached(digests)
-        held = _Held(message.sender, digests, blocks, now + message.ttl_s, message.ttl_s, len(blocks))
+        held = _Held(message.sender, digests, message.parent, blocks, now + message.ttl_s, message.ttl_s, len(blocks))
         self._held[key] = held
         if not self._begin_bringing_up(held):
             self._grant(key, held, now)
@@ -436,5 +445,5 @@ class PeerHolder:
         fresh = held.blocks[held.num_resident :]
         self._host_tier.decode_into(engine.kv, fresh, held.data[:num_loaded])
         for idx, block in enumerate(fresh, held.num_resident):
-            engine.pool.publish(block, held.digests[idx], held.digests[idx - 1] if idx else None)
+            engine.pool.publish(block, held.digests[idx], held.digests[idx - 1] if idx else held.parent)
         held.load, held.data = None, torch.empty(0)

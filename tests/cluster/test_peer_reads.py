@@ -184,7 +184,9 @@ def test_a_holder_that_the_prompt_goes_back_to_keeps_its_copy(tiny_model: Path) 
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_prompt_is_read_from_the_host_memory_of_a_peer(tiny_model: Path, oracle: Oracle) -> None:
+def test_a_prompt_is_read_from_the_host_memory_of_a_peer(
+    tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiers = TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9)
 
     async def run() -> None:
@@ -200,6 +202,18 @@ def test_a_prompt_is_read_from_the_host_memory_of_a_peer(tiny_model: Path, oracl
             assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
             assert cluster.worker("b")._cache.fetcher.stats().num_loaded_blocks["peer"] >= 10
             assert cluster.worker("a")._cache.tiers[0].tier.stats().num_hits >= 10
+            other = tokens[: 4 * BLOCK_SIZE] + prompt(rng, 6)  # the reader asks from its own fifth block on
+            await ask(cluster, "a", other, request_id="other")
+            for number in range(4):
+                await ask(cluster, "a", prompt(rng, 14), request_id=f"flood again {number}")
+            await eventually(lambda: not cluster.worker("a")._cache.is_busy)
+            parents: list[bytes | None] = []
+            pool = cluster.worker("a")._engine.pool
+            publish = pool.publish
+            monkeypatch.setattr(pool, "publish", lambda *args: (parents.append(args[2]), publish(*args)))
+            await ask(cluster, "b", other, KvHolder(cluster.worker("a").address, 10), "asked from the middle")
+            assert parents, "blocks were brought up"
+            assert None not in parents
             await cluster.becomes_idle()
 
     asyncio.run(run())
