@@ -196,7 +196,7 @@ class _PeerRead(OpenSource):
 
     @property
     def has_copy(self) -> bool:
-        """Whether what the peer granted is findable here: what was read is not, if its request ended before its start."""
+        """Whether what the peer granted is findable here: it is not where the request ended before that."""
         return bool(self.block_ids) and self._digests[len(self.block_ids or []) - 1] in self._reader.engine.pool
 
     def begin(self, first_block: int, end_block: int, now: float) -> Piece:
