@@ -212,6 +212,7 @@ class _Worker:
             self.address, compatibility, self.transport, world.send, timeout_s=config.handoff_timeout_s
         )
         self.prefill = PrefillRole(self.engine, self.transport, self.links, config, self._fail, self._forget)
+        self.engine.on_scheduled = lambda: self.prefill.request_leases(world.now)
         self.decode = DecodeRole(self.engine, self.links, config, self._fail, first_generation=epoch << 32)
         self._world = world
         self._clients: set[str] = set()
@@ -223,6 +224,8 @@ class _Worker:
             self.decode.notified(notification, now)
         for change in self.links.expire(now):
             self._link_changed(change, now)
+        self.prefill.expire(now)
+        self.decode.expire(now)
         self._pump(now)
         self._send_heartbeat(now)
         result = self.engine.step()

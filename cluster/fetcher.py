@@ -169,7 +169,9 @@ class Fetcher:
     def _sources(self, sequence: EngineSequence) -> list[KvSource]:
         if self._peers is None or sequence.kv_holder is None:
             return self._tiers
-        return [*self._tiers, self._peers.source(sequence.kv_holder)]
+        # Whoever the prompt goes back to needs its own copy for that.
+        is_moved = sequence.kv_holder.worker != sequence.kv_receiver
+        return [*self._tiers, self._peers.source(sequence.kv_holder, is_moved=is_moved)]
 
     def _advance(self, fetch: _Fetch, now: float, room: int) -> int:
         """One fetch's turn; the bytes that may still be copied in this one."""

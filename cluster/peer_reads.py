@@ -68,25 +68,39 @@ class PeerReader:
         """Whether polling the transport often makes something finish sooner."""
         return bool(self._reads)
 
-    def source(self, holder: KvHolder) -> KvSource:
-        """The peer as a source of the prompt it was named for."""
+    def source(self, holder: KvHolder, *, is_moved: bool = True) -> KvSource:
+        """The peer as a source of the prompt it was named for; without `is_moved` its copy is not one too many."""
         worker_id = holder.worker.worker_id
         if worker_id not in self._costs:
             self._costs[worker_id] = LoadCost(_PRIOR, self.engine.block_bytes)
-        return _PeerSource(self, holder, self._costs[worker_id])
+        return _PeerSource(self, holder, self._costs[worker_id], is_moved)
 
     def ask(
-        self, peer: PeerAddress, cost: LoadCost, digests: Sequence[bytes], first_block: int, now: float
+        self,
+        peer: PeerAddress,
+        cost: LoadCost,
+        digests: Sequence[bytes],
+        first_block: int,
+        end_block: int,
+        now: float,
+        *,
+        is_moved: bool,
     ) -> _PeerRead:
-        """Open a lease on a peer's blocks, the first of which is `first_block` of its prompt, and the link to it."""
-        end_block = first_block + len(digests)
-        read = _PeerRead(self, cost, next(self._numbers), peer, first_block, end_block, now)
+        """Open a lease on a peer's blocks [first_block, end_block) of a chain, and the link to it."""
+        asked = digests[first_block:end_block]
+        read = _PeerRead(self, cost, next(self._numbers), peer, asked, first_block, now, is_moved)
         self._reads[read.read_id] = read
         self.links.connect(peer, now)
         self.links.send(
             peer.worker_id,
             peer.epoch,
-            ReadRequest(sender=self.links.me, read_id=read.read_id, digests=list(digests), ttl_s=self.ttl_s),
+            ReadRequest(
+                sender=self.links.me,
+                read_id=read.read_id,
+                digests=list(asked),
+                parent=digests[first_block - 1] if first_block else None,
+                ttl_s=self.ttl_s,
+            ),
         )
         return read
 
@@ -116,7 +130,7 @@ class PeerReader:
             read.pump(now)
             if read.is_over:
                 del self._reads[read.read_id]
-                done = ReadDone(sender=self.links.me, read_id=read.read_id, has_copy=read.is_used)
+                done = ReadDone(sender=self.links.me, read_id=read.read_id, has_copy=read.has_copy and read.is_moved)
                 self.links.send(read.peer.worker_id, read.peer.epoch, done)
 
     def check_integrity(self, *, idle: bool = False) -> None:
@@ -127,18 +141,20 @@ class PeerReader:
 class _PeerSource(KvSource):
     kind = "peer"
 
-    def __init__(self, reader: PeerReader, holder: KvHolder, cost: LoadCost) -> None:
+    def __init__(self, reader: PeerReader, holder: KvHolder, cost: LoadCost, is_moved: bool) -> None:
         self.name = f"peer:{holder.worker.worker_id}"
         self.cost = cost
         self._reader = reader
         self._holder = holder
+        self._is_moved = is_moved
 
     def look_up(self, first_block: int, digests: Sequence[bytes]) -> Source:
         end_block = min(self._holder.num_blocks, len(digests))
         return Source(self.name, max(end_block, first_block), self.cost.latency_s, self.cost.block_s)
 
     def open(self, digests: Sequence[bytes], first_block: int, end_block: int, now: float) -> OpenSource:
-        return self._reader.ask(self._holder.worker, self.cost, digests[first_block:end_block], first_block, now)
+        peer = self._holder.worker
+        return self._reader.ask(peer, self.cost, digests, first_block, end_block, now, is_moved=self._is_moved)
 
 
 class _PeerRead(OpenSource):
@@ -152,21 +168,23 @@ class _PeerRead(OpenSource):
         cost: LoadCost,
         read_id: int,
         peer: PeerAddress,
+        digests: Sequence[bytes],
         first_block: int,
-        end_block: int,
         now: float,
+        is_moved: bool,
     ) -> None:
         self.cost = cost
         self.read_id = read_id
         self.peer = peer
         self.first_block = first_block
-        self.end_block = end_block
+        self.end_block = first_block + len(digests)
+        self.is_moved = is_moved
         self.asked_at = now
         self.deadline = now + reader.ttl_s
         self.block_ids: list[int] | None = None  # at the peer; None until it has granted them
         self.checksums: list[bytes] = []
         self.is_failed = False
-        self.is_used = False  # blocks of it are part of a sequence
+        self._digests = digests
         self._reader = reader
         self._pieces: list[_PeerPiece] = []  # those that are not settled
         self._is_closed = False
@@ -175,6 +193,11 @@ class _PeerRead(OpenSource):
     def is_over(self) -> bool:
         """Whether nothing of it is under way and nothing will be."""
         return self._is_closed and not self._pieces
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether what the peer granted is findable here: it is not where the request ended before that."""
+        return bool(self.block_ids) and self._digests[len(self.block_ids or []) - 1] in self._reader.engine.pool
 
     def begin(self, first_block: int, end_block: int, now: float) -> Piece:
         piece = _PeerPiece(self, self._reader.engine, first_block, end_block, now)
@@ -276,7 +299,6 @@ class _PeerPiece(Piece):
     def place(self, sequence: EngineSequence, first_block: int, kv: Tensor) -> int:
         """Swap blocks instead of copying them."""
         start = first_block - self.first_block
-        self._read.is_used = True
         replaced = sequence.blocks[first_block : self.end_block]
         sequence.blocks[first_block : self.end_block] = self.landing[start:]
         self.landing = self.landing[:start]
@@ -314,6 +336,7 @@ class _Held:
 
     reader: PeerAddress
     digests: list[bytes]
+    parent: bytes | None
     blocks: list[int]
     deadline: float
     ttl_s: float
@@ -347,7 +370,7 @@ class PeerHolder:
         room = max(int(pool.num_blocks * _MAX_HELD_SHARE) - sum(len(held.blocks) for held in self._held.values()), 0)
         digests = message.digests[:room]
         blocks = pool.acquire_cached(digests)
-        held = _Held(message.sender, digests, blocks, now + message.ttl_s, message.ttl_s, len(blocks))
+        held = _Held(message.sender, digests, message.parent, blocks, now + message.ttl_s, message.ttl_s, len(blocks))
         self._held[key] = held
         if not self._begin_bringing_up(held):
             self._grant(key, held, now)
@@ -422,5 +445,5 @@ class PeerHolder:
         fresh = held.blocks[held.num_resident :]
         self._host_tier.decode_into(engine.kv, fresh, held.data[:num_loaded])
         for idx, block in enumerate(fresh, held.num_resident):
-            engine.pool.publish(block, held.digests[idx], held.digests[idx - 1] if idx else None)
+            engine.pool.publish(block, held.digests[idx], held.digests[idx - 1] if idx else held.parent)
         held.load, held.data = None, torch.empty(0)

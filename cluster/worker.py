@@ -146,6 +146,7 @@ class Worker:
         self._waits_for_room = False  # the last step found work but no blocks for it
         self._notifications: list[Notification] = []
         self._engine.runner.between_layers = self._poll_transport
+        self._engine.on_scheduled = lambda: self._prefill.request_leases(time.monotonic())
         steps = CostModel().steps(self._kind)
         self._reader = PeerReader(self._engine, self._transport, self._links, config.transfer)
         tiers = create_tiers(config.tiers, self._engine)
@@ -278,6 +279,8 @@ class Worker:
             self._next_link_expiry = now + _LINK_EXPIRY_S
             for change in self._links.expire(now):
                 self._link_changed(change, now)
+        self._prefill.expire(now)  # not after a long step: what is needed may have come and lie unread
+        self._decode.expire(now)
         self._pump(now)
         self._reader.pump(now)
         self._cache.pump(now)

@@ -195,21 +195,23 @@ class DecodeRole:
             if (pending.sender.worker_id, pending.sender.epoch) == (worker_id, epoch):
                 self._fail(request_id, f"prefill worker {worker_id} died", PeerLost.code)
 
-    def pump(self, now: float) -> None:
-        """Grant what there is room for, end what is too late."""
+    def expire(self, now: float) -> None:
+        """End what is too late. Only for a caller that has read all that came: a heartbeat may be among it."""
         for fenced in self._leases.expire(now):
             self._fail(fenced.lease.request_id, "the prompt's KV did not arrive in time", TransferTimeout.code)
             self._revoke(fenced.lease)
         for request_id, pending in list(self._pending.items()):
-            if pending.is_granted:
-                continue
-            if now >= pending.deadline:
+            if not pending.is_granted and now >= pending.deadline:
                 missing = "room in the decode worker's pool" if pending.is_requested else "news of the prompt"
                 self._refuse(pending, f"no {missing}")
                 reason = f"no {missing} for {self._config.handoff_timeout_s} s"
                 self._fail(request_id, reason, TransferTimeout.code)
-            elif pending.is_requested and not self._try_grant(pending, now):
-                break  # in order: a large prompt is not overtaken for ever by small ones
+
+    def pump(self, now: float) -> None:
+        """Grant what there is room for, in the order in which it was asked for."""
+        for pending in self._pending.values():
+            if pending.is_requested and not pending.is_granted and not self._try_grant(pending, now):
+                break  # a large prompt is not overtaken for ever by small ones
         if now >= self._revoke_again_at:
             self._revoke_again_at = now + _REVOKE_AGAIN_S
             for lease in self._leases.fenced:

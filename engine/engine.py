@@ -92,6 +92,8 @@ class Engine:
             attention=model.attention,
         )
         self._clock = clock
+        # Called before a step computes what was scheduled, and admitted, for it.
+        self.on_scheduled: Callable[[], None] = lambda: None
 
     @property
     def block_bytes(self) -> int:
@@ -163,6 +165,7 @@ class Engine:
         chunks = self.scheduler.schedule()
         if not chunks:
             return None
+        self.on_scheduled()
         logits = self.runner.run(chunks)
         for chunk in chunks:
             self.scheduler.advance(chunk)

@@ -6,7 +6,7 @@ import enum
 import math
 from dataclasses import dataclass, field
 
-from protocol.messages import FinishReason, KvHolder, Turn
+from protocol.messages import FinishReason, KvHolder, PeerAddress, Turn
 from protocol.sampling import SamplingParams
 
 __all__ = ["Onboarding", "Phase", "Sequence", "SequenceStatus"]
@@ -68,6 +68,7 @@ class Sequence:
     is_admitted_before: bool = False  # preempted sequences keep their first hit count
     onboarding: Onboarding | None = None
     kv_holder: KvHolder | None = None  # a peer that has some of the prompt's KV
+    kv_receiver: PeerAddress | None = None  # whom the prompt's KV is handed to
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
 

@@ -7,7 +7,6 @@ transfer allows: the room of a long prompt would stand empty on the decode worke
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from engine.engine import Engine, StepResult
-from engine.sequence import Phase, Sequence, SequenceStatus
+from engine.sequence import Phase, Sequence
 from kv_transfer.checksum import CHECKED_SHARE, block_checksums, seal
 from kv_transfer.links import PeerLinks
 from kv_transfer.outbox import BlockWrite, HandoffEnded, Outbox
@@ -51,7 +50,6 @@ class _Handoff:
     sequence: Sequence
     receiver: PeerAddress
     num_blocks: int
-    num_hit_tokens: int | None = None  # in the pool, when it was first looked at in the queue
     is_requested: bool = False  # the receiver was asked for a lease
     is_computed: bool = False
     exposed_bytes: int = 0  # written since
@@ -141,7 +139,7 @@ class PrefillRole:
             phase=Phase.PREFILL_ONLY,
             turn=request.turn,
         )
-        sequence.kv_holder = request.kv_holder
+        sequence.kv_holder, sequence.kv_receiver = request.kv_holder, receiver
         self._links.connect(receiver, now)
         num_blocks = -(-len(request.token_ids) // self._engine.config.block_size)
         self._outbox.open(request.request_id, receiver.worker_id, receiver.epoch, num_blocks=num_blocks)
@@ -212,12 +210,27 @@ class PrefillRole:
             else:  # the first token was the last: there is nothing to hand over
                 self._outbox.cancel(sequence.request_id, FINISHED_EARLY)
 
-    def pump(self, now: float) -> None:
-        """Start what can be written, notice what finished, give back the blocks of handoffs that are over."""
+    def expire(self, now: float) -> None:
+        """Give up what is too late. Only for a caller that has read all that came: a grant may be among it."""
         self._settle()
         self._give_up_stalled(now)
         self._outbox.expire(now)
-        self._request_leases(now)
+
+    def request_leases(self, now: float) -> None:
+        """Ask for the room that is needed before long. Also right before a step, for what was just admitted to it."""
+        if all(handoff.is_requested for handoff in self._handoffs.values()):
+            return
+        for handoff in [handoff for handoff in self._due() if not handoff.is_requested]:
+            handoff.is_requested = True
+            request_id, receiver = handoff.sequence.request_id, handoff.receiver
+            self._outbox.requested(request_id, grant_deadline=now + self._config.handoff_timeout_s)
+            message = LeaseRequest(sender=self._links.me, request_id=request_id)
+            self._links.send(receiver.worker_id, receiver.epoch, message)
+
+    def pump(self, now: float) -> None:
+        """Start what can be written, notice what finished, give back the blocks of handoffs that are over."""
+        self._settle()
+        self.request_leases(now)
         for write in self._outbox.next_writes():
             self._start(write, now)
         self._settle()
@@ -241,17 +254,6 @@ class PrefillRole:
             assert not self._in_flight, f"{len(self._in_flight)} writes still in flight"
             assert self._outbox.num_open == 0, f"{self._outbox.num_open} handoffs still in the outbox"
 
-    def _request_leases(self, now: float) -> None:
-        """Ask for the room that is needed before long."""
-        if all(handoff.is_requested for handoff in self._handoffs.values()):
-            return
-        for handoff in [handoff for handoff in self._due() if not handoff.is_requested]:
-            handoff.is_requested = True
-            request_id, receiver = handoff.sequence.request_id, handoff.receiver
-            self._outbox.requested(request_id, grant_deadline=now + self._config.handoff_timeout_s)
-            message = LeaseRequest(sender=self._links.me, request_id=request_id)
-            self._links.send(receiver.worker_id, receiver.epoch, message)
-
     def _due(self) -> list[_Handoff]:
         """Handoffs that need their lease by now, whether or not it was asked for.
 
@@ -260,27 +262,14 @@ class PrefillRole:
         """
         due = [handoff for handoff in self._handoffs.values() if handoff.is_computed]
         step_tokens, num_tokens = self._engine.config.max_num_batched_tokens, 0
-        for sequence in itertools.chain(self._engine.scheduler.running, self._engine.scheduler.waiting):
+        for sequence in self._engine.scheduler.running:
             num_tokens += sequence.num_uncomputed_tokens
             handoff = self._handoffs.get(sequence.request_id)
             if handoff is not None:
-                num_tokens -= self._num_hit_tokens(handoff)
                 num_later_steps = -(-num_tokens // step_tokens) - 1  # behind the next one
                 if num_later_steps <= 1 or num_later_steps * self._step_s <= self._transfer_s(handoff):
                     due.append(handoff)
-            if num_tokens > 2 * step_tokens and sequence.status is SequenceStatus.WAITING:
-                break  # those behind it have time
         return due
-
-    def _num_hit_tokens(self, handoff: _Handoff) -> int:
-        """Of the tokens that a waiting prompt has not computed, those that it will find in the pool."""
-        sequence = handoff.sequence
-        if sequence.status is not SequenceStatus.WAITING:
-            return 0
-        if handoff.num_hit_tokens is None:  # once: a prompt may wait at the head of the queue for long
-            num_blocks = self._engine.pool.count_cached(sequence.digests)
-            handoff.num_hit_tokens = num_blocks * self._engine.config.block_size
-        return min(handoff.num_hit_tokens, sequence.num_uncomputed_tokens - 1)
 
     def _transfer_s(self, handoff: _Handoff) -> float:
         """Seconds to send the prompt's KV; for ever where none was sent to that worker yet."""

@@ -518,6 +518,7 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sender: PeerAddress
     read_id: int
     digests: list[bytes]
+    parent: bytes | None = None  # digest of the block before them
     ttl_s: float
 
 

@@ -192,7 +192,7 @@ class _Simulation:
         if choice.candidate is not None and choice.candidate.holder is not None:
             holder = self._workers[choice.candidate.holder.worker.worker_id]
             peer_s, num_peer_blocks = self._peer_load(holder, digests, num_own)
-            if num_peer_blocks > num_blocks:
+            if num_peer_blocks > max(num_blocks, num_own):
                 load_s, num_blocks = peer_s, num_peer_blocks
                 self._clock.at(self._clock.now + load_s, holder.pool.demote, digests[:num_blocks])
         if num_blocks <= num_own:

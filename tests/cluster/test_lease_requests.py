@@ -25,6 +25,7 @@ from protocol.messages import (
     PeerAddress,
     PeerHello,
     Prefill,
+    Turn,
 )
 from protocol.sampling import SamplingParams
 from tests.cluster.harness import BLOCK_SIZE, engine_config
@@ -54,6 +55,7 @@ class Side:
         fail = lambda request_id, message, code: self.failed.append(message)  # noqa: E731
         transfer = TransferConfig(transport="in_process", handoff_timeout_s=TIMEOUT_S)
         self.prefill = PrefillRole(self.engine, transport, links, transfer, fail, lambda request_id: None)
+        self.engine.on_scheduled = lambda: self.prefill.request_leases(self.now)
         self.decode = DecodeRole(self.engine, links, transfer, fail, first_generation=1)
 
     def ids(self, kind: type[Any]) -> list[str]:
@@ -113,7 +115,7 @@ def receiver(tiny_model: Path) -> Side:
 
 # Six steps, and a link on which all of the prompt takes as long as some of them.
 @pytest.mark.parametrize(
-    ("transfer_steps", "asked_after"), [(0.1, 4), (1.5, 4), (2.5, 3), (3.5, 2), (5.5, 0), (100.0, 0)]
+    ("transfer_steps", "asked_after"), [(0.1, 4), (1.5, 4), (2.5, 3), (3.5, 2), (4.5, 1), (100.0, 1)]
 )
 def test_room_is_asked_for_as_late_as_the_transfer_allows(
     sender: Side, transfer_steps: float, asked_after: int
@@ -132,11 +134,13 @@ def test_room_is_asked_for_as_late_as_the_transfer_allows(
 def test_a_link_that_nothing_is_known_of_is_asked_at_once(sender: Side) -> None:
     sender.send("r", 6 * STEP_TOKENS)
     sender.prefill.pump(0.0)
+    assert sender.ids(LeaseRequest) == [], "it has no room here yet"
+    sender.engine.step()
     assert sender.ids(LeaseRequest) == ["r"]
     sender.end("r")
 
 
-def test_prompts_in_the_queue_ask_when_their_turn_is_near(sender: Side) -> None:
+def test_prompts_in_the_queue_ask_when_it_is_their_turn(sender: Side) -> None:
     sender.measured(seconds_per_block=0.0)
     sender.prefill._step_s = 1.0
     for request_id, num_steps in (("a", 3), ("b", 1), ("c", 1)):
@@ -146,11 +150,12 @@ def test_prompts_in_the_queue_ask_when_their_turn_is_near(sender: Side) -> None:
         sender.prefill.pump(sender.now)
         asked.append("".join(sender.ids(LeaseRequest)))
         sender.run_step()
-    assert asked == ["", "a", "ab", "abc", "abc"]
+    assert asked == ["", "a", "a", "a", "ab"]
+    assert sender.ids(LeaseRequest) == ["a", "b", "c"]
     sender.end("a", "b", "c")
 
 
-def test_a_cached_prompt_asks_before_its_only_step(sender: Side) -> None:
+def test_a_cached_prompt_asks_while_its_only_step_computes(sender: Side) -> None:
     sender.measured(seconds_per_block=0.0)
     sender.send("first", 6 * STEP_TOKENS)
     for _ in range(6):
@@ -159,20 +164,56 @@ def test_a_cached_prompt_asks_before_its_only_step(sender: Side) -> None:
     sender.prefill.pump(sender.now)
     tokens = random.Random("first").choices(range(5, 250), k=6 * STEP_TOKENS)
     sender.prefill.accept(Prefill(request_id="again", token_ids=tokens, sampling=GREEDY, decode_worker=D), sender.now)
-    sender.prefill.pump(sender.now)
+    sender.engine._clock = lambda: sender.now
+    sender.engine.step()
     assert sender.ids(LeaseRequest) == ["first", "again"]
     sender.end("again")
+
+
+def test_a_prompt_that_waits_for_room_here_holds_none_there(tiny_model: Path) -> None:
+    sender, receiver = Side(tiny_model, P, D), Side(tiny_model, D, P)
+
+    def exchange() -> None:
+        for request_id in sender.ids(LeaseRequest):
+            receiver.decode.requested(LeaseRequest(sender=P, request_id=request_id), sender.now)
+        sender.sent.clear()
+        receiver.decode.pump(sender.now)
+        for message in receiver.sent:
+            if isinstance(message, LeaseGrant):
+                sender.prefill.granted(message, sender.now)
+        receiver.sent.clear()
+
+    busy = sender.engine.pool.try_allocate(8) or []
+    for request_id, num_blocks, order in (("waits", 24, 10.0), ("overtakes", 6, 1.0)):
+        tokens = random.Random(request_id).choices(range(5, 250), k=num_blocks * BLOCK_SIZE)
+        prompt = Prefill(
+            request_id=request_id, token_ids=tokens, sampling=GREEDY, decode_worker=D, turn=Turn(order=order)
+        )
+        sender.prefill.accept(prompt, sender.now)
+        receiver.receive(request_id, num_blocks * BLOCK_SIZE)
+        sender.prefill.pump(sender.now)
+        exchange()
+    for _ in range(4):
+        sender.run_step()
+        exchange()
+    sender.prefill.pump(sender.now)
+    assert not sender.prefill.has("overtakes"), "it is delivered, not waiting for room that the other one holds"
+    sender.engine.pool.release(busy)
+    sender.end("waits")
+    receiver.end("waits", "overtakes")
 
 
 def test_a_prompt_that_was_never_granted_fails_in_time_after_it_asked(sender: Side) -> None:
     sender.measured(seconds_per_block=0.0)
     sender.prefill._step_s = 1.0
     sender.send("r", 6 * STEP_TOKENS)
+    sender.prefill.expire(100.0)
     sender.prefill.pump(100.0)
     assert sender.prefill.live_handoffs == [("r", 0)], "not asked for yet, so nobody is late"
     for _ in range(5):
         sender.run_step()
-    sender.prefill.pump(sender.now - 1.0 + TIMEOUT_S)
+    sender.prefill.expire(sender.now - 1.0 + TIMEOUT_S)
+    sender.prefill.pump(sender.now)
     assert len(sender.failed) == 1
     assert "granted no lease in time" in sender.failed[0]
     sender.end()
@@ -223,11 +264,12 @@ def test_the_sender_vouches_for_a_prompt_until_it_asks_for_room(receiver: Side, 
     for other, epoch in (("other", 1), ("p", 0)):
         receiver.decode.heartbeat(other, epoch, [("r", 0)], 40.0)
     receiver.decode.heartbeat("p", 1, [("large", 1)], 20.0)
+    receiver.decode.expire(TIMEOUT_S - 0.1)
     receiver.decode.pump(TIMEOUT_S - 0.1)
     assert receiver.failed == []
-    receiver.decode.pump(TIMEOUT_S)
+    receiver.decode.expire(TIMEOUT_S)
     assert len(receiver.failed) == int(is_requested)
-    receiver.decode.pump(20.0 + TIMEOUT_S)
+    receiver.decode.expire(20.0 + TIMEOUT_S)
     assert receiver.ids(LeaseRefused) == ["r"]
     missing = "room in the decode worker's pool" if is_requested else "news of the prompt"
     assert f"no {missing} for 30.0 s" in receiver.failed[0]

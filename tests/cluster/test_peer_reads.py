@@ -25,6 +25,7 @@ from protocol.messages import (
     KvHolder,
     Message,
     PeerAddress,
+    Prefill,
     ReadDone,
     ReadGrant,
     ReadRequest,
@@ -37,6 +38,7 @@ from tests.cluster.harness import (
     BLOCK_BYTES,
     BLOCK_SIZE,
     DEADLINE_S,
+    PAIR,
     Client,
     Cluster,
     Oracle,
@@ -151,7 +153,40 @@ def test_a_read_moves_a_prefix_and_leaves_what_others_use(tiny_model: Path) -> N
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_prompt_is_read_from_the_host_memory_of_a_peer(tiny_model: Path, oracle: Oracle) -> None:
+def test_a_holder_that_the_prompt_goes_back_to_keeps_its_copy(tiny_model: Path) -> None:
+    async def run() -> None:
+        rng = random.Random(8)
+        async with running_cluster(tiny_model, PAIR) as cluster:
+            sender, receiver = cluster.worker("p"), cluster.worker("d")
+            tokens, demoted = prompt(rng, 12), []
+            await ask(cluster, "d", tokens)
+            await cluster.call("d", lambda: setattr(receiver._engine.pool, "demote", demoted.append))
+            client = Client(sender)
+            try:
+                client.send(
+                    Prefill(
+                        request_id="back",
+                        token_ids=tokens,
+                        sampling=GREEDY,
+                        decode_worker=receiver.address,
+                        kv_holder=KvHolder(receiver.address, 12),
+                    )
+                )
+                await asyncio.to_thread(client.receive, StepOutput)
+                await eventually(lambda: receiver._holder.num_lent_blocks and not receiver._holder.num_open)
+                client.send(Cancel(request_id="back"))
+                await cluster.becomes_idle()
+            finally:
+                client.close()
+            assert demoted == []
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_prompt_is_read_from_the_host_memory_of_a_peer(
+    tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiers = TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9)
 
     async def run() -> None:
@@ -167,6 +202,18 @@ def test_a_prompt_is_read_from_the_host_memory_of_a_peer(tiny_model: Path, oracl
             assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
             assert cluster.worker("b")._cache.fetcher.stats().num_loaded_blocks["peer"] >= 10
             assert cluster.worker("a")._cache.tiers[0].tier.stats().num_hits >= 10
+            other = tokens[: 4 * BLOCK_SIZE] + prompt(rng, 6)  # the reader asks from its own fifth block on
+            await ask(cluster, "a", other, request_id="other")
+            for number in range(4):
+                await ask(cluster, "a", prompt(rng, 14), request_id=f"flood again {number}")
+            await eventually(lambda: not cluster.worker("a")._cache.is_busy)
+            parents: list[bytes | None] = []
+            pool = cluster.worker("a")._engine.pool
+            publish = pool.publish
+            monkeypatch.setattr(pool, "publish", lambda *args: (parents.append(args[2]), publish(*args)))
+            await ask(cluster, "b", other, KvHolder(cluster.worker("a").address, 10), "asked from the middle")
+            assert parents, "blocks were brought up"
+            assert None not in parents
             await cluster.becomes_idle()
 
     asyncio.run(run())
@@ -504,6 +551,34 @@ def test_only_a_copy_at_the_reader_makes_the_holders_one_too_many(has_copy: bool
     pool.try_allocate(pool.num_free + 1)
     assert pool.count_cached(digests) == (5 if has_copy else 6)
     assert (b"older" in pool) is has_copy
+
+
+@pytest.mark.parametrize("is_published", [True, False])
+def test_a_reader_has_a_copy_only_of_what_it_published(is_published: bool) -> None:
+    world = World(random.Random(0))
+    world.fill()
+    digests = world.digests()[:3]
+    opened = world.reader.source(KvHolder(world.a.address, 3)).open(digests, 0, 3, 0.0)
+    piece = opened.begin(0, 3, 0.0)
+    while world.sent:
+        _, message = world.sent.pop(0)
+        if isinstance(message, ReadRequest):
+            world.holder.requested(message, 0.0)
+        elif isinstance(message, ReadGrant):
+            world.reader.granted(message, 0.0)
+    world.reader.pump(0.0)
+    world.land()
+    world.reader.pump(0.0)
+    assert piece.is_complete
+    sequence: Any = SimpleNamespace(blocks=world.b.pool.try_allocate(3))
+    piece.place(sequence, 0, world.b.kv)
+    if is_published:
+        for block, digest in zip(sequence.blocks, digests, strict=True):
+            world.b.pool.publish(block, digest)
+    world.b.pool.release(sequence.blocks)
+    opened.close()
+    world.reader.pump(0.0)
+    assert [message.has_copy for _, message in world.sent if isinstance(message, ReadDone)] == [is_published]
 
 
 def test_no_read_ever_gives_other_bytes_than_were_held() -> None:

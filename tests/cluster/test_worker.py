@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from cluster.worker import Worker
-from kv_transfer.transport.in_process import InProcessHub, Verdict
+from kv_transfer.transport.in_process import InProcessHub, InProcessTransport, Verdict
 from protocol.errors import ServingError, WorkerError
 from protocol.messages import (
     WIRE_VERSION,
@@ -24,7 +27,11 @@ from protocol.messages import (
     LeaseClosed,
     LeaseGrant,
     LeaseRefused,
+    LeaseRequest,
     LeaseRevoked,
+    Message,
+    PeerAddress,
+    PeerHello,
     PeerRefused,
     Prefill,
     RequestFailed,
@@ -304,3 +311,88 @@ def test_a_request_that_ends_with_its_first_token_fails_nowhere(tiny_model: Path
                 other.close()
 
     asyncio.run(scenario())
+
+
+class LongSteps:
+    """A worker whose turns the test plays. A step takes 40 s, and all that comes meanwhile lies unread."""
+
+    def __init__(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        clock = SimpleNamespace(monotonic=lambda: self.now, time_ns=time.time_ns)
+        monkeypatch.setattr("cluster.worker.time", clock)
+        hub = InProcessHub()
+        config = worker_config(tiny_model, "w", Role.COLOCATED, transfer={"handoff_timeout_s": 30.0})
+        self.worker = worker = Worker(config, hub=hub)
+        self.peer = PeerAddress("peer", 1, "", "")
+        self.coming: list[Message] = []
+        self.unread: list[tuple[bytes, Message]] = []
+        self.replies: list[Message] = []
+        monkeypatch.setattr(worker._sockets, "receive", self.receive)
+        monkeypatch.setattr(worker._sockets, "reply", lambda identity, message: self.replies.append(message))
+        monkeypatch.setattr(worker._links, "_send", lambda peer, message: None)
+        monkeypatch.setattr(worker._engine, "step", self.step)
+        other = InProcessTransport("peer", 1, torch.zeros_like(worker._engine.kv), hub)
+        self.step_engine = type(worker._engine).step
+        worker._links.connect(self.peer, 0.0)
+        fields = worker._links._compatibility
+        hello = PeerHello(
+            sender=self.peer, compatibility=fields, transport_metadata=other.local_metadata(), is_reply=True
+        )
+        worker._link_changed(worker._links.hello(hello), 0.0)
+
+    def receive(self, timeout_ms: int) -> list[tuple[bytes, Message]]:
+        unread, self.unread = self.unread, []
+        return unread
+
+    def step(self) -> Any:
+        result = self.step_engine(self.worker._engine)
+        if result is not None:
+            self.now += 40.0
+            self.unread += [(b"", message) for message in self.coming]
+            self.coming = []
+        return result
+
+    def turn(self, *messages: Message) -> None:
+        self.unread += [(b"router", message) for message in messages]
+        self.worker._turn()
+
+    def failures(self) -> list[str]:
+        return [reply.message for reply in self.replies if isinstance(reply, RequestFailed)]
+
+
+@pytest.fixture
+def long_steps(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    side = LongSteps(tiny_model, monkeypatch)
+    yield side
+    side.worker._close()
+
+
+def test_a_grant_that_came_during_a_long_step_is_in_time(long_steps: LongSteps) -> None:
+    grant = LeaseGrant(
+        sender=long_steps.peer, request_id="r", generation=1, first_block=0, block_ids=[0, 1], ttl_s=30.0
+    )
+    long_steps.coming.append(grant)
+    tokens = make_prompt(20)
+    long_steps.turn(Prefill(request_id="r", token_ids=tokens, sampling=GREEDY, decode_worker=long_steps.peer))
+    assert long_steps.now == 40.0, "it was computed"
+    long_steps.turn()
+    assert long_steps.failures() == []
+    assert long_steps.worker._prefill.num_open == 0, "delivered"
+
+
+def test_a_heartbeat_that_came_during_a_long_step_is_in_time(long_steps: LongSteps) -> None:
+    worker, peer = long_steps.worker, long_steps.peer
+    heartbeat = Heartbeat(
+        worker_id=peer.worker_id, epoch=peer.epoch, step_age_s=0.0, load=worker._load, handoffs=[("r", 0)]
+    )
+    long_steps.coming += [heartbeat, LeaseRequest(sender=peer, request_id="r")]
+    tokens = make_prompt(20)
+    long_steps.turn(
+        Decode(request_id="r", token_ids=tokens, sampling=GREEDY, prefill_worker=peer),
+        Generate(request_id="other", token_ids=make_prompt(20, seed=1), sampling=GREEDY),
+    )
+    long_steps.turn()
+    assert long_steps.failures() == []
+    assert worker._decode.num_leases == 1
+    worker.peer_died(peer)
+    worker._decode.check_integrity(idle=True)

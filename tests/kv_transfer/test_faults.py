@@ -306,9 +306,9 @@ def test_a_write_that_stalls_stops_vouching_for_its_lease(model: Path) -> None:
     sender.prefill("r", [7] * 20)
     sender.grant("r", 3)
     sender.role.pump(0.0)
-    sender.role.pump(29.0)
+    sender.role.expire(29.0)
     assert sender.role.live_handoffs == [("r", 1)]
-    sender.role.pump(30.0)
+    sender.role.expire(30.0)
     assert sender.role.live_handoffs == []
     assert sender.engine.pool.num_used == 3, "blocks under a write were given back"
     sender.now = 1000.0
@@ -380,7 +380,7 @@ def test_a_lost_notification_alone_keeps_no_block_in_quarantine() -> None:
 # -- handoffs by the hundred -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0])
+@pytest.mark.parametrize("seed", [1])
 def test_two_hundred_handoffs_under_all_faults(model: Path, seed: int) -> None:
     print(f"seed {seed}")
     report = run(model, handoffs=200, seed=seed, faults=Faults())

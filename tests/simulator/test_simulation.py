@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from simulator.cluster import Cluster
 from simulator.machine import MACHINES
 from simulator.policies import POLICIES
 from simulator.pool import Pool
-from simulator.simulation import Outcome, simulate
+from simulator.simulation import Outcome, _Simulation, simulate
 
 
 def make_cluster(*, num_prefill: int = 0, num_decode: int = 4, **changes: object) -> Cluster:
@@ -134,6 +136,24 @@ def test_a_peer_is_read_where_that_is_faster_and_its_copy_is_demoted(monkeypatch
     assert [job.num_loaded_tokens for job in computing.jobs] == [0, 0, 0]
     assert demoted == [99]
     assert reading.jobs[2].first_token_s < computing.jobs[2].first_token_s  # type: ignore[operator]
+
+
+def test_nothing_is_demoted_where_nothing_is_read() -> None:
+    scheduled: list[object] = []
+    submitted: list[object] = []
+    pool = SimpleNamespace(count_cached=lambda digests: 50, demote=None)
+    worker = SimpleNamespace(worker_id="w", pool=pool, submit=submitted.append)
+    simulation: Any = SimpleNamespace(
+        _workers={"w": worker, "holder": SimpleNamespace(pool=pool)},
+        _host_load=lambda worker, digests, num_own: (0.0, 0),
+        _peer_load=lambda holder, digests, num_own: (0.1, 50),  # no more than the reader has
+        _clock=SimpleNamespace(now=0.0, at=lambda *event: scheduled.append(event)),
+    )
+    named = SimpleNamespace(worker=SimpleNamespace(worker_id="holder"))
+    choice: Any = SimpleNamespace(prefill=SimpleNamespace(worker_id="w"), candidate=SimpleNamespace(holder=named))
+    job: Any = SimpleNamespace(digests=[bytes([idx]) for idx in range(100)], num_usable_blocks=lambda size: 99)
+    _Simulation._load_and_submit(simulation, job, choice)
+    assert (scheduled, submitted) == ([], [job])
 
 
 def test_a_host_tier_brings_back_what_the_pool_evicted() -> None:
