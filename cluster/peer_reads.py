@@ -444,6 +444,5 @@ class PeerHolder:
         held.blocks = held.blocks[:end]
         fresh = held.blocks[held.num_resident :]
         self._host_tier.decode_into(engine.kv, fresh, held.data[:num_loaded])
-        for idx, block in enumerate(fresh, held.num_resident):
-            engine.pool.publish(block, held.digests[idx], held.digests[idx - 1] if idx else held.parent)
+        engine.pool.publish_chain(fresh, held.digests, held.num_resident, held.parent)
         held.load, held.data = None, torch.empty(0)

@@ -173,8 +173,7 @@ class Prefetcher:
         blocks = pool.try_allocate(num_blocks) if len(parents) == first else None
         if blocks:
             piece.source.decode_into(self._engine.kv, blocks, data[:num_blocks])
-            for idx, block in enumerate(blocks, first):
-                pool.publish(block, piece.chain[idx], piece.chain[idx - 1] if idx else None)
+            pool.publish_chain(blocks, piece.chain, first)
             self.num_blocks["pool"] += num_blocks
         # In one go with the blocks before them, so that leaves stay less recent than what they hang from.
         pool.release([*parents, *(blocks or ())])

@@ -110,6 +110,13 @@ class BlockPool:
             self._num_children[parent] += 1
         self._stored.append(digest)
 
+    def publish_chain(
+        self, blocks: Iterable[int], digests: Sequence[bytes], first: int, parent: bytes | None = None
+    ) -> None:
+        """`publish` consecutive blocks: block `first` of `digests`, which begin behind `parent`, and those after it."""
+        for idx, block in enumerate(blocks, first):
+            self.publish(block, digests[idx], digests[idx - 1] if idx else parent)
+
     def release(self, blocks: Iterable[int]) -> None:
         """Drop one reference on each block. Pass a sequence's blocks in order; they are released tail first."""
         for block in reversed(list(blocks)):

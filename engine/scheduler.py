@@ -153,10 +153,8 @@ class Scheduler:
         num_full = sequence.num_computed_tokens // self.block_size
         if num_full > sequence.num_published_blocks:
             extend_digests(sequence.digests, sequence.root, sequence.token_ids, self.block_size)
-            for idx in range(sequence.num_published_blocks, num_full):
-                parent = sequence.digests[idx - 1] if idx else None
-                self.pool.publish(sequence.blocks[idx], sequence.digests[idx], parent)
             first, sequence.num_published_blocks = sequence.num_published_blocks, num_full
+            self.pool.publish_chain(sequence.blocks[first:num_full], sequence.digests, first)
             self.on_published(sequence, first, num_full)
 
     def match_prefix(self, digests: list[bytes], num_tokens: int) -> list[int]:
