@@ -32,7 +32,6 @@ from router.tokenizer import TokenizerPool
 
 __all__ = ["Forwarder", "read_object"]
 
-LONG_BODY_BYTES = 16 * 1024  # what is shorter is tokenized in less time than a thread takes to wake up
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -89,8 +88,7 @@ class Forwarder:
         model = self._model_of(body)
         wishes = wishes_of(request, priority_of(body))
         reader = self._readers.get(model, self._text)
-        is_short = len(raw) < LONG_BODY_BYTES
-        token_ids = reader.read(body) if is_short else await self._pool.run(lambda: reader.read(body))
+        token_ids = await self._pool.run(lambda: reader.read(body), num_bytes=len(raw))
         return Call(
             request_id=new_answer_id("req-"),
             path=path,
