@@ -48,6 +48,7 @@ __all__ = [
     "ms",
     "print_table",
     "ratio",
+    "running",
     "serving",
     "write_result",
 ]
@@ -163,6 +164,17 @@ def launched(command: Sequence[str], *, ready: str, env: Mapping[str, str] | Non
             raise
         finally:
             _stop(process)
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str]) -> Iterator[None]:
+    """Run a process that nobody has to wait for, for as long as the block runs."""
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Any) -> None:

@@ -14,18 +14,17 @@ import asyncio
 import itertools
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import uvloop
 from prometheus_client import CollectorRegistry
 
-from benchmarks.common import arguments, console, free_port, print_table, ratio, write_result
+from benchmarks.common import arguments, console, free_port, print_table, ratio, running, write_result
 from benchmarks.native_edge import address_of, make_flow
 from benchmarks.virtual_cluster import VirtualCluster
 from protocol.config import RouterConfig
@@ -100,15 +99,7 @@ def _decide(cluster: VirtualCluster, tenant: str) -> None:
     decided = admission.next(now)
     assert isinstance(decided, Dispatch), f"{decided} on idle workers"
     assert admission.next(now) is None
-    best = decided.placement.best
-    booking = cluster.registry.reserve(
-        best.prefill.worker_id,
-        best.decode.worker_id,
-        num_new_tokens=decided.placement.num_new_tokens,
-        num_context_tokens=best.num_cached_tokens,
-        num_kv_tokens=decided.placement.num_kv_tokens,
-        turn=decided.turn,
-    )
+    booking = cluster.book(decided)
     booking.prefill_done()
     booking.release()
 
@@ -128,7 +119,18 @@ async def _hub(num_tokens: int, step_ms: int, seconds: float, seed: int) -> tupl
             hub.expect(_EDGE_ID)
             hub.start()
             try:
-                with _process("benchmarks.deciding", "edge", endpoint, str(num_tokens), str(step_ms), str(seed)):
+                with running(
+                    [
+                        sys.executable,
+                        "-m",
+                        "benchmarks.deciding",
+                        "edge",
+                        endpoint,
+                        str(num_tokens),
+                        str(step_ms),
+                        str(seed),
+                    ]
+                ):
                     return await _measured(flow, seconds)
             finally:
                 await hub.close()
@@ -147,7 +149,7 @@ async def _served() -> AsyncIterator[RequestFlow]:
     """A request flow with its workers."""
     endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(_NUM_WORKERS)]
     flow, client = make_flow(CollectorRegistry(), RouterConfig(worker_timeout_s=_START_TIMEOUT_S))
-    with _process("benchmarks.native_edge", "worker", *endpoints):
+    with running([sys.executable, "-m", "benchmarks.native_edge", "worker", *endpoints]):
         await client.start()
         try:
             for endpoint in endpoints:
@@ -206,17 +208,6 @@ def _requests(num_tokens: int, step_ms: int, seed: int) -> Iterator[GenerateRequ
 
 class _Ready:
     reason = None
-
-
-@contextmanager
-def _process(module: str, *arguments: str) -> Iterator[None]:
-    """A process that nobody has to wait for."""
-    process = subprocess.Popen([sys.executable, "-m", module, *arguments], stdin=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait()
 
 
 if __name__ == "__main__":

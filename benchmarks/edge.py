@@ -15,7 +15,6 @@ import contextlib
 import json
 import math
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ import httptools
 import orjson
 import psutil
 
-from benchmarks.common import arguments, console, free_port, launched, ms, print_table, ratio, write_result
+from benchmarks.common import arguments, console, free_port, launched, ms, print_table, ratio, running, write_result
 from benchmarks.mock_engine import MODEL, expected_text
 from loadtest.client import run_measured
 
@@ -291,7 +290,7 @@ def _native(settings: argparse.Namespace, num_processes: int) -> Iterator[Target
     endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(_NUM_WORKERS)]
     port = free_port()
     script = [sys.executable, "-m", "benchmarks.native_edge"]
-    with _running([*script, "worker", *endpoints]):
+    with running([*script, "worker", *endpoints]):
         command = [*script, "edge", str(port), settings.model, str(num_processes), *endpoints]
         with _launched(_named("tandem serve's edge", num_processes), command, port, "/ready") as target:
             yield target
@@ -343,17 +342,6 @@ def _targets(settings: argparse.Namespace, workers: list[str]) -> Iterator[conte
 
 def _named(name: str, num_processes: int) -> str:
     return name if num_processes == 1 else f"{name}, {num_processes} processes"
-
-
-@contextlib.contextmanager
-def _running(command: list[str]) -> Iterator[None]:
-    """A process that nobody has to wait for."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def _measure_target(target: Target, seconds: float) -> dict[str, Any]:

@@ -165,23 +165,27 @@ class VirtualCluster:
         if waiting.deadline_s < math.inf and job.dispatch is None:
             self.at(waiting.latest_start_s + 1e-3, self._decide)
 
+    def book(self, decided: Dispatch) -> Booking:
+        """Let the next decision see this one."""
+        placement, best = decided.placement, decided.placement.best
+        return self.registry.reserve(
+            best.prefill.worker_id,
+            best.decode.worker_id,
+            num_new_tokens=placement.num_new_tokens,
+            num_context_tokens=best.num_cached_tokens,
+            num_kv_tokens=placement.num_kv_tokens,
+            turn=decided.turn,
+        )
+
     def _decide(self) -> None:
         while (decided := self.admission.next(self.now)) is not None:
             job: Job = decided.waiting.payload
             if isinstance(decided, Drop):
                 self._refuse(job, decided.error)
                 continue
-            best = decided.placement.best
             job.dispatch, job.num_left = decided, decided.placement.num_new_tokens
-            job.booking = self.registry.reserve(
-                best.prefill.worker_id,
-                best.decode.worker_id,
-                num_new_tokens=decided.placement.num_new_tokens,
-                num_context_tokens=best.num_cached_tokens,
-                num_kv_tokens=decided.placement.num_kv_tokens,
-                turn=decided.turn,
-            )
-            machine = self._machines[best.prefill.worker_id]
+            job.booking = self.book(decided)
+            machine = self._machines[decided.placement.best.prefill.worker_id]
             insort(machine.prompts, job, key=_order)
             self._start_step(machine)
 
