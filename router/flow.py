@@ -22,6 +22,7 @@ from router.cache_sizing import CacheSizing
 from router.cost_model import CostModel
 from router.decisions import Decision
 from router.gate import NUM_OTHERS, Entered, Gate
+from router.inbox import Inbox, Turns
 from router.openai.backend import GenerateRequest, TokenDelta
 from router.pins import PinService
 from router.placement import Placement, Placer
@@ -29,13 +30,14 @@ from router.prefix_index import PrefixIndex
 from router.registry import Booking, Registry, Worker, queue_s
 from router.silence import SilenceWatch
 from router.tenants import load_tenants
-from router.worker_client import Inbox, Leg, LegEvent, WorkerClient
+from router.worker_client import Leg, LegEvent, WorkerClient
 
 __all__ = ["DeltaOrder", "RequestFlow"]
 
 logger = logging.getLogger(__name__)
 
 LONG_PROMPT_TOKENS = 8192  # hashing more than this (0.1 ms, or 0.2 in Python) goes to a thread
+PER_TURN_OF_HUB = 64  # requests whose new tokens go to the edge processes together: text is made there
 MAX_ROOTS = 4096  # cached digest roots, one per tenant salt and adapter
 SHUTTING_DOWN = "the server is shutting down; send the request again"
 
@@ -69,7 +71,8 @@ class RequestFlow:
         self._clock = clock
         self._roots: dict[tuple[bytes, str, str], bytes] = {}
         self.cache = PinService(registry, index, workers, config, self._digests, clock=clock)
-        self._running: dict[Inbox, Leg] = {}  # the inbox of each request, and its last leg
+        self._running: dict[Inbox[LegEvent], Leg] = {}  # the inbox of each request, and its last leg
+        self._turns = Turns() if config.router_processes == 1 else Turns(PER_TURN_OF_HUB)
         self._is_shut_down = False
         self.num_handoffs = 0  # requests that both workers of a pair sent tokens for
         self.autoscaler_status: dict[str, object] = {}  # set by whoever runs the autoscaler
@@ -107,7 +110,7 @@ class RequestFlow:
         entered = await self._gate.enter(request, self._offer(request, digests))
         placement = entered.placement
         legs: list[Leg] = []
-        inbox = Inbox()
+        inbox: Inbox[LegEvent] = Inbox(self._turns)
         output: list[int] = []
         num_cached_tokens = 0
         order = DeltaOrder()
@@ -252,7 +255,11 @@ class RequestFlow:
         )
 
     def _dispatch(
-        self, request: GenerateRequest, entered: Entered[GenerateRequest, Booking], legs: list[Leg], inbox: Inbox
+        self,
+        request: GenerateRequest,
+        entered: Entered[GenerateRequest, Booking],
+        legs: list[Leg],
+        inbox: Inbox[LegEvent],
     ) -> None:
         """Send every leg its part at once. `legs` gets each as it is opened: decode last, or the only one."""
         request_id, token_ids, sampling = request.request_id, request.token_ids, request.sampling
@@ -289,7 +296,7 @@ class RequestFlow:
         legs.append(self._workers.open_leg(prefill.worker_id, first, inbox))
         legs.append(self._workers.open_leg(decode.worker_id, rest, inbox))
 
-    def _watch(self, request: GenerateRequest, inbox: Inbox, legs: list[Leg]) -> SilenceWatch:
+    def _watch(self, request: GenerateRequest, inbox: Inbox[LegEvent], legs: list[Leg]) -> SilenceWatch:
         """Puts an error into the inbox when nothing has come for too long."""
         timeout_s = self._config.request_timeout_s
 

@@ -57,11 +57,12 @@ from protocol.messages import (
     holder_name,
 )
 from router.cost_model import CostModel
+from router.inbox import Inbox
 from router.message_socket import MessageSocket
 from router.prefix_index import PrefixIndex
 from router.registry import Registry
 
-__all__ = ["Inbox", "Leg", "LegEvent", "WorkerClient"]
+__all__ = ["Leg", "LegEvent", "WorkerClient"]
 
 logger = logging.getLogger(__name__)
 
@@ -82,32 +83,10 @@ class LegEvent(NamedTuple):
     item: SequenceDelta | ServingError
 
 
-class Inbox:
-    """What has come for one request from all its legs. One task takes it; `asyncio.Queue` costs three times as much."""
-
-    def __init__(self) -> None:
-        self._events: list[LegEvent] = []
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, event: LegEvent) -> None:
-        """Add news."""
-        self._events.append(event)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def take(self) -> list[LegEvent]:
-        """All news there is, and at least one."""
-        if not self._events:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        events, self._events = self._events, []
-        return events
-
-
 class Leg:
     """One worker's part in a request. It is open until it finished, failed, or was closed or cancelled here."""
 
-    def __init__(self, link: _Link, request_id: str, inbox: Inbox) -> None:
+    def __init__(self, link: _Link, request_id: str, inbox: Inbox[LegEvent]) -> None:
         self._link = link
         self._request_id = request_id
         self._inbox = inbox
@@ -165,7 +144,7 @@ class _Link:
         """Queue a message. Never blocks: the queue has no limit, and silence ends the link."""
         self._socket.send(encode_message(message))
 
-    def open_leg(self, request: Generate | Prefill | Decode, inbox: Inbox) -> Leg:
+    def open_leg(self, request: Generate | Prefill | Decode, inbox: Inbox[LegEvent]) -> Leg:
         assert request.request_id not in self.legs, f"request {request.request_id} is already on {self.worker_id}"
         leg = self.legs[request.request_id] = Leg(self, request.request_id, inbox)
         self.idle.clear()
@@ -284,7 +263,7 @@ class WorkerClient:
         if (link := self._links.get(worker_id)) is not None:
             self._leave(link, reason)
 
-    def open_leg(self, worker_id: str, request: Generate | Prefill | Decode, inbox: Inbox) -> Leg:
+    def open_leg(self, worker_id: str, request: Generate | Prefill | Decode, inbox: Inbox[LegEvent]) -> Leg:
         """Send a request's part to a worker; its news goes to `inbox`. Raises `WorkerError` when the worker is gone."""
         link = self._links.get(worker_id)
         if link is None:

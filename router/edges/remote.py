@@ -6,16 +6,18 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
 import msgspec
-from zmq.asyncio import Context
+import zmq
 from zmq.constants import SocketType
 
 from protocol.errors import NoWorker, ServingError, WorkerError
 from protocol.messages import Prefetch
 from router.edges import wire
+from router.inbox import Inbox, Turns
+from router.message_socket import MessageSocket
 from router.openai.backend import GenerateRequest, PinRequest, PinState, TokenDelta
 
 __all__ = ["RemoteBackend"]
@@ -44,20 +46,21 @@ class RemoteBackend:
         self._heard_s = clock()
         self._is_silent = False
         self._numbers = itertools.count()
-        self._streams: dict[int, asyncio.Queue[_Item]] = {}
+        self._streams: dict[int, Inbox[_Item]] = {}
+        self._turns = Turns()
         self._questions: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._joined = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._context = Context()
-        self._socket = self._context.socket(SocketType.DEALER)
-        self._socket.identity = edge_id.encode()
-        self._socket.sndhwm = self._socket.rcvhwm = 0
-        self._socket.connect(endpoint)
+        self._watcher: asyncio.Task[None] | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = self._context.socket(SocketType.DEALER)
+        socket.identity = edge_id.encode()
+        socket.sndhwm = socket.rcvhwm = 0
+        socket.connect(endpoint)
+        self._socket = MessageSocket(socket, lambda frames: self._on_message(frames[0]))
 
     async def start(self) -> None:
         """Join the hub. Raises `WorkerError` when it does not answer in time."""
-        coroutines: list[Coroutine[None, None, None]] = [self._receive(), self._watch()]
-        self._tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+        self._watcher = asyncio.create_task(self._watch())
         self._send(wire.Join())
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -68,10 +71,10 @@ class RemoteBackend:
     async def close(self) -> None:
         """Fail what still runs and leave."""
         self._fail_all("the edge process is closing")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._socket.close(linger=0)
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        self._socket.close()
         self._context.term()
 
     # -- Backend --------------------------------------------------------------------------------------------------
@@ -99,16 +102,17 @@ class RemoteBackend:
     async def serve(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Generate, ending with a delta that has a `finish_reason`. Raises a `ServingError`."""
         call = self._begin()
-        items = self._streams[call] = asyncio.Queue()
+        inbox: Inbox[_Item] = Inbox(self._turns)
+        self._streams[call] = inbox
         has_ended = False
         try:
             self._send(wire.Open(call, request))
             while not has_ended:
-                item = await items.get()
-                has_ended = isinstance(item, ServingError) or item.finish_reason is not None
-                if isinstance(item, ServingError):
-                    raise item
-                yield item
+                for item in await inbox.take():
+                    has_ended = isinstance(item, ServingError) or item.finish_reason is not None
+                    if isinstance(item, ServingError):
+                        raise item
+                    yield item
         finally:
             del self._streams[call]
             if not has_ended:
@@ -183,18 +187,15 @@ class RemoteBackend:
 
     def _send(self, message: wire.ToHub) -> None:
         """Queue a message. Never blocks: the queue has no limit, and silence ends it."""
-        if not self._socket.closed:
-            self._socket.send(wire.encode(message))
+        self._socket.send(wire.encode(message))
 
-    async def _receive(self) -> None:
-        while True:
-            data = await self._socket.recv()
-            self._heard_s, self._is_silent = self._clock(), False
-            try:
-                self._dispatch(wire.decode_for_edge(data))
-            except Exception:
-                logger.exception("a message of the deciding process could not be handled")
-                self._fail_all("a message of the deciding process could not be handled")  # it may have been anyone's
+    def _on_message(self, data: bytes) -> None:
+        self._heard_s, self._is_silent = self._clock(), False
+        try:
+            self._dispatch(wire.decode_for_edge(data))
+        except Exception:
+            logger.exception("a message of the deciding process could not be handled")
+            self._fail_all("a message of the deciding process could not be handled")  # it may have been anyone's
 
     def _dispatch(self, message: wire.ToEdge) -> None:
         match message:
@@ -212,8 +213,8 @@ class RemoteBackend:
 
     def _deliver(self, call: int, item: _Item) -> None:
         # A client that left may still get tokens on their way.
-        if (items := self._streams.get(call)) is not None:
-            items.put_nowait(item)
+        if (inbox := self._streams.get(call)) is not None:
+            inbox.put(item)
 
     def _fail(self, call: int, error: ServingError) -> None:
         self._deliver(call, error)

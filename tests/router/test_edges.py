@@ -230,17 +230,14 @@ async def test_a_hub_that_is_silent_fails_calls_and_is_taken_back_when_it_speaks
         here.backend.script = lambda _: [asyncio.Event()]
         waiting = asyncio.create_task(collect(edge.serve(REQUEST)))
         await until(lambda: here.backend.num_open == 1)
-        deaf = asyncio.Event()
-        receive, edge._socket.recv = edge._socket.recv, deaf.wait
-        await until(lambda: not edge._tasks[0].done() and _advance(now) and edge.reason is not None)
-        with pytest.raises(NoWorker, match="silent for"):
-            await waiting
-        assert not edge.ready
-        with pytest.raises(NoWorker, match="does not answer"):
-            await edge.pools()
-        edge._socket.recv = receive
-        edge._tasks[0].cancel()
-        edge._tasks[0] = asyncio.create_task(edge._receive())
+        with monkeypatch.context() as deaf:
+            deaf.setattr(edge, "_on_message", lambda _: None)
+            await until(lambda: _advance(now) and edge.reason is not None)
+            with pytest.raises(NoWorker, match="silent for"):
+                await waiting
+            assert not edge.ready
+            with pytest.raises(NoWorker, match="does not answer"):
+                await edge.pools()
         await until(lambda: edge.reason is None and edge.ready)
         await until(lambda: here.backend.num_open == 0)
 

@@ -21,7 +21,8 @@ from protocol.messages import (
     WorkerState,
 )
 from protocol.sampling import SamplingParams
-from router.worker_client import LEARN_INTERVAL_S, Inbox
+from router.inbox import Inbox, Turns
+from router.worker_client import LEARN_INTERVAL_S, LegEvent
 from tests.router.fake_worker import FakeWorker, fake_cluster, silent, until
 
 
@@ -162,7 +163,8 @@ def test_beats_teach_what_handoffs_cost_each_of_them_once() -> None:
 def test_deltas_reach_the_request_they_belong_to() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent) as cluster:
-            inboxes = {"a": Inbox(), "b": Inbox()}
+            turns = Turns()
+            inboxes: dict[str, Inbox[LegEvent]] = {"a": Inbox(turns), "b": Inbox(turns)}
             for request_id, inbox in inboxes.items():
                 cluster.client.open_leg("d", make_generate(request_id), inbox)
             worker = cluster.workers["d"]
@@ -183,7 +185,7 @@ def test_deltas_reach_the_request_they_belong_to() -> None:
 def test_a_dead_worker_fails_all_its_requests_at_once_and_leaves_nothing() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent) as cluster:
-            inbox = Inbox()
+            inbox: Inbox[LegEvent] = Inbox(Turns())
             for i in range(3):
                 cluster.client.open_leg("d", make_generate(f"r{i}"), inbox)
             cluster.workers["d"].send(make_events(1, [b"a"]))
@@ -204,7 +206,7 @@ def test_a_silent_worker_is_given_up() -> None:
     async def scenario() -> None:
         config = RouterConfig(worker_timeout_s=0.3)
         async with fake_cluster(decode=silent, config=config) as cluster:
-            inbox = Inbox()
+            inbox: Inbox[LegEvent] = Inbox(Turns())
             cluster.client.open_leg("d", make_generate("r0"), inbox)
             (event,) = await asyncio.wait_for(inbox.take(), 5)
             assert "silent for" in str(event.item)
@@ -217,7 +219,7 @@ def test_a_restarted_worker_replaces_its_earlier_epoch() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent) as cluster:
             old = cluster.workers["d"]
-            inbox = Inbox()
+            inbox: Inbox[LegEvent] = Inbox(Turns())
             cluster.client.open_leg("d", make_generate("r0"), inbox)
             await cluster.add(FakeWorker("d", Role.DECODE, epoch=2))
             (event,) = await inbox.take()
@@ -261,7 +263,7 @@ def test_a_worker_that_does_not_answer_or_dies_while_joining_is_not_waited_for()
 def test_removing_a_worker_waits_for_what_it_runs() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent) as cluster:
-            inbox = Inbox()
+            inbox: Inbox[LegEvent] = Inbox(Turns())
             leg = cluster.client.open_leg("d", make_generate("r0"), inbox)
             removing = asyncio.create_task(cluster.client.remove_worker("d"))
             state = cluster.registry.get("d")
@@ -271,7 +273,7 @@ def test_removing_a_worker_waits_for_what_it_runs() -> None:
             leg.close()
             await asyncio.wait_for(removing, 1)
             assert len(cluster.registry) == 0
-            assert inbox._events == []
+            assert inbox.is_empty
 
     asyncio.run(scenario())
 
@@ -279,7 +281,7 @@ def test_removing_a_worker_waits_for_what_it_runs() -> None:
 def test_removing_a_worker_waits_no_longer_than_the_drain_timeout() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent, config=RouterConfig(drain_timeout_s=0.1)) as cluster:
-            inbox = Inbox()
+            inbox: Inbox[LegEvent] = Inbox(Turns())
             cluster.client.open_leg("d", make_generate("r0"), inbox)
             started_s = time.monotonic()
             await cluster.client.remove_worker("d")
