@@ -27,6 +27,7 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 
 from cluster.heap import settle_heap
+from cluster.http_protocol import HttpProtocol
 from cluster.listening import listening
 from cluster.processes import ParentPipe, ProcessGroup
 from protocol.config import RouterConfig
@@ -191,6 +192,7 @@ def _server(setup: RouterSetup, on_started: Callable[[], None]) -> _Server:
         port=setup.router.port,
         log_level="warning",
         access_log=False,
+        http=HttpProtocol,
         timeout_graceful_shutdown=max(1, round(setup.router.drain_timeout_s)),
     )
     return _Server(config, on_started)

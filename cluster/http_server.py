@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import uvicorn
 
+from cluster.http_protocol import HttpProtocol
 from cluster.waiting import first_of
 from protocol.config import RouterConfig
 
@@ -26,6 +27,7 @@ class HttpServer(uvicorn.Server):
                 port=config.port,
                 log_level="warning",
                 access_log=False,
+                http=HttpProtocol,
             )
         )
         self._has_started = asyncio.Event()

@@ -208,7 +208,7 @@ class Placer:
         if not np.count_nonzero(decoders):
             raise NoWorker(self._explain_no_worker(int(np.count_nonzero(is_usable)), skipped, needs))
         hits = self._index.longest_prefix(digests, now)
-        holder = self._deepest_holder(hits, digests)
+        holder = self._deepest_holder(hits, digests) if table.has_peers else None
         request = _Request(
             num_prompt_tokens,
             expected_output_tokens,

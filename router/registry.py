@@ -159,6 +159,7 @@ class WorkerTable:
         caches, self.cache_idx = _numbered([(card.namespace, card.block_size) for card in cards])
         shapes, self.shape_idx = _numbered([(card.kind, card.block_size, card.block_bytes) for card in cards])
         self.is_one_cache, self.is_one_shape = len(caches) == 1, len(shapes) == 1
+        self.has_peers = len(caches) < len(cards)  # that can read from each other
         # By the name of a state in which nothing can be taken, for those that some worker is in: who is not.
         states = sorted({worker.state for worker in workers} - {WorkerState.READY})
         self.not_in_state = {s.value: _mask(worker.state is not s for worker in workers) for s in states}

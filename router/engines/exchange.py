@@ -25,16 +25,15 @@ from router.engines.engine import Engine
 from router.engines.errors import EngineBusy, EngineFailed, engine_errors
 from router.engines.fleet import Fleet, Placed
 from router.engines.sse import Event, EventSplitter, count_pieces, parse_event, split_events
-from router.engines.started import Started
 from router.engines.upstream import Reply
 from router.metrics import EdgeMetrics, RequestClock
+from router.openai.outlet import Outlet
 from router.openai.wishes import Wishes
 from router.silence import SilenceWatch
 
 __all__ = ["Call", "Exchange"]
 
 T = TypeVar("T")
-Show = Callable[[bytes], Awaitable[None]]  # sends events to the client
 
 DEFAULT_RETRY_AFTER_S = 1.0  # of a refusal that does not say
 MIN_TRANSFER_S = 1e-4
@@ -111,7 +110,6 @@ class Exchange:
         self._splitter = EventSplitter()
         self._has_answer = False
         self._last = b""  # events that came with its end
-        self._showing: Started | None = None  # the latest events
         self._is_done = False
         self._aborted: EngineFailed | None = None
         self._broken: EngineFailed | None = None  # by an event, after what came before it
@@ -166,22 +164,21 @@ class Exchange:
             self._trials.pop(engine)
             engine.breaker.succeeded()
 
-    async def relay(self, show: Show) -> bytes:
+    async def relay(self, outlet: Outlet) -> bytes:
         """Have the events of a stream shown as they came, all that one read brought at a time; returns the last ones.
 
         While the client keeps up they are shown in the callback that brings them: a task's turn for each would cost as
-        much as all else that is done with it. Raises `EngineFailed`, and what `show` raises.
+        much as all else that is done with it. Raises `EngineFailed`, and what the outlet raises.
         """
         assert self._reply is not None, "it is a stream"
         timeout_s = self._fleet.config.request_timeout_s
         reason = f"sent nothing within request_timeout_s={timeout_s:g}"
         self._watch = watch = SilenceWatch(timeout_s, lambda: self.abort(reason))
-        take = partial(self._take, show, watch)
+        take = partial(self._take, outlet, watch)
         try:
-            self._pass_on(show, self._first)
+            self._pass_on(outlet, self._first)
             while not self._is_done:
-                if self._showing is not None:
-                    await self._showing
+                await outlet.drained()
                 if self._broken is not None:
                     raise self._broken
                 watch.begin()
@@ -204,13 +201,12 @@ class Exchange:
         self.release()
         if self._watch is not None:
             self._watch.close()
-        if self._showing is not None:
-            self._showing.close()
         if self._reply is not None:
             self._reply.close(is_ending=self._is_done)
 
     def release(self) -> None:
         """Take the load off again; all there is to do where nothing was sent."""
+        self._clock.tell()
         self._booking.release(*self._lengths)
         if self._belief is not None:
             self._belief.cancel()
@@ -342,20 +338,18 @@ class Exchange:
 
     # -- the stream ---------------------------------------------------------------------------------------------
 
-    def _take(self, show: Show, watch: SilenceWatch, data: bytes) -> bool:
+    def _take(self, outlet: Outlet, watch: SilenceWatch, data: bytes) -> bool:
         """Show what came; whether more may come at once."""
         watch.begin()
-        return self._pass_on(show, self._whole(data))
+        return self._pass_on(outlet, self._whole(data))
 
-    def _pass_on(self, show: Show, events: bytes) -> bool:
+    def _pass_on(self, outlet: Outlet, events: bytes) -> bool:
         shown = self._seen(events)
         if self._is_done:
             self._last = shown
             return False
-        if shown:
-            self._showing = Started(show(shown))
-            if not self._showing.is_done:
-                return False  # the client is slow
+        if shown and not outlet.show(shown):
+            return False
         return self._broken is None
 
     def _whole(self, data: bytes) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from protocol.errors import ModelNotFound, NoWorker, RequestError, ServingError
 from router.decisions import Decision
@@ -25,6 +25,7 @@ from router.engines.queues import Queues
 from router.metrics import EdgeMetrics
 from router.openai.answer import new_answer_id
 from router.openai.errors import ClientDisconnected, UnsupportedMediaType, serving_error_body
+from router.openai.outlet import Outlet
 from router.openai.presence import while_connected
 from router.openai.wishes import EXPLAIN_HEADER, wishes_of
 from router.placement import Placement
@@ -66,21 +67,22 @@ class Forwarder:
         raw, body = await read_object(request)
         call = await self._call(request, path, raw, body, arrived_s)
         exchange = None
-        send = _to_client(send)
+        outlet = Outlet(scope, send)
         try:
             async with while_connected(receive):
                 exchange, decision = await self._open(call)
                 headers = self._headers(call, exchange, decision)
                 if exchange.content is None:
-                    await self._relay(exchange, headers, send)
+                    await self._relay(exchange, headers, outlet)
                 else:
                     exchange.close()
-                    await _whole(exchange, headers)(scope, receive, send)
+                    await _whole(exchange, headers)(scope, receive, outlet.send)
         except ClientDisconnected:
             self._metrics.client_disconnects.inc()
             if exchange is None:
                 raise
         finally:
+            outlet.close()
             if exchange is not None:
                 exchange.close()
 
@@ -161,33 +163,19 @@ class Forwarder:
             headers[EXPLAIN_HEADER] = json.dumps(decision.to_json(self._fleet.clock()), separators=(",", ":"))
         return headers
 
-    async def _relay(self, exchange: Exchange, headers: dict[str, str], send: Send) -> None:
+    async def _relay(self, exchange: Exchange, headers: dict[str, str], outlet: Outlet) -> None:
         """Send a stream's events as they come."""
         raw_headers = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         self._metrics.running_requests.inc()
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": raw_headers + _STREAM_HEADERS})
-            last = await exchange.relay(
-                lambda events: send({"type": "http.response.body", "body": events, "more_body": True})
-            )
+            await outlet.start(raw_headers + _STREAM_HEADERS)
+            last = await exchange.relay(outlet)
         except ServingError as exc:
             self._metrics.stream_errors.inc()
             last = b"data: " + orjson.dumps(serving_error_body(exc)) + b"\n\n"
         finally:
             self._metrics.running_requests.dec()
-        await send({"type": "http.response.body", "body": last, "more_body": False})
-
-
-def _to_client(send: Send) -> Send:
-    """`send`, raising `ClientDisconnected` where the connection breaks: so no other `OSError` is taken for that."""
-
-    async def sending(message: Message) -> None:
-        try:
-            await send(message)
-        except OSError as exc:
-            raise ClientDisconnected from exc
-
-    return sending
+        await outlet.end(last)
 
 
 def _whole(exchange: Exchange, headers: dict[str, str]) -> Response:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from router.engines.started import Started
+from router.openai.started import Started
 
 pytestmark = pytest.mark.anyio
 
