@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -29,6 +29,7 @@ from router.placement import Placement, Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Booking, Registry, Worker, queue_s
 from router.silence import SilenceWatch
+from router.streams import InboxStream, Stream
 from router.tenants import load_tenants
 from router.worker_client import Leg, LegEvent, WorkerClient
 
@@ -71,7 +72,7 @@ class RequestFlow:
         self._clock = clock
         self._roots: dict[tuple[bytes, str, str], bytes] = {}
         self.cache = PinService(registry, index, workers, config, self._digests, clock=clock)
-        self._running: dict[Inbox[LegEvent], Leg] = {}  # the inbox of each request, and its last leg
+        self._running: set[_Generation] = set()
         self._turns = Turns() if config.router_processes == 1 else Turns(PER_TURN_OF_HUB)
         self._is_shut_down = False
         self.num_handoffs = 0  # requests that both workers of a pair sent tokens for
@@ -99,70 +100,23 @@ class RequestFlow:
         """Whether a request could be placed now."""
         return self._placer.can_place
 
-    async def serve(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+    def serve(self, request: GenerateRequest) -> Stream[TokenDelta]:
         """Generate, ending with a delta that has a `finish_reason`.
 
-        Raises a `ServingError`. Closing the generator cancels the request on its workers without waiting for them.
+        The stream raises a `ServingError`. Closing it cancels the request on its workers without waiting for them.
         """
-        digests = await self._digests(request.token_ids, request.cache_salt, request.adapter)
-        if self._is_shut_down:
-            raise NoWorker(SHUTTING_DOWN)
-        entered = await self._gate.enter(request, self._offer(request, digests))
-        placement = entered.placement
-        legs: list[Leg] = []
-        inbox: Inbox[LegEvent] = Inbox(self._turns)
-        output: list[int] = []
-        num_cached_tokens = 0
-        order = DeltaOrder()
-        error: ServingError | None = None
-        watch = self._watch(request, inbox, legs)
-        try:
-            if self._is_shut_down:
-                raise NoWorker(SHUTTING_DOWN)
-            self._note_turn(request, digests)
-            self._dispatch(request, entered, legs, inbox)
-            self._running[inbox] = legs[-1]
-            handoff = _Handoff(legs)
-            while True:
-                due: list[SequenceDelta] = []
-                watch.begin()
-                events = await inbox.take()
-                watch.end()
-                for event in events:
-                    if not isinstance(event.item, SequenceDelta):
-                        error = event.item
-                        break
-                    self.num_handoffs += handoff.is_completed_by(event)
-                    due += order.push(event.item)
-                if due:
-                    shown = _token_delta(due)
-                    if not output:
-                        entered.first_token()
-                        if request.explains:
-                            shown = msgspec.structs.replace(shown, decision=entered.explain())
-                    output += shown.token_ids
-                    num_cached_tokens += shown.num_cached_tokens or 0
-                    yield shown
-                    if shown.finish_reason is not None:
-                        self.admission.lengths.note(request.tenant, order.num_tokens)
-                        return
-                if error is not None:
-                    raise error
-        finally:
-            watch.close()
-            self._running.pop(inbox, None)
-            entered.end()
-            for leg in legs:
-                leg.cancel()
-            if output:
-                self._note_answer(request, placement.best.decode.card, digests, output, num_cached_tokens)
+        return _Generation(self, request, Inbox(self._turns))
 
     def shut_down(self) -> None:
         """End every running request with an error and refuse new ones: the server is going. Call it in the loop."""
         self._is_shut_down = True
         self._gate.close(lambda: NoWorker(SHUTTING_DOWN))
-        for inbox, leg in self._running.items():
-            inbox.put(LegEvent(leg, NoWorker(SHUTTING_DOWN)))
+        for generation in self._running:
+            generation.fail(NoWorker(SHUTTING_DOWN))
+
+    def _check_open(self) -> None:
+        if self._is_shut_down:
+            raise NoWorker(SHUTTING_DOWN)
 
     async def explain(self, request: GenerateRequest) -> dict[str, Any]:
         """What would be decided for this request now, as JSON; nothing is sent or booked. Raises `NoWorker`."""
@@ -296,16 +250,6 @@ class RequestFlow:
         legs.append(self._workers.open_leg(prefill.worker_id, first, inbox))
         legs.append(self._workers.open_leg(decode.worker_id, rest, inbox))
 
-    def _watch(self, request: GenerateRequest, inbox: Inbox[LegEvent], legs: list[Leg]) -> SilenceWatch:
-        """Puts an error into the inbox when nothing has come for too long."""
-        timeout_s = self._config.request_timeout_s
-
-        def fail() -> None:
-            error = WorkerError(f"request {request.request_id} got no token within request_timeout_s={timeout_s}")
-            inbox.put(LegEvent(legs[-1], error))
-
-        return SilenceWatch(timeout_s, fail)
-
     def _note_answer(
         self,
         request: GenerateRequest,
@@ -360,6 +304,83 @@ class RequestFlow:
             "links": [msgspec.to_builtins(link) for link in worker.links],
             "pins": msgspec.to_builtins(worker.pins),
         }
+
+
+class _Generation(InboxStream[LegEvent, TokenDelta]):
+    """One request on its workers: its turn, its legs, its tokens in order, and all given back."""
+
+    def __init__(self, flow: RequestFlow, request: GenerateRequest, inbox: Inbox[LegEvent]) -> None:
+        super().__init__(inbox)
+        self._flow = flow
+        self._request = request
+        self._entered: Entered[GenerateRequest, Booking] | None = None
+        self._legs: list[Leg] = []  # decode last, or the only one
+        self._order = DeltaOrder()
+        self._output: list[int] = []
+        self._num_cached_tokens = 0
+
+    def fail(self, error: ServingError) -> None:
+        """End it with this error, behind what has come."""
+        self._inbox.put(LegEvent(self._legs[-1], error))
+
+    def close(self) -> None:
+        """Take its load off again and cancel what still runs."""
+        entered, self._entered = self._entered, None
+        if entered is None:
+            return
+        self._watch.close()
+        self._flow._running.discard(self)
+        entered.end()
+        for leg in self._legs:
+            leg.cancel()
+        if self._output:
+            card = entered.placement.best.decode.card
+            self._flow._note_answer(self._request, card, self._digests, self._output, self._num_cached_tokens)
+
+    async def _begin(self) -> None:
+        flow, request = self._flow, self._request
+        self._digests = await flow._digests(request.token_ids, request.cache_salt, request.adapter)
+        flow._check_open()
+        entered = self._entered = await flow._gate.enter(request, flow._offer(request, self._digests))
+        self._watch = SilenceWatch(flow._config.request_timeout_s, self._fail_silent)
+        flow._check_open()
+        flow._note_turn(request, self._digests)
+        flow._dispatch(request, entered, self._legs, self._inbox)
+        self._handoff = _Handoff(self._legs)
+        flow._running.add(self)
+
+    def _make(self, items: list[LegEvent]) -> None:
+        due: list[SequenceDelta] = []
+        for event in items:
+            if not isinstance(event.item, SequenceDelta):
+                self._error = event.item
+                break
+            self._flow.num_handoffs += self._handoff.is_completed_by(event)
+            due += self._order.push(event.item)
+        if due:
+            self._due.append(self._seen(_token_delta(due)))
+
+    def _seen(self, delta: TokenDelta) -> TokenDelta:
+        if not self._output and self._entered is not None:
+            self._entered.first_token()
+            if self._request.explains:
+                delta = msgspec.structs.replace(delta, decision=self._entered.explain())
+        self._output += delta.token_ids
+        self._num_cached_tokens += delta.num_cached_tokens or 0
+        if delta.finish_reason is not None:
+            self._has_ended, self._error = True, None
+            self._flow.admission.lengths.note(self._request.tenant, self._order.num_tokens)
+        return delta
+
+    def _begin_wait(self) -> None:
+        self._watch.begin()
+
+    def _end_wait(self) -> None:
+        self._watch.end()
+
+    def _fail_silent(self) -> None:
+        name, timeout_s = self._request.request_id, self._flow._config.request_timeout_s
+        self.fail(WorkerError(f"request {name} got no token within request_timeout_s={timeout_s}"))
 
 
 class DeltaOrder:

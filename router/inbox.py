@@ -50,6 +50,7 @@ class Inbox(Generic[T]):
         self._turns = turns
         self._items: list[T] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._sink: Callable[[list[T]], bool] | None = None
         self._is_first = True
         self._is_turn_due = False
 
@@ -73,13 +74,38 @@ class Inbox(Generic[T]):
         while not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        items, self._items = self._items, []
-        return items
+        return self._take_all()
+
+    async def pour(self, into: Callable[[list[T]], bool]) -> None:
+        """Give `into` what comes, in its turn of the event loop and in no task, until it returns False.
+
+        What `into` raises comes out here.
+        """
+        self._sink = into
+        try:
+            if not self._items or into(self._take_all()):
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+        finally:
+            self._sink = None
 
     def _take_turn(self) -> None:
         self._is_turn_due = False
         self._wake()
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter = self._waiter
+        if waiter is None or waiter.done() or not self._items:
+            return
+        try:
+            is_enough = self._sink is None or not self._sink(self._take_all())
+        except Exception as exc:
+            if not waiter.done():
+                waiter.set_exception(exc)
+        else:
+            if is_enough and not waiter.done():
+                waiter.set_result(None)
+
+    def _take_all(self) -> list[T]:
+        items, self._items = self._items, []
+        return items

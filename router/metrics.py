@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -87,15 +86,14 @@ class RequestClock:
         self._num_untold = 0  # tokens
         self._untold_gaps_s: list[float] = []
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def start(self) -> None:
         """Count the sequence as running."""
         self._metrics.running_requests.inc()
-        try:
-            yield
-        finally:
-            self._metrics.running_requests.dec()
-            self.tell()
+
+    def stop(self) -> None:
+        """Count it as running no longer, and what of it is not counted yet."""
+        self._metrics.running_requests.dec()
+        self.tell()
 
     def record(self, num_tokens: int, num_cached_tokens: int | None) -> None:
         """Count a delta that arrived just now."""

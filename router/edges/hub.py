@@ -137,9 +137,12 @@ class EdgeHub:
             edge.send(wire.Failed(call, INTERNAL_ERROR))
 
     async def _serve(self, edge: _Edge, call: int, request: GenerateRequest) -> None:
+        def put(delta: TokenDelta) -> bool:
+            edge.put(call, delta)
+            return True
+
         async with aclosing(self._backend.serve(request)) as deltas:
-            async for delta in deltas:
-                edge.put(call, delta)
+            await deltas.pour(put)
 
     async def _answer(self, edge: _Edge, call: int, question: wire.Question) -> None:
         answer = await self._answer_to(question)

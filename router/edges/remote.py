@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +19,7 @@ from router.edges import wire
 from router.inbox import Inbox, Turns
 from router.message_socket import MessageSocket
 from router.openai.backend import GenerateRequest, PinRequest, PinState, TokenDelta
+from router.streams import InboxStream, Stream
 
 __all__ = ["RemoteBackend"]
 
@@ -99,24 +100,9 @@ class RemoteBackend:
         """What clients may say about the KV cache."""
         return self
 
-    async def serve(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Generate, ending with a delta that has a `finish_reason`. Raises a `ServingError`."""
-        call = self._begin()
-        inbox: Inbox[_Item] = Inbox(self._turns)
-        self._streams[call] = inbox
-        has_ended = False
-        try:
-            self._send(wire.Open(call, request))
-            while not has_ended:
-                for item in await inbox.take():
-                    has_ended = isinstance(item, ServingError) or item.finish_reason is not None
-                    if isinstance(item, ServingError):
-                        raise item
-                    yield item
-        finally:
-            del self._streams[call]
-            if not has_ended:
-                self._send(wire.Close(call))
+    def serve(self, request: GenerateRequest) -> Stream[TokenDelta]:
+        """Generate, ending with a delta that has a `finish_reason`. The stream raises a `ServingError`."""
+        return _RemoteStream(self, request, Inbox(self._turns))
 
     async def explain(self, request: GenerateRequest) -> dict[str, Any]:
         """What would be decided for this request now, as JSON. Raises a `ServingError`."""
@@ -235,3 +221,38 @@ class RemoteBackend:
                 self._is_silent = True
                 self._fail_all(f"the deciding process has been silent for {silence_s:.1f} s")
             await asyncio.sleep(WATCH_INTERVAL_S)
+
+
+class _RemoteStream(InboxStream[_Item, TokenDelta]):
+    """One request that the hub serves."""
+
+    def __init__(self, backend: RemoteBackend, request: GenerateRequest, inbox: Inbox[_Item]) -> None:
+        super().__init__(inbox)
+        self._backend = backend
+        self._request = request
+        self._call: int | None = None
+        self._is_over = False  # so the hub has said
+
+    def close(self) -> None:
+        """Expect nothing more; the hub is told unless it knows."""
+        call, self._call = self._call, None
+        if call is not None:
+            del self._backend._streams[call]
+            if not self._is_over:
+                self._backend._send(wire.Close(call))
+
+    async def _begin(self) -> None:
+        backend = self._backend
+        self._call = backend._begin()
+        backend._streams[self._call] = self._inbox
+        backend._send(wire.Open(self._call, self._request))
+
+    def _make(self, items: list[_Item]) -> None:
+        for item in items:
+            if isinstance(item, ServingError):
+                self._error, self._is_over = item, True
+                return
+            self._due.append(item)
+            if item.finish_reason is not None:
+                self._has_ended = self._is_over = True
+                return

@@ -9,7 +9,6 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +24,10 @@ from router.openai.backend import Backend
 from router.openai.errors import ClientDisconnected, internal_error_body, serving_error_body
 from router.openai.formats import AnswerFormat, FinishedChoice, Usage
 from router.openai.generation import ChoiceDelta, ChoicePlan, run_choices
+from router.openai.outlet import Outlet
 from router.openai.presence import while_connected
 from router.openai.wishes import EXPLAIN_HEADER
+from router.streams import Stream
 from router.tokenizer import Tokenizer
 
 __all__ = ["Answer", "EventStream", "answer_request", "new_answer_id"]
@@ -92,7 +93,7 @@ class EventStream(Response):
         self,
         answer: Answer,
         first: ChoiceDelta,
-        deltas: AsyncGenerator[ChoiceDelta, None],
+        deltas: Stream[ChoiceDelta],
         metrics: EdgeMetrics,
         headers: dict[str, str],
     ) -> None:
@@ -106,41 +107,47 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, as an ASGI app."""
+        outlet = Outlet(scope, send)
         async with aclosing(self._deltas):
             try:
                 async with while_connected(receive):
-                    await self._send(send)
-            except (ClientDisconnected, OSError):
+                    await self._send(outlet)
+            except ClientDisconnected:
                 self._metrics.client_disconnects.inc()
             finally:
+                outlet.close()
                 self._metrics.duration_s.observe(time.perf_counter() - self._answer.arrived_s)
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+    async def _send(self, outlet: Outlet) -> None:
+        await outlet.start(self.raw_headers)
         try:
-            last = await self._send_deltas(send)
+            last = await self._send_deltas(outlet)
         except ServingError as exc:
             # One dead worker fails many: not a warning each.
             logger.info("Stream %s failed: %s", self._answer.answer_id, exc)
             last = self._error_event(serving_error_body(exc))
-        except OSError:
-            raise  # the client's connection
+        except ClientDisconnected:
+            raise
         except Exception:
             logger.exception("Stream %s failed", self._answer.answer_id)
             last = self._error_event(internal_error_body())
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        await outlet.end(last)
 
-    async def _send_deltas(self, send: Send) -> bytes:
+    async def _send_deltas(self, outlet: Outlet) -> bytes:
         """Send what comes, each delta in one piece; the end, which is still to be sent."""
         chunks = _Chunks(self._answer)
-        event = chunks.of(self._first)
-        while True:
-            if event:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            delta = await anext(self._deltas, None)
-            if delta is None:
-                return chunks.ending()
-            event = chunks.of(delta)
+
+        def show(delta: ChoiceDelta) -> bool:
+            events = chunks.of(delta)
+            return not events or outlet.show(events)
+
+        show(self._first)
+        has_ended = False
+        while not has_ended:
+            await outlet.drained()
+            has_ended = await self._deltas.pour(show)
+        await outlet.drained()
+        return chunks.ending()
 
     def _error_event(self, body: dict[str, Any]) -> bytes:
         self._metrics.stream_errors.inc()
@@ -152,9 +159,7 @@ def _explanation(decision: dict[str, Any] | None) -> dict[str, str]:
     return {EXPLAIN_HEADER: json.dumps(decision, separators=(",", ":"))} if decision else {}  # in ASCII
 
 
-async def _collect(
-    answer: Answer, deltas: AsyncGenerator[ChoiceDelta, None]
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
+async def _collect(answer: Answer, deltas: Stream[ChoiceDelta]) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The body of the whole answer, and the decision if it was asked for."""
     decision = None
     choices = [FinishedChoice(plan.index) for plan in answer.choices]

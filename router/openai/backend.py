@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +9,7 @@ import msgspec
 
 from protocol.messages import FinishReason, Prefetch, TokenLogprobs
 from protocol.sampling import SamplingParams
+from router.streams import Stream
 from router.tenants import DEFAULT_TENANT
 
 __all__ = ["Backend", "GenerateRequest", "PinRequest", "PinState", "Pins", "TokenDelta"]
@@ -108,11 +108,11 @@ class Backend(Protocol):
     def cache(self) -> Pins:
         """What clients may say about the KV cache."""
 
-    def serve(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+    def serve(self, request: GenerateRequest) -> Stream[TokenDelta]:
         """Generate, ending with a delta that has a `finish_reason`.
 
-        Raises a `ServingError`. `aclose()` cancels the request wherever it runs; it must not wait for workers.
-        NOTE: one task takes the first delta and another the rest, so no timeout or task group may span a `yield`.
+        The stream raises a `ServingError`. Its `aclose` cancels the request wherever it runs; it must not wait for
+        workers.
         """
 
     async def explain(self, request: GenerateRequest) -> dict[str, Any]:

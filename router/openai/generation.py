@@ -17,11 +17,13 @@ from protocol.messages import FinishReason, TokenLogprobs
 from router.detokenizer import StopMatcher
 from router.metrics import RequestClock
 from router.openai.backend import Backend, GenerateRequest, TokenDelta
+from router.streams import GeneratorStream, Stream
 from router.tokenizer import Tokenizer
 
 __all__ = ["ChoiceDelta", "ChoicePlan", "ChoiceText", "TokenEntry", "run_choices"]
 
 MIN_LOGPROB = -9999.0  # stands for -inf, which JSON has not
+NO_REASON = "The generation ended without a reason."
 QUEUED_DELTAS = 64  # of all choices of one request; a client that reads slower than this holds its backend back
 
 
@@ -157,15 +159,75 @@ class ChoiceText:
 
 def run_choices(
     backend: Backend, plans: Sequence[ChoicePlan], tokenizer: Tokenizer, new_clock: Callable[[], RequestClock]
-) -> AsyncGenerator[ChoiceDelta, None]:
+) -> Stream[ChoiceDelta]:
     """Deltas of all choices as they come, each choice ending with a `finish_reason`.
 
-    Siblings start once the first one has its first token, so that they find its prompt cached. Closing the
-    generator cancels every choice; the first error of any ends all.
+    Siblings start once the first one has its first token, so that they find its prompt cached. Closing the stream
+    cancels every choice; the first error of any ends all.
     """
     if len(plans) == 1:
-        return _run_choice(backend, plans[0], tokenizer, new_clock())
-    return _run_many(backend, plans, tokenizer, new_clock)
+        return _choice(backend, plans[0], tokenizer, new_clock())
+    return GeneratorStream(_run_many(backend, plans, tokenizer, new_clock))
+
+
+def _choice(backend: Backend, plan: ChoicePlan, tokenizer: Tokenizer, clock: RequestClock) -> Stream[ChoiceDelta]:
+    if plan.request.sampling.max_tokens == 0:
+        return GeneratorStream(_no_tokens(plan))
+    return _Choice(backend, plan, tokenizer, clock)
+
+
+async def _no_tokens(plan: ChoicePlan) -> AsyncGenerator[ChoiceDelta, None]:
+    """The prompt is to be repeated, and nothing more."""
+    yield ChoiceDelta(plan.index, "", 0, finish_reason="length")
+
+
+class _Choice(Stream[ChoiceDelta]):
+    """One choice, up to its `finish_reason`. Nothing is asked of the backend before it is read."""
+
+    def __init__(self, backend: Backend, plan: ChoicePlan, tokenizer: Tokenizer, clock: RequestClock) -> None:
+        self._backend = backend
+        self._plan = plan
+        self._text = ChoiceText(plan, tokenizer)
+        self._clock = clock
+        self._deltas: Stream[TokenDelta] | None = None
+        self._has_ended = False
+
+    async def __anext__(self) -> ChoiceDelta:
+        if self._has_ended:
+            raise StopAsyncIteration
+        try:
+            return self._seen(await anext(self._opened()))
+        except StopAsyncIteration:
+            raise WorkerError(NO_REASON) from None
+
+    async def pour(self, into: Callable[[ChoiceDelta], bool]) -> bool:
+        """As the backend's stream does."""
+        if not self._has_ended:
+            is_over = await self._opened().pour(lambda delta: into(self._seen(delta)) and not self._has_ended)
+            if is_over and not self._has_ended:
+                raise WorkerError(NO_REASON)
+        return self._has_ended
+
+    async def aclose(self) -> None:
+        """Cancel what still runs of it."""
+        self._has_ended = True
+        deltas, self._deltas = self._deltas, None
+        if deltas is not None:
+            self._clock.stop()
+            await deltas.aclose()
+
+    def _opened(self) -> Stream[TokenDelta]:
+        if self._deltas is None:
+            self._clock.start()
+            self._deltas = self._backend.serve(self._plan.request)
+        return self._deltas
+
+    def _seen(self, delta: TokenDelta) -> ChoiceDelta:
+        result = self._text.push(delta)
+        result.decision = delta.decision
+        self._clock.record(result.num_tokens, result.num_cached_tokens)
+        self._has_ended = result.finish_reason is not None
+        return result
 
 
 async def _run_many(
@@ -177,7 +239,7 @@ async def _run_many(
     for plan in plans:
         if plan.is_first_sibling:
             started = asyncio.Event()
-        choice = _run_choice(backend, plan, tokenizer, new_clock())
+        choice = _choice(backend, plan, tokenizer, new_clock())
         tasks.append(asyncio.create_task(_pump(choice, None if plan.is_first_sibling else started, started, queue)))
     num_open = len(plans)
     try:
@@ -193,27 +255,8 @@ async def _run_many(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _run_choice(
-    backend: Backend, plan: ChoicePlan, tokenizer: Tokenizer, clock: RequestClock
-) -> AsyncGenerator[ChoiceDelta, None]:
-    if plan.request.sampling.max_tokens == 0:  # the prompt is to be repeated, and nothing more
-        yield ChoiceDelta(plan.index, "", 0, finish_reason="length")
-        return
-    text = ChoiceText(plan, tokenizer)
-    with clock.running():
-        async with aclosing(backend.serve(plan.request)) as deltas:
-            async for delta in deltas:
-                result = text.push(delta)
-                result.decision = delta.decision
-                clock.record(result.num_tokens, result.num_cached_tokens)
-                yield result
-                if result.finish_reason is not None:
-                    return
-    raise WorkerError("The generation ended without a reason.")
-
-
 async def _pump(
-    choice: AsyncGenerator[ChoiceDelta, None],
+    choice: Stream[ChoiceDelta],
     wait_for: asyncio.Event | None,
     started: asyncio.Event,
     queue: asyncio.Queue[ChoiceDelta | Exception],

@@ -17,6 +17,7 @@ from protocol.errors import PinNotFound
 from protocol.messages import FinishReason, Prefetch, TokenLogprobs
 from router.app import create_app
 from router.openai.backend import GenerateRequest, PinRequest, PinState, TokenDelta
+from router.streams import GeneratorStream, Stream
 from router.tokenizer import Tokenizer
 
 Step = TokenDelta | Exception | asyncio.Event
@@ -80,7 +81,10 @@ class FakeBackend:
         self.cache = FakePins()
         self.held: dict[str, str] = {}  # worker -> what it holds
 
-    async def serve(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+    def serve(self, request: GenerateRequest) -> Stream[TokenDelta]:
+        return GeneratorStream(self._serve(request))
+
+    async def _serve(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         self.requests.append(request)
         self.num_open += 1
         self.max_open = max(self.max_open, self.num_open)

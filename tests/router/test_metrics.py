@@ -33,19 +33,20 @@ def test_deltas_are_counted_some_at_a_time_and_the_rest_at_the_end() -> None:
         return now
 
     one = RequestClock(EdgeMetrics(registry), arrived_s=9.0, now=clock)
-    with one.running():
-        assert value(registry, "tandem_router_running_requests") == 1
-        one.record(0, 48)  # nothing but what was cached
-        for _ in range(MAX_UNTOLD):
-            now += 0.25
-            one.record(2, None)
-        assert value(registry, "tandem_router_ttft_seconds_sum") == 1.25
-        assert value(registry, "tandem_router_generation_tokens_total") == 0
+    one.start()
+    assert value(registry, "tandem_router_running_requests") == 1
+    one.record(0, 48)  # nothing but what was cached
+    for _ in range(MAX_UNTOLD):
         now += 0.25
-        one.record(1, None)
-        assert value(registry, "tandem_router_generation_tokens_total") == 2 * MAX_UNTOLD + 1
-        assert value(registry, "tandem_router_itl_seconds_count") == MAX_UNTOLD
-        one.record(3, None)
+        one.record(2, None)
+    assert value(registry, "tandem_router_ttft_seconds_sum") == 1.25
+    assert value(registry, "tandem_router_generation_tokens_total") == 0
+    now += 0.25
+    one.record(1, None)
+    assert value(registry, "tandem_router_generation_tokens_total") == 2 * MAX_UNTOLD + 1
+    assert value(registry, "tandem_router_itl_seconds_count") == MAX_UNTOLD
+    one.record(3, None)
+    one.stop()
     one.tell()  # again
     assert value(registry, "tandem_router_generation_tokens_total") == 2 * MAX_UNTOLD + 4
     assert value(registry, "tandem_router_itl_seconds_count") == MAX_UNTOLD + 1
