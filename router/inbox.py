@@ -60,10 +60,10 @@ class Inbox(Generic[T]):
         return not self._items
 
     def put(self, item: T) -> None:
-        """Add an item. Its task takes it in its turn; at once if it is the first."""
+        """Add an item. Its task takes it in its turn; the first one at once."""
         self._items.append(item)
-        if self._is_first:
-            self._is_first = False
+        is_first, self._is_first = self._is_first, False
+        if is_first and self._sink is None:
             self._wake()
         elif not self._is_turn_due:
             self._is_turn_due = True
