@@ -6,6 +6,8 @@ import gc
 
 __all__ = ["settle_heap"]
 
+YOUNG_OBJECTS = 10_000  # made before they are looked through; by default 700, which takes 2 % more of a busy router
+
 
 def settle_heap() -> None:
     """Take all that start-up has made out of the garbage collector's sight. To be called once a process serves.
@@ -15,3 +17,4 @@ def settle_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
