@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import uvicorn
 
+from cluster.heap import settle_heap
 from cluster.waiting import first_of
 from protocol.config import RouterConfig
 
-__all__ = ["HttpServer", "http_server"]
+__all__ = ["HttpServer", "http_server", "serve_until"]
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: ours stop the workers too. Serves from its making on."""
+    """uvicorn without its signal handlers: ours stop the workers too, and end with an exit code.
+
+    Serves from its making on.
+    """
 
     def __init__(self, app: object, config: RouterConfig, listener: socket.socket) -> None:
         super().__init__(
@@ -76,3 +80,28 @@ async def http_server(app: object, config: RouterConfig, listener: socket.socket
         yield server
     finally:
         await server.close()
+
+
+async def serve_until(
+    stop: asyncio.Event,
+    stop_now: asyncio.Event,
+    app: object,
+    config: RouterConfig,
+    listener: socket.socket,
+    on_serving: Callable[[], None],
+    *,
+    drain_timeout_s: float | None = None,
+) -> None:
+    """Serve until `stop`, then let answers end, for `drain_timeout_s` or until `stop_now`.
+
+    Calls `on_serving` once it serves. Raises what keeps it from that.
+    """
+    async with http_server(app, config, listener) as server:
+        await server.started_serving()
+        if server.is_serving:
+            settle_heap()
+            on_serving()
+        await first_of(server.serving, stop, stop_now)
+        server.drain()
+        await first_of(server.serving, stop_now, timeout_s=drain_timeout_s)
+    server.serving.result()

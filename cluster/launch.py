@@ -23,7 +23,7 @@ from rich.console import Console
 from cluster.heap import settle_heap
 from cluster.listening import listening
 from cluster.supervisor import Supervisor
-from cluster.waiting import first_of
+from cluster.waiting import first_of, stop_events
 from protocol.config import ClusterConfig, WorkerConfig
 from protocol.errors import ConfigError, WorkerError
 from protocol.messages import Role
@@ -202,26 +202,7 @@ def _end_ray(before: set[psutil.Process] | None) -> None:
 async def _serve(
     config: ClusterConfig, listener: socket.socket, progress: Callable[[str], None], console: Console
 ) -> int:
-    stop, stop_now = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (stop_now if stop.is_set() else stop).set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
-    serving = asyncio.create_task(_run_until(stop, stop_now, config, listener, progress, console))
-    return await serving
-
-
-async def _run_until(
-    stop: asyncio.Event,
-    stop_now: asyncio.Event,
-    config: ClusterConfig,
-    listener: socket.socket,
-    progress: Callable[[str], None],
-    console: Console,
-) -> int:
+    stop, stop_now = stop_events(signal.SIGINT, signal.SIGTERM)
     registry, index, costs = Registry(), PrefixIndex(), CostModel()
     sizing = CacheSizing(registry)
     placer = Placer(registry, index, costs, config.router)
