@@ -237,7 +237,7 @@ class RequestFlow:
 
     def _book(self, request: GenerateRequest, dispatch: Dispatch) -> Booking:
         """Let the next decision see this one."""
-        placement, best = dispatch.placement, dispatch.placement.best
+        best = dispatch.placement.best
         prefill_id, decode_id = best.prefill.worker_id, best.decode.worker_id
         logger.debug(
             "request %s: prefill on %s, decode on %s, %s", request.request_id, prefill_id, decode_id, best.terms
@@ -245,14 +245,7 @@ class RequestFlow:
         # An answer of one token comes from the prefill worker, and no KV ever reaches the other.
         holders = {prefill_id} if request.sampling.max_tokens == 1 else {prefill_id, decode_id}
         self._index.speculate(holders, dispatch.waiting.offer.digests, self._clock())
-        return self._registry.reserve(
-            prefill_id,
-            decode_id,
-            num_new_tokens=placement.num_new_tokens,
-            num_context_tokens=best.num_cached_tokens,
-            num_kv_tokens=placement.num_kv_tokens,
-            turn=dispatch.turn,
-        )
+        return self._registry.reserve(dispatch.placement.load, dispatch.turn)
 
     def _dispatch(
         self,

@@ -12,6 +12,7 @@ import pytest
 
 from protocol.config import RouterConfig
 from protocol.messages import WorkerState
+from protocol.siblings import Load
 from router.engines.config import EngineSpec
 from router.engines.queues import _ModelWorkers
 from router.registry import Registry
@@ -213,8 +214,8 @@ def test_the_table_of_one_model_follows_the_load_and_is_made_anew_with_the_regis
     workers = _ModelWorkers(registry, "model-1")
     table = workers.table
     assert [worker.worker_id for worker in workers] == ["w1", "w3", "w5"]
-    booking = registry.reserve("w3", "w3", num_new_tokens=100, num_context_tokens=0, num_kv_tokens=120)
-    registry.reserve("w2", "w2", num_new_tokens=7, num_context_tokens=0, num_kv_tokens=8)
+    booking = registry.reserve(Load("w3", "w3", 100, 0, 120))
+    registry.reserve(Load("w2", "w2", 7, 0, 8))
     assert workers.table is table
     assert table.uncomputed_tokens.tolist() == [0, 100, 0]
     assert workers.queued_prompt_tokens == 100
