@@ -29,7 +29,7 @@ from router.placement import Placement, Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Booking, Registry, Worker, queue_s
 from router.silence import SilenceWatch
-from router.tenants import load_tenants
+from router.tenants import Tenants
 from router.worker_client import Leg, LegEvent, WorkerClient
 
 __all__ = ["DeltaOrder", "RequestFlow"]
@@ -56,6 +56,7 @@ class RequestFlow:
         sizing: CacheSizing,
         workers: WorkerClient,
         config: RouterConfig,
+        tenants: Tenants = Tenants(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
@@ -63,7 +64,7 @@ class RequestFlow:
         self._index = index
         self._costs = costs
         self._placer = placer
-        self.admission = Admission(registry, costs, placer, load_tenants(config.tenants), config)
+        self.admission = Admission(registry, costs, placer, tenants, config)
         self._gate = Gate(self.admission, registry, self._book, timeout_s=config.request_timeout_s, clock=clock)
         self._sizing = sizing
         self._workers = workers

@@ -30,7 +30,7 @@ from router.placement import Placement, Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Registry, Worker
 from router.siblings import SharedBooking, Siblings
-from router.tenants import Tenants, load_tenants
+from router.tenants import Tenants
 
 __all__ = ["Fleet", "Placed", "Prompt"]
 
@@ -91,7 +91,7 @@ class Fleet:
         costs: CostModel,
         config: RouterConfig,
         engines: EnginesConfig,
-        tenants: Tenants | None = None,
+        tenants: Tenants = Tenants(),
         siblings: Siblings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -100,7 +100,7 @@ class Fleet:
         self.costs = costs
         self.config = config
         self.engines_config = engines
-        self.tenants = load_tenants(config.tenants) if tenants is None else tenants
+        self.tenants = tenants
         self.siblings = siblings or Siblings(registry)  # of which there are none
         self.siblings.listen(self)
         self.clock = clock

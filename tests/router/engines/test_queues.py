@@ -16,6 +16,7 @@ from protocol.siblings import Load
 from router.engines.config import EngineSpec
 from router.engines.queues import _ModelWorkers
 from router.registry import Registry
+from router.tenants import load_tenants
 from tests.fake_openai import FakeServer
 from tests.router.builders import add_ready, make_card
 from tests.router.engines.harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of, until
@@ -107,7 +108,7 @@ async def test_a_full_queue_refuses_and_says_until_when(fake_a: FakeServer) -> N
 async def test_tenants_have_their_defaults(fake_a: FakeServer, tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
     path.write_text("[tenants.search]\nttft_slo_ms = 1\n")
-    async with routing(small(fake_a, "a"), config=RouterConfig(tenants=str(path))) as router:
+    async with routing(small(fake_a, "a"), tenants=load_tenants(str(path))) as router:
         running = await one_runs(router, fake_a)
         refused = await start(router, "late", **{"x-tandem-tenant": "search"})
         assert refused.json()["error"]["code"] == "ttft_slo_unmet"
@@ -171,7 +172,7 @@ async def test_a_second_attempt_stays_on_the_tenants_engines(
     path = tmp_path / "tenants.toml"
     path.write_text('[tenants.search]\nworkers = ["a"]\n')
     fake_a.status = 500
-    async with routing(small(fake_a, "a"), small(fake_b, "b"), config=RouterConfig(tenants=str(path))) as router:
+    async with routing(small(fake_a, "a"), small(fake_b, "b"), tenants=load_tenants(str(path))) as router:
         answer = await start(router, "search", **{"x-tandem-tenant": "search"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_failed")
         assert not fake_b.requests
@@ -183,7 +184,7 @@ async def test_a_group_that_may_not_or_cannot_take_a_request_leaves_it_to_anothe
     path = tmp_path / "tenants.toml"
     path.write_text('[tenants.search]\nworkers = ["b"]\n[tenants.nowhere]\nworkers = ["c"]\n')
     specs = [small(fake_a, "a", group="one", num_blocks=64), small(fake_b, "b", group="two")]
-    async with routing(*specs, config=RouterConfig(tenants=str(path))) as router:
+    async with routing(*specs, tenants=load_tenants(str(path))) as router:
         short = completion("a b", stream=True)
         answer = await router.client.post(COMPLETIONS, json=short, headers={"x-tandem-tenant": "search"})
         assert (answer.status_code, answer.headers["x-tandem-engine"]) == (200, "b")
