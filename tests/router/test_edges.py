@@ -329,7 +329,7 @@ async def test_a_fault_of_ours_ends_neither_side(
         with monkeypatch.context() as patch:
             patch.setattr(here.hub, "_dispatch", lambda *_: 1 / 0)
             edge._send(wire.Close(0))
-            await until(lambda: "a message of edge process" in caplog.text)
+            await until(lambda: "a message could not be handled" in caplog.text)
         assert await edge.pools() == {"workers": []}
 
 
