@@ -217,7 +217,7 @@ async def _run_edge(port: int, model: str, num_processes: int, endpoints: list[s
         for endpoint in endpoints:
             await client.add_worker(address_of(endpoint))
         with listening(router.host, port) as listener:
-            async with serve_http(flow, Tokenizer(folder), metrics, config, listener) as (front, _):
+            async with serve_http(flow, Tokenizer(folder), metrics, config, listener, {}) as (front, _):
                 settle_heap()
                 await first_of(front.serving, stop)
     finally:

@@ -167,15 +167,7 @@ class VirtualCluster:
 
     def book(self, decided: Dispatch) -> Booking:
         """Let the next decision see this one."""
-        placement, best = decided.placement, decided.placement.best
-        return self.registry.reserve(
-            best.prefill.worker_id,
-            best.decode.worker_id,
-            num_new_tokens=placement.num_new_tokens,
-            num_context_tokens=best.num_cached_tokens,
-            num_kv_tokens=placement.num_kv_tokens,
-            turn=decided.turn,
-        )
+        return self.registry.reserve(decided.placement.load, decided.turn)
 
     def _decide(self) -> None:
         while (decided := self.admission.next(self.now)) is not None:

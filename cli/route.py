@@ -60,7 +60,7 @@ def route(
     router_processes: Annotated[
         int, typer.Option(help="Processes that serve the port together, about one per core.", rich_help_panel=HTTP)
     ] = default_of(RouterConfig, "router_processes"),
-    api_key_file: ApiKeyFile = default_of(RouterConfig, "api_key_file"),
+    api_key_file: ApiKeyFile = "",
     max_body_bytes: MaxBodyBytes = default_of(RouterConfig, "max_body_bytes"),
     max_queued_prompt_tokens: Annotated[
         int,
@@ -74,7 +74,7 @@ def route(
             rich_help_panel=LIMITS,
         ),
     ] = default_of(RouterConfig, "max_worker_queue_s"),
-    tenants: TenantsFile = default_of(RouterConfig, "tenants"),
+    tenants: TenantsFile = "",
     max_attempts: Annotated[
         int, typer.Option(help="Engines one request is tried on.", rich_help_panel=LIMITS)
     ] = default_of(EnginesConfig, "max_attempts"),

@@ -206,7 +206,7 @@ def serve(
     max_pin_ttl_s: Annotated[
         float, typer.Option(help="Longest time a pin may last, in seconds.", rich_help_panel=_TIERS)
     ] = default_of(RouterConfig, "max_pin_ttl_s"),
-    api_key_file: ApiKeyFile = default_of(RouterConfig, "api_key_file"),
+    api_key_file: ApiKeyFile = "",
     max_body_bytes: MaxBodyBytes = default_of(RouterConfig, "max_body_bytes"),
     max_queued_prompt_tokens: Annotated[
         int,
@@ -220,7 +220,7 @@ def serve(
             rich_help_panel=LIMITS,
         ),
     ] = default_of(RouterConfig, "max_worker_queue_s"),
-    tenants: TenantsFile = default_of(RouterConfig, "tenants"),
+    tenants: TenantsFile = "",
     router_processes: Annotated[
         int,
         typer.Option(
@@ -260,8 +260,7 @@ def serve(
     flags: dict[str, Any] = dict(ctx.params)
     _refuse_sizes_of_pools(ctx)
     build_config(flags | {"model": "."})  # a bad value is told before a model is fetched
-    load_tenants(tenants)
-    load_api_keys(api_key_file)
+    policies, api_keys = load_tenants(tenants), load_api_keys(api_key_file)
     with listening(host, port):
         pass  # asked before anything is fetched or started
     console = Console(stderr=True, highlight=False)
@@ -272,7 +271,7 @@ def serve(
 
     from cluster.launch import serve as launch  # here: it brings Ray, which `tandem --help` need not wait for
 
-    return launch(config)
+    return launch(config, policies, api_keys)
 
 
 def _refuse_sizes_of_pools(ctx: typer.Context) -> None:

@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
+import socket
 import sys
 from dataclasses import dataclass, field
 
 import msgspec
 import uvloop
 
-from cluster.heap import settle_heap
+from cluster.listening import listening
 from cluster.processes import ParentPipe
-from cluster.waiting import first_of
 from protocol.config import RouterConfig
 from protocol.errors import ServingError
 
@@ -51,26 +50,25 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss torch
     sys.modules["torch"] = None  # type: ignore[assignment]  # text needs none; transformers would import it: 200 MB
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(settings, pipe))
+        with (
+            listening(settings.router.host, settings.port, is_shared=True) as listener,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            runner.run(_serve(settings, pipe, listener))
     except (OSError, ServingError, ValueError) as exc:
         pipe.say(f"error: {exc}")
         sys.exit(1)
 
 
-async def _serve(settings: EdgeSettings, pipe: ParentPipe) -> None:
+async def _serve(settings: EdgeSettings, pipe: ParentPipe, listener: socket.socket) -> None:
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.multiprocess import MultiProcessCollector
 
-    from cluster.http_server import http_server
-    from cluster.listening import listening
+    from cluster.http_server import serve_until
     from router.app import create_app
     from router.edges.remote import RemoteBackend
     from router.tokenizer import Tokenizer
 
-    stop, stop_now = asyncio.Event(), asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop_now.set)
-    obeying = asyncio.create_task(pipe.obey(lambda word: (stop_now if word == "now" else stop).set()))
     tokenizer = Tokenizer(settings.model)
     totals = CollectorRegistry()
     MultiProcessCollector(totals, path=settings.metrics_folder)
@@ -79,7 +77,7 @@ async def _serve(settings: EdgeSettings, pipe: ParentPipe) -> None:
     async def scrape() -> bytes:
         return bytes(generate_latest(totals)) + await backend.scrape()
 
-    with listening(settings.router.host, settings.port, is_shared=True) as listener:
+    async with pipe.obeying() as (stop, stop_now):
         await backend.start()
         app = create_app(
             backend,
@@ -91,16 +89,8 @@ async def _serve(settings: EdgeSettings, pipe: ParentPipe) -> None:
             started_at_s=settings.started_at_s,
             api_keys=settings.api_keys,
         )
-        async with http_server(app, settings.router, listener) as server:
-            await server.started_serving()
-            settle_heap()
-            pipe.say("ready")
-            await first_of(server.serving, stop, stop_now)
-            server.drain()
-            await first_of(server.serving, stop_now)
+        await serve_until(stop, stop_now, app, settings.router, listener, lambda: pipe.say("ready"))
         await backend.close()
-    obeying.cancel()
-    await asyncio.gather(obeying, return_exceptions=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import msgspec
 from cluster.edge_process import EdgeSettings
 from cluster.processes import ProcessGroup
 from protocol.config import RouterConfig
-from router.api_keys import load_api_keys
 from router.edges.hub import EdgeHub
 from router.openai.backend import Backend
 from router.openai.readiness import Ready
@@ -39,6 +38,7 @@ async def edge_processes(
     model: str,
     config: RouterConfig,
     listener: socket.socket,
+    api_keys: dict[bytes, str],
 ) -> AsyncIterator[EdgeProcesses]:
     """`config.router_processes` of them for as long as the block runs; each serves once it has joined."""
     # A folder with a short name: there is a socket in it, whose path must not be long.
@@ -55,7 +55,7 @@ async def edge_processes(
             router=config,
             metrics_folder=folder,
             started_at_s=int(time.time()),
-            api_keys=load_api_keys(config.api_key_file),  # here: one that is replaced has the keys of the others
+            api_keys=api_keys,
         )
         hub.start()
         processes = EdgeProcesses(hub, settings)

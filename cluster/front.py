@@ -21,15 +21,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import uvicorn
 import uvloop
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 
-from cluster.heap import settle_heap
-from cluster.http_protocol import HttpProtocol
+from cluster.http_server import serve_until
 from cluster.listening import listening
 from cluster.processes import ParentPipe, ProcessGroup
+from cluster.waiting import stop_events
 from protocol.config import RouterConfig
 from protocol.errors import ConfigError
 from router.cost_model import CostModel
@@ -37,6 +36,7 @@ from router.engines.app import create_engines_app
 from router.engines.config import EnginesConfig, FleetFile
 from router.engines.fleet import Fleet
 from router.engines.prompts import PromptReader, TokenReader
+from router.openai.layers import RouterApp
 from router.prefix_index import PrefixIndex
 from router.registry import Registry
 from router.sibling_bus import SiblingBus
@@ -101,11 +101,8 @@ def token_readers(tokenizers: dict[str, str]) -> dict[str, PromptReader]:
 
 
 async def _serve_alone(setup: RouterSetup, listener: socket.socket) -> int:
-    server = _server(setup, lambda: _welcome(setup, listener))
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, server.stop)
-    await server.serve(sockets=[listener])
+    stop, stop_now = stop_events(signal.SIGINT, signal.SIGTERM)
+    await _serve_until(stop, stop_now, setup, listener, lambda: _welcome(setup, listener))
     return 0
 
 
@@ -117,10 +114,7 @@ async def _serve_together(setup: RouterSetup, listener: socket.socket, folder: P
     def make_setup(number: int) -> bytes:
         return msgspec.json.encode(replace(setup, number=number, epoch=time.time_ns(), bus=endpoints))
 
-    stop, stop_now = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for name in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(name, lambda: (stop_now if stop.is_set() else stop).set())
+    stop, stop_now = stop_events(signal.SIGINT, signal.SIGTERM)
     # A child has drain_timeout_s for its answers, and some time to close what it has.
     group = ProcessGroup(
         "cluster.front",
@@ -151,18 +145,24 @@ def _serve_as_child() -> int:
 
 
 async def _serve_for_parent(setup: RouterSetup, listener: socket.socket, pipe: ParentPipe) -> None:
-    server = _server(setup, lambda: pipe.say("ready"))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.stop)
-    obeying = asyncio.create_task(pipe.obey(lambda word: server.stop(is_now=word == "now")))
-    try:
-        await server.serve(sockets=[listener])
-    finally:
-        obeying.cancel()
-        await asyncio.gather(obeying, return_exceptions=True)
+    async with pipe.obeying() as (stop, stop_now):
+        await _serve_until(stop, stop_now, setup, listener, lambda: pipe.say("ready"))
 
 
-def _server(setup: RouterSetup, on_started: Callable[[], None]) -> _Server:
-    """A process's own server, ready to be run in its event loop."""
+async def _serve_until(
+    stop: asyncio.Event,
+    stop_now: asyncio.Event,
+    setup: RouterSetup,
+    listener: socket.socket,
+    on_serving: Callable[[], None],
+) -> None:
+    """Serve in this process."""
+    app, router = _app(setup), setup.router
+    await serve_until(stop, stop_now, app, router, listener, on_serving, drain_timeout_s=router.drain_timeout_s)
+
+
+def _app(setup: RouterSetup) -> RouterApp:
+    """The app of one process, with a fleet of its own. To be made in the event loop it serves in."""
     readers = token_readers(setup.fleet_file.tokenizers)
     registry = Registry()
     siblings = Siblings(registry, name=str(setup.number), epoch=setup.epoch)
@@ -177,7 +177,7 @@ def _server(setup: RouterSetup, on_started: Callable[[], None]) -> _Server:
     )
     bus = SiblingBus(siblings, setup.bus[setup.number], setup.bus) if setup.bus else None
     specs = setup.fleet_file.engines
-    app = create_engines_app(
+    return create_engines_app(
         fleet,
         specs,
         readers,
@@ -186,16 +186,6 @@ def _server(setup: RouterSetup, on_started: Callable[[], None]) -> _Server:
         bus=bus,
         api_keys=setup.api_keys,
     )
-    config = uvicorn.Config(
-        app,
-        host=setup.router.host,
-        port=setup.router.port,
-        log_level="warning",
-        access_log=False,
-        http=HttpProtocol,
-        timeout_graceful_shutdown=max(1, round(setup.router.drain_timeout_s)),
-    )
-    return _Server(config, on_started)
 
 
 def _welcome(setup: RouterSetup, listener: socket.socket) -> None:
@@ -212,31 +202,6 @@ def _bus_folder() -> Iterator[Path]:
     """A folder for the siblings' sockets that only this user may enter."""
     with tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, which would end the process by the signal instead of an exit code."""
-
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_started = on_started
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to serve, and say so once it is true."""
-        await super().startup(sockets)
-        if self.started:
-            settle_heap()
-            self._on_started()
-
-    def stop(self, *, is_now: bool = False) -> None:
-        """Accept nothing more and let answers end; the second time, or `is_now`, end now."""
-        if self.should_exit or is_now:
-            self.force_exit = True
-        self.should_exit = True
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 if __name__ == "__main__":

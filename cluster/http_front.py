@@ -50,11 +50,16 @@ class Front(Protocol):
 
 @contextlib.asynccontextmanager
 async def serve_http(
-    flow: RequestFlow, tokenizer: Tokenizer, metrics: CollectorRegistry, config: ClusterConfig, listener: socket.socket
+    flow: RequestFlow,
+    tokenizer: Tokenizer,
+    metrics: CollectorRegistry,
+    config: ClusterConfig,
+    listener: socket.socket,
+    api_keys: dict[bytes, str],
 ) -> AsyncIterator[tuple[Front, Ready]]:
     """HTTP for as long as the block runs: here, or in processes of its own where several are asked for."""
     if config.router.router_processes == 1:
-        app = create_app(flow, tokenizer, config.router, metrics)
+        app = create_app(flow, tokenizer, config.router, metrics, api_keys=api_keys)
         async with http_server(app, config.router, listener) as server:
             yield server, app.state.readiness
         return
@@ -67,6 +72,7 @@ async def serve_http(
             model=config.engine.model,
             config=config.router,
             listener=listener,
+            api_keys=api_keys,
         ) as processes,
     ):
         yield processes, readiness

@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import uvicorn
 
+from cluster.heap import settle_heap
 from cluster.http_protocol import HttpProtocol
 from cluster.waiting import first_of
 from protocol.config import RouterConfig
 
-__all__ = ["HttpServer", "http_server"]
+__all__ = ["HttpServer", "http_server", "serve_until"]
+
+_CLOSE_TIMEOUT_S = 10.0  # for the app to notice that its clients left
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: ours stop the workers too. Serves from its making on."""
+    """uvicorn without its signal handlers: ours stop the workers too, and end with an exit code.
+
+    Serves from its making on.
+    """
 
     def __init__(self, app: object, config: RouterConfig, listener: socket.socket) -> None:
         super().__init__(
@@ -64,7 +71,9 @@ class HttpServer(uvicorn.Server):
     async def close(self) -> None:
         """End now. Who still reads an answer finds the connection closed, and the app sees a client that left."""
         self.should_exit = True
+        give_up_s = time.monotonic() + _CLOSE_TIMEOUT_S
         while not self.serving.done():
+            self.force_exit = time.monotonic() > give_up_s
             for connection in list(self.server_state.connections):
                 connection.transport.abort()
             await asyncio.wait({self.serving}, timeout=0.1)
@@ -78,3 +87,28 @@ async def http_server(app: object, config: RouterConfig, listener: socket.socket
         yield server
     finally:
         await server.close()
+
+
+async def serve_until(
+    stop: asyncio.Event,
+    stop_now: asyncio.Event,
+    app: object,
+    config: RouterConfig,
+    listener: socket.socket,
+    on_serving: Callable[[], None],
+    *,
+    drain_timeout_s: float | None = None,
+) -> None:
+    """Serve until `stop`, then let answers end, for `drain_timeout_s` or until `stop_now`.
+
+    Calls `on_serving` once it serves. Raises what keeps it from that.
+    """
+    async with http_server(app, config, listener) as server:
+        await server.started_serving()
+        if server.is_serving:
+            settle_heap()
+            on_serving()
+        await first_of(server.serving, stop, stop_now)
+        server.drain()
+        await first_of(server.serving, stop_now, timeout_s=drain_timeout_s)
+    server.serving.result()

@@ -23,7 +23,7 @@ from rich.console import Console
 from cluster.heap import settle_heap
 from cluster.listening import listening
 from cluster.supervisor import Supervisor
-from cluster.waiting import first_of
+from cluster.waiting import first_of, stop_events
 from protocol.config import ClusterConfig, WorkerConfig
 from protocol.errors import ConfigError, WorkerError
 from protocol.messages import Role
@@ -33,6 +33,7 @@ from router.flow import RequestFlow
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Registry
+from router.tenants import Tenants
 from router.worker_client import WorkerClient
 
 if TYPE_CHECKING:
@@ -52,9 +53,10 @@ _PROBE_TIMEOUT_S = 2.0  # of a Ray address; Ray itself would try for a minute
 _STEP_TOKENS = {(False, False): 512, (False, True): 256, (True, False): 8192, (True, True): 2048}
 
 
-def serve(config: ClusterConfig) -> int:
+def serve(config: ClusterConfig, tenants: Tenants, api_keys: dict[bytes, str]) -> int:
     """Start everything, serve until SIGINT or SIGTERM, stop everything that was started; the exit code.
 
+    `api_keys` are as `load_api_keys` gives them.
     Raises ConfigError for what the user can mend.
     """
     console = Console(stderr=True, highlight=False)
@@ -70,7 +72,7 @@ def serve(config: ClusterConfig) -> int:
             _ray(config, progress),
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            return runner.run(_serve(resolve(config), listener, progress, console))
+            return runner.run(_serve(resolve(config), tenants, api_keys, listener, progress, console))
     except KeyboardInterrupt:  # before the handlers were in place
         progress("stopped")
         return 0
@@ -200,28 +202,14 @@ def _end_ray(before: set[psutil.Process] | None) -> None:
 
 
 async def _serve(
-    config: ClusterConfig, listener: socket.socket, progress: Callable[[str], None], console: Console
-) -> int:
-    stop, stop_now = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (stop_now if stop.is_set() else stop).set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
-    serving = asyncio.create_task(_run_until(stop, stop_now, config, listener, progress, console))
-    return await serving
-
-
-async def _run_until(
-    stop: asyncio.Event,
-    stop_now: asyncio.Event,
     config: ClusterConfig,
+    tenants: Tenants,
+    api_keys: dict[bytes, str],
     listener: socket.socket,
     progress: Callable[[str], None],
     console: Console,
 ) -> int:
+    stop, stop_now = stop_events(signal.SIGINT, signal.SIGTERM)
     registry, index, costs = Registry(), PrefixIndex(), CostModel()
     sizing = CacheSizing(registry)
     placer = Placer(registry, index, costs, config.router)
@@ -235,6 +223,7 @@ async def _run_until(
         sizing=sizing,
         workers=workers,
         config=config.router,
+        tenants=tenants,
     )
     supervisor = Supervisor(config, registry, costs, workers, flow, on_progress=progress)
     async with _closing(workers, supervisor):
@@ -246,7 +235,7 @@ async def _run_until(
             return 0
         http, tokenizer = starting.result()[1]
         metrics = http.metrics_of(flow, registry, sizing)
-        async with http.serve_http(flow, tokenizer, metrics, config, listener) as (front, readiness):
+        async with http.serve_http(flow, tokenizer, metrics, config, listener, api_keys) as (front, readiness):
             is_ready = await _unless(stop, _first_generation(front, readiness))
             if is_ready:
                 settle_heap()

@@ -11,12 +11,14 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
+from cluster.waiting import stop_events
 from protocol.errors import ConfigError
 
 __all__ = ["ParentPipe", "ProcessGroup"]
@@ -218,16 +220,29 @@ class ParentPipe:
         with contextlib.suppress(BrokenPipeError):
             os.write(self._out, word.replace("\n", " ").encode() + b"\n")
 
-    async def obey(self, on_word: Callable[[str], None]) -> None:
-        """Call `on_word` with each word, and with "now" once the parent is gone. Shows it meanwhile that we live."""
+    @contextlib.asynccontextmanager
+    async def obeying(self) -> AsyncIterator[tuple[asyncio.Event, asyncio.Event]]:
+        """Events that the parent's words set, `stop` and `stop_now`, for as long as the block runs; SIGTERM does too.
+
+        A parent that is gone says "now". Shows it meanwhile that we live.
+        """
+        stop, stop_now = stop_events(signal.SIGTERM)
+        obeying = asyncio.create_task(self._obey(stop, stop_now))
+        try:
+            yield stop, stop_now
+        finally:
+            obeying.cancel()
+            await asyncio.gather(obeying, return_exceptions=True)
+
+    async def _obey(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()
         beating = asyncio.create_task(self._beat())
         reader = asyncio.StreamReader()
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._input)
         try:
             while word := await reader.readline():
-                on_word(word.decode().strip())
-            on_word("now")
+                (stop_now if word.strip() == b"now" else stop).set()
+            stop_now.set()
         finally:
             beating.cancel()
             transport.close()

@@ -142,8 +142,6 @@ class RouterConfig:
     max_body_bytes: int = 8 * 1024 * 1024
     max_queued_prompt_tokens: int = 2_000_000  # waiting in router and workers; above it requests get 429
     max_worker_queue_s: float = 0.0  # predicted queue of a worker that gets no more prompts; 0 = by its steps
-    tenants: str = ""  # TOML file with the tenants' weights, SLOs and shares; "" = all alike
-    api_key_file: str = ""  # file of the keys that clients must have; "" = none is asked for
     local_prefill: bool = True  # a decode worker may compute a prompt itself where that is cheaper
     router_processes: int = 1  # that share the port; with several, all HTTP and text is theirs
     tokenizer_threads: int = 2  # of each router process

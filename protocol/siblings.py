@@ -23,6 +23,7 @@ __all__ = [
     "FirstToken",
     "Left",
     "Load",
+    "OpenRequest",
     "Opened",
     "Question",
     "Released",
@@ -45,14 +46,20 @@ class Stamp(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """What one open request has put on one worker or two."""
+    """What one request puts on two workers, or twice on one."""
+
+    prefill: str  # worker id
+    decode: str
+    num_new_tokens: int  # of the prompt, to compute
+    num_context_tokens: int  # cached ones before them
+    num_kv_tokens: int  # length the sequence is expected to reach
+
+
+class OpenRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request that has begun and not ended."""
 
     booking_id: int
-    prefill: str
-    decode: str
-    num_new_tokens: int
-    num_context_tokens: int
-    num_kv_tokens: int
+    load: Load
     has_first_token: bool = False
 
 
@@ -87,7 +94,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Opened(_Message, frozen=True, array_like=True, tag="o"):
     """A request was booked. `digests` are its prompt's blocks, which its workers will have cached."""
 
-    load: Load
+    request: OpenRequest
     digests: list[bytes]
 
 
@@ -137,7 +144,7 @@ class SnapshotWanted(_Message, frozen=True, array_like=True, tag="w"):
 class Snapshot(_Message, frozen=True, array_like=True, tag="s"):
     """All the sender has open, and all it knows of engines. Whoever hears it may use it, asked or not."""
 
-    loads: list[Load]
+    requests: list[OpenRequest]
     engines: list[EngineEntry]
 
 

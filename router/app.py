@@ -44,13 +44,13 @@ def create_app(
     readiness: Ready | None = None,
     scrape: Scrape | None = None,
     started_at_s: int | None = None,
-    api_keys: Mapping[bytes, str] | None = None,
+    api_keys: Mapping[bytes, str],
 ) -> RouterApp:
     """The app. It frees its threads at its end, not the backend.
 
     Where nobody else knows whether the backend is ready, or what the metrics are, it probes the one from its start on,
     and shows those of `registry`. `started_at_s` (Unix time) is what models were created at. `api_keys` are as
-    `load_api_keys` gives them, which is asked where they are not given.
+    `load_api_keys` gives them.
     """
     metrics = EdgeMetrics(registry)
     edge = Edge(backend, tokenizer, TokenizerPool(config.tokenizer_threads), metrics, started_at_s or int(time.time()))

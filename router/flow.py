@@ -30,7 +30,7 @@ from router.prefix_index import PrefixIndex
 from router.registry import Booking, Registry, Worker, queue_s
 from router.silence import SilenceWatch
 from router.streams import InboxStream, Stream
-from router.tenants import load_tenants
+from router.tenants import Tenants
 from router.worker_client import Leg, LegEvent, WorkerClient
 
 __all__ = ["DeltaOrder", "RequestFlow"]
@@ -57,6 +57,7 @@ class RequestFlow:
         sizing: CacheSizing,
         workers: WorkerClient,
         config: RouterConfig,
+        tenants: Tenants = Tenants(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
@@ -64,7 +65,7 @@ class RequestFlow:
         self._index = index
         self._costs = costs
         self._placer = placer
-        self.admission = Admission(registry, costs, placer, load_tenants(config.tenants), config)
+        self.admission = Admission(registry, costs, placer, tenants, config)
         self._gate = Gate(self.admission, registry, self._book, timeout_s=config.request_timeout_s, clock=clock)
         self._sizing = sizing
         self._workers = workers
@@ -191,7 +192,7 @@ class RequestFlow:
 
     def _book(self, request: GenerateRequest, dispatch: Dispatch) -> Booking:
         """Let the next decision see this one."""
-        placement, best = dispatch.placement, dispatch.placement.best
+        best = dispatch.placement.best
         prefill_id, decode_id = best.prefill.worker_id, best.decode.worker_id
         logger.debug(
             "request %s: prefill on %s, decode on %s, %s", request.request_id, prefill_id, decode_id, best.terms
@@ -199,14 +200,7 @@ class RequestFlow:
         # An answer of one token comes from the prefill worker, and no KV ever reaches the other.
         holders = {prefill_id} if request.sampling.max_tokens == 1 else {prefill_id, decode_id}
         self._index.speculate(holders, dispatch.waiting.offer.digests, self._clock())
-        return self._registry.reserve(
-            prefill_id,
-            decode_id,
-            num_new_tokens=placement.num_new_tokens,
-            num_context_tokens=best.num_cached_tokens,
-            num_kv_tokens=placement.num_kv_tokens,
-            turn=dispatch.turn,
-        )
+        return self._registry.reserve(dispatch.placement.load, dispatch.turn)
 
     def _dispatch(
         self,

@@ -16,6 +16,7 @@ import numpy as np
 from protocol.config import RouterConfig
 from protocol.errors import NoWorker
 from protocol.messages import is_readable, worker_of
+from protocol.siblings import Load
 from router.cost_model import CostModel, Mask, Number, TransferCosts, Vector, prefill_attention
 from router.prefix_index import PrefixIndex
 from router.registry import Worker, Workers, WorkerTable, can_decode
@@ -128,6 +129,13 @@ class Placement:
     def num_kv_tokens(self) -> int:
         """Length the sequence is expected to reach."""
         return self.num_prompt_tokens + self.expected_output_tokens
+
+    @property
+    def load(self) -> Load:
+        """What it puts on its workers, to be booked."""
+        best = self.best
+        prefill, decode = best.prefill.worker_id, best.decode.worker_id
+        return Load(prefill, decode, self.num_new_tokens, best.num_cached_tokens, self.num_kv_tokens)
 
 
 class _Source(NamedTuple):

@@ -28,6 +28,7 @@ from protocol.messages import (
     WorkerState,
     holder_name,
 )
+from protocol.siblings import Load
 from router.cost_model import CostModel, Mask, Rows, StepCosts, StepModel, Vector, prefill_attention
 
 __all__ = [
@@ -286,10 +287,7 @@ class Booking:
         changed_workers: set[Worker],
         prefill: Worker,
         decode: Worker,
-        *,
-        num_new_tokens: int,
-        num_context_tokens: int,
-        num_kv_tokens: int,
+        load: Load,
         order: float,
     ) -> None:
         self.order = order
@@ -297,19 +295,19 @@ class Booking:
         self._changed_workers = changed_workers
         self._prefill: Worker | None = prefill
         self._decode: Worker | None = decode
-        self.num_new_tokens = num_new_tokens
-        self._attention = prefill_attention(num_new_tokens, num_context_tokens)
-        self._num_kv_tokens = num_kv_tokens
+        self.num_new_tokens = load.num_new_tokens
+        self._attention = prefill_attention(load.num_new_tokens, load.num_context_tokens)
+        self._num_kv_tokens = load.num_kv_tokens
         open_bookings.add(self)
-        prefill.queued_prompt_tokens += num_new_tokens
+        prefill.queued_prompt_tokens += load.num_new_tokens
         prefill.queued_attention += self._attention
         insort(prefill.prompts, self, key=_order)
-        prefill.num_placed_tokens += num_new_tokens
+        prefill.num_placed_tokens += load.num_new_tokens
         decode.num_booked_seqs += 1
         decode.num_awaited_seqs += 1
-        decode.booked_kv_tokens += num_kv_tokens
-        decode.awaited_kv_tokens += num_kv_tokens
-        decode.num_placed_tokens += num_kv_tokens
+        decode.booked_kv_tokens += load.num_kv_tokens
+        decode.awaited_kv_tokens += load.num_kv_tokens
+        decode.num_placed_tokens += load.num_kv_tokens
         changed_workers |= {prefill, decode}
 
     def prefill_done(self) -> None:
@@ -474,31 +472,10 @@ class Registry:
         for listener in self._step_listeners:
             listener()
 
-    def reserve(
-        self,
-        prefill_worker_id: str,
-        decode_worker_id: str,
-        *,
-        num_new_tokens: int,
-        num_context_tokens: int,
-        num_kv_tokens: int,
-        turn: Turn = Turn(),
-    ) -> Booking:
-        """Book a decision's load, at once, so that the next decision sees it. Both ids may be the same worker.
-
-        `num_new_tokens` of the prompt are computed behind `num_context_tokens` cached ones; `num_kv_tokens` is the
-        length the sequence is expected to reach.
-        """
-        return Booking(
-            self._bookings,
-            self._changed,
-            self._workers[prefill_worker_id],
-            self._workers[decode_worker_id],
-            num_new_tokens=num_new_tokens,
-            num_context_tokens=num_context_tokens,
-            num_kv_tokens=num_kv_tokens,
-            order=turn.order,
-        )
+    def reserve(self, load: Load, turn: Turn = Turn()) -> Booking:
+        """Book a decision's load, at once, so that the next decision sees it."""
+        prefill, decode = self._workers[load.prefill], self._workers[load.decode]
+        return Booking(self._bookings, self._changed, prefill, decode, load, turn.order)
 
     def _tell(self, change: WorkerChange) -> None:
         logger.info("worker %s is %s: %s", change.worker.worker_id, change.worker.state, change.reason)

@@ -25,6 +25,7 @@ from protocol.siblings import (
     Left,
     Load,
     Opened,
+    OpenRequest,
     Released,
     SiblingMessage,
     Snapshot,
@@ -50,7 +51,7 @@ class SiblingListener(Protocol):
         """A sibling sent a request to these workers; the blocks of its prompt will be cached there."""
 
     def sibling_first_token(self, load: Load, wait_s: float) -> None:
-        """The first token of a sibling's request came, so long after it was sent. The load still counts its prompt."""
+        """The first token of a sibling's request came, so long after it was sent. Its prompt is still booked."""
 
     def sibling_ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """A request of a sibling came to its end."""
@@ -63,8 +64,11 @@ class SiblingListener(Protocol):
 class _Theirs:
     """A sibling's open request. Not booked while one of its workers is unknown here."""
 
-    load: Load
+    request: OpenRequest
     booking: Booking | None = None
+
+    def is_on(self, worker_id: str) -> bool:
+        return worker_id in (self.request.load.prefill, self.request.load.decode)
 
 
 @dataclass(eq=False, slots=True)
@@ -118,7 +122,7 @@ class Siblings:
         self._engines_sum = 0
         self._last_version = 0  # of any word on any engine: a later word is larger, whatever is forgotten
         self._removed_s: dict[str, float] = {}  # engines whose removal will be forgotten, and since when it is known
-        self._ours: dict[int, Load] = {}
+        self._ours: dict[int, OpenRequest] = {}
         self._siblings: dict[str, _Sibling] = {}
         registry.listen(self._on_worker)
 
@@ -144,7 +148,7 @@ class Siblings:
 
     def num_on(self, worker_id: str) -> int:
         """Requests that siblings have on the worker."""
-        return sum(worker_id in (theirs.load.prefill, theirs.load.decode) for theirs in self._theirs())
+        return sum(theirs.is_on(worker_id) for theirs in self._theirs())
 
     def num_open(self, name: str) -> int:
         """Requests that one sibling has open."""
@@ -161,37 +165,19 @@ class Siblings:
 
     # -- what we do -------------------------------------------------------------------------------------------
 
-    def reserve(
-        self,
-        prefill_worker_id: str,
-        decode_worker_id: str,
-        *,
-        num_new_tokens: int,
-        num_context_tokens: int,
-        num_kv_tokens: int,
-        digests: Sequence[bytes] = (),
-    ) -> SharedBooking:
+    def reserve(self, load: Load, digests: Sequence[bytes] = ()) -> SharedBooking:
         """As `Registry.reserve`, and the siblings are told. `digests` are the prompt's blocks."""
-        booking = self._registry.reserve(
-            prefill_worker_id,
-            decode_worker_id,
-            num_new_tokens=num_new_tokens,
-            num_context_tokens=num_context_tokens,
-            num_kv_tokens=num_kv_tokens,
-        )
+        booking = self._registry.reserve(load)
         self._num_bookings += 1
-        load = Load(
-            self._num_bookings, prefill_worker_id, decode_worker_id, num_new_tokens, num_context_tokens, num_kv_tokens
-        )
-        self._ours[load.booking_id] = load
-        self.send(Opened(self._next(), load, list(digests)))
-        return SharedBooking(self, load.booking_id, booking)
+        request = self._ours[self._num_bookings] = OpenRequest(self._num_bookings, load)
+        self.send(Opened(self._next(), request, list(digests)))
+        return SharedBooking(self, request.booking_id, booking)
 
     def tell_first_token(self, booking_id: int, wait_s: float | None) -> None:
         """Of a `SharedBooking`: its prompt is computed."""
-        load = self._ours.get(booking_id)
-        if load is not None and not load.has_first_token:
-            self._ours[booking_id] = _with_first_token(load)
+        request = self._ours.get(booking_id)
+        if request is not None and not request.has_first_token:
+            self._ours[booking_id] = _with_first_token(request)
             self.send(FirstToken(self._next(), booking_id, wait_s))
             self._registry.tell_progress()
 
@@ -274,9 +260,9 @@ class Siblings:
             return
         sibling.sequence += 1
         if isinstance(change, Opened):
-            self._open(sibling, change.load)
+            self._open(sibling, change.request)
             if self._listener is not None:
-                self._listener.sibling_opened(change.load, change.digests)
+                self._listener.sibling_opened(change.request.load, change.digests)
         elif isinstance(change, FirstToken):
             self._first_token(sibling, change)
         elif isinstance(change, Released):
@@ -289,13 +275,13 @@ class Siblings:
     def _take_snapshot(self, sibling: _Sibling, snapshot: Snapshot) -> None:
         """Have open what it has open; what is known of it stays, so that nothing is counted as placed again."""
         sibling.sequence, sibling.is_synced = snapshot.stamp.sequence, True
-        loads = {load.booking_id: load for load in snapshot.loads}
-        for booking_id in sibling.open.keys() - loads.keys():
+        requests = {request.booking_id: request for request in snapshot.requests}
+        for booking_id in sibling.open.keys() - requests.keys():
             self._close(sibling, booking_id)
-        for booking_id, load in loads.items():
+        for booking_id, request in requests.items():
             if booking_id not in sibling.open:
-                self._open(sibling, load)
-            elif load.has_first_token:
+                self._open(sibling, request)
+            elif request.has_first_token:
                 self._prefill_done(sibling.open[booking_id])
         for entry in snapshot.engines:
             self._set_engine(entry)
@@ -327,8 +313,8 @@ class Siblings:
             if now - since_s > REMOVED_S:
                 del self.engines[name], self._removed_s[name]
 
-    def _open(self, sibling: _Sibling, load: Load) -> None:
-        theirs = sibling.open[load.booking_id] = _Theirs(load)
+    def _open(self, sibling: _Sibling, request: OpenRequest) -> None:
+        theirs = sibling.open[request.booking_id] = _Theirs(request)
         self._book(theirs)
 
     def _first_token(self, sibling: _Sibling, change: FirstToken) -> None:
@@ -336,11 +322,11 @@ class Siblings:
         if theirs is None:
             return
         if self._listener is not None and change.wait_s is not None:
-            self._listener.sibling_first_token(theirs.load, change.wait_s)
+            self._listener.sibling_first_token(theirs.request.load, change.wait_s)
         self._prefill_done(theirs)
 
     def _prefill_done(self, theirs: _Theirs) -> None:
-        theirs.load = _with_first_token(theirs.load)
+        theirs.request = _with_first_token(theirs.request)
         if theirs.booking is not None:
             theirs.booking.prefill_done()
             self._registry.tell_progress()
@@ -359,17 +345,11 @@ class Siblings:
 
     def _book(self, theirs: _Theirs) -> None:
         """Count a sibling's load on its workers, if they are here."""
-        load = theirs.load
+        load = theirs.request.load
         if self._registry.get(load.prefill) is None or self._registry.get(load.decode) is None:
             return
-        theirs.booking = self._registry.reserve(
-            load.prefill,
-            load.decode,
-            num_new_tokens=load.num_new_tokens,
-            num_context_tokens=load.num_context_tokens,
-            num_kv_tokens=load.num_kv_tokens,
-        )
-        if load.has_first_token:
+        theirs.booking = self._registry.reserve(load)
+        if theirs.request.has_first_token:
             theirs.booking.prefill_done()
 
     def _on_worker(self, change: WorkerChange) -> None:
@@ -378,7 +358,7 @@ class Siblings:
             return
         worker_id = change.worker.worker_id
         for theirs in self._theirs():
-            if worker_id in (theirs.load.prefill, theirs.load.decode):
+            if theirs.is_on(worker_id):
                 if theirs.booking is not None:
                     theirs.booking.release()
                     theirs.booking = None
@@ -397,8 +377,8 @@ class Siblings:
         return self.stamp
 
 
-def _with_first_token(load: Load) -> Load:
-    return msgspec.structs.replace(load, has_first_token=True)
+def _with_first_token(request: OpenRequest) -> OpenRequest:
+    return msgspec.structs.replace(request, has_first_token=True)
 
 
 def _to_nobody(_: SiblingMessage) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -67,11 +67,8 @@ class WorkerCollector:
     def collect(self) -> Iterator[Metric]:
         """All metrics, as they are now."""
         workers = list(self._registry)
-        for name, text in _LOAD.items():
-            gauge = GaugeMetricFamily(f"tandem_worker_{_plain(name)}", text, labels=["worker", "role"])
-            for worker in workers:
-                gauge.add_metric([worker.worker_id, worker.role.value], getattr(worker.load, name))
-            yield gauge
+        loads = [([worker.worker_id, worker.role.value], worker.load) for worker in workers]
+        yield from _fields(GaugeMetricFamily, "worker", _LOAD, ["worker", "role"], loads)
         yield from _tier_metrics(workers)
         yield from _fetch_metrics(workers)
         yield from _link_metrics(workers)
@@ -105,55 +102,54 @@ class CacheSizingCollector:
 
 
 def _tier_metrics(workers: list[Worker]) -> Iterator[Metric]:
-    tiers = [(worker.worker_id, tier) for worker in workers for tier in worker.tiers]
-    for name, text in _TIER_GAUGES.items():
-        gauge = GaugeMetricFamily(f"tandem_tier_{_plain(name)}", text, labels=["worker", "tier"])
-        for worker_id, tier in tiers:
-            gauge.add_metric([worker_id, tier.name], getattr(tier, name))
-        yield gauge
-    for name, text in _TIER_COUNTERS.items():
-        counter = CounterMetricFamily(f"tandem_tier_{_plain(name)}", text, labels=["worker", "tier"])
-        for worker_id, tier in tiers:
-            counter.add_metric([worker_id, tier.name], getattr(tier, name))
-        yield counter
+    tiers = [([worker.worker_id, tier.name], tier) for worker in workers for tier in worker.tiers]
+    yield from _fields(GaugeMetricFamily, "tier", _TIER_GAUGES, ["worker", "tier"], tiers)
+    yield from _fields(CounterMetricFamily, "tier", _TIER_COUNTERS, ["worker", "tier"], tiers)
     for name, text in _TIER_REASONS.items():
         counter = CounterMetricFamily(f"tandem_tier_{_plain(name)}", text, labels=["worker", "tier", "reason"])
-        for worker_id, tier in tiers:
+        for labels, tier in tiers:
             for reason, count in getattr(tier, name).items():
-                counter.add_metric([worker_id, tier.name, reason], count)
+                counter.add_metric([*labels, reason], count)
         yield counter
 
 
 def _fetch_metrics(workers: list[Worker]) -> Iterator[Metric]:
-    fetches = [(worker.worker_id, worker.fetches) for worker in workers if worker.fetches is not None]
+    fetches = [([worker.worker_id], worker.fetches) for worker in workers if worker.fetches is not None]
     outcomes = CounterMetricFamily(
         "tandem_fetch_prompts", "Prompts whose KV a tier had, by what became of it", labels=["worker", "outcome"]
     )
-    for worker_id, stats in fetches:
+    for labels, stats in fetches:
         for outcome, count in stats.num_prompts.items():
-            outcomes.add_metric([worker_id, outcome], count)
+            outcomes.add_metric([*labels, outcome], count)
     yield outcomes
     loaded = CounterMetricFamily(
         "tandem_fetch_loaded_blocks", "Blocks of prompts that came from a tier or a peer", labels=["worker", "source"]
     )
-    for worker_id, stats in fetches:
+    for labels, stats in fetches:
         for source, count in stats.num_loaded_blocks.items():
-            loaded.add_metric([worker_id, source], count)
+            loaded.add_metric([*labels, source], count)
     yield loaded
-    for name, text in _FETCH_COUNTERS.items():
-        counter = CounterMetricFamily(f"tandem_fetch_{_plain(name)}", text, labels=["worker"])
-        for worker_id, stats in fetches:
-            counter.add_metric([worker_id], getattr(stats, name))
-        yield counter
+    yield from _fields(CounterMetricFamily, "fetch", _FETCH_COUNTERS, ["worker"], fetches)
 
 
 def _link_metrics(workers: list[Worker]) -> Iterator[Metric]:
-    links = [(worker.worker_id, link) for worker in workers for link in worker.links]
-    for name, text in _LINK_COUNTERS.items():
-        counter = CounterMetricFamily(f"tandem_link_{_plain(name)}", text, labels=["worker", "peer"])
-        for worker_id, link in links:
-            counter.add_metric([worker_id, link.peer_id], getattr(link, name))
-        yield counter
+    links = [([worker.worker_id, link.peer_id], link) for worker in workers for link in worker.links]
+    yield from _fields(CounterMetricFamily, "link", _LINK_COUNTERS, ["worker", "peer"], links)
+
+
+def _fields(
+    family: type[GaugeMetricFamily | CounterMetricFamily],
+    group: str,
+    texts: Mapping[str, str],
+    labels: Sequence[str],
+    rows: Iterable[tuple[list[str], object]],
+) -> Iterator[Metric]:
+    """A metric for each field that `texts` describes; `rows` are the objects that have it, with their labels."""
+    for name, text in texts.items():
+        metric = family(f"tandem_{group}_{_plain(name)}", text, labels=labels)
+        for values, source in rows:
+            metric.add_metric(values, getattr(source, name))
+        yield metric
 
 
 def _plain(name: str) -> str:

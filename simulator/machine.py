@@ -6,7 +6,7 @@ become right; machines whose step time bends are not modelled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loadtest.traces import TRACE_BLOCK_SIZE
 from router.cost_model import StepCosts
@@ -50,17 +50,12 @@ _H200_70B = Machine(  # 80 layers, 8,192 wide, 8 KV heads of 128; weights and KV
     link_bytes_per_s=40e9,
     host_bytes_per_s=50e9,
 )
-_H200_8B = Machine(  # 32 layers, 4,096 wide, 8 KV heads of 128; weights and KV in BF16
+_H200_8B = replace(  # 32 layers, 4,096 wide, 8 KV heads of 128; weights and KV in BF16
+    _H200_70B,
     kind="NVIDIA H200, 8B",
     costs=StepCosts(5e-3, 32e-6, 1.3e-9, 15e-6, 39e-9),
     kv_token_bytes=131_072,
     pool_tokens=830_000,
-    step_tokens=8192,
-    colocated_step_tokens=2048,
-    max_num_seqs=128,
-    link_latency_s=2e-3,
-    link_bytes_per_s=40e9,
-    host_bytes_per_s=50e9,
 )
 _CPU = Machine(  # one core and SmolLM2-135M in BF16, as measured in docs/benchmarks.md
     kind="cpu-1",

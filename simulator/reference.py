@@ -19,6 +19,7 @@ from kv_transfer.eviction import create_policy
 from loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
 from protocol.config import RouterConfig
 from protocol.messages import Role, WorkerCard
+from protocol.siblings import Load
 from router.cost_model import StepCosts
 from router.placement import Placer
 from router.registry import Booking
@@ -148,13 +149,9 @@ class _Tandem(_Routing):
         return self._by_id[placement.best.prefill.worker_id]
 
     def note(self, worker: _Worker, num_new_tokens: int, num_cached_tokens: int, now: float) -> None:
-        booking = self.fleet.registry.reserve(
-            worker.worker_id,
-            "sink",
-            num_new_tokens=num_new_tokens,
-            num_context_tokens=num_cached_tokens,
-            num_kv_tokens=num_new_tokens + num_cached_tokens,
-        )
+        num_tokens = num_new_tokens + num_cached_tokens
+        load = Load(worker.worker_id, "sink", num_new_tokens, num_cached_tokens, num_tokens)
+        booking = self.fleet.registry.reserve(load)
         done_s = now + worker.queued_tokens / self._tokens_per_s
         self._bookings[worker.worker_id].append((done_s, booking))
         self._booked_tokens[worker.worker_id] += num_new_tokens

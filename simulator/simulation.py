@@ -14,6 +14,7 @@ from typing import NamedTuple
 from kv_transfer.eviction import create_policy
 from loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
 from protocol.messages import HOST_TIER, TierLoad
+from protocol.siblings import Load
 from router.admission import OutputLengths
 from router.cost_model import prefill_attention
 from router.registry import Booking
@@ -169,14 +170,9 @@ class _Simulation:
         holders = {prefill_id} if job.num_output_tokens == 1 else {prefill_id, decode_id}
         self._fleet.index.speculate(holders, job.digests, self._clock.now)
         self._fleet.add_prompts(prefill_id, 1)
-        booking = self._fleet.registry.reserve(
-            prefill_id,
-            decode_id,
-            num_new_tokens=job.num_prompt_tokens - choice.num_cached_tokens,
-            num_context_tokens=choice.num_cached_tokens,
-            num_kv_tokens=job.num_prompt_tokens + ask.expected_output_tokens,
-        )
-        self._open[job] = _Open(choice, booking)
+        num_cached, num_kv = choice.num_cached_tokens, job.num_prompt_tokens + ask.expected_output_tokens
+        load = Load(prefill_id, decode_id, job.num_prompt_tokens - num_cached, num_cached, num_kv)
+        self._open[job] = _Open(choice, self._fleet.registry.reserve(load))
         self._load_and_submit(job, choice)
 
     def _is_handed_over(self, job: Job) -> bool:

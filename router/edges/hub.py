@@ -87,12 +87,11 @@ class EdgeHub:
         identity, data = frames[0], frames[-1]
         try:
             message = wire.decode_for_hub(data)
-            if (edge := self._edge(identity)) is not None:
-                self._dispatch(edge, message)
         except msgspec.DecodeError as exc:
             logger.warning("edge process %r sent something that is no message: %s", identity, exc)
-        except Exception:
-            logger.exception("a message of edge process %r could not be handled", identity)
+            return
+        if (edge := self._edge(identity)) is not None:
+            self._dispatch(edge, message)
 
     def _edge(self, identity: bytes) -> _Edge | None:
         edge_id = identity.decode(errors="replace")

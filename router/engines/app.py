@@ -68,12 +68,12 @@ def create_engines_app(
     *,
     admin_token: str = "",
     bus: SiblingBus | None = None,
-    api_keys: Mapping[bytes, str] | None = None,
+    api_keys: Mapping[bytes, str],
 ) -> RouterApp:
     """The app. It takes the engines of `specs` into the fleet at its start and closes the fleet at its end.
 
     With a `bus`, which it starts and closes too, it is one of several processes and speaks for all of them. `api_keys`
-    are as `load_api_keys` gives them, which is asked where they are not given.
+    are as `load_api_keys` gives them.
     """
     config = fleet.config
     metrics = EdgeMetrics(metrics_registry)

@@ -30,7 +30,7 @@ from router.placement import Placement, Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Registry, Worker
 from router.siblings import SharedBooking, Siblings
-from router.tenants import Tenants, load_tenants
+from router.tenants import Tenants
 
 __all__ = ["Fleet", "Placed", "Prompt"]
 
@@ -91,7 +91,7 @@ class Fleet:
         costs: CostModel,
         config: RouterConfig,
         engines: EnginesConfig,
-        tenants: Tenants | None = None,
+        tenants: Tenants = Tenants(),
         siblings: Siblings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -100,7 +100,7 @@ class Fleet:
         self.costs = costs
         self.config = config
         self.engines_config = engines
-        self.tenants = load_tenants(config.tenants) if tenants is None else tenants
+        self.tenants = tenants
         self.siblings = siblings or Siblings(registry)  # of which there are none
         self.siblings.listen(self)
         self.clock = clock
@@ -209,18 +209,10 @@ class Fleet:
 
     def book(self, placed: Placed) -> SharedBooking:
         """Let the next decision see this one, here and at the siblings."""
-        placement, best = placed.placement, placed.placement.best
         now = self.clock()
         for engine in dict.fromkeys((placed.prefill, placed.decode)):
             engine.expect_cached(placed.digests, self.index, now)
-        return self.siblings.reserve(
-            best.prefill.worker_id,
-            best.decode.worker_id,
-            num_new_tokens=placement.num_new_tokens,
-            num_context_tokens=best.num_cached_tokens,
-            num_kv_tokens=placement.num_kv_tokens,
-            digests=placed.digests,
-        )
+        return self.siblings.reserve(placed.placement.load, placed.digests)
 
     def learn_first_token(
         self, engine: Engine, worker: Worker, *, sent_s: float, num_new_tokens: int, num_cached_tokens: int
@@ -456,10 +448,7 @@ class Fleet:
         while len(engine.foreign) > num_foreign:
             engine.foreign.pop(0).release()
         while len(engine.foreign) < num_foreign:
-            booking = self.registry.reserve(
-                engine.name, engine.name, num_new_tokens=num_prompt, num_context_tokens=0, num_kv_tokens=num_kv
-            )
-            engine.foreign.append(booking)
+            engine.foreign.append(self.registry.reserve(Load(engine.name, engine.name, num_prompt, 0, num_kv)))
         for booking in engine.foreign[: max(0, num_foreign - load.num_waiting)]:
             booking.prefill_done()
 

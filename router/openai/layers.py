@@ -14,7 +14,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol.config import RouterConfig
-from router.api_keys import load_api_keys
 from router.metrics import EdgeMetrics
 from router.openai.errors import http_exception_response
 from router.openai.middleware import Layer, Rules
@@ -29,16 +28,12 @@ class RouterApp(FastAPI):
         self,
         config: RouterConfig,
         metrics: EdgeMetrics,
-        api_keys: Mapping[bytes, str] | None = None,
+        api_keys: Mapping[bytes, str],
         **options: Any,
     ) -> None:
-        """`api_keys` are tenants by digest; without, the config's file is read. `options` are FastAPI's.
-
-        Raises `ConfigError` for a file that cannot be used.
-        """
+        """`api_keys` are tenants by digest. `options` are FastAPI's."""
         super().__init__(title="Tandem", **options)
-        tenants = load_api_keys(config.api_key_file) if api_keys is None else api_keys
-        self._rules = Rules(metrics, tenants, config.max_body_bytes, config.cors_allow_origins)
+        self._rules = Rules(metrics, api_keys, config.max_body_bytes, config.cors_allow_origins)
         self._raw: dict[str, Layer] = {}
         self.add_middleware(Layer, rules=self._rules)
         self.add_exception_handler(HTTPException, http_exception_response)

@@ -13,6 +13,8 @@ from cli.main import ALIASES, run
 from cli.serve import build_config, serve
 from protocol.config import ClusterConfig, EngineConfig, RouterConfig, TierConfig, TransferConfig
 from protocol.errors import ConfigError
+from router.api_keys import key_digest
+from router.tenants import TenantPolicy, Tenants
 
 CONFIGS = [EngineConfig, TransferConfig, TierConfig, RouterConfig, ClusterConfig]
 COMPONENTS = {"engine", "tiers", "transfer", "router"}
@@ -31,7 +33,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
     """The configs that reach the launcher, which is replaced: no worker starts in these tests."""
     configs: list[ClusterConfig] = []
 
-    def launch(config: ClusterConfig) -> int:
+    def launch(config: ClusterConfig, *_: object) -> int:
         configs.append(config)
         return 7
 
@@ -52,7 +54,7 @@ def test_every_config_field_is_a_flag_with_the_same_default(config: Any) -> None
 
 def test_every_flag_is_a_config_field() -> None:
     names = {field.name for config in CONFIGS for field in fields(config)}
-    assert set(FLAGS) - names == {"ctx", "pool_gb"}
+    assert set(FLAGS) - names == {"ctx", "pool_gb", "tenants", "api_key_file"}  # files are read at once
 
 
 def test_serve_hands_every_flag_to_the_launcher(tmp_path: Path, launched: list[ClusterConfig]) -> None:
@@ -74,6 +76,22 @@ def test_serve_hands_every_flag_to_the_launcher(tmp_path: Path, launched: list[C
             num_gpus_per_worker=0.5,
         )
     ]
+
+
+def test_tenants_and_keys_are_read_once_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+
+    def launch(_: ClusterConfig, *others: object) -> int:
+        given.extend(others)
+        return 0
+
+    monkeypatch.setitem(sys.modules, "cluster.launch", types.SimpleNamespace(serve=launch))
+    tenants, keys = tmp_path / "tenants.toml", tmp_path / "keys"
+    tenants.write_text("[tenants.search]\nweight = 4.0\n")
+    keys.write_text("sk-1 search\n")
+    flags = ("--tenants", str(tenants), "--api-key-file", str(keys), "--model", str(make_model(tmp_path / "toy")))
+    assert run(["serve", "--port", "0", *flags]) == 0
+    assert given == [Tenants(named={"search": TenantPolicy(weight=4.0)}), {key_digest("sk-1"): "search"}]
 
 
 def test_no_flag_means_the_defaults_of_the_config() -> None:
@@ -127,7 +145,7 @@ def test_busy_port_is_told_before_anything_starts(
 def test_error_of_the_launcher_is_one_line_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def launch(_config: ClusterConfig) -> int:
+    def launch(*_: object) -> int:
         raise ConfigError("pool_bytes=9 is less than one block")
 
     monkeypatch.setitem(sys.modules, "cluster.launch", types.SimpleNamespace(serve=launch))

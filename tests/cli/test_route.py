@@ -31,7 +31,8 @@ FLAGS = inspect.signature(route).parameters
 def test_every_field_of_the_engines_config_is_a_flag_and_every_flag_a_field() -> None:
     names = {field.name for config in (EnginesConfig, RouterConfig) for field in fields(config)}
     assert {field.name for field in fields(EnginesConfig)} <= FLAGS.keys()
-    assert FLAGS.keys() - names == {"ctx", "engines", "admin_token_file"}
+    files = {"engines", "admin_token_file", "tenants", "api_key_file"}  # read at once
+    assert FLAGS.keys() - names == {"ctx", *files}
     for config in (EnginesConfig, RouterConfig):
         for field in fields(config):
             wanted = list(field.default) if isinstance(field.default, tuple) else field.default

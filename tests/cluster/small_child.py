@@ -13,12 +13,10 @@ async def main() -> None:
     if word == "refuse":
         pipe.say("error: it does not want to")
         return
-    stop = asyncio.Event()
-    obeying = asyncio.create_task(pipe.obey(lambda _: stop.set()))
-    if word == "serve":
-        pipe.say("ready")
-    await stop.wait()
-    obeying.cancel()
+    async with pipe.obeying() as (stop, _):
+        if word == "serve":
+            pipe.say("ready")
+        await stop.wait()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from cluster.autoscaler import (
 )
 from protocol.errors import ConfigError
 from protocol.messages import PeerAddress, Role, WorkerCard, WorkerLoad, WorkerState
+from protocol.siblings import Load
 from router.cost_model import CPU_PRIOR, CostModel
 from router.registry import Registry
 
@@ -221,8 +222,8 @@ def test_observes_the_registry_in_the_units_of_the_cost_model() -> None:
         registry.add(card, now=0.0)
         registry.set_state(worker_id, WorkerState.READY, "test")
     registry.set_state("leaving", WorkerState.DRAINING, "test")
-    registry.reserve("p", "d", num_new_tokens=1000, num_context_tokens=0, num_kv_tokens=1100).prefill_done()
-    registry.reserve("p", "d", num_new_tokens=1024, num_context_tokens=0, num_kv_tokens=1100)
+    registry.reserve(Load("p", "d", 1000, 0, 1100)).prefill_done()
+    registry.reserve(Load("p", "d", 1024, 0, 1100))
     registry.note_load("d", WorkerLoad(num_waiting=1), now=0.0)
     seen = observe(registry, costs, 64.0)
     assert [(view.worker_id, view.is_ready, view.num_running) for view in seen.workers] == [

@@ -23,6 +23,7 @@ from cluster.edge_processes import EdgeProcesses, edge_processes
 from cluster.listening import listening
 from protocol.config import RouterConfig
 from protocol.errors import ConfigError
+from router.api_keys import key_digest
 from router.edges.hub import EdgeHub
 from router.tokenizer import Tokenizer
 from tests.router.conftest import build_tokenizer
@@ -68,14 +69,22 @@ class Edges:
 
 
 @asynccontextmanager
-async def edges(folder: Path, *, num_processes: int, **config: Any) -> AsyncIterator[Edges]:
+async def edges(
+    folder: Path, *, num_processes: int, api_keys: dict[bytes, str] | None = None, **config: Any
+) -> AsyncIterator[Edges]:
     """Nothing may run or be open at the end."""
     model = build_tokenizer(folder)
     backend = FakeBackend(Tokenizer(model))
     router = RouterConfig(port=0, router_processes=num_processes, **config)
     with listening(router.host, 0) as listener:
         serving = edge_processes(
-            backend, Always(), lambda: b"tandem_hub 1.0\n", model=str(model), config=router, listener=listener
+            backend,
+            Always(),
+            lambda: b"tandem_hub 1.0\n",
+            model=str(model),
+            config=router,
+            listener=listener,
+            api_keys=api_keys or {},
         )
         base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         limits = httpx.Limits(max_keepalive_connections=0)
@@ -145,13 +154,11 @@ def test_a_process_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_replaced_process_has_the_keys_of_the_start(tmp_path: Path) -> None:
+def test_a_replaced_process_has_the_keys_of_the_others(tmp_path: Path) -> None:
     async def scenario() -> None:
-        keys = tmp_path / "keys"
-        keys.write_text("first\n")
-        async with edges(tmp_path, num_processes=1, api_key_file=str(keys)) as here:
+        async with edges(tmp_path, num_processes=1, api_keys={key_digest("first"): ""}) as here:
+            assert (await here.chat()).status_code == 401
             here.client.headers["authorization"] = "Bearer first"
-            keys.write_text("second\n")
             (pid,) = here.pids()
             os.kill(pid, signal.SIGKILL)
             await until(lambda: here.pids() not in ([], [pid]))
@@ -185,8 +192,9 @@ def test_a_process_that_cannot_start_is_told(tmp_path: Path) -> None:
         backend = FakeBackend(Tokenizer(build_tokenizer(tmp_path)))
         with listening("127.0.0.1", 0) as listener:
             config = RouterConfig(port=0, router_processes=2)
+            model = str(tmp_path / "nothing")
             serving = edge_processes(
-                backend, Always(), lambda: b"", model=str(tmp_path / "nothing"), config=config, listener=listener
+                backend, Always(), lambda: b"", model=model, config=config, listener=listener, api_keys={}
             )
             async with asyncio.timeout(START_S), serving as processes:
                 with pytest.raises(ConfigError, match="nothing"):

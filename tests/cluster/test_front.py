@@ -74,7 +74,8 @@ class Running:
         """Whether any process asked sees all processes and all of its engines ready."""
         pools = [self.pools() for _ in range(2 * count)]
         return all(
-            len(one["processes"]) == count and all(engine["state"] == "ready" for engine in one["engines"])
+            len(one.get("processes", ["alone"])) == count
+            and all(engine["state"] == "ready" for engine in one["engines"])
             for one in pools
         )
 
@@ -105,7 +106,7 @@ def routing(tmp_path: Path, engines: list[FakeServer], count: int, *flags: str) 
     try:
         line = process.stderr.readline()
         assert f"Routing to {len(engines)} engine(s) on http://" in line, line + process.stderr.read()
-        assert f"by {count} processes" in line
+        assert (f"by {count} processes" in line) == (count > 1)
         running = Running(process, line.split()[5])
         until(lambda: running.are_there(count), "not all see each other and their engines")
         yield running
@@ -253,9 +254,10 @@ def _names(running: Running) -> set[str]:
     return {engine["name"] for engine in running.get("/v1/engines", headers=ADMIN).json()["data"]}
 
 
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("num_signals", [1, 2])
-def test_ctrl_c_lets_answers_end_and_a_second_one_does_not(tmp_path: Path, num_signals: int) -> None:
-    with fakes(1) as [engine], routing(tmp_path, [engine], 2, "--drain-timeout-s=20") as running:
+def test_ctrl_c_lets_answers_end_and_a_second_one_does_not(tmp_path: Path, num_signals: int, count: int) -> None:
+    with fakes(1) as [engine], routing(tmp_path, [engine], count, "--drain-timeout-s=20") as running:
         engine.headers_pause.clear()
         with ThreadPoolExecutor(4) as pool:
             answers = [pool.submit(running.complete) for _ in range(4)]
@@ -272,6 +274,19 @@ def test_ctrl_c_lets_answers_end_and_a_second_one_does_not(tmp_path: Path, num_s
             engine.resume()
             if num_signals == 2:
                 assert not any(_is_whole(answer) for answer in answers)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_answers_that_do_not_end_in_time_do_not_hold_up_the_end(tmp_path: Path, count: int) -> None:
+    with fakes(1) as [engine], routing(tmp_path, [engine], count, "--drain-timeout-s=0.5") as running:
+        engine.headers_pause.clear()
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(running.complete)
+            until(lambda: len(engine.requests) == 1, "it is not placed")
+            running.process.send_signal(signal.SIGTERM)
+            assert running.process.wait(5) == 0
+            engine.resume()
+            assert not _is_whole(answer)
 
 
 def _is_whole(answer: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cluster import http_server as http_server_module
 from cluster.http_server import http_server
 from cluster.listening import listening
 from protocol.config import RouterConfig
@@ -119,3 +120,19 @@ async def test_a_client_that_left_is_written_to_no_more() -> None:
         async with asyncio.timeout(30):
             await shown.wait()
     assert ways == [True]
+
+
+async def test_an_app_that_does_not_notice_holds_up_the_end_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server_module, "_CLOSE_TIMEOUT_S", 0.2)
+    asked, never = asyncio.Event(), asyncio.Event()
+
+    async def answer(_: Outlet) -> None:
+        asked.set()
+        await never.wait()
+
+    async with asyncio.timeout(30):
+        async with serving(answer) as port:
+            _, writer = await ask(port)
+            await asked.wait()
+        writer.close()
+    never.set()

@@ -34,6 +34,7 @@ from protocol.messages import (
     StepOutput,
 )
 from protocol.sampling import SamplingParams
+from protocol.siblings import Load
 from tests.cluster.harness import (
     BLOCK_BYTES,
     BLOCK_SIZE,
@@ -362,9 +363,7 @@ def test_the_router_sends_a_prompt_to_an_idle_worker_that_reads_it_from_the_busy
             await cluster.generate(tokens)
             await eventually(lambda: max(map(cluster.index.num_blocks, TWO)) >= 30)
             holder = max(TWO, key=cluster.index.num_blocks)
-            booking = cluster.registry.reserve(
-                holder, holder, num_new_tokens=5000, num_context_tokens=0, num_kv_tokens=5000
-            )
+            booking = cluster.registry.reserve(Load(holder, holder, 5000, 0, 5000))
             answer = await cluster.generate(tokens)
             booking.release()
             assert answer.token_ids == oracle.answer(tokens)

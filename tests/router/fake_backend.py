@@ -135,7 +135,7 @@ class FakeBackend:
 
 
 def make_app(backend: FakeBackend, registry: CollectorRegistry | None = None, **config: Any) -> FastAPI:
-    return create_app(backend, backend.tokenizer, RouterConfig(**config), registry or CollectorRegistry())
+    return create_app(backend, backend.tokenizer, RouterConfig(**config), registry or CollectorRegistry(), api_keys={})
 
 
 def make_client(backend: FakeBackend, **config: Any) -> httpx.AsyncClient:

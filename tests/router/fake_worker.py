@@ -44,6 +44,7 @@ from router.openai.backend import GenerateRequest
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Registry
+from router.tenants import Tenants
 from router.worker_client import WorkerClient
 from tests.router.builders import NAMESPACE, make_card
 
@@ -161,7 +162,7 @@ class FakeWorker:
 class FakeCluster:
     """Some fake workers and the router's parts, connected."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, tenants: Tenants = Tenants()) -> None:
         self.registry = Registry()
         self.index = PrefixIndex()
         self.costs = CostModel()
@@ -176,6 +177,7 @@ class FakeCluster:
             sizing=self.sizing,
             workers=self.client,
             config=config,
+            tenants=tenants,
         )
         self.workers: dict[str, FakeWorker] = {}
 
@@ -197,10 +199,11 @@ async def fake_cluster(
     prefill: Script | None = None,
     decode: Script | None = None,
     config: RouterConfig | None = None,
+    tenants: Tenants = Tenants(),
     local_prefill: bool = False,
 ) -> AsyncIterator[FakeCluster]:
     """Workers "p" and "d", those whose script is given, behind a started router."""
-    cluster = FakeCluster(replace(config or RouterConfig(), local_prefill=local_prefill))
+    cluster = FakeCluster(replace(config or RouterConfig(), local_prefill=local_prefill), tenants)
     await cluster.client.start()
     try:
         if prefill is not None:

@@ -13,6 +13,7 @@ from benchmarks.virtual_cluster import Arrival, VirtualCluster
 from protocol.config import RouterConfig
 from protocol.errors import DeadlineUnmet, NoWorker, Overloaded
 from protocol.messages import Role, StepStats, Turn, WorkerState
+from protocol.siblings import Load
 from router.admission import LEAD_S, Admission, Dispatch, Drop, Offer, OutputLengths, Waiting, fill_level
 from router.cost_model import CostModel
 from router.fair_queue import CREDIT_S
@@ -45,15 +46,7 @@ class Desk:
         return decisions
 
     def book(self, decided: Dispatch) -> Booking:
-        placement = decided.placement
-        return self.registry.reserve(
-            placement.best.prefill.worker_id,
-            placement.best.decode.worker_id,
-            num_new_tokens=placement.num_new_tokens,
-            num_context_tokens=0,
-            num_kv_tokens=placement.num_kv_tokens,
-            turn=decided.turn,
-        )
+        return self.registry.reserve(decided.placement.load, decided.turn)
 
     def computes(self, worker_id: str, num_tokens: int) -> None:
         self.registry.note_step(worker_id, StepStats(duration_s=0.4, num_prefill_tokens=num_tokens))
@@ -166,8 +159,7 @@ def test_a_deadline_goes_where_there_is_room_for_it_but_not_for_the_first_in_lin
 def test_who_has_waited_long_is_not_overtaken_by_a_deadline() -> None:
     desk = make_desk()
     no_room(desk)
-    load = {"num_new_tokens": 1024, "num_context_tokens": 0, "num_kv_tokens": 1024}
-    desk.registry.reserve("w0", "w0", **load, turn=Turn(order=28.0))
+    desk.registry.reserve(Load("w0", "w0", 1024, 0, 1024), Turn(order=28.0))
     desk.bookings[0].release()
     hurried = desk.enter(ttft_slo_s=60.0, now=28.0)
     assert desk.decide(20.0 + LEAD_S) == []
@@ -275,8 +267,7 @@ def test_one_that_waits_for_its_prefix_does_not_block_the_others() -> None:
     chain = [b"%d" % i for i in range(240)]
     desk.index.speculate({"w0"}, chain, 0.0)
     for worker_id, num in (("w0", 1000), ("w1", 500)):
-        load = {"num_new_tokens": num, "num_context_tokens": 0, "num_kv_tokens": num}
-        desk.registry.reserve(worker_id, worker_id, **load, turn=Turn(order=-LEAD_S))
+        desk.registry.reserve(Load(worker_id, worker_id, num, 0, num), Turn(order=-LEAD_S))
     cached, other = desk.enter(240 * 16, digests=chain), desk.enter(16)
     assert desk.decide() == []
     desk.computes("w1", 500)

@@ -58,7 +58,7 @@ class Line:
         return edge
 
     async def client(self, edge: RemoteBackend) -> httpx.AsyncClient:
-        app = create_app(edge, self.backend.tokenizer, RouterConfig(), CollectorRegistry(), readiness=edge)
+        app = create_app(edge, self.backend.tokenizer, RouterConfig(), CollectorRegistry(), readiness=edge, api_keys={})
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge")
         return await self._stack.enter_async_context(client)
 
@@ -94,7 +94,7 @@ async def test_an_edge_answers_as_the_process_itself_would(
     body = BODY | {"stream": is_stream, "logprobs": True, "top_logprobs": 2, "n": 2, "seed": 3}
     async with line(tokenizer, tmp_path) as here:
         through = await here.client(await here.edge())
-        app = create_app(here.backend, tokenizer, RouterConfig(), CollectorRegistry())
+        app = create_app(here.backend, tokenizer, RouterConfig(), CollectorRegistry(), api_keys={})
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as direct:
             answers = [await client.post(CHAT, json=body) for client in (direct, through)]
         assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
@@ -329,7 +329,7 @@ async def test_a_fault_of_ours_ends_neither_side(
         with monkeypatch.context() as patch:
             patch.setattr(here.hub, "_dispatch", lambda *_: 1 / 0)
             edge._send(wire.Close(0))
-            await until(lambda: "a message of edge process" in caplog.text)
+            await until(lambda: "a message could not be handled" in caplog.text)
         assert await edge.pools() == {"workers": []}
 
 

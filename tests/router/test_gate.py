@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +16,7 @@ from protocol.errors import DeadlineUnmet, NoWorker, Overloaded, ServingError
 from protocol.messages import Generate, Message, Role, SequenceDelta, StepStats
 from router.admission_metrics import AdmissionCollector
 from router.openai.backend import GenerateRequest, TokenDelta
+from router.tenants import TenantPolicy, Tenants
 from tests.router.fake_worker import (
     FakeCluster,
     FakeWorker,
@@ -221,13 +221,16 @@ def test_explaining_sends_and_books_nothing() -> None:
     asyncio.run(scenario())
 
 
-def test_a_tenants_workers_and_a_requests_adapter_are_kept_to_and_explained(tmp_path: Path) -> None:
-    tenants = tmp_path / "tenants.toml"
-    tenants.write_text('[tenants.small]\nworkers = ["d"]\n[tenants.gone]\nworkers = ["x-*"]\n')
+def test_a_tenants_workers_and_a_requests_adapter_are_kept_to_and_explained() -> None:
+    named = {"small": TenantPolicy(workers=("d",)), "gone": TenantPolicy(workers=("x-*",))}
 
     async def scenario() -> None:
-        config = RouterConfig(local_prefill=False, tenants=str(tenants))
-        async with fake_cluster(prefill=first_token, decode=remaining_tokens, config=config) as cluster:
+        async with fake_cluster(
+            prefill=first_token,
+            decode=remaining_tokens,
+            config=RouterConfig(local_prefill=False),
+            tenants=Tenants(named=named),
+        ) as cluster:
             request = make_request(num_prompt_tokens=64)
             anyone = (await cluster.flow.explain(request))["placement"]
             assert (anyone["candidates"][0]["prefill_worker"], anyone["skipped"]) == ("p", {})

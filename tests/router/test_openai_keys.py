@@ -24,7 +24,7 @@ def app_with(tmp_path: Path, keys: str, registry: CollectorRegistry | None = Non
     """An app that tells the tenant of a request, with these keys."""
     path = tmp_path / "keys"
     path.write_text(keys)
-    app = RouterApp(RouterConfig(api_key_file=str(path)), EdgeMetrics(registry or CollectorRegistry()))
+    app = RouterApp(RouterConfig(), EdgeMetrics(registry or CollectorRegistry()), load_api_keys(str(path)))
 
     @app.api_route("/{path:path}", methods=["GET", "POST"])
     async def tell(request: Request) -> str:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from protocol.config import RouterConfig
 from protocol.errors import NoWorker
 from protocol.messages import POOL_PLACE, BlockEvents, Role, StepStats, TierLoad, Turn, WorkerState
+from protocol.siblings import Load
 from router.cost_model import CostModel
 from router.placement import Held, Needs, Placement, Placer
 from router.prefix_index import PrefixIndex
@@ -47,7 +48,7 @@ class Pool:
         self.cache(worker_id, digests, tier.name)
 
     def book(self, prefill: str, decode: str, *, new: int = 100, kv: int = 200, done: bool = False) -> None:
-        booking = self.registry.reserve(prefill, decode, num_new_tokens=new, num_context_tokens=0, num_kv_tokens=kv)
+        booking = self.registry.reserve(Load(prefill, decode, new, 0, kv))
         if done:
             booking.prefill_done()
 
@@ -181,9 +182,7 @@ def test_ties_go_to_the_worker_with_the_least_work_done() -> None:
     for _ in range(6):
         best = pool.place(100).best
         order.append(best.decode.worker_id)
-        pool.registry.reserve(
-            order[-1], order[-1], num_new_tokens=100, num_context_tokens=0, num_kv_tokens=200
-        ).release()
+        pool.registry.reserve(Load(order[-1], order[-1], 100, 0, 200)).release()
     assert order == ["a", "b", "c", "a", "b", "c"]
 
 
@@ -312,16 +311,8 @@ def random_pool(rng: random.Random, num_workers: int, digests: list[bytes]) -> t
         for _ in range(rng.choice([0, 0, 1, 3])):
             num_new, num_kv = rng.choice([10, 100, 1000]), rng.choice([200, 3000])
             other_id = f"w{rng.randrange(i + 1)}"
-            bookings.append(
-                pool.registry.reserve(
-                    worker_id,
-                    other_id,
-                    num_new_tokens=num_new,
-                    num_context_tokens=0,
-                    num_kv_tokens=num_kv,
-                    turn=Turn(order=rng.choice([0.0, 0.5, 2.0])),
-                )
-            )
+            turn = Turn(order=rng.choice([0.0, 0.5, 2.0]))
+            bookings.append(pool.registry.reserve(Load(worker_id, other_id, num_new, 0, num_kv), turn))
         if rng.random() < 0.1:
             pool.registry.set_state(worker_id, WorkerState.DRAINING, "test")
     return pool, bookings

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.messages import Role, StepStats, WorkerLoad, WorkerState
+from protocol.siblings import Load
 from router.cost_model import CPU_PRIOR, CostModel, StepModel
 from router.registry import Booking, Registry, Worker, WorkerChange, can_decode, can_prefill, queue_s
 from tests.router.builders import add_ready, make_card
@@ -24,9 +25,7 @@ def get(registry: Registry, worker_id: str) -> Worker:
 
 
 def reserve(registry: Registry, prefill: str, decode: str, *, new: int = 100, context: int = 0) -> Booking:
-    return registry.reserve(
-        prefill, decode, num_new_tokens=new, num_context_tokens=context, num_kv_tokens=new + context + 50
-    )
+    return registry.reserve(Load(prefill, decode, new, context, new + context + 50))
 
 
 def booked(worker: Worker) -> tuple[float, ...]:

@@ -15,6 +15,7 @@ from protocol.siblings import (
     EngineEntry,
     Load,
     Opened,
+    OpenRequest,
     SiblingMessage,
     Stamp,
     decode_sibling_message,
@@ -49,16 +50,7 @@ class Process:
     def open(self, prefill: str, decode: str, num_tokens: int) -> None:
         if self.registry.get(prefill) is None or self.registry.get(decode) is None:
             return
-        self.bookings.append(
-            self.siblings.reserve(
-                prefill,
-                decode,
-                num_new_tokens=num_tokens,
-                num_context_tokens=3,
-                num_kv_tokens=2 * num_tokens,
-                digests=[b"d"],
-            )
-        )
+        self.bookings.append(self.siblings.reserve(Load(prefill, decode, num_tokens, 3, 2 * num_tokens), [b"d"]))
 
     def sibling_opened(self, load: Load, digests: Any) -> None:
         self.heard.append(("opened", (load.prefill, list(digests))))
@@ -136,19 +128,20 @@ class Net:
 
     def assert_all_agree(self) -> None:
         """Each process counts for each worker what all living processes have open there."""
-        loads = [load for process in self.processes.values() for load in process.siblings._ours.values()]
+        requests = [request for process in self.processes.values() for request in process.siblings._ours.values()]
         for process in self.processes.values():
             process.siblings.check_integrity()
-            assert process.registry.num_bookings == len(loads)
+            assert process.registry.num_bookings == len(requests)
             assert sorted(process.siblings.living) == sorted(self.processes.keys() - {process.siblings.name})
             assert process.siblings.is_joined
             for worker in process.registry:
-                mine = [load for load in loads if load.decode == worker.worker_id]
-                waiting = [load for load in loads if load.prefill == worker.worker_id and not load.has_first_token]
+                name = worker.worker_id
+                mine = [request for request in requests if request.load.decode == name]
+                waiting = [one.load for one in requests if one.load.prefill == name and not one.has_first_token]
                 assert worker.num_booked_seqs == len(mine)
-                assert worker.booked_kv_tokens == sum(load.num_kv_tokens for load in mine)
+                assert worker.booked_kv_tokens == sum(request.load.num_kv_tokens for request in mine)
                 assert worker.queued_prompt_tokens == sum(load.num_new_tokens for load in waiting)
-                assert worker.num_awaited_seqs == sum(not load.has_first_token for load in mine)
+                assert worker.num_awaited_seqs == sum(not request.has_first_token for request in mine)
 
 
 def test_a_booking_is_counted_by_all_until_it_is_released() -> None:
@@ -295,9 +288,9 @@ def test_messages_of_an_earlier_life_and_our_own_are_ignored() -> None:
     net = Net(2)
     net.settle()
     process = net.processes["0"]
-    load = Load(1, "a", "a", 1, 0, 1)
+    request = OpenRequest(1, Load("a", "a", 1, 0, 1))
     for stamp in (Stamp("1", 0, 1), Stamp("0", 99, 1)):
-        process.siblings.receive(Opened(stamp, load, []), net.now)
+        process.siblings.receive(Opened(stamp, request, []), net.now)
     assert process.registry.num_bookings == 0
 
 
@@ -350,7 +343,7 @@ def test_after_any_messages_losses_and_deaths_the_living_agree_and_nothing_is_le
         elif action == "worker":
             gone = data.draw(worker)
             # A process whose own requests are on a worker that it lost keeps them until they end.
-            if not any(gone in (load.prefill, load.decode) for load in process.siblings._ours.values()):
+            if not any(gone in (ours.load.prefill, ours.load.decode) for ours in process.siblings._ours.values()):
                 process.registry.set_state(gone, WorkerState.DEAD, "test")
     net.restore_workers()
     net.settle()

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from protocol.messages import Role
+from protocol.siblings import Load
 from simulator.fleet import Fleet, make_card
 from simulator.policies import POLICIES, Ask, Policy
 
@@ -44,7 +45,7 @@ def make_ask(num_blocks: int = 10) -> Ask:
 
 def book(fleet: Fleet, worker_id: str, *, new: int = 0, kv: int = 0, times: int = 1) -> None:
     for _ in range(times):
-        fleet.registry.reserve(worker_id, worker_id, num_new_tokens=new, num_context_tokens=0, num_kv_tokens=kv)
+        fleet.registry.reserve(Load(worker_id, worker_id, new, 0, kv))
         fleet.add_prompts(worker_id, 1)
 
 

@@ -25,6 +25,7 @@ from router.prefix_index import PrefixIndex
 from router.registry import Registry
 from router.sibling_bus import SiblingBus
 from router.siblings import Siblings
+from router.tenants import Tenants
 from tests.fake_openai import FakeServer
 
 COMPLETIONS = "/v1/completions"
@@ -79,6 +80,7 @@ async def until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> No
 async def routing(
     *specs: EngineSpec,
     config: RouterConfig | None = None,
+    tenants: Tenants = Tenants(),
     readers: dict[str, PromptReader] | None = None,
     admin_token: str = "",
     wait: bool = True,
@@ -99,6 +101,7 @@ async def routing(
         costs=CostModel(),
         config=config or RouterConfig(request_timeout_s=20.0, drain_timeout_s=5.0),
         engines=EnginesConfig(**({"probe_interval_s": 0.02} | engines)),
+        tenants=tenants,
         siblings=siblings,
         clock=clock,
     )
@@ -109,6 +112,7 @@ async def routing(
         CollectorRegistry(),
         admin_token=admin_token,
         bus=SiblingBus(siblings, bus[number], bus) if bus else None,
+        api_keys={},
     )
     async with (
         app.router.lifespan_context(app),

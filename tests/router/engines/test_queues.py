@@ -12,9 +12,11 @@ import pytest
 
 from protocol.config import RouterConfig
 from protocol.messages import WorkerState
+from protocol.siblings import Load
 from router.engines.config import EngineSpec
 from router.engines.queues import _ModelWorkers
 from router.registry import Registry
+from router.tenants import load_tenants
 from tests.fake_openai import FakeServer
 from tests.router.builders import add_ready, make_card
 from tests.router.engines.harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of, until
@@ -106,7 +108,7 @@ async def test_a_full_queue_refuses_and_says_until_when(fake_a: FakeServer) -> N
 async def test_tenants_have_their_defaults(fake_a: FakeServer, tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
     path.write_text("[tenants.search]\nttft_slo_ms = 1\n")
-    async with routing(small(fake_a, "a"), config=RouterConfig(tenants=str(path))) as router:
+    async with routing(small(fake_a, "a"), tenants=load_tenants(str(path))) as router:
         running = await one_runs(router, fake_a)
         refused = await start(router, "late", **{"x-tandem-tenant": "search"})
         assert refused.json()["error"]["code"] == "ttft_slo_unmet"
@@ -170,7 +172,7 @@ async def test_a_second_attempt_stays_on_the_tenants_engines(
     path = tmp_path / "tenants.toml"
     path.write_text('[tenants.search]\nworkers = ["a"]\n')
     fake_a.status = 500
-    async with routing(small(fake_a, "a"), small(fake_b, "b"), config=RouterConfig(tenants=str(path))) as router:
+    async with routing(small(fake_a, "a"), small(fake_b, "b"), tenants=load_tenants(str(path))) as router:
         answer = await start(router, "search", **{"x-tandem-tenant": "search"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_failed")
         assert not fake_b.requests
@@ -182,7 +184,7 @@ async def test_a_group_that_may_not_or_cannot_take_a_request_leaves_it_to_anothe
     path = tmp_path / "tenants.toml"
     path.write_text('[tenants.search]\nworkers = ["b"]\n[tenants.nowhere]\nworkers = ["c"]\n')
     specs = [small(fake_a, "a", group="one", num_blocks=64), small(fake_b, "b", group="two")]
-    async with routing(*specs, config=RouterConfig(tenants=str(path))) as router:
+    async with routing(*specs, tenants=load_tenants(str(path))) as router:
         short = completion("a b", stream=True)
         answer = await router.client.post(COMPLETIONS, json=short, headers={"x-tandem-tenant": "search"})
         assert (answer.status_code, answer.headers["x-tandem-engine"]) == (200, "b")
@@ -213,8 +215,8 @@ def test_the_table_of_one_model_follows_the_load_and_is_made_anew_with_the_regis
     workers = _ModelWorkers(registry, "model-1")
     table = workers.table
     assert [worker.worker_id for worker in workers] == ["w1", "w3", "w5"]
-    booking = registry.reserve("w3", "w3", num_new_tokens=100, num_context_tokens=0, num_kv_tokens=120)
-    registry.reserve("w2", "w2", num_new_tokens=7, num_context_tokens=0, num_kv_tokens=8)
+    booking = registry.reserve(Load("w3", "w3", 100, 0, 120))
+    registry.reserve(Load("w2", "w2", 7, 0, 8))
     assert workers.table is table
     assert table.uncomputed_tokens.tolist() == [0, 100, 0]
     assert workers.queued_prompt_tokens == 100
