@@ -33,7 +33,7 @@ from loadtest.client import run_measured
 
 __all__ = ["Measured", "Shape", "main", "measure"]
 
-_CONCURRENCY = 64
+CONCURRENCY = 64
 _WARM_UP_S, _MEASURED_S = 1.5, 4.0
 _NUM_PROMPTS = 256
 _MAX_REMEMBERED = 10_000  # different answers
@@ -218,13 +218,19 @@ def _requests(url: str, shape: Shape) -> Iterator[tuple[bytes, int]]:
         yield from rendered
 
 
-async def measure(url: str, shape: Shape, cpu_s: Callable[[], tuple[float, float]], seconds: float) -> Measured:
-    """Closed loop at concurrency 64. Raises `OSError` when a connection breaks."""
+async def measure(
+    url: str,
+    shape: Shape,
+    cpu_s: Callable[[], tuple[float, float]],
+    seconds: float,
+    concurrency: int = CONCURRENCY,
+) -> Measured:
+    """A closed loop. Raises `OSError` when a connection breaks."""
     loop = asyncio.get_running_loop()
     requests, checker = _requests(url, shape), _Checker(shape)
     host, port = url.removeprefix("http://").split(":")
     clients = []
-    for _ in range(_CONCURRENCY):
+    for _ in range(concurrency):
         _, client = await loop.create_connection(lambda: _Client(requests, checker), host, int(port))
         clients.append(client)
     await asyncio.sleep(min(_WARM_UP_S, seconds))
@@ -344,10 +350,10 @@ def _named(name: str, num_processes: int) -> str:
     return name if num_processes == 1 else f"{name}, {num_processes} processes"
 
 
-def _measure_target(target: Target, seconds: float) -> dict[str, Any]:
+def _measure_target(target: Target, seconds: float, concurrency: int) -> dict[str, Any]:
     found = {}
     for shape in SHAPES:
-        measured = run_measured(measure(target.url, shape, target.cpu_s, seconds))
+        measured = run_measured(measure(target.url, shape, target.cpu_s, seconds, concurrency))
         found[shape.name] = measured.to_json()
         if measured.num_wrong:
             console.print(f"[red]{target.name}, {shape.name}: {measured.num_wrong} wrong:[/] {measured.first_wrong}")
@@ -386,6 +392,7 @@ def main() -> None:
     parser.add_argument("--litellm", metavar="PATH", help="the program litellm")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="of Tandem's router (default: 1 2)")
     parser.add_argument("--parts", default="route,native", help="of Tandem (default: %(default)s)")
+    parser.add_argument("--concurrency", type=int, default=CONCURRENCY, help="clients (default: %(default)s)")
     settings = parser.parse_args()
     seconds = 0.3 if settings.quick else _MEASURED_S
     ports = [free_port() for _ in range(_NUM_WORKERS)]
@@ -396,7 +403,7 @@ def main() -> None:
         for starting in _targets(settings, workers):
             try:
                 with starting as target:
-                    results[target.name] = _measure_target(target, seconds)
+                    results[target.name] = _measure_target(target, seconds, settings.concurrency)
                     console.print(f"[dim]measured {target.name}[/]")
             except (RuntimeError, OSError) as exc:
                 console.print(f"[red]left out:[/] {exc}")
