@@ -157,10 +157,16 @@ class FairQueue:
             insort(line.priorities, ticket.priority)
         line.tickets[ticket] = level[ticket] = None
         line.work[ticket.priority] = line.work.get(ticket.priority, NO_WORK) + ticket.work
-        asked = Work(0, ticket.work.worker_s, ticket.work.prefill_s)
-        line.ticket_s = ticket.work.worker_s
-        line.rate, line.rated_s = line.rate_at(ticket.arrived_s) + asked * (1 / ARRIVAL_WINDOW_S), ticket.arrived_s
+        self.note_asked(ticket.tenant, ticket.work, ticket.arrived_s)
         self._num_tickets += 1
+
+    def note_asked(self, tenant: str, work: Work, now: float) -> None:
+        """Count a request in what its tenant asks; also one that was refused, of a tenant that is known here."""
+        line = self._lines.get(tenant)
+        if line is not None:
+            asked = Work(0, work.worker_s, work.prefill_s)
+            line.rate, line.rated_s = line.rate_at(now) + asked * (1 / ARRIVAL_WINDOW_S), now
+            line.ticket_s = work.worker_s
 
     def update(self, ticket: Ticket, work: Work) -> None:
         """Change what a waiting request is predicted to take."""
