@@ -2,7 +2,7 @@
 
 `fairness`: nine tenants ask for half of their tenth of the capacity each; a tenth one asks nothing, its share, or ten
 times that.
-`overload`: four tenants together ask once and twice what the workers can do, every request with a TTFT SLO.
+`overload`: one, four or ten tenants together ask once and twice what the workers can do, every request with a TTFT SLO.
 The time a decision takes is real. Workers are described in benchmarks/virtual_cluster.py.
 
     python -m benchmarks.admission
@@ -84,7 +84,7 @@ def overload(settings: argparse.Namespace) -> list[dict[str, Any]]:
     rate = capacity(*pools)
     for slo_s in SLOS_S[: 1 if settings.quick else None]:
         for load in (1.0, 2.0):
-            for num_tenants in (1, 4):
+            for num_tenants in (1, 4, 10):
                 jobs: list[Job] = []
                 for seed in range(settings.seeds):
                     rng = random.Random(seed)

@@ -225,6 +225,9 @@ class Admission:
         Raises `Overloaded` if it is refused.
         """
         if forecast.error is not None:
+            # Late for what others have ahead of it: once they have been served, its tenant's next go before theirs.
+            if forecast.placement.best.terms.ttft_s <= forecast.slo_s:
+                self._queue.note_asked(offer.tenant, forecast.work, now)
             self.reject(offer.tenant, forecast.error)
             raise forecast.error
         self._note_rivals(offer, forecast.slo_s, now)

@@ -29,7 +29,6 @@ MAX_IDLE_TENANTS = 1024  # remembered for what they were served beyond the virtu
 ARRIVAL_WINDOW_S = 10.0  # over which what a tenant asks is averaged
 FORGOTTEN_S = 7 * ARRIVAL_WINDOW_S  # after which less than a thousandth of that average is left
 CREDIT_S = 5.0  # worker seconds, per weight, of its share that a tenant which asked less may have at once later
-DEVIATIONS = 1.0  # standard deviations added to what others will ask: it is less five times in six
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -157,10 +156,16 @@ class FairQueue:
             insort(line.priorities, ticket.priority)
         line.tickets[ticket] = level[ticket] = None
         line.work[ticket.priority] = line.work.get(ticket.priority, NO_WORK) + ticket.work
-        asked = Work(0, ticket.work.worker_s, ticket.work.prefill_s)
-        line.ticket_s = ticket.work.worker_s
-        line.rate, line.rated_s = line.rate_at(ticket.arrived_s) + asked * (1 / ARRIVAL_WINDOW_S), ticket.arrived_s
+        self.note_asked(ticket.tenant, ticket.work, ticket.arrived_s)
         self._num_tickets += 1
+
+    def note_asked(self, tenant: str, work: Work, now: float) -> None:
+        """Count a request in what its tenant asks; also one that was refused, of a tenant that is known here."""
+        line = self._lines.get(tenant)
+        if line is not None:
+            asked = Work(0, work.worker_s, work.prefill_s)
+            line.rate, line.rated_s = line.rate_at(now) + asked * (1 / ARRIVAL_WINDOW_S), now
+            line.ticket_s = work.worker_s
 
     def update(self, ticket: Ticket, work: Work) -> None:
         """Change what a waiting request is predicted to take."""
@@ -224,28 +229,22 @@ class FairQueue:
         """What would be served before a request that comes now.
 
         Of its own tenant all that is as urgent, and of each other one what is served until its tag passes the
-        request's: of what waits there, and of what will have come within `horizon_s` if it asks on as it did, with a
-        margin for chance.
+        request's: of what waits there, and of what will have come within `horizon_s` if it asks on as it did.
         Costs one step per level and tenant that waits, or with a horizon that asked lately; not per request.
         """
         own = self._lines.get(tenant)
         ahead = own.work_until(priority) if own else NO_WORK
         start_tag = self._next_tag(own) + ahead.worker_s / self._weight_of(tenant)
-        variance = 0.0
         for name, line in (self._lines if horizon_s > 0 else self._busy).items():
             lead = start_tag - self._next_tag(line)
             if name == tenant or lead < 0 or (not line.tickets and now - line.rated_s > FORGOTTEN_S):
                 continue
             # Its last request before this one takes its tag beyond this one's. At equal tags the newcomer is first.
             served_s = lead * self._weight_of(name) + line.ticket_s * (lead > 0)
-            coming = line.rate_at(now) * horizon_s
-            asked = line.total + coming
+            asked = line.total + line.rate_at(now) * horizon_s
             if asked.worker_s > 0:
                 ahead += asked * min(served_s / asked.worker_s, 1.0)
-                # Of a Poisson process; what is not served before the request does not matter.
-                room_s = max(served_s - asked.worker_s, 0.0)
-                variance += min(coming.worker_s * line.ticket_s, room_s**2)
-        return ahead * (1 + DEVIATIONS * math.sqrt(variance) / ahead.worker_s) if variance else ahead
+        return ahead
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless sums and orders agree with the tickets."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.virtual_cluster import Arrival, VirtualCluster
+from benchmarks.virtual_cluster import Arrival, VirtualCluster, poisson
 from protocol.config import RouterConfig
 from protocol.errors import DeadlineUnmet, NoWorker, Overloaded
 from protocol.messages import Role, StepStats, Turn, WorkerState
@@ -337,6 +337,46 @@ def test_a_deadline_that_cannot_be_met_is_refused_with_prediction_and_deadline()
     assert 2 < refused.value.retry_after_s < 3.5
     desk.enter(tenant="a")  # its tenant has nothing waiting, so it goes before them
     desk.enter(ttft_slo_s=math.inf)
+
+
+@pytest.mark.parametrize(("slo_s", "is_foreseen"), [(2.0, True), (0.5, False)])
+def test_who_is_refused_for_others_is_expected_to_go_first_later(slo_s: float, is_foreseen: bool) -> None:
+    desk = make_desk()
+    for tenant, num_served in (("a", 8), ("c", 12)):
+        for _ in range(num_served):
+            desk.enter(tenant=tenant)
+            desk.decide()
+            desk.bookings.pop().release()
+    for _ in range(8):
+        desk.enter(tenant="b")
+    for _ in range(2):
+        desk.enter(tenant="a")
+    desk.decide()
+
+    def start_s() -> float:
+        return desk.admission.forecast(make_offer(tenant="c"), 0.0).start_s
+
+    before_s = start_s()
+    for _ in range(10):
+        with pytest.raises(DeadlineUnmet):
+            desk.enter(tenant="a", ttft_slo_s=slo_s)
+    assert (start_s() > before_s) is is_foreseen, "what would be late with nobody before it is never let in"
+
+
+def test_of_many_tenants_at_twice_the_capacity_the_admitted_keep_their_deadlines() -> None:
+    admitted = []
+    for seed in range(3):
+        print(f"seed {seed}")
+        rng = random.Random(seed)
+        arrivals = [
+            arrival
+            for number in range(20)
+            for arrival in poisson(rng, f"t{number}", 8.6 / 20, 60.0, slo_s=2.0, num_retries=1)
+        ]
+        jobs = VirtualCluster(seed=seed).run(arrivals)
+        # Before that it is not known yet how much they ask.
+        admitted += [job for job in jobs if not job.is_refused and job.arrival.time_s > 15.0]
+    assert sum(job.is_in_time for job in admitted) / len(admitted) >= 0.95
 
 
 def test_an_idle_worker_is_worth_a_try_so_that_a_wrong_model_learns() -> None:

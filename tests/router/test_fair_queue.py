@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -150,9 +151,20 @@ def test_who_asks_a_lot_is_expected_to_go_on() -> None:
         queue.add(make_ticket("a", arrived_s=10.0))
     none, some = (queue.ahead("a", 0, 10.0, horizon_s).worker_s - 50 for horizon_s in (0.0, 2.0))
     assert none == 0
-    assert 2.0 * 6 < some < 2.0 * 20, (
-        "it asks 10 worker seconds a second, less what the window has not seen, and a margin"
-    )
+    assert some == pytest.approx(2.0 * 10 * (1 - math.exp(-1)), rel=0.02), "of ten a second the window has seen this"
+
+
+def test_what_was_refused_was_asked_too_but_strangers_are_not_remembered() -> None:
+    queue = make_queue()
+    queue.add(make_ticket("c"))
+    serve(queue, 1)
+    for _ in range(50):
+        queue.add(make_ticket("a"))
+    for _ in range(20):
+        for tenant in ("c", "stranger"):
+            queue.note_asked(tenant, make_ticket(tenant).work, 0.0)
+    assert queue.ahead("a", 0, 0.0, 2.0).worker_s - 50 == pytest.approx(2.0 * 21 / 10)
+    assert "stranger" not in queue._lines
 
 
 def test_tenants_that_ask_no_more_are_forgotten() -> None:
