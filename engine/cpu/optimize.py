@@ -21,7 +21,16 @@ __all__ = ["PackedLinear", "optimize"]
 
 # Linear layers that transformers' attention blocks apply to one and the same input.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"),)
+# Least and most rows of one product. Outside of these oneDNN takes kernels that sum in another order, and a token's
+# result would depend on the batch it is in: for a single row, which two cost no more than; with AMX, for fewer than 37
+# and for more than some 513 (torch 2.13, Xeon with amx_bf16).
+_ROWS, _AMX_ROWS = (2, 1 << 30), (64, 512)
 _PROBE_TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+
+
+def _has_amx() -> bool:
+    """Whether this CPU multiplies tiles of bfloat16."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
 
 
 class PackedLinear(nn.Module):
@@ -34,13 +43,15 @@ class PackedLinear(nn.Module):
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         biases = [linear.bias for linear in linears]
         self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        self._num_rows = _AMX_ROWS if _has_amx() and weight.dtype is not torch.float32 else _ROWS
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., T, in] -> [..., T, sum of out]."""
-        # oneDNN multiplies a single long row by another kernel, which sums in another order. Two equal rows keep a
-        # token's result independent of the batch it is in, and cost no more than one.
-        if x.shape[-2] == 1:
-            return self._product(x.expand(*x.shape[:-2], 2, x.shape[-1]).contiguous())[..., :1, :]
+        num_rows, (least, most) = x.shape[-2], self._num_rows
+        if num_rows > most:
+            return torch.cat([self(part) for part in torch.split(x, most, dim=-2)], dim=-2)
+        if num_rows < least:
+            return self._product(nn.functional.pad(x, (0, 0, 0, least - num_rows)))[..., :num_rows, :]
         return self._product(x)
 
     def _product(self, x: Tensor) -> Tensor:

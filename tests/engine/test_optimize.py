@@ -115,6 +115,20 @@ def test_a_row_of_a_packed_product_does_not_depend_on_the_others(num_in: int, nu
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_in", "num_out"), [(576, 576), (1536, 576)])
+def test_nor_do_those_of_a_long_prompt(num_in: int, num_out: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    linear = nn.Linear(num_in, num_out, bias=False).to(dtype)
+    x = torch.randn(1, 1300, num_in, generator=generator).to(dtype)
+    with torch.inference_mode():
+        packed = PackedLinear([linear])
+        first = packed(x[:, :64])
+        for size in (65, 127, 128, 256, 511, 512, 513, 530, 640, 1024, 1025, 1300):
+            assert torch.equal(packed(x[:, :size])[:, :64], first), f"{size} rows"
+        assert torch.equal(packed(x)[:, -1:], packed(x[:, -1:]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [8, 15, 16, 17, 96])
 def test_kernels_agree_with_torch(dim: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
