@@ -161,14 +161,19 @@ def _explanation(decision: dict[str, Any] | None) -> dict[str, str]:
 
 async def _collect(answer: Answer, deltas: Stream[ChoiceDelta]) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The body of the whole answer, and the decision if it was asked for."""
-    decision = None
+    decision: dict[str, Any] | None = None
     choices = [FinishedChoice(plan.index) for plan in answer.choices]
     usage = Usage(answer.num_prompt_tokens)
+
+    def add(delta: ChoiceDelta) -> bool:
+        nonlocal decision
+        choices[delta.index].add(delta)
+        usage.add(delta)
+        decision = decision or delta.decision
+        return True
+
     async with aclosing(deltas):
-        async for delta in deltas:
-            choices[delta.index].add(delta)
-            usage.add(delta)
-            decision = decision or delta.decision
+        await deltas.pour(add)
     body = {
         "id": answer.answer_id,
         "object": answer.format.plain_object,
