@@ -24,5 +24,6 @@ def _write(cycle: RequestResponseCycle, data: bytes) -> bool:
     """Write a part of a response's body now, or return False: then `send` must do it, and wait if need be."""
     if not cycle.chunked_encoding or cycle.response_complete or cycle.flow.write_paused or cycle.disconnected:
         return False
-    cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    if data:  # an empty chunk would be the end of the body
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
     return True

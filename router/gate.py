@@ -165,6 +165,7 @@ class Gate(Generic[R, B]):
         self._is_woken = False
         while (decided := self._admission.next(self.now())) is not None:
             guest: _Guest[R, B] = decided.waiting.payload
+            decided.waiting.payload = None  # the guest's turn leads back here: no work for the garbage collector
             if isinstance(decided, Drop):
                 _drop(guest, decided.error)
                 continue

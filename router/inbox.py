@@ -3,7 +3,7 @@
 Workers compute in steps, so the tokens of all streams come at once, and turning those of 64 streams into text takes
 some milliseconds. A request that comes meanwhile would wait for the last of them. So only some tasks are woken in a
 turn of the event loop, which looks at its sockets between two turns; what comes before a task's turn it takes in one
-piece: the further behind, the larger the pieces. A first token does not wait for a turn.
+piece: the further behind, the larger the pieces. A task that waits for its first item does not wait for a turn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PER_TURN = 8  # of some 60 us each, where text is made of tokens
 
 
 class Turns:
-    """Makes calls in the order they were asked for, `per_turn` in each turn of the event loop. They must not raise."""
+    """Makes calls in the order they were asked for, `per_turn` in each turn of the event loop."""
 
     def __init__(self, per_turn: int = PER_TURN) -> None:
         self._per_turn = per_turn
@@ -35,11 +35,15 @@ class Turns:
 
     def _take_turn(self) -> None:
         calls = self._calls
-        for _ in range(min(self._per_turn, len(calls))):
-            calls[0]()
-            calls.popleft()  # NOTE: only now; to `add` no calls mean that no turn is due
-        if calls:
-            asyncio.get_running_loop().call_soon(self._take_turn)
+        try:
+            for _ in range(min(self._per_turn, len(calls))):
+                try:
+                    calls[0]()
+                finally:
+                    calls.popleft()  # NOTE: only now; to `add` no calls mean that no turn is due
+        finally:
+            if calls:  # also behind one that raised, which the event loop logs
+                asyncio.get_running_loop().call_soon(self._take_turn)
 
 
 class Inbox(Generic[T]):
@@ -100,8 +104,8 @@ class Inbox(Generic[T]):
         try:
             is_enough = self._sink is None or not self._sink(self._take_all())
         except Exception as exc:
-            if not waiter.done():
-                waiter.set_exception(exc)
+            if not waiter.done():  # a future cannot take a StopIteration
+                waiter.set_exception(RuntimeError(repr(exc)) if isinstance(exc, StopIteration) else exc)
         else:
             if is_enough and not waiter.done():
                 waiter.set_result(None)

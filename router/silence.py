@@ -30,6 +30,7 @@ class SilenceWatch:
     def close(self) -> None:
         """Watch no longer."""
         self._timer.cancel()
+        self._on_silence = _nobody  # so that its owner, which holds this, is gone without the garbage collector
 
     def _look(self) -> None:
         left_s = self._timeout_s - (self._loop.time() - self._since_s)
@@ -37,3 +38,7 @@ class SilenceWatch:
             self._on_silence()
         else:
             self._timer = self._loop.call_later(min(left_s, self._timeout_s), self._look)
+
+
+def _nobody() -> None:
+    """Who is called back after the end."""

@@ -57,7 +57,7 @@ class GeneratorStream(Stream[T]):
 
 
 class InboxStream(Stream[T], Generic[I, T]):
-    """What is made of the items of an inbox. An error closes it."""
+    """What is made of the items of an inbox. An error, or being read to the end, closes it."""
 
     def __init__(self, inbox: Inbox[I]) -> None:
         self._inbox = inbox
@@ -78,6 +78,7 @@ class InboxStream(Stream[T], Generic[I, T]):
                 self._make(items)
             return self._due.popleft()
         except BaseException:
+            self._has_ended = True
             self.close()
             raise
 
@@ -95,8 +96,12 @@ class InboxStream(Stream[T], Generic[I, T]):
                 self._begin_wait()
                 await self._inbox.pour(take)
                 self._end_wait()
-            return not self._due and not self._is_more()
+            is_over = self._has_ended and self._error is None and not self._due
+            if is_over:
+                self.close()
+            return is_over  # NOTE: an error behind what the reader has taken is for the next call
         except BaseException:
+            self._has_ended = True
             self.close()
             raise
 

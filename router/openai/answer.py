@@ -107,8 +107,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, as an ASGI app."""
-        outlet = Outlet(scope, send)
         async with aclosing(self._deltas):
+            outlet = Outlet(scope, send)
             try:
                 async with while_connected(receive):
                     await self._send(outlet)
@@ -146,7 +146,6 @@ class EventStream(Response):
         while not has_ended:
             await outlet.drained()
             has_ended = await self._deltas.pour(show)
-        await outlet.drained()
         return chunks.ending()
 
     def _error_event(self, body: dict[str, Any]) -> bytes:

@@ -206,6 +206,8 @@ class _Choice(Stream[ChoiceDelta]):
             is_over = await self._opened().pour(lambda delta: into(self._seen(delta)) and not self._has_ended)
             if is_over and not self._has_ended:
                 raise WorkerError(NO_REASON)
+        if self._has_ended:
+            await self.aclose()
         return self._has_ended
 
     async def aclose(self) -> None:
@@ -218,8 +220,8 @@ class _Choice(Stream[ChoiceDelta]):
 
     def _opened(self) -> Stream[TokenDelta]:
         if self._deltas is None:
-            self._clock.start()
             self._deltas = self._backend.serve(self._plan.request)
+            self._clock.start()
         return self._deltas
 
     def _seen(self, delta: TokenDelta) -> ChoiceDelta:

@@ -21,7 +21,7 @@ class Outlet:
     """
 
     def __init__(self, scope: Scope, send: Send) -> None:
-        extension = scope.get("extensions", {}).get(DIRECT_WRITE, {})
+        extension = (scope.get("extensions") or {}).get(DIRECT_WRITE, {})
         self._write: Callable[[bytes], bool] = extension.get("write", _cannot_write)
         self._send = send
         self._sending: Started | None = None  # what waits for the client
@@ -53,7 +53,8 @@ class Outlet:
             await self._sending
 
     async def end(self, events: bytes) -> None:
-        """Send the last part of a stream."""
+        """Send the last part of a stream, behind what waits."""
+        await self.drained()
         await self.send({"type": "http.response.body", "body": events, "more_body": False})
 
     def close(self) -> None:

@@ -56,6 +56,7 @@ async def test_parts_are_chunks_of_a_body_and_the_connection_goes_on() -> None:
         await outlet.start([(b"content-type", b"text/event-stream")])
         for number in range(20):
             assert outlet.show(PART % number)
+            assert outlet._write(b"")  # is not the end
         ways.append(outlet._write(PART % 20))
         await outlet.end(b"last")
         ways.append(outlet._write(b"too late"))

@@ -90,6 +90,32 @@ async def test_items_before_anyone_waits_and_after_a_cancelled_wait_are_kept() -
     assert inbox.is_empty
 
 
+async def test_a_call_that_raises_stops_nobody_else() -> None:
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    made: list[str] = []
+    turns = Turns(per_turn=2)
+
+    def fail() -> None:
+        raise RuntimeError("as told")
+
+    for call in (fail, lambda: made.append("second"), lambda: made.append("third")):
+        turns.add(call)
+    for _ in range(4):
+        await turn()
+    assert made == ["second", "third"]
+    assert [str(context["exception"]) for context in told] == ["as told"]
+
+
+async def test_whatever_a_sink_raises_reaches_its_reader() -> None:
+    inbox: Inbox[int] = Inbox(Turns())
+    pouring = asyncio.create_task(inbox.pour(lambda _: next(iter(()))))
+    await turn()
+    inbox.put(1)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await pouring
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60), st.integers(1, 4))
 def test_every_item_is_taken_once_and_in_order(puts: list[tuple[int, bool]], per_turn: int) -> None:
     async def scenario() -> None:

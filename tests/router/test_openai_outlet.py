@@ -92,3 +92,14 @@ async def test_closing_ends_what_waits_for_the_client() -> None:
     server.room.set()
     await server.outlet.drained()
     assert server.sent == []
+
+
+async def test_the_end_comes_behind_what_waits() -> None:
+    server = Server()
+    server.room.clear()
+    assert not server.outlet.show(b"one")
+    ending = asyncio.create_task(server.outlet.end(b"last"))
+    await asyncio.sleep(0)
+    server.room.set()
+    await ending
+    assert server.sent == [b"one", b"last"]

@@ -6,9 +6,17 @@ from collections.abc import AsyncGenerator, Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
+from protocol.errors import WorkerError
+from protocol.sampling import SamplingParams
 from router.inbox import Inbox, Turns
+from router.metrics import EdgeMetrics, RequestClock
+from router.openai.backend import GenerateRequest, TokenDelta
+from router.openai.generation import ChoiceDelta, ChoicePlan, run_choices
 from router.streams import GeneratorStream, InboxStream, Stream
+from router.tokenizer import Tokenizer
+from tests.router.fake_backend import FakeBackend
 
 pytestmark = pytest.mark.anyio
 
@@ -204,3 +212,59 @@ def test_however_it_is_read_all_comes_once_and_in_order(steps: list[str], every:
         assert got == [2 * number for number in range(num_put)]
 
     asyncio.run(scenario())
+
+
+async def test_an_error_behind_what_the_reader_has_taken_is_for_its_next_call() -> None:
+    stream = Doubled(Turns())
+    pouring = asyncio.create_task(stream.pour(lambda _: False))  # a slow reader
+    await turns_pass()
+    stream.inbox.put(1)
+    stream.inbox.put(FAIL)
+    assert not await pouring
+    assert stream.num_closed == 0
+    with pytest.raises(ValueError, match="as told"):
+        await stream.pour(lambda _: True)
+
+
+async def test_read_to_its_end_it_is_closed() -> None:
+    stream = Doubled(Turns())
+    pouring = asyncio.create_task(stream.pour(lambda _: False))
+    await turns_pass()
+    stream.inbox.put(1)
+    stream.inbox.put(END)
+    assert await pouring
+    assert stream.num_closed == 1
+
+
+async def test_an_answer_ended_by_a_stop_string_has_no_error_behind_it(tokenizer: Tokenizer) -> None:
+    class Tokens(InboxStream[TokenDelta | WorkerError, TokenDelta]):
+        num_closed = 0
+
+        async def _begin(self) -> None:
+            pass
+
+        def _make(self, items: list[TokenDelta | WorkerError]) -> None:
+            for item in items:
+                if isinstance(item, WorkerError):
+                    self._error = item
+                else:
+                    self._due.append(item)
+
+        def close(self) -> None:
+            self.num_closed += 1
+
+    inbox: Inbox[TokenDelta | WorkerError] = Inbox(Turns())
+    tokens = Tokens(inbox)
+    backend = FakeBackend(tokenizer)
+    backend.serve = lambda _: tokens  # type: ignore[method-assign]
+    request = GenerateRequest("r", [1], SamplingParams(max_tokens=50))
+    metrics = EdgeMetrics(CollectorRegistry())
+    deltas = run_choices(backend, [ChoicePlan(0, request, ("world",))], tokenizer, lambda: RequestClock(metrics, 0.0))
+    got: list[ChoiceDelta] = []
+    pouring = asyncio.create_task(deltas.pour(lambda delta: got.append(delta) or True))  # type: ignore[func-returns-value]
+    await turns_pass()
+    inbox.put(TokenDelta(tokenizer.encode("hello world", add_special_tokens=False)))
+    inbox.put(WorkerError("dead"))
+    assert await pouring
+    assert (got[-1].finish_reason, got[-1].stop_reason, tokens.num_closed) == ("stop", "world", 1)
+    assert await deltas.pour(lambda _: True)
