@@ -58,11 +58,6 @@ class Inbox(Generic[T]):
         self._is_first = True
         self._is_turn_due = False
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing has come since the last time."""
-        return not self._items
-
     def put(self, item: T) -> None:
         """Add an item. Its task takes it in its turn; the first one at once."""
         self._items.append(item)

@@ -87,7 +87,7 @@ async def test_items_before_anyone_waits_and_after_a_cancelled_wait_are_kept() -
     for _ in range(3):
         await turn()
     assert await inbox.take() == [3]
-    assert inbox.is_empty
+    assert inbox._items == []
 
 
 async def test_a_call_that_raises_stops_nobody_else() -> None:

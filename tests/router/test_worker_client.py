@@ -273,7 +273,7 @@ def test_removing_a_worker_waits_for_what_it_runs() -> None:
             leg.close()
             await asyncio.wait_for(removing, 1)
             assert len(cluster.registry) == 0
-            assert inbox.is_empty
+            assert inbox._items == []
 
     asyncio.run(scenario())
 
