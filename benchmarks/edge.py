@@ -12,14 +12,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,9 +31,11 @@ import psutil
 
 from benchmarks.common import arguments, console, free_port, launched, ms, print_table, ratio, running, write_result
 from benchmarks.mock_engine import MODEL, expected_text
+from benchmarks.native_edge import BareClient
 from loadtest.client import run_measured
+from protocol.sampling import SamplingParams
 
-__all__ = ["Measured", "Shape", "main", "measure"]
+__all__ = ["Measured", "Shape", "main", "measure", "measure_bare"]
 
 CONCURRENCY = 64
 _WARM_UP_S, _MEASURED_S = 1.5, 4.0
@@ -40,6 +44,8 @@ _MAX_REMEMBERED = 10_000  # different answers
 _NUM_WORKERS = 2
 _NO_KEY = {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"}
 _PATH = "/v1/chat/completions"
+_DIRECT, _BARE = "direct", "direct to Tandem's workers"  # with no router
+_NATIVE = [sys.executable, "-m", "benchmarks.native_edge"]
 # Differ between two equal answers.
 _VARIABLE = re.compile(rb'"(id|system_fingerprint)":\s*"[^"]*"|"created":\s*\d+')
 
@@ -220,12 +226,15 @@ def _requests(url: str, shape: Shape) -> Iterator[tuple[bytes, int]]:
 
 async def measure(
     url: str,
-    shape: Shape,
     cpu_s: Callable[[], tuple[float, float]],
+    shape: Shape,
     seconds: float,
     concurrency: int = CONCURRENCY,
 ) -> Measured:
-    """A closed loop. Raises `OSError` when a connection breaks."""
+    """A closed loop over HTTP. `cpu_s` tells the seconds of all the router's processes, and of the first one, so far.
+
+    Raises `OSError` when a connection breaks.
+    """
     loop = asyncio.get_running_loop()
     requests, checker = _requests(url, shape), _Checker(shape)
     host, port = url.removeprefix("http://").split(":")
@@ -251,6 +260,31 @@ async def measure(
     return measured
 
 
+async def measure_bare(endpoints: list[str], shape: Shape, seconds: float, concurrency: int = CONCURRENCY) -> Measured:
+    """The same closed loop over the protocol of Tandem's own workers, with nothing in between."""
+    measured, has_begun = Measured(), asyncio.Event()
+
+    def on_answer(first_s: float, num_tokens: int) -> None:
+        has_begun.set()
+        measured.num_answers += 1
+        measured.num_chunks += num_tokens
+        measured.first_s.append(first_s)
+
+    sampling = (SamplingParams(max_tokens=shape.length(i), seed=shape.step_ms) for i in itertools.count())
+    client = BareClient(endpoints, sampling, concurrency, on_answer)
+    try:
+        async with asyncio.timeout(30.0):
+            await has_begun.wait()  # the workers may be starting still
+        await asyncio.sleep(min(_WARM_UP_S, seconds))
+        measured = Measured()
+        started_s = time.perf_counter()
+        await asyncio.sleep(seconds)
+        measured.seconds = time.perf_counter() - started_s
+    finally:
+        client.close()
+    return measured
+
+
 def _cpu_of(pid: int) -> Callable[[], tuple[float, float]]:
     """CPU seconds of a process and all it started, and of it alone, so far."""
     process = psutil.Process(pid)
@@ -267,15 +301,17 @@ class Target:
     """Something that answers."""
 
     name: str
-    url: str
-    cpu_s: Callable[[], tuple[float, float]]  # of all its processes, and of the first one alone
+    measure: Callable[[Shape, float, int], Coroutine[Any, Any, Measured]]  # shape, seconds, concurrency
+    base: str = _DIRECT  # what its latency is compared with
 
 
 @contextlib.contextmanager
-def _launched(name: str, command: list[str], port: int, ready: str, **env: str) -> Iterator[Target]:
+def _launched(
+    name: str, command: list[str], port: int, ready: str, *, base: str = _DIRECT, **env: str
+) -> Iterator[Target]:
     url = f"http://127.0.0.1:{port}"
     with launched(command, ready=url + ready, env=env) as running:
-        yield Target(name, url, _cpu_of(running.process.pid))
+        yield Target(name, partial(measure, url, _cpu_of(running.process.pid)), base)
 
 
 @contextlib.contextmanager
@@ -292,13 +328,25 @@ def _route(workers: list[str], num_processes: int) -> Iterator[Target]:
 
 
 @contextlib.contextmanager
-def _native(settings: argparse.Namespace, num_processes: int) -> Iterator[Target]:
+def _native_workers() -> Iterator[list[str]]:
     endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(_NUM_WORKERS)]
+    with running([*_NATIVE, "worker", *endpoints]):
+        yield endpoints
+
+
+@contextlib.contextmanager
+def _bare() -> Iterator[Target]:
+    with _native_workers() as endpoints:
+        yield Target(_BARE, partial(measure_bare, endpoints))
+
+
+@contextlib.contextmanager
+def _native(settings: argparse.Namespace, num_processes: int) -> Iterator[Target]:
     port = free_port()
-    script = [sys.executable, "-m", "benchmarks.native_edge"]
-    with running([*script, "worker", *endpoints]):
-        command = [*script, "edge", str(port), settings.model, str(num_processes), *endpoints]
-        with _launched(_named("tandem serve's edge", num_processes), command, port, "/ready") as target:
+    with _native_workers() as endpoints:
+        command = [*_NATIVE, "edge", str(port), settings.model, str(num_processes), *endpoints]
+        name = _named("tandem serve's edge", num_processes)
+        with _launched(name, command, port, "/ready", base=_BARE) as target:
             yield target
 
 
@@ -330,7 +378,9 @@ def _litellm(program: str, workers: list[str]) -> Iterator[Target]:
 
 
 def _targets(settings: argparse.Namespace, workers: list[str]) -> Iterator[contextlib.AbstractContextManager[Target]]:
-    yield contextlib.nullcontext(Target("direct", workers[0], lambda: (0.0, 0.0)))
+    yield contextlib.nullcontext(Target(_DIRECT, partial(measure, workers[0], lambda: (0.0, 0.0))))
+    if "native" in settings.parts:
+        yield _bare()
     for num_processes in settings.processes:
         if "route" in settings.parts:
             yield _route(workers, num_processes)
@@ -351,9 +401,9 @@ def _named(name: str, num_processes: int) -> str:
 
 
 def _measure_target(target: Target, seconds: float, concurrency: int) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {"base": target.base}
     for shape in SHAPES:
-        measured = run_measured(measure(target.url, shape, target.cpu_s, seconds, concurrency))
+        measured = run_measured(target.measure(shape, seconds, concurrency))
         found[shape.name] = measured.to_json()
         if measured.num_wrong:
             console.print(f"[red]{target.name}, {shape.name}: {measured.num_wrong} wrong:[/] {measured.first_wrong}")
@@ -361,13 +411,14 @@ def _measure_target(target: Target, seconds: float, concurrency: int) -> dict[st
 
 
 def _show(results: dict[str, dict[str, Any]]) -> None:
-    direct = results.get("direct", {})
+    unknown = {"p50_s": math.nan, "p99_s": math.nan}
     for shape in SHAPES:
         rows = []
         for name, found in results.items():
             one = found[shape.name]
-            base = direct.get(shape.name, {"p50_s": math.nan, "p99_s": math.nan})
-            added = [ms(one[key] - base[key]) if name != "direct" else ms(one[key]) for key in ("p50_s", "p99_s")]
+            base = results.get(found["base"], {}).get(shape.name, unknown)
+            is_base = name in (_DIRECT, _BARE)
+            added = [ms(one[key]) if is_base else ms(one[key] - base[key]) for key in ("p50_s", "p99_s")]
             rates = [one[key] for key in ("requests_per_s", "chunks_per_s", "requests_per_cpu_s", "chunks_per_cpu_s")]
             share = [one["cpu_share"], one["first_cpu_share"], one["client_cpu_share"]]
             rows.append([name, *added, ms(one["gap_p50_s"]), *rates, *share, one["num_wrong"]])
@@ -376,7 +427,7 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
             f"{shape.name}: {shape.num_tokens} tokens" + (f", {shape.step_ms} ms a step" if shape.step_ms else ""),
             [*headings, "first's", "client's", "wrong"],
             rows,
-            "ms to the first bytes, added to those of the first row; gap: longest pause of a stream",
+            f"ms to the first bytes, added to those of '{_DIRECT}' or '{_BARE}'; gap: longest pause of a stream",
         )
 
 

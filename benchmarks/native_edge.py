@@ -6,6 +6,7 @@
 The workers speak the real protocol over ZeroMQ, all of them in one process, and send one message per step with the new
 token of every sequence. The edge is the app of `tandem serve` with everything behind it but the workers: chat template,
 tokenizer, placement, admission, request flow, detokenizer. `seed` is the length of a step, as in `mock_engine`.
+`BareClient` asks the same workers with nothing in between.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import asyncio
 import signal
 import sys
 import time
+import uuid
 from collections import deque
+from collections.abc import Callable, Iterator
 
 import uvloop
 import zmq
@@ -47,19 +50,22 @@ from protocol.messages import (
     decode_message,
     encode_message,
 )
+from protocol.sampling import SamplingParams
 from router.cache_sizing import CacheSizing
 from router.cost_model import CostModel
 from router.flow import RequestFlow
+from router.message_socket import MessageSocket
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Registry
 from router.tokenizer import Tokenizer
 from router.worker_client import WorkerClient
 
-__all__ = ["address_of", "main", "make_flow"]
+__all__ = ["BareClient", "address_of", "main", "make_flow"]
 
 _BEAT_S = 0.5
 _FIRST_WORDS = 4096  # longest answer
+_PROMPT = list(range(256))  # of the bare client, about as long as that of a request over HTTP
 
 
 def address_of(endpoint: str) -> PeerAddress:
@@ -179,6 +185,58 @@ class _Worker:
             namespace=b"mock",
             pid=0,
         )
+
+
+class BareClient:
+    """Keeps `concurrency` requests running on the workers, as many on each, until `close`.
+
+    Calls `on_answer` with the seconds to the first token and the number of tokens. Belongs to the running event loop.
+    """
+
+    def __init__(
+        self,
+        endpoints: list[str],
+        sampling: Iterator[SamplingParams],
+        concurrency: int,
+        on_answer: Callable[[float, int], None],
+    ) -> None:
+        self._sampling = sampling
+        self._on_answer = on_answer
+        self._asked_s: dict[str, float] = {}  # by request
+        self._first_s: dict[str, float] = {}
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._workers = [self._connected(i, endpoint) for i, endpoint in enumerate(endpoints)]
+        for i in range(concurrency):
+            self._ask(i % len(endpoints))
+
+    def close(self) -> None:
+        """Hang up."""
+        for worker in self._workers:
+            worker.close()
+        self._context.term()
+
+    def _connected(self, i: int, endpoint: str) -> MessageSocket:
+        socket = self._context.socket(zmq.DEALER)
+        socket.connect(endpoint)
+        return MessageSocket(socket, lambda frames: self._take(i, decode_message(frames[0])))
+
+    def _ask(self, i: int) -> None:
+        request = Generate(request_id=uuid.uuid4().hex, token_ids=_PROMPT, sampling=next(self._sampling))
+        self._asked_s[request.request_id] = time.perf_counter()
+        self._workers[i].send(encode_message(request))
+
+    def _take(self, i: int, message: Message) -> None:
+        assert isinstance(message, StepOutput), "the worker was asked for nothing else"
+        now = time.perf_counter()
+        for delta in message.deltas:
+            if delta.request_id not in self._asked_s:
+                continue  # of a client before this one
+            if delta.offset == 0:
+                self._first_s[delta.request_id] = now - self._asked_s[delta.request_id]
+            if delta.finish_reason is not None:
+                del self._asked_s[delta.request_id]
+                self._on_answer(self._first_s.pop(delta.request_id), delta.offset + len(delta.token_ids))
+                self._ask(i)
 
 
 def _run_workers(endpoints: list[str]) -> None:

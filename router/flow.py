@@ -74,7 +74,7 @@ class RequestFlow:
         self._roots: dict[tuple[bytes, str, str], bytes] = {}
         self.cache = PinService(registry, index, workers, config, self._digests, clock=clock)
         self._running: set[_Generation] = set()
-        self._turns = Turns() if config.router_processes == 1 else Turns(PER_TURN_OF_HUB)
+        self._turns = Turns() if config.router_processes == 1 else Turns(PER_TURN_OF_HUB, PER_TURN_OF_HUB)
         self._is_shut_down = False
         self.num_handoffs = 0  # requests that both workers of a pair sent tokens for
         self.autoscaler_status: dict[str, object] = {}  # set by whoever runs the autoscaler

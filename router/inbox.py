@@ -17,14 +17,18 @@ __all__ = ["Inbox", "Turns"]
 
 T = TypeVar("T")
 
-PER_TURN = 8  # of some 60 us each, where text is made of tokens
+# Calls in a turn, of some 60 us each where text is made of tokens. A turn costs 9 us itself, so of many that wait more
+# are made in one; of few it is one or two, as a request that begins waits for four turns or so up to its first token.
+LEAST_PER_TURN, MOST_PER_TURN = 1, 8
+_SHARE = 16  # of those that wait, one in so many
 
 
 class Turns:
-    """Makes calls in the order they were asked for, `per_turn` in each turn of the event loop."""
+    """Makes calls in the order they were asked for, some in each turn of the event loop: the more wait, the more."""
 
-    def __init__(self, per_turn: int = PER_TURN) -> None:
-        self._per_turn = per_turn
+    def __init__(self, least: int = LEAST_PER_TURN, most: int = MOST_PER_TURN) -> None:
+        self._least = least
+        self._most = most
         self._calls: deque[Callable[[], None]] = deque()
 
     def add(self, call: Callable[[], None]) -> None:
@@ -36,7 +40,7 @@ class Turns:
     def _take_turn(self) -> None:
         calls = self._calls
         try:
-            for _ in range(min(self._per_turn, len(calls))):
+            for _ in range(min(max(len(calls) // _SHARE, self._least), self._most, len(calls))):
                 try:
                     calls[0]()
                 finally:

@@ -20,7 +20,7 @@ async def turn() -> None:
 
 async def test_a_few_calls_are_made_in_a_turn_in_the_order_they_were_asked_for() -> None:
     made: list[int] = []
-    turns = Turns(per_turn=3)
+    turns = Turns(3, 3)
     for number in range(8):
         turns.add(lambda number=number: made.append(number))  # type: ignore[misc]
     for expected in (0, 3, 6, 8, 8):
@@ -28,9 +28,23 @@ async def test_a_few_calls_are_made_in_a_turn_in_the_order_they_were_asked_for()
         await turn()
 
 
+async def test_the_more_calls_wait_the_more_are_made_in_a_turn() -> None:
+    made: list[int] = []
+    turns = Turns(least=1, most=4)
+    for number in range(100):
+        turns.add(lambda number=number: made.append(number))  # type: ignore[misc]
+    sizes = []
+    while len(made) < 100:
+        before = len(made)
+        await turn()
+        sizes.append(len(made) - before)
+    assert sizes == sorted(sizes, reverse=True)
+    assert (sizes[0], sizes[-1]) == (4, 1)
+
+
 async def test_calls_may_ask_for_more_and_no_turn_is_lost() -> None:
     made: list[str] = []
-    turns = Turns(per_turn=1)
+    turns = Turns(1, 1)
 
     def again(name: str) -> None:
         made.append(name)
@@ -47,7 +61,7 @@ async def test_calls_may_ask_for_more_and_no_turn_is_lost() -> None:
 
 
 async def test_a_first_item_waits_for_no_turn_and_later_ones_come_together() -> None:
-    turns = Turns(per_turn=1)
+    turns = Turns(1, 1)
     inboxes: list[Inbox[str]] = [Inbox(turns) for _ in range(3)]
     taken: list[tuple[int, list[str]]] = []
 
@@ -94,7 +108,7 @@ async def test_a_call_that_raises_stops_nobody_else() -> None:
     told: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
     made: list[str] = []
-    turns = Turns(per_turn=2)
+    turns = Turns(2, 2)
 
     def fail() -> None:
         raise RuntimeError("as told")
@@ -119,7 +133,7 @@ async def test_whatever_a_sink_raises_reaches_its_reader() -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60), st.integers(1, 4))
 def test_every_item_is_taken_once_and_in_order(puts: list[tuple[int, bool]], per_turn: int) -> None:
     async def scenario() -> None:
-        turns = Turns(per_turn)
+        turns = Turns(per_turn, per_turn)
         inboxes: list[Inbox[int]] = [Inbox(turns) for _ in range(4)]
         taken: list[list[int]] = [[] for _ in inboxes]
 

@@ -186,7 +186,7 @@ async def test_a_generator_is_a_stream_too() -> None:
 @given(st.lists(st.sampled_from(["put", "turn", "pour", "next"]), max_size=40), st.integers(1, 5))
 def test_however_it_is_read_all_comes_once_and_in_order(steps: list[str], every: int) -> None:
     async def scenario() -> None:
-        stream = Doubled(Turns(per_turn=1))
+        stream = Doubled(Turns(1, 1))
         got: list[int] = []
         num_put = 0
 
