@@ -29,20 +29,24 @@ class Turns:
     def __init__(self, least: int = LEAST_PER_TURN, most: int = MOST_PER_TURN) -> None:
         self._least = least
         self._most = most
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], bool]] = deque()
 
-    def add(self, call: Callable[[], None]) -> None:
-        """Have this called when its turn comes. Belongs to the event loop that runs."""
+    def add(self, call: Callable[[], bool]) -> None:
+        """Have this called when its turn comes. It returns whether there was anything to do: if not, it is no turn.
+
+        Belongs to the event loop that runs.
+        """
         if not self._calls:
             asyncio.get_running_loop().call_soon(self._take_turn)
         self._calls.append(call)
 
     def _take_turn(self) -> None:
         calls = self._calls
+        num_left = min(max(len(calls) // _SHARE, self._least), self._most)
         try:
-            for _ in range(min(max(len(calls) // _SHARE, self._least), self._most, len(calls))):
+            while calls and num_left:
                 try:
-                    calls[0]()
+                    num_left -= calls[0]()
                 finally:
                     calls.popleft()  # NOTE: only now; to `add` no calls mean that no turn is due
         finally:
@@ -92,14 +96,15 @@ class Inbox(Generic[T]):
         finally:
             self._sink = None
 
-    def _take_turn(self) -> None:
+    def _take_turn(self) -> bool:
         self._is_turn_due = False
-        self._wake()
+        return self._wake()
 
-    def _wake(self) -> None:
+    def _wake(self) -> bool:
+        """Give what there is to whoever waits for it, if anyone does."""
         waiter = self._waiter
         if waiter is None or waiter.done() or not self._items:
-            return
+            return False
         try:
             is_enough = self._sink is None or not self._sink(self._take_all())
         except Exception as exc:
@@ -108,6 +113,7 @@ class Inbox(Generic[T]):
         else:
             if is_enough and not waiter.done():
                 waiter.set_result(None)
+        return True
 
     def _take_all(self) -> list[T]:
         items, self._items = self._items, []
