@@ -24,7 +24,7 @@ from router.cost_model import StepModel
 from router.engines.engine import Engine
 from router.engines.errors import EngineBusy, EngineFailed, engine_errors
 from router.engines.fleet import Fleet, Placed
-from router.engines.sse import Event, EventSplitter, count_pieces, parse_event, split_events
+from router.engines.sse import Event, EventSplitter, leading_pieces, parse_event, split_events
 from router.engines.upstream import Reply
 from router.metrics import EdgeMetrics, RequestClock
 from router.openai.outlet import Outlet
@@ -364,15 +364,13 @@ class Exchange:
 
     def _seen(self, events: bytes) -> bytes:
         """Learn from events; what of them the client gets. Comments that keep a connection alive go no further."""
-        if num_pieces := count_pieces(events):
+        num_pieces, end = leading_pieces(events)
+        if num_pieces:
             self._note_tokens(num_pieces)
-            return events
-        shown = []
-        for raw in split_events(events):
-            if count_pieces(raw):
-                self._note_tokens(1)
-                shown.append(raw)
-                continue
+            if end == len(events):
+                return events
+        shown = [events[:end]]
+        for raw in split_events(events[end:]):
             event = parse_event(raw)
             if event.error is not None:
                 message = str(event.error.get("message", ""))[:MAX_ERROR_CHARS]

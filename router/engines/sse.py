@@ -1,6 +1,6 @@
 """Server-sent events of an engine, taken apart no further than needed: they are passed on as they came.
 
-Most of what comes is text and nothing else. `count_pieces` finds that out from the bytes alone, at a tenth of what it
+Most of what comes is text and nothing else. `leading_pieces` finds that out from the bytes alone, at a tenth of what it
 costs to parse them; only the rest is looked into.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-__all__ = ["Event", "EventSplitter", "count_pieces", "parse_event", "split_events"]
+__all__ = ["Event", "EventSplitter", "leading_pieces", "parse_event", "split_events"]
 
 MAX_EVENT_BYTES = 16 * 1024 * 1024
 _END = re.compile(rb"\r?\n\r?\n")
@@ -78,18 +78,36 @@ class EventSplitter:
         return data[:end]
 
 
-def count_pieces(events: bytes) -> int:
-    """Number of events, if each brings a part of the answer and nothing that one must know; else 0.
+def leading_pieces(events: bytes) -> tuple[int, int]:
+    """Number of leading events that each bring a part of the answer and nothing that one must know; where they end.
+
+    Looks at all of them, then at all but the last two: what is more is usage and `[DONE]`, as a rule.
+    """
+    if count := _count_pieces(events):
+        return count, len(events)
+    end = len(events)
+    for _ in range(3):
+        end = events.rfind(b"\n\n", 0, end)
+        if end < 0:
+            return 0, 0
+    end += 2
+    count = _count_pieces(events[:end])
+    return count, end if count else 0
+
+
+def _count_pieces(events: bytes) -> int:
+    """Number of events, if each is a piece; else 0.
 
     NOTE: quotes and line ends within JSON strings are escaped, so none of what is looked for can be text of an answer.
     """
-    count = events.count(b"\n\n")
+    count = 1 + events.count(b"\n\ndata: {")
     if (
         not events.startswith(b"data: {")
-        or events.count(b"\n\ndata: {") != count - 1
+        or not events.endswith(b"\n\n")
+        or events.count(b"\n") != 2 * count  # those that were counted, and no others
+        or b"\r" in events
         or events.count(b'"choices"') != count
         or b'"error"' in events
-        or b"\r" in events
         or events.count(b'"usage"') != events.count(b'"usage":null')
     ):
         return 0

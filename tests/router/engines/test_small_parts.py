@@ -15,7 +15,7 @@ from router.cost_model import CPU_PRIOR, StepModel
 from router.engines.load import EngineLoad, EngineSize, model_of, parse_load, parse_size
 from router.engines.pace import EnginePace
 from router.engines.prompts import TextReader, TokenReader, max_tokens_of
-from router.engines.sse import EventSplitter, count_pieces, parse_event, split_events
+from router.engines.sse import EventSplitter, leading_pieces, parse_event, split_events
 from router.tokenizer import Tokenizer
 
 VLLM = """# HELP vllm:num_requests_running Number of requests
@@ -95,16 +95,27 @@ EVENTS = st.one_of(
 def test_what_counts_as_pieces_has_nothing_else_in_it(bodies: list[dict[str, Any]], spaced: bool, tail: bytes) -> None:
     separators = (", ", ": ") if spaced else (",", ":")
     wire = b"".join(f"data: {json.dumps(body, separators=separators)}\n\n".encode() for body in bodies) + tail
-    events = [parse_event(raw) for raw in split_events(wire)]
-    count = count_pieces(wire)
-    if count:
-        assert count == len(events)
-        assert all("choices" in (event.body or {}) for event in events)
-        assert not any(event.error or event.usage or event.is_done for event in events)
-    elif not spaced:
+    count, end = leading_pieces(wire)
+    pieces = [parse_event(raw) for raw in split_events(wire[:end])]
+    assert count == len(pieces)
+    assert all("choices" in (event.body or {}) for event in pieces)
+    assert not any(event.error or event.usage or event.is_done for event in pieces)
+    rest = [parse_event(raw) for raw in split_events(wire[end:])]
+    assert b"".join(event.raw for event in rest) == wire[end:]
+    if not spaced:
         # A text that is itself such a word in quotes looks like one of these, and takes the slow way too.
-        plain = [event for event in events if event.has_choices and not re.search(rb'"usage"|"error"', event.raw)]
-        assert len(plain) < len(events), "what is nothing but text takes the slow way"
+        plain = [event for event in rest if event.has_choices and not re.search(rb'"usage"|"error"', event.raw)]
+        assert not rest or len(plain) < len(rest), "what is nothing but text takes the slow way"
+
+
+def test_only_the_end_of_a_stream_is_looked_into() -> None:
+    piece = b'data: {"choices": [{"text": "a"}]}\n\n'
+    usage, done = b'data: {"choices": [], "usage": {"prompt_tokens": 1}}\n\n', b"data: [DONE]\n\n"
+    assert leading_pieces(70 * piece) == (70, 70 * len(piece))
+    assert leading_pieces(70 * piece + done) == (69, 69 * len(piece))
+    assert leading_pieces(70 * piece + usage + done) == (70, 70 * len(piece))
+    assert leading_pieces(usage + done) == (0, 0)
+    assert leading_pieces(b"") == (0, 0)
 
 
 def test_parts_of_events() -> None:
