@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jinja2
-from transformers import AutoTokenizer
 
 from protocol.errors import ConfigError, RequestError
 from router.detokenizer import Detokenizer
@@ -30,6 +29,8 @@ class Tokenizer:
     """A model's tokenizer. Every method may be called from several threads at once."""
 
     def __init__(self, folder: str | Path) -> None:
+        from transformers import AutoTokenizer  # NOTE: brings torch, 2 s and 200 MB that a router of engines can spare
+
         self._hf: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         if not self._hf.is_fast:
             raise ConfigError(f"The tokenizer in {folder} is not a fast one; convert it to a tokenizer.json")

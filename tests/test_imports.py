@@ -90,8 +90,10 @@ def test_the_router_runs_without_torch(module: str) -> None:
     run_without(["torch", "ray", "nixl"], module)
 
 
-def test_the_command_line_starts_without_torch_or_ray() -> None:
-    run_without(["torch", "ray", "nixl", "transformers"], "cli.main")
+@pytest.mark.parametrize("module", ["cli.main", "cluster.front"])
+def test_commands_and_a_router_of_engines_start_without_transformers(module: str) -> None:
+    """transformers brings torch where that is installed: seconds and 200 MB."""
+    run_without(["torch", "ray", "nixl", "transformers"], module)
 
 
 def test_the_supervisor_needs_no_torch() -> None:
