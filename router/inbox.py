@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TypeVar
+
+from router.arrivals import Arrivals
 
 __all__ = ["Inbox", "Turns"]
 
@@ -54,67 +56,26 @@ class Turns:
                 asyncio.get_running_loop().call_soon(self._take_turn)
 
 
-class Inbox(Generic[T]):
-    """Items from any number of senders for one task. `asyncio.Queue` costs three times as much."""
+class Inbox(Arrivals[T]):
+    """Items from any number of senders for one task."""
 
     def __init__(self, turns: Turns) -> None:
         """`turns` are shared by all inboxes of an event loop."""
+        super().__init__()
         self._turns = turns
-        self._items: list[T] = []
-        self._waiter: asyncio.Future[None] | None = None
-        self._sink: Callable[[list[T]], bool] | None = None
         self._is_first = True
         self._is_turn_due = False
 
     def put(self, item: T) -> None:
-        """Add an item. Its task takes it in its turn; the first one at once."""
+        """Add an item. The reader gets it in its turn; a task the first one at once."""
         self._items.append(item)
         is_first, self._is_first = self._is_first, False
         if is_first and self._sink is None:
-            self._wake()
+            self.wake()
         elif not self._is_turn_due:
             self._is_turn_due = True
             self._turns.add(self._take_turn)
 
-    async def take(self) -> list[T]:
-        """All items there are, and at least one."""
-        while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._take_all()
-
-    async def pour(self, into: Callable[[list[T]], bool]) -> None:
-        """Give `into` what comes, in its turn of the event loop and in no task, until it returns False.
-
-        What `into` raises comes out here.
-        """
-        self._sink = into
-        try:
-            if not self._items or into(self._take_all()):
-                self._waiter = asyncio.get_running_loop().create_future()
-                await self._waiter
-        finally:
-            self._sink = None
-
     def _take_turn(self) -> bool:
         self._is_turn_due = False
-        return self._wake()
-
-    def _wake(self) -> bool:
-        """Give what there is to whoever waits for it, if anyone does."""
-        waiter = self._waiter
-        if waiter is None or waiter.done() or not self._items:
-            return False
-        try:
-            is_enough = self._sink is None or not self._sink(self._take_all())
-        except Exception as exc:
-            if not waiter.done():  # a future cannot take a StopIteration
-                waiter.set_exception(RuntimeError(repr(exc)) if isinstance(exc, StopIteration) else exc)
-        else:
-            if is_enough and not waiter.done():
-                waiter.set_result(None)
-        return True
-
-    def _take_all(self) -> list[T]:
-        items, self._items = self._items, []
-        return items
+        return bool(self._items) and self.wake()

@@ -338,10 +338,10 @@ class Exchange:
 
     # -- the stream ---------------------------------------------------------------------------------------------
 
-    def _take(self, outlet: Outlet, watch: SilenceWatch, data: bytes) -> bool:
+    def _take(self, outlet: Outlet, watch: SilenceWatch, parts: list[bytes]) -> bool:
         """Show what came; whether more may come at once."""
         watch.begin()
-        return self._pass_on(outlet, self._whole(data))
+        return self._pass_on(outlet, self._whole(b"".join(parts)))
 
     def _pass_on(self, outlet: Outlet, events: bytes) -> bool:
         shown = self._seen(events)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
+
+from router.arrivals import Arrivals
 
 __all__ = ["Reply", "Unreachable", "Upstream"]
 
@@ -106,20 +108,15 @@ class Upstream:
             self._idle.remove(connection)
 
 
-class Reply:
-    """One answer. It ends whole, or with an `OSError` from whatever waits for it."""
+class Reply(Arrivals[bytes]):
+    """One answer: parts of its body. It ends whole, or with an `OSError` from whatever waits for it."""
 
     def __init__(self, connection: _Connection) -> None:
+        super().__init__()
         self.status = 0
         self.headers: dict[str, str] = {}  # names in lower case
-        self.is_complete = False
         self._connection = connection
-        self._parts: list[bytes] = []
         self._num_unread_bytes = 0
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._sink: Callable[[bytes], bool] | None = None
-        self._loop = asyncio.get_running_loop()
 
     async def wait_for_head(self) -> None:
         """Return when status and headers are there."""
@@ -128,26 +125,7 @@ class Reply:
 
     async def read(self) -> bytes:
         """What has come since the last time, at least a byte; b"" at the end."""
-        while not self._parts:
-            if self.is_complete:
-                return b""
-            await self._arrival()
-        return self._take()
-
-    async def pour(self, into: Callable[[bytes], bool]) -> bool:
-        """Give `into` what comes, in the event loop's callback that brings it, until it returns False.
-
-        Returns whether the answer has ended instead. What `into` raises comes out here.
-        """
-        self._sink = into
-        try:
-            while True:
-                self._pour()  # NOTE: each time; more may have come between the arrival and this task's turn
-                if self._sink is None or self.is_complete:
-                    return self._sink is not None
-                await self._arrival()
-        finally:
-            self._sink = None
+        return b"".join(await self.take())
 
     async def read_all(self) -> bytes:
         """The rest of it."""
@@ -156,62 +134,26 @@ class Reply:
             parts.append(part)
         return b"".join(parts)
 
-    def fail(self, error: Exception) -> None:
-        """End it with this error, for whoever waits for it now or next."""
-        if self._error is None and not self.is_complete:
-            self._error = error
-            self.wake()
-
     def close(self, *, is_ending: bool = False) -> None:
         """Let go of it; what has not come yet is not wanted. `is_ending`: nothing but the end of the body can come."""
         self._connection.end(self, is_ending=is_ending)
 
     def drop_unread(self) -> None:
         """Forget what has come and was not read, and do not let it hold up the connection."""
-        if self._parts:
-            self._take()
-
-    def wake(self) -> None:
-        """Something came."""
-        waiter = self._waiter
-        if waiter is None or waiter.done():
-            return
-        if self._sink is not None and self._parts:
-            try:
-                self._pour()
-            except Exception as exc:
-                waiter.set_exception(exc)
-                return
-            if self._sink is not None and not self.is_complete and self._error is None:
-                return
-        waiter.set_result(None)
+        self._take_all()
 
     def add(self, data: bytes) -> None:
         """A part of the body came."""
-        self._parts.append(data)
+        self._items.append(data)
         self._num_unread_bytes += len(data)
         if self._num_unread_bytes > _MAX_UNREAD_BYTES:
             self._connection.pause_reading()
 
-    def _pour(self) -> None:
-        if self._sink is not None and self._parts and not self._sink(self._take()):
-            self._sink = None
-
-    def _take(self) -> bytes:
-        """All that has come."""
-        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        self._parts.clear()
+    def _take_all(self) -> list[bytes]:
         if self._num_unread_bytes > _MAX_UNREAD_BYTES:
             self._connection.resume_reading()
         self._num_unread_bytes = 0
-        return data
-
-    def _arrival(self) -> asyncio.Future[None]:
-        """To be awaited until something comes. Raises the error that ended it."""
-        if self._error is not None:
-            raise self._error
-        self._waiter = self._loop.create_future()
-        return self._waiter
+        return super()._take_all()
 
 
 class _Connection(asyncio.Protocol):

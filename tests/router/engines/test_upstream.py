@@ -105,8 +105,8 @@ async def test_what_is_poured_is_the_same_wherever_it_is_stopped(seed: int) -> N
     pieces = [rng.randbytes(rng.randint(1, 300)) for _ in range(40)]
     got: list[bytes] = []
 
-    def take(data: bytes) -> bool:
-        got.append(data)
+    def take(parts: list[bytes]) -> bool:
+        got.extend(parts)
         return rng.random() < 0.7
 
     async with connected() as (upstream, peer):
@@ -130,7 +130,7 @@ async def test_what_comes_before_the_pouring_task_has_its_turn_is_poured(is_last
         reply = await upstream.post("/x", b"{}", "id")
         (connection,) = upstream._open
         got: list[bytes] = []
-        pouring = asyncio.create_task(reply.pour(lambda data: got.append(data) or True))  # type: ignore[func-returns-value]
+        pouring = asyncio.create_task(reply.pour(lambda parts: got.extend(parts) or True))  # type: ignore[func-returns-value]
         await until(lambda: got == [b"a"])
         connection.data_received(b"4\r\n")  # the event loop may read twice before any task runs
         connection.data_received(b"DONE\r\n" + b"0\r\n\r\n" * is_last)
@@ -160,8 +160,8 @@ async def test_errors_while_pouring_come_out_of_it() -> None:
     async with connected() as (upstream, peer):
         peer.handle = answer(CHUNKED + b"1\r\na\r\n", b"1\r\nb\r\n")
 
-        def take(data: bytes) -> bool:
-            if b"b" in data:
+        def take(parts: list[bytes]) -> bool:
+            if b"b" in parts:
                 raise LookupError("of the one who takes it")
             return True
 
