@@ -24,7 +24,7 @@ from router.cost_model import StepModel
 from router.engines.engine import Engine
 from router.engines.errors import EngineBusy, EngineFailed, engine_errors
 from router.engines.fleet import Fleet, Placed
-from router.engines.sse import Event, EventSplitter, leading_pieces, parse_event, split_events
+from router.engines.sse import Event, EventSplitter, first_event, leading_pieces, parse_event, split_events
 from router.engines.upstream import Reply
 from router.metrics import EdgeMetrics, RequestClock
 from router.openai.outlet import Outlet
@@ -318,7 +318,7 @@ class Exchange:
             raise EngineFailed(engine.name, f"answered {status}, which is no answer")
 
     async def _take_first_event(self, engine: Engine, reply: Reply) -> None:
-        while (first := _first_event(self._first)) is None:
+        while (first := first_event(self._first)) is None:
             self._first += await self._wait(self._next_events(reply))
         error = first.error
         if error is None:
@@ -493,15 +493,6 @@ class Exchange:
         engine.num_failures += 1
         trial = self._trials.pop(engine, 0)
         engine.breaker.failed(self._fleet.clock(), trial=trial, is_absent=is_absent)
-
-
-def _first_event(events: bytes) -> Event | None:
-    """The first event that says something."""
-    for raw in split_events(events):
-        event = parse_event(raw)
-        if event.has_data:
-            return event
-    return None
 
 
 def _nothing(*_: object) -> None:

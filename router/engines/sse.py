@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-__all__ = ["Event", "EventSplitter", "leading_pieces", "parse_event", "split_events"]
+__all__ = ["Event", "EventSplitter", "first_event", "leading_pieces", "parse_event", "split_events"]
 
 MAX_EVENT_BYTES = 16 * 1024 * 1024
 _END = re.compile(rb"\r?\n\r?\n")
@@ -112,6 +112,17 @@ def _count_pieces(events: bytes) -> int:
     ):
         return 0
     return count
+
+
+def first_event(events: bytes) -> Event | None:
+    """The first of whole events that says something."""
+    start = 0
+    for found in _END.finditer(events):
+        event = parse_event(events[start : found.end()])
+        if event.has_data:
+            return event
+        start = found.end()
+    return None
 
 
 def split_events(events: bytes) -> list[bytes]:
