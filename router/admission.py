@@ -422,16 +422,17 @@ class Admission:
     def _start_s(self, placement: Placement, ahead: Work, order: float) -> float:
         """Predicted seconds until what is ahead has been begun, by prompts to compute and by memory for answers.
 
-        Prompts are taken as a fluid that the workers of a side share: it fills the shortest queues first. Where no
-        prompt is ahead only memory counts.
+        Prompts are taken as a fluid that the workers of a side share: it fills the shortest queues first. Those that
+        wait for the other side's workers go past this request. Where no prompt is ahead only memory counts.
         """
         memory_s = self._memory_s(placement, ahead)
-        if not ahead.prefill_s:
+        table, is_pair = self._registry.table, placement.best.is_pair
+        prefill_s = ahead.prefill_s - ahead.alone_s if is_pair else ahead.alone_s
+        if prefill_s <= 0:
             return memory_s
-        table = self._registry.table
-        side = table.can_prefill if placement.best.is_pair else table.can_decode
+        side = table.can_prefill if is_pair else table.can_decode
         queues = table.pace(self._costs, order).queue_s[side].tolist()
-        return max(fill_level(queues, ahead.prefill_s), memory_s)
+        return max(fill_level(queues, prefill_s), memory_s)
 
     def _memory_s(self, placement: Placement, ahead: Work) -> float:
         """As `Terms.memory_s`, over all workers that decode: running sequences end evenly over one lifetime."""
@@ -627,7 +628,8 @@ def work_of(placement: Placement, costs: CostModel) -> Work:
     """
     prefill_s = placement.best.terms.fetch_s + placement.best.terms.prefill_s
     decode_s = placement.expected_output_tokens * output_token_s(placement, costs)
-    return Work(1, prefill_s + decode_s, prefill_s, placement.num_new_tokens, placement.num_kv_tokens)
+    alone_s = 0.0 if placement.best.is_pair else prefill_s
+    return Work(1, prefill_s + decode_s, prefill_s, alone_s, placement.num_new_tokens, placement.num_kv_tokens)
 
 
 def output_token_s(placement: Placement, costs: CostModel) -> float:

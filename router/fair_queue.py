@@ -37,6 +37,7 @@ class Work(msgspec.Struct, frozen=True):
     num_requests: int = 0
     worker_s: float = 0.0  # worker seconds, prompt and answer: what is shared
     prefill_s: float = 0.0  # of these, until the first token
+    alone_s: float = 0.0  # of these, those of workers that decode too
     new_tokens: int = 0  # prompt tokens to compute
     kv_tokens: int = 0  # length the sequences are expected to reach, summed
 
@@ -45,6 +46,7 @@ class Work(msgspec.Struct, frozen=True):
             self.num_requests + other.num_requests,
             self.worker_s + other.worker_s,
             self.prefill_s + other.prefill_s,
+            self.alone_s + other.alone_s,
             self.new_tokens + other.new_tokens,
             self.kv_tokens + other.kv_tokens,
         )
@@ -57,6 +59,7 @@ class Work(msgspec.Struct, frozen=True):
             round(self.num_requests * factor),
             self.worker_s * factor,
             self.prefill_s * factor,
+            self.alone_s * factor,
             round(self.new_tokens * factor),
             round(self.kv_tokens * factor),
         )
@@ -163,7 +166,7 @@ class FairQueue:
         """Count a request in what its tenant asks; also one that was refused, of a tenant that is known here."""
         line = self._lines.get(tenant)
         if line is not None:
-            asked = Work(0, work.worker_s, work.prefill_s)
+            asked = Work(0, work.worker_s, work.prefill_s, work.alone_s)
             line.rate, line.rated_s = line.rate_at(now) + asked * (1 / ARRIVAL_WINDOW_S), now
             line.ticket_s = work.worker_s
 

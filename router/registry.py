@@ -105,6 +105,13 @@ class Worker:
         num_before = sum(booking.num_new_tokens for booking in self.prompts if booking.order <= order)
         return min(num_before, self.uncomputed_tokens)
 
+    def stepping_tokens(self, order: float) -> int:
+        """Of prompts that one of this order overtakes, what is left of the step in progress: half, on average."""
+        if self.last_order <= order:
+            return 0
+        most = max(booking.step_tokens for booking in self.prompts if booking.order > order)
+        return math.ceil(min(most, self.uncomputed_tokens) / 2)
+
     @property
     def uncomputed_attention(self) -> float:
         """Attention work of these."""
@@ -130,7 +137,7 @@ class Pace(NamedTuple):
 
     steps: StepCosts
     step_s: Vector  # its next step, without prefill
-    queue_s: Vector  # see `queue_s`
+    queue_s: Vector  # see `wait_s`
 
 
 class WorkerTable:
@@ -240,7 +247,7 @@ class WorkerTable:
         if order < math.inf:
             for row in (self.last_order > order).nonzero()[0].tolist():  # few, if any: whose prompts are overtaken
                 worker = self.workers[row]
-                waits_s[row] = queue_s(worker, costs.steps(worker.card.kind), order)
+                waits_s[row] = wait_s(worker, costs.steps(worker.card.kind), order)
         return Pace(steps, step_s, waits_s)
 
     def column(self, values: Mapping[str, float]) -> Vector:
@@ -288,9 +295,10 @@ class Booking:
         prefill: Worker,
         decode: Worker,
         load: Load,
-        order: float,
+        turn: Turn,
     ) -> None:
-        self.order = order
+        self.order = turn.order
+        self.step_tokens = turn.max_step_tokens or prefill.card.max_num_batched_tokens
         self._open_bookings = open_bookings
         self._changed_workers = changed_workers
         self._prefill: Worker | None = prefill
@@ -475,7 +483,7 @@ class Registry:
     def reserve(self, load: Load, turn: Turn = Turn()) -> Booking:
         """Book a decision's load, at once, so that the next decision sees it."""
         prefill, decode = self._workers[load.prefill], self._workers[load.decode]
-        return Booking(self._bookings, self._changed, prefill, decode, load, turn.order)
+        return Booking(self._bookings, self._changed, prefill, decode, load, turn)
 
     def _tell(self, change: WorkerChange) -> None:
         logger.info("worker %s is %s: %s", change.worker.worker_id, change.worker.state, change.reason)
@@ -495,7 +503,20 @@ def can_decode(worker: Worker) -> bool:
 
 def queue_s(worker: Worker, model: StepModel, order: float = math.inf) -> float:
     """Predicted seconds until the prompts booked on the worker are computed that go before one of this order."""
-    num_tokens = worker.uncomputed_tokens_before(order)
+    return _compute_s(worker, model, worker.uncomputed_tokens_before(order))
+
+
+def wait_s(worker: Worker, model: StepModel, order: float = math.inf) -> float:
+    """Predicted seconds until the worker begins a prompt of this order.
+
+    That is behind those that go before it, and behind the step in progress, whosever prompt that computes.
+    """
+    num_before = worker.uncomputed_tokens_before(order)
+    return _compute_s(worker, model, max(num_before, worker.stepping_tokens(order)))
+
+
+def _compute_s(worker: Worker, model: StepModel, num_tokens: int) -> float:
+    """Predicted seconds in which the worker computes so many of its prompt tokens."""
     if num_tokens <= 0:
         return 0.0
     costs = model.costs

@@ -9,7 +9,7 @@ from protocol.messages import Role, WorkerState
 from router.cost_model import CostModel, prefill_attention
 from router.placement import Candidate, Held, Holder, Terms
 from router.prefix_index import PrefixIndex
-from router.registry import Registry, Worker, can_decode, can_prefill, queue_s
+from router.registry import Registry, Worker, can_decode, can_prefill, wait_s
 
 
 class NaivePlacer:
@@ -126,7 +126,7 @@ class _NaiveRequest:
         work_s = costs.prefill_work_s(num_new, prefill_attention(num_new, num_cached))
         num_steps = math.ceil(num_new / worker.card.max_num_batched_tokens)
         num_stalled = max(self.num_seqs(worker), 1) if worker.role is Role.DECODE else self.num_seqs(worker)
-        waits_s = queue_s(worker, self.costs.steps(worker.card.kind), self.order)
+        waits_s = wait_s(worker, self.costs.steps(worker.card.kind), self.order)
         waits_s += self.in_router.get(worker.worker_id, Held()).prefill_s
         return waits_s, fetch_s, num_steps * self.step_s(worker) + work_s, num_stalled * work_s
 

@@ -48,6 +48,10 @@ class Desk:
     def book(self, decided: Dispatch) -> Booking:
         return self.registry.reserve(decided.placement.load, decided.turn)
 
+    def full_step_s(self) -> float:
+        worker = next(iter(self.registry))
+        return self.admission._full_step_s(worker)
+
     def computes(self, worker_id: str, num_tokens: int) -> None:
         self.registry.note_step(worker_id, StepStats(duration_s=0.4, num_prefill_tokens=num_tokens))
 
@@ -106,13 +110,18 @@ def test_holding_begins_with_another_priority_and_ends_a_minute_after_the_last()
     assert [isinstance(decided, Dispatch) for decided in desk.decide(now=61.0)].count(True) == 1
 
 
-def two_tenants(desk: Desk) -> Waiting:
-    """One has had more than its share and has two prompts at the worker; the other's first request comes at 20 s."""
+def use_up_credit(desk: Desk, tenant: str) -> None:
+    """Serve the tenant more than it may have at once."""
     for _ in range(10):
-        desk.enter(tenant="greedy")
+        desk.enter(tenant=tenant)
         (decided,) = desk.decide()
         assert isinstance(decided, Dispatch)
         desk.bookings.pop().release()
+
+
+def two_tenants(desk: Desk) -> Waiting:
+    """One has had more than its share and has two prompts at the worker; the other's first request comes at 20 s."""
+    use_up_credit(desk, "greedy")
     for _ in range(5):
         desk.enter(tenant="greedy", now=20.0)
     assert len(desk.decide(20.0)) == 2
@@ -122,12 +131,55 @@ def two_tenants(desk: Desk) -> Waiting:
 def test_a_tenant_below_its_share_does_not_wait_for_the_prompts_of_one_above_it() -> None:
     desk = make_desk(one_priority=True)
     modest = two_tenants(desk)
-    assert modest.forecast.start_s == 0.0, "it overtakes what the worker has"
+    half_s = desk.full_step_s() / 2
+    assert half_s <= modest.forecast.start_s < 1.2 * half_s, "it overtakes what the worker has, but for its step"
+    assert modest.placement.best.terms.queue_s == modest.forecast.start_s
     (decided,) = desk.decide(20.0)
     assert isinstance(decided, Dispatch)
     assert decided.waiting is modest
     (worker,) = desk.registry
     assert [booking.order for booking in worker.prompts] == [20.0 - LEAD_S, 20.0, 20.0]
+
+
+def beside_decoding() -> Desk:
+    """A prefill worker, and one that decodes four sequences: it is no place for long prompts."""
+    desk = make_desk(Role.PREFILL, Role.DECODE)
+    use_up_credit(desk, "default")
+    for _ in range(4):
+        booking = desk.registry.reserve(Load("w0", "w1", 1, 0, 64))
+        booking.prefill_done()
+        desk.bookings.append(booking)
+    return desk
+
+
+def test_a_deadline_goes_to_an_idle_worker_and_not_behind_the_step_of_a_busy_one() -> None:
+    desk = beside_decoding()
+    desk.enter(2048, now=20.0)
+    (decided,) = desk.decide(20.0)
+    assert isinstance(decided, Dispatch)
+    assert decided.placement.best.is_pair
+    urgent = desk.enter(6, now=20.5, ttft_slo_s=1.0, expected_output_tokens=2)
+    assert urgent.placement.best.prefill.worker_id == "w1"
+    assert urgent.forecast.start_s == 0.0
+
+
+@pytest.mark.parametrize("ttft_slo_s", [None, 1.0])
+def test_what_waits_for_prefill_workers_does_not_hold_up_what_a_decode_worker_computes(
+    ttft_slo_s: float | None,
+) -> None:
+    desk = beside_decoding()
+    for _ in range(3):
+        desk.enter(2048, now=20.0)
+    assert len(desk.decide(20.0)) == 1
+    short = desk.enter(6, now=20.5, ttft_slo_s=ttft_slo_s, expected_output_tokens=2)
+    assert short.forecast.ahead.new_tokens == 2 * 2048
+    assert short.forecast.start_s == 0.0
+    (decided,) = desk.decide(20.5)
+    assert isinstance(decided, Dispatch)
+    assert decided.waiting is short
+    long = desk.admission.forecast(make_offer(2048), 20.5)
+    assert long.placement.best.is_pair
+    assert long.start_s >= 2 * desk.full_step_s(), "it is behind them"
 
 
 def no_room(desk: Desk) -> Waiting:
