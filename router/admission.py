@@ -422,12 +422,15 @@ class Admission:
     def _start_s(self, placement: Placement, ahead: Work, order: float) -> float:
         """Predicted seconds until what is ahead has been begun, by prompts to compute and by memory for answers.
 
-        Prompts are taken as a fluid that the workers of a side share: it fills the shortest queues first. Those that
-        wait for the other side's workers go past this request. Where no prompt is ahead only memory counts.
+        Prompts are taken as a fluid that the workers of a side share: it fills the shortest queues first. While some
+        worker has room, those that wait for the other side's go past this request. Where no prompt is ahead only memory
+        counts.
         """
         memory_s = self._memory_s(placement, ahead)
         table, is_pair = self._registry.table, placement.best.is_pair
         prefill_s = ahead.prefill_s - ahead.alone_s if is_pair else ahead.alone_s
+        if prefill_s < ahead.prefill_s and not self._is_room_anywhere(math.inf):
+            prefill_s = ahead.prefill_s  # see `next`: nobody is looked at but the first in line
         if prefill_s <= 0:
             return memory_s
         side = table.can_prefill if is_pair else table.can_decode
