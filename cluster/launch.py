@@ -231,16 +231,16 @@ async def _serve(
         configs = worker_configs(config)
         progress(f"loading {config.engine.served_model_name} into {len(configs)} worker(s)")
         starting = asyncio.gather(supervisor.start(configs), asyncio.to_thread(_load_http, config))
-        if not await _unless(stop, starting):
+        if not await _unless(stop, starting, progress):
             return 0
         http, tokenizer = starting.result()[1]
         metrics = http.metrics_of(flow, registry, sizing)
         async with http.serve_http(flow, tokenizer, metrics, config, listener, api_keys) as (front, readiness):
-            is_ready = await _unless(stop, _first_generation(front, readiness))
+            is_ready = await _unless(stop, _first_generation(front, readiness), progress)
             if is_ready:
                 settle_heap()
                 progress("the first generation succeeded")
-                _print_welcome(config, listener.getsockname()[1], console)
+                _print_welcome(config, listener.getsockname()[1], console, needs_key=bool(api_keys))
             await first_of(front.serving, stop)
             if front.serving.done():
                 front.serving.result()
@@ -256,13 +256,14 @@ def _load_http(config: ClusterConfig) -> tuple[ModuleType, Tokenizer]:
     return http_front, Tokenizer(config.engine.model)
 
 
-async def _unless(stop: asyncio.Event, work: object) -> bool:
+async def _unless(stop: asyncio.Event, work: object, progress: Callable[[str], None]) -> bool:
     """Await `work` unless `stop` comes first; whether it finished. Its exceptions are raised."""
     task = asyncio.ensure_future(work)  # type: ignore[call-overload]
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if not task.done():
+        progress("stopping: what loads now may take some seconds to end")
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         return False
@@ -290,7 +291,7 @@ async def _closing(workers: WorkerClient, supervisor: Supervisor) -> AsyncIterat
         await workers.close()
 
 
-def _print_welcome(config: ClusterConfig, port: int, console: Console) -> None:
+def _print_welcome(config: ClusterConfig, port: int, console: Console, *, needs_key: bool) -> None:
     host = "127.0.0.1" if config.router.host in ("0.0.0.0", "::") else config.router.host
     base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     body = (
@@ -299,6 +300,8 @@ def _print_welcome(config: ClusterConfig, port: int, console: Console) -> None:
     )
     console.print(f"\n[bold]Serving {config.engine.served_model_name} on {base}[/]  (Ctrl-C stops it)\n\nTry:\n")
     # Written raw: this line is to be copied whole.
-    console.file.write(f"  curl {base}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n\n")
-    console.file.write(f"  tandem chat --url {base}\n\n")
+    key_header, key_flag = (" -H 'Authorization: Bearer KEY'", " --api-key KEY") if needs_key else ("", "")
+    header = f"-H 'Content-Type: application/json'{key_header}"
+    console.file.write(f"  curl {base}/v1/chat/completions {header} -d '{body}'\n\n")
+    console.file.write(f"  tandem chat --url {base}{key_flag}\n\n")
     console.file.flush()

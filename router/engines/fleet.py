@@ -356,6 +356,8 @@ class Fleet:
     async def _probe(self, engine: Engine) -> None:
         timeout_s = self.engines_config.probe_timeout_s
         answer = await engine.client.get(_HEALTH_PATHS[engine.spec.kind], timeout=timeout_s)
+        if answer.status_code in (401, 403):
+            raise ValueError(f"its health check refused our key ({answer.status_code}); give api_key_env or headers")
         if answer.status_code != 200:
             raise ValueError(f"its health check answered {answer.status_code}")
         num_known = self._num_on(engine)

@@ -37,6 +37,15 @@ async def test_a_wrong_token_is_refused(given: str | None) -> None:
         assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_admin_token")
 
 
+async def test_an_engine_that_refuses_our_key_is_told_with_the_remedy(fake_a: FakeServer) -> None:
+    fake_a.health = 401
+    async with routing(admin_token="secret") as router:
+        await post(router, name="a", url=fake_a.url, kind="vllm")
+        await until(lambda: "key" in router.engine("a").reason)
+        ready = await router.client.get("/ready")
+        assert "refused our key (401); give api_key_env or headers" in ready.json()["error"]["message"]
+
+
 async def test_engines_come_and_go_at_run_time(fake_a: FakeServer) -> None:
     async with routing(admin_token="secret") as router:
         assert (await router.client.get("/ready")).status_code == 503
@@ -56,6 +65,8 @@ async def test_engines_come_and_go_at_run_time(fake_a: FakeServer) -> None:
         assert (await running).text.endswith("data: [DONE]\n\n")
         await until(lambda: router.fleet.get("a") is None)
         assert (await router.client.get("/v1/engines", headers=TOKEN)).json()["data"] == []
+        nobody = await router.client.post(COMPLETIONS, json=completion())
+        assert (nobody.status_code, nobody.json()["error"]["message"]) == (503, "there is no engine")
         assert len(router.fleet.index) == 0
         assert len(router.fleet.registry) == 0
 
