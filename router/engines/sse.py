@@ -108,7 +108,7 @@ def _count_pieces(events: bytes) -> int:
         or b"\r" in events
         or events.count(b'"choices"') != count
         or b'"error"' in events
-        or events.count(b'"usage"') != events.count(b'"usage":null')
+        or (b'"usage"' in events and events.count(b'"usage"') != events.count(b'"usage":null'))
     ):
         return 0
     return count
