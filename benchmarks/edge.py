@@ -264,11 +264,11 @@ async def measure_bare(endpoints: list[str], shape: Shape, seconds: float, concu
     """The same closed loop over the protocol of Tandem's own workers, with nothing in between."""
     measured, has_begun = Measured(), asyncio.Event()
 
-    def on_answer(first_s: float, num_tokens: int) -> None:
+    def on_answer(first_s: float, whole_s: float, num_tokens: int) -> None:
         has_begun.set()
         measured.num_answers += 1
-        measured.num_chunks += num_tokens
-        measured.first_s.append(first_s)
+        measured.num_chunks += num_tokens * shape.is_stream
+        measured.first_s.append(first_s if shape.is_stream else whole_s)
 
     sampling = (SamplingParams(max_tokens=shape.length(i), seed=shape.step_ms) for i in itertools.count())
     client = BareClient(endpoints, sampling, concurrency, on_answer)

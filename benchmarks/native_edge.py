@@ -190,7 +190,8 @@ class _Worker:
 class BareClient:
     """Keeps `concurrency` requests running on the workers, as many on each, until `close`.
 
-    Calls `on_answer` with the seconds to the first token and the number of tokens. Belongs to the running event loop.
+    Calls `on_answer` with the seconds to the first token and to the last one, and the number of tokens. Belongs to the
+    running event loop.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class BareClient:
         endpoints: list[str],
         sampling: Iterator[SamplingParams],
         concurrency: int,
-        on_answer: Callable[[float, int], None],
+        on_answer: Callable[[float, float, int], None],
     ) -> None:
         self._sampling = sampling
         self._on_answer = on_answer
@@ -234,8 +235,8 @@ class BareClient:
             if delta.offset == 0:
                 self._first_s[delta.request_id] = now - self._asked_s[delta.request_id]
             if delta.finish_reason is not None:
-                del self._asked_s[delta.request_id]
-                self._on_answer(self._first_s.pop(delta.request_id), delta.offset + len(delta.token_ids))
+                whole_s = now - self._asked_s.pop(delta.request_id)
+                self._on_answer(self._first_s.pop(delta.request_id), whole_s, delta.offset + len(delta.token_ids))
                 self._ask(i)
 
 

@@ -82,7 +82,7 @@ class Waiting(msgspec.Struct, frozen=True, array_like=True):
 
     num_requests: int
     worker_s: float
-    prefill_s: float
+    pair_s: float
     alone_s: float
     new_tokens: int
     kv_tokens: int

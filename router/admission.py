@@ -428,9 +428,10 @@ class Admission:
         """
         memory_s = self._memory_s(placement, ahead)
         table, is_pair = self._registry.table, placement.best.is_pair
-        prefill_s = ahead.prefill_s - ahead.alone_s if is_pair else ahead.alone_s
-        if prefill_s < ahead.prefill_s and not self._is_room_anywhere(math.inf):
-            prefill_s = ahead.prefill_s  # see `next`: nobody is looked at but the first in line
+        prefill_s = ahead.pair_s if is_pair else ahead.alone_s
+        is_looked_past = ahead.num_requests < MAX_SCANNED and self._is_room_anywhere(math.inf)
+        if prefill_s < ahead.prefill_s and not is_looked_past:
+            prefill_s = ahead.prefill_s  # `next` would not come to this request before them
         if prefill_s <= 0:
             return memory_s
         side = table.can_prefill if is_pair else table.can_decode
@@ -631,8 +632,8 @@ def work_of(placement: Placement, costs: CostModel) -> Work:
     """
     prefill_s = placement.best.terms.fetch_s + placement.best.terms.prefill_s
     decode_s = placement.expected_output_tokens * output_token_s(placement, costs)
-    alone_s = 0.0 if placement.best.is_pair else prefill_s
-    return Work(1, prefill_s + decode_s, prefill_s, alone_s, placement.num_new_tokens, placement.num_kv_tokens)
+    pair_s, alone_s = (prefill_s, 0.0) if placement.best.is_pair else (0.0, prefill_s)
+    return Work(1, prefill_s + decode_s, pair_s, alone_s, placement.num_new_tokens, placement.num_kv_tokens)
 
 
 def output_token_s(placement: Placement, costs: CostModel) -> float:

@@ -36,16 +36,21 @@ class Work(msgspec.Struct, frozen=True):
 
     num_requests: int = 0
     worker_s: float = 0.0  # worker seconds, prompt and answer: what is shared
-    prefill_s: float = 0.0  # of these, until the first token
-    alone_s: float = 0.0  # of these, those of workers that decode too
+    pair_s: float = 0.0  # of these, until the first token, where prefill workers compute the prompt
+    alone_s: float = 0.0  # the same, where the worker that decodes does
     new_tokens: int = 0  # prompt tokens to compute
     kv_tokens: int = 0  # length the sequences are expected to reach, summed
+
+    @property
+    def prefill_s(self) -> float:
+        """Worker seconds until the first token, on whichever workers."""
+        return self.pair_s + self.alone_s
 
     def __add__(self, other: Work) -> Work:
         return Work(
             self.num_requests + other.num_requests,
             self.worker_s + other.worker_s,
-            self.prefill_s + other.prefill_s,
+            self.pair_s + other.pair_s,
             self.alone_s + other.alone_s,
             self.new_tokens + other.new_tokens,
             self.kv_tokens + other.kv_tokens,
@@ -58,7 +63,7 @@ class Work(msgspec.Struct, frozen=True):
         return Work(
             round(self.num_requests * factor),
             self.worker_s * factor,
-            self.prefill_s * factor,
+            self.pair_s * factor,
             self.alone_s * factor,
             round(self.new_tokens * factor),
             round(self.kv_tokens * factor),
@@ -166,7 +171,7 @@ class FairQueue:
         """Count a request in what its tenant asks; also one that was refused, of a tenant that is known here."""
         line = self._lines.get(tenant)
         if line is not None:
-            asked = Work(0, work.worker_s, work.prefill_s, work.alone_s)
+            asked = Work(0, work.worker_s, work.pair_s, work.alone_s)
             line.rate, line.rated_s = line.rate_at(now) + asked * (1 / ARRIVAL_WINDOW_S), now
             line.ticket_s = work.worker_s
 

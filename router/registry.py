@@ -106,11 +106,9 @@ class Worker:
         return min(num_before, self.uncomputed_tokens)
 
     def stepping_tokens(self, order: float) -> int:
-        """Of prompts that one of this order overtakes, what is left of the step in progress: half, on average."""
-        if self.last_order <= order:
-            return 0
-        most = max(booking.step_tokens for booking in self.prompts if booking.order > order)
-        return math.ceil(min(most, self.uncomputed_tokens) / 2)
+        """What is left of the step in progress, if one of this order overtakes its prompt: half of it, on average."""
+        step_tokens = next((booking.step_tokens for booking in self.prompts if booking.order > order), 0)
+        return math.ceil(min(step_tokens, self.uncomputed_tokens) / 2)
 
     @property
     def uncomputed_attention(self) -> float:
@@ -509,7 +507,7 @@ def queue_s(worker: Worker, model: StepModel, order: float = math.inf) -> float:
 def wait_s(worker: Worker, model: StepModel, order: float = math.inf) -> float:
     """Predicted seconds until the worker begins a prompt of this order.
 
-    That is behind those that go before it, and behind the step in progress, whosever prompt that computes.
+    That is when those that go before it are computed, and not before the end of the step in progress.
     """
     num_before = worker.uncomputed_tokens_before(order)
     return _compute_s(worker, model, max(num_before, worker.stepping_tokens(order)))

@@ -14,12 +14,12 @@ from protocol.config import RouterConfig
 from protocol.errors import DeadlineUnmet, NoWorker, Overloaded
 from protocol.messages import Role, StepStats, Turn, WorkerState
 from protocol.siblings import Load
-from router.admission import LEAD_S, Admission, Dispatch, Drop, Offer, OutputLengths, Waiting, fill_level
-from router.cost_model import CostModel
+from router.admission import LEAD_S, MAX_SCANNED, Admission, Dispatch, Drop, Offer, OutputLengths, Waiting, fill_level
+from router.cost_model import CPU_PRIOR, CostModel, StepModel
 from router.fair_queue import CREDIT_S
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
-from router.registry import Booking, Registry
+from router.registry import Booking, Registry, queue_s, wait_s
 from router.tenants import TenantPolicy, Tenants
 from tests.router.builders import add_ready, make_card
 
@@ -180,6 +180,31 @@ def test_what_waits_for_prefill_workers_does_not_hold_up_what_a_decode_worker_co
     long = desk.admission.forecast(make_offer(2048), 20.5)
     assert long.placement.best.is_pair
     assert long.start_s >= 2 * desk.full_step_s(), "it is behind them"
+
+
+def test_what_is_not_looked_past_in_deciding_is_counted_in_the_forecast() -> None:
+    desk = make_desk(Role.PREFILL, Role.DECODE, num_blocks=1 << 20, max_queued_prompt_tokens=1 << 30)
+    use_up_credit(desk, "default")
+    for _ in range(4):
+        desk.bookings.append(desk.registry.reserve(Load("w0", "w1", 1, 0, 64)))
+        desk.bookings[-1].prefill_done()
+    for _ in range(MAX_SCANNED + 4):
+        desk.enter(2048, now=20.0)
+    desk.decide(20.0)
+    short = desk.enter(6, now=20.5, expected_output_tokens=2)
+    assert all(decided.waiting is not short for decided in desk.decide(20.5))
+    assert short.forecast.start_s > 10.0
+
+
+def test_only_the_step_in_progress_is_waited_for() -> None:
+    registry, model = Registry(), StepModel(CPU_PRIOR)
+    worker = add_ready(registry, make_card("w0"))
+    registry.reserve(Load("w0", "w0", 2048, 0, 2048), Turn(order=20.0, max_step_tokens=64))
+    short_s = wait_s(worker, model, order=10.0)
+    assert 0 < short_s < wait_s(worker, model, order=30.0) / 16
+    registry.reserve(Load("w0", "w0", 2048, 0, 2048), Turn(order=21.0))  # has not begun
+    assert wait_s(worker, model, order=10.0) == pytest.approx(short_s, rel=0.1)
+    assert queue_s(worker, model, order=10.0) == 0
 
 
 def no_room(desk: Desk) -> Waiting:

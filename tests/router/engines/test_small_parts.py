@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from protocol.messages import StepStats
 from router.cost_model import CPU_PRIOR, StepModel
+from router.engines.exchange import Exchange
 from router.engines.load import EngineLoad, EngineSize, model_of, parse_load, parse_size
 from router.engines.pace import EnginePace
 from router.engines.prompts import TextReader, TokenReader, max_tokens_of
@@ -116,6 +117,36 @@ def test_only_the_end_of_a_stream_is_looked_into() -> None:
     assert leading_pieces(70 * piece + usage + done) == (70, 70 * len(piece))
     assert leading_pieces(usage + done) == (0, 0)
     assert leading_pieces(b"") == (0, 0)
+
+
+class Reading(Exchange):
+    """As much of an exchange as reads events."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._broken = None
+        self._is_done = False
+
+    def _note_tokens(self, count: int) -> None:
+        self.num_tokens += count
+
+    def _note_end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        b'data: {"choices":[{"text":" end","logprobs":{"token_logprobs":[-Infinity]}}]}\n\n',
+        b'data: {"choices":[{"text":"\\ud83d"}]}\n\n',
+        b'data: {"choices":[{"text":"\xff"}]}\n\n',
+    ],
+)
+def test_pieces_that_are_no_strict_json_are_passed_on_whatever_they_come_with(piece: bytes) -> None:
+    ping, done = b": ping\n\n", b"data: [DONE]\n\n"
+    for events, shown in ((piece, piece), (piece + done, piece + done), (ping + piece, piece), (piece + ping, piece)):
+        reading = Reading()
+        assert (reading._seen(events), reading.num_tokens) == (shown, 1)
 
 
 def test_parts_of_events() -> None:

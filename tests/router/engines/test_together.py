@@ -181,6 +181,6 @@ async def test_a_forecast_counts_what_waits_at_the_siblings(fake_a: FakeServer, 
         shared_s = await predicted_start_s()
         [queue] = two.app.state.queues.waiting().values()
         # Of their four as many go meanwhile as of ours.
-        assert shared_s == pytest.approx(alone_s + queue.prefill_s, rel=0.05)
+        assert shared_s == pytest.approx(alone_s + queue.alone_s, rel=0.05)
         fake_a.resume()
         assert [(await task).status_code for task in tasks] == [200] * 6
