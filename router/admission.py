@@ -429,9 +429,8 @@ class Admission:
         memory_s = self._memory_s(placement, ahead)
         table, is_pair = self._registry.table, placement.best.is_pair
         prefill_s = ahead.pair_s if is_pair else ahead.alone_s
-        is_looked_past = ahead.num_requests < MAX_SCANNED and self._is_room_anywhere(math.inf)
-        if prefill_s < ahead.prefill_s and not is_looked_past:
-            prefill_s = ahead.prefill_s  # `next` would not come to this request before them
+        if prefill_s < ahead.prefill_s and not self._looks_past(ahead):
+            prefill_s = ahead.prefill_s
         if prefill_s <= 0:
             return memory_s
         side = table.can_prefill if is_pair else table.can_decode
@@ -493,6 +492,10 @@ class Admission:
         if not self._config.local_prefill and any(can_prefill(worker) for worker in workers):
             workers = [worker for worker in workers if worker.role is not Role.DECODE]
         return any(self._has_room(worker, order) for worker in workers)
+
+    def _looks_past(self, ahead: Work) -> bool:
+        """Whether `next` would come to a request behind these though none of them can go."""
+        return ahead.num_requests < MAX_SCANNED and self._is_room_anywhere(math.inf)
 
     def _is_room_to_overtake(self, first: Waiting, order: float, now: float) -> bool:
         """Whether some worker has room for a deadline's order, though none has for the first in line at its own.

@@ -19,8 +19,8 @@ __all__ = ["Inbox", "Turns"]
 
 T = TypeVar("T")
 
-# Calls in a turn, of some 60 us each where text is made of tokens. A turn costs 9 us itself, so of many that wait more
-# are made in one; of few it is one or two, as a request that begins waits for four turns or so up to its first token.
+# Calls in a turn, of some 60 us each where text is made of tokens. A turn costs 9 us itself, so where many wait several
+# are made in one; else it is one, as a request that begins waits for four turns or so up to its first token.
 LEAST_PER_TURN, MOST_PER_TURN = 1, 8
 _SHARE = 16  # of those that wait, one in so many
 
