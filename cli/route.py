@@ -133,7 +133,7 @@ def route(
     with listening(host, port):
         pass  # asked before anything is loaded
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss torch, which is not needed
-    from cluster.front import RouterSetup, serve_engines  # here: tokenizers bring transformers; --help need not wait
+    from cluster.front import RouterSetup, serve_engines  # here: FastAPI takes half a second; --help need not wait
 
     return serve_engines(
         RouterSetup(

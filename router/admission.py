@@ -434,7 +434,7 @@ class Admission:
         if prefill_s <= 0:
             return memory_s
         side = table.can_prefill if is_pair else table.can_decode
-        queues = table.pace(self._costs, order).queue_s[side].tolist()
+        queues = table.pace(self._costs, order).wait_s[side].tolist()
         return max(fill_level(queues, prefill_s), memory_s)
 
     def _memory_s(self, placement: Placement, ahead: Work) -> float:

@@ -135,7 +135,7 @@ class Pace(NamedTuple):
 
     steps: StepCosts
     step_s: Vector  # its next step, without prefill
-    queue_s: Vector  # see `wait_s`
+    wait_s: Vector  # see `wait_s`
 
 
 class WorkerTable:

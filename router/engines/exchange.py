@@ -367,8 +367,8 @@ class Exchange:
         num_pieces, end = leading_pieces(events)
         if num_pieces:
             self._note_tokens(num_pieces)
-            if end == len(events):
-                return events
+        if end == len(events):
+            return events
         shown = [events[:end]]
         for raw in split_events(events[end:]):
             if leading_pieces(raw)[0]:  # NOTE: not parsed; Python's servers send NaN, which is no JSON

@@ -113,7 +113,7 @@ class Forwarder:
         if model is not None and not isinstance(model, str):
             raise RequestError("Invalid value for 'model': expected a string.", param="model")
         if not known:
-            raise NoWorker("no engine has told its model yet" if len(self._fleet.engines) else "there is no engine")
+            raise NoWorker("no engine has told its model yet" if self._fleet.engines else "there is no engine")
         if len(known) > 1:
             raise RequestError(f"Name the model: one of {', '.join(known)}.", param="model")
         body["model"] = known[0]

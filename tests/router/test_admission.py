@@ -4,6 +4,7 @@ import math
 import random
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -141,9 +142,9 @@ def test_a_tenant_below_its_share_does_not_wait_for_the_prompts_of_one_above_it(
     assert [booking.order for booking in worker.prompts] == [20.0 - LEAD_S, 20.0, 20.0]
 
 
-def beside_decoding() -> Desk:
+def beside_decoding(**options: Any) -> Desk:
     """A prefill worker, and one that decodes four sequences: it is no place for long prompts."""
-    desk = make_desk(Role.PREFILL, Role.DECODE)
+    desk = make_desk(Role.PREFILL, Role.DECODE, **options)
     use_up_credit(desk, "default")
     for _ in range(4):
         booking = desk.registry.reserve(Load("w0", "w1", 1, 0, 64))
@@ -183,11 +184,7 @@ def test_what_waits_for_prefill_workers_does_not_hold_up_what_a_decode_worker_co
 
 
 def test_what_is_not_looked_past_in_deciding_is_counted_in_the_forecast() -> None:
-    desk = make_desk(Role.PREFILL, Role.DECODE, num_blocks=1 << 20, max_queued_prompt_tokens=1 << 30)
-    use_up_credit(desk, "default")
-    for _ in range(4):
-        desk.bookings.append(desk.registry.reserve(Load("w0", "w1", 1, 0, 64)))
-        desk.bookings[-1].prefill_done()
+    desk = beside_decoding(num_blocks=1 << 20, max_queued_prompt_tokens=1 << 30)
     for _ in range(MAX_SCANNED + 4):
         desk.enter(2048, now=20.0)
     desk.decide(20.0)
@@ -209,10 +206,7 @@ def test_only_the_step_in_progress_is_waited_for() -> None:
 
 def no_room(desk: Desk) -> Waiting:
     """The default tenant has had its credit; at 20 s the worker has a prompt of its, and another one waits."""
-    for _ in range(10):
-        desk.enter()
-        desk.decide()
-        desk.bookings.pop().release()
+    use_up_credit(desk, "default")
     desk.enter(now=20.0)
     assert len(desk.decide(20.0)) == 1
     waiting = desk.enter(4000, now=20.0)

@@ -129,7 +129,7 @@ def test_the_table_follows_bookings_and_knows_a_restarted_worker_from_its_former
     registry.note_step("p", StepStats(duration_s=0.1, num_prefill_tokens=512))
     costs = CostModel()
     assert registry.table.uncomputed_tokens.tolist() == [488, 0]
-    assert registry.table.pace(costs).queue_s.tolist() == [queue_s(worker, costs.steps("cpu-1")) for worker in registry]
+    assert registry.table.pace(costs).wait_s.tolist() == [queue_s(worker, costs.steps("cpu-1")) for worker in registry]
     registry.set_state("d", WorkerState.DEAD, "killed")
     add_ready(registry, make_card("d", epoch=2))
     reserve(registry, "d", "d", new=7)
