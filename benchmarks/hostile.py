@@ -1,0 +1,290 @@
+"""Hostile clients: does any of over 1,000 broken requests get a 5xx, hang, stall the server or cost a worker?
+
+Values out of every range, types that do not fit, deep nesting, products of allowed numbers, bodies of 8 MB, bytes that
+are hardly HTTP, and clients that leave, one to a connection (`benchmarks/hostile_inputs.py`). Meanwhile a process of
+its own asks for `/health` every 20 ms and notes the longest wait. At the end the same worker processes must be alive,
+idle with their books in order, and give an honest client the answer they gave before.
+
+    python -m benchmarks.hostile
+
+All traffic goes to the server that this starts on the loopback interface.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import multiprocessing
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+from urllib.parse import urlsplit
+
+from benchmarks.common import ONE_PAIR, Server, arguments, console, print_table, serving, write_result
+from benchmarks.hostile_inputs import HostileInput, Manner, describe, hostile_inputs
+from loadtest.client import run_measured
+
+__all__ = ["Outcome", "Report", "attack", "main"]
+
+MAX_STALL_S = 0.5
+_ANSWER_S = 120.0  # longest wait for an answer; several times what the longest takes
+_SILENCE_S = 45.0  # longest wait until a connection that says nothing is closed
+_AT_ONCE = 8
+_WATCH_INTERVAL_S = 0.02
+_STATUS = re.compile(rb"^HTTP/1\.[01] (\d{3})")
+_ERROR_IN_STREAM = re.compile(rb'^data: \{"error"', re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one input."""
+
+    name: str
+    status: int  # of the last answer on the connection; 0 = closed without one
+    duration_s: float
+    fault: str = ""  # why this is the server's fault; "" = it is not
+
+
+@dataclass(slots=True)
+class Report:
+    """What became of all of them."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    stalls: list[tuple[float, str]] = field(default_factory=list)  # seconds, and what was being sent
+    quiet_stall_s: float = 0.0  # the longest wait for /health before anything was sent: what the machine itself does
+    lost_workers: list[str] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)  # books that do not agree, an honest answer that changed
+
+    @property
+    def faults(self) -> list[Outcome]:
+        """Answers that a server must not give."""
+        return [outcome for outcome in self.outcomes if outcome.fault]
+
+
+def main() -> int:
+    parser = arguments(__doc__)
+    parser.add_argument("--only", default="", metavar="GROUP", help="inputs whose name begins so")
+    settings = parser.parse_args()
+    step = 20 if settings.quick else 1
+    with serving(ONE_PAIR, settings.model, "--max-model-len=2048") as server:
+        report = run_measured(attack(server, settings.seed, step=step, only=settings.only))
+    _print(report)
+    write_result("hostile", settings, _result(report))
+    has_stalled = not settings.quick and any(stall_s > MAX_STALL_S for stall_s, _ in report.stalls)
+    return int(bool(report.faults or report.lost_workers or report.complaints or has_stalled))
+
+
+async def attack(server: Server, seed: int, *, step: int = 1, only: str = "") -> Report:
+    """Send every `step`-th input whose name begins with `only`, first those that are sent side by side."""
+    report = Report()
+    workers, reference = await _workers(server), await _honest_answer(server)
+    with _watching(server.url) as watch:
+        await asyncio.sleep(2.0)
+        report.quiet_stall_s = max((stall_s for _, stall_s in watch.take()), default=0.0)
+        names = [hostile.name for hostile in hostile_inputs(server.model, seed) if hostile.name.startswith(only)]
+        chosen = frozenset(names[::step])
+        for is_heavy in (False, True):
+            inputs = (
+                hostile
+                for hostile in hostile_inputs(server.model, seed)
+                if hostile.is_heavy == is_heavy and hostile.name in chosen
+            )
+            await _send_all(server, inputs, 1 if is_heavy else _AT_ONCE, report, watch)
+    if await _honest_answer(server) != reference:
+        report.complaints.append("an honest request is answered differently afterwards")
+    after = await _workers(server)
+    report.lost_workers = [
+        f"{worker_id} (pid {pid})" for worker_id, pid in workers.items() if after.get(worker_id) != pid
+    ]
+    report.complaints += await _held(server)
+    return report
+
+
+async def _send_all(
+    server: Server, inputs: Iterator[HostileInput], at_once: int, report: Report, watch: _Watch
+) -> None:
+    """Send them from `at_once` clients, each the next one as soon as it is done."""
+    running: set[str] = set()
+    recent: list[tuple[float, frozenset[str]]] = []  # what was under way from when on
+
+    async def client() -> None:
+        for hostile in inputs:
+            running.add(hostile.name)
+            recent.append((time.monotonic(), frozenset(running)))
+            report.outcomes.append(await _send(server.url, hostile))
+            running.discard(hostile.name)
+            for began_s, stall_s in watch.take():
+                names = frozenset().union(*(names for at_s, names in recent[-40:] if at_s <= began_s + stall_s))
+                report.stalls.append((stall_s, ", ".join(sorted(names))[-200:]))
+
+    await asyncio.gather(*(client() for _ in range(at_once)))
+
+
+async def _send(url: str, hostile: HostileInput) -> Outcome:
+    """Send one input on a connection of its own, and judge what comes back."""
+    parts = urlsplit(url)
+    began = time.monotonic()
+    limit_s = _SILENCE_S if hostile.manner in (Manner.SILENT, Manner.SLOW) else _ANSWER_S
+    answer = b""
+    try:
+        async with asyncio.timeout(limit_s):
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=2**26)
+            try:
+                answer = await _converse(reader, writer, hostile)
+            finally:
+                writer.transport.abort()
+    except TimeoutError:
+        return Outcome(hostile.name, 0, time.monotonic() - began, f"no end within {limit_s:.0f} s")
+    except ConnectionError:
+        pass  # closed on us, which is a fair answer to most of this
+    return Outcome(hostile.name, *_judge(answer, time.monotonic() - began, hostile))
+
+
+async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hostile: HostileInput) -> bytes:
+    match hostile.manner:
+        case Manner.SLOW:
+            for byte in hostile.data:
+                writer.write(bytes((byte,)))
+                await asyncio.sleep(0.1)  # the input itself: a byte now and then
+                if reader.at_eof() or writer.is_closing():
+                    break
+        case Manner.LEAVE:
+            writer.write(hostile.data)
+            return b""
+        case Manner.RESET:
+            writer.write(hostile.data)
+            return await reader.read(200)
+        case Manner.HALF_CLOSE:
+            writer.write(hostile.data)
+            writer.write_eof()
+        case Manner.WHOLE | Manner.SILENT:
+            writer.write(hostile.data)
+    answer = bytearray()
+    with contextlib.suppress(ConnectionError):  # what came before a reset counts
+        while data := await reader.read(2**20):
+            answer += data
+    return bytes(answer)
+
+
+def _judge(answer: bytes, duration_s: float, hostile: HostileInput) -> tuple[int, float, str]:
+    match = _STATUS.match(answer)
+    status = int(match[1]) if match else 0
+    if status >= 500:
+        return status, duration_s, f"status {status}: {answer[-300:].decode(errors='replace')}"
+    if status == 200 and _ERROR_IN_STREAM.search(answer) and b'"server_error"' in answer:
+        return status, duration_s, f"an error within the stream: {answer[-300:].decode(errors='replace')}"
+    expects_answer = hostile.manner is Manner.WHOLE
+    if status == 0 and expects_answer and not hostile.is_heavy:  # of a heavy one the reset may overtake the answer
+        return status, duration_s, "closed without an answer"
+    return status, duration_s, ""
+
+
+class _Watch:
+    """Waits for `/health` that were long, as a process of its own saw them: none of our work delays it."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def take(self) -> list[tuple[float, float]]:
+        """(when it was asked, seconds until the answer) of those over 50 ms since the last call."""
+        seen = []
+        while self._pipe.poll():
+            seen.append(self._pipe.recv())
+        return seen
+
+
+@contextlib.contextmanager
+def _watching(url: str) -> Iterator[_Watch]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_watch_health, args=(url, theirs), daemon=True)
+    process.start()
+    try:
+        yield _Watch(ours)
+    finally:
+        process.terminate()
+        process.join(5.0)
+
+
+def _watch_health(url: str, pipe: Connection) -> None:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60.0)
+    while True:
+        began = time.monotonic()
+        try:
+            connection.request("GET", "/health")
+            is_healthy = connection.getresponse().read() is not None
+        except (OSError, http.client.HTTPException):
+            connection.close()
+            is_healthy = False
+        waited_s = time.monotonic() - began
+        if waited_s > 0.05 or not is_healthy:
+            pipe.send((began, waited_s))
+        time.sleep(_WATCH_INTERVAL_S)
+
+
+async def _workers(server: Server) -> dict[str, int]:
+    """Process ids by worker: a worker that was replaced has another one."""
+    pools = await server.client.request_json("GET", "/v1/pools")
+    return {worker["worker_id"]: worker["pid"] for role in pools["roles"].values() for worker in role}
+
+
+async def _honest_answer(server: Server) -> str:
+    body = {"model": server.model, "prompt": "One, two, three,", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
+    answer: str = (await server.client.request_json("POST", "/v1/completions", body))["choices"][0]["text"]
+    return answer
+
+
+async def _held(server: Server) -> list[str]:
+    """What workers still hold once all clients are gone for a while."""
+    deadline = time.monotonic() + 30.0
+    while True:
+        check = await server.client.request_json("POST", "/v1/pools/check")
+        if check["idle"]:
+            return []
+        if time.monotonic() > deadline:
+            return [f"{worker_id}: {wrong}" for worker_id, wrong in check["workers"].items() if wrong]
+        await asyncio.sleep(0.2)
+
+
+def _print(report: Report) -> None:
+    by_status = Counter(outcome.status for outcome in report.outcomes)
+    longest = max(report.outcomes, key=lambda outcome: outcome.duration_s)
+    stall_s, during = max(report.stalls, default=(0.0, "nothing"))
+    rows: Sequence[Sequence[object]] = [
+        ["inputs", len(report.outcomes), str(describe([outcome.name for outcome in report.outcomes]))],
+        ["answers by status", len(by_status), str(dict(sorted(by_status.items())))],
+        ["faults (5xx, hang, no answer)", len(report.faults), ""],
+        ["longest answer, s", longest.duration_s, longest.name],
+        ["longest wait for /health, s", stall_s, during],
+        ["the same before the attack, s", report.quiet_stall_s, ""],
+        ["workers lost", len(report.lost_workers), ", ".join(report.lost_workers)],
+        ["other complaints", len(report.complaints), "; ".join(report.complaints)],
+    ]
+    print_table("Hostile clients", ["what", "number", "which"], rows)
+    for outcome in report.faults[:40]:
+        console.print(f"{outcome.name} ({outcome.duration_s:.1f} s): {outcome.fault}", markup=False, soft_wrap=True)
+    for seconds, names in sorted(report.stalls, reverse=True)[:10]:
+        console.print(f"/health waited {seconds:.2f} s beside {names}", markup=False, soft_wrap=True)
+
+
+def _result(report: Report) -> dict[str, Any]:
+    return {
+        "inputs": describe([outcome.name for outcome in report.outcomes]),
+        "by_status": Counter(outcome.status for outcome in report.outcomes),
+        "faults": [(outcome.name, outcome.status, outcome.fault) for outcome in report.faults],
+        "longest_health_s": max(report.stalls, default=(0.0, "")),
+        "quiet_health_s": report.quiet_stall_s,
+        "lost_workers": report.lost_workers,
+        "complaints": report.complaints,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
