@@ -130,6 +130,12 @@ class Fetcher:
         assert not (idle and self._fetches), f"{len(self._fetches)} prompts are still being fetched"
 
     def _admitted(self, sequence: EngineSequence) -> None:
+        try:
+            self._plan(sequence)
+        except Exception:  # in the middle of a step; all of the prompt can still be computed
+            logger.exception("request %s: nothing is loaded for it", sequence.request_id)
+
+    def _plan(self, sequence: EngineSequence) -> None:
         """Decide what of a prompt to load, and begin."""
         size, now = self._engine.config.block_size, self._clock()
         num_tokens = len(sequence.token_ids)

@@ -36,8 +36,9 @@ from kv_transfer.transport.base import Notification, Transport, create_transport
 from kv_transfer.transport.in_process import InProcessHub
 from prefill_worker import PrefillRole
 from protocol.config import WorkerConfig
-from protocol.errors import ServingError, WorkerError
+from protocol.errors import InternalError, RequestError, ServingError, WorkerError
 from protocol.messages import (
+    INVALID_REQUEST,
     WIRE_VERSION,
     BlockEvents,
     BlockSnapshot,
@@ -143,6 +144,7 @@ class Worker:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._next_link_expiry = 0.0
+        self._num_errors = 0  # each ended a request, or a message, and nothing else
         self._waits_for_room = False  # the last step found work but no blocks for it
         self._notifications: list[Notification] = []
         self._engine.runner.between_layers = self._poll_transport
@@ -181,7 +183,7 @@ class Worker:
         return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu-{torch.get_num_threads()}"
 
     def run(self) -> None:
-        """Serve until `stop`. An error in a step ends the worker: its requests are told, the process is replaced."""
+        """Serve until `stop`. An error that no request is to blame for ends the worker, and the process is replaced."""
         self._heartbeat.start()
         try:
             while not self._stopping.is_set():
@@ -235,6 +237,7 @@ class Worker:
             num_open_leases=self._decode.num_leases,
             num_used_blocks=self._engine.pool.num_used,
             num_preemptions=self._engine.scheduler.num_preemptions,
+            num_errors=self._num_errors,
             request_ids=frozenset(self._clients),
         )
 
@@ -268,12 +271,12 @@ class Worker:
     def _turn(self) -> None:
         now = time.monotonic()
         for identity, message in self._sockets.receive(self._poll_ms()):
-            self._handle(identity, message, now)
+            self._take(identity, message, now)
         self._run_calls()
         now = time.monotonic()
         self._notifications += self._transport.poll()
         for notification in self._notifications:
-            self._decode.notified(notification, now)
+            self._take_notification(notification, now)
         self._notifications.clear()
         if now >= self._next_link_expiry:
             self._next_link_expiry = now + _LINK_EXPIRY_S
@@ -290,6 +293,8 @@ class Worker:
         result = self._step()
         self._waits_for_room = result is None and self._engine.has_work
         if result is not None:
+            for failure in result.failures:
+                self._give_up(failure.sequence.request_id, failure.error)
             self._cache.after_step(result.stats)
             self._prefill.after_step(result)
             self._send_output(result)
@@ -338,6 +343,21 @@ class Worker:
             return self._engine.step()
         finally:
             self._step_started = 0.0
+
+    def _take(self, identity: bytes, message: Message, now: float) -> None:
+        """Handle one message. Whatever it raises ends the request it is about, not the worker."""
+        try:
+            self._handle(identity, message, now)
+        except Exception as exc:
+            logger.exception("a %s could not be handled", type(message).__name__)
+            self._give_up(getattr(message, "request_id", ""), exc)
+
+    def _take_notification(self, notification: Notification, now: float) -> None:
+        try:
+            self._decode.notified(notification, now)
+        except Exception:
+            self._num_errors += 1
+            logger.exception("dropped a notification from %s: its lease will run out", notification.worker_id)
 
     def _handle(self, identity: bytes, message: Message, now: float) -> None:
         match message:
@@ -405,8 +425,21 @@ class Worker:
                 )
                 sequence.kv_holder = request.kv_holder
                 self._engine.add(sequence)
+        except RequestError as exc:
+            self._fail(request.request_id, exc.message, exc.code or INVALID_REQUEST)
         except ServingError as exc:
             self._fail(request.request_id, exc.message, exc.code or "")
+
+    def _give_up(self, request_id: str, error: Exception) -> None:
+        """End a request that met an error of ours, wherever it is: its client is told, its blocks are freed."""
+        self._num_errors += 1
+        message = f"{type(error).__name__} while it was worked on; the worker's log has more"
+        self._fail(request_id, message, InternalError.code or "")
+        for cancel in (self._prefill.cancel, self._decode.cancel, self._engine.abort):
+            try:
+                cancel(request_id)
+            except Exception:
+                logger.exception("request %s left something behind", request_id)
 
     def _cancel(self, request_id: str) -> None:
         self._clients.pop(request_id, None)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import psutil
 import torch
+from torch import Tensor
 
 from engine.attention.interface import make_backend
 from engine.block_pool import BlockPool
@@ -24,7 +25,7 @@ from protocol.errors import ConfigError, ContextLengthExceeded, RequestError
 from protocol.messages import FinishReason, StepStats, TokenLogprobs, Turn, WorkerLoad
 from protocol.sampling import SamplingParams
 
-__all__ = ["Engine", "SequenceOutput", "StepResult"]
+__all__ = ["Engine", "SequenceFailure", "SequenceOutput", "StepResult"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 _POOL_SHARE = {"cpu": 0.25, "cuda": 0.9}
 _CPU_POOL_CAP_BYTES = 2 << 30
 _STEP_TOKENS = 512  # where nobody who knows the role has chosen
+_MAX_FAILED_STEPS = 3  # in a row, each of which failed for every sequence: then it is not the sequences that are wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,21 @@ class SequenceOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceFailure:
+    """A sequence that a step ended because something of it raised `error`."""
+
+    sequence: Sequence
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step did. `chunks` are computed and published; `outputs` are in batch order."""
 
     chunks: list[ScheduledChunk]
     outputs: list[SequenceOutput]
     stats: StepStats
+    failures: list[SequenceFailure] = field(default_factory=list)
 
 
 class Engine:
@@ -92,6 +103,7 @@ class Engine:
             attention=model.attention,
         )
         self._clock = clock
+        self._num_failed_steps = 0  # in a row
         # Called before a step computes what was scheduled, and admitted, for it.
         self.on_scheduled: Callable[[], None] = lambda: None
 
@@ -158,23 +170,32 @@ class Engine:
     def step(self) -> StepResult | None:
         """Schedule, run, sample, advance. None when there was nothing to compute.
 
-        A PREFILL_ONLY sequence leaves with its first token but keeps its blocks: the caller releases them by
+        A PREFILL_ONLY sequence leaves with its first token, or fails, but keeps its blocks: the caller releases them by
         `scheduler.release_blocks` when the handoff is over.
+
+        What one sequence raises ends that sequence and is among the failures. Raised is what no sequence is to blame
+        for: an error of the device, and what all sequences of several steps in a row fail with.
         """
         started = self._clock()
-        chunks = self.scheduler.schedule()
-        if not chunks:
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
             return None
         self.on_scheduled()
-        logits = self.runner.run(chunks)
-        for chunk in chunks:
-            self.scheduler.advance(chunk)
+        chunks, logits, failures = self._compute(scheduled)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        tokens = iter(() if logits is None else self.sampler.sample(logits, sampling))
         outputs = []
-        if logits is not None:
-            tokens = self.sampler.sample(logits, sampling)
-            outputs = [self._append(sequence, token) for sequence, token in zip(sampling, tokens, strict=True)]
-        return StepResult(chunks, outputs, _stats(chunks, self._clock() - started))
+        for chunk in chunks:
+            token = next(tokens) if chunk.samples else None
+            try:
+                self.scheduler.advance(chunk)
+                if isinstance(token, Exception):
+                    raise token
+                if token is not None:
+                    outputs.append(self._append(chunk.sequence, token))
+            except Exception as exc:
+                failures.append(self._give_up(chunk.sequence, exc))
+        return StepResult(chunks, outputs, _stats(scheduled, self._clock() - started), failures)
 
     def load(self) -> WorkerLoad:
         """Queues and memory now."""
@@ -194,6 +215,49 @@ class Engine:
         assert {s.request_id for s in queued} == set(self.sequences), "a sequence is lost or left behind"
         if idle:
             assert not queued, f"{len(queued)} sequences are still queued"
+
+    def _compute(
+        self, chunks: list[ScheduledChunk]
+    ) -> tuple[list[ScheduledChunk], Tensor | None, list[SequenceFailure]]:
+        """Run the chunks: (those computed, logits of those that sample, sequences that could not be computed).
+
+        A step that raises is run again chunk by chunk, which tells who is to blame: a chunk's KV is written to the same
+        slots, and its result does not depend on the others.
+        """
+        try:
+            logits = self.runner.run(chunks)
+        except torch.AcceleratorError:
+            raise
+        except Exception as exc:
+            logger.exception("a step of %d sequences failed; each is now computed alone", len(chunks))
+            error = exc
+        else:
+            self._num_failed_steps = 0
+            return chunks, logits, []
+        computed, rows, failures = [], [], []
+        for chunk in chunks:
+            try:
+                row = self.runner.run([chunk])
+            except torch.AcceleratorError:
+                raise
+            except Exception as exc:
+                failures.append(self._give_up(chunk.sequence, exc))
+                continue
+            computed.append(chunk)
+            if row is not None:
+                rows.append(row)
+        self._num_failed_steps = 0 if computed else self._num_failed_steps + 1
+        if self._num_failed_steps >= _MAX_FAILED_STEPS:
+            raise error
+        return computed, torch.cat(rows) if rows else None, failures
+
+    def _give_up(self, sequence: Sequence, error: Exception) -> SequenceFailure:
+        """End a sequence that raised; a prompt's blocks are the handoff's, as when it leaves with its first token."""
+        logger.error("request %s failed", sequence.request_id, exc_info=error)
+        self.sequences.pop(sequence.request_id, None)
+        sequence.finish_reason = FinishReason.ABORT
+        self.scheduler.remove(sequence, keep_blocks=sequence.phase is Phase.PREFILL_ONLY)
+        return SequenceFailure(sequence, error)
 
     def _append(self, sequence: Sequence, sampled: SampledToken) -> SequenceOutput:
         sequence.token_ids.append(sampled.token_id)

@@ -113,7 +113,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // num_heads,
         vocab_size=text.vocab_size,
         max_model_len=_max_model_len(text),
-        eos_token_ids=_eos_token_ids(folder, model_config),
+        eos_token_ids=_eos_token_ids(folder, model_config, text.vocab_size),
         dtype=dtype,
         device=device,
         revision=model_revision(folder),
@@ -145,13 +145,14 @@ def _max_model_len(text: Any) -> int:
     return int(text.max_position_embeddings)
 
 
-def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
+def _eos_token_ids(folder: Path, config: Any, vocab_size: int) -> frozenset[int]:
+    """Those within the vocabulary: some configs say -1, or name a token that the model cannot give."""
     eos = config.get_text_config().eos_token_id
     if (folder / "generation_config.json").is_file():
         eos = GenerationConfig.from_pretrained(folder).eos_token_id or eos
     if eos is None:
         return frozenset()
-    return frozenset(eos if isinstance(eos, list) else [eos])
+    return frozenset(eos if isinstance(eos, list) else [eos]).intersection(range(vocab_size))
 
 
 def _attention_identity(text: Any) -> str:

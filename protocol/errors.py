@@ -8,6 +8,7 @@ ServingError
  |- Overloaded                 429, with a Retry-After
  |   |- PinQuotaExceeded
  |   |- DeadlineUnmet          its first token would come too late
+ |- InternalError              500: this request, and no other, met an error of ours
  |- WorkerError                a worker failed or is gone: 502/503
  |   |- NoWorker               503: nothing can serve this now
  |- TransferError              KV could not be moved
@@ -24,6 +25,7 @@ __all__ = [
     "ContextLengthExceeded",
     "DeadlineUnmet",
     "IncompatiblePeer",
+    "InternalError",
     "ModelNotFound",
     "NoWorker",
     "Overloaded",
@@ -105,6 +107,12 @@ class DeadlineUnmet(Overloaded):
     """The first token would come later than the request's TTFT SLO allows."""
 
     code = "ttft_slo_unmet"
+
+
+class InternalError(ServingError):
+    """Something raised that should not have while this request was worked on. Other requests go on."""
+
+    code = "internal_error"
 
 
 class WorkerError(ServingError):

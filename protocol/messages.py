@@ -25,6 +25,7 @@ from protocol.sampling import SamplingParams
 __all__ = [
     "FINISHED_EARLY",
     "HOST_TIER",
+    "INVALID_REQUEST",
     "POOL_PLACE",
     "WIRE_VERSION",
     "BlockEvents",
@@ -83,6 +84,8 @@ WIRE_VERSION = 5
 POOL_PLACE = "pool"  # where a worker has blocks: its pool, or one of its tiers by name
 HOST_TIER = "host"  # its own memory: the tier that peers can read from, too
 
+# `RequestFailed.code` of a request that no worker could take.
+INVALID_REQUEST = "invalid_request"
 # `LeaseClosed.reason` of a request that ended with its first token: there is nothing to hand over, nothing failed.
 FINISHED_EARLY = "finished with the first token"
 

@@ -1,19 +1,48 @@
-"""How the next token is chosen: the one definition shared by router and engine."""
+"""How the next token is chosen: the one definition shared by router and engine, and the ranges of its values."""
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
-__all__ = ["MAX_LOGPROBS", "SamplingParams"]
+__all__ = [
+    "MAX_COUNT",
+    "MAX_LOGIT_BIASES",
+    "MAX_LOGPROBS",
+    "MAX_REPETITION_PENALTY",
+    "MAX_STOP_TOKEN_IDS",
+    "MIN_REPETITION_PENALTY",
+    "SamplingParams",
+]
 
+MAX_COUNT = 2**31 - 1  # of tokens and of token ids
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+MAX_STOP_TOKEN_IDS = 1024
+# A logit is divided by it: values near 0 would make it infinite.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "max_tokens": (0, MAX_COUNT),
+    "seed": (0, 2**64 - 1),
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (0, MAX_COUNT),
+    "min_p": (0.0, 1.0),
+    "min_tokens": (0, MAX_COUNT),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "repetition_penalty": (MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+}
+_MAX_BIAS = 100.0
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling settings of one sequence, already validated and complete.
+    """Sampling settings of one sequence, complete and within their ranges: a value outside raises ValueError.
 
-    `seed` is always set: the router draws one where the client gave none, so that every worker which
-    touches the request makes the same draw for the same token position.
+    Messages are checked too, because decoding one makes this. `seed` is always set: the router draws one where the
+    client gave none, so that every worker which touches the request makes the same draw for the same token position.
     """
 
     max_tokens: int
@@ -30,3 +59,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     num_logprobs: int | None = None  # None = off; 0 = only the chosen token's
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            _check_within(name, getattr(self, name), low, high)
+        if self.num_logprobs is not None:
+            _check_within("num_logprobs", self.num_logprobs, 0, MAX_LOGPROBS)
+        if self.stop_token_ids:
+            _check_within("number of stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_TOKEN_IDS)
+        if self.logit_bias:
+            _check_within("number of logit_bias entries", len(self.logit_bias), 0, MAX_LOGIT_BIASES)
+            _check_within("sum of logit_bias values", sum(self.logit_bias.values()), -math.inf, math.inf)  # none is nan
+            _check_within("logit_bias value", min(self.logit_bias.values()), -_MAX_BIAS, _MAX_BIAS)
+            _check_within("logit_bias value", max(self.logit_bias.values()), -_MAX_BIAS, _MAX_BIAS)
+
+
+def _check_within(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # also refuses nan
+        raise ValueError(f"{name}={value} must be from {low} to {high}")

@@ -22,13 +22,16 @@ from protocol.config import RouterConfig
 from protocol.errors import (
     ContextLengthExceeded,
     IncompatiblePeer,
+    InternalError,
     PeerLost,
+    RequestError,
     ServingError,
     TransferError,
     TransferTimeout,
     WorkerError,
 )
 from protocol.messages import (
+    INVALID_REQUEST,
     POOL_PLACE,
     BlockEvents,
     BlockSnapshot,
@@ -72,8 +75,17 @@ LEARN_INTERVAL_S = 2e-3
 
 _ERRORS: dict[str | None, type[ServingError]] = {
     error.code: error
-    for error in (ContextLengthExceeded, IncompatiblePeer, PeerLost, TransferError, TransferTimeout, WorkerError)
+    for error in (
+        ContextLengthExceeded,
+        IncompatiblePeer,
+        InternalError,
+        PeerLost,
+        TransferError,
+        TransferTimeout,
+        WorkerError,
+    )
 }
+_ERRORS[INVALID_REQUEST] = RequestError
 
 
 class LegEvent(NamedTuple):

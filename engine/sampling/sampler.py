@@ -2,10 +2,14 @@
 
 Rows are treated one by one, so that a sequence's token never depends on what else is in the batch. A row that needs
 nothing special costs one argmax for all such rows together.
+
+Whatever the logits and the parameters are, a row gives a token: where no probability is left (an infinite logit, nan,
+every token banned), the most likely token is taken. What a row raises nevertheless is returned in its place.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -23,7 +27,8 @@ __all__ = ["SampledToken", "Sampler"]
 
 # Most nuclei are far smaller than this; only a flat distribution needs the full sort of the vocabulary.
 _NUCLEUS_GUESS = 512
-_MIN_TEMPERATURE = 1e-6
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
+_MIN_LOGPROB = -9999.0  # stands for log(0), which JSON cannot say
 
 
 class SampledToken(NamedTuple):
@@ -39,23 +44,31 @@ class Sampler:
 
     eos_token_ids: frozenset[int]
 
-    def sample(self, logits: Tensor, sequences: Seq[Sequence]) -> list[SampledToken]:
-        """logits: [n, vocab], row i for sequence i. Returns n tokens, in order."""
+    def sample(self, logits: Tensor, sequences: Seq[Sequence]) -> list[SampledToken | Exception]:
+        """logits: [n, vocab], row i for sequence i. Returns n tokens, in order; an exception where a row raised it."""
         greedy = logits.argmax(dim=-1).tolist()  # sync: token ids to host
         return [
-            SampledToken(greedy[row], None)
-            if _is_plain_greedy(sequence)
-            else self._sample_row(logits[row].float(), sequence)
+            SampledToken(greedy[row], None) if _is_plain_greedy(sequence) else self._try_sample(logits[row], sequence)
             for row, sequence in enumerate(sequences)
         ]
+
+    def _try_sample(self, raw: Tensor, sequence: Sequence) -> SampledToken | Exception:
+        try:
+            return self._sample_row(raw.float(), sequence)
+        except torch.AcceleratorError:  # the device is lost for every row
+            raise
+        except Exception as exc:
+            return exc
 
     def _sample_row(self, raw: Tensor, sequence: Sequence) -> SampledToken:
         sampling = sequence.sampling
         logits = self._adjust(raw, sequence)
         if sampling.temperature == 0:
-            token_id = int(logits.argmax())
+            token_id = _most_likely(logits)
         else:
             token_id = draw_token(logits, sampling, uniform_draw(sampling.seed, sequence.num_output_tokens))
+        if token_id is None:
+            token_id = _last_resort(logits, raw)
         return SampledToken(token_id, _logprobs(raw, token_id, sampling.num_logprobs))
 
     def _adjust(self, raw: Tensor, sequence: Sequence) -> Tensor:
@@ -72,10 +85,11 @@ class Sampler:
             counts = Counter(output)
             penalties = [sampling.frequency_penalty * n + sampling.presence_penalty for n in counts.values()]
             ids = torch.tensor(list(counts), device=raw.device)
-            logits = logits.index_add(0, ids, -torch.tensor(penalties, device=raw.device))
+            logits = logits.index_add(0, ids, -torch.tensor(penalties, dtype=raw.dtype, device=raw.device))
         if sampling.logit_bias:
             ids = torch.tensor(list(sampling.logit_bias), device=raw.device)
-            logits = logits.index_add(0, ids, torch.tensor(list(sampling.logit_bias.values()), device=raw.device))
+            values = torch.tensor(list(sampling.logit_bias.values()), dtype=raw.dtype, device=raw.device)
+            logits = logits.index_add(0, ids, values)
         if sequence.num_output_tokens < sampling.min_tokens:
             banned = sorted(self.eos_token_ids.union(sampling.stop_token_ids))
             logits = logits.index_fill(0, torch.tensor(banned, dtype=torch.long, device=raw.device), float("-inf"))
@@ -94,13 +108,15 @@ def _is_plain_greedy(sequence: Sequence) -> bool:
     )
 
 
-def draw_token(logits: Tensor, sampling: SamplingParams, draw: float) -> int:
+def draw_token(logits: Tensor, sampling: SamplingParams, draw: float) -> int | None:
     """Invert the cumulative distribution of one row at `draw` in [0, 1). logits: [vocab]; temperature > 0.
 
-    Filters apply in the order temperature, top-k, top-p, min-p, each to what the one before left.
+    Filters apply in the order temperature, top-k, top-p, min-p, each to what the one before left. None if the logits
+    are no distribution: one of them is nan or infinite, or all are banned.
     """
     # Largest logit first taken to 0: a temperature near 0 then means greedy, where 1e-40 would make inf - inf of it.
-    scaled = (logits - logits.max()) / max(sampling.temperature, _MIN_TEMPERATURE)
+    temperature = min(max(sampling.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE)
+    scaled = (logits - logits.max()) / temperature
     probabilities = scaled.softmax(dim=-1)
     if sampling.top_k <= 0 and sampling.top_p >= 1.0:
         kept, ids = probabilities, None
@@ -109,6 +125,8 @@ def draw_token(logits: Tensor, sampling: SamplingParams, draw: float) -> int:
     if sampling.min_p > 0.0:
         kept = kept.where(kept >= sampling.min_p * kept.max(), 0.0)
     cumulative = kept.double().cumsum(dim=-1)
+    if not float(cumulative[-1]) > 0.0:
+        return None
     idx = int(torch.searchsorted(cumulative, cumulative[-1] * draw, right=True))
     # Rounding may leave the draw at the very end: the last token with any probability is meant.
     idx = min(idx, int(kept.nonzero()[-1]))
@@ -131,12 +149,30 @@ def _nucleus(probabilities: Tensor, top_k: int, top_p: float) -> tuple[Tensor, T
     return kept[inside], ids[inside]
 
 
+def _most_likely(logits: Tensor) -> int | None:
+    """The token of the largest logit; None if it is nan or banned."""
+    token_id = int(logits.argmax())
+    return token_id if float(logits[token_id]) > -math.inf else None
+
+
+def _last_resort(logits: Tensor, raw: Tensor) -> int:
+    """The most likely token of those that are a number and not banned, or else of the model's own logits."""
+    numbers = logits.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    token_id = _most_likely(numbers)
+    return int(raw.argmax()) if token_id is None else token_id
+
+
 def _logprobs(raw: Tensor, token_id: int, num_logprobs: int | None) -> TokenLogprobs | None:
     if num_logprobs is None:
         return None
     logprobs = raw.log_softmax(dim=-1)
     top: list[tuple[int, float]] = []
     if num_logprobs > 0:
-        values, ids = logprobs.topk(num_logprobs)
-        top = list(zip(ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprobs(token_id, float(logprobs[token_id]), top)
+        values, ids = logprobs.topk(min(num_logprobs, raw.shape[0]))
+        top = [(token, _finite(value)) for token, value in zip(ids.tolist(), values.tolist(), strict=True)]
+    return TokenLogprobs(token_id, _finite(float(logprobs[token_id])), top)
+
+
+def _finite(logprob: float) -> float:
+    """The log probability, or the least one where it is -inf or nan."""
+    return logprob if logprob > _MIN_LOGPROB else _MIN_LOGPROB

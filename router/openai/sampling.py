@@ -9,14 +9,13 @@ from collections.abc import Iterable
 import msgspec
 
 from protocol.errors import ContextLengthExceeded, RequestError
-from protocol.sampling import SamplingParams
+from protocol.sampling import MAX_COUNT, SamplingParams
 from router.openai.schema import GenerationFields
 
 __all__ = ["check_token_ids", "max_tokens_for", "sampling_params", "sibling_seed", "stop_strings"]
 
 MIN_TOP_P = 1e-6  # top_p 0 is allowed and means: only the most likely token
 UNKNOWN_CONTEXT_TOKENS = 1 << 20  # no worker has told its context yet; it ends the answer there itself
-MAX_TOP_K = 2**31 - 1
 
 
 def sampling_params(
@@ -34,7 +33,7 @@ def sampling_params(
         seed=seed,
         temperature=_given(fields.temperature, 1.0),
         top_p=max(MIN_TOP_P, _given(fields.top_p, 1.0)),
-        top_k=min(MAX_TOP_K, max(0, fields.top_k or 0)),
+        top_k=min(MAX_COUNT, max(0, fields.top_k or 0)),
         min_p=fields.min_p or 0.0,
         min_tokens=min_tokens,
         stop_token_ids=stop_token_ids,

@@ -16,7 +16,14 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import RequestError
-from protocol.sampling import MAX_LOGPROBS
+from protocol.sampling import (
+    MAX_COUNT,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_TOKEN_IDS,
+    MIN_REPETITION_PENALTY,
+)
 
 __all__ = [
     "ChatMessage",
@@ -40,7 +47,7 @@ MAX_STOP_CHARS = 4096
 MAX_CONVERSATION_ID_CHARS = 256
 MAX_CACHE_SALT_CHARS = 256  # it is part of what is remembered of a prompt
 
-Count = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -72,14 +79,16 @@ class GenerationFields(msgspec.Struct, kw_only=True, frozen=True):
     top_p: Probability | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIASES)] | None
+    ) = None
     # Beyond OpenAI, as vLLM and SGLang spell them.
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: Probability | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
-    stop_token_ids: list[Count] | None = None
+    stop_token_ids: Annotated[list[Count], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any
 
+import msgspec
 import zmq
 from zmq.constants import SocketType
 
@@ -214,6 +215,10 @@ class Client:
 
     def send(self, message: Message) -> None:
         self._socket.send(encode_message(message))
+
+    def send_raw(self, message: dict[str, Any]) -> None:
+        """A message that no `Message` can be."""
+        self._socket.send(msgspec.msgpack.encode(message))
 
     def receive(self, kind: type[Any] | UnionType) -> Any:
         """The next message of this kind, or of one of these; others are skipped."""

@@ -13,9 +13,14 @@ import pytest
 import torch
 
 from cluster.worker import Worker
+from engine.engine import Engine
+from engine.sampling.sampler import Sampler
+from engine.sequence import Sequence
+from kv_transfer.transport.base import Notification
 from kv_transfer.transport.in_process import InProcessHub, InProcessTransport, Verdict
 from protocol.errors import ServingError, WorkerError
 from protocol.messages import (
+    INVALID_REQUEST,
     WIRE_VERSION,
     BlockEvents,
     BlockSnapshot,
@@ -82,6 +87,127 @@ def test_a_prompt_that_does_not_fit_is_refused_by_the_worker_too(client: Client)
     client.send(Generate(request_id="a", token_ids=[1] * 512, sampling=GREEDY))
     failed = client.receive(RequestFailed)
     assert (failed.request_id, failed.code) == ("a", "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"token_ids": [-1]}, {"token_ids": [10**9]}, {"token_ids": [2**63]}, {"sampling": {"stop_token_ids": [10**6]}}],
+    ids=str,
+)
+def test_token_ids_that_the_model_does_not_know_are_the_clients_error(client: Client, wrong: dict[str, Any]) -> None:
+    sampling = {"max_tokens": 3} | wrong.get("sampling", {})
+    token_ids = [5, 6, *wrong.get("token_ids", [])]
+    client.send_raw({"type": "Generate", "request_id": "a", "token_ids": token_ids, "sampling": sampling})
+    failed = client.receive(RequestFailed)
+    assert (failed.request_id, failed.code) == ("a", INVALID_REQUEST)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"repetition_penalty": 1e-40, "min_p": 0.5}, {"num_logprobs": 1_000_000}, {"temperature": float("nan")}],
+    ids=str,
+)
+def test_a_message_with_odd_sampling_is_dropped(worker: Worker, client: Client, odd: dict[str, Any]) -> None:
+    sampling = {"max_tokens": 4, **odd}
+    client.send_raw({"type": "Generate", "request_id": "a", "token_ids": [5] * 20, "sampling": sampling})
+    assert_serves(worker, client)
+
+
+def test_a_request_that_bans_every_token_is_answered(worker: Worker, client: Client) -> None:
+    every = tuple(range(worker._engine.model.vocab_size))
+    banned = SamplingParams(max_tokens=4, min_tokens=4, stop_token_ids=every, logit_bias=dict.fromkeys(every, -100.0))
+    client.send(Hello(router_id="r"))
+    client.send(Generate(request_id="a", token_ids=[5] * 20, sampling=banned))
+    while not any(delta.finish_reason for delta in client.receive(StepOutput).deltas):
+        pass
+    assert_serves(worker, client)
+
+
+def assert_serves(worker: Worker, client: Client) -> None:
+    """Another request is answered, and nothing is left behind."""
+    client.send(Generate(request_id="other", token_ids=[6] * 20, sampling=GREEDY))
+    while True:
+        for delta in client.receive(StepOutput).deltas:
+            if delta.request_id == "other" and delta.finish_reason is not None:
+                worker.call(lambda: worker.check_integrity(idle=True))
+                return
+
+
+@pytest.mark.parametrize("name", ["make_sequence", "add"])
+def test_a_request_that_cannot_be_taken_in_fails_alone(
+    name: str, worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(Engine, name)
+
+    def raise_for_bad(engine: Engine, *arguments: Any, **fields: Any) -> Any:
+        if "bad" in (arguments[0], getattr(arguments[0], "request_id", "")):
+            raise ZeroDivisionError
+        return original(engine, *arguments, **fields)
+
+    monkeypatch.setattr(Engine, name, raise_for_bad)
+    peer = PeerAddress("peer", 1, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9")
+    prompt = [5] * 20
+    for message in (
+        Generate(request_id="bad", token_ids=prompt, sampling=GREEDY),
+        Prefill(request_id="bad", token_ids=prompt, sampling=GREEDY, decode_worker=peer),
+    ):
+        client.send(message)
+        failed = client.receive(RequestFailed)
+        assert (failed.request_id, failed.code) == ("bad", "internal_error")
+        assert "ZeroDivisionError" in failed.message
+    assert_serves(worker, client)
+    assert worker.call(worker.status).num_errors == 2
+
+
+@pytest.mark.parametrize("phase", ["whole", "prefill"])
+def test_a_request_that_fails_in_a_step_fails_alone(
+    phase: str, worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Sampler._sample_row
+
+    def raise_for_bad(sampler: Sampler, raw: torch.Tensor, sequence: Sequence) -> Any:
+        if sequence.request_id == "bad":
+            raise ZeroDivisionError
+        return original(sampler, raw, sequence)
+
+    monkeypatch.setattr(Sampler, "_sample_row", raise_for_bad)
+    drawn = SamplingParams(max_tokens=3)
+    peer = PeerAddress("peer", 1, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9")
+    if phase == "whole":
+        client.send(Generate(request_id="bad", token_ids=[5] * 20, sampling=drawn))
+    else:
+        client.send(Prefill(request_id="bad", token_ids=[5] * 20, sampling=drawn, decode_worker=peer))
+    failed = client.receive(RequestFailed)
+    assert (failed.request_id, failed.code) == ("bad", "internal_error")
+    assert_serves(worker, client)
+
+
+def test_a_prompt_whose_loads_cannot_be_planned_is_computed(
+    worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker._cache.fetcher, "_plan", lambda _: 1 / 0)
+    client.send(Hello(router_id="r"))
+    assert_serves(worker, client)
+
+
+def test_a_handler_that_raises_ends_nothing_else(
+    worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    client.send(Hello(router_id="r"))
+    client.send(Generate(request_id="a", token_ids=[5] * 40, sampling=SamplingParams(max_tokens=400, ignore_eos=True)))
+    client.receive(StepOutput)
+    peer = PeerAddress("peer", 1, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9")
+    monkeypatch.setattr(worker._prefill, "revoked", fail)
+    monkeypatch.setattr(worker._decode, "notified", fail)
+    client.send(LeaseRevoked(sender=peer, request_id="a", generation=1))
+    failed = client.receive(RequestFailed)
+    assert (failed.request_id, failed.code) == ("a", "internal_error")
+    worker.call(lambda: worker._notifications.append(Notification("peer", 1, b"x")))
+    assert_serves(worker, client)
+    assert worker.call(worker.status).num_errors == 2
 
 
 def test_a_second_request_of_the_same_id_does_not_touch_the_first(worker: Worker, client: Client) -> None:
@@ -152,13 +278,13 @@ def test_stop_and_wake_are_harmless_after_the_end(tiny_model: Path) -> None:
 
 def break_step(cluster: Cluster, worker_id: str) -> None:
     def run(chunks: object) -> None:
-        raise RuntimeError("injected")
+        raise torch.AcceleratorError("injected")
 
     cluster.worker(worker_id)._engine.runner.run = run  # type: ignore[assignment,method-assign]
 
 
 @pytest.mark.parametrize("broken", ["p", "d"])
-def test_a_failing_step_ends_the_worker_and_tells_every_request(tiny_model: Path, broken: str) -> None:
+def test_an_error_of_the_device_ends_the_worker_and_tells_every_request(tiny_model: Path, broken: str) -> None:
     async def scenario() -> None:
         # All go to the worker at once: those that wait in the router are served by others.
         async with running_cluster(tiny_model, router={"max_worker_queue_s": 60.0}) as cluster:
@@ -168,7 +294,7 @@ def test_a_failing_step_ends_the_worker_and_tells_every_request(tiny_model: Path
             for result in await asyncio.gather(*requests, return_exceptions=True):
                 assert isinstance(result, ServingError), result
             await eventually(lambda: not cluster.workers[broken].thread.is_alive())
-            assert isinstance(cluster.workers[broken].failure, RuntimeError)
+            assert isinstance(cluster.workers[broken].failure, torch.AcceleratorError)
             (survivor,) = set(PAIR) - {broken}
             worker = cluster.worker(survivor)
             await cluster.call(survivor, lambda: worker.peer_died(cluster.worker(broken).address))

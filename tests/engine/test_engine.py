@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine.engine import Engine
+from engine.engine import Engine, SequenceFailure
+from engine.sampling.sampler import Sampler
+from engine.scheduler import ScheduledChunk
 from engine.sequence import Phase, Sequence
 from protocol.config import EngineConfig
 from protocol.errors import ConfigError, ContextLengthExceeded, RequestError
@@ -350,7 +352,7 @@ def test_eos_ends_unless_ignored_or_too_early(
         engine,
         "r",
         make_prompt(9),
-        logit_bias={EOS: 1e4},
+        logit_bias={EOS: 100.0},
         ignore_eos=ignore_eos,
         min_tokens=min_tokens,
         max_tokens=5,
@@ -384,3 +386,112 @@ def test_a_step_tells_what_it_did(build_engine: BuildEngine) -> None:
     assert (load.num_running, load.num_waiting, load.num_waiting_tokens, load.num_kv_tokens) == (2, 0, 17, 34)
     drain(engine)
     engine.check_integrity(idle=True)
+
+
+# -- what one sequence raises ends that sequence --------------------------------------------------------------------
+
+
+def fail_for(engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str, error: Exception) -> None:
+    """Make a forward that computes anything of this request raise."""
+    run = engine.runner.run
+
+    def run_or_fail(chunks: list[ScheduledChunk]) -> Tensor | None:
+        if any(chunk.sequence.request_id == name for chunk in chunks):
+            raise error
+        return run(chunks)
+
+    monkeypatch.setattr(engine.runner, "run", run_or_fail)
+
+
+def run_out(engine: Engine) -> list[SequenceFailure]:
+    failures = []
+    while engine.has_work:
+        result = engine.step()
+        assert result is not None, "stuck"
+        failures += result.failures
+        engine.check_integrity()
+    return failures
+
+
+@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("where", ["forward", "sampling", "advancing", "appending"])
+def test_a_sequence_that_raises_ends_alone(
+    where: str, phase: Phase, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(max_num_batched_tokens=32)
+    error = ValueError("odd")
+
+    def raise_for_bad(owner: Any, name: str, sequence_of: Callable[..., Sequence]) -> None:
+        original = getattr(owner, name)
+
+        def raise_or_go_on(*arguments: Any) -> Any:
+            if sequence_of(*arguments).request_id == "bad":
+                raise error
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, raise_or_go_on)
+
+    if where == "forward":
+        fail_for(engine, monkeypatch, "bad", error)
+    elif where == "sampling":
+        monkeypatch.setattr(Sampler, "_sample_row", lambda *_: 1 / 0)
+    elif where == "advancing":
+        raise_for_bad(engine.scheduler, "advance", lambda chunk: chunk.sequence)
+    else:
+        raise_for_bad(engine, "_append", lambda sequence, _: sequence)
+    prompts = [make_prompt(length) for length in (5, 21, 40)]
+    good = [add(engine, str(i), prompt) for i, prompt in enumerate(prompts)]
+    bad = add(engine, "bad", make_prompt(19), phase=phase, num_logprobs=1)  # not plain greedy: it is sampled by itself
+    failures = run_out(engine)
+    assert [failure.sequence.request_id for failure in failures] == ["bad"]
+    assert bad.finish_reason is FinishReason.ABORT
+    if phase is Phase.PREFILL_ONLY:  # its blocks are the handoff's
+        engine.scheduler.release_blocks(bad)
+    engine.check_integrity(idle=True)
+    monkeypatch.undo()
+    assert [output(sequence) for sequence in good] == generate(build_engine(), prompts)
+
+
+def test_failures_of_every_sequence_are_the_engines_after_some_steps(
+    build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine()
+    run = engine.runner.run
+    error = RuntimeError("out of memory")
+
+    def fail(_: list[ScheduledChunk]) -> None:
+        raise error
+
+    for _ in range(4):  # never three in a row
+        monkeypatch.setattr(engine.runner, "run", fail)
+        for name in ("a", "b"):
+            add(engine, name, make_prompt(9))
+            assert len(run_out(engine)) == 1
+        monkeypatch.setattr(engine.runner, "run", run)
+        generate(engine, [make_prompt(9)])
+    monkeypatch.setattr(engine.runner, "run", fail)
+    for name in ("a", "b"):
+        add(engine, name, make_prompt(9))
+        assert len(run_out(engine)) == 1
+    add(engine, "c", make_prompt(9))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.step()
+
+
+@pytest.mark.parametrize("where", ["forward", "sampling"])
+def test_an_error_of_the_device_is_raised_at_once(
+    where: str, build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine()
+    error = torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    if where == "forward":
+        monkeypatch.setattr(engine.runner, "run", fail)
+    else:
+        monkeypatch.setattr(Sampler, "_sample_row", fail)
+    add(engine, "r", make_prompt(9), num_logprobs=1)
+    with pytest.raises(torch.AcceleratorError):
+        engine.step()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.sampling.draw import uniform_draw
-from engine.sampling.sampler import Sampler, draw_token
+from engine.sampling.sampler import SampledToken, Sampler, draw_token
 from engine.sequence import Sequence
 from protocol.sampling import SamplingParams
 
@@ -26,9 +27,24 @@ def make_sequence(prompt: list[int] | None = None, output: list[int] | None = No
     return Sequence("r", prompt + output, len(prompt), SamplingParams(**{"max_tokens": 9, **sampling}), root=b"")
 
 
-def sample(logits: torch.Tensor, *sequences: Sequence) -> list[int]:
+class Unchecked(SamplingParams, frozen=True):
+    """Parameters that nobody checked."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+def sample_tokens(logits: torch.Tensor, *sequences: Sequence, eos: int = EOS) -> list[SampledToken]:
     rows = logits if logits.dim() == 2 else logits.repeat(len(sequences), 1)
-    return [token.token_id for token in Sampler(frozenset({EOS})).sample(rows, sequences)]
+    tokens = []
+    for token in Sampler(frozenset({eos})).sample(rows, sequences):
+        assert isinstance(token, SampledToken), repr(token)
+        tokens.append(token)
+    return tokens
+
+
+def sample(logits: torch.Tensor, *sequences: Sequence) -> list[int]:
+    return [token.token_id for token in sample_tokens(logits, *sequences)]
 
 
 def oracle(logits: np.ndarray[Any, Any], sampling: SamplingParams, draw: float) -> tuple[int, set[int]]:
@@ -113,12 +129,12 @@ def test_frequencies_follow_the_distribution() -> None:
 
 
 @pytest.mark.parametrize("draw", [0.0, 0.5, 1 - 2**-53])
-@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-9, 1e-3, 1.0, 100.0])
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-9, 1e-3, 1.0, 100.0, 1e300])
 def test_extreme_temperatures_and_draws_give_a_possible_token(temperature: float, draw: float) -> None:
     logits = make_logits(spread=30.0)
     logits[7] = float("-inf")
-    token = draw_token(logits, SamplingParams(max_tokens=1, temperature=temperature), draw)
-    assert token != 7
+    token = draw_token(logits, Unchecked(max_tokens=1, temperature=temperature), draw)
+    assert token not in (7, None)
     if temperature <= 1e-3:
         assert token == int(logits.argmax())
 
@@ -196,7 +212,7 @@ def test_min_tokens_bans_end_and_stop_tokens_exactly_so_long(num_output: int, te
 def test_logprobs_are_of_the_models_own_distribution(num_logprobs: int) -> None:
     logits = make_logits()
     sequence = make_sequence(temperature=0.5, logit_bias={6: 100.0}, num_logprobs=num_logprobs)
-    [token] = Sampler(frozenset()).sample(logits.unsqueeze(0), [sequence])
+    [token] = sample_tokens(logits, sequence)
     assert token.token_id == 6
     assert token.logprobs is not None
     expected = logits.log_softmax(0)
@@ -205,5 +221,109 @@ def test_logprobs_are_of_the_models_own_distribution(num_logprobs: int) -> None:
 
 
 def test_no_logprobs_unless_asked_for() -> None:
-    [token] = Sampler(frozenset()).sample(make_logits().unsqueeze(0), [make_sequence()])
+    [token] = sample_tokens(make_logits(), make_sequence())
     assert token.logprobs is None
+
+
+# -- whatever the logits and the parameters are ----------------------------------------------------------------------
+
+LARGEST = float(torch.finfo(torch.float32).max)
+ODD_FLOATS = (
+    0,
+    1,
+    0.0,
+    -0.0,
+    1e-300,
+    1e-40,
+    1e-30,
+    0.5,
+    1.0,
+    2.0,
+    1e30,
+    1e300,
+    -1.0,
+    -1e300,
+    math.inf,
+    -math.inf,
+    math.nan,
+)
+ODD_INTS = (0, 1, 3, VOCAB, VOCAB + 1, 2**31 - 1, 2**63, -1, -(2**63))
+odd_float, odd_int = st.sampled_from(ODD_FLOATS), st.sampled_from(ODD_INTS)
+odd_logit = st.sampled_from((math.inf, -math.inf, math.nan, LARGEST, -LARGEST, 0.0))
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    spread=st.sampled_from((0.0, 1e-40, 2.0, 1e30, 1e38)),
+    odd=st.dictionaries(st.integers(0, VOCAB - 1), odd_logit, max_size=4),
+    everywhere=st.none() | odd_logit,
+    fields=st.fixed_dictionaries(
+        {},
+        optional={
+            "temperature": odd_float,
+            "top_p": odd_float,
+            "top_k": odd_int,
+            "min_p": odd_float,
+            "min_tokens": odd_int,
+            "seed": odd_int,
+            "frequency_penalty": odd_float,
+            "presence_penalty": odd_float,
+            "repetition_penalty": odd_float,
+            "num_logprobs": st.sampled_from((None, 0, 5, VOCAB + 9, -3)),
+            "stop_token_ids": st.sampled_from(((), (3,), tuple(range(VOCAB)))),
+            "logit_bias": st.sampled_from(({}, {4: 100.0}, {4: math.inf}, dict.fromkeys(range(VOCAB), -math.inf))),
+        },
+    ),
+)
+def test_every_row_gives_a_token(
+    seed: int, spread: float, odd: dict[int, float], everywhere: float | None, fields: dict[str, Any]
+) -> None:
+    logits = make_logits(seed, spread=spread) if everywhere is None else torch.full((VOCAB,), everywhere)
+    for token_id, value in odd.items():
+        logits[token_id] = value
+    sequence = make_sequence([1, 3], [4, 4, 5])
+    sequence.sampling = Unchecked(**{"max_tokens": 9, **fields})
+    for dtype in (torch.float32, torch.bfloat16):
+        [token] = sample_tokens(logits.to(dtype), sequence)
+        assert 0 <= token.token_id < VOCAB
+        if token.logprobs is not None:
+            assert math.isfinite(token.logprobs.logprob)
+            assert all(math.isfinite(logprob) for _, logprob in token.logprobs.top)
+
+
+def test_the_request_that_left_no_probability_gets_a_token() -> None:
+    sequence = make_sequence([1] * 20)
+    sequence.sampling = Unchecked(max_tokens=4, repetition_penalty=1e-40, min_p=0.5)
+    logits = make_logits()
+    logits[1] = 1.0  # made infinite by the penalty
+    assert sample(logits, sequence) == [1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_with_every_token_banned_the_models_own_first_choice_is_taken(temperature: float) -> None:
+    logits = make_logits()
+    everything = tuple(range(VOCAB))
+    sequence = make_sequence(min_tokens=9, stop_token_ids=everything, temperature=temperature)
+    assert sample(logits, sequence) == [int(logits.argmax())]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_not_a_number_is_not_chosen_while_anything_else_is_left(temperature: float) -> None:
+    logits = make_logits()
+    logits[[3, 20]] = math.nan
+    logits[EOS] = math.inf
+    first, second = logits.nan_to_num(nan=-math.inf, posinf=-math.inf).topk(2).indices.tolist()
+    banned = make_sequence(temperature=temperature, min_tokens=9, stop_token_ids=(first,), num_logprobs=2)
+    assert sample(logits, banned) == [second]
+
+
+def test_what_a_row_raises_is_returned_in_its_place() -> None:
+    logits = make_logits().repeat(3, 1)
+    broken = make_sequence(logit_bias={VOCAB: 1.0})  # refused by the engine: an id outside the vocabulary
+    first, error, last = Sampler(frozenset()).sample(logits, [make_sequence(seed=1), broken, make_sequence(seed=2)])
+    assert isinstance(error, IndexError | RuntimeError)
+    alone = sample(logits[:1], make_sequence(seed=1)), sample(logits[:1], make_sequence(seed=2))
+    assert isinstance(first, SampledToken)
+    assert isinstance(last, SampledToken)
+    assert ([first.token_id], [last.token_id]) == alone

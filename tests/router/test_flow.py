@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from protocol.config import RouterConfig
 from protocol.digest import block_digests, root_digest
-from protocol.errors import NoWorker, PeerLost, ServingError, WorkerError
+from protocol.errors import InternalError, NoWorker, PeerLost, RequestError, ServingError, WorkerError
 from protocol.messages import (
+    INVALID_REQUEST,
     Cancel,
     Decode,
     FinishReason,
@@ -190,6 +191,24 @@ def test_one_failed_leg_cancels_the_other() -> None:
                 await collect(cluster, make_request())
             await until(lambda: len(cluster.workers["d"].of_type(Cancel)) == 1)
             cluster.assert_nothing_left()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "status"),
+    [("internal_error", InternalError, 500), (INVALID_REQUEST, RequestError, 400), ("?", WorkerError, 502)],
+)
+def test_a_workers_reason_tells_whose_fault_it_is(code: str, error: type[ServingError], status: int) -> None:
+    def gives_up(worker: FakeWorker, message: Message) -> None:
+        if isinstance(message, Generate):
+            worker.send(RequestFailed(request_id=message.request_id, message="odd", code=code))
+
+    async def scenario() -> None:
+        async with fake_cluster(decode=gives_up, local_prefill=True) as cluster:
+            with pytest.raises(error, match="odd") as raised:
+                await collect(cluster, make_request())
+            assert (raised.value.status, raised.value.code) == (status, code)
 
     asyncio.run(scenario())
 
