@@ -20,6 +20,7 @@ from typing import Any
 
 from cluster.waiting import stop_events
 from protocol.errors import ConfigError
+from router.background import BackgroundTasks
 
 __all__ = ["ParentPipe", "ProcessGroup"]
 
@@ -227,12 +228,12 @@ class ParentPipe:
         A parent that is gone says "now". Shows it meanwhile that we live.
         """
         stop, stop_now = stop_events(signal.SIGTERM)
-        obeying = asyncio.create_task(self._obey(stop, stop_now))
+        tasks = BackgroundTasks()
+        tasks.start("hearing the parent", lambda: self._obey(stop, stop_now), lambda _: stop_now.set())
         try:
             yield stop, stop_now
         finally:
-            obeying.cancel()
-            await asyncio.gather(obeying, return_exceptions=True)
+            await tasks.close()
 
     async def _obey(self, stop: asyncio.Event, stop_now: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()

@@ -25,9 +25,20 @@ DType = Literal["auto", "float32", "bfloat16"]
 Codec = Literal["raw", "fp8", "int8", "int4"]
 
 
+_DAY_S = 86_400.0  # no wait of ours is longer
+_MAX_UNITS = 4096  # cores or GPUs of one worker
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
+
+
+def _require_seconds(config: object, *names: str) -> None:
+    """Raise ConfigError unless these fields are times: finite (nan is not), above 0 and at most a day."""
+    for name in names:
+        value = getattr(config, name)
+        _require(0 < value <= _DAY_S, f"{name}={value} must be above 0 and at most {_DAY_S:.0f} seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +85,7 @@ class TransferConfig:
     checksums: Literal["off", "sample", "all"] = "off"
 
     def __post_init__(self) -> None:
+        _require_seconds(self, "lease_ttl_s", "heartbeat_interval_s", "handoff_timeout_s")
         _require(
             0 < self.heartbeat_interval_s * 3 <= self.lease_ttl_s,
             f"lease_ttl_s={self.lease_ttl_s} must be at least three heartbeats ({self.heartbeat_interval_s} s each)",
@@ -155,6 +167,11 @@ class RouterConfig:
     max_pin_ttl_s: float = 3600.0
 
     def __post_init__(self) -> None:
+        _require_seconds(self, "worker_timeout_s", "request_timeout_s")
+        _require(
+            0 <= self.drain_timeout_s <= _DAY_S,
+            f"drain_timeout_s={self.drain_timeout_s} must be from 0 to {_DAY_S:.0f} seconds",
+        )
         for name in ("max_pins", "max_pins_per_tenant"):
             _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative; 0 refuses all pins")
         _require(0 < self.pin_tenant_share <= 1, f"pin_tenant_share={self.pin_tenant_share} must be above 0, at most 1")
@@ -196,3 +213,11 @@ class ClusterConfig:
                 self.colocated or getattr(self, name) >= 1,
                 f"{name}={getattr(self, name)} must be at least 1; use colocated for one worker that does both",
             )
+        _require_seconds(self, "autoscale_interval_s")
+        for name in ("num_gpus_per_worker", "num_cpus_per_worker"):
+            value = getattr(self, name)
+            _require(
+                0 <= value <= _MAX_UNITS and (value < 1 or value == int(value)),
+                f"{name}={value} must be a whole number or a share of one, from 0 (derived) to {_MAX_UNITS}",
+            )
+        _require(0 <= self.max_restarts <= 1000, f"max_restarts={self.max_restarts} must be from 0 to 1000")

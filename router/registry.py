@@ -356,6 +356,7 @@ class Registry:
         self._changed: set[Worker] = set()  # whose bookings are not in the table yet
         self._listeners: list[Callable[[WorkerChange], None]] = []
         self._step_listeners: list[Callable[[], None]] = []
+        self.num_listener_failures = 0  # calls of listeners that raised
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -476,7 +477,10 @@ class Registry:
     def tell_progress(self) -> None:
         """Call the listeners to steps: whoever changes bookings behind their back says so."""
         for listener in self._step_listeners:
-            listener()
+            try:
+                listener()
+            except Exception:
+                self._note_failure(listener)
 
     def reserve(self, load: Load, turn: Turn = Turn()) -> Booking:
         """Book a decision's load, at once, so that the next decision sees it."""
@@ -486,7 +490,15 @@ class Registry:
     def _tell(self, change: WorkerChange) -> None:
         logger.info("worker %s is %s: %s", change.worker.worker_id, change.worker.state, change.reason)
         for listener in self._listeners:
-            listener(change)
+            try:
+                listener(change)
+            except Exception:
+                self._note_failure(listener)
+
+    def _note_failure(self, listener: Callable[..., None]) -> None:
+        """A listener's error is its own: the others are called, and what caused the change goes on."""
+        self.num_listener_failures += 1
+        logger.exception("the listener %r failed", listener)
 
 
 def can_prefill(worker: Worker) -> bool:

@@ -20,6 +20,7 @@ from zmq.constants import SocketOption, SocketType
 from zmq.error import Again
 
 from protocol.siblings import Answer, Question, SiblingMessage, decode_sibling_message, encode_sibling_message
+from router.background import BackgroundTasks
 from router.siblings import BEAT_INTERVAL_S, Siblings
 
 __all__ = ["SiblingBus"]
@@ -49,7 +50,8 @@ class SiblingBus:
         self._subscriber = self._context.socket(SocketType.SUB)
         self._questions: dict[int, _Asked] = {}
         self._numbers = itertools.count(1)
-        self._beating: asyncio.Task[None] | None = None
+        self._background = BackgroundTasks()
+        self._has_started = False
         self._has_changed = asyncio.Event()
 
     async def start(self) -> None:
@@ -63,7 +65,8 @@ class SiblingBus:
             self._subscriber.connect(peer)
         self._siblings.send = self._send
         asyncio.get_running_loop().add_reader(self._subscriber.fileno(), self._read)
-        self._beating = asyncio.create_task(self._beat_for_ever())
+        self._has_started = True
+        self._background.keep("beat to siblings", self._beat_for_ever)
         try:
             async with asyncio.timeout(JOIN_TIMEOUT_S if self._peers else 0):
                 while len(self._siblings.living) < len(self._peers) or not self._siblings.is_joined:
@@ -100,9 +103,8 @@ class SiblingBus:
 
     async def close(self) -> None:
         """Tell the others that we end, and close the sockets."""
-        if self._beating is not None:
-            self._beating.cancel()
-            await asyncio.gather(self._beating, return_exceptions=True)
+        await self._background.close()
+        if self._has_started:
             for topic in self.listeners:
                 self.tell(topic)  # our last word
             self._siblings.leave()

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import msgspec
@@ -59,6 +59,7 @@ from protocol.messages import (
     encode_message,
     holder_name,
 )
+from router.background import BackgroundTasks
 from router.cost_model import CostModel
 from router.inbox import Inbox
 from router.message_socket import MessageSocket
@@ -201,7 +202,7 @@ class WorkerClient:
         self._clock = clock
         self._links: dict[str, _Link] = {}
         self._learned_s: dict[str, float] = {}  # by kind of worker, when a step was last learned from
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = BackgroundTasks()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._heartbeats = self._context.socket(SocketType.SUB)
         self._heartbeats.subscribe(b"")
@@ -215,16 +216,13 @@ class WorkerClient:
     async def start(self) -> None:
         """Begin to listen to heartbeats and to watch for silence."""
         self._heard = MessageSocket(self._heartbeats, lambda frames: self._on_heartbeat(frames[0]))
-        self._spawn(self._watch())
+        self._background.keep("watch of the workers", self._watch)
 
     async def close(self) -> None:
         """Fail what is running and close every socket."""
         for worker_id in list(self._links):
             self.mark_dead(worker_id, "router is closing")
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._background.close()
         if self._heard is not None:
             self._heard.close()
         self._heartbeats.close(linger=0)
@@ -312,12 +310,14 @@ class WorkerClient:
         if self._links.get(worker_id) is not link:
             return
         del self._links[worker_id]
-        self._registry.set_state(worker_id, WorkerState.DEAD, reason)
-        self._index.remove_worker(*(holder_name(worker_id, place) for place in (POOL_PLACE, *link.tiers)))
-        for other in self._links.values():
-            self._follow_places(other)  # what it alone told of a store, another one tells from now on
-        self._heartbeats.disconnect(link.address.heartbeat_endpoint)
-        link.fail(f"worker {worker_id} is gone: {reason}")
+        try:
+            self._registry.set_state(worker_id, WorkerState.DEAD, reason)
+            self._index.remove_worker(*(holder_name(worker_id, place) for place in (POOL_PLACE, *link.tiers)))
+            for other in self._links.values():
+                self._follow_places(other)  # what it alone told of a store, another one tells from now on
+            self._heartbeats.disconnect(link.address.heartbeat_endpoint)
+        finally:  # whatever goes wrong above, nobody waits for this worker any more
+            link.fail(f"worker {worker_id} is gone: {reason}")
 
     def _on_data(self, link: _Link, data: bytes) -> None:
         try:
@@ -453,9 +453,3 @@ class WorkerClient:
                 if link.snapshots_due and now - link.snapshot_asked_s > timeout_s:
                     overdue, link.snapshots_due = link.snapshots_due, set()
                     self._ask_for_snapshot(link, overdue)
-
-    def _spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task

@@ -72,6 +72,11 @@ class WorkerCollector:
         yield from _tier_metrics(workers)
         yield from _fetch_metrics(workers)
         yield from _link_metrics(workers)
+        yield CounterMetricFamily(
+            "tandem_listener_failures",
+            "Listeners to changes of workers that raised an error, which is logged",
+            value=self._registry.num_listener_failures,
+        )
 
 
 class CacheSizingCollector:

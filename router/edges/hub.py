@@ -17,6 +17,7 @@ import zmq
 from zmq.constants import SocketType
 
 from protocol.errors import ServingError
+from router.background import BackgroundTasks
 from router.edges import wire
 from router.message_socket import MessageSocket
 from router.openai.backend import Backend, GenerateRequest, TokenDelta
@@ -46,7 +47,8 @@ class EdgeHub:
         self._scrape = scrape
         self._expected: set[str] = set()
         self._edges: dict[str, _Edge] = {}  # of the expected ones those that have been heard
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # of calls; `_told` sees to their errors
+        self._background = BackgroundTasks()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = self._context.socket(SocketType.ROUTER)
         socket.sndhwm = socket.rcvhwm = 0  # who runs the edge processes ends those that hang
@@ -60,7 +62,7 @@ class EdgeHub:
 
     def start(self) -> None:
         """Begin to serve."""
-        self._spawn(self._tell_status())
+        self._background.keep("telling edge processes the status", self._tell_status)
 
     async def close(self) -> None:
         """Cancel everything and close the socket."""
@@ -68,7 +70,7 @@ class EdgeHub:
             self.drop(edge_id)
         for task in list(self._tasks):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(self._background.close(), *self._tasks, return_exceptions=True)
         self._socket.close()
         self._context.term()
 
@@ -177,12 +179,9 @@ class EdgeHub:
     async def _tell_status(self) -> None:
         while True:
             await asyncio.sleep(STATUS_INTERVAL_S)
-            try:
-                status = self._status()
-                for edge in self._edges.values():
-                    edge.send(status)
-            except Exception:
-                logger.exception("the status could not be told")  # edge processes see to silence that lasts
+            status = self._status()
+            for edge in self._edges.values():
+                edge.send(status)
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)

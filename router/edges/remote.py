@@ -15,6 +15,7 @@ from zmq.constants import SocketType
 
 from protocol.errors import NoWorker, ServingError, WorkerError
 from protocol.messages import Prefetch
+from router.background import BackgroundTasks
 from router.edges import wire
 from router.inbox import Inbox, Turns
 from router.message_socket import MessageSocket
@@ -51,7 +52,7 @@ class RemoteBackend:
         self._turns = Turns()
         self._questions: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._joined = asyncio.Event()
-        self._watcher: asyncio.Task[None] | None = None
+        self._background = BackgroundTasks()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = self._context.socket(SocketType.DEALER)
         socket.identity = edge_id.encode()
@@ -61,7 +62,7 @@ class RemoteBackend:
 
     async def start(self) -> None:
         """Join the hub. Raises `WorkerError` when it does not answer in time."""
-        self._watcher = asyncio.create_task(self._watch())
+        self._background.keep("watch of the deciding process", self._watch)
         self._send(wire.Join())
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -72,9 +73,7 @@ class RemoteBackend:
     async def close(self) -> None:
         """Fail what still runs and leave."""
         self._fail_all("the edge process is closing")
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
+        await self._background.close()
         self._socket.close()
         self._context.term()
 

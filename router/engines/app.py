@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from protocol.errors import ConfigError, ModelNotFound, RequestError, ServingError
 from router.admission_metrics import AdmissionCollector
+from router.background import BackgroundTasks
 from router.engines.config import EngineSpec, check_tokenizer, spec_from
 from router.engines.fleet import Fleet
 from router.engines.forward import Forwarder, read_object
@@ -168,7 +169,7 @@ def _add_operation_routes(app: FastAPI, fleet: Fleet, together: Together) -> Non
 def _add_admin_routes(
     app: FastAPI, fleet: Fleet, together: Together, admin_token: str, known_keys: set[str], tokenizers: Container[str]
 ) -> None:
-    removals: set[asyncio.Task[None]] = set()
+    removals = BackgroundTasks()
 
     @app.get("/v1/engines")
     async def list_engines(request: Request) -> Response:
@@ -201,9 +202,7 @@ def _add_admin_routes(
             raise EngineNotFound(f"Engine '{name[:100]}' is not registered; there are: {names}.", param="name")
         if not engine.is_removed:
             # It drains on its own: whoever asked need not wait, and cannot stop it by hanging up.
-            task = asyncio.create_task(fleet.remove(name))
-            removals.add(task)
-            task.add_done_callback(removals.discard)
+            removals.start(f"removal of engine {name}", lambda: fleet.remove(name))
             await asyncio.sleep(0)  # it is draining when this answer is made
         return json_response(engine.to_json(fleet.clock()), 202)
 

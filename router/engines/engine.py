@@ -15,6 +15,7 @@ from zmq.asyncio import Context
 
 from protocol.digest import root_digest
 from protocol.messages import BlockEvents, PeerAddress, WorkerCard, WorkerState
+from router.background import BackgroundTasks
 from router.engines.breaker import Breaker
 from router.engines.config import EnginesConfig, EngineSpec
 from router.engines.kv_events import BlockTranslator, KvEventFeed
@@ -74,7 +75,7 @@ class Engine:
         self._translator: BlockTranslator | None = None
         self._sequence = 0
         self._feed_task: asyncio.Task[None] | None = None
-        self._ending: set[asyncio.Task[None]] = set()
+        self._background = BackgroundTasks()
         key = spec.api_key()
         headers = spec.headers | ({"authorization": f"Bearer {key}"} if key else {})
         self.upstream = Upstream(spec.url, headers, connect_timeout_s=config.connect_timeout_s)
@@ -132,15 +133,13 @@ class Engine:
             self._apply(events, is_lost, index)
 
         self.feed = KvEventFeed(context, self.spec.kv_events, self.spec.kv_replay, on_batch)
-        self._feed_task = asyncio.create_task(self.feed.run())
+        self._feed_task = self._background.keep(f"KV events of engine {self.name}", self.feed.run)
 
     def leave(self, index: PrefixIndex) -> None:
         """End a life: what it had cached counts no more."""
         index.remove_worker(self.name)
         if self._feed_task is not None:
             self._feed_task.cancel()
-            self._ending.add(self._feed_task)
-            self._feed_task.add_done_callback(self._ending.discard)
         self._feed_task = self._shadow = self._translator = None
         for booking in self.foreign:
             booking.release()
@@ -148,7 +147,7 @@ class Engine:
 
     async def close(self) -> None:
         """Close its connections and sockets."""
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        await self._background.close()
         await self.upstream.close()
         await self.client.aclose()
 

@@ -21,6 +21,7 @@ from protocol.digest import block_digests, root_digest
 from protocol.errors import ConfigError, ModelNotFound, NoWorker
 from protocol.messages import Role, WorkerCard, WorkerLoad, WorkerState
 from protocol.siblings import EngineEntry, Load
+from router.background import BackgroundTasks
 from router.cost_model import CostModel
 from router.engines.config import EnginesConfig, EngineSpec, check_fleet
 from router.engines.engine import Engine, card_of, digest_root, with_model
@@ -110,6 +111,7 @@ class Fleet:
         self._engines: dict[str, Engine] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}  # by name, of engines that siblings changed
+        self._background = BackgroundTasks()
         self._context = Context()
 
     @property
@@ -262,7 +264,9 @@ class Fleet:
     def sibling_engine(self, entry: EngineEntry) -> None:
         """Follow, one change after the other."""
         if entry.name not in self._followers:
-            self._followers[entry.name] = asyncio.create_task(self._follow(entry.name))
+            self._followers[entry.name] = self._background.start(
+                f"following the siblings' engine {entry.name}", lambda: self._follow(entry.name)
+            )
 
     async def _follow(self, name: str) -> None:
         """Make of our engine what the siblings' latest word says. Who was asked first has checked it."""
@@ -312,7 +316,9 @@ class Fleet:
     def _start(self, spec: EngineSpec) -> Engine:
         engine = Engine(spec, self.engines_config, self.config.request_timeout_s)
         self._engines[spec.name] = engine
-        self._probes[spec.name] = asyncio.create_task(self._probe_for_ever(engine))
+        self._probes[spec.name] = self._background.keep(
+            f"probe of engine {spec.name}", lambda: self._probe_for_ever(engine)
+        )
         return engine
 
     async def _drain(self, engine: Engine) -> None:

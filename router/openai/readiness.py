@@ -11,6 +11,7 @@ from typing import Protocol, Self
 
 from protocol.errors import ServingError
 from protocol.sampling import SamplingParams
+from router.background import BackgroundTasks
 from router.openai.backend import Backend, GenerateRequest
 
 __all__ = ["Readiness", "Ready"]
@@ -42,18 +43,16 @@ class Readiness:
         self._token_id = token_id
         self._is_proven = False
         self._reason = NO_WORKERS
-        self._task: asyncio.Task[None] | None = None
+        self._background = BackgroundTasks()
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run())
+        self._background.keep("readiness probe", self._run)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        assert self._task is not None, "it was entered"
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await self._background.close()
 
     @property
     def reason(self) -> str | None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,15 @@ def make_cluster_config(**changes: Any) -> ClusterConfig:
         (RouterConfig, {"max_body_bytes": 0}),
         (make_cluster_config, {"num_prefill": 0}),
         (make_cluster_config, {"num_decode": 0}),
+        *((make_cluster_config, {"num_cpus_per_worker": value}) for value in (-1.0, math.nan, math.inf, 1.5, 1e9)),
+        *((make_cluster_config, {"num_gpus_per_worker": value}) for value in (-0.5, math.nan, math.inf, 2.5)),
+        *((make_cluster_config, {"autoscale_interval_s": value}) for value in (0.0, -1.0, math.nan, math.inf)),
+        *((make_cluster_config, {"max_restarts": value}) for value in (-1, 10**9)),
+        *((RouterConfig, {"worker_timeout_s": value}) for value in (0.0, -1.0, math.nan, math.inf)),
+        (RouterConfig, {"request_timeout_s": math.nan}),
+        (RouterConfig, {"drain_timeout_s": -1.0}),
+        (TransferConfig, {"handoff_timeout_s": math.nan}),
+        (TransferConfig, {"lease_ttl_s": math.inf}),
     ],
 )
 def test_a_bad_value_is_named_with_the_field(make: Callable[..., object], changes: dict[str, Any]) -> None:
@@ -57,6 +67,8 @@ def test_a_bad_value_is_named_with_the_field(make: Callable[..., object], change
         (RouterConfig, {"port": 0}),
         (RouterConfig, {"port": 65535}),
         (make_cluster_config, {"num_prefill": 0, "num_decode": 0, "colocated": True}),
+        (make_cluster_config, {"num_cpus_per_worker": 0.5, "num_gpus_per_worker": 0.25, "max_restarts": 0}),
+        (make_cluster_config, {"num_cpus_per_worker": 64.0, "num_gpus_per_worker": 8}),
     ],
 )
 def test_values_at_the_edge_are_accepted(make: Callable[..., object], changes: dict[str, Any]) -> None:

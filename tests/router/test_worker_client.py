@@ -21,6 +21,7 @@ from protocol.messages import (
     WorkerState,
 )
 from protocol.sampling import SamplingParams
+from router import background
 from router.inbox import Inbox, Turns
 from router.worker_client import LEARN_INTERVAL_S, LegEvent
 from tests.router.fake_worker import FakeWorker, fake_cluster, silent, until
@@ -213,6 +214,40 @@ def test_a_silent_worker_is_given_up() -> None:
             assert len(cluster.registry) == 0
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("fails", ["a listener", "the index"])
+def test_whatever_raises_when_a_worker_leaves_its_requests_end_and_the_watch_goes_on(
+    fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "FIRST_DELAY_S", 0.01)
+
+    async def scenario() -> None:
+        config, heard = RouterConfig(worker_timeout_s=0.3), list[WorkerState]()
+        async with fake_cluster(prefill=silent, decode=silent, config=config) as cluster:
+
+            def raise_for_d(*names: object) -> None:
+                raise RuntimeError("not my day")
+
+            if fails == "a listener":
+                cluster.registry.listen(raise_for_d)
+            else:
+                monkeypatch.setattr(cluster.index, "remove_worker", raise_for_d)
+            cluster.registry.listen(lambda change: heard.append(change.worker.state))
+            inbox: Inbox[LegEvent] = Inbox(Turns())
+            for worker_id in cluster.workers:
+                cluster.client.open_leg(worker_id, make_generate(f"r-{worker_id}"), inbox)
+            errors = []
+            while len(errors) < 2:  # both are silent: the watch outlives the failure of the first
+                errors += [event.item for event in await asyncio.wait_for(inbox.take(), 10)]
+            assert all("silent for" in str(error) for error in errors)
+            assert (len(cluster.registry), cluster.client.num_open_legs) == (0, 0)
+            assert heard == [WorkerState.DEAD] * 2, "each listener is called, whatever another one does"
+            assert cluster.registry.num_listener_failures == (2 if fails == "a listener" else 0)
+            monkeypatch.undo()
+
+    asyncio.run(scenario())
+    assert "not my day" in caplog.text
 
 
 def test_a_restarted_worker_replaces_its_earlier_epoch() -> None:

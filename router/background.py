@@ -1,0 +1,75 @@
+"""Background tasks: none ends unnoticed.
+
+A task that nobody awaits keeps its exception to itself until it is garbage-collected. Here an exception is logged when
+it happens, and the owner decides what follows: the work begins again, or the owner is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+__all__ = ["BackgroundTasks"]
+
+logger = logging.getLogger(__name__)
+
+FIRST_DELAY_S = 0.1  # before work that failed begins again; it doubles with each failure in a row
+MAX_DELAY_S = 10.0
+CALM_S = 60.0  # work that ran this long has recovered: the next failure is a first one again
+
+Work = Callable[[], Coroutine[Any, Any, None]]  # begun in its task: one that is cancelled before leaves nothing
+
+
+class BackgroundTasks:
+    """The background tasks of one owner, which calls `close` at its end. Used from one event loop only."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.num_failures = 0  # tasks, and runs of kept work, that ended with an exception
+
+    def start(self, name: str, work: Work, on_failure: Callable[[Exception], None] | None = None) -> asyncio.Task[None]:
+        """Run this once. An exception of it is logged under `name` and then given to `on_failure`."""
+        return self._add(self._guarded(name, work, on_failure), name)
+
+    def keep(self, name: str, work: Work) -> asyncio.Task[None]:
+        """Run work that goes on for ever. After an exception, which is logged, it begins again, a little later."""
+        return self._add(self._kept(name, work), name)
+
+    async def close(self) -> None:
+        """Cancel what still runs and wait for it."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _add(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _guarded(self, name: str, work: Work, on_failure: Callable[[Exception], None] | None) -> None:
+        try:
+            await work()
+        except Exception as exc:
+            self.num_failures += 1
+            logger.exception("%s failed", name)
+            if on_failure is not None:
+                on_failure(exc)
+
+    async def _kept(self, name: str, work: Work) -> None:
+        loop, delay_s = asyncio.get_running_loop(), FIRST_DELAY_S
+        while True:
+            began_s = loop.time()
+            try:
+                await work()
+                return
+            except Exception:
+                self.num_failures += 1
+                if loop.time() - began_s > CALM_S:
+                    delay_s = FIRST_DELAY_S
+                logger.exception("%s failed and begins again in %g s", name, delay_s)
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, MAX_DELAY_S)
