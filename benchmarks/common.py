@@ -31,6 +31,7 @@ from rich.table import Table
 
 from cli.version import commit, machine, product_version
 from cluster.model_store import DEFAULT_MODEL, served_name
+from cluster.waiting import give_children_their_signals
 from loadtest.client import MeasuringClient, run_measured
 
 __all__ = [
@@ -102,6 +103,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
     From here on SIGTERM ends this process as SIGINT does: what it started is stopped.
     """
+    give_children_their_signals()  # servers are stopped with SIGINT
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="as of `tandem serve` (default: %(default)s)")

@@ -12,6 +12,7 @@ import typer
 from typer import rich_utils
 
 from cli import bench, chat, model, replay, route, serve, version
+from cluster.waiting import give_children_their_signals
 from protocol.errors import ServingError
 
 __all__ = ["app", "main", "run"]
@@ -66,6 +67,7 @@ app.command()(version.version)
 
 def main() -> None:
     """Entry point of the `tandem` command."""
+    give_children_their_signals()
     sys.exit(run(sys.argv[1:]))
 
 

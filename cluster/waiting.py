@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from typing import Any
 
-__all__ = ["first_of", "stop_events"]
+__all__ = ["first_of", "give_children_their_signals", "stop_events"]
 
 
 async def first_of(work: asyncio.Future[Any], *events: asyncio.Event, timeout_s: float | None = None) -> None:
@@ -16,9 +17,34 @@ async def first_of(work: asyncio.Future[Any], *events: asyncio.Event, timeout_s:
         one.cancel()
 
 
+def give_children_their_signals() -> None:
+    """Let the processes that this one starts from here on react to signals, whatever this one inherited.
+
+    A shell starts a background job of a script with SIGINT and SIGQUIT ignored. The job keeps ignoring it: the user pressed Ctrl-C
+    for something else. Its children must not: we stop them ourselves, some with SIGINT. `exec` hands on what is ignored
+    and resets what is caught, so an empty handler takes the place of "ignored". SIGHUP stays ignored in children too:
+    `nohup` means all of them.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # blocked signals are inherited as well
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, _keep_ignoring)
+    for number in (signal.SIGTERM, signal.SIGCHLD):  # the way to stop us, and the way to hear how a child ended
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def stop_events(*signals: int) -> tuple[asyncio.Event, asyncio.Event]:
-    """Two events: the first of these signals sets one, to let what runs end; a second sets the other, to end now."""
+    """Two events: the first of these signals sets one, to let what runs end; a second sets the other, to end now.
+
+    A signal that this process was started to ignore stays ignored.
+    """
     stop, stop_now = asyncio.Event(), asyncio.Event()
     for number in signals:
-        asyncio.get_running_loop().add_signal_handler(number, lambda: (stop_now if stop.is_set() else stop).set())
+        if signal.getsignal(number) not in (signal.SIG_IGN, _keep_ignoring):
+            asyncio.get_running_loop().add_signal_handler(number, lambda: (stop_now if stop.is_set() else stop).set())
     return stop, stop_now
+
+
+def _keep_ignoring(*_: object) -> None:
+    """The handler of a signal that is ignored here and not in children."""

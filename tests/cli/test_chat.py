@@ -108,6 +108,7 @@ def test_ctrl_c_stops_the_answer_and_a_second_one_leaves(server: FakeServer) -> 
     server.pause.clear()
     command = [sys.executable, "-m", "cli", "chat", "--url", server.url]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as process:
+        os.close(theirs)  # only the child has it now: what we read ends when the child does
         guard = threading.Timer(30, process.kill)
         guard.start()
         terminal = open(ours, "rb+", buffering=0)  # noqa: SIM115  # closed below, after the process
@@ -133,4 +134,3 @@ def test_ctrl_c_stops_the_answer_and_a_second_one_leaves(server: FakeServer) -> 
             process.kill()
             guard.cancel()
             terminal.close()
-            os.close(theirs)
