@@ -20,10 +20,10 @@ async def first_of(work: asyncio.Future[Any], *events: asyncio.Event, timeout_s:
 def give_children_their_signals() -> None:
     """Let the processes that this one starts from here on react to signals, whatever this one inherited.
 
-    A shell starts a background job of a script with SIGINT and SIGQUIT ignored. The job keeps ignoring it: the user pressed Ctrl-C
-    for something else. Its children must not: we stop them ourselves, some with SIGINT. `exec` hands on what is ignored
-    and resets what is caught, so an empty handler takes the place of "ignored". SIGHUP stays ignored in children too:
-    `nohup` means all of them.
+    A shell starts a background job of a script with SIGINT and SIGQUIT ignored. The job keeps ignoring them: the user
+    pressed Ctrl-C for something else. Its children must not: we stop them ourselves, some with SIGINT. `exec` hands on
+    what is ignored and resets what is caught, so an empty handler takes the place of "ignored". SIGHUP stays ignored in
+    children too: `nohup` means all of them.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # blocked signals are inherited as well
     for number in (signal.SIGINT, signal.SIGQUIT):

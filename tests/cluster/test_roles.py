@@ -156,7 +156,7 @@ def test_a_fully_cached_prompt_is_served_again(tiny_model: Path, oracle: Oracle)
     ("sampling", "reason"),
     [
         ({"max_tokens": 1}, FinishReason.LENGTH),
-        ({"logit_bias": {EOS_TOKEN_ID: 1000.0}}, FinishReason.STOP),
+        ({"logit_bias": {EOS_TOKEN_ID: 100.0}}, FinishReason.STOP),
     ],
     ids=["max_tokens=1", "EOS"],
 )
