@@ -89,8 +89,10 @@ class Offloader:
         cached.tier.note_dropped("offload queue full", max(len(present) - room, 0))
         if not (present := present[:room]):
             return
-        blocks = torch.tensor([block for _, block in present], device=cached.device)
-        data = torch.empty(len(present), cached.block_bytes, dtype=torch.uint8, device=cached.device)
+        queue = self._engine.device_queue
+        blocks = torch.tensor([block for _, block in present], device=queue.device)
+        data = torch.empty(len(present), cached.block_bytes, dtype=torch.uint8, device=queue.device)
         cached.codec.gather(self._engine.kv, blocks, data)
+        queue.wait()  # a peer may be granted these blocks next, and write past the device's own order
         self._in_flight.append(_Batch(cached, [name for name, _ in present], HostCopy(data)))
         self._num_bytes_in_flight += data.numel()

@@ -21,6 +21,7 @@ from cluster.host_copy import host_buffer
 from cluster.kv_source import KvSource, LoadCost, LoadPrior, OpenSource, Piece
 from cluster.offload import Offloader
 from cluster.peer_reads import PeerReader
+from engine.device import DeviceQueue
 from engine.engine import Engine
 from engine.sequence import Sequence as EngineSequence
 from kv_transfer.codec import Codec, create_codec
@@ -57,7 +58,7 @@ class CachedTier(KvSource):
         num_threads: int,
         prior: LoadPrior,
         store: str = "",
-        device: torch.device = torch.device("cpu"),
+        device_queue: DeviceQueue = DeviceQueue(torch.device("cpu")),
     ) -> None:
         self.tier = tier
         self.store = store
@@ -66,7 +67,7 @@ class CachedTier(KvSource):
         self.num_threads = num_threads
         self.name = self.kind = tier.name
         self.cost = LoadCost(prior, block_bytes)
-        self.device = device
+        self.device_queue = device_queue
 
     def look_up(self, first_block: int, digests: Sequence[bytes]) -> Source:
         """What could be loaded from `first_block` on. No I/O."""
@@ -80,7 +81,7 @@ class CachedTier(KvSource):
 
     def begin_load(self, digests: Sequence[bytes]) -> tuple[Tensor, Load]:
         """Begin to load blocks into a new buffer [num_blocks, encoded bytes], uint8, which is the load's until done."""
-        data = host_buffer(len(digests), self.block_bytes, self.device)
+        data = host_buffer(len(digests), self.block_bytes, self.device_queue.device)
         return data, self.tier.load(digests, data.numpy())
 
     def learn(self, load: Load) -> None:
@@ -91,6 +92,7 @@ class CachedTier(KvSource):
     def decode_into(self, kv: Tensor, blocks: Sequence[int], data: Tensor) -> None:
         """Copy encoded blocks into these blocks of the pool."""
         self.codec.scatter(data.to(kv.device, non_blocking=True), kv, torch.tensor(blocks, device=kv.device))
+        self.device_queue.wait()
 
 
 class _OpenTier(OpenSource):
@@ -239,10 +241,18 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
             num_threads=num_threads,
             rescan_s=_RESCAN_S.get(name, math.inf),
         )
-        device, prior = engine.kv.device, _PRIORS[name]
+        prior = _PRIORS[name]
         store = f"{where}#{engine.namespace.hex()}" if where else ""
         tiers.append(
-            CachedTier(tier, codec, block_bytes, num_threads=num_threads, prior=prior, store=store, device=device)
+            CachedTier(
+                tier,
+                codec,
+                block_bytes,
+                num_threads=num_threads,
+                prior=prior,
+                store=store,
+                device_queue=engine.device_queue,
+            )
         )
 
     if config.host_cache_gb:

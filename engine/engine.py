@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.attention.interface import make_backend
 from engine.block_pool import BlockPool
+from engine.device import DeviceQueue
 from engine.loader import LoadedModel, load_model
 from engine.model_check import check_model
 from engine.model_runner import ModelRunner
@@ -81,6 +82,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens or max(_STEP_TOKENS, config.max_num_seqs),
         )
         self.model = model
+        self.device_queue = DeviceQueue(model.device)
         self.pool = BlockPool(num_blocks)
         shape = _block_shape(config, model)
         self.kv = torch.zeros(num_blocks, *shape, dtype=model.dtype, device=model.device)
@@ -184,6 +186,7 @@ class Engine:
         chunks, logits, failures = self._compute(scheduled)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         tokens = iter(() if logits is None else self.sampler.sample(logits, sampling))
+        self.device_queue.wait()  # without logits to read the kernels may still run
         outputs = []
         for chunk in chunks:
             token = next(tokens) if chunk.samples else None
