@@ -30,9 +30,7 @@ def make_late(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> LateDevice:
     release = pool.release
 
     def published(sequence: Sequence, first: int, end: int) -> None:
-        assert device.is_done, (
-            f"blocks {first} to {end} of {sequence.request_id} are published before they are computed"
-        )
+        assert device.is_done, f"{sequence.request_id}: blocks {first}:{end} are not computed yet"
 
     def check_and_release(blocks: list[int]) -> None:
         assert device.is_done, "blocks are freed that the device still writes"
