@@ -11,8 +11,8 @@ class DeviceQueue:
     """What was launched on a device and may still run. On a CPU everything is done when its call returns.
 
     NOTE: whoever lets the device touch blocks of the pool (a step, a load, a copy for a tier) waits before it returns.
-    So whatever else the worker's loop does finds them as the books say: they may be published, offered, granted to peers
-    and freed. Transports read and write them past the device's own order.
+    So whatever else the worker's loop does finds them as the books say: they may be published, offered, granted to
+    peers and freed. Transports read and write them past the device's own order.
     """
 
     def __init__(self, device: torch.device) -> None:
