@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
+import secrets
 import signal
 import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import psutil
 import ray
 import uvloop
+from ray._private import ray_constants
+from ray.exceptions import AuthenticationError
 from rich.console import Console
 
 from cluster.heap import settle_heap
@@ -47,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 100 * 1024 * 1024  # Ray's smallest sensible: nothing of ours goes through it
 _READY_TIMEOUT_S = 120.0
+_RAY_AUTH_MODE = "RAY_AUTH_MODE"
+_RAY_LOGS = {"logging_level": logging.ERROR, "log_to_driver": True, "configure_logging": True}
 _PROBE_TIMEOUT_S = 2.0  # of a Ray address; Ray itself would try for a minute
 # Tokens of a step by (has a GPU, colocated). A chunk of a prompt delays the sequences that decode beside it by its
 # whole duration, so a worker that always does both takes smaller ones.
@@ -142,37 +149,75 @@ def _cores(idx: int, num_workers: int, num_threads: int) -> tuple[int, ...]:
     return tuple(cores[idx * num_threads : (idx + 1) * num_threads])
 
 
-@contextlib.contextmanager
-def _ray(config: ClusterConfig, progress: Callable[[str], None]) -> Iterator[None]:
+def _ray(config: ClusterConfig, progress: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
     """Ray for as long as the block runs: a private one, or a connection to a running cluster."""
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would let everything else on the machine go first
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA_VISIBLE_DEVICES as it is on CPU actors
-    common = {"logging_level": logging.ERROR, "log_to_driver": True, "configure_logging": True}
+    if config.ray_address:
+        return _joined_ray(config.ray_address, progress)
+    return _private_ray(progress)
+
+
+@contextlib.contextmanager
+def _joined_ray(address: str, progress: Callable[[str], None]) -> Iterator[None]:
+    progress(f"joining Ray at {address}")
+    _probe(address)
+    with contextlib.ExitStack() as stack:
+        stack.callback(_end_ray, None)
+        try:
+            ray.init(address=address, **_RAY_LOGS)
+        except (ConnectionError, AuthenticationError) as exc:  # Ray reports a wrong token as the former
+            reason = str(exc).partition(". ")[0]
+            raise ConfigError(
+                f"ray_address={address!r} cannot be joined: {reason}. If that Ray demands a token, set "
+                "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file that holds it"
+            ) from exc
+        yield
+
+
+@contextlib.contextmanager
+def _private_ray(progress: Callable[[str], None]) -> Iterator[None]:
+    """A Ray of our own: on loopback only, with a token of this run, and with files that only this user can reach."""
+    progress("starting Ray")
     before = set(psutil.Process().children(recursive=True))
     with contextlib.ExitStack() as stack:
-        if config.ray_address:
-            stack.callback(_end_ray, None)
-            progress(f"joining Ray at {config.ray_address}")
-            _probe(config.ray_address)
-            try:
-                ray.init(address=config.ray_address, **common)
-            except ConnectionError as exc:
-                raise ConfigError(f"ray_address={config.ray_address!r} cannot be reached: {exc}") from exc
-        else:
-            progress("starting Ray")
-            # A folder of our own with a short name: Ray puts sockets in it, whose paths must not be long.
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True))
-            stack.callback(_end_ray, before)  # NOTE: before the folder goes, in which Ray's processes write to the end
-            num_cpus = len(os.sched_getaffinity(0))
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                include_dashboard=False,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                _temp_dir=folder,
-                **common,
-            )
+        # Ray opens its folder to all users, so it gets one inside of a folder that is ours alone. The names are short:
+        # Ray puts sockets in it, whose paths must not be long.
+        private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True)))
+        _require_loopback_and_token()
+        stack.callback(_end_ray, before)  # NOTE: before the folder goes, in which Ray's processes write to the end
+        ray.init(
+            address="local",
+            num_cpus=len(os.sched_getaffinity(0)),
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            _temp_dir=str(private / "ray"),
+            **_RAY_LOGS,
+        )
+        _check_loopback_and_token()
         yield
+
+
+def _require_loopback_and_token() -> None:
+    """Let a Ray that starts next listen on loopback alone, and demand a token that only its own processes have.
+
+    On Linux Ray has no option for the first: it replaces a given 127.0.0.1 by an outer address. But it keeps to
+    loopback, as it does on other systems, once it is told to have no other nodes. This process has read that already,
+    when it imported Ray. The token reaches Ray's processes in their environment, which other users cannot read.
+    """
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    os.environ.pop(_RAY_AUTH_MODE, None)  # NOTE: Ray demands tokens by default; set, it would be read too late
+
+
+def _check_loopback_and_token() -> None:
+    """Raise WorkerError unless the Ray that runs does as it was told: how to tell it is nothing that Ray promises."""
+    address = ray.util.get_node_ip_address()
+    if not ipaddress.ip_address(address).is_loopback:
+        raise WorkerError(f"Ray {ray.__version__} listens on {address} instead of loopback; install the pinned version")
+    if os.environ.get(_RAY_AUTH_MODE) != "token":
+        raise WorkerError(f"Ray {ray.__version__} demands no token; install the pinned version")
 
 
 def _probe(ray_address: str) -> None:

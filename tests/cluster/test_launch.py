@@ -11,13 +11,15 @@ import httpx
 import pytest
 import ray
 from prometheus_client import CollectorRegistry
+from ray._private import ray_constants
+from ray.exceptions import AuthenticationError
 from starlette.types import Receive, Scope, Send
 
 from cluster.http_front import drain
 from cluster.http_server import http_server
-from cluster.launch import _probe, resolve
+from cluster.launch import _probe, _ray, resolve
 from protocol.config import ClusterConfig, EngineConfig, RouterConfig
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, WorkerError
 from router.app import create_app
 from router.tokenizer import Tokenizer
 from tests.router.conftest import build_tokenizer
@@ -56,6 +58,48 @@ def test_a_ray_address_that_answers_or_has_no_port_passes() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         _probe(f"127.0.0.1:{listener.getsockname()[1]}")
     _probe("auto")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionError("Failed to connect to Ray cluster at 127.0.0.1:6379"),  # a token that is missing or wrong
+        AuthenticationError("Token authentication is enabled but no authentication token was found"),
+    ],
+    ids=["refused", "no token here"],
+)
+def test_a_ray_that_cannot_be_joined_may_demand_a_token(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def refuse(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "init", refuse)
+    config = replace(CONFIG, ray_address="auto")
+    with (
+        pytest.raises(ConfigError, match=r"cannot be joined: \w+.*\. If that Ray demands a token, set RAY_AUTH_MODE="),
+        _ray(config, lambda _: None),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("address", "mode", "expected"),
+    [("192.0.2.7", "token", "listens on 192.0.2.7"), ("127.0.0.1", "disabled", "demands no token")],
+)
+def test_a_private_ray_that_is_not_private_is_refused(
+    monkeypatch: pytest.MonkeyPatch, address: str, mode: str, expected: str
+) -> None:
+    """How Ray is told to be private is nothing it promises: another version may not listen to it."""
+
+    def start(**_: object) -> None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+
+    for name in ("RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
+    monkeypatch.setattr(ray, "init", start)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: address)
+    with pytest.raises(WorkerError, match=expected), _ray(CONFIG, lambda _: None):
+        pass
 
 
 @pytest.mark.parametrize("is_hurried", [False, True], ids=["deadline", "second signal"])

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import random
 import signal
+import socket
+import stat
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +63,58 @@ def test_a_normal_start_prints_its_progress_and_nothing_else(server: Server) -> 
     assert [line.split(maxsplit=2)[2] for line in progress][:2] == ["starting Ray", "loading tiny into 2 worker(s)"]
     rest = [line.strip() for line in lines if line not in progress]
     assert [line.split()[0] for line in rest] == ["Serving", "Try:", "curl", "tandem"], server.output
+
+
+def test_nothing_listens_beyond_loopback(server: Server, colocated: Server) -> None:
+    processes = (
+        {psutil.Process(of.process.pid) for of in (server, colocated)} | server.children() | colocated.children()
+    )
+    addresses = {
+        (process.name(), connection.laddr.ip)
+        for process in processes
+        if process.is_running()
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN or (connection.laddr and connection.type == socket.SOCK_DGRAM)
+    }
+    assert len(addresses) > 3, addresses
+    # A worker's own data path, which is UCX's, is not Ray's.
+    addresses = {(name, ip) for name, ip in addresses if not name.startswith("ray::WorkerActor")}
+    outer = {(name, ip) for name, ip in addresses if not ipaddress.ip_address(ip.removeprefix("::ffff:")).is_loopback}
+    assert not outer
+
+
+def test_ray_is_for_its_own_processes_alone(server: Server) -> None:
+    gcs = next(process for process in server.children() if process.name() == "gcs_server")
+    token = gcs.environ()["RAY_AUTH_TOKEN"]
+    assert len(token) == 64
+    for process in server.children():
+        if process.is_running():
+            assert token not in " ".join(process.cmdline())
+    [folder] = server.scratch.iterdir()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "Ray opens the folders it is given to everyone"
+    assert token not in "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
+
+    port = next(connection.laddr.port for connection in gcs.net_connections("inet") if connection.status == "LISTEN")
+    code = "import sys; from ray._raylet import GcsClient; print(GcsClient(address=sys.argv[1]).cluster_id.hex())"
+
+    def ask(**environment: str) -> subprocess.CompletedProcess[str]:
+        """Ask Ray's head for its id, as any Ray client does first."""
+        known = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        return subprocess.run(
+            [sys.executable, "-c", code, f"127.0.0.1:{port}"],
+            env=known | {"RAY_gcs_rpc_server_connect_timeout_s": "1"} | environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    assert ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token).returncode == 0
+    for refused in (
+        ask(RAY_AUTH_MODE="disabled"),
+        ask(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64),
+    ):
+        assert refused.returncode != 0
+        assert "Unauthenticated" in refused.stderr
 
 
 def test_the_openai_client_chats_with_and_without_a_stream(server: Server) -> None:
