@@ -1,4 +1,6 @@
+import base64
 import json
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -38,7 +40,9 @@ EVERYTHING = {
     "cluster": {"num_prefill": 2, "num_decode": 2, "autoscale": False, "num_gpus_per_worker": 0.5},
     "worker": {"replicas": 4, "gpus": 1, "nodeSelector": {"gpu": "yes"}, "tolerations": [{"operator": "Exists"}]},
     "modelCache": {"persistence": {"enabled": True, "storageClassName": "fast"}},
-    "networkPolicy": {"enabled": True, "allowFrom": [{"namespaceSelector": {}}]},
+    "rayToken": {"existingSecret": "our-ray", "key": "ray"},
+    "apiKeys": {"existingSecret": "our-keys"},
+    "networkPolicy": {"enabled": True, "allowFrom": [{"namespaceSelector": {}}], "allowToPorts": [443, 8443]},
     "imagePullSecrets": [{"name": "registry"}],
     "env": {"HF_HUB_OFFLINE": 1},
     "envFrom": [{"secretRef": {"name": "hub"}}],
@@ -72,8 +76,9 @@ def test_chart_lints_and_its_manifests_are_valid(values: dict[str, Any]) -> None
     for manifest in manifests:
         kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
     kinds = {manifest["kind"] for manifest in manifests}
-    assert {"StatefulSet", "Service", "ServiceAccount", "ConfigMap"} <= kinds
-    assert ({"PersistentVolumeClaim", "NetworkPolicy"} <= kinds) == bool(values)
+    assert {"StatefulSet", "Service", "ServiceAccount", "ConfigMap", "NetworkPolicy"} <= kinds
+    assert ("PersistentVolumeClaim" in kinds) == bool(values)
+    assert ("Secret" in kinds) == (not values)
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
@@ -113,19 +118,124 @@ def test_workers_find_the_head_through_its_service() -> None:
     assert service["spec"]["selector"].items() <= labels.items()
 
 
-def test_pods_are_not_root_and_are_probed() -> None:
-    manifests = render(EVERYTHING)
-    for name in ("release-head", "release-worker"):
-        pod = find(manifests, "StatefulSet", name)["spec"]["template"]["spec"]
-        assert pod["securityContext"]["runAsNonRoot"] is True
+def pods(manifests: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        name: find(manifests, "StatefulSet", f"release-{name}")["spec"]["template"]["spec"]
+        for name in ("head", "worker")
+    }
+
+
+def mounted(pod: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Volumes by the path they are mounted at."""
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    (container,) = pod["containers"]
+    return {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+
+
+def environment(pod: dict[str, Any]) -> dict[str, str]:
+    (container,) = pod["containers"]
+    return {entry["name"]: entry.get("value", "") for entry in container["env"]}
+
+
+@pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])
+def test_pods_may_do_and_write_no_more_than_they_need(values: dict[str, Any]) -> None:
+    for pod in pods(render(values)).values():
+        security = pod["securityContext"]
+        assert (security["runAsNonRoot"], security["runAsUser"]) == (True, 1000)
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
         (container,) = pod["containers"]
-        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        places = mounted(pod)
+        writable = {
+            path for path, volume in places.items() if "emptyDir" in volume or "persistentVolumeClaim" in volume
+        }
+        assert writable == {"/tmp", "/home/tandem", "/dev/shm", "/var/cache/tandem"}
+        assert environment(pod)["HOME"] in writable
+        assert environment(pod)["TANDEM_CACHE"] in writable
+
+
+def test_pods_are_probed() -> None:
+    both = pods(render(EVERYTHING))
+    for pod in both.values():
+        (container,) = pod["containers"]
         assert {"startupProbe", "livenessProbe"} <= container.keys()
-    head = find(manifests, "StatefulSet", "release-head")["spec"]["template"]["spec"]["containers"][0]
+    head = both["head"]["containers"][0]
     assert head["livenessProbe"]["httpGet"]["path"] == "/health"
     assert head["readinessProbe"]["httpGet"]["path"] == "/ready"
-    worker = find(manifests, "StatefulSet", "release-worker")["spec"]["template"]["spec"]["containers"][0]
-    assert worker["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert both["worker"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
+
+
+@pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["the chart's", "the user's"])
+def test_ray_demands_a_token_from_a_secret(values: dict[str, Any]) -> None:
+    manifests = render(values)
+    name, key = ("our-ray", "ray") if values else ("release-ray-token", "token")
+    for pod in pods(manifests).values():
+        assert environment(pod)["RAY_AUTH_MODE"] == "token"
+        folder, _, file = environment(pod)["RAY_AUTH_TOKEN_PATH"].rpartition("/")
+        secret = mounted(pod)[folder]["secret"]
+        assert (secret["secretName"], secret["items"]) == (name, [{"key": key, "path": file}])
+        assert secret["defaultMode"] == 0o440
+    if not values:
+        token = find(manifests, "Secret", name)["data"][key]
+        assert len(base64.b64decode(token)) == 64
+        assert find(render(values), "Secret", name)["data"][key] != token, "it is random"
+        assert token not in json.dumps([one for one in manifests if one["kind"] != "Secret"])
+
+
+def test_an_upgrade_keeps_the_token() -> None:
+    """`lookup` finds nothing without a cluster; it is what keeps the Secret that is there already."""
+    template = (CHART / "templates" / "secret.yaml").read_text()
+    assert 'lookup "v1" "Secret" .Release.Namespace $name' in template
+    assert re.search(r"get \$present [^|]*\| default \(randAlphaNum 64", template)
+
+
+def test_api_keys_come_from_a_secret_to_the_head_alone() -> None:
+    manifests = render(EVERYTHING)
+    serve = tandem_commands(find(manifests, "ConfigMap", "release")["data"]["head.sh"])[1]
+    folder, _, file = str(accept(serve)["api_key_file"]).rpartition("/")
+    both = pods(manifests)
+    secret = mounted(both["head"])[folder]["secret"]
+    assert (secret["secretName"], secret["items"]) == ("our-keys", [{"key": "keys", "path": file}])
+    assert folder not in mounted(both["worker"])
+    assert accept(tandem_commands(find(render(), "ConfigMap", "release")["data"]["head.sh"])[1])["api_key_file"] == ""
+
+
+def test_api_keys_are_named_once() -> None:
+    values = {"apiKeys": {"existingSecret": "our-keys"}, "router": {"api_key_file": "/keys"}}
+    finished = helm("template", "release", str(CHART), values=values)
+    assert finished.returncode != 0
+    assert "apiKeys.existingSecret and router.api_key_file" in finished.stderr
+
+
+@pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])
+def test_only_http_comes_in_and_only_names_and_models_go_out(values: dict[str, Any]) -> None:
+    manifests = render(values)
+    within, http = find(manifests, "NetworkPolicy", "release"), find(manifests, "NetworkPolicy", "release-http")
+    release = {"app.kubernetes.io/name": "tandem", "app.kubernetes.io/instance": "release"}
+    peers = [{"podSelector": {"matchLabels": release}}]
+    assert within["spec"]["podSelector"] == {"matchLabels": release}
+    assert within["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert within["spec"]["ingress"] == [{"from": peers}]
+    ports = [443, 8443] if values else [443]
+    assert within["spec"]["egress"] == [
+        {"to": peers},
+        {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]},
+        {"ports": [{"port": port, "protocol": "TCP"} for port in ports]},
+    ]
+    assert http["spec"]["podSelector"] == {"matchLabels": release | {"app.kubernetes.io/component": "head"}}
+    allowed = {"from": [{"namespaceSelector": {}}]} if values else {}
+    assert http["spec"]["ingress"] == [{"ports": [{"port": "http", "protocol": "TCP"}]} | allowed]
+
+
+def test_no_port_to_the_outside_is_no_rule_for_all_of_them() -> None:
+    policy = find(render({"networkPolicy": {"allowToPorts": []}}), "NetworkPolicy", "release")
+    assert len(policy["spec"]["egress"]) == 2
+    assert not [one for one in render({"networkPolicy": {"enabled": False}}) if one["kind"] == "NetworkPolicy"]
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,6 @@
+import os
+import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ from cluster.model_store import DEFAULT_MODEL
 from tests.deploy.commands import accept, tandem_commands
 
 ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "~/.ray/auth_token"
 FILES = sorted((ROOT / "cluster" / "ray").glob("*.yaml"))
 
 
@@ -43,5 +47,35 @@ def test_start_commands_start_ray_and_this_product(file: Path) -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_files_that_setup_uses_are_copied_to_the_nodes(file: Path) -> None:
     config = load(file)
-    assert list(config["file_mounts"].values()) == ["."]
+    assert list(config["file_mounts"].values()) == [".", TOKEN]
     assert not {"scripts", "constraints.txt", "Makefile"} & set(config["rsync_exclude"])
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_ray_command_demands_the_token_that_every_node_has(file: Path) -> None:
+    config = load(file)
+    mounts = config["file_mounts"]
+    assert [place.endswith("/.ray/auth_token") for place, source in mounts.items() if source == TOKEN] == [True]
+    assert any("chmod 600 ~/.ray/auth_token" in command for command in config["setup_commands"])
+    commands = config["head_start_ray_commands"] + config["worker_start_ray_commands"]
+    joining = [command for command in commands if "ray start" in command or "tandem serve" in command]
+    assert len(joining) == 3
+    assert [command for command in joining if "RAY_AUTH_MODE=token" not in command] == []
+    assert all("--host 127.0.0.1" in command for command in joining if "tandem serve" in command), "it asks for no key"
+    assert "scripts/ray-token.sh" in file.read_text()
+
+
+def test_the_token_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "ray" / "auth_token"
+
+    def make() -> str:
+        environment = os.environ | {"RAY_AUTH_TOKEN_PATH": str(path)}
+        subprocess.run(["bash", str(ROOT / "scripts/ray-token.sh")], env=environment, check=True, timeout=30)
+        return path.read_text()
+
+    token = make()
+    assert len(token) == 64
+    assert (stat.S_IMODE(path.parent.stat().st_mode), stat.S_IMODE(path.stat().st_mode)) == (0o700, 0o600)
+    path.chmod(0o644)
+    assert make() == token
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -62,7 +62,9 @@ def test_missing_system_packages_are_named(tmp_path: Path) -> None:
     assert finished.stdout == ""
 
 
-@pytest.mark.parametrize("script", ["scripts/setup.sh", "scripts/debian-packages.sh", ".ci/run"])
+@pytest.mark.parametrize(
+    "script", ["scripts/setup.sh", "scripts/debian-packages.sh", "scripts/ray-token.sh", ".ci/run"]
+)
 def test_scripts_parse_and_stop_at_the_first_failure(script: str) -> None:
     subprocess.run(["bash", "-n", str(ROOT / script)], check=True, timeout=10)
     assert "set -euo pipefail" in (ROOT / script).read_text()

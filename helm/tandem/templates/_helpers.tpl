@@ -56,14 +56,31 @@ seccompProfile:
 
 {{- define "tandem.containerSecurityContext" -}}
 allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
 capabilities:
   drop: [ALL]
 {{- end }}
 
+{{- define "tandem.rayTokenSecret" -}}
+{{- .Values.rayToken.existingSecret | default (printf "%s-ray-token" (include "tandem.name" .)) -}}
+{{- end }}
+
+{{/* What a pod may write: /tmp (Ray's session), the home folder (compiled kernels and other caches), models, /dev/shm. */}}
 {{- define "tandem.volumes" -}}
 - name: scripts
   configMap:
     name: {{ include "tandem.name" . }}
+- name: ray-token
+  secret:
+    secretName: {{ include "tandem.rayTokenSecret" . }}
+    defaultMode: 0440 # of root and the pod's group
+    items:
+      - key: {{ .Values.rayToken.key }}
+        path: token
+- name: tmp
+  emptyDir: {}
+- name: home
+  emptyDir: {}
 - name: shm
   emptyDir:
     medium: Memory
@@ -82,6 +99,13 @@ capabilities:
 - name: scripts
   mountPath: /etc/tandem
   readOnly: true
+- name: ray-token
+  mountPath: /etc/tandem-ray
+  readOnly: true
+- name: tmp
+  mountPath: /tmp
+- name: home
+  mountPath: /home/tandem
 - name: shm
   mountPath: /dev/shm
 - name: models
@@ -94,6 +118,12 @@ env:
     value: {{ .Values.modelCache.path }}
   - name: HF_HOME
     value: {{ .Values.modelCache.path }}/hub
+  - name: HOME
+    value: /home/tandem
+  - name: RAY_AUTH_MODE
+    value: token
+  - name: RAY_AUTH_TOKEN_PATH
+    value: /etc/tandem-ray/token
   - name: POD_IP
     valueFrom:
       fieldRef:
