@@ -183,6 +183,14 @@ def serve(
     object_cache_codec: Annotated[
         Codec, typer.Option(help="How KV is kept there.", rich_help_panel=_TIERS)
     ] = default_of(TierConfig, "object_cache_codec"),
+    kv_key_file: Annotated[
+        str,
+        typer.Option(
+            help="File with the secret that proves who wrote a block to disk or object store; the same on all hosts "
+            "that share one. Empty = kv-key in the model cache, made at the first start.",
+            rich_help_panel=_TIERS,
+        ),
+    ] = default_of(TierConfig, "kv_key_file"),
     eviction_policy: Annotated[
         str, typer.Option(help="What leaves a full tier first.", rich_help_panel=_TIERS)
     ] = default_of(TierConfig, "eviction_policy"),

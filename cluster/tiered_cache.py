@@ -6,6 +6,7 @@ an eviction from the pool costs nothing. How a prompt gets them back is up to `c
 
 from __future__ import annotations
 
+import logging
 import math
 import socket
 import time
@@ -19,6 +20,7 @@ from torch import Tensor
 from cluster.fetcher import Fetcher
 from cluster.host_copy import host_buffer
 from cluster.kv_source import KvSource, LoadCost, LoadPrior, OpenSource, Piece
+from cluster.model_store import default_cache
 from cluster.offload import Offloader
 from cluster.peer_reads import PeerReader
 from engine.device import DeviceQueue
@@ -27,12 +29,14 @@ from engine.sequence import Sequence as EngineSequence
 from kv_transfer.codec import Codec, create_codec
 from kv_transfer.eviction import create_policy
 from kv_transfer.fetch_planner import Source
-from kv_transfer.tiers import BlockStore, DiskStore, Load, MemoryStore, ObjectStore, Tier
+from kv_transfer.tiers import BlockStore, DiskStore, Load, MemoryStore, ObjectStore, StoreKey, Tier, load_key
 from protocol.config import TierConfig
 from protocol.messages import POOL_PLACE, StepStats, TierLoad
 from router.cost_model import StepModel
 
 __all__ = ["CachedTier", "TieredCache", "create_tiers"]
+
+logger = logging.getLogger(__name__)
 
 _PRIORS = {
     "host": LoadPrior(50e-6, 10e9),
@@ -242,7 +246,7 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
             rescan_s=_RESCAN_S.get(name, math.inf),
         )
         prior = _PRIORS[name]
-        store = f"{where}#{engine.namespace.hex()}" if where else ""
+        store = f"{where}#{key.folder_name(engine.namespace)}" if where else ""
         tiers.append(
             CachedTier(
                 tier,
@@ -255,6 +259,7 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
             )
         )
 
+    key = _load_key(config) if config.disk_cache_path or config.object_cache_url else StoreKey(b"")
     if config.host_cache_gb:
         add("host", config.host_cache_codec, config.host_cache_gb, MemoryStore)
     if config.disk_cache_path:
@@ -263,7 +268,7 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
             "disk",
             config.disk_cache_codec,
             config.disk_cache_gb,
-            lambda size, _: DiskStore(folder, engine.namespace, size),
+            lambda size, _: DiskStore(folder, engine.namespace, size, key),
             where=f"{socket.gethostname()}:{folder.resolve()}",
         )
     if config.object_cache_url:
@@ -272,10 +277,21 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
             "object",
             config.object_cache_codec,
             config.object_cache_gb,
-            lambda size, _: ObjectStore(url, engine.namespace, size),
+            lambda size, _: ObjectStore(url, engine.namespace, size, key),
             where=url,
         )
     return tiers
+
+
+def _load_key(config: TierConfig) -> StoreKey:
+    if config.kv_key_file:
+        return load_key(Path(config.kv_key_file).expanduser(), may_make=False)
+    path = default_cache() / "kv-key"
+    if config.object_cache_url and not config.object_cache_url.startswith("file:"):
+        logger.warning(
+            "only hosts with the key %s find each other's blocks: give all the same with --kv-key-file", path
+        )
+    return load_key(path, may_make=True)
 
 
 def _nothing(*_: object) -> None:

@@ -104,6 +104,7 @@ class TierConfig:
     object_cache_url: str = ""  # s3://bucket/prefix, gs://, az://, file:///folder
     object_cache_gb: float = 1000.0
     object_cache_codec: Codec = "raw"
+    kv_key_file: str = ""  # secret of disk and object store, equal on all hosts that share one; empty = each host's own
     eviction_policy: str = "hit-density"  # of every tier
     pin_share: float = 0.25  # of the pool and of each tier: what pins may keep from eviction
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure
 from kv_transfer.tiers.disk import DiskStore
+from kv_transfer.tiers.key import StoreKey, load_key
 from kv_transfer.tiers.memory import MemoryStore
 from kv_transfer.tiers.object import ObjectStore
 from kv_transfer.tiers.throttled import ThrottledStore
@@ -18,8 +19,10 @@ __all__ = [
     "Load",
     "MemoryStore",
     "ObjectStore",
+    "StoreKey",
     "ThrottledStore",
     "Tier",
     "TierStats",
     "Write",
+    "load_key",
 ]

@@ -32,8 +32,9 @@ class Failure(enum.Enum):
     """Why a block was not read or written. The first two say that the block is not there any more."""
 
     ABSENT = "absent"
-    CORRUPT = "corrupt"  # it cannot be read or is not what was written; the store has deleted it
+    CORRUPT = "corrupt"  # it cannot be read or is not what was written; the store has deleted it if it was ours
     FULL = "full"
+    OCCUPIED = "occupied"  # something that is not ours is in the block's place
     UNREACHABLE = "unreachable"  # the store itself does not work: asking for other blocks now will not either
 
 
@@ -81,6 +82,6 @@ def parse_file_name(text: str) -> BlockName | None:
         digest, parent = map(bytes.fromhex, text.split("-"))
     except ValueError:
         return None
-    if len(digest) != DIGEST_BYTES or len(parent) not in (0, DIGEST_BYTES):
-        return None
-    return BlockName(digest, parent or None)
+    name = BlockName(digest, parent or None)
+    is_made_by_us = len(digest) == DIGEST_BYTES and len(parent) in (0, DIGEST_BYTES) and file_name(name) == text
+    return name if is_made_by_us else None

@@ -4,18 +4,24 @@ One file per block, written under another name and renamed, so a block is there 
 is killed; after a power cut a file may be short, which its footer shows, so nothing is ever flushed. Several processes
 may share a folder. Reads and writes go through the page cache, which is a tier by itself for what was written lately.
 
-Measured for blocks of 360 KB in the page cache, in turns, best of 8: `preadv` 10.3 GB/s, or 5.9 with checksum and copy;
+Measured for blocks of 360 KB in the page cache, in turns, best of 8: `preadv` 10.3 GB/s, or 5.9 with XXH3 and copy;
 NIXL's POSIX plugin 6.3 for single blocks and 9.2 for 16 at once, without either. Slots of one large file are read no
 faster than a file each, and would have to be allocated among processes. GPUDirect Storage would be another store over
 the same files.
+
+Blocks are as secret as the text they were computed from: only their user may enter the folder. What else lies there,
+files of other names, folders, links, is neither used nor followed nor removed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
+import re
 import secrets
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
@@ -24,35 +30,38 @@ from pathlib import Path
 from typing_extensions import override
 
 from kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure, file_name, parse_file_name
-from kv_transfer.tiers.footer import FOOTER_BYTES, make_footer
+from kv_transfer.tiers.footer import FOOTER_BYTES, Seal
+from kv_transfer.tiers.key import StoreKey
 from protocol.errors import ConfigError
 
-__all__ = ["DiskStore"]
+__all__ = ["DiskStore", "make_private"]
 
 logger = logging.getLogger(__name__)
 
-_UNFINISHED = ".tmp"
+_SHARD = re.compile(r"[0-9a-f]{2}")
+_UNFINISHED = re.compile(r"[0-9a-f]{32}-[0-9a-f]*\.[0-9a-f]{8}\.tmp")
 _ABANDONED_AFTER_S = 60.0  # a writer slower than that loses its file and so drops its block
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # says nothing about the file that was asked for
+_STRAY = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EACCES, errno.EPERM}
+_HERE = os.O_CLOEXEC | os.O_NOFOLLOW  # of whatever is opened: what a link leads to is not ours
 
 
 class DiskStore(BlockStore):
-    """Files `<folder>/<namespace>/<first byte of the digest>/<digest>-<parent>`."""
+    """Files `<folder>/<namespace and key>/<first byte of the digest>/<digest>-<parent>`."""
 
-    def __init__(self, folder: Path, namespace: bytes, block_bytes: int) -> None:
+    def __init__(self, folder: Path, namespace: bytes, block_bytes: int, key: StoreKey) -> None:
         super().__init__(block_bytes)
-        self._folder = folder / namespace.hex()
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as exc:
-            raise ConfigError(f"the disk tier's folder {self._folder} cannot be made: {exc.strerror}") from exc
+        self._folder = folder / key.folder_name(namespace)
+        self._seal = Seal(key)
+        make_private(self._folder)
 
     @override
     def read(self, name: BlockName, scratch: Block) -> Block | Failure:
         footer = bytearray(FOOTER_BYTES)
         try:
-            num_bytes = _read_file(self._path(name), scratch.data, footer)
+            with self._shard(_shard_of(name)) as shard:
+                num_bytes = _read_file(shard, file_name(name), scratch.data, footer)
         except FileNotFoundError:
             return Failure.ABSENT
         except OSError as exc:
@@ -60,86 +69,158 @@ class DiskStore(BlockStore):
                 return Failure.UNREACHABLE
             logger.warning("block %s cannot be read: %s", name.digest.hex(), exc)
             num_bytes = 0
-        if num_bytes != self.block_bytes + FOOTER_BYTES or footer != make_footer(name, scratch):
+        if num_bytes != self.block_bytes + FOOTER_BYTES or not self._seal.is_genuine(name, scratch, footer):
             self.delete(name)
             return Failure.CORRUPT
         return scratch
 
     @override
     def write(self, name: BlockName, data: Block) -> Failure | None:
-        path = self._path(name)
-        if os.path.isfile(path):  # another worker's; replacing a file would make ext4 flush the new one
-            return None
-        unfinished = f"{path}.{secrets.token_hex(4)}{_UNFINISHED}"
         try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            if _write_file(unfinished, data.data, make_footer(name, data)) == data.nbytes + FOOTER_BYTES:
-                os.rename(unfinished, path)
-                return None
-            failure = Failure.FULL  # only a full disk takes a part
+            with self._shard(_shard_of(name), is_made=True) as shard:
+                return self._write_in(shard, name, data)
         except OSError as exc:
-            failure = Failure.FULL
-            if exc.errno not in _NO_ROOM:
-                failure = Failure.UNREACHABLE
-                logger.warning("block %s cannot be written: %s", name.digest.hex(), exc)
-        _unlink(unfinished)
-        return failure
+            if exc.errno in _NO_ROOM:
+                return Failure.FULL
+            logger.warning("block %s cannot be written: %s", name.digest.hex(), exc)
+            return Failure.OCCUPIED if exc.errno in _STRAY else Failure.UNREACHABLE
+
+    def _write_in(self, shard: int, name: BlockName, data: Block) -> Failure | None:
+        path = file_name(name)
+        with contextlib.suppress(FileNotFoundError):
+            # Another worker's, most times; replacing a file would make ext4 flush the new one.
+            return None if _is_ours(os.stat(path, dir_fd=shard, follow_symlinks=False)) else Failure.OCCUPIED
+        unfinished = f"{path}.{secrets.token_hex(4)}.tmp"
+        try:
+            if _write_file(shard, unfinished, data.data, self._seal.make(name, data)) == data.nbytes + FOOTER_BYTES:
+                os.rename(unfinished, path, src_dir_fd=shard, dst_dir_fd=shard)
+                return None
+        except OSError:
+            _unlink(shard, unfinished)
+            raise
+        _unlink(shard, unfinished)
+        return Failure.FULL  # only a full disk takes a part
 
     @override
     def delete(self, name: BlockName) -> None:
-        _unlink(self._path(name))
+        try:
+            with self._shard(_shard_of(name)) as shard:
+                if _is_ours(os.stat(file_name(name), dir_fd=shard, follow_symlinks=False)):
+                    _unlink(shard, file_name(name))
+        except FileNotFoundError:
+            return
+        except OSError as exc:
+            logger.warning("block %s cannot be deleted: %s", name.digest.hex(), exc)
 
     @override
     def scan(self) -> Sequence[BlockName] | Failure:
         """Names of the blocks, oldest file first. Removes what writers that were killed have left behind."""
         found: list[tuple[int, BlockName]] = []
-        abandoned_before_s = time.time() - _ABANDONED_AFTER_S
         try:
-            for entry, written_ns in self._files():
-                if (name := parse_file_name(entry.name)) is not None:
-                    found.append((written_ns, name))
-                elif entry.name.endswith(_UNFINISHED) and written_ns < abandoned_before_s * 1e9:
-                    _unlink(entry.path)
+            for shard in filter(_SHARD.fullmatch, os.listdir(self._folder)):
+                found += self._scan_shard(shard)
         except OSError as exc:
             logger.warning("%s cannot be listed: %s", self._folder, exc)
             return Failure.UNREACHABLE
         found.sort(key=itemgetter(0))
         return [name for _, name in found]
 
-    def _path(self, name: BlockName) -> str:
-        return f"{self._folder}/{name.digest[:1].hex()}/{file_name(name)}"
-
-    def _files(self) -> Iterator[tuple[os.DirEntry[str], int]]:
-        """All files with the time of their last change in nanoseconds; other processes may remove them meanwhile."""
-        for folder in self._folder.iterdir():
-            with os.scandir(folder) as entries:
+    def _scan_shard(self, text: str) -> Iterator[tuple[int, BlockName]]:
+        """The blocks of a folder with the time of their last change in nanoseconds; none of one that is not ours."""
+        abandoned_before_ns = (time.time() - _ABANDONED_AFTER_S) * 1e9
+        try:
+            with self._shard(text) as shard, os.scandir(shard) as entries:
                 for entry in entries:
                     try:
-                        yield entry, entry.stat().st_mtime_ns
-                    except FileNotFoundError:
+                        status = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:  # another process has removed it
                         continue
+                    if not _is_ours(status):
+                        continue
+                    if (name := parse_file_name(entry.name)) is not None and _shard_of(name) == text:
+                        yield status.st_mtime_ns, name
+                    elif _UNFINISHED.fullmatch(entry.name) and status.st_mtime_ns < abandoned_before_ns:
+                        _unlink(shard, entry.name)
+        except OSError as exc:
+            if exc.errno not in _STRAY and not isinstance(exc, FileNotFoundError):
+                raise
+
+    @contextlib.contextmanager
+    def _shard(self, text: str, *, is_made: bool = False) -> Iterator[int]:
+        """A descriptor of that folder; with `is_made` it is made if it is not there."""
+        path = f"{self._folder}/{text}"
+        try:
+            shard = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _HERE)
+        except FileNotFoundError:
+            if not is_made:
+                raise
+            with contextlib.suppress(FileExistsError):
+                _make_folders(Path(path))
+            shard = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _HERE)
+        try:
+            yield shard
+        finally:
+            os.close(shard)
 
 
-def _read_file(path: str, *buffers: memoryview | bytearray) -> int:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def make_private(folder: Path) -> None:
+    """Make the folder, and what is missing above it, for this user alone; one that is there is closed to others.
+
+    Raises ConfigError if it cannot be made or is another user's.
+    """
+    try:
+        _make_folders(folder)
+        status = os.lstat(folder)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            raise ConfigError(
+                f"the tier's folder {folder} is a link or belongs to user {status.st_uid}, who could read and change "
+                "what is in it; remove it, or choose another place"
+            )
+        if status.st_mode & 0o077:
+            logger.warning("others could enter %s (mode %o): closed to them", folder, stat.S_IMODE(status.st_mode))
+            os.chmod(folder, 0o700)
+    except OSError as exc:
+        raise ConfigError(f"the tier's folder {folder} cannot be made: {exc.strerror}") from exc
+
+
+def _make_folders(folder: Path) -> None:
+    if folder.exists():
+        return
+    _make_folders(folder.parent)
+    with contextlib.suppress(FileExistsError):  # another worker was faster
+        os.mkdir(folder, 0o700)
+
+
+def _shard_of(name: BlockName) -> str:
+    return name.digest[:1].hex()
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    """Whether we have made that: a file, and this user's."""
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def _read_file(folder: int, name: str, *buffers: memoryview | bytearray) -> int:
+    # NOTE: O_NONBLOCK, or opening a pipe would wait for its writer.
+    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _HERE, dir_fd=folder)
     try:
         return os.preadv(descriptor, buffers, 0)
     finally:
         os.close(descriptor)
 
 
-def _write_file(path: str, *buffers: memoryview | bytes) -> int:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+def _write_file(folder: int, name: str, *buffers: memoryview | bytes) -> int:
+    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _HERE, 0o600, dir_fd=folder)
     try:
         return os.writev(descriptor, buffers)
     finally:
         os.close(descriptor)
 
 
-def _unlink(path: str) -> None:
+def _unlink(folder: int, name: str) -> None:
     try:
-        os.unlink(path)
+        os.unlink(name, dir_fd=folder)
     except FileNotFoundError:
         return
     except OSError as exc:
-        logger.warning("%s cannot be deleted: %s", path, exc)
+        logger.warning("%s cannot be deleted: %s", name, exc)

@@ -6,13 +6,17 @@ import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 from typing_extensions import override
 
 from kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure, file_name, parse_file_name
-from kv_transfer.tiers.footer import FOOTER_BYTES, make_footer
+from kv_transfer.tiers.disk import make_private
+from kv_transfer.tiers.footer import FOOTER_BYTES, Seal
+from kv_transfer.tiers.key import StoreKey
 from protocol.errors import ConfigError
 
 __all__ = ["ObjectStore"]
@@ -24,7 +28,7 @@ _FIRST_BACKOFF_S = 0.05
 
 
 class ObjectStore(BlockStore):
-    """Objects `<url>/<namespace>/<digest>-<parent>`; the object store itself publishes them whole.
+    """Objects `<url>/<namespace and key>/<digest>-<parent>`; the object store itself publishes them whole.
 
     A read or write takes at most about twice `timeout_s`, retries included; a listing, that per page. Credentials and
     endpoint come from the environment, as the cloud's own tools read them, or from `options` by obstore's names.
@@ -35,6 +39,7 @@ class ObjectStore(BlockStore):
         url: str,
         namespace: bytes,
         block_bytes: int,
+        key: StoreKey,
         *,
         timeout_s: float = 2.0,
         options: Mapping[str, str] | None = None,
@@ -44,20 +49,25 @@ class ObjectStore(BlockStore):
         self._errors = (self._obstore.exceptions.BaseError, OSError)
         self._absent_errors = (self._obstore.exceptions.NotFoundError, FileNotFoundError)
         self._url = url
-        self._folder = namespace.hex()
+        self._folder = key.folder_name(namespace)
+        self._seal = Seal(key)
         self._store = _open(self._obstore, url, timeout_s, options or {})
+        if url.startswith("file:"):
+            make_private(Path(unquote(urlsplit(url).path)) / self._folder)
 
     @override
     def read(self, name: BlockName, scratch: Block) -> Block | Failure:
         try:
-            content = self._obstore.get(self._store, self._path(name)).bytes()
+            found = self._obstore.get(self._store, self._path(name))
+            is_whole = found.meta["size"] == self.block_bytes + FOOTER_BYTES
+            content = found.bytes() if is_whole else b""  # another size is not ours, and may not fit into memory
         except self._errors as exc:
             if isinstance(exc, self._absent_errors):
                 return Failure.ABSENT
             return self._unreachable("cannot read a block", exc)
         stored = np.frombuffer(content, np.uint8)
         data, footer = stored[: self.block_bytes], stored[self.block_bytes :]
-        if data.nbytes != self.block_bytes or footer.tobytes() != make_footer(name, data):
+        if not is_whole or not self._seal.is_genuine(name, data, footer.tobytes()):
             self.delete(name)
             return Failure.CORRUPT
         return data
@@ -66,7 +76,7 @@ class ObjectStore(BlockStore):
     def write(self, name: BlockName, data: Block) -> Failure | None:
         content = np.empty(data.nbytes + FOOTER_BYTES, np.uint8)
         np.copyto(content[: data.nbytes], data)  # lets go of the interpreter lock, unlike joining bytes
-        content[data.nbytes :] = np.frombuffer(make_footer(name, data), np.uint8)
+        content[data.nbytes :] = np.frombuffer(self._seal.make(name, data), np.uint8)
         try:
             self._obstore.put(self._store, self._path(name), content.data, use_multipart=False)
         except self._errors as exc:

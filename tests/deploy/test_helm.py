@@ -42,6 +42,7 @@ EVERYTHING = {
     "modelCache": {"persistence": {"enabled": True, "storageClassName": "fast"}},
     "rayToken": {"existingSecret": "our-ray", "key": "ray"},
     "apiKeys": {"existingSecret": "our-keys"},
+    "kvKey": {"existingSecret": "our-kv", "key": "kv"},
     "networkPolicy": {"enabled": True, "allowFrom": [{"namespaceSelector": {}}], "allowToPorts": [443, 8443]},
     "imagePullSecrets": [{"name": "registry"}],
     "env": {"HF_HUB_OFFLINE": 1},
@@ -171,27 +172,33 @@ def test_pods_are_probed() -> None:
 
 
 @pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["the chart's", "the user's"])
-def test_ray_demands_a_token_from_a_secret(values: dict[str, Any]) -> None:
+def test_ray_and_tiers_have_secrets_from_a_secret(values: dict[str, Any]) -> None:
     manifests = render(values)
-    name, key = ("our-ray", "ray") if values else ("release-ray-token", "token")
+    serve = tandem_commands(find(manifests, "ConfigMap", "release")["data"]["head.sh"])[1]
+    made = {"release-ray-token": "token", "release-kv-key": "key"}
+    wanted = {"our-ray": "ray", "our-kv": "kv"} if values else made
     for pod in pods(manifests).values():
         assert environment(pod)["RAY_AUTH_MODE"] == "token"
-        folder, _, file = environment(pod)["RAY_AUTH_TOKEN_PATH"].rpartition("/")
-        secret = mounted(pod)[folder]["secret"]
-        assert (secret["secretName"], secret["items"]) == (name, [{"key": key, "path": file}])
-        assert secret["defaultMode"] == 0o440
+        paths = environment(pod)["RAY_AUTH_TOKEN_PATH"], str(accept(serve)["kv_key_file"])
+        for path, (name, key) in zip(paths, wanted.items(), strict=True):
+            folder, _, file = path.rpartition("/")
+            secret = mounted(pod)[folder]["secret"]
+            assert (secret["secretName"], secret["items"]) == (name, [{"key": key, "path": file}])
+            assert secret["defaultMode"] == 0o440
     if not values:
-        token = find(manifests, "Secret", name)["data"][key]
-        assert len(base64.b64decode(token)) == 64
-        assert find(render(values), "Secret", name)["data"][key] != token, "it is random"
-        assert token not in json.dumps([one for one in manifests if one["kind"] != "Secret"])
+        secrets = {name: find(manifests, "Secret", name)["data"][key] for name, key in made.items()}
+        assert [len(base64.b64decode(secret)) for secret in secrets.values()] == [64, 64]
+        again = render(values)
+        for name, secret in secrets.items():
+            assert find(again, "Secret", name)["data"][made[name]] != secret, "it is random"
+            assert secret not in json.dumps([one for one in manifests if one["kind"] != "Secret"])
 
 
-def test_an_upgrade_keeps_the_token() -> None:
-    """`lookup` finds nothing without a cluster; it is what keeps the Secret that is there already."""
-    template = (CHART / "templates" / "secret.yaml").read_text()
-    assert 'lookup "v1" "Secret" .Release.Namespace $name' in template
-    assert re.search(r"get \$present [^|]*\| default \(randAlphaNum 64", template)
+def test_an_upgrade_keeps_the_secrets() -> None:
+    """`lookup` finds nothing without a cluster; it is what keeps a Secret that is there already."""
+    template = (CHART / "templates" / "_helpers.tpl").read_text()
+    assert 'lookup "v1" "Secret" $root.Release.Namespace $name' in template
+    assert re.search(r"get \$present \$key \| default \(randAlphaNum 64", template)
 
 
 def test_api_keys_come_from_a_secret_to_the_head_alone() -> None:

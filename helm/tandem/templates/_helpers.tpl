@@ -65,6 +65,26 @@ capabilities:
 {{- .Values.rayToken.existingSecret | default (printf "%s-ray-token" (include "tandem.name" .)) -}}
 {{- end }}
 
+{{- define "tandem.kvKeySecret" -}}
+{{- .Values.kvKey.existingSecret | default (printf "%s-kv-key" (include "tandem.name" .)) -}}
+{{- end }}
+
+{{/* A Secret of the chart's own, with random text. The one that is there already stays: pods of a release must agree on
+     it while they are replaced one by one. Arguments: root, its name, its key. */}}
+{{- define "tandem.madeSecret" -}}
+{{- $root := index . 0 }}{{ $name := index . 1 }}{{ $key := index . 2 }}
+{{- $present := (lookup "v1" "Secret" $root.Release.Namespace $name).data | default dict }}
+apiVersion: v1
+kind: Secret
+metadata:
+  name: {{ $name }}
+  labels:
+    {{- include "tandem.labels" $root | nindent 4 }}
+type: Opaque
+data:
+  {{ $key }}: {{ get $present $key | default (randAlphaNum 64 | b64enc) }}
+{{- end }}
+
 {{/* What a pod may write: /tmp (Ray's session), the home folder (compiled kernels and other caches), models, /dev/shm. */}}
 {{- define "tandem.volumes" -}}
 - name: scripts
@@ -77,6 +97,13 @@ capabilities:
     items:
       - key: {{ .Values.rayToken.key }}
         path: token
+- name: kv-key
+  secret:
+    secretName: {{ include "tandem.kvKeySecret" . }}
+    defaultMode: 0440
+    items:
+      - key: {{ .Values.kvKey.key }}
+        path: key
 - name: tmp
   emptyDir: {}
 - name: home
@@ -101,6 +128,9 @@ capabilities:
   readOnly: true
 - name: ray-token
   mountPath: /etc/tandem-ray
+  readOnly: true
+- name: kv-key
+  mountPath: /etc/tandem-kv
   readOnly: true
 - name: tmp
   mountPath: /tmp

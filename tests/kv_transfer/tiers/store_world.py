@@ -23,6 +23,7 @@ from kv_transfer.tiers import (
     Failure,
     MemoryStore,
     ObjectStore,
+    StoreKey,
     Tier,
 )
 from kv_transfer.tiers.base import file_name
@@ -31,6 +32,7 @@ KINDS = ["memory", "disk", "object-file", "object-s3"]
 PERSISTENT = KINDS[1:]
 BLOCK_BYTES = 5000
 NAMESPACE = bytes(range(16))
+KEY = StoreKey(bytes(range(32)))
 DEADLINE_S = 20.0
 S3_TIMEOUT_S = 0.5
 
@@ -118,20 +120,26 @@ class World:
         self._server = server
         self._url = f"s3://bucket/{folder.name}" if kind == "object-s3" else f"file://{folder}/objects"
 
-    def open(self, num_blocks: int = 100, namespace: bytes = NAMESPACE, block_bytes: int = BLOCK_BYTES) -> BlockStore:
+    def open(
+        self,
+        num_blocks: int = 100,
+        namespace: bytes = NAMESPACE,
+        block_bytes: int = BLOCK_BYTES,
+        key: StoreKey = KEY,
+    ) -> BlockStore:
         if self.kind == "memory":
             return MemoryStore(block_bytes, num_blocks)
         if self.kind == "disk":
-            return DiskStore(self._folder / "blocks", namespace, block_bytes)
+            return DiskStore(self._folder / "blocks", namespace, block_bytes, key)
         options = self._server.options if self._server is not None and self.kind == "object-s3" else {}
-        return ObjectStore(self._url, namespace, block_bytes, timeout_s=S3_TIMEOUT_S, options=options)
+        return ObjectStore(self._url, namespace, block_bytes, key, timeout_s=S3_TIMEOUT_S, options=options)
 
     def change(self, name: BlockName, change: Callable[[bytes], bytes]) -> None:
         """Replace what is stored for a block, behind the store's back."""
         if self.kind == "object-s3":
             assert self._server is not None
             bucket = from_url(self._url, config=self._server.options, client_options={"allow_http": True})
-            path = f"{NAMESPACE.hex()}/{file_name(name)}"
+            path = f"{KEY.folder_name(NAMESPACE)}/{file_name(name)}"
             obstore.put(bucket, path, change(bytes(obstore.get(bucket, path).bytes())))
         else:
             path = self.path(name)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
+import socket
+import stat
 import subprocess
 import sys
 import time
@@ -15,7 +18,19 @@ import pytest
 
 from kv_transfer.tiers import DiskStore, Failure
 from protocol.errors import ConfigError
-from tests.kv_transfer.tiers.store_world import BLOCK_BYTES, NAMESPACE, World, chain, content, name_of, read
+from tests.kv_transfer.tiers.store_world import (
+    BLOCK_BYTES,
+    KEY,
+    NAMESPACE,
+    World,
+    chain,
+    content,
+    get,
+    make_tier,
+    name_of,
+    put,
+    read,
+)
 
 LARGE_BYTES = 2_000_000
 NUM_KILLS = 3
@@ -24,9 +39,9 @@ NUM_KILLS = 3
 WRITER = f"""
 import sys
 from pathlib import Path
-from tests.kv_transfer.tiers.store_world import NAMESPACE, content, name_of
+from tests.kv_transfer.tiers.store_world import KEY, NAMESPACE, content, name_of
 from kv_transfer.tiers import DiskStore
-store = DiskStore(Path(sys.argv[1]), NAMESPACE, {LARGE_BYTES})
+store = DiskStore(Path(sys.argv[1]), NAMESPACE, {LARGE_BYTES}, KEY)
 for number in range(int(sys.argv[2]), int(sys.argv[3])):
     name = name_of(number)
     assert store.write(name, content(name, {LARGE_BYTES})) is None
@@ -78,7 +93,7 @@ def test_writers_killed_in_mid_write_leave_whole_blocks_only(tmp_path: Path) -> 
         writer.kill()
         reported += [int(line) for line in writer.communicate(timeout=20)[0].splitlines()]
 
-    store = DiskStore(tmp_path, NAMESPACE, LARGE_BYTES)
+    store = DiskStore(tmp_path, NAMESPACE, LARGE_BYTES, KEY)
     found = store.scan()
     assert {name_of(number) for number in reported} <= set(found)
     assert all(read(store, name) is True for name in found)
@@ -101,7 +116,7 @@ def test_scan_leaves_the_files_of_writers_at_work(world: World, tmp_path: Path) 
 
 
 def test_processes_share_a_folder(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, NAMESPACE, LARGE_BYTES)
+    store = DiskStore(tmp_path, NAMESPACE, LARGE_BYTES, KEY)
     writers = [start_writer(tmp_path, 0, 20) for _ in range(2)]
     deadline = time.monotonic() + 30
     results: list[Failure | bool] = []
@@ -183,7 +198,7 @@ def test_an_error_of_the_file_is_not_one_of_this_process(
 
 
 def test_a_full_disk_keeps_what_it_has(tiny_disk: Path) -> None:
-    store = DiskStore(tiny_disk, NAMESPACE, BLOCK_BYTES)
+    store = DiskStore(tiny_disk, NAMESPACE, BLOCK_BYTES, KEY)
     results = [store.write(name_of(number), content(name_of(number))) for number in range(20)]
     num_stored = results.count(None)
     assert 0 < num_stored < 20
@@ -198,5 +213,164 @@ def test_a_full_disk_keeps_what_it_has(tiny_disk: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(ConfigError, match="disk tier"):
-        DiskStore(tmp_path / "file" / "blocks", NAMESPACE, BLOCK_BYTES)
+    with pytest.raises(ConfigError, match=r"the tier's folder .* cannot be made"):
+        DiskStore(tmp_path / "file" / "blocks", NAMESPACE, BLOCK_BYTES, KEY)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_only_its_user_can_enter_and_read(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "a" / "b", NAMESPACE, BLOCK_BYTES, KEY)
+    store.write(name_of(1), content(name_of(1)))
+    paths = list((tmp_path / "a").rglob("*"))
+    assert {mode(path) for path in [tmp_path / "a", *paths] if path.is_dir()} == {0o700}
+    assert {mode(path) for path in paths if path.is_file()} == {0o600}
+
+
+def test_a_folder_that_was_open_is_closed_and_said_so_once(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.open().write(name_of(1), content(name_of(1)))
+    folder = tmp_path / "blocks" / KEY.folder_name(NAMESPACE)
+    folder.chmod(0o755)
+    (tmp_path / "blocks").chmod(0o777)
+    for _ in range(2):
+        assert read(world.open(), name_of(1)) is True
+    assert caplog.text.count("others could enter") == 1
+    assert (mode(folder), mode(tmp_path / "blocks")) == (0o700, 0o777), "what is above may be somebody else's place"
+
+
+def test_a_folder_that_another_user_made_is_refused(world: World, tmp_path: Path) -> None:
+    folder = tmp_path / "blocks" / KEY.folder_name(NAMESPACE)
+    folder.parent.mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    folder.symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match="is a link or belongs to"):
+        world.open()
+    folder.unlink()
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a folder another user's")
+    os.chown(folder, 12345, 12345)
+    with pytest.raises(ConfigError, match="belongs to user 12345"):
+        world.open()
+
+
+def put_stray(kind: str, path: Path, outside: Path) -> None:
+    """Something in the place of `path` that no store has made. `outside` is what links lead to."""
+    match kind:
+        case "folder":
+            path.mkdir()
+            (path / "theirs").write_bytes(b"x")
+        case "link":
+            path.symlink_to(outside)
+        case "dangling link":
+            path.symlink_to("nothing")
+        case "link to itself":
+            path.symlink_to(path)
+        case "pipe":
+            os.mkfifo(path)
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as listener, contextlib.chdir(path.parent):
+                listener.bind(path.name)  # the whole path would be too long for a socket
+        case "file of another user":
+            path.write_bytes(b"x" * BLOCK_BYTES)
+            os.chown(path, 12345, 12345)
+        case "file":
+            path.write_bytes(b"x")
+
+
+STRAYS = ["folder", "link", "dangling link", "link to itself", "pipe", "socket"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        *((kind, place) for kind in [*STRAYS, "file of another user"] for place in ("block", "folder of blocks")),
+        ("file", "folder of blocks"),  # in a block's place it is a damaged block
+    ],
+)
+def test_what_is_not_ours_is_neither_used_nor_removed_and_pauses_nothing(
+    world: World, tmp_path: Path, kind: str, place: str
+) -> None:
+    if kind == "file of another user" and os.geteuid() != 0:
+        pytest.skip("only root can make a file another user's")
+    names = [name_of(number) for number in range(1, 9)]
+    first = world.open()
+    for name in names:
+        first.write(name, content(name))
+    genuine = world.path(names[0])
+    outside = tmp_path / "outside"
+    if place == "block":
+        outside.write_bytes(genuine.read_bytes())  # a genuine block: a link would be good to read
+        stray = genuine
+        genuine.unlink()
+    else:
+        outside.mkdir()
+        (outside / genuine.name).write_bytes(genuine.read_bytes())
+        stray = genuine.parent
+        genuine.unlink()
+        stray.rmdir()
+    put_stray(kind, stray, outside)
+    before = os.lstat(stray)
+    is_plain_folder = place == "folder of blocks" and kind == "folder"  # the same as one of ours
+
+    store = world.open()
+    assert set(store.scan()) == set(names[1:])
+    assert read(store, names[0]) in (Failure.CORRUPT, Failure.ABSENT)
+    assert store.write(names[0], content(names[0])) is (None if is_plain_folder else Failure.OCCUPIED)
+    store.delete(names[0])
+
+    tier = make_tier(store)
+    put(tier, names)  # those that are there already are not written again
+    assert not tier.is_paused
+    assert get(tier, names[1:]) == len(names) - 1
+    assert tier.stats().num_drops == ({} if is_plain_folder else {"occupied": 1})
+    tier.close()
+    after = os.lstat(stray)
+    assert (after.st_ino, after.st_mode, after.st_size) == (before.st_ino, before.st_mode, before.st_size) or (
+        is_plain_folder and (stray / "theirs").exists()
+    )
+    assert outside.exists()
+
+
+def test_strays_beside_blocks_are_left_alone(world: World, tmp_path: Path) -> None:
+    store = world.open()
+    store.write(name_of(1), content(name_of(1)))
+    folder = tmp_path / "blocks" / KEY.folder_name(NAMESPACE)
+    strays = []
+    for where in (folder, world.path(name_of(1)).parent):
+        for number, kind in enumerate([*STRAYS, "file"]):
+            strays.append(where / f"stray-{number}")
+            put_stray(kind, strays[-1], tmp_path)
+        huge = where / "huge"
+        with huge.open("wb") as file:
+            file.truncate(10**12)
+        for name in ("notes.tmp", "x.0a1b2c3d.tmp", "zz", "00.tmp"):
+            (where / name).write_bytes(b"theirs")
+            os.utime(where / name, (0, 0))
+            strays.append(where / name)
+        strays.append(huge)
+    assert store.scan() == [name_of(1)]
+    assert read(store, name_of(1)) is True
+    assert all(os.path.lexists(stray) for stray in strays)
+
+
+def test_a_block_cannot_be_read_and_is_ours(world: World) -> None:
+    store = world.open()
+    store.write(name_of(1), content(name_of(1)))
+    world.path(name_of(1)).chmod(0)
+    assert read(store, name_of(1)) in ((True,) if os.geteuid() == 0 else (Failure.CORRUPT,))  # root reads anything
+
+
+def test_a_huge_file_under_a_blocks_name_is_read_as_far_as_a_block_goes(world: World) -> None:
+    store = world.open()
+    store.write(name_of(1), content(name_of(1)))
+    with world.path(name_of(1)).open("r+b") as file:
+        file.write(b"x")
+        file.truncate(10**12)
+    assert read(store, name_of(1)) is Failure.CORRUPT
+    assert read(store, name_of(1)) is Failure.ABSENT

@@ -13,6 +13,7 @@ from kv_transfer.tiers import Failure, ObjectStore
 from protocol.errors import ConfigError
 from tests.kv_transfer.tiers.store_world import (
     BLOCK_BYTES,
+    KEY,
     NAMESPACE,
     S3_TIMEOUT_S,
     Clock,
@@ -94,4 +95,4 @@ def test_a_scan_that_failed_is_made_again(s3_server: S3Server, tmp_path: Path) -
 )
 def test_a_bad_url_or_option_is_a_config_error(url: str, options: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="cannot be opened"):
-        ObjectStore(url, NAMESPACE, BLOCK_BYTES, options=options)
+        ObjectStore(url, NAMESPACE, BLOCK_BYTES, KEY, options=options)

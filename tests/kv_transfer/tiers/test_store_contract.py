@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kv_transfer.tiers import BlockName, Failure, MemoryStore
+from kv_transfer.tiers import BlockName, Failure, MemoryStore, StoreKey
+from kv_transfer.tiers.footer import FOOTER_BYTES, Seal
 from protocol.errors import ConfigError
 from tests.kv_transfer.tiers.store_world import BLOCK_BYTES, KINDS, PERSISTENT, World, chain, content, name_of, read
 
@@ -109,6 +110,28 @@ def test_namespaces_do_not_mix(world: World) -> None:
     assert other.scan() == []
 
 
+@every_persistent_kind
+def test_a_store_of_another_key_is_another_store(world: World) -> None:
+    """Nobody deletes what another key made: two hosts that were given different ones would empty each other's store."""
+    store, other = world.open(), world.open(key=StoreKey(bytes(32)))
+    store.write(name_of(1), content(name_of(1)))
+    assert read(other, name_of(1)) is Failure.ABSENT
+    assert other.scan() == []
+    assert read(store, name_of(1)) is True
+
+
+@every_persistent_kind
+def test_a_block_of_somebody_without_the_key_is_a_miss(world: World) -> None:
+    """Who may write to the store but has another key: the bytes are right for that key, and the place is ours."""
+    store, forger = world.open(), Seal(StoreKey(bytes(32)))
+    name = name_of(1)
+    store.write(name, content(name))
+    poison = content(name_of(666))
+    world.change(name, lambda _: poison.tobytes() + forger.make(name, poison))
+    assert read(store, name) is Failure.CORRUPT
+    assert read(store, name) is Failure.ABSENT
+
+
 def flip(position: int) -> Callable[[bytes], bytes]:
     def change(stored: bytes) -> bytes:
         changed = bytearray(stored)
@@ -122,7 +145,11 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "first byte flipped": flip(0),
     "a middle byte flipped": flip(BLOCK_BYTES // 2),
     "last byte flipped": flip(BLOCK_BYTES - 1),
-    "footer flipped": flip(BLOCK_BYTES + 50),
+    "footer's magic flipped": flip(BLOCK_BYTES),
+    "footer's parent flipped": flip(BLOCK_BYTES + 30),
+    "footer's length flipped": flip(BLOCK_BYTES + 44),
+    "footer's nonce flipped": flip(BLOCK_BYTES + 52),
+    "footer's tag flipped": flip(BLOCK_BYTES + FOOTER_BYTES - 1),
     "one byte short": lambda stored: stored[:-1],
     "without its footer": lambda stored: stored[:BLOCK_BYTES],
     "cut in the middle": lambda stored: stored[: BLOCK_BYTES // 2],

@@ -1,0 +1,86 @@
+"""The key of the persistent tiers: who has it may add blocks to them.
+
+It lies in a file that only its user can read, is the same for all workers that share a store, and outlives them, as the
+blocks do. Stores of another key are other folders, so nobody deletes what another one cannot check.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from protocol.errors import ConfigError
+
+__all__ = ["StoreKey", "load_key"]
+
+_MIN_BYTES = 32
+_MAX_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StoreKey:
+    """Proves where blocks come from. Made of a secret of 32 bytes or more."""
+
+    secret: bytes = field(repr=False)
+
+    @property
+    def sealing_key(self) -> bytes:
+        """For AES-256."""
+        return self._derive(b"tandem.kv.seal", 32)
+
+    def folder_name(self, namespace: bytes) -> str:
+        """Where blocks of this namespace and key lie in a store."""
+        return hashlib.blake2b(namespace, key=self._derive(b"tandem.kv.name", 32), digest_size=16).hexdigest()
+
+    def _derive(self, purpose: bytes, num_bytes: int) -> bytes:
+        return hashlib.blake2b(self.secret, digest_size=num_bytes, person=purpose).digest()
+
+
+def load_key(path: Path, *, may_make: bool) -> StoreKey:
+    """The key in this file. Where there is none it is made, if it may be. Raises `ConfigError`."""
+    try:
+        if may_make and not path.exists():
+            _make(path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(descriptor)
+            secret = os.read(descriptor, _MAX_BYTES)
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError as exc:
+        raise ConfigError(
+            f"kv_key_file={path} is not there; make it with: (umask 077; head -c {_MIN_BYTES} /dev/urandom >{path})"
+        ) from exc
+    except OSError as exc:
+        raise ConfigError(f"kv_key_file={path} cannot be read or made: {exc.strerror}") from exc
+    if not stat.S_ISREG(status.st_mode) or len(secret) < _MIN_BYTES:
+        raise ConfigError(f"kv_key_file={path} is not a file of at least {_MIN_BYTES} bytes")
+    # A file of root's may be readable by our group: so Kubernetes mounts a Secret.
+    forbidden = 0o077 if status.st_uid == os.geteuid() else 0o027
+    if status.st_mode & forbidden or status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(
+            f"kv_key_file={path} (mode {stat.S_IMODE(status.st_mode):o}, owner {status.st_uid}) is open to others, who "
+            f"could put KV of theirs into the tiers with it; make it yours alone: chown it, and chmod 600 {path}"
+        )
+    return StoreKey(secret)
+
+
+def _make(path: Path) -> None:
+    """Make the file whole, or leave the one that another process has made meanwhile."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(descriptor, secrets.token_bytes(_MIN_BYTES))
+    finally:
+        os.close(descriptor)
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(unfinished, path)
+    finally:
+        os.unlink(unfinished)

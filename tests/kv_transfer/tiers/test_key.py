@@ -1,0 +1,95 @@
+"""The key of the persistent tiers: where it lies, who may read it, and what is derived from it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kv_transfer.tiers import StoreKey, load_key
+from kv_transfer.tiers.footer import Seal
+from protocol.errors import ConfigError
+from tests.kv_transfer.tiers.store_world import KEY, NAMESPACE, content, name_of
+
+
+def test_a_key_is_made_once_for_this_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "cache" / "kv-key"
+    with ThreadPoolExecutor(8) as threads:  # as workers that start at once
+        keys = list(threads.map(lambda _: load_key(path, may_make=True), range(32)))
+    assert set(keys) == {load_key(path, may_make=False)}
+    assert len(keys[0].secret) == 32
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert list(path.parent.iterdir()) == [path]
+    assert load_key(tmp_path / "other", may_make=True) != keys[0]
+
+
+def test_a_key_that_was_to_be_there_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kv_key_file=.*/none is not there; make it with: "):
+        load_key(tmp_path / "none", may_make=False)
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o640, 0o660, 0o620, 0o644])
+def test_a_key_that_others_can_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(bytes(32))
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"mode {mode:o}, .* is open to others"):
+        load_key(path, may_make=True)
+
+
+def test_a_key_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(bytes(32))
+    path.chmod(0o600)
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a file another user's")
+    os.chown(path, 12345, 12345)
+    with pytest.raises(ConfigError, match="owner 12345"):
+        load_key(path, may_make=True)
+
+
+@pytest.mark.parametrize("kind", ["short", "empty", "folder", "pipe"])
+def test_what_is_no_key_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "key"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(bytes(31 if kind == "short" else 0))
+    with pytest.raises(ConfigError, match="kv_key_file="):
+        load_key(path, may_make=True)
+
+
+def test_a_key_may_lie_behind_a_link(tmp_path: Path) -> None:
+    """So Kubernetes mounts a Secret."""
+    (tmp_path / "key").symlink_to("data")
+    (tmp_path / "data").write_bytes(KEY.secret)
+    (tmp_path / "data").chmod(0o600)
+    assert load_key(tmp_path / "key", may_make=True) == KEY
+
+
+def test_the_secret_is_in_no_name_and_no_log() -> None:
+    assert KEY.secret.hex() not in KEY.folder_name(NAMESPACE) + repr(KEY)
+    assert KEY.sealing_key.hex()[:32] != KEY.folder_name(bytes(16))
+    assert len(KEY.sealing_key) == 32
+    assert (
+        len({KEY.folder_name(NAMESPACE), KEY.folder_name(bytes(16)), StoreKey(bytes(32)).folder_name(NAMESPACE)}) == 3
+    )
+
+
+def test_a_seal_is_for_one_key_one_name_and_these_bytes() -> None:
+    seal, name = Seal(KEY), name_of(1)
+    data = content(name)
+    footer = seal.make(name, data)
+    assert seal.is_genuine(name, data, footer)
+    assert seal.make(name, data) != footer, "a nonce that comes twice would give the key away"
+    assert not Seal(StoreKey(bytes(32))).is_genuine(name, data, footer)
+    assert not seal.is_genuine(name_of(2), data, footer)
+    assert not seal.is_genuine(name_of(1, parent=2), data, footer)
+    assert not seal.is_genuine(name, data[:-1], footer)
+    for damaged in (b"", footer[:-1], footer + b"x", bytes(len(footer))):
+        assert not seal.is_genuine(name, data, damaged)
