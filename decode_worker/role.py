@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -56,7 +56,6 @@ class _Pending:
     deadline: float  # for room in the pool, once it is asked for; before that, for a sign of life of the sender
     is_requested: bool = False
     num_matched_blocks: int = 0
-    reserved: list[int] = field(default_factory=list)
     is_granted: bool = False
 
 
@@ -116,7 +115,7 @@ class DecodeRole:
         early = (request.request_id, sender.worker_id, sender.epoch)
         if early in self._early:
             del self._early[early]
-            pending.is_requested = True
+            self._ask(pending)
 
     def requested(self, message: LeaseRequest, now: float) -> None:
         """The prompt's KV will be here soon: from now on the request waits for room. Before that it would be empty."""
@@ -127,15 +126,15 @@ class DecodeRole:
             if len(self._early) > _MAX_EARLY:
                 self._early.popitem(last=False)
         elif not pending.is_requested:
-            pending.is_requested, pending.deadline = True, now + self._config.handoff_timeout_s
-            self._pending[message.request_id] = self._pending.pop(message.request_id)
+            self._ask(pending)
+            pending.deadline = now + self._config.handoff_timeout_s
 
     def cancel(self, request_id: str) -> None:
         """Drop a request whose KV is not here yet; its lease is fenced, its blocks wait for the sender's word."""
         pending = self._pending.pop(request_id, None)
         if pending is None:
             return
-        self._engine.pool.release(pending.sequence.blocks)
+        self._give_up(pending.sequence)
         fenced = self._leases.cancel(request_id)
         if fenced is not None:
             self._revoke(fenced.lease)
@@ -209,9 +208,8 @@ class DecodeRole:
 
     def pump(self, now: float) -> None:
         """Grant what there is room for, in the order in which it was asked for."""
-        for pending in self._pending.values():
-            if pending.is_requested and not pending.is_granted and not self._try_grant(pending, now):
-                break  # a large prompt is not overtaken for ever by small ones
+        for sequence, block_ids in self._engine.scheduler.reserve():
+            self._grant(self._pending[sequence.request_id], block_ids, now)
         if now >= self._revoke_again_at:
             self._revoke_again_at = now + _REVOKE_AGAIN_S
             for lease in self._leases.fenced:
@@ -224,25 +222,18 @@ class DecodeRole:
             assert not self._pending, f"requests still wait for their KV: {sorted(self._pending)}"
             assert self.num_leases == 0, f"{self._leases.num_live} live and {len(self._leases.fenced)} fenced leases"
 
-    def _try_grant(self, pending: _Pending, now: float) -> bool:
-        """Match the prefix, reserve the rest, tell the sender. False when there is no room now."""
-        sequence, engine = pending.sequence, self._engine
-        num_tokens = sequence.num_prompt_tokens
-        matched = engine.scheduler.match_prefix(sequence.digests, num_tokens)
-        num_missing = -(-num_tokens // engine.config.block_size) - len(matched)
-        # Running sequences grow by a block each before long: taking their last room would preempt them at once.
-        headroom = len(engine.scheduler.running)
-        has_room = num_missing + headroom <= engine.pool.num_available
-        reserved = engine.pool.try_allocate(num_missing) if has_room else None
-        if reserved is None:
-            engine.pool.release(matched)
-            return False
-        sequence.blocks = matched
-        pending.num_matched_blocks, pending.reserved, pending.is_granted = len(matched), reserved, True
+    def _ask(self, pending: _Pending) -> None:
+        pending.is_requested = True
+        self._engine.scheduler.ask(pending.sequence)
+
+    def _grant(self, pending: _Pending, reserved: list[int], now: float) -> None:
+        """Lend blocks for what is not cached here of the prompt to its sender."""
+        sequence = pending.sequence
+        pending.num_matched_blocks, pending.is_granted = len(sequence.blocks), True
         lease = self._leases.grant(
             sequence.request_id,
             reserved,
-            first_block=len(matched),
+            first_block=pending.num_matched_blocks,
             sender_id=pending.sender.worker_id,
             sender_epoch=pending.sender.epoch,
             now=now,
@@ -258,7 +249,6 @@ class DecodeRole:
             ttl_s=self._config.handoff_timeout_s,
         )
         self._links.send(lease.sender_id, lease.sender_epoch, grant)
-        return True
 
     def _join(self, received: Received) -> None:
         """Everything arrived: publish the blocks and let the scheduler have the sequence."""
@@ -268,7 +258,7 @@ class DecodeRole:
         wrong = wrong_blocks(self._engine.kv, lease.block_ids, received.checksums)
         sequence.blocks = [*sequence.blocks, *lease.block_ids]
         if wrong:
-            self._engine.pool.release(sequence.blocks)
+            self._give_up(sequence)
             self._on_failed(lease.request_id, f"{len(wrong)} KV blocks arrived damaged", TransferError.code or "")
             return
         sequence.num_published_blocks = pending.num_matched_blocks
@@ -288,8 +278,13 @@ class DecodeRole:
         """Forget a pending request and give back its cached prefix; whether it was pending."""
         pending = self._pending.pop(request_id, None)
         if pending is not None:
-            self._engine.pool.release(pending.sequence.blocks)
+            self._give_up(pending.sequence)
         return pending is not None
+
+    def _give_up(self, sequence: Sequence) -> None:
+        """Nothing is received for it any more; blocks under a lease stay with the lease."""
+        self._engine.scheduler.stop_receiving(sequence)
+        self._engine.scheduler.release_blocks(sequence)
 
     def _fail(self, request_id: str, reason: str, code: str | None) -> None:
         if self._drop(request_id):

@@ -18,6 +18,7 @@ A chain that another worker has taken over is demoted: its blocks go first, up t
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -79,6 +80,23 @@ class BlockPool:
             if digest not in self._block_of:
                 return count
         return len(digests)
+
+    def count_used(self, digests: Sequence[bytes]) -> int:
+        """How many leading digests are cached in blocks that somebody uses: taking those takes nothing of the pool."""
+        for count, digest in enumerate(digests):
+            block = self._block_of.get(digest)
+            if block is None or self._ref_counts[block] == 0:
+                return count
+        return len(digests)
+
+    def count_own(self, blocks: Sequence[int]) -> int:
+        """How many blocks of a sequence nobody else uses: what becomes available when it ends.
+
+        What sequences share is a prefix, so its end is searched for.
+        """
+        if not blocks or self._ref_counts[blocks[0]] == 1:
+            return len(blocks)
+        return len(blocks) - bisect_left(blocks, True, key=lambda block: self._ref_counts[block] == 1)
 
     def acquire_cached(self, digests: Sequence[bytes]) -> list[int]:
         """Take a reference on the leading cached blocks of a chain and return their ids."""

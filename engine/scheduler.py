@@ -4,26 +4,36 @@ Mixed steps: every running sequence that decodes gets its one token first, then 
 the token budget, in the order of their turns: one that comes later may overtake one that is half computed, whose KV so
 far stays. A prompt that another one waits for, to share its prefix, is computed at that one's turn if it is earlier.
 When a decoding sequence finds no block, the prompt whose turn comes last is preempted, or where all decode the sequence
-admitted last: its blocks go back and it is computed again later (mostly from the cache).
+that came last: its blocks go back and it is computed again later (mostly from the cache).
+
+So that this is rare, blocks are promised in one place (`Room`) to all who will grow, in this order: sequences that were
+preempted, prompts that a peer has computed and that ask for room to receive them (`asking`), prompts to compute here.
+Whoever lacks room is passed by those that do not make it wait longer, and by no more than a pool's worth of them. One
+that was received has its room: it needs a seat and at most a block, and waits for nobody.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort_left, insort_right
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
+from typing import NamedTuple
 
 from engine.block_pool import BlockPool
+from engine.room import AnswerLengths, Claim, Room
 from engine.sequence import Phase, Sequence, SequenceStatus
 from protocol.digest import extend_digests
 from protocol.messages import Turn
 
-__all__ = ["ScheduledChunk", "Scheduler"]
+__all__ = ["Reservation", "ScheduledChunk", "Scheduler"]
 
-_MAX_PASSED = 8  # sequences waiting for a prefix that others are admitted past: each is looked at in every step
+_MAX_PASSED = 8  # sequences waiting for a prefix or for room that others go past: each is looked at every time
+# Steps that one which was preempted must have room for to come back: its stream stands still, and will again if all run
+# longer than there is room for.
+_SURE_STEPS = 128
 _AT_ONCE = Turn(order=-math.inf)
 
 
@@ -40,6 +50,13 @@ class ScheduledChunk:
     samples: bool
 
 
+class Reservation(NamedTuple):
+    """Room for a prompt whose KV is to be received. `sequence.blocks` is the prefix of it that is cached here."""
+
+    sequence: Sequence
+    block_ids: list[int]  # for the rest
+
+
 @dataclass(slots=True)
 class _Step:
     """A step that is being put together."""
@@ -47,10 +64,12 @@ class _Step:
     chunks: list[ScheduledChunk]
     budget: int  # tokens it has room for
     num_prompt_tokens: int = 0
-    # So many at the head of the queue were passed, as they wait for a prefix, which they cannot get within the step.
-    # A seat each and the blocks they will lack are kept for them.
+    # So many at the head of the queue were passed, as they wait for room, or for a prefix, which they cannot get within
+    # the step. A seat each is kept for them, and for the latter the blocks they will lack.
     num_passed: int = 0
-    num_kept_blocks: int = 0
+    num_refused: int = 0  # of these, those that do not wait for a seat or a block alone
+    room: Room | None = None  # once somebody needs some
+    has_counted_asking: bool = False
 
 
 class Scheduler:
@@ -63,17 +82,60 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()  # by order, then by arrival
         self.running: list[Sequence] = []  # in order of admission
+        self.asking: dict[Sequence, None] = {}  # for room to receive their KV, in order
+        self.receiving: dict[Sequence, int] = {}  # have that room: so many blocks, cached ones included
+        self.lengths = AnswerLengths()
         self.num_preemptions = 0
+        self._num_arrived = 0
+        self._head: Sequence | None = None  # the first in line that finds no room
+        self._num_passed_blocks = 0  # that were given to others meanwhile
         # Whoever keeps KV beyond the pool. `on_admitted`: the sequence has just got its blocks and computes nothing
         # before the call returns; it may be given an onboarding. `on_published`: its blocks [first, end) hold their
         # final KV.
         self.on_admitted: Callable[[Sequence], None] = _nothing
         self.on_published: Callable[[Sequence, int, int], None] = _nothing
 
+    @property
+    def num_spare_blocks(self) -> int:
+        """Blocks that may be lent for a while: nobody who runs, waits or asks is expected to need them."""
+        room = self._open_room()
+        for sequence in (*self.asking, *self.waiting):
+            if not sequence.blocks and not room.try_take(self._claim(sequence), grows=_grows(sequence)):
+                return 0
+        return room.num_spare
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. It may already own blocks whose KV was received (`num_computed_tokens` > 0)."""
         extend_digests(sequence.digests, sequence.root, sequence.token_ids, self.block_size)
-        insort_right(self.waiting, sequence, key=_order)
+        self.receiving.pop(sequence, None)
+        self._note_arrival(sequence)
+        insort(self.waiting, sequence, key=_place)
+
+    def ask(self, sequence: Sequence) -> None:
+        """Put a prompt that a peer computes in line for room. It leaves by `stop_receiving` or by `add`."""
+        self._note_arrival(sequence)
+        self.asking[sequence] = None
+
+    def stop_receiving(self, sequence: Sequence) -> None:
+        """Nothing of it will be received: what it was promised is not kept. A reservation's blocks are the caller's."""
+        self.asking.pop(sequence, None)
+        self.receiving.pop(sequence, None)
+
+    def reserve(self) -> list[Reservation]:
+        """Give room to those that ask for it, as far as there is some, in order."""
+        if not self.asking:
+            return []
+        room, reserved, num_refused = self._open_room(), [], 0
+        for sequence in self._preempted():
+            self._find_room(room, sequence)
+        for sequence in list(self.asking):
+            if self._find_room(room, sequence):
+                del self.asking[sequence]
+                reserved.append(Reservation(sequence, self._take_blocks(room, sequence)))
+                self.receiving[sequence] = self._num_blocks(sequence)
+            elif (num_refused := num_refused + 1) > _MAX_PASSED:
+                break
+        return reserved
 
     def remove(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
         """Take a sequence out for good; without `keep_blocks` its references are dropped now."""
@@ -81,6 +143,8 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
+        if _grows(sequence) and sequence.num_output_tokens:
+            self.lengths.note(sequence.num_output_tokens, sequence.sampling.max_tokens)
         sequence.status = SequenceStatus.FINISHED
         sequence.onboarding = None
         if not keep_blocks:
@@ -101,6 +165,7 @@ class Scheduler:
                 chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1, samples=True))
                 budget -= 1
         step = _Step(chunks, budget)
+        self._admit_received(step)
         for sequence, turn in self._turns():
             self._admit(step, before=turn.order)
             self._add_prefill(step, sequence, turn)
@@ -181,10 +246,26 @@ class Scheduler:
                 turns[awaited] = _turn(sequence)
         return sorted(turns.items(), key=lambda item: item[1].order)
 
+    def _admit_received(self, step: _Step) -> None:
+        """Take in those that have their blocks. While others run a seat is kept for each that was preempted."""
+        received = [sequence for sequence in self._begun() if sequence.blocks]
+        num_kept = sum(1 for _ in self._preempted())
+        for sequence in received:
+            if step.budget <= 0 or (self.running and len(self.running) + num_kept >= self.max_num_seqs):
+                break
+            fresh = self.pool.try_allocate(self._num_blocks(sequence) - len(sequence.blocks))
+            if fresh is not None:
+                sequence.blocks += fresh
+                self._run(step, sequence)
+        if not self.running and len(received) > 1:
+            # All of them lack a block, and nothing runs that would give one back.
+            self._take_blocks_back(received[-1])
+            self._admit_received(step)
+
     def _admit(self, step: _Step, *, before: float) -> None:
         """Take in those waiting that go before a running prompt of this order, while there is room.
 
-        Whoever lacks room stops those behind; whoever waits for a prefix does not.
+        Whoever waits for a prefix is passed, and so is whoever lacks room unless it was preempted.
         """
         while (
             step.budget > 0
@@ -192,20 +273,96 @@ class Scheduler:
             and (sequence := self.waiting[step.num_passed]).order < before
             and len(self.running) + step.num_passed < self.max_num_seqs
         ):
-            if (awaited := self._awaited(sequence)) is not None:
-                if step.num_passed == _MAX_PASSED:
+            if not sequence.blocks:
+                if step.num_refused == _MAX_PASSED:
                     break
-                step.num_passed += 1
-                step.num_kept_blocks += self._num_blocks(sequence) - _num_shared(sequence.digests, awaited.digests)
-                continue
-            if not self._try_admit(sequence, step.num_kept_blocks):
-                if self.running or not self._reclaim_from_waiting():
-                    break
-                continue
-            del self.waiting[step.num_passed]
-            sequence.status = SequenceStatus.RUNNING
-            self.running.append(sequence)
-            self._add_prefill(step, sequence, _turn(sequence))
+                if self._try_admit(step, sequence):
+                    continue
+                step.num_refused += 1
+            step.num_passed += 1
+
+    def _try_admit(self, step: _Step, sequence: Sequence) -> bool:
+        """Give a waiting sequence its prefix and room for all its tokens so far, or change nothing."""
+        room = step.room = step.room or self._open_room()
+        if not _is_begun(sequence) and not step.has_counted_asking:
+            step.has_counted_asking = True
+            for asking in islice(self.asking, _MAX_PASSED):
+                self._find_room(room, asking)
+        if (awaited := self._awaited(sequence)) is not None:
+            # It would be let in once the prefix is there: the blocks that it will lack then are kept for it.
+            self._find_room(room, sequence, _num_shared(sequence.digests, awaited.digests))
+            return False
+        if not self._find_room(room, sequence):
+            return False
+        fresh = self._take_blocks(room, sequence)
+        sequence.num_computed_tokens = len(sequence.blocks) * self.block_size
+        sequence.num_published_blocks = len(sequence.blocks)
+        if not sequence.is_admitted_before:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+        sequence.blocks += fresh
+        self.on_admitted(sequence)
+        self._run(step, sequence)
+        return True
+
+    def _run(self, step: _Step, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        sequence.is_admitted_before = True
+        sequence.status = SequenceStatus.RUNNING
+        self.running.append(sequence)
+        self._add_prefill(step, sequence, _turn(sequence))
+
+    def _open_room(self) -> Room:
+        """The pool now, with what all that hold blocks are still promised."""
+        holding = [*self.running, *(sequence for sequence in self._begun() if sequence.blocks)]
+        holders = [
+            Claim(self._num_steps(sequence), self.pool.count_own(sequence.blocks))
+            for sequence in holding
+            if _grows(sequence)
+        ]
+        holders += [Claim(self._num_steps(sequence), num_blocks) for sequence, num_blocks in self.receiving.items()]
+        return Room(self.pool.num_blocks, self.pool.num_used, holders, block_size=self.block_size)
+
+    def _claim(self, sequence: Sequence, num_shared: int = 0) -> Claim:
+        """What a sequence without blocks needs, at least `num_shared` of whose blocks others will hold."""
+        num_used = self.pool.count_used(self._usable_digests(sequence.digests, len(sequence.token_ids)))
+        return Claim(self._num_steps(sequence), self._num_blocks(sequence) - max(num_used, num_shared))
+
+    def _num_steps(self, sequence: Sequence) -> int:
+        """Steps in which the sequence is expected to need room for one more token each."""
+        num_output_tokens = sequence.num_output_tokens
+        num_rest = self.lengths.expected_rest(num_output_tokens, sequence.sampling.max_tokens)
+        return num_rest if num_output_tokens else num_rest - 1  # the KV of the last token is never computed
+
+    def _find_room(self, room: Room, sequence: Sequence, num_shared: int = 0) -> bool:
+        """Whether there is room for a sequence, behind those in line before it."""
+        claim, had_head = self._claim(sequence, num_shared), room.has_head
+        may_pass = True
+        if had_head and self._head is not None:
+            # The stream of one that was preempted stands still. Any other is passed by a pool's worth of blocks.
+            num_passed = self._num_passed_blocks + claim.num_blocks
+            may_pass = not _is_begun(self._head) and num_passed <= self.pool.num_blocks
+        num_sure_steps = _SURE_STEPS if _is_begun(sequence) else None
+        is_found = room.try_take(claim, grows=_grows(sequence), may_pass=may_pass, num_sure_steps=num_sure_steps)
+        if not is_found and not had_head and self._head is not sequence:
+            self._head, self._num_passed_blocks = sequence, 0
+        return is_found
+
+    def _take_blocks(self, room: Room, sequence: Sequence) -> list[int]:
+        """Give a sequence that there is room for its cached prefix; fresh blocks for all its other tokens so far."""
+        num_available = self.pool.num_available
+        sequence.blocks = self.match_prefix(sequence.digests, len(sequence.token_ids))
+        fresh = self.pool.try_allocate(self._num_blocks(sequence) - len(sequence.blocks))
+        assert fresh is not None, f"there is no room for {sequence.request_id}, but it was counted"
+        if room.has_head:
+            self._num_passed_blocks += num_available - self.pool.num_available
+        return fresh
+
+    def _begun(self) -> Iterator[Sequence]:
+        """Those waiting that have their first token: received or preempted."""
+        return takewhile(_is_begun, self.waiting)
+
+    def _preempted(self) -> Iterator[Sequence]:
+        return (sequence for sequence in self._begun() if not sequence.blocks)
 
     def _add_prefill(self, step: _Step, sequence: Sequence, turn: Turn) -> None:
         num_tokens = min(step.budget, sequence.num_uncomputed_tokens)
@@ -222,34 +379,10 @@ class Scheduler:
         step.budget -= num_tokens
         step.num_prompt_tokens += num_tokens
 
-    def _try_admit(self, sequence: Sequence, num_kept_blocks: int) -> bool:
-        """Give a waiting sequence its prefix and room for all its tokens so far, or change nothing.
-
-        `num_kept_blocks` are left for those before it.
-        """
-        received = bool(sequence.blocks)
-        if not received:
-            sequence.blocks = self.match_prefix(sequence.digests, len(sequence.token_ids))
-        num_missing = self._num_blocks(sequence) - len(sequence.blocks)
-        # Room for one more block per running sequence, so that a new prompt does not make old ones stumble at once.
-        reserve = len(self.running) + num_kept_blocks if num_missing > 0 else 0
-        fresh = self.pool.try_allocate(num_missing) if num_missing + reserve <= self.pool.num_available else None
-        if fresh is None and not self.running:
-            fresh = self.pool.try_allocate(num_missing)
-        if fresh is None:
-            if not received:
-                self.release_blocks(sequence)
-            return False
-        if not received:
-            sequence.num_computed_tokens = len(sequence.blocks) * self.block_size
-            sequence.num_published_blocks = len(sequence.blocks)
-            if not sequence.is_admitted_before:
-                sequence.num_cached_tokens = sequence.num_computed_tokens
-        sequence.is_admitted_before = True
-        sequence.blocks += fresh
-        if not received:
-            self.on_admitted(sequence)
-        return True
+    def _note_arrival(self, sequence: Sequence) -> None:
+        if not sequence.arrival:
+            self._num_arrived += 1
+            sequence.arrival = self._num_arrived
 
     def _num_blocks(self, sequence: Sequence) -> int:
         """Blocks that all its tokens so far take."""
@@ -279,29 +412,21 @@ class Scheduler:
                 sequence.blocks += fresh
                 continue
             # A prompt that is being handed over is never a victim: its blocks may be read by a transfer right now.
-            victims = (other for other in reversed(self.running) if other.phase is Phase.WHOLE)
-            victim = max(victims, key=_order)  # among equals the one admitted last
+            victims = (
+                other for other in (*self.running, *self._begun()) if other.phase is Phase.WHOLE and other.blocks
+            )
+            victim = max(victims, key=_place)
             self._preempt(victim)
             if victim is sequence:
                 return False
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
         self._take_blocks_back(sequence)
-        sequence.status = SequenceStatus.WAITING
-        insort_left(self.waiting, sequence, key=_order)
-
-    def _reclaim_from_waiting(self) -> bool:
-        """Take back the blocks of the last waiting sequence that holds any, but never the head's; False if none does.
-
-        NOTE: with nothing running, received blocks of sequences behind the head could block it for ever.
-        """
-        victim = next((other for other in reversed(self.waiting) if other.blocks), None)
-        if victim is None or victim is self.waiting[0]:
-            return False
-        self._take_blocks_back(victim)
-        return True
+        if sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+            sequence.status = SequenceStatus.WAITING
+            insort(self.waiting, sequence, key=_place)
 
     def _take_blocks_back(self, sequence: Sequence) -> None:
         """What was computed or received stays findable until it is evicted; the rest is computed again."""
@@ -313,8 +438,17 @@ class Scheduler:
         self.num_preemptions += 1
 
 
-def _order(sequence: Sequence) -> float:
-    return sequence.order
+def _place(sequence: Sequence) -> tuple[float, int]:
+    return sequence.order, sequence.arrival
+
+
+def _is_begun(sequence: Sequence) -> bool:
+    return sequence.num_output_tokens > 0
+
+
+def _grows(sequence: Sequence) -> bool:
+    """Whether it decodes here. What a prompt that is handed over holds, it holds until that is done."""
+    return sequence.phase is Phase.WHOLE
 
 
 def _turn(sequence: Sequence) -> Turn:

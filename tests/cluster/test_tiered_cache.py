@@ -23,6 +23,7 @@ from protocol.config import TierConfig
 from protocol.sampling import SamplingParams
 from router.cost_model import CostModel
 from tests.cluster.harness import BLOCK_BYTES, BLOCK_SIZE, DEADLINE_S, engine_config
+from tests.engine.answers import Expects
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 NUM_BLOCKS = 40
@@ -349,6 +350,7 @@ def test_blocks_that_are_still_on_the_device_are_bounded_and_stored_when_they_ar
 def test_a_preempted_sequence_comes_back_from_the_tier(tiny_model: Path, tmp_path: Path) -> None:
     rng = random.Random(13)
     engine = make_engine(tiny_model)
+    engine.scheduler.lengths = Expects(1)
     machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine))
     long = SamplingParams(max_tokens=8 * BLOCK_SIZE, temperature=0.0, ignore_eos=True)
     sequences = [engine.make_sequence(f"s{idx}", prompt(rng, 8), long) for idx in range(4)]

@@ -17,6 +17,7 @@ from protocol.config import EngineConfig
 from protocol.errors import ConfigError, ContextLengthExceeded, RequestError
 from protocol.messages import FinishReason, Turn
 from protocol.sampling import SamplingParams
+from tests.engine.answers import Expects
 from tests.engine.conftest import BuildEngine
 from tests.engine.tiny_models import EOS, LONGROPE, REFUSED, SERVED, VOCAB, save_model
 
@@ -214,6 +215,7 @@ def test_preemption_changes_nothing(dtype: str, temperature: float, build_engine
     prompts = [make_prompt(length, seed=4) for length in (15, 16, 17, 14)]
     options = {"max_tokens": 30, "temperature": temperature, "seed": 5}
     tight = build_engine(dtype=dtype, num_blocks=7)
+    tight.scheduler.lengths = Expects(1)
     outputs = generate(tight, prompts, **options)
     assert tight.scheduler.num_preemptions > 0
     assert outputs == generate(build_engine(dtype=dtype), prompts, **options)
@@ -306,6 +308,7 @@ def test_abort_in_any_phase_frees_everything(num_steps: int, phase: Phase, build
 
 def test_abort_of_a_preempted_sequence_frees_everything(build_engine: BuildEngine) -> None:
     engine = build_engine(num_blocks=5)
+    engine.scheduler.lengths = Expects(1)
     for name in "ab":
         add(engine, name, make_prompt(16), max_tokens=60)
     while not engine.scheduler.waiting or not engine.scheduler.num_preemptions:

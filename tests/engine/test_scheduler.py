@@ -11,17 +11,24 @@ from engine.scheduler import ScheduledChunk, Scheduler
 from engine.sequence import Phase, Sequence, SequenceStatus
 from protocol.messages import Turn
 from protocol.sampling import SamplingParams
+from tests.engine.answers import Expects
 
 SIZE = 4
 
 
-def make_scheduler(num_blocks: int = 32, *, max_num_seqs: int = 8, max_num_batched_tokens: int = 16) -> Scheduler:
-    return Scheduler(
+def make_scheduler(
+    num_blocks: int = 32, *, max_num_seqs: int = 8, max_num_batched_tokens: int = 16, expects: int | None = 1
+) -> Scheduler:
+    """One that expects each answer to end soon, so that it lets in what has room now; or that learns, with None."""
+    scheduler = Scheduler(
         BlockPool(num_blocks),
         block_size=SIZE,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )
+    if expects is not None:
+        scheduler.lengths = Expects(expects)
+    return scheduler
 
 
 def make_sequence(
@@ -230,9 +237,8 @@ def test_those_that_wait_for_a_prefix_are_passed_while_their_blocks_are_kept() -
     scheduler.add(make_sequence(20, name="a", family=1, max_tokens=1))
     assert step(scheduler) == [("a", 0, 16)]
     scheduler.add(make_sequence(48, name="b", family=1, max_tokens=1))  # 12 blocks, of which it shares 5
-    scheduler.add(make_sequence(16, name="c", max_tokens=1))
-    scheduler.add(make_sequence(12, name="d", max_tokens=1))
-    assert step(scheduler) == [("a", 16, 4)], "c would take one block too many; d is behind it"
+    scheduler.add(make_sequence(20, name="c", max_tokens=20))
+    assert step(scheduler) == [("a", 16, 4)], "c would take one block too many"
     assert step(scheduler) == [("b", 20, 16)]
     drain(scheduler)
     scheduler.pool.check_integrity(idle=True)
@@ -262,12 +268,12 @@ def test_a_prompt_does_not_wait_for_a_block_it_could_not_use() -> None:
 def test_pool_exactly_full_serves_and_one_block_short_waits() -> None:
     scheduler = make_scheduler(num_blocks=4)
     scheduler.add(make_sequence(8, name="a", max_tokens=1))
-    scheduler.add(make_sequence(4, name="b", max_tokens=1))  # one block, and one in reserve for a
-    assert step(scheduler) == [("a", 0, 8), ("b", 0, 4)]
+    scheduler.add(make_sequence(8, name="b", max_tokens=1))
+    assert step(scheduler) == [("a", 0, 8), ("b", 0, 8)]
     scheduler.add(make_sequence(8, name="c", max_tokens=1))
-    scheduler.add(make_sequence(8, name="d", max_tokens=1))  # two blocks and the reserve: one short
+    scheduler.add(make_sequence(9, name="d", max_tokens=1))
     assert step(scheduler) == [("c", 0, 8)]
-    assert step(scheduler) == [("d", 0, 8)]
+    assert step(scheduler) == [("d", 0, 9)]
     scheduler.pool.check_integrity(idle=True)
 
 
@@ -388,15 +394,15 @@ def test_received_blocks_behind_the_head_cannot_block_it_for_ever() -> None:
 
 
 def test_blocks_are_reclaimed_from_the_tail_and_stay_findable() -> None:
-    scheduler = make_scheduler(num_blocks=6)
-    sequences = [make_received(scheduler, 8, name=name, max_tokens=2) for name in "abc"]
-    for sequence in sequences:
+    scheduler = make_scheduler(num_blocks=7)
+    sizes = {"a": 8, "b": 8, "c": 12}
+    for name, num_tokens in sizes.items():
+        sequence = make_received(scheduler, num_tokens, name=name, max_tokens=2)
         assert sequence is not None
         scheduler.add(sequence)
-    assert step(scheduler) == [("a", 8, 1)]
-    assert [bool(sequence.blocks) for sequence in scheduler.waiting] == [True, False]
-    step(scheduler)  # b runs in what a left
-    assert step(scheduler) == [("c", 4, 5)]  # one of c's two blocks was evicted: its leaf
+    assert step(scheduler) == [("a", 8, 1), ("b", 8, 1)]
+    assert [bool(sequence.blocks) for sequence in scheduler.waiting] == [False]
+    assert step(scheduler) == [("c", 4, 9)]  # two of c's three blocks were evicted: its leaves
     scheduler.pool.check_integrity(idle=True)
 
 
