@@ -46,6 +46,7 @@ from protocol.messages import (
     Heartbeat,
     LeaseClosed,
     LeaseGrant,
+    LeaseQueued,
     LeaseRefused,
     LeaseRequest,
     LeaseRevoked,
@@ -85,9 +86,7 @@ _DRAIN_S = 2 * (_DEADLINE_S + _LATE_S)
 _REASONS = {
     "arrived damaged": "blocks arrived damaged",
     "did not arrive in time": "KV did not arrive in time",
-    "granted no lease in time": "no grant in time",
-    "had no room": "no room in time",
-    "no room in the decode": "no room in time",
+    "no word from": "no grant in time",
     "is failed": "a write failed",
     "is lost": "a write was lost",
     "took over": "a write stalled",
@@ -253,6 +252,8 @@ class _Worker:
             case LeaseGrant():
                 self.links.remember(message.sender)
                 self.prefill.granted(message, now)
+            case LeaseQueued():
+                self.prefill.queued(message, now)
             case LeaseRefused():
                 self.prefill.refused(message)
             case LeaseRevoked():

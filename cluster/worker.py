@@ -50,6 +50,7 @@ from protocol.messages import (
     Hello,
     LeaseClosed,
     LeaseGrant,
+    LeaseQueued,
     LeaseRefused,
     LeaseRequest,
     LeaseRevoked,
@@ -373,6 +374,8 @@ class Worker:
             case LeaseGrant():
                 self._links.remember(message.sender)
                 self._prefill.granted(message, now)
+            case LeaseQueued():
+                self._prefill.queued(message, now)
             case LeaseRefused():
                 self._prefill.refused(message)
             case LeaseRevoked():

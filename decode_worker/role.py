@@ -29,6 +29,7 @@ from protocol.messages import (
     HandoffDone,
     LeaseClosed,
     LeaseGrant,
+    LeaseQueued,
     LeaseRefused,
     LeaseRequest,
     LeaseRevoked,
@@ -41,8 +42,8 @@ __all__ = ["DecodeRole"]
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two reminders of a revoked lease to a sender that has not confirmed its end.
-_REVOKE_AGAIN_S = 1.0
+# Seconds between two messages to a sender of what it waits for, and of a revoked lease whose end it has not confirmed.
+_REMIND_S = 1.0
 # Requests for a lease that came before the request itself: by another way, so not by much.
 _MAX_EARLY = 4096
 
@@ -53,14 +54,19 @@ class _Pending:
 
     sequence: Sequence
     sender: PeerAddress
-    deadline: float  # for room in the pool, once it is asked for; before that, for a sign of life of the sender
+    deadline: float  # for a sign of life of the sender; waiting for room has none
     is_requested: bool = False
     num_matched_blocks: int = 0
     is_granted: bool = False
 
 
 class DecodeRole:
-    """All handoffs this worker receives. `on_failed(request_id, message, code)` tells the router of one that failed."""
+    """All handoffs this worker receives. `on_failed(request_id, message, code)` tells the router of one that failed.
+
+    Two things may take long, and are not mistaken for each other. A sender from which nothing is heard of a request for
+    `handoff_timeout_s` fails it. A full pool fails nothing: the sender keeps the prompt's KV and is told that it is in
+    line, until there is room or the router gives the request up.
+    """
 
     def __init__(
         self,
@@ -78,7 +84,7 @@ class DecodeRole:
         self._leases = LeaseTable(first_generation=first_generation)
         self._pending: dict[str, _Pending] = {}  # those that a lease was asked for in the order of that
         self._early: OrderedDict[tuple[str, str, int], None] = OrderedDict()  # request, sender and its epoch
-        self._revoke_again_at = 0.0
+        self._remind_at = 0.0
         self._dead: set[tuple[str, int]] = set()  # worker and epoch; requests may still name them
 
     @property
@@ -146,7 +152,7 @@ class DecodeRole:
         self._leases.extend(sender_id, sender_epoch, handoffs, now=now)
         for request_id, generation in handoffs:
             pending = self._pending.get(request_id) if generation == 0 else None
-            if pending is None or pending.is_requested:
+            if pending is None or pending.is_granted:
                 continue
             if (pending.sender.worker_id, pending.sender.epoch) == (sender_id, sender_epoch):
                 pending.deadline = now + self._config.handoff_timeout_s
@@ -201,19 +207,19 @@ class DecodeRole:
             self._revoke(fenced.lease)
         for request_id, pending in list(self._pending.items()):
             if not pending.is_granted and now >= pending.deadline:
-                missing = "room in the decode worker's pool" if pending.is_requested else "news of the prompt"
-                self._refuse(pending, f"no {missing}")
-                reason = f"no {missing} for {self._config.handoff_timeout_s} s"
+                self._refuse(pending, "no heartbeat named the request")
+                reason = f"prefill worker {pending.sender.worker_id} was silent for {self._config.handoff_timeout_s} s"
                 self._fail(request_id, reason, TransferTimeout.code)
 
     def pump(self, now: float) -> None:
         """Grant what there is room for, in the order in which it was asked for."""
         for sequence, block_ids in self._engine.scheduler.reserve():
             self._grant(self._pending[sequence.request_id], block_ids, now)
-        if now >= self._revoke_again_at:
-            self._revoke_again_at = now + _REVOKE_AGAIN_S
+        if now >= self._remind_at:
+            self._remind_at = now + min(_REMIND_S, self._config.handoff_timeout_s / 4)
             for lease in self._leases.fenced:
                 self._revoke(lease)
+            self._vouch()
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raise AssertionError unless the books agree; with `idle`, no lease may be open."""
@@ -289,6 +295,15 @@ class DecodeRole:
     def _fail(self, request_id: str, reason: str, code: str | None) -> None:
         if self._drop(request_id):
             self._on_failed(request_id, f"KV handoff failed: {reason}", code or "")
+
+    def _vouch(self) -> None:
+        """Tell senders what is in line for room, so that they can tell a full pool from a dead worker."""
+        queued: dict[tuple[str, int], list[str]] = {}
+        for sequence in self._engine.scheduler.asking:
+            sender = self._pending[sequence.request_id].sender
+            queued.setdefault((sender.worker_id, sender.epoch), []).append(sequence.request_id)
+        for (worker_id, epoch), request_ids in queued.items():
+            self._links.send(worker_id, epoch, LeaseQueued(sender=self._links.me, request_ids=request_ids))
 
     def _refuse(self, pending: _Pending, reason: str) -> None:
         message = LeaseRefused(sender=self._links.me, request_id=pending.sequence.request_id, reason=reason)

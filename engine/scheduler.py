@@ -96,6 +96,11 @@ class Scheduler:
         self.on_published: Callable[[Sequence, int, int], None] = _nothing
 
     @property
+    def num_waiting_for_room(self) -> int:
+        """Sequences that were preempted, and prompts that wait to be received."""
+        return len(self.asking) + sum(1 for _ in self._preempted())
+
+    @property
     def num_spare_blocks(self) -> int:
         """Blocks that may be lent for a while: nobody who runs, waits or asks is expected to need them."""
         room = self._open_room()

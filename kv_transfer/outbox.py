@@ -154,6 +154,12 @@ class Outbox:
         for handoff in self._of_request(request_id):
             handoff.grant_deadline = grant_deadline
 
+    def queued(self, request_id: str, receiver_id: str, receiver_epoch: int, *, grant_deadline: float) -> None:
+        """The receiver says that the handoff is in line for room there."""
+        handoff = self._active.get(_HandoffKey(request_id, receiver_id, receiver_epoch))
+        if handoff is not None and handoff.grant is None:
+            handoff.grant_deadline = grant_deadline
+
     def granted(
         self,
         request_id: str,
@@ -237,7 +243,7 @@ class Outbox:
         """Give up handoffs without a grant and grants without a handoff whose time is over."""
         for handoff in [handoff for handoff in self._active.values() if handoff.grant is None]:
             if now >= handoff.grant_deadline:
-                self._fail(handoff, f"{handoff.key.receiver_id} granted no lease in time")
+                self._fail(handoff, f"no word from {handoff.key.receiver_id} of the lease it was asked for")
         for key, grant in list(self._early_grants.items()):
             if now >= grant.deadline:
                 del self._early_grants[key]

@@ -27,6 +27,7 @@ from protocol.messages import (
     HandoffDone,
     LeaseClosed,
     LeaseGrant,
+    LeaseQueued,
     LeaseRefused,
     LeaseRequest,
     LeaseRevoked,
@@ -164,6 +165,12 @@ class PrefillRole:
     def link_refused(self, peer: PeerAddress, reason: str) -> None:
         """Workers that disagree never exchange KV: their handoffs fail with the reason."""
         self._fail_receiver(peer.worker_id, peer.epoch, reason)
+
+    def queued(self, message: LeaseQueued, now: float) -> None:
+        """The decode worker is alive and these wait there for room: however long that takes, nobody is late."""
+        sender, deadline = message.sender, now + self._config.handoff_timeout_s
+        for request_id in message.request_ids:
+            self._outbox.queued(request_id, sender.worker_id, sender.epoch, grant_deadline=deadline)
 
     def refused(self, message: LeaseRefused) -> None:
         """No grant will come."""

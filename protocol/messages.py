@@ -6,7 +6,7 @@ Three conversations use them:
                        Pin, Unpin, PinQuery                                             (ZMQ DEALER -> ROUTER)
     worker -> router   Welcome, StepOutput, RequestFailed, BlockEvents, BlockSnapshot,
                        PinReport                                                        (same sockets, back)
-    worker -> worker   PeerHello, PeerRefused, LeaseRequest, LeaseGrant, LeaseRefused,
+    worker -> worker   PeerHello, PeerRefused, LeaseRequest, LeaseQueued, LeaseGrant, LeaseRefused,
                        LeaseRevoked, LeaseClosed, ReadRequest, ReadGrant, ReadDone     (ZMQ DEALER -> ROUTER)
                        ChunkArrived, HandoffDone                                       (notified by the KV transport)
     worker -> all      Heartbeat                                          (ZMQ PUB, from its own thread)
@@ -42,6 +42,7 @@ __all__ = [
     "KvHolder",
     "LeaseClosed",
     "LeaseGrant",
+    "LeaseQueued",
     "LeaseRefused",
     "LeaseRequest",
     "LeaseRevoked",
@@ -170,6 +171,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_tokens: int = 0  # tokens of running sequences
     num_free_blocks: int = 0  # unused or evictable
     num_open_leases: int = 0
+    num_waiting_for_room: int = 0  # preempted sequences, and prompts computed elsewhere that cannot be received yet
+    num_preemptions: int = 0  # since the start
 
 
 class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -479,6 +482,13 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_id: str
 
 
+class LeaseQueued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Decode -> prefill: these requests for a lease are in line for room. Sent again and again while they are."""
+
+    sender: PeerAddress
+    request_ids: list[str]
+
+
 class LeaseGrant(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Decode -> prefill: write the prompt's blocks from `first_block` on into `block_ids`, before `ttl_s` is over."""
 
@@ -590,6 +600,7 @@ Message = (
     | PeerRefused
     | LeaseRequest
     | LeaseGrant
+    | LeaseQueued
     | LeaseRefused
     | LeaseRevoked
     | LeaseClosed

@@ -287,6 +287,8 @@ class RequestFlow:
             "num_kv_tokens": load.num_kv_tokens,
             "num_free_blocks": load.num_free_blocks,
             "num_open_leases": load.num_open_leases,
+            "num_waiting_for_room": load.num_waiting_for_room,
+            "num_preemptions": load.num_preemptions,
             "step_age_s": worker.step_age_s,
             "silent_s": max(self._clock() - worker.last_seen_s, 0.0),
             "queued_prompt_tokens": worker.uncomputed_tokens,

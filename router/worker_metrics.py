@@ -21,6 +21,10 @@ _LOAD = {
     "num_kv_tokens": "KV tokens of running sequences",
     "num_free_blocks": "Blocks of the pool that are unused or evictable",
     "num_open_leases": "Leases of blocks to other workers",
+    "num_waiting_for_room": "Preempted sequences, and prompts computed elsewhere that cannot be received yet",
+}
+_LOAD_COUNTERS = {
+    "num_preemptions": "Sequences whose blocks were given to others",
 }
 _TIER_GAUGES = {
     "num_blocks": "Blocks in the tier",
@@ -69,6 +73,7 @@ class WorkerCollector:
         workers = list(self._registry)
         loads = [([worker.worker_id, worker.role.value], worker.load) for worker in workers]
         yield from _fields(GaugeMetricFamily, "worker", _LOAD, ["worker", "role"], loads)
+        yield from _fields(CounterMetricFamily, "worker", _LOAD_COUNTERS, ["worker", "role"], loads)
         yield from _tier_metrics(workers)
         yield from _fetch_metrics(workers)
         yield from _link_metrics(workers)

@@ -157,7 +157,20 @@ def test_a_handoff_without_a_grant_fails_at_its_deadline() -> None:
     outbox = Outbox()
     open_handoff(outbox)
     outbox.expire(30.0)
-    assert outbox.take_ended() == [HandoffEnded(1, "r", False, "d granted no lease in time")]
+    assert outbox.take_ended() == [HandoffEnded(1, "r", False, "no word from d of the lease it was asked for")]
+
+
+def test_a_handoff_in_line_at_a_live_receiver_is_never_late() -> None:
+    outbox = Outbox()
+    open_handoff(outbox)
+    for now in range(20, 200, 20):
+        outbox.queued("r", "d", 1, grant_deadline=now + 30)
+        outbox.queued("r", "d", 0, grant_deadline=1000)  # of an earlier process of that name
+        outbox.queued("unknown", "d", 1, grant_deadline=1000)
+        outbox.expire(now + 29.9)
+        assert outbox.take_ended() == []
+    outbox.expire(180 + 30)
+    assert outbox.take_ended() == [HandoffEnded(1, "r", False, "no word from d of the lease it was asked for")]
 
 
 def test_a_grant_later_than_the_end_of_its_handoff_is_given_back_at_once() -> None:
