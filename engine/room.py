@@ -26,7 +26,7 @@ __all__ = ["AnswerLengths", "Claim", "Room"]
 
 _NUM_REMEMBERED = 256  # answers
 _MIN_LONGER = 8  # remembered answers that got longer than this one, to tell from them how long it will be
-_FIRST_GUESS_TOKENS = 512  # too long a guess is soon corrected by answers that end; too short a one costs preemptions
+_FIRST_GUESS_TOKENS = 2048  # too long a guess is soon corrected by answers that end; too short a one costs preemptions
 _LONGER_SHARE = 0.2  # of answers that get longer than is expected
 
 
