@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from cluster.heap import settle_heap
+from cluster.process_end import ProcessIdentity, own_identity
 from cluster.status import WorkerStatus
 from protocol.config import WorkerConfig
 from protocol.errors import WorkerError
@@ -55,6 +56,10 @@ class WorkerActor:
         self._worker = started.result()
         return self._worker.address
 
+    def identity(self) -> ProcessIdentity:
+        """Which process this is."""
+        return own_identity(ray.get_runtime_context().get_node_id())
+
     def watch(self) -> str:
         """Block until the worker's loop has ended; the reason. The process' death ends the call too, as an error."""
         self._thread.join()
@@ -67,6 +72,10 @@ class WorkerActor:
     def set_role(self, role: Role) -> None:
         """Play another role from now on."""
         self._worker.call(lambda: self._worker.set_role(role))
+
+    def peer_given_up(self, peer: PeerAddress) -> None:
+        """That process is to be ended and may not be gone yet."""
+        self._worker.call(lambda: self._worker.peer_given_up(peer))
 
     def peer_died(self, peer: PeerAddress) -> None:
         """That process is gone for certain."""

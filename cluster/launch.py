@@ -12,11 +12,11 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
@@ -281,14 +281,14 @@ async def _serve(
         http, tokenizer = starting.result()[1]
         metrics = http.metrics_of(flow, registry, sizing)
         async with http.serve_http(flow, tokenizer, metrics, config, listener, api_keys) as (front, readiness):
-            is_ready = await _unless(stop, _first_generation(front, readiness), progress)
+            ends = (front.serving, supervisor.failure)
+            is_ready = await _unless(stop, _first_generation(front, readiness, ends), progress)
             if is_ready:
                 settle_heap()
                 progress("the first generation succeeded")
                 _print_welcome(config, listener.getsockname()[1], console, needs_key=bool(api_keys))
-            await first_of(front.serving, stop)
-            if front.serving.done():
-                front.serving.result()
+            await first_of(*ends, stop)
+            _raise_failures(ends)
             await http.drain(front, stop_now, flow, config.router.drain_timeout_s, progress)
     return 0
 
@@ -316,12 +316,18 @@ async def _unless(stop: asyncio.Event, work: object, progress: Callable[[str], N
     return True
 
 
-async def _first_generation(front: Front, readiness: Ready) -> None:
+def _raise_failures(ends: Iterable[asyncio.Future[Any]]) -> None:
+    """Raise what ended one of these, if it was an error."""
+    for end in ends:
+        if end.done():
+            end.result()
+
+
+async def _first_generation(front: Front, readiness: Ready, ends: Iterable[asyncio.Future[Any]]) -> None:
     """Wait until the readiness probe has generated a token and HTTP is served."""
     deadline = time.monotonic() + _READY_TIMEOUT_S
     while readiness.reason is not None or not front.is_serving:
-        if front.serving.done():
-            front.serving.result()
+        _raise_failures(ends)
         if time.monotonic() > deadline:
             raise WorkerError(f"no token was generated in {_READY_TIMEOUT_S:.0f} s: {readiness.reason}")
         await asyncio.sleep(0.02)

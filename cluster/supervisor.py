@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,10 +20,13 @@ from ray.exceptions import RayActorError, RayError
 
 from cluster.actor import WorkerActor
 from cluster.autoscaler import AutoscalerState, Decision, Flip, decide, observe
+from cluster.process_end import ProcessIdentity, until_gone
+from cluster.restarts import RestartBudget
 from cluster.status import WorkerStatus
 from protocol.config import ClusterConfig, WorkerConfig
 from protocol.errors import ConfigError, ServingError, WorkerError
-from protocol.messages import PeerAddress, WorkerState
+from protocol.messages import PeerAddress, Role, WorkerState
+from router.background import BackgroundTasks
 from router.cost_model import CostModel
 from router.flow import RequestFlow
 from router.registry import Registry, WorkerChange
@@ -34,12 +37,13 @@ __all__ = ["Supervisor"]
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 600.0  # loading a large model from a cold disk
+_PLACE_NOTICE_S = 20.0  # a person is told what Ray has no room for
 _CALL_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 15.0
+_TELL_AGAIN_S = 1.0  # to a survivor that did not answer
+_GONE_TIMEOUT_S = 5.0  # how long a replacement waits for the room that a dead worker's process may still take
 _DRAIN_TIMEOUT_S = 120.0
 _DRAIN_POLL_S = 0.1
-_RESTART_DELAY_S = 1.0
-_STABLE_AFTER_S = 300.0  # a worker that ran this long starts with no restarts counted
 _NUM_REMEMBERED_FLIPS = 20
 _LOST = "it died; the answer is lost, send the request again"  # told to the clients of a dead worker
 _ACTOR_THREADS = 8
@@ -48,12 +52,14 @@ _ACTOR_THREADS = 8
 @dataclass(eq=False, slots=True)
 class _Member:
     config: WorkerConfig
+    restarts: RestartBudget
     actor: Any = None
+    process: ProcessIdentity | None = None
     address: PeerAddress | None = None
     pid: int = 0
-    num_restarts: int = 0  # since it last ran for a while
     up_since: float = math.inf
-    task: asyncio.Task[None] | None = None
+    has_served: bool = False
+    home_role: Role | None = None  # what it was before it took over for a pool without workers
     is_up: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -77,45 +83,47 @@ class Supervisor:
         self._flow = flow
         self._on_progress = on_progress
         self._members: dict[str, _Member] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = BackgroundTasks()
         self._is_stopping = False
         self._flips: deque[dict[str, object]] = deque(maxlen=_NUM_REMEMBERED_FLIPS)
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())  # marks it as seen
         flow.integrity_check = partial(self.check_integrity, idle=True)
         registry.listen(self._on_change)
 
     async def start(self, configs: list[WorkerConfig]) -> None:
         """Start all workers at once and return when each is connected. Raises ConfigError if one cannot be built."""
         for config in configs:
-            member = _Member(config)
-            self._members[config.worker_id] = member
-            member.task = asyncio.create_task(self._keep_alive(member))
+            self._members[config.worker_id] = _Member(config, RestartBudget(self._config.max_restarts))
+        for member in self._members.values():
+            self._background.start(
+                f"the supervision of {member.config.worker_id}", partial(self._keep_alive, member), self._crashed
+            )
         ups = asyncio.create_task(self._all_up())
         await asyncio.wait([ups, self._failure], return_when=asyncio.FIRST_COMPLETED)
         if self._failure.done():
             ups.cancel()
             self._failure.result()
         if self._config.autoscale:
-            self._spawn(self._autoscale())
+            self._background.keep("the autoscaler", self._autoscale)
+
+    @property
+    def failure(self) -> asyncio.Future[None]:
+        """Ends, with an error that says why, when nothing can be served any more: no worker lives or will come back."""
+        return self._failure
 
     async def close(self) -> None:
         """Stop every worker this supervisor started; those that do not stop in time are killed."""
         self._is_stopping = True
-        for task in self._tasks:
-            task.cancel()
-        actors = [member.actor for member in self._members.values() if member.actor is not None]
         up = [member.actor for member in self._members.values() if member.is_up.is_set()]
         stops = [asyncio.ensure_future(_call(actor.stop)) for actor in up]  # one that still loads is only killed
         if stops:
             await asyncio.wait(stops, timeout=_STOP_TIMEOUT_S)
         for stop in stops:
             stop.cancel()
-        tasks = [member.task for member in self._members.values() if member.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*stops, *tasks, *self._tasks, return_exceptions=True)
-        for actor in actors:
-            ray.kill(actor, no_restart=True)
+        await asyncio.gather(self._background.close(), *stops, return_exceptions=True)
+        for member in self._members.values():
+            self._kill(member)
 
     async def check_integrity(self, *, idle: bool) -> dict[str, str]:
         """What is wrong with each worker's books, "" where nothing is."""
@@ -163,33 +171,63 @@ class Supervisor:
         """Start the worker; when it dies, tell everyone and start it again."""
         worker_id = member.config.worker_id
         while not self._is_stopping:
-            try:
-                await self._bring_up(member)
-                ended = await self._until_dead(member)
-            except (RayError, ServingError, TimeoutError) as exc:
-                ended = _first_line(exc)
+            ended = await self._live(member)
             if self._is_stopping:
                 return
             was_up = member.is_up.is_set()
-            if time.monotonic() - member.up_since > _STABLE_AFTER_S:
-                member.num_restarts = 0
-            await self._bury(member)
-            if not was_up and not member.num_restarts:
+            gone = self._bury(member)
+            if not was_up and not member.has_served and not member.restarts.num_deaths:
                 self._fail(ConfigError(f"worker {worker_id} did not start: {ended}"))
                 return
-            member.num_restarts += 1
-            is_given_up = member.num_restarts > self._config.max_restarts
-            logger.log(logging.ERROR if is_given_up else logging.WARNING, "%s", self._obituary(member, was_up, ended))
-            if is_given_up:
+            member.restarts.died(time.monotonic() - member.up_since if was_up else 0.0)
+            is_used_up = member.restarts.is_used_up
+            logger.log(logging.ERROR if is_used_up else logging.WARNING, "%s", self._obituary(member, was_up, ended))
+            if all(other.restarts.is_used_up and not other.is_up.is_set() for other in self._members.values()):
+                died = f"{worker_id} died {member.restarts.num_deaths} times, at last: {ended}"
+                self._fail(WorkerError(f"no worker is left that could serve: {died}"))
                 return
-            await asyncio.sleep(_RESTART_DELAY_S)
+            self._cover()
+            await asyncio.gather(asyncio.sleep(member.restarts.delay_s), asyncio.wait({gone}, timeout=_GONE_TIMEOUT_S))
+
+    async def _live(self, member: _Member) -> str:
+        """Start the worker and wait for its end; how it ended."""
+        try:
+            await self._bring_up(member)
+            return await self._until_dead(member)
+        except (RayError, ServingError, TimeoutError) as exc:
+            return _first_line(exc)
+        except Exception as exc:
+            logger.exception("worker %s is given up", member.config.worker_id)
+            return _first_line(exc)
 
     def _obituary(self, member: _Member, was_up: bool, reason: str) -> str:
         died = f"(pid {member.pid}) died" if was_up else "did not start"
-        limit = self._config.max_restarts
-        count = f"({member.num_restarts} of {limit})"
-        then = f"starting it again {count}" if member.num_restarts <= limit else f"giving it up after {limit} restarts"
+        budget = member.restarts
+        count = f"{budget.num_deaths} of {budget.max_restarts}"
+        if budget.is_used_up:
+            count = f"more often than max_restarts={budget.max_restarts} allows, so later each time"
+        then = f"starting it again in {budget.delay_s:g} s ({count})"
         return f"worker {member.config.worker_id} {died}: {reason}; {then}"
+
+    def _cover(self) -> None:
+        """Let a prefill worker do both where no worker can decode and none will before long.
+
+        It goes back once the pool that it left has no worker and another one can decode.
+        """
+        up = [member for member in self._members.values() if member.is_up.is_set()]
+        down = [member for member in self._members.values() if not member.is_up.is_set()]
+        decoders = [member for member in up if member.config.role is not Role.PREFILL]
+        is_one_coming = any(m.config.role is not Role.PREFILL and not m.restarts.is_used_up for m in down)
+        if up and not decoders and not is_one_coming:
+            up[0].home_role = up[0].config.role
+            flip = Flip(up[0].config.worker_id, Role.DECODE)
+            self._spawn_flip(flip, "no decode worker is left: it serves alone until one is back")
+        covering = next((member for member in decoders if member.home_role is not None), None)
+        if covering is not None and covering.home_role is not None and len(decoders) > 1:
+            home, covering.home_role = covering.home_role, None
+            if len(decoders) == len(up):
+                flip = Flip(covering.config.worker_id, home)
+                self._spawn_flip(flip, f"a decode worker is back, and no {home} worker is there")
 
     async def _bring_up(self, member: _Member) -> None:
         options = {
@@ -200,11 +238,32 @@ class Supervisor:
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(member.config.engine.num_threads or 1)}},
         }
         member.actor = ray.remote(WorkerActor).options(**options).remote(member.config)
+        member.process = await self._placed(member)
         member.address = await _call(member.actor.start, timeout_s=_START_TIMEOUT_S)
         member.pid = (await self._workers.add_worker(member.address)).pid
-        member.up_since = time.monotonic()
+        member.up_since, member.has_served = time.monotonic(), True
         member.is_up.set()
+        self._cover()
         self._on_progress(f"{member.config.role} worker {member.config.worker_id} is ready")
+
+    async def _placed(self, member: _Member) -> ProcessIdentity:
+        """Wait until Ray has given the worker a process; which one. Tells a person when that takes long."""
+        config, worker_id = self._config, member.config.worker_id
+        wish = f"{config.num_cpus_per_worker:g} cores and {config.num_gpus_per_worker:g} GPUs for {worker_id}"
+        identity = asyncio.ensure_future(_call(member.actor.identity, timeout_s=_START_TIMEOUT_S))
+        try:
+            await asyncio.wait({identity}, timeout=_PLACE_NOTICE_S)
+            if not identity.done():
+                self._on_progress(f"waiting for {wish}; the cluster has {await asyncio.to_thread(_resources)}")
+            process: ProcessIdentity = await identity
+        except TimeoutError:
+            raise WorkerError(
+                f"Ray found no {wish} in {_START_TIMEOUT_S:.0f} s; the cluster has "
+                f"{await asyncio.to_thread(_resources)}. Lower num_cpus_per_worker or num_gpus_per_worker, or add nodes"
+            ) from None
+        finally:
+            identity.cancel()
+        return process
 
     async def _until_dead(self, member: _Member) -> str:
         try:
@@ -212,19 +271,48 @@ class Supervisor:
         except RayError as exc:
             return _first_line(exc)
 
-    async def _bury(self, member: _Member) -> None:
+    def _bury(self, member: _Member) -> asyncio.Task[None]:
+        """Give the worker up: its requests end now. What it may still write to is freed when its process is gone.
+
+        The task ends when the process is known to be gone.
+        """
         member.is_up.clear()
-        if member.actor is not None:
-            ray.kill(member.actor, no_restart=True)
+        self._kill(member)
+        process, member.process = member.process, None
         address, member.address = member.address, None
-        if address is None:
+        if address is not None:
+            self._workers.mark_dead(address.worker_id, _LOST)
+        name = f"the end of {member.config.worker_id}"
+        gone = self._background.keep(name, partial(_prove_gone, process))
+        if address is not None:
+            self._background.start(f"telling of {name}", partial(self._tell_of_death, address, gone), self._crashed)
+        return gone
+
+    async def _tell_of_death(self, address: PeerAddress, gone: asyncio.Task[None]) -> None:
+        # Workers that start after this have had nothing to do with it.
+        survivors = [(other, other.address) for other in self._members.values() if other.is_up.is_set()]
+        await asyncio.gather(*(self._tell(*survivor, "peer_given_up", address) for survivor in survivors))
+        await asyncio.shield(gone)
+        await asyncio.gather(*(self._tell(*survivor, "peer_died", address) for survivor in survivors))
+
+    async def _tell(self, survivor: _Member, epoch: PeerAddress | None, method: str, about: PeerAddress) -> None:
+        """Tell one worker of another's death until it has heard it or is dead itself: it waits for this word."""
+        while survivor.is_up.is_set() and survivor.address == epoch:
+            try:
+                await _call(getattr(survivor.actor, method), about)
+                return
+            except (RayError, ServingError, TimeoutError) as exc:
+                name = survivor.config.worker_id
+                logger.warning("%s could not be told of %s yet: %s", name, about.worker_id, _first_line(exc))
+            await asyncio.sleep(_TELL_AGAIN_S)
+
+    def _kill(self, member: _Member) -> None:
+        if member.actor is None:
             return
-        self._workers.mark_dead(address.worker_id, _LOST)
-        survivors = [other for other in self._members.values() if other.is_up.is_set()]
-        tellings = (_call(other.actor.peer_died, address) for other in survivors)
-        for result in await asyncio.gather(*tellings, return_exceptions=True):
-            if isinstance(result, BaseException):
-                logger.warning("a survivor could not be told of %s: %s", address.worker_id, result)
+        try:
+            ray.kill(member.actor, no_restart=True)
+        except (RayError, ValueError) as exc:  # Ray may know nothing of it any more
+            logger.warning("Ray could not kill %s: %s", member.config.worker_id, _first_line(exc))
 
     async def _finished(self, member: _Member, request_ids: frozenset[str]) -> None:
         """Wait until the worker has nothing left of these requests."""
@@ -247,7 +335,7 @@ class Supervisor:
             self._show(decision)
             if decision.flip is not None:
                 logger.info("%s", decision.reason)
-                self._spawn(self.flip(decision.flip, decision.reason))
+                self._spawn_flip(decision.flip, decision.reason)
 
     def _show(self, decision: Decision) -> None:
         self._flow.autoscaler_status = {
@@ -262,16 +350,29 @@ class Supervisor:
         member = self._members.get(change.worker.worker_id)
         is_given_up = change.worker.state is WorkerState.DEAD and not self._is_stopping
         if is_given_up and member is not None and member.is_up.is_set():
-            ray.kill(member.actor, no_restart=True)
+            self._kill(member)
+
+    def _crashed(self, exc: Exception) -> None:
+        """A worker that nobody looks after any more is no state to serve in."""
+        self._fail(WorkerError(f"the supervision of a worker failed, see the log: {_first_line(exc)}"))
 
     def _fail(self, error: ServingError) -> None:
         if not self._failure.done():
             self._failure.set_exception(error)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _spawn_flip(self, flip: Flip, reason: str) -> None:
+        self._background.start(f"the flip of {flip.worker_id}", lambda: self.flip(flip, reason))
+
+
+async def _prove_gone(process: ProcessIdentity | None) -> None:
+    if process is not None:
+        await until_gone(process)
+
+
+def _resources() -> str:
+    """What Ray has for new workers."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    return " and ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s free" for kind in ("CPU", "GPU"))
 
 
 async def _call(method: Any, *args: Any, timeout_s: float = _CALL_TIMEOUT_S) -> Any:

@@ -9,10 +9,11 @@ from typing import Any
 __all__ = ["first_of", "give_children_their_signals", "stop_events"]
 
 
-async def first_of(work: asyncio.Future[Any], *events: asyncio.Event, timeout_s: float | None = None) -> None:
-    """Return when `work` has ended, an event is set or the time is over. Cancels nothing, and raises nothing of it."""
-    happened = [asyncio.create_task(event.wait()) for event in events]
-    await asyncio.wait({work, *happened}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+async def first_of(*awaited: asyncio.Future[Any] | asyncio.Event, timeout_s: float | None = None) -> None:
+    """Return when one of these works has ended or events is set, or the time is over. Cancels and raises nothing."""
+    works = {one for one in awaited if isinstance(one, asyncio.Future)}
+    happened = {asyncio.create_task(one.wait()) for one in awaited if isinstance(one, asyncio.Event)}
+    await asyncio.wait(works | happened, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     for one in happened:
         one.cancel()
 

@@ -247,14 +247,22 @@ class Worker:
         logger.info("worker %s: %s -> %s", self.config.worker_id, self.role, role)
         self.role = role
 
-    def peer_died(self, peer: PeerAddress) -> None:
-        """That process is known to be dead: nothing of it will arrive, nothing is sent to it."""
+    def peer_given_up(self, peer: PeerAddress) -> None:
+        """That process is to be ended: nothing more is sent to it or expected of it, and requests with it fail.
+
+        It may run on for a while. So whatever it could still write to or read stays reserved.
+        """
         self._links.forget(peer.worker_id, peer.epoch)
         self._prefill.peer_lost(peer.worker_id, peer.epoch)
-        self._decode.peer_lost(peer.worker_id, peer.epoch)
+        self._decode.peer_given_up(peer.worker_id, peer.epoch)
         self._reader.peer_lost(peer.worker_id, peer.epoch)
-        self._holder.peer_lost(peer.worker_id, peer.epoch)
         self._sockets.forget_peer(peer)
+
+    def peer_died(self, peer: PeerAddress) -> None:
+        """That process is gone for certain: nothing of it will land any more, so what was reserved for it is freed."""
+        self.peer_given_up(peer)
+        self._decode.peer_lost(peer.worker_id, peer.epoch)
+        self._holder.peer_lost(peer.worker_id, peer.epoch)
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raise AssertionError unless all books agree; with `idle`, nothing may be held by anyone."""

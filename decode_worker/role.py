@@ -191,14 +191,18 @@ class DecodeRole:
             self._drop(message.request_id)
         self._release(released)
 
-    def peer_lost(self, worker_id: str, epoch: int) -> None:
-        """The process of that epoch is known to be dead: nothing of it will land any more."""
+    def peer_given_up(self, worker_id: str, epoch: int) -> None:
+        """The process of that epoch is to be ended: its requests fail, and blocks that it may write to are kept."""
         self._dead.add((worker_id, epoch))
-        for released in self._leases.sender_lost(worker_id, epoch):
-            self._release(released, code=PeerLost.code)
+        self._leases.give_up_sender(worker_id, epoch)
         for request_id, pending in list(self._pending.items()):
             if (pending.sender.worker_id, pending.sender.epoch) == (worker_id, epoch):
                 self._fail(request_id, f"prefill worker {worker_id} died", PeerLost.code)
+
+    def peer_lost(self, worker_id: str, epoch: int) -> None:
+        """The process of that epoch is gone: nothing of it will land any more."""
+        for released in self._leases.sender_lost(worker_id, epoch):
+            self._release(released, code=PeerLost.code)
 
     def expire(self, now: float) -> None:
         """End what is too late. Only for a caller that has read all that came: a heartbeat may be among it."""

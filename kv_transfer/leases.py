@@ -4,7 +4,7 @@
                │
                ├── the sender gives up (`lease_closed`) or is dead (`sender_lost`) ──► Released: the blocks are free
                │
-               └── deadline passed, cancelled, checksum wrong ──► FENCED: blocks in quarantine, writes may still land
+               └── deadline passed, cancelled, sender given up ──► FENCED: blocks in quarantine, writes may still land
                                                                     │
                        sender confirms, is done, or is dead ────────┴──► Released
 
@@ -173,17 +173,18 @@ class LeaseTable:
             return None
         return self._release(entry, reason or "closed by the sender")
 
-    def sender_lost(self, sender_id: str, sender_epoch: int) -> list[Released]:
-        """End all leases of a sender whose process is known to be dead.
+    def give_up_sender(self, sender_id: str, sender_epoch: int) -> list[Fenced]:
+        """Fence all live leases of a sender that is to be ended. Until it is gone for certain it may write."""
+        given_up = [entry for entry in self._of_sender(sender_id, sender_epoch) if not entry.is_fenced]
+        return [self._fence(entry, f"{sender_id} was given up") for entry in given_up]
 
-        NOTE: silence is not death. A process that was only stopped may run on and write; expire its leases instead.
+    def sender_lost(self, sender_id: str, sender_epoch: int) -> list[Released]:
+        """End all leases of a sender whose process is gone.
+
+        NOTE: neither silence nor somebody's word is that. A process that was only stopped may run on and write; give
+        such a sender up instead.
         """
-        lost = [
-            entry
-            for entry in self._entries.values()
-            if (entry.lease.sender_id, entry.lease.sender_epoch) == (sender_id, sender_epoch)
-        ]
-        return [self._release(entry, f"{sender_id} died") for entry in lost]
+        return [self._release(entry, f"{sender_id} died") for entry in self._of_sender(sender_id, sender_epoch)]
 
     @property
     def num_live(self) -> int:
@@ -219,6 +220,10 @@ class LeaseTable:
             assert lease.generation == generation, f"{lease} is filed under {generation}"
             assert all(index in expected for index in entry.checksums), f"{lease} has blocks {sorted(entry.checksums)}"
             assert not self._is_whole(entry), f"{lease} is whole but was not handed over"
+
+    def _of_sender(self, sender_id: str, sender_epoch: int) -> list[_Entry]:
+        sender = (sender_id, sender_epoch)
+        return [e for e in self._entries.values() if (e.lease.sender_id, e.lease.sender_epoch) == sender]
 
     def _find(self, request_id: str, generation: int, what: str) -> _Entry | None:
         entry = self._entries.get(generation)

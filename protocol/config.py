@@ -206,7 +206,7 @@ class ClusterConfig:
     num_gpus_per_worker: float = 0.0
     num_cpus_per_worker: float = 0.0  # 0 = share the machine's cores evenly
     ray_address: str = ""  # "" = a private local Ray; "auto" or an address joins a running cluster
-    max_restarts: int = 3  # of one worker
+    max_restarts: int = 3  # of one worker within 300 s of service; beyond them it is restarted only beside others
 
     def __post_init__(self) -> None:
         for name in ("num_prefill", "num_decode"):

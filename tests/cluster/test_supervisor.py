@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
 import pytest
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
-from cluster.supervisor import _first_line
-from protocol.errors import ConfigError
+from cluster import process_end
+from cluster.launch import worker_configs
+from cluster.process_end import ProcessIdentity, own_identity
+from cluster.status import WorkerStatus
+from cluster.supervisor import Supervisor, _first_line
+from protocol.config import ClusterConfig, EngineConfig, WorkerConfig
+from protocol.errors import ConfigError, WorkerError
+from protocol.messages import PeerAddress, Role, WorkerCard, WorkerLoad, WorkerState
+from router.cost_model import CostModel
+from router.registry import Registry
+from tests.cluster.harness import eventually
+from tests.router.builders import add_ready, make_card
 
 
 def test_an_error_of_ours_is_shown_without_what_ray_wraps_it_in() -> None:
@@ -46,3 +69,230 @@ def test_a_killed_process_is_told_without_what_might_have_caused_it() -> None:
         "exit detail: Worker unexpectedly exits with a connection error code 2. End of file. Some common causes...",
     )
     assert _first_line(ActorDiedError(context)) == "The actor is dead because its worker process has died"
+
+
+class FakeRay:
+    """Actors whose processes are children of ours. Ray's verdict comes before they are gone."""
+
+    def __init__(self, *, num_bad_starts: int = 0) -> None:
+        self.num_bad_starts = num_bad_starts
+        self.actors: list[FakeActor] = []
+        self.told: list[tuple[str, str, PeerAddress, bool]] = []  # by whom, what, of whom, is its process gone
+
+    def remote(self, _: type) -> SimpleNamespace:
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._start))
+
+    def kill(self, actor: FakeActor, *, no_restart: bool) -> None:
+        if not actor.ended.done():
+            actor.ended.set_exception(RayActorError())
+
+    def latest(self, worker_id: str) -> FakeActor:
+        return [actor for actor in self.actors if actor.config.worker_id == worker_id][-1]
+
+    def close(self) -> None:
+        for actor in self.actors:
+            actor.process.kill()
+            actor.process.wait()
+
+    def _start(self, config: WorkerConfig) -> FakeActor:
+        actor = FakeActor(self, config, epoch=len(self.actors) + 1)
+        self.actors.append(actor)
+        return actor
+
+
+class FakeActor:
+    def __init__(self, fake_ray: FakeRay, config: WorkerConfig, epoch: int) -> None:
+        self.config = config
+        self.ray = fake_ray
+        self.card = make_card(config.worker_id, config.role, epoch=epoch)
+        self.process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.ended.add_done_callback(lambda ended: ended.exception())
+        self.num_deaf_calls = 0
+        started = process_end._started(self.process.pid)
+        assert started is not None
+        self.identity_ = replace(own_identity("node"), pid=self.process.pid, started=started)
+        for name in ("identity", "start", "watch", "stop", "set_role", "status", "peer_given_up", "peer_died"):
+            setattr(self, name, SimpleNamespace(remote=partial(self._call, name)))
+
+    @property
+    def is_gone(self) -> bool:
+        return self.process.poll() is not None
+
+    async def _call(self, name: str, *args: Any) -> Any:
+        if name == "identity":
+            return self.identity_
+        if name == "start" and self.ray.num_bad_starts:
+            self.ray.num_bad_starts -= 1
+            raise ConfigError("no such model")
+        if name == "start":
+            return self.card.address
+        if name == "watch":
+            return await asyncio.shield(self.ended)
+        if name == "status":
+            load = WorkerLoad()
+            return WorkerStatus(self.config.worker_id, self.config.role, load, 0, 0, 0, 0, frozenset())
+        if name.startswith("peer_"):
+            if self.num_deaf_calls:
+                self.num_deaf_calls -= 1
+                raise WorkerError("it did not answer in 10 s")
+            dead = next(actor for actor in self.ray.actors if actor.card.address == args[0])
+            self.ray.told.append((self.config.worker_id, name, args[0], dead.is_gone))
+        return None
+
+
+class FakeWorkers:
+    """The router's links."""
+
+    def __init__(self, registry: Registry, fake_ray: FakeRay) -> None:
+        self.registry = registry
+        self.ray = fake_ray
+
+    async def add_worker(self, address: PeerAddress) -> WorkerCard:
+        actor = next(actor for actor in self.ray.actors if actor.card.address == address)
+        add_ready(self.registry, actor.card)
+        return actor.card
+
+    def mark_dead(self, worker_id: str, reason: str) -> None:
+        self.registry.set_state(worker_id, WorkerState.DEAD, reason)
+
+
+@dataclass
+class Supervised:
+    supervisor: Supervisor
+    ray: FakeRay
+    registry: Registry
+
+    def roles(self) -> dict[str, Role]:
+        return {worker.worker_id: worker.role for worker in self.registry}
+
+    def die(self, worker_id: str) -> None:
+        actor = self.ray.latest(worker_id)
+        actor.process.kill()
+        actor.process.wait()
+        self.ray.kill(actor, no_restart=True)
+
+    async def is_served(self, worker_id: str, epoch_above: int) -> None:
+        await eventually(lambda: (w := self.registry.get(worker_id)) is not None and w.card.address.epoch > epoch_above)
+
+
+@asynccontextmanager
+async def supervised(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    num_bad_starts: int = 0,
+    max_restarts: int = 1,
+    starts: bool = True,
+    **pools: Any,
+) -> AsyncIterator[Supervised]:
+    monkeypatch.setattr("cluster.restarts.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("cluster.supervisor._TELL_AGAIN_S", 0.01)
+    fake_ray, registry = FakeRay(num_bad_starts=num_bad_starts), Registry()
+    monkeypatch.setattr("cluster.supervisor.ray", fake_ray)
+    config = ClusterConfig(engine=EngineConfig(model="m"), max_restarts=max_restarts, autoscale=False, **pools)
+    workers: Any = FakeWorkers(registry, fake_ray)
+    flow: Any = SimpleNamespace()
+    supervisor = Supervisor(config, registry, CostModel(), workers, flow, on_progress=lambda _: None)
+    try:
+        async with asyncio.timeout(60):
+            if starts:
+                await supervisor.start(worker_configs(config))
+            yield Supervised(supervisor, fake_ray, registry)
+    finally:
+        await supervisor.close()
+        fake_ray.close()
+
+
+def test_a_worker_that_cannot_start_the_first_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with supervised(monkeypatch, num_bad_starts=1, colocated=True, starts=False) as cluster:
+            with pytest.raises(ConfigError, match="worker colocated-0 did not start: no such model"):
+                await cluster.supervisor.start(worker_configs(cluster.supervisor._config))
+
+    asyncio.run(run())
+
+
+def test_when_the_last_worker_died_too_often_the_service_ends_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with supervised(monkeypatch, colocated=True, max_restarts=2) as cluster:
+            for epoch in range(3):
+                await cluster.is_served("colocated-0", epoch)
+                assert not cluster.supervisor.failure.done()
+                cluster.die("colocated-0")
+            with pytest.raises(WorkerError, match="no worker is left that could serve: colocated-0 died 3 times"):
+                await cluster.supervisor.failure
+
+    asyncio.run(run())
+
+
+def test_while_others_serve_a_worker_that_died_too_often_is_started_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        async with supervised(monkeypatch, num_prefill=1, num_decode=2, max_restarts=0) as cluster:
+            epoch = 0
+            for _ in range(5):
+                await cluster.is_served("decode-1", epoch)
+                epoch = cluster.ray.latest("decode-1").card.address.epoch
+                cluster.die("decode-1")
+            await cluster.is_served("decode-1", epoch)
+            assert not cluster.supervisor.failure.done()
+            assert cluster.roles() == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
+
+    asyncio.run(run())
+
+
+def test_without_decode_workers_a_prefill_worker_serves_alone_until_one_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=0) as cluster:
+            monkeypatch.setattr("cluster.restarts.FIRST_DELAY_S", 0.5)
+            cluster.die("decode-0")
+            await eventually(lambda: cluster.roles() == {"prefill-0": "decode"})
+            await eventually(lambda: cluster.roles() == {"prefill-0": "prefill", "decode-0": "decode"})
+            assert not cluster.supervisor.failure.done()
+
+    asyncio.run(run())
+
+
+def test_requests_fail_at_once_and_blocks_wait_for_the_proof_of_a_stopped_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_end = asyncio.Event()
+    end_once = process_end._end_once
+
+    async def end(process: ProcessIdentity) -> bool:
+        await may_end.wait()
+        return await end_once(process)
+
+    monkeypatch.setattr(process_end, "_end_once", end)
+    monkeypatch.setattr("cluster.supervisor._GONE_TIMEOUT_S", 0.05)
+
+    async def run() -> None:
+        async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=9) as cluster:
+            dead, survivor = cluster.ray.latest("prefill-0"), cluster.ray.latest("decode-0")
+            survivor.num_deaf_calls = 3  # it is told until it hears it
+            os.kill(dead.process.pid, signal.SIGSTOP)
+            cluster.ray.kill(dead, no_restart=True)  # so Ray says, and it is not
+            await eventually(lambda: cluster.registry.get("prefill-0") is None)
+            await cluster.is_served("prefill-0", dead.card.address.epoch)  # the replacement waits for no proof
+            await eventually(lambda: cluster.ray.told)
+            assert cluster.ray.told == [("decode-0", "peer_given_up", dead.card.address, False)]
+            assert psutil.Process(dead.process.pid).status() == psutil.STATUS_STOPPED
+            may_end.set()
+            await eventually(lambda: len(cluster.ray.told) > 1)
+            assert cluster.ray.told[1:] == [("decode-0", "peer_died", dead.card.address, True)]
+
+    asyncio.run(run())
+
+
+def test_what_is_wrong_with_the_supervision_itself_ends_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
+            monkeypatch.setattr(cluster.supervisor, "_obituary", lambda *_: 1 / 0)
+            cluster.die("prefill-0")
+            with pytest.raises(WorkerError, match="supervision of a worker failed, see the log: division by zero"):
+                await cluster.supervisor.failure
+
+    asyncio.run(run())

@@ -178,6 +178,15 @@ def test_a_prefill_worker_killed_during_a_prompt_is_told_and_replaced(server: Se
     assert_idle(server)
 
 
+def test_a_server_that_no_worker_is_left_for_ends_with_the_reason(text_model: Path, tmp_path: Path) -> None:
+    with started(text_model, tmp_path, "--colocated", "--max-restarts", "0", *POOL) as server:
+        server.wait_ready()
+        children = server.children()
+        psutil.Process(server.worker("colocated")["pid"]).kill()
+        assert server.wait_ended(children) not in (0, None)
+        assert "no worker is left that could serve: colocated-0 died 1 times" in server.output
+
+
 def test_ctrl_c_ends_one_of_two_servers_and_all_it_started(server: Server, colocated: Server) -> None:
     children = server.children()
     assert len(children) > 3

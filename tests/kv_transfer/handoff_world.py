@@ -50,6 +50,7 @@ class World:
         self.num_requests = 0
         self.receiver_epoch = 0
         self.senders = [Sender("p0"), Sender("p1")]
+        self.zombies: list[Sender] = []  # given up, and running on until they are known to be gone
         self.control: list[Callable[[], None]] = []  # messages under way; they may be lost, repeated and reordered
         self.num_received = 0
         self.num_released = 0
@@ -146,7 +147,8 @@ class World:
 
     def land(self) -> None:
         """One block of a flying or lost write lands."""
-        sender = self.senders[self.pick(2)]
+        running = [*self.senders, *self.zombies]
+        sender = running[self.pick(len(running))]
         if sender.stray and self.pick(8) == 0:  # lost bytes take their time
             write, position = sender.stray.pop(self.pick(len(sender.stray)))
             self._land(write, position)
@@ -206,19 +208,27 @@ class World:
         for lease in self.leases.fenced:
             self._send_revoked(lease.sender_id, lease.sender_epoch, lease.request_id, lease.generation)
 
-    def kill_sender(self) -> None:
-        """The process dies, then the receiver learns of it; nothing of it lands after the death."""
+    def give_up_sender(self) -> None:
+        """The process is said to be dead, and replaced. It may run on: nobody has seen its end."""
         position = self.pick(2)
         old = self.senders[position]
         self.senders[position] = Sender(old.worker_id, old.epoch + 1)
-        for released in self.leases.sender_lost(old.worker_id, old.epoch):
-            self._end(released)
+        self.zombies.append(old)
+        for fenced in self.leases.give_up_sender(old.worker_id, old.epoch):
+            self._end(fenced)
+
+    def end_zombie(self) -> None:
+        """The process is gone for certain, and the receiver learns of it: nothing of it lands from now on."""
+        if self.zombies:
+            zombie = self.zombies.pop(self.pick(len(self.zombies)))
+            for released in self.leases.sender_lost(zombie.worker_id, zombie.epoch):
+                self._end(released)
 
     def kill_receiver(self) -> None:
         """The process and its memory are gone; a new epoch starts with a new pool."""
         old_epoch = self.receiver_epoch
         self._start_receiver()
-        for sender in self.senders:
+        for sender in [*self.senders, *self.zombies]:
             flying, sender.flying = sender.flying, deque()
             for lost in flying:
                 sender.outbox.write_settled(lost.write, TransferState.LOST)
@@ -236,6 +246,8 @@ class World:
 
     def wind_down(self) -> None:
         """Everything still under way comes to its end; then nothing may be left anywhere."""
+        while self.zombies:
+            self.end_zombie()
         for _ in range(6):
             for sender in self.senders:
                 self._submit(sender)
@@ -355,10 +367,11 @@ def walk(seed: int, num_steps: int) -> World:
         world.expire,
         world.cancel,
         world.collect,
-        world.kill_sender,
+        world.give_up_sender,
+        world.end_zombie,
         world.kill_receiver,
     ]
-    weights = [4, 20, 14, 14, 8, 16, 8, 1, 2, 0.5, 4, 0.5, 0.2]
+    weights = [4, 20, 14, 14, 8, 16, 8, 1, 2, 0.5, 4, 0.5, 0.5, 0.2]
     for step in source.choices(steps, weights, k=num_steps):
         step()
         world.check()

@@ -35,7 +35,8 @@ class Exploration(RuleBasedStateMachine):
                 World.expire,
                 World.cancel,
                 World.collect,
-                World.kill_sender,
+                World.give_up_sender,
+                World.end_zombie,
                 World.kill_receiver,
             ]
         ),

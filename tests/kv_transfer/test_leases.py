@@ -148,6 +148,20 @@ def test_the_death_of_a_sender_releases_its_leases_and_no_others() -> None:
     assert other.generation
 
 
+def test_the_leases_of_a_sender_that_is_given_up_are_fenced_until_it_is_gone() -> None:
+    table = LeaseTable()
+    live, fenced = grant(table, "a", (1,)), grant(table, "b", (2,))
+    other = table.grant("c", [3], first_block=0, sender_id="p", sender_epoch=2, now=0, ttl_s=10)
+    table.cancel("b")
+    assert table.give_up_sender("p", 1) == [Fenced(live, "p was given up")]
+    assert table.give_up_sender("p", 1) == []
+    assert (table.fenced, table.num_live, table.num_quarantined_blocks) == ([live, fenced], 1, 2)
+    assert table.chunk_arrived("a", live.generation, 2, 1, [], now=1) is None
+    assert table.sender_lost("p", 1) == [Released(live, False, "p died"), Released(fenced, False, "p died")]
+    assert table.held_block_ids == [3]
+    assert other.generation
+
+
 def test_a_request_can_be_granted_again_while_its_old_lease_is_fenced() -> None:
     table = LeaseTable()
     old = grant(table, block_ids=(1,))

@@ -1,0 +1,131 @@
+"""The end of a worker's process, proven by the process itself.
+
+Ray's word that an actor is dead comes from a messenger: it was seen five seconds before a stopped process was gone, and
+a process that is not gone may go on writing into its peers' memory. So whoever frees what a dead worker could write to
+asks the kernel of the machine on which the process lived: a pidfd names exactly that process, whatever becomes of its
+number, and becomes readable when its last thread has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import select
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+__all__ = ["ProcessIdentity", "end_process", "is_here", "own_identity", "until_gone"]
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 5.0  # one wait for the end; then it is asked again
+_CALL_TIMEOUT_S = 30.0
+_FIRST_RETRY_S, _MAX_RETRY_S = 0.2, 10.0
+# A node that Ray's head declared dead may be alive behind a broken network. Its raylet gives up within
+# `gcs_rpc_server_reconnect_timeout_s` (60 s by default), and its workers end with it: twice that must have passed.
+_DEAD_NODE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """One process among all that ever ran on all machines of a cluster."""
+
+    node_id: str  # Ray's name of the node
+    machine: str  # boot and namespace in which `pid` counts
+    pid: int
+    started: int  # clock ticks after the boot
+
+
+def own_identity(node_id: str) -> ProcessIdentity:
+    """The identity of this process."""
+    started = _started(os.getpid())
+    assert started is not None, "this process is alive"
+    return ProcessIdentity(node_id, _machine(), os.getpid(), started)
+
+
+def is_here(process: ProcessIdentity) -> bool:
+    """Whether its number means the same process to us."""
+    return process.machine == _machine()
+
+
+def end_process(process: ProcessIdentity, timeout_s: float = _LOOK_S) -> bool:
+    """Kill a process of this machine and wait for its end. True means that it is gone: no thread of it will run.
+
+    A stopped process ends too. Blocks for `timeout_s` at most.
+    """
+    if not is_here(process):
+        return False
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        if _started(process.pid) != process.started:  # after the descriptor was opened: it is of another process
+            return True
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        return bool(select.select([descriptor], [], [], timeout_s)[0])
+    except ProcessLookupError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+async def until_gone(
+    process: ProcessIdentity, *, end: Callable[[ProcessIdentity], Awaitable[bool]] | None = None
+) -> None:
+    """Kill a process, wherever it is, and return when it is gone for certain. May take for ever: nothing else is proof.
+
+    The one exception is a node that is dead to Ray: then a bound must have passed after which Ray's own processes there
+    have ended. `end` tries once and returns whether the process is gone.
+    """
+    end = end or _end_once
+    began_s, delay_s = time.monotonic(), _FIRST_RETRY_S
+    while not await end(process):
+        logger.warning(
+            "process %d of node %s is not known to be gone after %.1f s; what it may write to stays reserved",
+            process.pid,
+            process.node_id[:12],
+            time.monotonic() - began_s,
+        )
+        await asyncio.sleep(delay_s)
+        delay_s = min(2 * delay_s, _MAX_RETRY_S)
+
+
+async def _end_once(process: ProcessIdentity) -> bool:
+    if is_here(process):
+        return await asyncio.to_thread(end_process, process)
+    strategy = NodeAffinitySchedulingStrategy(node_id=process.node_id, soft=False)
+    task = ray.remote(end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+    try:
+        return bool(await asyncio.wait_for(task.remote(process), _CALL_TIMEOUT_S))
+    except (RayError, TimeoutError) as exc:
+        logger.warning("node %s cannot be asked: %s", process.node_id[:12], str(exc).partition("\n")[0])
+    if await asyncio.to_thread(_is_node_alive, process.node_id):
+        return False
+    await asyncio.sleep(_DEAD_NODE_S)
+    return not await asyncio.to_thread(_is_node_alive, process.node_id)
+
+
+def _is_node_alive(node_id: str) -> bool:
+    return any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
+
+
+def _machine() -> str:
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _started(pid: int) -> int | None:
+    """When it started; None if it is gone. Its name, which may hold anything, stands before the last parenthesis."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(stat.rpartition(b")")[2].split()[19])

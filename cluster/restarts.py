@@ -1,0 +1,48 @@
+"""How often a worker is started again, and when. Pure: seconds come in."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+__all__ = ["RestartBudget"]
+
+WINDOW_S = 300.0
+FIRST_DELAY_S = 1.0
+MAX_DELAY_S = 60.0
+
+
+@dataclass(eq=False, slots=True)
+class RestartBudget:
+    """The deaths of one worker. More than `max_restarts` of them within `WINDOW_S` of service use its budget up.
+
+    The window counts seconds in which the worker served, not those of the clock: a model that loads for ten minutes
+    and dies at once never looks healthy because its deaths lie far apart.
+    """
+
+    max_restarts: int
+    _served_s: float = 0.0  # in all its lives
+    _deaths: deque[float] = field(default_factory=deque)  # by the seconds served until then
+
+    def died(self, lived_s: float) -> None:
+        """Count a death after `lived_s` of service, 0 for a worker that did not start."""
+        self._served_s += lived_s
+        while self._deaths and self._deaths[0] < self._served_s - WINDOW_S:
+            self._deaths.popleft()
+        self._deaths.append(self._served_s)
+
+    @property
+    def num_deaths(self) -> int:
+        """Deaths within the window that ends with the latest one."""
+        return len(self._deaths)
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether the worker died too often: it is started again only while others serve, and less and less often."""
+        return self.num_deaths > self.max_restarts
+
+    @property
+    def delay_s(self) -> float:
+        """Seconds until the next start."""
+        num_beyond = max(self.num_deaths - self.max_restarts, 0)
+        return min(FIRST_DELAY_S * 2.0 ** min(num_beyond, 16), MAX_DELAY_S)
