@@ -6,9 +6,16 @@
       | one-sided reads, piece by piece          | (takes no part)
       | ReadDone ------------------------------> | lets go; evicts its copy first, if the reader has one now
 
-Both sides are pumped by the worker's loop and never wait. What makes it safe is time: the reader counts its lease from
-when it asked, the holder from when it granted, which is later. So blocks whose read was seen to be over before the
-reader's deadline were held all the while; any other is thrown away. Clocks need to run equally fast, not to agree.
+Both sides are pumped by the worker's loop and never wait. What makes it safe is time, and this is the proof:
+
+1. The reader reads its clock, adds the ttl and only then sends its request: the lease ends for it `ttl` after A.
+2. The holder reads its clock after it has received the request, so after A, and lets go no sooner than 1.01 x ttl
+   later. As long as the rates of two clocks differ by less than a hundredth, that is after the reader's deadline.
+3. The reader sees the end of a piece, and only then reads its clock. Before the deadline, the bytes were read while the
+   holder held them; any other piece is thrown away.
+
+Clocks need to run about equally fast, not to agree. The reader's also counts the time its machine is suspended. No
+reading of a clock is passed from one of these steps to another: time passes between any two lines.
 
 A read moves a prefix: were both copies kept as long as any, pools would hold half as many prefixes. Until its room is
 needed the holder's can still be found, and a block from which another chain hangs stays where it is in the order.
@@ -20,7 +27,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,6 +55,7 @@ __all__ = ["PeerHolder", "PeerReader"]
 logger = logging.getLogger(__name__)
 
 _PRIOR = LoadPrior(latency_s=5e-3, bytes_per_s=1e9)
+_HELD_LONGER = 1.01  # times what the reader counts with: by so much the rates of two clocks may differ
 # Of a holder's pool, the share that readers may keep from being evicted at one time.
 _MAX_HELD_SHARE = 0.25
 
@@ -54,11 +63,21 @@ _MAX_HELD_SHARE = 0.25
 class PeerReader:
     """The reading side: what this worker knows of its peers' speed, and its reads under way."""
 
-    def __init__(self, engine: Engine, transport: Transport, links: PeerLinks, config: TransferConfig) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        transport: Transport,
+        links: PeerLinks,
+        config: TransferConfig,
+        *,
+        clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
+    ) -> None:
         self.engine = engine
         self.transport = transport
         self.links = links
         self.config = config
+        self.clock = clock
+        self._dead: set[tuple[str, int]] = set()  # worker and epoch; requests may still name them
         self._costs: dict[str, LoadCost] = {}  # by worker, whatever its epoch: a restart does not change its speed
         self._reads: dict[int, _PeerRead] = {}
         self._numbers = itertools.count(1)
@@ -86,10 +105,16 @@ class PeerReader:
         *,
         is_moved: bool,
     ) -> _PeerRead:
-        """Open a lease on a peer's blocks [first_block, end_block) of a chain, and the link to it."""
+        """Open a lease on a peer's blocks [first_block, end_block) of a chain, and the link to it.
+
+        Of a peer that is known to be dead nothing can be read.
+        """
         asked = digests[first_block:end_block]
         read = _PeerRead(self, cost, next(self._numbers), peer, asked, first_block, now, is_moved)
         self._reads[read.read_id] = read
+        if (peer.worker_id, peer.epoch) in self._dead:
+            read.fail()
+            return read
         self.links.connect(peer, now)
         self.links.send(
             peer.worker_id,
@@ -119,7 +144,8 @@ class PeerReader:
             read.grant(message, now)
 
     def peer_lost(self, worker_id: str, epoch: int) -> None:
-        """The process of that epoch is known to be dead."""
+        """The process of that epoch is given up or dead."""
+        self._dead.add((worker_id, epoch))
         for read in self._reads.values():
             if (read.peer.worker_id, read.peer.epoch) == (worker_id, epoch):
                 read.fail()
@@ -180,7 +206,7 @@ class _PeerRead(OpenSource):
         self.end_block = first_block + len(digests)
         self.is_moved = is_moved
         self.asked_at = now
-        self.deadline = now + reader.ttl_s
+        self._deadline = reader.clock() + reader.ttl_s  # NOTE: before the request is sent
         self.block_ids: list[int] | None = None  # at the peer; None until it has granted them
         self.checksums: list[bytes] = []
         self.is_failed = False
@@ -193,6 +219,11 @@ class _PeerRead(OpenSource):
     def is_over(self) -> bool:
         """Whether nothing of it is under way and nothing will be."""
         return self._is_closed and not self._pieces
+
+    @property
+    def is_late(self) -> bool:
+        """Whether what is seen now may have happened after the holder let go."""
+        return self._reader.clock() >= self._deadline
 
     @property
     def has_copy(self) -> bool:
@@ -220,18 +251,20 @@ class _PeerRead(OpenSource):
 
     def pump(self, now: float) -> None:
         """Start the pieces that wait, settle those that are over."""
-        if now >= self.deadline:
+        if self.is_late:
             self.is_failed = True
         is_ready = self.block_ids is not None and self._reader.links.is_ready(self.peer)
         for piece in self._pieces:
             if piece.transfer is None and not piece.is_dropped and not self.is_failed and is_ready:
                 self._start(piece)
-        self._pieces = [piece for piece in self._pieces if not piece.settle(is_late=now >= self.deadline)]
+        self._pieces = [piece for piece in self._pieces if not piece.settle()]
 
     def _start(self, piece: _PeerPiece) -> None:
         assert self.block_ids is not None
         remote = self.block_ids[piece.first_block - self.first_block : piece.end_block - self.first_block]
-        landing = self._reader.engine.pool.try_allocate(piece.num_blocks) if len(remote) == piece.num_blocks else None
+        engine = self._reader.engine
+        has_room = piece.num_blocks <= engine.scheduler.num_spare_blocks  # what lands here must not preempt anybody
+        landing = engine.pool.try_allocate(piece.num_blocks) if has_room and len(remote) == piece.num_blocks else None
         if landing is None:  # the peer has less than it was said to, or there is no room
             piece.is_refused = True
             return
@@ -268,7 +301,7 @@ class _PeerPiece(Piece):
     def is_complete(self) -> bool:
         return self._has_arrived
 
-    def settle(self, *, is_late: bool) -> bool:
+    def settle(self) -> bool:
         """Whether the transport will not touch the landing blocks (any more)."""
         if self.transfer is None:
             self._is_done = self._read.is_failed or self.is_refused or self.is_dropped
@@ -277,7 +310,8 @@ class _PeerPiece(Piece):
             if self.transfer.state is TransferState.LOST:
                 self._read.is_failed = True
                 self._read._reader.links.broke(self._read.peer.worker_id, self._read.peer.epoch)
-            is_good = self.transfer.state is TransferState.DONE and not is_late and not self.is_dropped
+            # NOTE: its clock is read here, after the end was seen.
+            is_good = self.transfer.state is TransferState.DONE and not self._read.is_late and not self.is_dropped
             self._has_arrived = is_good and not self._wrong_blocks()
         elif self._read.is_failed:
             return False
@@ -362,7 +396,10 @@ class PeerHolder:
         return len(self._held)
 
     def requested(self, message: ReadRequest, now: float) -> None:
-        """Take references on what is here of the chain and say where it lies, once it is all in the pool."""
+        """Take references on what is here of the chain and say where it lies, once it is all in the pool.
+
+        `now` was read after the request was received.
+        """
         key = _ReadKey(message.sender.worker_id, message.sender.epoch, message.read_id)
         if key in self._held:
             return
@@ -370,7 +407,8 @@ class PeerHolder:
         room = max(int(pool.num_blocks * _MAX_HELD_SHARE) - sum(len(held.blocks) for held in self._held.values()), 0)
         digests = message.digests[:room]
         blocks = pool.acquire_cached(digests)
-        held = _Held(message.sender, digests, message.parent, blocks, now + message.ttl_s, message.ttl_s, len(blocks))
+        ttl_s = _HELD_LONGER * message.ttl_s
+        held = _Held(message.sender, digests, message.parent, blocks, now + ttl_s, ttl_s, len(blocks))
         self._held[key] = held
         if not self._begin_bringing_up(held):
             self._grant(key, held, now)
@@ -425,8 +463,7 @@ class PeerHolder:
         tier, pool = self._host_tier, self._engine.pool
         missing = held.digests[len(held.blocks) :]
         num_blocks = 0 if tier is None else tier.tier.count_present(missing)
-        # Room that running sequences will need before long is not taken.
-        num_blocks = min(num_blocks, pool.num_available - len(self._engine.scheduler.running))
+        num_blocks = min(num_blocks, self._engine.scheduler.num_spare_blocks)
         fresh = pool.try_allocate(num_blocks) if num_blocks > 0 else None
         if tier is None or fresh is None:
             return False

@@ -278,21 +278,25 @@ class Worker:
     # The loop.
 
     def _turn(self) -> None:
+        # NOTE: two readings. Whatever came before `began` is read below, so `began` alone tells what did not come in
+        # time. Whatever is read was sent before `now`, so time that a message grants counts from `now`.
+        began = time.monotonic()
+        messages = self._sockets.receive(self._poll_ms())
         now = time.monotonic()
-        for identity, message in self._sockets.receive(self._poll_ms()):
+        for identity, message in messages:
             self._take(identity, message, now)
         self._run_calls()
-        now = time.monotonic()
         self._notifications += self._transport.poll()
+        now = time.monotonic()
         for notification in self._notifications:
             self._take_notification(notification, now)
         self._notifications.clear()
         if now >= self._next_link_expiry:
             self._next_link_expiry = now + _LINK_EXPIRY_S
-            for change in self._links.expire(now):
+            for change in self._links.expire(began):
                 self._link_changed(change, now)
-        self._prefill.expire(now)  # not after a long step: what is needed may have come and lie unread
-        self._decode.expire(now)
+        self._prefill.expire(began)
+        self._decode.expire(began)
         self._pump(now)
         self._reader.pump(now)
         self._cache.pump(now)

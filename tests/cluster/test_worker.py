@@ -39,6 +39,7 @@ from protocol.messages import (
     PeerHello,
     PeerRefused,
     Prefill,
+    ReadRequest,
     RequestFailed,
     Role,
     SnapshotRequest,
@@ -494,6 +495,38 @@ def long_steps(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     side = LongSteps(tiny_model, monkeypatch)
     yield side
     side.worker._close()
+
+
+def test_a_holder_counts_from_after_a_request_came_however_long_it_waited_for_it(long_steps: LongSteps) -> None:
+    worker = long_steps.worker
+    receive = worker._sockets.receive
+
+    def wait_and_receive(timeout_ms: int) -> list[tuple[bytes, Message]]:
+        long_steps.now += 0.2  # the wait, at whose end the request is sent
+        return receive(timeout_ms)
+
+    worker._sockets.receive = wait_and_receive  # type: ignore[method-assign]
+    long_steps.turn(ReadRequest(sender=long_steps.peer, read_id=1, digests=[b"d" * 16], ttl_s=5.0))
+    (held,) = worker._holder._held.values()
+    assert held.deadline >= 0.2 + 5.0
+
+
+def test_a_call_between_two_turns_makes_nothing_late_that_lies_unread(long_steps: LongSteps) -> None:
+    worker, peer = long_steps.worker, long_steps.peer
+    heartbeat = Heartbeat(
+        worker_id=peer.worker_id, epoch=peer.epoch, step_age_s=0.0, load=worker._load, handoffs=[("r", 0)]
+    )
+    long_steps.turn(Decode(request_id="r", token_ids=make_prompt(20), sampling=GREEDY, prefill_worker=peer))
+
+    def take_long() -> None:
+        long_steps.now += 40.0
+        long_steps.unread.append((b"", heartbeat))
+
+    worker._calls.put(take_long)
+    long_steps.turn()
+    long_steps.turn()
+    assert long_steps.failures() == []
+    worker.peer_died(peer)
 
 
 def test_a_grant_that_came_during_a_long_step_is_in_time(long_steps: LongSteps) -> None:
