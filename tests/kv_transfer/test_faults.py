@@ -346,7 +346,7 @@ def make_receiver(model: Path) -> tuple[DecodeRole, Engine]:
 
 def test_no_lease_is_granted_to_a_sender_that_is_known_to_be_dead(model: Path) -> None:
     role, engine = make_receiver(model)
-    role.peer_lost("p", 1)
+    role.peer_given_up("p", 1)
     request = Decode(request_id="r", token_ids=[7] * 20, sampling=GREEDY, prefill_worker=address("p"))
     with pytest.raises(PeerLost, match="prefill worker p died"):  # its blocks would stay in quarantine for ever
         role.accept(request, 0.0)
