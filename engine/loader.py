@@ -98,6 +98,13 @@ def load_model(config: EngineConfig) -> LoadedModel:
         module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION_NAME)
     except (ValueError, OSError) as exc:
         raise ConfigError(f"model={config.model!r} cannot be loaded for paged attention: {exc}") from exc
+    except KeyError as exc:
+        if exc.args != (ATTENTION_NAME,):
+            raise
+        raise ConfigError(
+            f"model={config.model!r} ({model_config.model_type}) cannot be paged: its code in transformers knows only "
+            "attention of its own; choose another model, or serve this one by vLLM or SGLang behind `tandem route`"
+        ) from exc
     if module._is_stateful:
         raise ConfigError(f"model={config.model!r} keeps state outside its KV cache, which this engine cannot page")
     module = module.to(device).eval()

@@ -1,23 +1,28 @@
 """Makes a transformers model fast on a CPU without knowing which model it is.
 
 Parts are recognised by structure (a linear layer; siblings that read the same input; a norm with a weight and an
-epsilon; a gated MLP) and replaced only after the replacement has reproduced the original on a random probe.
+epsilon; a gated MLP; a mixture of experts) and replaced only after the replacement has reproduced the original on a
+random probe.
 What a decode step of a small model costs otherwise is mostly launching tiny operations and unpacking weights:
 a packed bfloat16 linear layer takes half the time of a plain one at batch 1.
 """
 
 from __future__ import annotations
 
+import logging
 import types
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from engine.cpu.ops import make_rms_norm, make_rotate, make_silu_multiply
 
 __all__ = ["PackedLinear", "optimize"]
+
+logger = logging.getLogger(__name__)
 
 # Linear layers that transformers' attention blocks apply to one and the same input.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"),)
@@ -91,6 +96,28 @@ class _Sibling(nn.Module):
         return self._product.part(x, self._idx)
 
 
+class _PackedWeight:
+    """Stands where a module keeps a weight that it gives to `F.linear` itself: the product is a packed one.
+
+    `F.linear` asks any argument that has a `__torch_function__`, tensor or not.
+    """
+
+    def __init__(self, *weights: Tensor) -> None:
+        """The same weight in each dtype that inputs may have."""
+        self._products = {weight.dtype: PackedLinear([_as_linear(weight)]) for weight in weights}
+
+    def type(self, _: torch.dtype) -> _PackedWeight:
+        """Itself: a product goes by the dtype of its input."""
+        return self
+
+    @classmethod
+    def __torch_function__(cls, function: object, _: object, arguments: tuple[Any, ...], options: object = None) -> Any:
+        x, weight, bias = (*arguments, None)[:3]
+        if function is not nn.functional.linear or options or bias is not None or not isinstance(weight, cls):
+            return NotImplemented
+        return weight._products[x.dtype](x)
+
+
 def optimize(model: nn.Module) -> nn.Module:
     """Replace what can be replaced, in place, and return the model. Needs float32 or bfloat16 weights on a CPU."""
     with torch.inference_mode():
@@ -99,11 +126,43 @@ def optimize(model: nn.Module) -> nn.Module:
             _merge_siblings(module)
             _replace_norm(module)
             _replace_rotary(module)
+            _replace_experts(module)
+            _replace_router(module)
         for module in list(model.modules()):
             for name, child in list(module.named_children()):
                 if type(child) is nn.Linear:
                     setattr(module, name, PackedLinear([child]))
+                elif type(child) is Conv1D:
+                    weight, bias = cast(Tensor, child.weight), cast(Tensor, child.bias)
+                    setattr(module, name, PackedLinear([_as_linear(weight.t(), bias)]))
+    _warn_of_inexact_parts(getattr(model, "get_decoder", lambda: model)())
     return model
+
+
+def _warn_of_inexact_parts(model: nn.Module) -> None:
+    """Name what may take another kernel, and so give other bits, when a batch has another number of rows."""
+    parts = {
+        type(module).__name__
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+    }
+    if parts:
+        names = ", ".join(sorted(parts))
+        logger.warning(
+            "%s: products of %s are not known here: the last bits of a token may depend on its batch and on how its "
+            "prompt was cut",
+            type(model).__name__,
+            names,
+        )
+
+
+def _as_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
 
 
 def _agrees(original: Callable[[Tensor], Any], candidate: Callable[[Tensor], Any], probe: Tensor) -> bool:
@@ -129,8 +188,7 @@ def _linears(module: nn.Module, names: tuple[str, ...]) -> list[nn.Linear] | Non
 
 
 def _probe(linear: nn.Linear) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(1, 5, linear.in_features, generator=generator).to(linear.weight.dtype)
+    return _random(linear.in_features, linear.weight.dtype)
 
 
 def _merge_siblings(module: nn.Module) -> None:
@@ -160,6 +218,70 @@ def _replace_gated_mlp(module: nn.Module) -> None:
             delattr(module, name)
 
 
+def _replace_experts(module: nn.Module) -> None:
+    """Multiply expert by expert with packed weights: the rows of a grouped product depend on how many there are."""
+    gate_up, down = _weights_of_experts(module, "gate_up_proj"), _weights_of_experts(module, "down_proj")
+    apply_gate: Callable[[Tensor], Tensor] | None = getattr(module, "_apply_gate", None)
+    if gate_up is None or down is None or apply_gate is None:
+        return
+    experts = [
+        (PackedLinear([_as_linear(up)]), PackedLinear([_as_linear(low)])) for up, low in zip(gate_up, down, strict=True)
+    ]
+
+    def forward(x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """x [T, D], chosen [T, k] of the experts, shares [T, k] -> [T, D]"""
+        num_chosen = chosen.shape[1]
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=len(experts)).tolist()
+        parts = zip(experts, torch.split(x[order // num_chosen], counts), strict=True)
+        computed = torch.cat([low(apply_gate(up(part))) for (up, low), part in parts if len(part)])
+        outputs = torch.empty_like(computed).index_copy_(0, order, computed).view(*chosen.shape, -1)
+        weighted = (outputs * shares.unsqueeze(-1)).unbind(1)
+        return sum(weighted[1:], weighted[0]).to(x.dtype)  # one by one: always in the same order
+
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.stack([torch.randperm(len(gate_up), generator=generator)[:2] for _ in range(5)])
+    shares = torch.rand(chosen.shape, generator=generator).to(gate_up.dtype)
+    probe = _random(gate_up.shape[-1], gate_up.dtype)
+    original = module.forward
+    if _agrees(lambda x: original(x[0], chosen, shares), lambda x: forward(x[0], chosen, shares), probe):
+        module.forward = forward
+        del module.gate_up_proj, module.down_proj
+
+
+def _weights_of_experts(module: nn.Module, name: str) -> Tensor | None:
+    """A parameter [num_experts, out, in], if the module has one of that name."""
+    weight = getattr(module, name, None)
+    return weight if isinstance(weight, nn.Parameter) and weight.dim() == 3 else None
+
+
+def _replace_router(module: nn.Module) -> None:
+    """Pack a weight that the module multiplies with by itself, as those do that choose experts."""
+    weight = getattr(module, "weight", None)
+    is_known = type(module) in (nn.Linear, Conv1D) or isinstance(module, nn.Embedding)
+    if is_known or not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+        return
+    probe = _random(weight.shape[1], weight.dtype)
+    try:
+        expected = _first(module(probe[0]))
+    except (AttributeError, RuntimeError, TypeError):
+        return
+    del module.weight
+    vars(module)["weight"] = _PackedWeight(weight, weight.float())
+    if not _agrees(lambda _: expected, lambda x: _first(module(x[0])), probe):
+        del vars(module)["weight"]
+        module.weight = weight
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _random(width: int, dtype: torch.dtype) -> Tensor:
+    """[1, 5, width]"""
+    return torch.randn(1, 5, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
 def _replace_norm(module: nn.Module) -> None:
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -173,8 +295,7 @@ def _replace_norm(module: nn.Module) -> None:
             return original(x)  # type: ignore[no-any-return]
         return rms_norm(x, weight, epsilon)
 
-    probe = torch.randn(1, 5, weight.shape[0], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-    if _agrees(module, forward, probe):
+    if _agrees(module, forward, _random(weight.shape[0], weight.dtype)):
         module.forward = forward
 
 

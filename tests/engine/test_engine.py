@@ -22,7 +22,7 @@ from tests.engine.conftest import BuildEngine
 from tests.engine.tiny_models import EOS, LONGROPE, REFUSED, SERVED, VOCAB, save_model
 
 EDGE_LENGTHS = (1, 15, 16, 17, 33, 60)
-DENSE = ("llama", "gemma2", "phi3")
+EXACT = ("llama", "gemma2", "phi3", "gpt2", "mixtral", "qwen3_moe")
 
 
 def make_prompt(length: int, seed: int = 0) -> list[int]:
@@ -149,7 +149,7 @@ def test_ids_outside_the_vocabulary_are_refused_before_a_step(wrong: dict[str, A
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", EXACT)
 def test_batch_and_chunks_change_neither_tokens_nor_kv(name: str, dtype: str, build_engine: BuildEngine) -> None:
     prompts = [make_prompt(length, seed=2) for length in EDGE_LENGTHS]
     results = {}

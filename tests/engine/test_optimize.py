@@ -14,16 +14,16 @@ from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as i
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as half_rotary
 
 from engine.cpu.ops import make_rms_norm, make_rotate, make_silu_multiply
-from engine.cpu.optimize import PackedLinear, _agrees, _rotary_agrees, optimize
+from engine.cpu.optimize import PackedLinear, _agrees, _first, _rotary_agrees, optimize
 from tests.engine.tiny_models import SERVED
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def make_model(name: str, dtype: torch.dtype) -> Any:
+def make_model(name: str, dtype: torch.dtype, **changes: Any) -> Any:
     torch.manual_seed(0)
     recipe = SERVED[name]
-    model = AutoModelForCausalLM.from_config(getattr(transformers, recipe[0])(**recipe[1]))
+    model = AutoModelForCausalLM.from_config(getattr(transformers, recipe[0])(**(recipe[1] | changes)))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -151,3 +151,47 @@ def test_rotation_equals_transformers_bit_for_bit(dtype: torch.dtype) -> None:
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     expected, _ = half_rotary(q, q, cos, sin)
     torch.testing.assert_close(make_rotate()(q, cos, sin), expected, atol=1e-6, rtol=0)
+
+
+# -- mixtures of experts -----------------------------------------------------------------------------------------
+
+# Wide enough for products to be blocked: the kernels of small ones have but one way.
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "initializer_range": 0.08}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": WIDE,
+    "qwen3_moe": {**WIDE, "num_experts": 8, "moe_intermediate_size": 128, "head_dim": 64},
+    "olmoe": WIDE,
+    "phimoe": WIDE,
+    # Its router's sigmoid takes 32 values at a time, whatever row they are of: of fewer experts rows would differ.
+    "glm4_moe": {**WIDE, "n_routed_experts": 32, "moe_intermediate_size": 128, "first_k_dense_replace": 0},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixtures_rows_do_not_depend_on_how_many_there_are(
+    name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model(name, dtype, **MIXTURES[name])
+    x = torch.randn(1, 150, 256, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with torch.inference_mode():
+        expected = _first(model.model.layers[0].mlp(x))
+        mixture = optimize(model).model.layers[0].mlp
+        whole = _first(mixture(x))
+        torch.testing.assert_close(whole, expected, atol=2e-2, rtol=2e-2)
+        for size in (1, 2, 3, 16, 37, 64, 149):
+            for start in (0, 150 - size):
+                part = slice(start, start + size)
+                assert torch.equal(_first(mixture(x[:, part])), whole[:, part]), f"rows {part}"
+    assert not any(isinstance(parameter, nn.Parameter) for parameter in mixture.experts.parameters()), "packed"
+    assert caplog.messages == []
+
+
+def test_a_part_whose_products_are_not_known_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = nn.Parameter(torch.eye(4))
+
+    optimize(nn.Sequential(nn.Linear(4, 4), Odd()))
+    assert "products of Odd are not known" in caplog.text

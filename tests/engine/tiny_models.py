@@ -55,6 +55,20 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),
     "mixtral": ("MixtralConfig", {**_BASE, "num_local_experts": 4}),
     "qwen3_moe": ("Qwen3MoeConfig", {**_BASE, **_MOE, "head_dim": 16}),
+    "olmoe": ("OlmoeConfig", {**_BASE, "num_experts": 4, "num_experts_per_tok": 2}),
+    "phimoe": ("PhimoeConfig", {**_BASE, "num_local_experts": 4}),  # a router that is a linear layer of its own kind
+    "glm4_moe": (  # a router in float32, a shared expert
+        "Glm4MoeConfig",
+        {
+            **_BASE,
+            "head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
 }
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "attention sinks": ("GptOssConfig", {**_BASE, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -77,6 +91,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     ),  # counts itself
     "paged_step is missing": ("StableLmConfig", _BASE),  # does not pass keyword arguments on
     "no max_position_embeddings": ("BloomConfig", {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
+    "knows only attention of its own": (
+        "FalconConfig",
+        {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    ),
+    "gptj. cannot be paged": (
+        "GPTJConfig",
+        {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "rotary_dim": 8},
+    ),
     "encoder-decoder": ("T5Config", {"vocab_size": VOCAB, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2}),
 }
 LONGROPE = ("Phi3Config", {**_BASE, "rope_parameters": _LONG, "original_max_position_embeddings": 64})
