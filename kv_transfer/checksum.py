@@ -5,38 +5,56 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
+import xxhash
 from torch import Tensor
 
 __all__ = ["CHECKED_SHARE", "CHECKSUM_BYTES", "block_checksums", "seal", "unseal", "wrong_blocks"]
 
-CHECKSUM_BYTES = 8
+CHECKSUM_BYTES = 9  # a letter for the kind, and 64 bits
 # Share of the blocks that travel with a checksum, by `TransferConfig.checksums`.
 CHECKED_SHARE: dict[str, float] = {"off": 0.0, "sample": 1 / 16, "all": 1.0}
 _SEAL_BYTES = 4
+_HOST, _DEVICE = b"h", b"d"
+_SLAB_BYTES = 64 << 20  # of blocks whose words a device widens at a time
 
 
 def block_checksums(
     pool: Tensor, block_ids: Sequence[int], *, share: float = 1.0, draw: Callable[[], float] = random.random
 ) -> list[bytes]:
-    """One checksum per block, the CRC-32 of each half of its bytes, or b"" for those outside of the sample.
+    """One checksum per block, or b"" for those outside of the sample.
 
-    CRC-32 runs at 4.3 GB/s on one core here, SHA-256 at 0.9, BLAKE2b at 0.2. Halves double its length for free.
+    In host memory it is XXH3, which reads as fast as memory is copied (12 GB/s on one core here; CRC-32 reaches 2) and
+    lets go of the interpreter lock. On a GPU, where copying the bytes to the host would cost more than sending them, it
+    is a weighted sum that the device computes. A checksum tells its kind, so both kinds of pool can check either.
 
-    pool:  [num_blocks, ...], contiguous; on a GPU the blocks are copied to the host first
+    pool:  [num_blocks, ...], contiguous
     share: of the blocks, chosen by `draw`, which returns numbers in [0, 1)
     """
-    return [_checksum(pool[block_id]) if share >= 1 or draw() < share else b"" for block_id in block_ids]
+    is_checked = [share >= 1 or draw() < share for _ in block_ids]
+    kind = _DEVICE if pool.is_cuda else _HOST
+    digests = iter(
+        _DIGESTS[kind](pool, [block for block, checked in zip(block_ids, is_checked, strict=True) if checked])
+    )
+    return [kind + next(digests) if checked else b"" for checked in is_checked]
 
 
 def wrong_blocks(pool: Tensor, block_ids: Sequence[int], checksums: Sequence[bytes]) -> list[int]:
-    """Those of `block_ids` whose bytes do not have their checksum; b"" is not checked."""
-    return [
-        block_id
-        for block_id, checksum in zip(block_ids, checksums, strict=True)
-        if checksum and checksum != _checksum(pool[block_id])
-    ]
+    """Those of `block_ids` whose bytes do not have their checksum; b"" is not checked.
+
+    All of them if there is not one checksum for each.
+    """
+    if len(checksums) != len(block_ids):
+        return list(block_ids)
+    pairs = [(block, checksum) for block, checksum in zip(block_ids, checksums, strict=True) if checksum]
+    right = set()
+    for kind, digests_of in _DIGESTS.items():
+        of_kind = [(block, checksum) for block, checksum in pairs if checksum[:1] == kind]
+        digests = digests_of(pool, [block for block, _ in of_kind])
+        right |= {pair for pair, digest in zip(of_kind, digests, strict=True) if pair[1] == kind + digest}
+    return [block for block, checksum in pairs if (block, checksum) not in right]
 
 
 def seal(message: bytes) -> bytes:
@@ -54,7 +72,30 @@ def unseal(sealed: bytes) -> bytes | None:
     return message if crc == zlib.crc32(message).to_bytes(_SEAL_BYTES, "little") else None
 
 
-def _checksum(block: Tensor) -> bytes:
-    data = block.reshape(-1).view(torch.uint8).cpu().numpy().data
-    half = len(data) // 2
-    return zlib.crc32(data[:half]).to_bytes(4, "little") + zlib.crc32(data[half:]).to_bytes(4, "little")
+def _host_digests(pool: Tensor, block_ids: list[int]) -> list[bytes]:
+    if not block_ids:
+        return []
+    if pool.is_cuda:
+        pool, block_ids = pool[block_ids].cpu(), list(range(len(block_ids)))
+    rows = pool.flatten(1).view(torch.uint8).numpy()
+    return [xxhash.xxh3_64_digest(rows[block].data) for block in block_ids]
+
+
+def _device_digests(pool: Tensor, block_ids: list[int]) -> list[bytes]:
+    """Sums of 32-bit words times odd weights, modulo 2^64. They change with any bit, and where words change places."""
+    rows = pool.flatten(1).view(torch.int32)
+    weights = _weights(rows.shape[1], pool.device)
+    per_slab = max(_SLAB_BYTES // (4 * rows.shape[1]), 1)
+    slabs = [block_ids[start : start + per_slab] for start in range(0, len(block_ids), per_slab)]
+    sums = [(rows[slab].to(torch.int64) * weights).sum(dim=1) for slab in slabs]
+    return [int(total).to_bytes(8, "little", signed=True) for part in sums for total in part.tolist()]
+
+
+@cache
+def _weights(num_words: int, device: torch.device) -> Tensor:
+    """Odd numbers drawn from a fixed seed: [num_words], int64."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(1 << 62), 1 << 62, (num_words,), generator=generator).mul(2).add(1).to(device)
+
+
+_DIGESTS = {_HOST: _host_digests, _DEVICE: _device_digests}

@@ -82,7 +82,7 @@ class TransferConfig:
     lease_ttl_s: float = 10.0  # extended by each heartbeat of the sender
     heartbeat_interval_s: float = 1.0
     handoff_timeout_s: float = 30.0  # longest wait for a grant, a peer's hello or a closed lease
-    checksums: Literal["off", "sample", "all"] = "off"
+    checksums: Literal["off", "sample", "all"] = "all"  # of KV blocks on their way to another worker
 
     def __post_init__(self) -> None:
         _require_seconds(self, "lease_ttl_s", "heartbeat_interval_s", "handoff_timeout_s")

@@ -9,7 +9,8 @@ polls drive everything instead. What UCX does with that, measured between two pr
   100 to 14,000 us. NIXL merges picks that follow each other on both sides, so they are given in order of block ids:
   64 MB as 8 KB blocks take 16 ms in one run, 65 ms block by block; from 256 KB on there is nothing to gain.
 - Notifications of NIXL's own arrive in the order in which writes complete. So they are sent from here, when the
-  writes before them are done, and carry a sequence number by which the receiver undoes any reordering on the way.
+  writes before them are done, and carry a sequence number by which the receiver undoes any reordering on the way. A
+  checksum covers number and notification.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import numpy as np
 from torch import Tensor
 from typing_extensions import override
 
+from kv_transfer.checksum import seal, unseal
 from kv_transfer.transport.base import (
     Notification,
     PoolShape,
@@ -121,22 +123,35 @@ class _Inbox:
 
     link: int = 0
     next_sequence: int = 0
+    num_damaged: int = 0  # each had a number that is, or will be, missing; of this link or of the one that comes
     early: dict[int, bytes] = field(default_factory=dict)
 
-    def take(self, message: bytes) -> Iterator[bytes]:
-        """Payloads that are due now that `message` has come."""
-        if len(message) < _HEADER.size:
-            logger.warning("dropped a notification of %d bytes: it was not sent by this transport", len(message))
-            return
-        link, sequence = _HEADER.unpack_from(message)
+    def take(self, sealed: bytes) -> Iterator[bytes]:
+        """Payloads that are due now that this message has come.
+
+        One that was damaged is lost, and those behind it do not wait for it.
+        """
+        message = unseal(sealed)
+        if message is None or len(message) < _HEADER.size:
+            logger.warning("dropped a notification of %d bytes: it is not what a peer sent", len(sealed))
+            self.num_damaged += 1
+        else:
+            link, sequence = _HEADER.unpack_from(message)
+            self._put(link, sequence, message[_HEADER.size :])
+        while self.early:
+            if self.next_sequence in self.early:
+                yield self.early.pop(self.next_sequence)
+            elif self.num_damaged:
+                self.num_damaged -= 1
+            else:
+                return
+            self.next_sequence += 1
+
+    def _put(self, link: int, sequence: int, payload: bytes) -> None:
         if link > self.link:  # the sender added us anew and counts from 0
             self.link, self.next_sequence, self.early = link, 0, {}
-        if link < self.link or sequence < self.next_sequence:
-            return
-        self.early[sequence] = message[_HEADER.size :]
-        while self.next_sequence in self.early:
-            yield self.early.pop(self.next_sequence)
-            self.next_sequence += 1
+        if link == self.link and sequence >= self.next_sequence:
+            self.early[sequence] = payload
 
 
 class NixlTransport(Transport):
@@ -319,7 +334,7 @@ class NixlTransport(Transport):
                 copy.handle = None
             if copy.notification:
                 header = _HEADER.pack(peer.link, peer.num_notifications)
-                self._agent.send_notif(_agent_name(peer.worker_id, peer.epoch), header + copy.notification)
+                self._agent.send_notif(_agent_name(peer.worker_id, peer.epoch), seal(header + copy.notification))
                 peer.num_notifications += 1
         return True
 

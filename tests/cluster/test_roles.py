@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from kv_transfer.transport.base import Notification
 from kv_transfer.transport.in_process import Verdict, Write
 from protocol.errors import NoWorker, ServingError, TransferError
 from protocol.messages import FinishReason, Role
@@ -227,24 +231,62 @@ def test_a_prompt_over_the_pool_is_refused_with_the_limit(tiny_model: Path) -> N
     asyncio.run(scenario())
 
 
-def test_a_flipped_bit_on_the_way_is_caught(tiny_model: Path, oracle: Oracle) -> None:
-    is_flipping = True
+def flip_a_bit(pool: Tensor, blocks: list[int]) -> None:
+    pool[blocks[0]].view(torch.uint8).view(-1)[7] ^= 16
+
+
+def tear_a_block(pool: Tensor, blocks: list[int]) -> None:
+    """Half of it is what was there before."""
+    block = pool[blocks[-1]].view(-1)
+    block[len(block) // 2 :] = 0.0
+
+
+def swap_blocks(pool: Tensor, blocks: list[int]) -> None:
+    pool[blocks[:2]] = pool[blocks[1::-1]]
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, tear_a_block, swap_blocks])
+def test_what_was_damaged_on_the_way_is_never_decoded_from(
+    tiny_model: Path, oracle: Oracle, damage: Callable[[Tensor, list[int]], None]
+) -> None:
+    is_damaging = True
 
     def judge(write: Write) -> Verdict:
-        if is_flipping and write.local_block_ids:
-            write.sender.pool[write.local_block_ids[0]].view(-1)[7] += 1.0  # after its checksum was taken
+        if is_damaging and write.local_block_ids:
+            damage(write.sender.pool, write.local_block_ids)  # after its checksum was taken
         return Verdict.DELIVER
 
     async def scenario() -> None:
-        nonlocal is_flipping
-        async with running_cluster(tiny_model, transfer={"checksums": "all"}, judge=judge) as cluster:
+        nonlocal is_damaging
+        async with running_cluster(tiny_model, judge=judge) as cluster:  # without a word about checksums
             with pytest.raises(TransferError, match="damaged") as caught:
                 await cluster.generate(make_prompt(40))
             assert caught.value.code == "kv_transfer_failed"
             await cluster.becomes_idle()
-            is_flipping = False
+            is_damaging = False
             other = make_prompt(40, seed=1)
             assert (await cluster.generate(other)).token_ids == oracle.answer(other)
+
+    asyncio.run(scenario())
+
+
+def test_a_notification_that_comes_again_changes_nothing(tiny_model: Path, oracle: Oracle) -> None:
+    """At once, and while another request with other blocks is under way."""
+    former: list[Notification] = []
+
+    def judge(write: Write) -> Verdict:
+        write.receiver.inbox.extend(former)
+        former.append(Notification(write.sender.worker_id, write.sender.epoch, write.notification))
+        return Verdict.DELIVER
+
+    async def scenario() -> None:
+        async with running_cluster(tiny_model, judge=judge) as cluster:
+            prompts = [make_prompt(length, seed) for seed, length in enumerate((200, 200, 65, 130))]
+            for group in (prompts[:1], prompts[1:]):
+                answers = await asyncio.gather(*(cluster.generate(prompt) for prompt in group))
+                assert [answer.token_ids for answer in answers] == [oracle.answer(prompt) for prompt in group]
+            assert len(former) > 8
+            await cluster.becomes_idle()
 
     asyncio.run(scenario())
 
