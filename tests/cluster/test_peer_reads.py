@@ -687,10 +687,10 @@ def test_of_a_dead_peer_nothing_is_asked() -> None:
     world.reader.check_integrity(idle=True)
 
 
-def test_a_read_lands_only_in_room_that_no_running_sequence_needs() -> None:
+def test_a_read_lands_only_in_room_that_no_running_sequence_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(random.Random(0))
     world.fill()
-    world.b.engine.scheduler.running += [object()] * 10  # they grow by a block each: of 12 blocks 2 are to spare
+    monkeypatch.setattr(Scheduler, "num_spare_blocks", 2)
     opened = world.reader.source(KvHolder(world.a.address, 6)).open(world.digests(), 0, 6, 0.0)
     large, small = opened.begin(2, 6, 0.0), opened.begin(0, 2, 0.0)
     for _, _, message in list(world.sent):
