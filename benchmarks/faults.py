@@ -106,6 +106,7 @@ class Faults:
     writes: dict[Fault, float] = field(
         default_factory=lambda: {
             Fault.DELAY: 0.02,
+            Fault.STICK: 0.003,
             Fault.FAIL: 0.01,
             Fault.LOSE: 0.005,
             Fault.TEAR: 0.01,
@@ -389,12 +390,6 @@ class _World:
         for worker in self.workers.values():
             worker.transport.rates = {}
         self._run_for(_DRAIN_S)
-        # A lost write keeps its blocks in quarantine for as long as its sender lives: now it ends, and all is free.
-        for worker_id, worker in list(self.workers.items()):
-            if worker.transport.has_lost_blocks:
-                self._check_idle(worker)
-                self._kill(worker_id)
-        self._run_for(2 * _DEATH_NOTICED_S + _TURN_S)
         for worker in self.workers.values():
             self._check_idle(worker)
             worker.transport.rates = self.faults.writes

@@ -40,6 +40,10 @@ _START_TIMEOUT_S = 600.0  # loading a large model from a cold disk
 _PLACE_NOTICE_S = 20.0  # a person is told what Ray has no room for
 _CALL_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 15.0
+# A sender whose lost writes keep this share of a peer's pool in quarantine for this long is replaced: its end is proof.
+_MAX_QUARANTINED_SHARE = 0.05
+_QUARANTINE_S = 60.0
+_LOOK_AT_QUARANTINES_S = 5.0
 _TELL_AGAIN_S = 1.0  # to a survivor that did not answer
 _GONE_TIMEOUT_S = 5.0  # how long a replacement waits for the room that a dead worker's process may still take
 _DRAIN_TIMEOUT_S = 120.0
@@ -104,6 +108,7 @@ class Supervisor:
         if self._failure.done():
             ups.cancel()
             self._failure.result()
+        self._background.keep("the watch of quarantines", self._watch_quarantines)
         if self._config.autoscale:
             self._background.keep("the autoscaler", self._autoscale)
 
@@ -344,6 +349,37 @@ class Supervisor:
             "decode_wait_s": decision.decode_wait_s,
             "flips": list(self._flips),
         }
+
+    async def _watch_quarantines(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_AT_QUARANTINES_S)
+            for sender in self._senders_to_replace():
+                await self._replace(sender)
+
+    def _senders_to_replace(self) -> list[_Member]:
+        """Members whose lost writes take too much of a peer's pool, where no transport can prove that they are over."""
+        members = {m.address: m for m in self._members.values() if m.is_up.is_set() and m.address is not None}
+        addresses = {(address.worker_id, address.epoch): member for address, member in members.items()}
+        found = [
+            addresses.get((quarantine.sender_id, quarantine.sender_epoch))
+            for worker in self._registry
+            for quarantine in worker.quarantines
+            if quarantine.oldest_s >= _QUARANTINE_S
+            and quarantine.num_blocks >= _MAX_QUARANTINED_SHARE * worker.card.num_blocks
+        ]
+        return list(dict.fromkeys(member for member in found if member is not None))
+
+    async def _replace(self, member: _Member) -> None:
+        """End a worker whose lost writes nobody can vouch for, once what it runs is done; a new one is started."""
+        worker_id, address = member.config.worker_id, member.address
+        logger.warning("%s is replaced: lost writes of it keep too many blocks of its peers in quarantine", worker_id)
+        self._registry.set_state(worker_id, WorkerState.DRAINING, "its lost writes keep blocks in quarantine")
+        try:
+            await self._finished(member, (await self._status(member)).request_ids)
+        except (RayError, ServingError, TimeoutError) as exc:
+            logger.warning("%s is replaced before it has finished: %s", worker_id, _first_line(exc))
+        if member.address == address:
+            self._kill(member)
 
     def _on_change(self, change: WorkerChange) -> None:
         """A worker the router gave up (it is silent) may still have a process: end it, and a new one is started."""

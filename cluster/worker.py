@@ -19,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 import zmq
 
@@ -63,6 +64,7 @@ from protocol.messages import (
     PinLoad,
     PinQuery,
     Prefill,
+    Quarantine,
     ReadDone,
     ReadGrant,
     ReadRequest,
@@ -75,6 +77,7 @@ from protocol.messages import (
     Unpin,
     Welcome,
     WorkerCard,
+    WorkerLoad,
 )
 from router.cost_model import CostModel
 
@@ -115,6 +118,7 @@ class Worker:
         self._load = self._engine.load()
         self._tier_report: tuple[list[TierLoad], FetchStats | None, PinLoad | None] = ([], None, None)
         self._link_report: list[LinkLoad] = []
+        self._quarantine_report: list[Quarantine] = []
         self._next_report = 0.0
         self._step_started = 0.0
         interval_s = config.transfer.heartbeat_interval_s
@@ -233,7 +237,7 @@ class Worker:
         return WorkerStatus(
             worker_id=self.config.worker_id,
             role=self.role,
-            load=self._engine.load(),
+            load=self._make_load(),
             num_open_handoffs=self._prefill.num_open + self._decode.num_open,
             num_open_leases=self._decode.num_leases,
             num_used_blocks=self._engine.pool.num_used,
@@ -338,13 +342,24 @@ class Worker:
     def _publish_state(self) -> None:
         """What the heartbeat thread sends from now on."""
         self._live_handoffs = self._prefill.live_handoffs
-        self._load = self._engine.load()
+        self._load = self._make_load()
         now = time.monotonic()
         if now >= self._next_report:
             self._next_report = now + _REPORT_S
             self._link_report = self._prefill.link_loads
+            self._quarantine_report = self._decode.quarantines(now)
             fetches = self._cache.fetcher.stats(self._holder.num_lent_blocks)
             self._tier_report = (self._cache.loads(), fetches, self._pins.load())
+
+    def _make_load(self) -> WorkerLoad:
+        load = self._engine.load()
+        if not self._decode.num_leases:
+            return load
+        return msgspec.structs.replace(
+            load,
+            num_open_leases=self._decode.num_leases,
+            num_quarantined_blocks=self._decode.num_quarantined_blocks,
+        )
 
     def _pump(self, now: float) -> None:
         self._prefill.pump(now)
@@ -493,7 +508,7 @@ class Worker:
             )
             if sequence.finish_reason is not None:
                 del self._clients[sequence.request_id]
-        load = self._engine.load()
+        load = self._make_load()
         for identity, items in deltas.items():
             message = StepOutput(
                 worker_id=self.config.worker_id,
@@ -559,6 +574,7 @@ class Worker:
             tiers=self._tier_report[0],
             fetches=self._tier_report[1],
             links=self._link_report,
+            quarantines=self._quarantine_report,
             pins=self._tier_report[2],
         )
 

@@ -35,6 +35,7 @@ from protocol.messages import (
     LeaseRevoked,
     Message,
     PeerAddress,
+    Quarantine,
     decode_message,
 )
 
@@ -85,6 +86,7 @@ class DecodeRole:
         self._pending: dict[str, _Pending] = {}  # those that a lease was asked for in the order of that
         self._early: OrderedDict[tuple[str, str, int], None] = OrderedDict()  # request, sender and its epoch
         self._remind_at = 0.0
+        self._fenced_at: dict[int, float] = {}  # by generation, when a lease was first seen to be fenced
         self._dead: set[tuple[str, int]] = set()  # worker and epoch; requests may still name them
 
     @property
@@ -96,6 +98,21 @@ class DecodeRole:
     def num_leases(self) -> int:
         """Leases that hold blocks, live and fenced."""
         return self._leases.num_live + len(self._leases.fenced)
+
+    @property
+    def num_quarantined_blocks(self) -> int:
+        """Blocks of leases that ended without their senders' confirmation."""
+        return self._leases.num_quarantined_blocks
+
+    def quarantines(self, now: float) -> list[Quarantine]:
+        """Who keeps how many blocks in quarantine, and for how long."""
+        quarantines: dict[tuple[str, int], Quarantine] = {}
+        for lease in self._leases.fenced:
+            sender, age_s = (lease.sender_id, lease.sender_epoch), now - self._fenced_at.get(lease.generation, now)
+            former = quarantines.get(sender, Quarantine(*sender, 0, 0.0))
+            num_blocks = former.num_blocks + len(lease.block_ids)
+            quarantines[sender] = Quarantine(*sender, num_blocks, max(former.oldest_s, age_s))
+        return list(quarantines.values())
 
     @property
     def is_transferring(self) -> bool:
@@ -221,7 +238,9 @@ class DecodeRole:
             self._grant(self._pending[sequence.request_id], block_ids, now)
         if now >= self._remind_at:
             self._remind_at = now + min(_REMIND_S, self._config.handoff_timeout_s / 4)
-            for lease in self._leases.fenced:
+            fenced, fenced_at = self._leases.fenced, self._fenced_at
+            self._fenced_at = {lease.generation: fenced_at.get(lease.generation, now) for lease in fenced}
+            for lease in fenced:
                 self._revoke(lease)
             self._vouch()
 

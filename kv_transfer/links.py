@@ -134,6 +134,19 @@ class PeerLinks:
         if link is not None and link.peer.epoch == epoch and link.state is LinkState.READY:
             del self._links[worker_id]
 
+    def reset(self, worker_id: str, epoch: int) -> None:
+        """Tear down a link on which nothing moves: what is unsettled becomes lost. The next `connect` opens it anew."""
+        link = self._links.get(worker_id)
+        if link is not None and link.peer.epoch == epoch and link.state is LinkState.READY:
+            del self._links[worker_id]
+            self._transport.remove_peer(worker_id)
+
+    def reopen(self, worker_id: str, epoch: int, now: float) -> None:
+        """Open the link to this epoch of a peer, unless it was forgotten. Call it every second or so."""
+        peer = self._known.get((worker_id, epoch))
+        if peer is not None:
+            self.connect(peer, now)
+
     def forget(self, worker_id: str, epoch: int) -> None:
         """That epoch is dead: drop its link; its unsettled writes become lost."""
         self._known.pop((worker_id, epoch), None)

@@ -10,8 +10,9 @@ granted and computed it is written; behind the last one goes `HandoffDone`.
     [computed, num_blocks)        prefill still runs
 
 A handoff ends when nothing of it is in flight and it was delivered or has failed. Only then may its local blocks be
-unpinned, and only then is the receiver told that its blocks are safe. A write that was lost can never be vouched for:
-such a lease is not confirmed, and the receiver keeps its blocks until this process is gone.
+unpinned, and only then is the receiver told that its blocks are safe. A write that was lost may still land: its lease
+is not confirmed before the transport can prove that nothing of it will (`vouch`). Without that proof the receiver keeps
+the blocks until this process is gone.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class Outbox:
         self._early_grants: dict[_HandoffKey, _Grant] = {}  # came before their `open`
         self._past: OrderedDict[_LeaseKey, None] = OrderedDict()
         self._ungranted: OrderedDict[_HandoffKey, str] = OrderedDict()  # ended before their grant came: why
-        self._unsure: set[_LeaseKey] = set()  # ended with a lost write
+        self._unsure: dict[_LeaseKey, _HandoffKey] = {}  # ended with a lost write
         self._ended: list[HandoffEnded | LeaseEnded] = []
 
     def open(
@@ -237,7 +238,19 @@ class Outbox:
             if handoff.key[1:] == receiver:
                 handoff.is_receiver_lost = True
                 self._fail(handoff, f"{receiver_id} is gone")
-        self._unsure = {lease for lease in self._unsure if lease[:2] != receiver}
+        self._unsure = {lease: key for lease, key in self._unsure.items() if lease[:2] != receiver}
+
+    @property
+    def unsure_receivers(self) -> set[tuple[str, int]]:
+        """Receivers (and their epochs) of leases that are not confirmed, as writes under them were lost."""
+        return {(lease.receiver_id, lease.receiver_epoch) for lease in self._unsure}
+
+    def vouch(self, receiver_id: str, receiver_epoch: int) -> None:
+        """Nothing that was lost on the way to this receiver can land any more: confirm those leases."""
+        for lease, key in list(self._unsure.items()):
+            if (lease.receiver_id, lease.receiver_epoch) == (receiver_id, receiver_epoch):
+                del self._unsure[lease]
+                self._end_lease(key, lease, "a write was lost")
 
     def expire(self, now: float) -> None:
         """Give up handoffs without a grant and grants without a handoff whose time is over."""
@@ -337,7 +350,7 @@ class Outbox:
         if handoff.is_receiver_lost:
             return
         if handoff.has_lost_write:
-            self._unsure.add(lease)
+            self._unsure[lease] = handoff.key
         elif is_delivered and not handoff.is_revoked:
             _remember(self._past, lease, None)  # `HandoffDone` told the receiver
         else:

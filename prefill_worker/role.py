@@ -7,6 +7,7 @@ transfer allows: the room of a long prompt would stand empty on the decode worke
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Callable
@@ -39,11 +40,23 @@ from protocol.messages import (
 
 __all__ = ["PrefillRole"]
 
+logger = logging.getLogger(__name__)
+
+_VOUCH_INTERVAL_S = 1.0  # between two looks at leases with lost writes
+
 
 class _Flight(NamedTuple):
     write: BlockWrite
     transfer: Transfer
     deadline: float
+
+
+@dataclass(eq=False, slots=True)
+class _Stall:
+    """The oldest write of a link, and since when it has been that."""
+
+    transfer: Transfer
+    since: float
 
 
 @dataclass(eq=False, slots=True)
@@ -67,6 +80,8 @@ class _Written:
     num_handoffs: int = 0
     exposed_bytes: int = 0
     exposed_s: float = 0.0
+    num_lost: int = 0
+    num_resets: int = 0
 
 
 class PrefillRole:
@@ -95,6 +110,8 @@ class PrefillRole:
         self._handoffs: dict[str, _Handoff] = {}
         self._early_grants: dict[tuple[str, int], list[LeaseGrant]] = {}  # by worker and epoch: the link is not up yet
         self._in_flight: list[_Flight] = []
+        self._stalls: dict[tuple[str, int], _Stall] = {}  # by receiver and its epoch, while writes are in flight
+        self._vouch_at = 0.0
         self._written: dict[str, _Written] = {}  # by receiver
         self._dead: set[tuple[str, int]] = set()  # worker and epoch; its last messages may come after its death
         self._step_s = 0.0  # of the last step
@@ -221,6 +238,8 @@ class PrefillRole:
         """Give up what is too late. Only for a caller that has read all that came: a grant may be among it."""
         self._settle()
         self._give_up_stalled(now)
+        self._reset_stalled_links(now)
+        self._vouch_for_lost(now)
         self._outbox.expire(now)
 
     def request_leases(self, now: float) -> None:
@@ -333,6 +352,7 @@ class PrefillRole:
             self._in_flight = [flight for flight in self._in_flight if not flight.transfer.is_settled]
             for write, transfer, _ in settled:
                 if transfer.state is TransferState.LOST:
+                    self._written.setdefault(write.receiver_id, _Written()).num_lost += 1
                     self._links.broke(write.receiver_id, write.receiver_epoch)
                 elif transfer.state is TransferState.DONE:
                     self._count(write, transfer)
@@ -366,6 +386,34 @@ class PrefillRole:
             if now >= flight.deadline:
                 reason = f"a write to {flight.write.receiver_id} took over {self._config.handoff_timeout_s} s"
                 self._outbox.cancel(flight.write.notification.request_id, reason)
+
+    def _reset_stalled_links(self, now: float) -> None:
+        """Tear down links whose oldest write has not settled for long: all others would wait behind it for ever."""
+        oldest: dict[tuple[str, int], Transfer] = {}
+        for flight in self._in_flight:
+            oldest.setdefault((flight.write.receiver_id, flight.write.receiver_epoch), flight.transfer)
+        self._stalls = {
+            receiver: stall
+            if (stall := self._stalls.get(receiver)) is not None and stall.transfer is transfer
+            else _Stall(transfer, now)
+            for receiver, transfer in oldest.items()
+        }
+        for (worker_id, epoch), stall in self._stalls.items():
+            if now - stall.since >= self._config.handoff_timeout_s:
+                logger.warning("nothing moved to %s for %.0f s: the link is reset", worker_id, now - stall.since)
+                self._written.setdefault(worker_id, _Written()).num_resets += 1
+                self._links.reset(worker_id, epoch)
+        self._settle()
+
+    def _vouch_for_lost(self, now: float) -> None:
+        """Confirm leases with lost writes once these cannot land; an open link may be what proves it."""
+        if now < self._vouch_at:
+            return
+        self._vouch_at = now + _VOUCH_INTERVAL_S
+        for worker_id, epoch in self._outbox.unsure_receivers:
+            self._links.reopen(worker_id, epoch, now)
+            if self._transport.is_quiet(worker_id):
+                self._outbox.vouch(worker_id, epoch)
 
     def _finish(self, ended: HandoffEnded) -> None:
         handoff = self._handoffs.pop(ended.request_id)

@@ -57,6 +57,7 @@ __all__ = [
     "PinReport",
     "Prefetch",
     "Prefill",
+    "Quarantine",
     "ReadDone",
     "ReadGrant",
     "ReadRequest",
@@ -170,7 +171,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting_tokens: int = 0  # prompt tokens not computed yet, waiting and running
     num_kv_tokens: int = 0  # tokens of running sequences
     num_free_blocks: int = 0  # unused or evictable
-    num_open_leases: int = 0
+    num_open_leases: int = 0  # of blocks to peers that write into them, those in quarantine included
+    num_quarantined_blocks: int = 0  # of leases that ended, where it is not known that nothing can land any more
     num_waiting_for_room: int = 0  # preempted sequences, and prompts computed elsewhere that cannot be received yet
     num_preemptions: int = 0  # since the start
 
@@ -220,6 +222,17 @@ class LinkLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_handoffs: int = 0  # complete
     exposed_bytes: int = 0
     exposed_s: float = 0.0
+    num_lost: int = 0  # writes of which nobody knew whether they would still land
+    num_resets: int = 0  # of the link, as nothing moved on it
+
+
+class Quarantine(msgspec.Struct, frozen=True):
+    """Blocks of one sender's leases that wait for the proof that nothing of it can land in them any more."""
+
+    sender_id: str
+    sender_epoch: int
+    num_blocks: int
+    oldest_s: float
 
 
 class PinLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -452,6 +465,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tiers: list[TierLoad] = []
     fetches: FetchStats | None = None
     links: list[LinkLoad] = []  # counts, so a heartbeat that is lost loses nothing
+    quarantines: list[Quarantine] = []
     pins: PinLoad | None = None
 
 

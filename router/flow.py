@@ -287,6 +287,7 @@ class RequestFlow:
             "num_kv_tokens": load.num_kv_tokens,
             "num_free_blocks": load.num_free_blocks,
             "num_open_leases": load.num_open_leases,
+            "num_quarantined_blocks": load.num_quarantined_blocks,
             "num_waiting_for_room": load.num_waiting_for_room,
             "num_preemptions": load.num_preemptions,
             "step_age_s": worker.step_age_s,
@@ -298,6 +299,7 @@ class RequestFlow:
             "tiers": [msgspec.to_builtins(tier) for tier in worker.tiers],
             "fetches": msgspec.to_builtins(worker.fetches),
             "links": [msgspec.to_builtins(link) for link in worker.links],
+            "quarantines": [msgspec.to_builtins(quarantine) for quarantine in worker.quarantines],
             "pins": msgspec.to_builtins(worker.pins),
         }
 

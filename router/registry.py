@@ -19,6 +19,7 @@ from protocol.messages import (
     FetchStats,
     LinkLoad,
     PinLoad,
+    Quarantine,
     Role,
     StepStats,
     TierLoad,
@@ -73,6 +74,7 @@ class Worker:
     fetches: FetchStats | None = None
     links: Sequence[LinkLoad] = ()
     pins: PinLoad | None = None
+    quarantines: Sequence[Quarantine] = ()
     queued_prompt_tokens: int = 0  # booked uncached prompt tokens whose first token has not come
     queued_attention: float = 0.0  # of these tokens
     computed_prompt_tokens: int = 0  # of these, already computed by steps reported since
@@ -458,6 +460,12 @@ class Registry:
         worker = self._workers.get(worker_id)
         if worker is not None:
             worker.links = links
+
+    def note_quarantines(self, worker_id: str, quarantines: Sequence[Quarantine]) -> None:
+        """Remember whose lost writes keep blocks of a worker in quarantine."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.quarantines = quarantines
 
     def note_pins(self, worker_id: str, pins: PinLoad | None) -> None:
         """Remember what a worker says it keeps for pins."""

@@ -421,6 +421,7 @@ class WorkerClient:
             self._registry.note_load(message.worker_id, message.load, self._clock(), step_age_s=message.step_age_s)
             self._registry.note_tiers(message.worker_id, message.tiers, message.fetches)
             self._registry.note_pins(message.worker_id, message.pins)
+            self._registry.note_quarantines(message.worker_id, message.quarantines)
             self._on_links(message.worker_id, message.links)
 
     def _on_links(self, worker_id: str, links: list[LinkLoad]) -> None:

@@ -20,7 +20,8 @@ _LOAD = {
     "num_waiting_tokens": "Prompt tokens not computed yet",
     "num_kv_tokens": "KV tokens of running sequences",
     "num_free_blocks": "Blocks of the pool that are unused or evictable",
-    "num_open_leases": "Leases of blocks to other workers",
+    "num_open_leases": "Leases of blocks to other workers that write into them",
+    "num_quarantined_blocks": "Blocks of ended leases into which a lost write might still land",
     "num_waiting_for_room": "Preempted sequences, and prompts computed elsewhere that cannot be received yet",
 }
 _LOAD_COUNTERS = {
@@ -53,6 +54,8 @@ _LINK_COUNTERS = {
     "num_handoffs": "Handoffs to the peer that were completed",
     "exposed_bytes": "Bytes still to write when the prompt was computed",
     "exposed_s": "Seconds the link was busy with those",
+    "num_lost": "Writes to the peer of which nobody knew whether they would still land",
+    "num_resets": "Times the link was reset because nothing moved on it",
 }
 _FETCH_COUNTERS = {
     "num_lent_blocks": "Blocks kept for peers to read",

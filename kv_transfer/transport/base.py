@@ -130,6 +130,14 @@ class Transport(abc.ABC):
         """
 
     @abc.abstractmethod
+    def is_quiet(self, worker_id: str) -> bool:
+        """Whether it is certain that no byte can land any more of the writes to this peer that were LOST until now.
+
+        A transport says so only if it can prove it; opening the link anew may be the proof. One that cannot says no for
+        ever: then those blocks wait for the end of this process.
+        """
+
+    @abc.abstractmethod
     def write_blocks(
         self,
         worker_id: str,

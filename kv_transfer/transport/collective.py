@@ -66,10 +66,14 @@ class _Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     secret: bytes
     worker_id: str
     epoch: int
+    number: int  # of the opener's links, in the order in which it made them
 
 
 class _Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """The acceptor makes the group from now on, and so should the opener."""
+    """The acceptor makes the group from now on, and so should the opener.
+
+    It has closed all earlier links of that opener: nothing of theirs lands in its pool any more.
+    """
 
 
 class _Rendezvous(msgspec.Struct, frozen=True, array_like=True, tag="rendezvous"):
@@ -175,7 +179,7 @@ class _Opened(_Link):
         self._num_copies = 0
         self._last_landed = 0
         self._has_begun = False
-        self._is_welcome = False
+        self.is_welcome = False
         self._set_up_deadline = time.monotonic() + _SET_UP_TIMEOUT_S
         self._put(hello)
 
@@ -194,8 +198,8 @@ class _Opened(_Link):
     def take(self, message: _Message) -> None:
         if isinstance(message, _Landed):
             self._last_landed = message.number
-        elif isinstance(message, _Welcome) and not self._is_welcome:
-            self._is_welcome = True
+        elif isinstance(message, _Welcome) and not self.is_welcome:
+            self.is_welcome = True
             self.channel.start()
         else:
             super().take(message)
@@ -229,18 +233,26 @@ class _Opened(_Link):
 class _Accepted(_Link):
     """A link that a peer opened, to write to our pool and read from it."""
 
-    def __init__(self, stream: MessageStream, channel: PairChannel, num_blocks: int, secret: bytes) -> None:
+    def __init__(
+        self,
+        stream: MessageStream,
+        channel: PairChannel,
+        num_blocks: int,
+        secret: bytes,
+        on_greeted: Callable[[_Hello], None],
+    ) -> None:
         super().__init__(stream, channel, "a stranger")
         self.arrived: list[Notification] = []
+        self._on_greeted = on_greeted
         self._num_blocks = num_blocks
         self._secret = secret
-        self._hello: _Hello | None = None
+        self.hello: _Hello | None = None
         self._hello_deadline = time.monotonic() + _HELLO_TIMEOUT_S
         self._orders: deque[tuple[_CopyOrder, PairCopy | None]] = deque()
 
     @override
     def take(self, message: _Message) -> None:
-        if self._hello is None:
+        if self.hello is None:
             self._greet(message)
         elif isinstance(message, _CopyOrder):
             self._orders.append((message, self._submit(message)))
@@ -249,7 +261,7 @@ class _Accepted(_Link):
 
     @override
     def drive(self) -> None:
-        if self._hello is None:
+        if self.hello is None:
             if time.monotonic() >= self._hello_deadline:
                 raise TransferError("no greeting came")
             return
@@ -258,7 +270,7 @@ class _Accepted(_Link):
             order, _ = self._orders.popleft()
             last_landed = order.number
             if order.notification:
-                self.arrived.append(Notification(self._hello.worker_id, self._hello.epoch, order.notification))
+                self.arrived.append(Notification(self.hello.worker_id, self.hello.epoch, order.notification))
         if last_landed:
             self._put(_Landed(last_landed))
         super().drive()
@@ -266,7 +278,8 @@ class _Accepted(_Link):
     def _greet(self, message: _Message) -> None:
         if not isinstance(message, _Hello) or not hmac.compare_digest(message.secret, self._secret):
             raise TransferError("it does not know the secret of this worker's metadata")
-        self._hello = message
+        self._on_greeted(message)
+        self.hello = message
         self.name = f"{message.worker_id} epoch {message.epoch}"
         self._put(_Welcome())
         self.channel.start()
@@ -298,6 +311,7 @@ class CollectiveTransport(Transport):
         self._accepted: list[_Accepted] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._num_opened = 0
         self._is_closed = False
 
     @override
@@ -319,7 +333,8 @@ class CollectiveTransport(Transport):
             return
         self.remove_peer(worker_id)
         stream = connect(theirs.host, theirs.port)
-        hello = _Hello(theirs.secret, self._worker_id, self._epoch)
+        self._num_opened += 1
+        hello = _Hello(theirs.secret, self._worker_id, self._epoch, self._num_opened)
         link = _Opened(stream, PairChannel(0, self._pool, self._host), theirs, hello)
         self._opened[worker_id] = link
         self._selector.register(stream, selectors.EVENT_READ, link)
@@ -332,6 +347,11 @@ class CollectiveTransport(Transport):
         link = self._opened.pop(worker_id, None)
         if link is not None:
             self._close(link)
+
+    @override
+    def is_quiet(self, worker_id: str) -> bool:
+        link = self._opened.get(worker_id)
+        return link is not None and not link.is_closed and link.is_welcome
 
     @override
     def write_blocks(
@@ -414,9 +434,20 @@ class CollectiveTransport(Transport):
         except OSError:  # it is gone already
             return
         stream = MessageStream(connection)
-        link = _Accepted(stream, PairChannel(1, self._pool, self._host), self._shape.num_blocks, self._secret)
+        channel = PairChannel(1, self._pool, self._host)
+        link = _Accepted(stream, channel, self._shape.num_blocks, self._secret, self._replace_links)
         self._accepted.append(link)
         self._selector.register(stream, selectors.EVENT_READ, link)
+
+    def _replace_links(self, hello: _Hello) -> None:
+        """Close the earlier links of this opener. Raises `TransferError` if this one is not its latest."""
+        opener = (hello.worker_id, hello.epoch)
+        for link in [link for link in self._accepted if link.hello is not None]:
+            assert link.hello is not None
+            if (link.hello.worker_id, link.hello.epoch) == opener:
+                if link.hello.number >= hello.number:
+                    raise TransferError(f"link {hello.number} was replaced by link {link.hello.number}")
+                self._close(link)
 
     def _attend(self, link: _Link, action: Callable[[], None]) -> None:
         if link.is_closed:

@@ -7,10 +7,10 @@ over the in-process transport with a virtual clock repeats exactly.
 from __future__ import annotations
 
 import enum
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,6 +28,7 @@ class Fault(enum.Enum):
     """What can happen to a write."""
 
     DELAY = "write delayed"  # it stays pending, and later writes of this link queue behind it
+    STICK = "write stuck"  # it stays pending, and so do later writes of this link, until the link is reset
     FAIL = "write failed"  # nothing lands
     LOSE = "link lost"  # some blocks landed, others land much later; the link is down until the peer is added again
     TEAR = "write torn"  # reported done although one block never landed
@@ -78,7 +79,6 @@ class FaultyTransport(Transport):
     ) -> None:
         self.rates = rates
         self.injected: Counter[str] = Counter() if injected is None else injected
-        self.has_lost_blocks = False  # nobody can vouch for these while this process lives
         self._inner = inner
         self._pool = pool
         self._block_bytes = pool_shape(pool).block_bytes
@@ -106,8 +106,14 @@ class FaultyTransport(Transport):
     @override
     def remove_peer(self, worker_id: str) -> None:
         self._inner.remove_peer(worker_id)
-        self._forget(worker_id)
+        self._lose_queue(worker_id)
         self._lost.discard(worker_id)
+
+    @override
+    def is_quiet(self, worker_id: str) -> bool:
+        is_mirroring = worker_id in self._queues or any(not ours.is_settled for _, ours in self._mirrored)
+        has_strays = any(write.worker_id == worker_id for _, write in self._strays)
+        return self._inner.is_quiet(worker_id) and not is_mirroring and not has_strays
 
     @override
     def write_blocks(
@@ -122,9 +128,10 @@ class FaultyTransport(Transport):
         write = _Write(worker_id, list(local_block_ids), list(remote_block_ids), notification)
         fault = self._draw(write)
         queue = self._queues.get(worker_id)
-        if not queue and fault is not Fault.DELAY:
+        if not queue and fault not in (Fault.DELAY, Fault.STICK):
             return self._carry_out(write, fault)
         delay_s = self._source.uniform(0.0, self._max_delay_s) if fault is Fault.DELAY else 0.0
+        delay_s = math.inf if fault is Fault.STICK else delay_s
         held = _Held(write, Transfer(len(local_block_ids) * self._block_bytes), self._clock() + delay_s, fault)
         self._queues.setdefault(worker_id, deque()).append(held)
         return held.transfer
@@ -153,7 +160,7 @@ class FaultyTransport(Transport):
         self._mirror()
 
     def _forget(self, worker_id: str) -> None:
-        """What was under way to a peer that is gone lands nowhere."""
+        """What was under way to a process that is gone lands nowhere."""
         self._lose_queue(worker_id)
         self._strays = [(due, write) for due, write in self._strays if write.worker_id != worker_id]
 
@@ -233,15 +240,16 @@ class FaultyTransport(Transport):
         for local_id, remote_id in zip(write.local_block_ids[landed:], write.remote_block_ids[landed:], strict=True):
             due = self._clock() + self._source.uniform(0.0, self._max_delay_s)
             self._strays.append((due, _Write(write.worker_id, [local_id], [remote_id], b"")))
-        self.has_lost_blocks |= bool(write.local_block_ids)
 
     def _land_strays(self) -> None:
         now = self._clock()
         due = [write for when, write in self._strays if when <= now]
         self._strays = [(when, write) for when, write in self._strays if when > now]
         for write in due:
-            with suppress(TransferError):  # its receiver is gone
+            try:
                 self._inner.write_blocks(*write)
+            except TransferError:  # the link is down: they land when it is back, unless another process is there then
+                self._strays.append((now, write))
 
     def _write_flipped(self, write: _Write) -> Transfer:
         block = self._pool[self._source.choice(write.local_block_ids)].view(-1).view(torch.uint8)

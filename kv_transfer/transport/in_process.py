@@ -177,6 +177,10 @@ class InProcessTransport(Transport):
             self._hub.cut(lambda write: write.sender is self and write.receiver is peer)
 
     @override
+    def is_quiet(self, worker_id: str) -> bool:
+        return True  # bytes move inside calls only
+
+    @override
     def write_blocks(
         self,
         worker_id: str,

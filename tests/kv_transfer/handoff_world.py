@@ -176,6 +176,19 @@ class World:
         for _ in range((1, 1, 1, 2, 0)[self.pick(5)]):
             self._notify(flying.write)
 
+    def heal(self) -> None:
+        """A link comes back, and its transport knows that nothing that was lost on it can land any more."""
+        sender = self.senders[self.pick(2)]
+        if not sender.is_link_up:
+            self._heal(sender)
+
+    def _heal(self, sender: Sender) -> None:
+        for write, position in sender.stray:
+            self._land(write, position)
+        sender.stray.clear()
+        sender.is_link_up = True
+        sender.outbox.vouch("d", self.receiver_epoch)
+
     def heartbeat(self) -> None:
         sender = self.senders[self.pick(2)]
         self.leases.extend(sender.worker_id, sender.epoch, sender.outbox.heartbeat_handoffs, now=self.now)
@@ -246,6 +259,9 @@ class World:
 
     def wind_down(self) -> None:
         """Everything still under way comes to its end; then nothing may be left anywhere."""
+        for sender in self.senders:
+            if not sender.is_link_up and self.pick(2):
+                self._heal(sender)
         while self.zombies:
             self.end_zombie()
         for _ in range(6):
@@ -365,13 +381,14 @@ def walk(seed: int, num_steps: int) -> World:
         world.heartbeat,
         world.time_passes,
         world.expire,
+        world.heal,
         world.cancel,
         world.collect,
         world.give_up_sender,
         world.end_zombie,
         world.kill_receiver,
     ]
-    weights = [4, 20, 14, 14, 8, 16, 8, 1, 2, 0.5, 4, 0.5, 0.5, 0.2]
+    weights = [4, 20, 14, 14, 8, 16, 8, 1, 2, 0.5, 0.5, 4, 0.5, 0.5, 0.2]
     for step in source.choices(steps, weights, k=num_steps):
         step()
         world.check()

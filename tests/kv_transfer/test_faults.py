@@ -16,7 +16,7 @@ from benchmarks.faults import Faults, run, save_tiny_model
 from decode_worker import DecodeRole
 from engine.engine import Engine
 from kv_transfer.checksum import block_checksums, seal, unseal, wrong_blocks
-from kv_transfer.links import PeerLinks
+from kv_transfer.links import LinkState, PeerLinks
 from kv_transfer.outbox import LeaseEnded, Outbox
 from kv_transfer.transport.base import Notification, TransferState
 from kv_transfer.transport.faulty import Fault, FaultyTransport
@@ -27,6 +27,8 @@ from protocol.errors import PeerLost
 from protocol.messages import (
     ChunkArrived,
     Decode,
+    HandoffDone,
+    LeaseClosed,
     LeaseGrant,
     LeaseRequest,
     Message,
@@ -136,10 +138,11 @@ def test_a_lost_link_is_down_until_it_is_opened_again_and_its_blocks_land_late()
     link.sender.rates = {}
     link.sender.add_peer("d", 1, link.receiver.local_metadata())
     assert link.sender.write_blocks("d", [4], [4]).state is TransferState.DONE
+    assert not link.sender.is_quiet("d")
     link.now = 10.0
     link.sender.poll()
     assert (link.landed, link.arrived()) == ([1, 2, 3, 4], [])
-    assert link.sender.has_lost_blocks
+    assert link.sender.is_quiet("d")
 
 
 def test_nothing_that_was_lost_lands_in_the_next_process_of_that_name() -> None:
@@ -160,7 +163,22 @@ def test_what_is_held_is_lost_with_its_peer() -> None:
     assert transfer.state is TransferState.LOST
     link.now = 10.0
     link.sender.poll()
-    assert link.landed == []
+    assert (link.landed, link.sender.is_quiet("d")) == ([], False)
+    link.sender.add_peer("d", 1, link.receiver.local_metadata())
+    link.sender.poll()
+    assert (link.landed, link.sender.is_quiet("d")) == ([1], True), "it was only down"
+
+
+def test_a_stuck_write_holds_up_its_link_until_that_is_reset() -> None:
+    link = Link({Fault.STICK: 1.0})
+    stuck = link.sender.write_blocks("d", [1], [1])
+    link.sender.rates = {}
+    behind = link.sender.write_blocks("d", [2], [2])
+    link.now = 1e9
+    link.sender.poll()
+    assert (stuck.is_settled, behind.is_settled, link.landed) == (False, False, [])
+    link.sender.remove_peer("d")
+    assert (stuck.state, behind.state) == (TransferState.LOST, TransferState.LOST)
 
 
 # -- checksums -------------------------------------------------------------------------------------------------
@@ -220,7 +238,9 @@ def address(worker_id: str, epoch: int = 1) -> PeerAddress:
 class SenderSide:
     """A prefill role with a link to "d", whose pool and answers the test plays."""
 
-    def __init__(self, model: Path, *, rates: dict[Fault, float] | None = None, **config: Any) -> None:
+    def __init__(
+        self, model: Path, *, rates: dict[Fault, float] | None = None, max_delay_s: float = 1000.0, **config: Any
+    ) -> None:
         self.now = 0.0
         self.generation = 0
         self.engine = make_engine(model)
@@ -231,7 +251,7 @@ class SenderSide:
             rates=rates or {},
             source=random.Random(0),
             clock=lambda: self.now,
-            max_delay_s=1000.0,
+            max_delay_s=max_delay_s,
         )
         self.sent: list[Message] = []
         self.failed: list[str] = []
@@ -257,6 +277,15 @@ class SenderSide:
         )
         assert self.links.hello(reply) is not None
         return receiver
+
+    def answer_hello(self) -> None:
+        """The receiver answers if it is asked to open the link."""
+        reply = PeerHello(
+            sender=address("d"), compatibility={}, transport_metadata=self.receiver.local_metadata(), is_reply=True
+        )
+        change = self.links.hello(reply)
+        if change is not None and change.state is LinkState.READY:
+            self.role.link_ready(change.peer, self.now)
 
     def prefill(self, request_id: str, prompt: list[int]) -> None:
         self.role.accept(
@@ -316,6 +345,86 @@ def test_a_write_that_stalls_stops_vouching_for_its_lease(model: Path) -> None:
     sender.role.pump(1000.0)
     sender.role.check_integrity(idle=True)
     sender.engine.check_integrity(idle=True)
+
+
+def closed_leases(sender: SenderSide) -> list[int]:
+    return [message.generation for message in sender.sent if isinstance(message, LeaseClosed)]
+
+
+def test_a_link_on_which_nothing_moves_is_reset_and_its_leases_are_confirmed_when_that_is_safe(model: Path) -> None:
+    sender = SenderSide(model, rates={Fault.STICK: 1.0}, handoff_timeout_s=30.0)
+    for number in range(2):
+        sender.prefill(f"r{number}", [7 + number] * 20)
+        sender.grant(f"r{number}", 3)
+    for now in (0.0, 29.0, 30.0):
+        sender.now = now
+        sender.role.pump(now)
+        sender.role.expire(now)
+        sender.transport.poll()
+    sender.role.pump(30.0)
+    (load,) = sender.role.link_loads
+    assert (load.num_resets, load.num_lost, load.num_handoffs) == (1, 4, 0)
+    assert sender.failed == ["KV handoff failed: a write to d took over 30.0 s"] * 2
+    sender.role.check_integrity(idle=True)
+    sender.engine.check_integrity(idle=True)
+    assert closed_leases(sender) == [], "what was lost may still land"
+    sender.transport.rates = {}
+    sender.answer_hello()
+    for now in (31.0, 32.0, 1100.0, 1102.0):  # strays land within 1,000 s
+        sender.now = now
+        sender.transport.poll()
+        sender.role.expire(now)
+        sender.role.pump(now)
+    assert closed_leases(sender) == [1, 2]
+    assert len(sender.hand_off("after", [9] * 20)) == 1, "the link is whole again"
+
+
+@pytest.mark.parametrize("num_before", range(6))
+def test_wherever_a_link_flaps_every_lease_is_confirmed_after_it_healed(model: Path, num_before: int) -> None:
+    sender = SenderSide(model, max_delay_s=10.0)
+    num_writes = 0
+    write_blocks = sender.transport.write_blocks
+
+    def flap(*args: Any, **fields: Any) -> Any:
+        nonlocal num_writes
+        sender.transport.rates = {Fault.LOSE: 1.0} if num_writes == num_before else {}
+        num_writes += 1
+        return write_blocks(*args, **fields)
+
+    sender.transport.write_blocks = flap  # type: ignore[method-assign]
+    for number in range(3):
+        sender.prefill(f"r{number}", [7 + number] * 20)
+        sender.grant(f"r{number}", 3)
+        sender.role.pump(0.0)
+    sender.role.pump(0.0)
+    assert len(closed_leases(sender)) < 3
+    sender.transport.rates = {}
+    for now in (1.0, 2.0, 20.0, 22.0, 24.0):
+        sender.now = now
+        sender.role.expire(now)
+        sender.answer_hello()
+        sender.transport.poll()
+        sender.role.pump(now)
+    notifications = [decode_message(unseal(n.payload) or b"") for n in sender.receiver.poll()]
+    done = {message.generation for message in notifications if isinstance(message, HandoffDone)}
+    assert sorted({*done, *closed_leases(sender)}) == [1, 2, 3]
+    assert not done & set(closed_leases(sender))
+    sender.role.check_integrity(idle=True)
+    sender.engine.check_integrity(idle=True)
+
+
+def test_a_transport_that_can_prove_nothing_confirms_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = SenderSide(model, rates={Fault.LOSE: 1.0}, max_delay_s=10.0)
+    monkeypatch.setattr(sender.transport, "is_quiet", lambda worker_id: False)
+    sender.prefill("r", [7] * 20)
+    sender.grant("r", 3)
+    sender.role.pump(0.0)
+    for now in (1.0, 100.0, 1000.0):
+        sender.role.expire(now)
+        sender.answer_hello()
+        sender.role.pump(now)
+    assert closed_leases(sender) == []
+    assert sender.role.link_loads[0].num_lost >= 1
 
 
 def test_nothing_is_sent_for_a_receiver_that_is_known_to_be_dead(model: Path) -> None:

@@ -33,6 +33,7 @@ class Exploration(RuleBasedStateMachine):
                 World.heartbeat,
                 World.time_passes,
                 World.expire,
+                World.heal,
                 World.cancel,
                 World.collect,
                 World.give_up_sender,

@@ -71,6 +71,7 @@ class Bounds(NamedTuple):
     sender_deaths: int = 1
     receiver_deaths: int = 1
     repeats: int = 1  # of control messages and notifications
+    can_vouch: bool = True  # the transport knows when nothing that was lost can land any more
 
 
 @dataclass(eq=False)
@@ -126,7 +127,11 @@ class World:
         if not self.is_receiver_death_known:
             actions.append(("sender is told of the receiver's death", World.tell_sender))
         actions.append(("sender submits", World.submit))
-        if (
+        if self.bounds.can_vouch and self.strays:
+            actions.append(("strays land", World.land_strays))
+        elif self.bounds.can_vouch and self.outbox._unsure:
+            actions.append(("nothing lost can land", World.vouch))
+        elif (
             any(lease.sender_epoch == self.sender_epoch for lease in self.table.fenced)
             and self.outbox._unsure
             and self.is_sender_death_known
@@ -281,6 +286,16 @@ class World:
             generation = write.notification.generation
             self.strays |= {Stray(generation, block) for block in write.remote_block_ids}
             self.outbox.write_settled(write, TransferState.LOST)
+
+    def land_strays(self) -> None:
+        for stray in self.strays:
+            lent = self.lent.get(stray.block_id)
+            require(lent == stray.generation, f"a lost write of {stray.generation} lands in {stray.block_id} of {lent}")
+        self.strays = frozenset()
+
+    def vouch(self) -> None:
+        for receiver in self.outbox.unsure_receivers:
+            self.outbox.vouch(*receiver)
 
     def restore_link(self) -> None:
         self.is_link_up = True
@@ -494,7 +509,7 @@ def _clone_outbox(outbox: Outbox, copies: dict[Any, Any]) -> Outbox:
     new._active = {key: copies[handoff] for key, handoff in outbox._active.items()}
     new._by_lease = {key: copies[handoff] for key, handoff in outbox._by_lease.items()}
     new._early_grants, new._past = dict(outbox._early_grants), outbox._past.copy()
-    new._unsure, new._ended = set(outbox._unsure), []
+    new._unsure, new._ended = dict(outbox._unsure), []
     return new
 
 
@@ -580,6 +595,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 NO_FAULTS = Bounds(grants=1, opens=1, cancels=0, sender_deaths=0, receiver_deaths=0, repeats=0)
 SMALL = [
+    NO_FAULTS._replace(can_vouch=False),
     NO_FAULTS._replace(cancels=1, sender_deaths=1),
     NO_FAULTS._replace(cancels=1, receiver_deaths=1),
     NO_FAULTS._replace(num_blocks=2, num_pool_blocks=2, repeats=1),

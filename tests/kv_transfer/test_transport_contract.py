@@ -321,6 +321,31 @@ def test_removing_a_peer_loses_writes_that_are_not_done(network: Network) -> Non
     receiver.poll()
 
 
+def test_what_was_lost_lands_no_more_once_the_transport_says_so(network: Network) -> None:
+    source, target = torch.ones(64, 90_000), torch.zeros(64, 90_000)
+    sender, receiver = network.link(source, target)
+    settle([sender.write_blocks("d", [0], [0])], sender, receiver)  # the link is up
+    blocks = list(range(64))
+    writes = [sender.write_blocks("d", blocks, blocks) for _ in range(4)]
+    sender.remove_peer("d")
+    assert all(write.is_settled for write in writes)
+    sender.add_peer("d", 1, receiver.local_metadata())
+    deadline = time.monotonic() + (1.0 if network.name == "nixl" else DEADLINE_S)
+    while not sender.is_quiet("d") and time.monotonic() < deadline:
+        receiver.poll()
+        sender.poll()
+    assert sender.is_quiet("d") is (network.name != "nixl"), "NIXL cannot know what becomes of what it gave up"
+    if network.name == "nixl":
+        return
+    target.fill_(5.0)
+    for _ in range(200):
+        receiver.poll()
+        sender.poll()
+    assert bool((target == 5.0).all())
+    settle([sender.write_blocks("d", [1], [1])], sender, receiver)
+    assert bool((target[1] == 1.0).all())
+
+
 def test_writes_from_a_worker_not_added_here_are_delivered(network: Network) -> None:
     sender, receiver = network.make("p", random_pool()), network.make("d", random_pool())
     sender.add_peer("d", 1, receiver.local_metadata())
