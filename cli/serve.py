@@ -137,7 +137,9 @@ def serve(
     ] = default_of(TransferConfig, "transport"),
     checksums: Annotated[
         Literal["off", "sample", "all"],
-        typer.Option(help="Verify the bytes of blocks moved: of one in 16, or of all.", rich_help_panel=_TRANSFER),
+        typer.Option(
+            help="Verify KV blocks that arrive from another worker: none, one in 16, or all.", rich_help_panel=_TRANSFER
+        ),
     ] = default_of(TransferConfig, "checksums"),
     lease_ttl_s: Annotated[
         float, typer.Option(help="Seconds lent blocks outlive the lender's silence.", rich_help_panel=_TRANSFER)
