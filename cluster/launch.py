@@ -80,7 +80,7 @@ def serve(config: ClusterConfig, tenants: Tenants, api_keys: dict[bytes, str]) -
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
             return runner.run(_serve(resolve(config), tenants, api_keys, listener, progress, console))
-    except KeyboardInterrupt:  # before the handlers were in place
+    except (KeyboardInterrupt, SystemExit):  # before our handlers were in place; Ray's make SIGTERM the latter
         progress("stopped")
         return 0
 

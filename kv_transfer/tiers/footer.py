@@ -9,57 +9,48 @@ import secrets
 import struct
 
 from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import AES
-from cryptography.hazmat.primitives.ciphers.modes import GCM
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kv_transfer.tiers.base import Block, BlockName
 from kv_transfer.tiers.key import StoreKey
 
 __all__ = ["FOOTER_BYTES", "Seal"]
 
-_HEADER = struct.Struct("<8s16s16sQ")  # magic, digest, parent, number of bytes before it
-_FOOTER = struct.Struct(f"<{_HEADER.size}s12s4x16s")  # header, nonce, tag
+_NAME = struct.Struct("<16s16sQ")  # digest, parent, number of bytes before the footer
+_TAG_BYTES = 16
+_FOOTER = struct.Struct(f"<8s12s4x{_NAME.size + _TAG_BYTES}s")  # magic, nonce, the name encrypted and its tag
 _MAGIC = b"tandemK2"
-_NONCE_BYTES = 12  # random: two of 2^32 blocks are the same with a chance of 2^-33
+_NONCE_BYTES = 12  # random: two of 2^32 blocks have the same with a chance of 2^-33
 FOOTER_BYTES = _FOOTER.size
 
 
 class Seal:
-    """Makes and checks footers with a key: AES-256-GCM's authentication of a block's bytes and name (GMAC).
+    """Makes and checks footers with a key: the block's name in AES-256-GCM, with the block's bytes authenticated.
 
-    Nothing is encrypted. A block of 360 KB takes 15 us here (26 GB/s), where XXH3, which proves nothing against someone
-    who wants to deceive, took 3, HMAC-SHA256 190 and keyed BLAKE2b 280. Used by several threads at once.
+    The bytes themselves are not encrypted. One of 360 KB takes 13 us here (28 GB/s), where XXH3, which proves nothing
+    against someone who wants to deceive, takes 3, HMAC-SHA256 190 and keyed BLAKE2b 280. Several threads may use it.
     """
 
     def __init__(self, key: StoreKey) -> None:
-        self._algorithm = AES(key.sealing_key)
+        self._cipher = AESGCM(key.sealing_key)
 
     def make(self, name: BlockName, data: Block) -> bytes:
         """The footer of this block."""
-        header, nonce = _header(name, data), secrets.token_bytes(_NONCE_BYTES)
-        encryptor = Cipher(self._algorithm, GCM(nonce)).encryptor()
-        encryptor.authenticate_additional_data(header)
-        encryptor.authenticate_additional_data(data.data)
-        encryptor.finalize()
-        return _FOOTER.pack(header, nonce, encryptor.tag)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        return _FOOTER.pack(_MAGIC, nonce, self._cipher.encrypt(nonce, _pack_name(name, data), data.data))
 
     def is_genuine(self, name: BlockName, data: Block, footer: bytes | bytearray) -> bool:
         """Whether somebody with the key made this footer for these bytes under this name."""
         if len(footer) != FOOTER_BYTES:
             return False
-        header, nonce, tag = _FOOTER.unpack(footer)
-        if header != _header(name, data):
+        magic, nonce, sealed_name = _FOOTER.unpack(footer)
+        if magic != _MAGIC:
             return False
-        decryptor = Cipher(self._algorithm, GCM(nonce, tag)).decryptor()
-        decryptor.authenticate_additional_data(header)
-        decryptor.authenticate_additional_data(data.data)
         try:
-            decryptor.finalize()
+            return self._cipher.decrypt(nonce, sealed_name, data.data) == _pack_name(name, data)
         except InvalidTag:
             return False
-        return True
 
 
-def _header(name: BlockName, data: Block) -> bytes:
-    return _HEADER.pack(_MAGIC, name.digest, name.parent or b"", data.nbytes)
+def _pack_name(name: BlockName, data: Block) -> bytes:
+    return _NAME.pack(name.digest, name.parent or b"", data.nbytes)

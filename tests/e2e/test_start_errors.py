@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from pathlib import Path
 
@@ -44,11 +45,16 @@ def test_a_missing_model_folder_is_told_before_anything_starts(tmp_path: Path) -
         assert "nothing-here" in one_error_line(server.output)
 
 
-@pytest.mark.parametrize("after", ["starting Ray", "loading tiny"])
-def test_ctrl_c_during_the_start_ends_everything(text_model: Path, tmp_path: Path, after: str) -> None:
+@pytest.mark.parametrize(
+    ("after", "number"),
+    [("starting Ray", signal.SIGINT), ("starting Ray", signal.SIGTERM), ("loading tiny", signal.SIGINT)],
+)
+def test_a_signal_during_the_start_ends_everything(
+    text_model: Path, tmp_path: Path, after: str, number: signal.Signals
+) -> None:
     with started(text_model, tmp_path) as server:
         until(lambda: after in server.output, START_S, lambda: server.output)
         if after == "starting Ray":
             until(server.children, START_S)
-        assert server.stop() == 0
+        assert server.stop(number) == 0
         assert "Traceback" not in server.output

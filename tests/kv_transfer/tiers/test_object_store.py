@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,3 +97,22 @@ def test_a_scan_that_failed_is_made_again(s3_server: S3Server, tmp_path: Path) -
 def test_a_bad_url_or_option_is_a_config_error(url: str, options: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="cannot be opened"):
         ObjectStore(url, NAMESPACE, BLOCK_BYTES, KEY, options=options)
+
+
+def test_a_folder_as_an_object_store_is_private(tmp_path: Path) -> None:
+    store = ObjectStore(f"file://{tmp_path}/a b/objects", NAMESPACE, BLOCK_BYTES, KEY)
+    store.write(name_of(1), content(name_of(1)))
+    [file] = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert file.parent == tmp_path / "a b" / "objects" / KEY.folder_name(NAMESPACE)
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert read(store, name_of(1)) is True
+
+
+def test_a_huge_object_under_a_blocks_name_is_not_brought_into_memory(tmp_path: Path) -> None:
+    world = World("object-file", tmp_path)
+    store = world.open()
+    store.write(name_of(1), content(name_of(1)))
+    with world.path(name_of(1)).open("r+b") as file:
+        file.truncate(10**13)
+    assert read(store, name_of(1)) is Failure.CORRUPT
+    assert read(store, name_of(1)) is Failure.ABSENT
