@@ -231,7 +231,7 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
     tiers: list[CachedTier] = []
 
     def add(
-        name: str, codec_name: str, capacity_gb: float, make: Callable[[int, int], BlockStore], where: str = ""
+        name: str, codec_name: str, capacity_gb: float, make: Callable[[int, int], BlockStore], store: str = ""
     ) -> None:
         codec = create_codec(codec_name)
         block_bytes = codec.encoded_bytes(engine.kv.shape[1:], engine.kv.dtype)
@@ -246,7 +246,6 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
             rescan_s=_RESCAN_S.get(name, math.inf),
         )
         prior = _PRIORS[name]
-        store = f"{where}#{key.folder_name(engine.namespace)}" if where else ""
         tiers.append(
             CachedTier(
                 tier,
@@ -259,9 +258,12 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
             )
         )
 
-    key = _load_key(config) if config.disk_cache_path or config.object_cache_url else StoreKey(b"")
     if config.host_cache_gb:
         add("host", config.host_cache_codec, config.host_cache_gb, MemoryStore)
+    if not (config.disk_cache_path or config.object_cache_url):
+        return tiers
+    key = _load_key(config)
+    name = key.folder_name(engine.namespace)
     if config.disk_cache_path:
         folder = Path(config.disk_cache_path).expanduser() / config.disk_cache_codec
         add(
@@ -269,7 +271,7 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
             config.disk_cache_codec,
             config.disk_cache_gb,
             lambda size, _: DiskStore(folder, engine.namespace, size, key),
-            where=f"{socket.gethostname()}:{folder.resolve()}",
+            store=f"{socket.gethostname()}:{folder.resolve()}#{name}",
         )
     if config.object_cache_url:
         url = f"{config.object_cache_url.rstrip('/')}/{config.object_cache_codec}"
@@ -278,7 +280,7 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
             config.object_cache_codec,
             config.object_cache_gb,
             lambda size, _: ObjectStore(url, engine.namespace, size, key),
-            where=url,
+            store=f"{url}#{name}",
         )
     return tiers
 

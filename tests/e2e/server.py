@@ -27,7 +27,7 @@ URL = re.compile(r"Serving .* on (http://\S+)")
 class Server:
     """Started at once; use `running` or call `wait_ready`."""
 
-    def __init__(self, model: Path | str, folder: Path, *flags: str) -> None:
+    def __init__(self, model: Path | str, folder: Path, *flags: str, env: dict[str, str] | None = None) -> None:
         self.log = folder / f"serve-{time.monotonic_ns()}.log"
         command = [sys.executable, "-m", "cli", "serve", "--model", str(model), "--port", "0", *flags]
         self.scratch = Path(tempfile.mkdtemp(prefix="t-"))  # short: Ray puts sockets in it
@@ -36,7 +36,9 @@ class Server:
             self.process = subprocess.Popen(
                 command,
                 cwd=REPOSITORY,
-                env=environment | {"PYTHONUNBUFFERED": "1", "COLUMNS": "400", "TMPDIR": str(self.scratch)},
+                env=environment
+                | {"PYTHONUNBUFFERED": "1", "COLUMNS": "400", "TMPDIR": str(self.scratch)}
+                | (env or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -101,8 +103,8 @@ class Server:
 
 
 @contextmanager
-def started(model: Path | str, folder: Path, *flags: str) -> Iterator[Server]:
-    server = Server(model, folder, *flags)
+def started(model: Path | str, folder: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+    server = Server(model, folder, *flags, env=env)
     try:
         yield server
     finally:
