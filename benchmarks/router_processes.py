@@ -137,7 +137,8 @@ class _Load:
 async def _client(port: int, load: _Load, start_s: float, end_s: float, number: int) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps({"model": "m", "prompt": f"{number} tell me", "max_tokens": _TOKENS, "stream": True}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += b"content-length: %d\r\n\r\n"
     request = head % len(body) + body
     while (began_s := time.perf_counter()) < end_s:
         writer.write(request)

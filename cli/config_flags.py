@@ -10,10 +10,15 @@ import typer
 __all__ = [
     "HTTP",
     "LIMITS",
+    "AllowedHosts",
     "ApiKeyFile",
+    "BodyTimeout",
     "CorsOrigins",
+    "HeaderTimeout",
     "Host",
     "MaxBodyBytes",
+    "MaxConnections",
+    "MaxHeaderBytes",
     "Port",
     "TenantsFile",
     "default_of",
@@ -31,7 +36,19 @@ Host = Annotated[
 ]
 Port = Annotated[int, typer.Option(help="TCP port; 0 = any free one.", rich_help_panel=HTTP)]
 CorsOrigins = Annotated[
-    list[str], typer.Option(help="Web origins that may call; give it several times.", rich_help_panel=HTTP)
+    list[str],
+    typer.Option(
+        help="Web origin whose pages may call, such as http://localhost:3000; give it several times; * = all.",
+        rich_help_panel=HTTP,
+    ),
+]
+AllowedHosts = Annotated[
+    list[str],
+    typer.Option(
+        help="Host name that requests may be sent to; give it several times; * = all. On loopback localhost, 127.0.0.1 "
+        "and [::1] are allowed without it; elsewhere nothing is checked without it.",
+        rich_help_panel=HTTP,
+    ),
 ]
 ApiKeyFile = Annotated[
     str,
@@ -41,6 +58,15 @@ ApiKeyFile = Annotated[
     ),
 ]
 MaxBodyBytes = Annotated[int, typer.Option(help="Largest request body.", rich_help_panel=LIMITS)]
+MaxHeaderBytes = Annotated[int, typer.Option(help="Largest request header, with the URL.", rich_help_panel=LIMITS)]
+MaxConnections = Annotated[
+    int, typer.Option(help="Connections open at once, of each router process.", rich_help_panel=LIMITS)
+]
+HeaderTimeout = Annotated[float, typer.Option(help="Seconds a client has to send a header.", rich_help_panel=LIMITS)]
+BodyTimeout = Annotated[
+    float,
+    typer.Option(help="Seconds it has to send a body, and 1 s more for each 16 KB.", rich_help_panel=LIMITS),
+]
 TenantsFile = Annotated[
     str,
     typer.Option(

@@ -11,10 +11,15 @@ import typer
 from cli.config_flags import (
     HTTP,
     LIMITS,
+    AllowedHosts,
     ApiKeyFile,
+    BodyTimeout,
     CorsOrigins,
+    HeaderTimeout,
     Host,
     MaxBodyBytes,
+    MaxConnections,
+    MaxHeaderBytes,
     Port,
     TenantsFile,
     default_of,
@@ -57,11 +62,16 @@ def route(
     host: Host = default_of(RouterConfig, "host"),
     port: Port = default_of(RouterConfig, "port"),
     cors_allow_origins: CorsOrigins = list(default_of(RouterConfig, "cors_allow_origins")),  # noqa: B006  # typer copies
+    allowed_hosts: AllowedHosts = list(default_of(RouterConfig, "allowed_hosts")),  # noqa: B006
     router_processes: Annotated[
         int, typer.Option(help="Processes that serve the port together, about one per core.", rich_help_panel=HTTP)
     ] = default_of(RouterConfig, "router_processes"),
     api_key_file: ApiKeyFile = "",
     max_body_bytes: MaxBodyBytes = default_of(RouterConfig, "max_body_bytes"),
+    max_header_bytes: MaxHeaderBytes = default_of(RouterConfig, "max_header_bytes"),
+    max_connections: MaxConnections = default_of(RouterConfig, "max_connections"),
+    header_timeout_s: HeaderTimeout = default_of(RouterConfig, "header_timeout_s"),
+    body_timeout_s: BodyTimeout = default_of(RouterConfig, "body_timeout_s"),
     max_queued_prompt_tokens: Annotated[
         int,
         typer.Option(help="Prompt tokens waiting for one model; above it requests get 429.", rich_help_panel=LIMITS),

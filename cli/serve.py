@@ -10,10 +10,15 @@ from rich.console import Console
 from cli.config_flags import (
     HTTP,
     LIMITS,
+    AllowedHosts,
     ApiKeyFile,
+    BodyTimeout,
     CorsOrigins,
+    HeaderTimeout,
     Host,
     MaxBodyBytes,
+    MaxConnections,
+    MaxHeaderBytes,
     Port,
     TenantsFile,
     default_of,
@@ -107,6 +112,7 @@ def serve(
     host: Host = default_of(RouterConfig, "host"),
     port: Port = default_of(RouterConfig, "port"),
     cors_allow_origins: CorsOrigins = list(default_of(RouterConfig, "cors_allow_origins")),  # noqa: B006  # typer copies
+    allowed_hosts: AllowedHosts = list(default_of(RouterConfig, "allowed_hosts")),  # noqa: B006
     block_size: Annotated[
         int, typer.Option(help="Tokens of one KV block: a power of two up to 256.", rich_help_panel=_ENGINE)
     ] = default_of(EngineConfig, "block_size"),
@@ -218,6 +224,10 @@ def serve(
     ] = default_of(RouterConfig, "max_pin_ttl_s"),
     api_key_file: ApiKeyFile = "",
     max_body_bytes: MaxBodyBytes = default_of(RouterConfig, "max_body_bytes"),
+    max_header_bytes: MaxHeaderBytes = default_of(RouterConfig, "max_header_bytes"),
+    max_connections: MaxConnections = default_of(RouterConfig, "max_connections"),
+    header_timeout_s: HeaderTimeout = default_of(RouterConfig, "header_timeout_s"),
+    body_timeout_s: BodyTimeout = default_of(RouterConfig, "body_timeout_s"),
     max_queued_prompt_tokens: Annotated[
         int,
         typer.Option(help="Prompt tokens waiting in all; above it requests get 429.", rich_help_panel=LIMITS),

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import resource
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 
 import uvicorn
 
 from cluster.heap import settle_heap
-from cluster.http_protocol import HttpProtocol
+from cluster.http_protocol import NUM_RESERVED, Connections, HttpProtocol
 from cluster.waiting import first_of
 from protocol.config import RouterConfig
 
 __all__ = ["HttpServer", "http_server", "serve_until"]
 
+logger = logging.getLogger(__name__)
+
 _CLOSE_TIMEOUT_S = 10.0  # for the app to notice that its clients left
+_NUM_OTHER_FILES = 256  # sockets and files of this process besides its clients' connections
 
 
 class HttpServer(uvicorn.Server):
@@ -27,6 +33,7 @@ class HttpServer(uvicorn.Server):
     """
 
     def __init__(self, app: object, config: RouterConfig, listener: socket.socket) -> None:
+        self._clients = Connections(config, _possible_connections(config.max_connections))
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
@@ -34,7 +41,8 @@ class HttpServer(uvicorn.Server):
                 port=config.port,
                 log_level="warning",
                 access_log=False,
-                http=HttpProtocol,
+                http=partial(HttpProtocol, self._clients),  # type: ignore[arg-type]  # uvicorn only calls it
+                ws="none",
             )
         )
         self._has_started = asyncio.Event()
@@ -49,6 +57,13 @@ class HttpServer(uvicorn.Server):
         """Begin to listen."""
         await super().startup(sockets)
         self._has_started.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        """What is to be done ten times a second; whether to end."""
+        self._clients.tick()
+        if counter % 10 == 0:
+            self._clients.sweep(self.server_state.connections)
+        return await super().on_tick(counter)
 
     async def started_serving(self) -> None:
         """Return when it listens, or has ended without."""
@@ -112,3 +127,17 @@ async def serve_until(
         server.drain()
         await first_of(server.serving, stop_now, timeout_s=drain_timeout_s)
     server.serving.result()
+
+
+def _possible_connections(wanted: int) -> int:
+    """How many connections this process can have at once, after it has allowed itself as many files as that takes."""
+    num_other = _NUM_OTHER_FILES + NUM_RESERVED
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted + num_other:
+        soft = wanted + num_other if hard == resource.RLIM_INFINITY else min(wanted + num_other, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < wanted + num_other:
+            possible = max(1, soft - num_other)
+            logger.warning("max_connections=%d is more than open files allow (ulimit -n): %d", wanted, possible)
+            return possible
+    return wanted

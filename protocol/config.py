@@ -161,7 +161,12 @@ class RouterConfig:
     worker_timeout_s: float = 8.0  # silence after which a worker counts as dead
     request_timeout_s: float = 600.0  # longest silence between two tokens of a request
     drain_timeout_s: float = 5.0  # wait for running streams when the server stops
-    cors_allow_origins: tuple[str, ...] = ("*",)
+    cors_allow_origins: tuple[str, ...] = ()  # web origins whose pages may call
+    allowed_hosts: tuple[str, ...] = ()  # names in a Host header; on loopback its own names are allowed without
+    max_connections: int = 2048  # open at once, of each router process
+    max_header_bytes: int = 32 * 1024  # of a request's URL and header lines
+    header_timeout_s: float = 10.0  # for a request's header to arrive
+    body_timeout_s: float = 30.0  # for its body; a large one gets longer, by its size
     max_pins: int = 1024
     max_pins_per_tenant: int = 128  # a tenant is a cache_salt
     pin_tenant_share: float = 0.5  # of the blocks that may be pinned: what one tenant's pins may cover
@@ -187,7 +192,12 @@ class RouterConfig:
         _require(self.max_pin_ttl_s > 0, f"max_pin_ttl_s={self.max_pin_ttl_s} must be positive")
         _require(1 <= self.router_processes <= 64, f"router_processes={self.router_processes} must be from 1 to 64")
         _require(0 <= self.port <= 65535, f"port={self.port} is not a TCP port (0 to 65535)")
-        _require(self.max_body_bytes > 0, f"max_body_bytes={self.max_body_bytes} must be positive")
+        for name in ("max_body_bytes", "max_connections", "header_timeout_s", "body_timeout_s"):
+            _require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
+        _require(
+            self.max_header_bytes >= 4096,
+            f"max_header_bytes={self.max_header_bytes} must be at least 4096; clients need that for keys and cookies",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,7 @@ class Tokenizer:
             text: str = self._hf.apply_chat_template(messages, tokenize=False, **options)
         except jinja2.TemplateError as exc:
             raise RequestError(f"The chat template refused the messages: {exc}", param="messages") from exc
-        except (TypeError, ValueError, KeyError, AttributeError) as exc:
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as exc:  # the last: nested too deeply
             raise RequestError("The chat template cannot render these messages.", param="messages") from exc
         return text
 

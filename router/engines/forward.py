@@ -24,7 +24,8 @@ from router.engines.prompts import PromptReader, TextReader, priority_of
 from router.engines.queues import Queues
 from router.metrics import EdgeMetrics
 from router.openai.answer import new_answer_id
-from router.openai.errors import ClientDisconnected, UnsupportedMediaType, serving_error_body
+from router.openai.callers import check_json
+from router.openai.errors import ClientDisconnected, serving_error_body
 from router.openai.outlet import Outlet
 from router.openai.presence import while_connected
 from router.openai.wishes import EXPLAIN_HEADER, wishes_of
@@ -184,9 +185,7 @@ def _whole(exchange: Exchange, headers: dict[str, str]) -> Response:
 
 async def read_object(request: Request) -> tuple[bytes, dict[str, Any]]:
     """The JSON object of a request, raw and decoded. Raises `RequestError`."""
-    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if content_type != "application/json" and not content_type.endswith("+json"):
-        raise UnsupportedMediaType(f"Content-Type must be application/json, not '{content_type[:100]}'.")
+    check_json(request)
     raw = await request.body()
     try:
         body = orjson.loads(raw)

@@ -15,7 +15,7 @@ from protocol.sampling import SamplingParams
 from router.metrics import EdgeMetrics
 from router.openai.answer import Answer, new_answer_id
 from router.openai.backend import Backend, GenerateRequest
-from router.openai.errors import UnsupportedMediaType
+from router.openai.callers import check_json
 from router.openai.formats import AnswerFormat
 from router.openai.generation import ChoicePlan
 from router.openai.sampling import max_tokens_for, sampling_params, sibling_seed, stop_strings
@@ -56,9 +56,7 @@ class Prompt(NamedTuple):
 
 async def read_body(request: Request, request_type: type[R]) -> tuple[bytes, R]:
     """The body of a request, raw and decoded. Raises `RequestError`."""
-    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if content_type != "application/json" and not content_type.endswith("+json"):
-        raise UnsupportedMediaType(f"Content-Type must be application/json, not '{content_type[:100]}'.")
+    check_json(request)
     body = await request.body()
     return body, decode_body(body, request_type)
 

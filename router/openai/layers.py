@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol.config import RouterConfig
 from router.metrics import EdgeMetrics
+from router.openai.callers import hosts_allowed
 from router.openai.errors import http_exception_response
 from router.openai.middleware import Layer, Rules
 
@@ -33,7 +34,7 @@ class RouterApp(FastAPI):
     ) -> None:
         """`api_keys` are tenants by digest. `options` are FastAPI's."""
         super().__init__(title="Tandem", **options)
-        self._rules = Rules(metrics, api_keys, config.max_body_bytes, config.cors_allow_origins)
+        self._rules = Rules(metrics, api_keys, config.max_body_bytes, config.cors_allow_origins, hosts_allowed(config))
         self._raw: dict[str, Layer] = {}
         self.add_middleware(Layer, rules=self._rules)
         self.add_exception_handler(HTTPException, http_exception_response)

@@ -1,4 +1,4 @@
-"""The ASGI layer around the routes: CORS, request counts, API keys, the limit on a body's size, and errors as JSON."""
+"""The ASGI layer around the routes: who may call, request counts, the limit on a body's size, and errors as JSON."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from protocol.errors import ServingError
 from router.metrics import EdgeMetrics
+from router.openai.callers import check_caller
 from router.openai.errors import BodyTooLarge, ClientDisconnected, internal_error_response, serving_error_response
 from router.openai.keys import check_key
 
@@ -31,6 +32,7 @@ class Rules:
     tenants: Mapping[bytes, str]  # by the digests of their API keys; empty = no key is asked for
     max_body_bytes: int
     allow_origins: Collection[str]
+    allow_hosts: Collection[str] | None = None  # None = any
 
 
 class Layer:
@@ -84,9 +86,11 @@ class Layer:
 
     def _check(self, scope: Scope) -> None:
         """Raise a `RequestError` for what can be refused before the body is read."""
+        headers = dict(scope["headers"])
+        check_caller(headers, scope["method"], self._rules.allow_hosts, self._rules.allow_origins)
         if self._rules.tenants:
             check_key(scope, self._rules.tenants)
-        declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        declared = headers.get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > self._rules.max_body_bytes:
             raise self._too_large()
 

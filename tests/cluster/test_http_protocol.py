@@ -1,14 +1,17 @@
-"""Streams over a real uvicorn, written past ASGI where that can be done."""
+"""A real server and clients that speak bytes: streams past ASGI, and what clients send that no client should."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+from cluster import http_protocol as http_protocol_module
 from cluster import http_server as http_server_module
 from cluster.http_server import http_server
 from cluster.listening import listening
@@ -27,10 +30,69 @@ async def serving(answer: Callable[[Outlet], Awaitable[None]]) -> AsyncIterator[
         if scope["type"] == "http":
             await answer(Outlet(scope, send))
 
+    async with serving_app(app) as port:
+        yield port
+
+
+@asynccontextmanager
+async def serving_app(app: Any, **config: Any) -> AsyncIterator[int]:
+    """The port of a server of this app."""
     with listening("127.0.0.1", 0) as listener:
-        async with http_server(app, RouterConfig(), listener) as server:
+        async with http_server(app, RouterConfig(**config), listener) as server:
             await server.started_serving()
             yield listener.getsockname()[1]
+
+
+class Echo:
+    """Answers with what it saw of a request, when it may."""
+
+    def __init__(self) -> None:
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.reads = True
+        self.num_asked = 0
+        self.num_disconnects = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        self.num_asked += 1
+        body, more = b"", self.reads
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.num_disconnects += 1
+                return
+            body += message["body"]
+            more = message["more_body"]
+        self.headers = list(scope["headers"])
+        if scope["path"] != "/health":
+            await self.may_answer.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+        await send({"type": "http.response.body", "body": body})
+
+
+async def exchange(port: int, *parts: bytes) -> bytes:
+    """All that comes back, until the server hangs up."""
+    async with asyncio.timeout(30):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+            return await reader.read()
+        finally:
+            writer.close()
+
+
+def error_of(answer: bytes) -> tuple[int, str]:
+    """Status and message of an error in OpenAI's shape, with nothing behind it."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    error = json.loads(body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return int(head.split()[1]), error["message"]
 
 
 async def ask(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -123,6 +185,26 @@ async def test_a_client_that_left_is_written_to_no_more() -> None:
     assert ways == [True]
 
 
+async def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol_module, "_STALL_S", 0.3)
+    ended = asyncio.Event()
+
+    async def answer(outlet: Outlet) -> None:
+        try:
+            await outlet.start([])
+            while outlet._write(b"x" * 65_536):
+                pass
+            await outlet.end(b"last")
+        finally:
+            ended.set()
+
+    async with serving(answer) as port, asyncio.timeout(30):
+        _, writer = await ask(port)
+        writer.transport.pause_reading()
+        await ended.wait()
+        writer.close()
+
+
 async def test_an_app_that_does_not_notice_holds_up_the_end_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server_module, "_CLOSE_TIMEOUT_S", 0.2)
     asked, never = asyncio.Event(), asyncio.Event()
@@ -137,3 +219,194 @@ async def test_an_app_that_does_not_notice_holds_up_the_end_for_a_bounded_time(m
             await asked.wait()
         writer.close()
     never.set()
+
+
+HEAD = b"POST /x HTTP/1.1\r\nhost: h\r\n"
+GET = b"GET /x HTTP/1.1\r\nhost: h\r\n"
+
+
+NO_REQUESTS = [
+    (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nhost: h\r\n\r\n", 414, "URL is longer than 8192"),
+    (GET + b"a: b\r\n" * 130 + b"\r\n", 431, "or 128 lines"),
+    (GET + b"a: " + b"b" * 40_000 + b"\r\n\r\n", 431, "larger than 32768 bytes"),
+    (GET + b"a: " + b"b" * 40_000, 431, "larger than 32768 bytes"),
+    (b"\r\n" * 40_000, 431, "larger than 32768 bytes"),
+    (b"GET /x HTTP/1.1\r\n\r\n", 400, "one Host header"),
+    (GET + b"host: i\r\n\r\n", 400, "one Host header"),
+    (GET + b"a: b\r\n c\r\n\r\n", 400, "no valid HTTP"),
+    (GET + b"a: b\0c\r\n\r\n", 400, "no valid HTTP"),
+    (b"GET /\0 HTTP/1.1\r\nhost: h\r\n\r\n", 400, "no valid HTTP"),
+    (HEAD + b"content-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400, "Transfer-Encoding"),
+    (HEAD + b"transfer-encoding: chunked\r\ncontent-length: 3\r\n\r\n0\r\n\r\n", 400, "Content-Length"),
+    (HEAD + b"content-length: 3\r\ncontent-length: 4\r\n\r\nabcd", 400, "Content-Length"),
+    (HEAD + b"content-length: -3\r\n\r\n", 400, "Content-Length"),
+    (HEAD + b"content-length: " + b"9" * 30 + b"\r\n\r\n", 400, "Content-Length"),
+    (HEAD + b"transfer-encoding: gzip\r\n\r\n", 400, "Transfer-Encoding"),
+    (HEAD + b"transfer-encoding: chunked\r\n\r\nno chunk\r\n", 400, "chunk"),
+    (HEAD + b"transfer-encoding: chunked\r\n\r\n1;" + b"e" * 400_000, 431, "larger than"),
+    (HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 90_000, 431, "larger than"),
+    (HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\na: " + b"b" * 400_000, 431, "larger than"),
+    (b"CONNECT h:1 HTTP/1.1\r\nhost: h\r\n\r\n", 400, "no valid HTTP"),
+    (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "no valid HTTP"),
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "no valid HTTP"),
+]
+
+
+@pytest.mark.parametrize("has_answered", [False, True], ids=["first", "second"])
+async def test_a_request_that_is_none_gets_one_error_and_the_end(has_answered: bool) -> None:
+    async with serving_app(Echo()) as port:
+        for request_bytes, status, expected in NO_REQUESTS:
+            async with asyncio.timeout(30):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                if has_answered:
+                    writer.write(GET + b"\r\n")
+                    assert b"content-length: 0" in await reader.readuntil(b"\r\n\r\n")
+                writer.write(request_bytes)
+                told, message = error_of(await reader.read())
+                writer.close()
+            assert told == status, request_bytes[:200]
+            assert expected in message, request_bytes[:200]
+
+
+@pytest.mark.parametrize(
+    ("start", "piece", "status"),
+    [(b"GET /", b"a" * 65_536, 414), (GET + b"a: ", b"b" * 65_536, 431), (GET, b"a: b\r\n" * 10_000, 431)],
+    ids=["URL", "header", "headers"],
+)
+async def test_what_has_no_end_is_cut_short_and_the_client_still_reads_why(
+    start: bytes, piece: bytes, status: int
+) -> None:
+    async with serving_app(Echo()) as port:
+        answer = await exchange(port, start, *[piece] * 200)  # 13 MB, all of it sent before anything is read
+    assert error_of(answer)[0] == status
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        HEAD + b"content-length: 4\r\n\r\nbody",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\nb\r\n3;ext=1\r\nody\r\n0\r\nx-tandem-tenant: other\r\n\r\n",
+        HEAD + b"connection: upgrade\r\nupgrade: websocket\r\ncontent-length: 4\r\n\r\nbody",
+        HEAD + b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\ntransfer-encoding: chunked\r\n\r\n"
+        b"4\r\nbody\r\n0\r\n\r\n",
+        HEAD + b"a: " + b"b" * 20_000 + b"\r\ncontent-length: 4\r\n\r\nbody",
+    ],
+    ids=["plain", "chunked", "websocket", "h2c", "large header"],
+)
+async def test_a_body_arrives_however_it_is_sent(request_bytes: bytes) -> None:
+    app = Echo()
+    request_bytes = request_bytes.replace(b"/x HTTP/1.1\r\n", b"/x HTTP/1.1\r\nconnection: close\r\n")
+    async with serving_app(app) as port:
+        for cut in (0, 1, 7, len(request_bytes) - 1):
+            answer = await exchange(port, request_bytes[:-cut] if cut else b"", request_bytes[-cut:])
+            assert answer.endswith(b"\r\n\r\nbody"), cut
+            assert b" 200 " in answer
+            assert b"x-tandem-tenant" not in dict(app.headers)  # a trailer is none of the headers that were checked
+
+
+async def test_expect_is_answered_and_a_refusal_ends_the_connection() -> None:
+    app = Echo()
+    async with serving_app(app) as port, asyncio.timeout(30):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"expect: 100-continue\r\ncontent-length: 4\r\n\r\n")
+        assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"body")
+        assert await reader.readuntil(b"\r\n\r\nbody")
+        app.reads = False  # as where it refuses by the head
+        writer.write(HEAD + b"expect: 100-continue\r\ncontent-length: 4\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")  # and the end: is what follows its body?
+        writer.close()
+
+
+async def test_pipelined_requests_are_answered_in_order_up_to_a_bound() -> None:
+    app = Echo()
+    one = b"POST /x HTTP/1.1\r\nhost: h\r\ncontent-length: 2\r\n\r\n%02d"
+    async with serving_app(app) as port, asyncio.timeout(30):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"".join(one % number for number in range(50)))
+        for number in range(50):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert await reader.readexactly(2) == b"%02d" % number
+        app.may_answer.clear()
+        writer.write(b"".join(one % (number % 100) for number in range(300)))
+        assert await reader.read() == b""  # an error would be read as the answer of the first
+        writer.close()
+        app.may_answer.set()
+
+
+async def test_slow_clients_are_ended_and_quick_ones_are_not() -> None:
+    app = Echo()
+    body = HEAD + b"content-length: 3000\r\n\r\n"
+    async with serving_app(app, header_timeout_s=0.3, body_timeout_s=0.3) as port, asyncio.timeout(30):
+        silent, head, part, later, running = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+        running[1].write(GET + b"\r\n")
+        assert await running[0].readuntil(b"\r\n\r\n")
+        app.may_answer.clear()
+        running[1].write(GET + b"\r\n")
+        later[1].write(GET + b"\r\n")
+        head[1].write(GET)
+        part[1].write(body)
+        assert await silent[0].read() == b""
+        assert error_of(await head[0].read())[0] == 408
+        assert error_of(await part[0].read())[0] == 408
+        assert app.num_disconnects == 1
+        app.may_answer.set()  # these waited longer, for us
+        for reader, writer in (later, running):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            writer.write(GET)  # the next one has a deadline of its own
+        for reader, writer in (later, running, silent, head, part):
+            if reader in (later[0], running[0]):
+                assert error_of(await reader.read())[0] == 408
+            writer.close()
+
+
+async def send_for_ever(writer: asyncio.StreamWriter, part: bytes) -> None:
+    while True:
+        writer.write(part)
+        await writer.drain()
+        await asyncio.sleep(0.01)
+
+
+async def test_a_large_body_gets_longer_and_an_endless_one_that_nobody_reads_does_not() -> None:
+    app = Echo()
+    async with serving_app(app, body_timeout_s=0.5) as port, asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"content-length: 65536\r\n\r\n" + b"b" * 60_000)
+        await asyncio.sleep(2.5)  # over its time, but for what has come
+        writer.write(b"b" * 5_536)
+        assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(65_536)
+        app.reads = False
+        writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n")
+        with pytest.raises(ConnectionError):
+            await send_for_ever(writer, b"400\r\n" + b"b" * 1024 + b"\r\n")
+        writer.close()
+
+
+async def test_beyond_max_connections_those_that_wait_longest_go_first_and_operators_get_through() -> None:
+    app = Echo()
+    async with serving_app(app, max_connections=8) as port, asyncio.timeout(60):
+        slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+        for _, writer in slow:
+            writer.write(GET)
+        app.may_answer.clear()
+        served = []
+        for number in range(8):
+            served.append(await asyncio.open_connection("127.0.0.1", port))
+            served[-1][1].write(GET + b"\r\n")
+            while app.num_asked <= number:  # noqa: ASYNC110 - the app tells nobody
+                await asyncio.sleep(0.001)
+        for reader, _ in slow:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        status, message = error_of(await exchange(port, GET + b"\r\n"))
+        assert (status, message) == (503, "All 8 connections of this server are in use; try again later.")
+        waiting = await asyncio.open_connection("127.0.0.1", port)  # a slow one cannot keep others out
+        assert b" 200 " in await exchange(port, b"GET /health?x HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")
+        app.may_answer.set()
+        for reader, writer in served:
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+            writer.write(GET + b"\r\n")
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+        for _, writer in [waiting, *served, *slow]:
+            writer.close()

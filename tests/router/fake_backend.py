@@ -139,7 +139,7 @@ def make_app(backend: FakeBackend, registry: CollectorRegistry | None = None, **
 
 
 def make_client(backend: FakeBackend, **config: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(make_app(backend, **config)), base_url="http://test")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(make_app(backend, **config)), base_url="http://localhost")
 
 
 @asynccontextmanager

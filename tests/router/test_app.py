@@ -223,7 +223,7 @@ async def test_ready_needs_a_generation_that_succeeded(
     backend.script = lambda _: [NoWorker("Nobody home.")]
     app = make_app(backend)
     async with (
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client,
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
         app.router.lifespan_context(app),
     ):
 
@@ -254,7 +254,7 @@ async def test_ready_needs_a_generation_that_succeeded(
 async def test_metrics_count_requests_and_tokens(tokenizer: Tokenizer) -> None:
     registry = CollectorRegistry()
     app = make_app(FakeBackend(tokenizer, "abc", run=2), registry)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         await client.post(COMPLETIONS, json={"prompt": "hi"})
         await client.post(COMPLETIONS, json={"prompt": "hi", "stream": True})
         await client.post(COMPLETIONS, json={})

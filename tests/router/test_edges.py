@@ -59,7 +59,7 @@ class Line:
 
     async def client(self, edge: RemoteBackend) -> httpx.AsyncClient:
         app = create_app(edge, self.backend.tokenizer, RouterConfig(), CollectorRegistry(), readiness=edge, api_keys={})
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge")
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
         return await self._stack.enter_async_context(client)
 
 
@@ -95,7 +95,7 @@ async def test_an_edge_answers_as_the_process_itself_would(
     async with line(tokenizer, tmp_path) as here:
         through = await here.client(await here.edge())
         app = create_app(here.backend, tokenizer, RouterConfig(), CollectorRegistry(), api_keys={})
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as direct:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as direct:
             answers = [await client.post(CHAT, json=body) for client in (direct, through)]
         assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
         bare = [_without_ids(events(a) if is_stream else [a.json()]) for a in answers]

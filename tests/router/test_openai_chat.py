@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -19,7 +20,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 def sdk(backend: FakeBackend) -> openai.AsyncOpenAI:
     http_client = httpx.AsyncClient(transport=httpx.ASGITransport(make_app(backend)))
-    return openai.AsyncOpenAI(api_key="any", base_url="http://test/v1", http_client=http_client, max_retries=0)
+    return openai.AsyncOpenAI(api_key="any", base_url="http://localhost/v1", http_client=http_client, max_retries=0)
 
 
 async def test_plain_answer_has_openais_shape(tokenizer: Tokenizer) -> None:
@@ -353,3 +354,25 @@ async def test_the_openai_sdk_reads_plain_and_streamed_answers(tokenizer: Tokeni
         with pytest.raises(openai.NotFoundError):
             await client.chat.completions.create(model="nope", messages=messages)
     assert backend.num_open == 0
+
+
+@pytest.mark.parametrize("depth", [200, 900, 1000, 1020, 3000])
+async def test_what_is_nested_deeply_is_the_clients_fault(tokenizer: Tokenizer, depth: int) -> None:
+    def body_of(arguments: Any = None, **fields: Any) -> str:
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        said = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "a"}]
+        deep = "[" * depth + "]" * depth
+        return json.dumps({"messages": said} | fields).replace('"DEEP"', deep).replace("DEEP", deep)
+
+    bodies = [
+        body_of('{"city": DEEP}'),
+        body_of({"city": "DEEP"}),
+        *(body_of(**{name: "DEEP"}) for name in ("chat_template_kwargs", "tools", "unknown")),
+        body_of(chat_template_kwargs={"x": "DEEP"}),
+        body_of(tools="DEEP", tool_choice="none"),
+    ]
+    async with closing(FakeBackend(tokenizer)) as client:
+        for path in ("/v1/chat/completions", "/v1/route/explain", "/tokenize", "/v1/cache/pin"):
+            for body in bodies:
+                response = await client.post(path, content=body, headers={"content-type": "application/json"})
+                assert response.status_code in (200, 400), (path, body[:80], response.text)

@@ -155,7 +155,7 @@ async def test_a_missing_prompt_is_named(tokenizer: Tokenizer) -> None:
 async def test_the_openai_sdk_reads_plain_and_streamed_answers(tokenizer: Tokenizer) -> None:
     backend = FakeBackend(tokenizer)
     http_client = httpx.AsyncClient(transport=httpx.ASGITransport(make_app(backend)))
-    async with openai.AsyncOpenAI(api_key="any", base_url="http://test/v1", http_client=http_client) as client:
+    async with openai.AsyncOpenAI(api_key="any", base_url="http://localhost/v1", http_client=http_client) as client:
         answer = await client.completions.create(model="org/toy", prompt=["a", "b"], logprobs=1)
         assert [choice.text for choice in answer.choices] == ["hello world"] * 2
         stream = await client.completions.create(model="org/toy", prompt="a", stream=True)

@@ -24,14 +24,16 @@ def app_with(tmp_path: Path, keys: str, registry: CollectorRegistry | None = Non
     """An app that tells the tenant of a request, with these keys."""
     path = tmp_path / "keys"
     path.write_text(keys)
-    app = RouterApp(RouterConfig(), EdgeMetrics(registry or CollectorRegistry()), load_api_keys(str(path)))
+    app = RouterApp(
+        RouterConfig(cors_allow_origins=("*",)), EdgeMetrics(registry or CollectorRegistry()), load_api_keys(str(path))
+    )
 
     @app.api_route("/{path:path}", methods=["GET", "POST"])
     async def tell(request: Request) -> str:
         await request.body()
         return tenant_of(request)
 
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
 def bearer(key: str, **headers: str) -> dict[str, str]:

@@ -43,7 +43,7 @@ def app_of(answer: Any, registry: CollectorRegistry | None = None) -> RouterApp:
 
 
 def client_of(app: RouterApp) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
 async def tell(request: Request) -> Response:
@@ -65,7 +65,7 @@ async def test_every_answer_has_its_cors_headers(path: str, origin: dict[str, st
     async with client_of(app_of(tell)) as client:
         for headers, content, status in [(KEY, b"x", 200), ({}, b"x", 401), (KEY, b"x" * 101, 413)]:
             response = await client.post(path, headers=headers | origin, content=content)
-            assert response.status_code == status
+            assert response.status_code == (403 if "other" in origin.get("origin", "") else status)
             about = {name: value for name, value in response.headers.items() if "access-" in name or name == "vary"}
             assert about == expected
             assert response.text == "search" or response.json()["error"]["type"] == "invalid_request_error"

@@ -97,7 +97,7 @@ async def test_openais_client_takes_the_explanation(tokenizer: Tokenizer) -> Non
     transport = httpx.ASGITransport(make_app(FakeBackend(tokenizer)))
     async with (
         httpx.AsyncClient(transport=transport) as http,
-        openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http) as client,
+        openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=http) as client,
     ):
         arguments: dict[str, Any] = {
             "model": "org/toy",
