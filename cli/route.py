@@ -52,6 +52,13 @@ def route(
             rich_help_panel=_ENGINES,
         ),
     ] = None,
+    allow_local_engines: Annotated[
+        bool,
+        typer.Option(
+            help="Let engines added over /v1/engines be on this machine too, or at link-local addresses.",
+            rich_help_panel=_ENGINES,
+        ),
+    ] = default_of(EnginesConfig, "allow_local_engines"),
     local_prefill: Annotated[
         bool,
         typer.Option(

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from protocol.errors import ConfigError, ModelNotFound, RequestError, ServingError
 from router.admission_metrics import AdmissionCollector
 from router.background import BackgroundTasks
+from router.engines.addresses import check_addresses
 from router.engines.config import EngineSpec, check_tokenizer, spec_from
 from router.engines.fleet import Fleet
 from router.engines.forward import Forwarder, read_object
@@ -86,6 +87,7 @@ def create_engines_app(
     together = Together(fleet, forwarder.queues, metrics_registry, bus)
     first_specs = list(specs)
     fleet.siblings.lasting = {spec.name for spec in first_specs}
+    fleet.trusted_urls = frozenset(spec.url for spec in first_specs)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -188,6 +190,8 @@ def _add_admin_routes(
                     f"with {KEY_PREFIX}"
                 )
             check_tokenizer(spec, tokenizers)
+            if not (fleet.engines_config.allow_local_engines or spec.url in fleet.trusted_urls):
+                await check_addresses(spec, fleet.engines_config.connect_timeout_s)
             engine = fleet.add(spec)
         except ConfigError as exc:
             raise RequestError(exc.message, code="invalid_engine") from exc

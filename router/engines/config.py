@@ -34,6 +34,11 @@ _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "both": Role.COLOCATED
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
 _HEADER_VALUE = re.compile(r"[\t\x20-\x7e\xa0-\xff]*")
+# They say how this connection goes on, or how long the body is, which is for the router to say.
+_OUR_HEADERS = {
+    *("connection", "content-length", "expect", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"),
+    *("upgrade", "x-request-id"),
+}
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -89,10 +94,11 @@ class EnginesConfig:
     breaker_open_s: float = 1.0  # at first; doubles with each failed trial
     # Clients give up after 30 s or more: a healthy engine is tried again well before that.
     breaker_max_open_s: float = 8.0
+    allow_local_engines: bool = False  # whether engines added at run time may be on this machine
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if getattr(self, item.name) <= 0:
+            if item.type != "bool" and getattr(self, item.name) <= 0:
                 raise ConfigError(f"{item.name}={getattr(self, item.name)} must be positive")
         if self.breaker_max_open_s < self.breaker_open_s:
             raise ConfigError(
@@ -229,6 +235,8 @@ def _check_values(values: dict[str, Any], where: str) -> None:
             f"{where}: api_key_env is not the name of an environment variable; put the key into one and name it here"
         )
     for name, text in values.get("headers", {}).items():
+        if name.lower() in _OUR_HEADERS:
+            raise ConfigError(f"{where}: headers: {name!r} is set by the router for each request; take it out")
         if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(text):  # NOTE: not shown, it may be a secret
             raise ConfigError(
                 f"{where}: headers: {name!r} cannot be sent; use letters, digits and '-' in its name and "

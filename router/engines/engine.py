@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-import httpx
 from zmq.asyncio import Context
 
 from protocol.digest import root_digest
@@ -19,6 +18,7 @@ from router.background import BackgroundTasks
 from router.engines.breaker import Breaker
 from router.engines.config import EnginesConfig, EngineSpec
 from router.engines.kv_events import BlockTranslator, KvEventFeed
+from router.engines.looks import Resolve, looking_client
 from router.engines.pace import EnginePace
 from router.engines.shadow import ShadowCache
 from router.engines.upstream import Upstream
@@ -49,7 +49,8 @@ class Exchanging(Protocol):
 class Engine:
     """What the router has of one engine."""
 
-    def __init__(self, spec: EngineSpec, config: EnginesConfig, request_timeout_s: float) -> None:
+    def __init__(self, spec: EngineSpec, config: EnginesConfig, resolve: Resolve | None = None) -> None:
+        """`resolve` gives the addresses that it may be connected at; None = any its name has."""
         self.configured = spec
         self.spec = spec  # with the model it told
         self.state = WorkerState.STARTING
@@ -78,16 +79,8 @@ class Engine:
         self._background = BackgroundTasks()
         key = spec.api_key()
         headers = spec.headers | ({"authorization": f"Bearer {key}"} if key else {})
-        self.upstream = Upstream(spec.url, headers, connect_timeout_s=config.connect_timeout_s)
-        self.client = httpx.AsyncClient(  # for looks at it; requests go upstream
-            base_url=spec.url,
-            headers=headers,
-            timeout=httpx.Timeout(request_timeout_s, connect=config.connect_timeout_s, pool=config.connect_timeout_s),
-            # Shorter than the 5 s after which uvicorn closes an idle connection, which would lose the request on it.
-            limits=httpx.Limits(keepalive_expiry=2.0),
-            follow_redirects=False,
-            trust_env=False,
-        )
+        self.upstream = Upstream(spec.url, headers, connect_timeout_s=config.connect_timeout_s, resolve=resolve)
+        self.client = looking_client(spec.url, headers, resolve)  # for looks at it; requests go upstream
 
     @property
     def name(self) -> str:

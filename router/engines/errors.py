@@ -1,9 +1,10 @@
 """What can go wrong at an engine, and the one place where the errors of its connection become ours.
 
 WorkerError
- |- EngineFailed   it broke, hung or is gone: another engine may do better
+ |- EngineFailed    it broke, hung or is gone: another engine may do better
+ |- AnswerRefused   its answer cannot be passed on; another engine's would be no other
 Overloaded
- |- EngineBusy     it refused for now, and said for how long
+ |- EngineBusy      it refused for now, and said for how long
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from protocol.errors import Overloaded, WorkerError
-from router.engines.upstream import Unreachable
+from router.engines.upstream import AnswerTooLarge, Unreachable
 
-__all__ = ["EngineBusy", "EngineFailed", "engine_errors"]
+__all__ = ["AnswerRefused", "EngineBusy", "EngineFailed", "engine_errors"]
 
 
 class EngineFailed(WorkerError):
@@ -26,6 +27,12 @@ class EngineFailed(WorkerError):
         super().__init__(f"engine {engine}: {message}")
         self.engine = engine
         self.is_absent = is_absent
+
+
+class AnswerRefused(WorkerError):
+    """What the client asked for makes an answer that is not passed on. It is no fault of the engine."""
+
+    code = "answer_too_large"
 
 
 class EngineBusy(Overloaded):
@@ -43,6 +50,8 @@ def engine_errors(engine: str) -> Iterator[None]:
     """Turn the errors of an HTTP exchange into `EngineFailed` with the engine's name."""
     try:
         yield
+    except AnswerTooLarge as exc:
+        raise AnswerRefused(f"engine {engine}: {exc}") from exc
     except Unreachable as exc:
         raise EngineFailed(engine, f"cannot be reached ({_text(exc)})", is_absent=True) from exc
     except OSError as exc:

@@ -279,8 +279,12 @@ class Exchange:
         if self._reply is not None:
             self._reply.close()
             self._reply = None
+        try:
+            content = orjson.dumps(body)
+        except orjson.JSONEncodeError as exc:  # what the client sent can be: it is the other engine's
+            raise EngineFailed(self._placed.prefill.name, "returned kv_transfer_params that cannot be sent on") from exc
         with engine_errors(engine.name):
-            self._reply = await engine.upstream.post(self._call.path, orjson.dumps(body), self._call.request_id)
+            self._reply = await engine.upstream.post(self._call.path, content, self._call.request_id)
         return self._reply
 
     async def _take_plain(self, engine: Engine, reply: Reply) -> None:
@@ -298,7 +302,10 @@ class Exchange:
         if reply.status == 200 and engine is self.engine:
             usage = answer.get("usage")
             if isinstance(usage, dict) and self._prefill_usage is not None:
-                self.content = orjson.dumps(answer | {"usage": self._true_usage(usage)})
+                try:
+                    self.content = orjson.dumps(answer | {"usage": self._true_usage(usage)})
+                except orjson.JSONEncodeError as exc:
+                    raise EngineFailed(engine.name, f"answered with something that cannot be sent on: {exc}") from exc
             self._note_usage(usage if isinstance(usage, dict) else {})
             self._note_end()
 
@@ -318,8 +325,8 @@ class Exchange:
             raise EngineFailed(engine.name, f"answered {status}, which is no answer")
 
     async def _take_first_event(self, engine: Engine, reply: Reply) -> None:
-        while (first := first_event(self._first)) is None:
-            self._first += await self._wait(self._next_events(reply))
+        while (first := first_event(self._first)) is None:  # comments go no further, so none of them are kept
+            self._first = await self._wait(self._next_events(reply))
         error = first.error
         if error is None:
             return

@@ -23,10 +23,12 @@ from protocol.messages import Role, WorkerCard, WorkerLoad, WorkerState
 from protocol.siblings import EngineEntry, Load
 from router.background import BackgroundTasks
 from router.cost_model import CostModel
+from router.engines.addresses import public_addresses
 from router.engines.config import EnginesConfig, EngineSpec, check_fleet
 from router.engines.engine import Engine, card_of, digest_root, with_model
 from router.engines.errors import EngineBusy
 from router.engines.load import EngineLoad, EngineSize, model_of, parse_load, parse_size
+from router.engines.looks import look
 from router.placement import Placement, Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Registry, Worker
@@ -105,6 +107,7 @@ class Fleet:
         self.siblings = siblings or Siblings(registry)  # of which there are none
         self.siblings.listen(self)
         self.clock = clock
+        self.trusted_urls: frozenset[str] = frozenset()  # that the operator named; others may not be on this machine
         self.mean_prompt_tokens = FIRST_GUESS_TOKENS
         self.mean_output_tokens = FIRST_GUESS_TOKENS / 2
         self._placer = Placer(registry, index, costs, config)
@@ -314,7 +317,8 @@ class Fleet:
     # -- life of an engine ------------------------------------------------------------------------------------
 
     def _start(self, spec: EngineSpec) -> Engine:
-        engine = Engine(spec, self.engines_config, self.config.request_timeout_s)
+        is_trusted = self.engines_config.allow_local_engines or spec.url in self.trusted_urls
+        engine = Engine(spec, self.engines_config, None if is_trusted else public_addresses)
         self._engines[spec.name] = engine
         self._probes[spec.name] = self._background.keep(
             f"probe of engine {spec.name}", lambda: self._probe_for_ever(engine)
@@ -351,7 +355,7 @@ class Fleet:
             try:
                 await self._probe(engine)
                 num_failed, last_good_s = 0, self.clock()
-            except (httpx.HTTPError, LookupError, ValueError) as exc:
+            except (httpx.HTTPError, LookupError, ValueError, RecursionError) as exc:
                 # Where nobody listens one look is enough; who is slow gets another chance.
                 num_failed += self.engines_config.max_failed_probes if isinstance(exc, httpx.ConnectError) else 1
                 self._on_failed_probe(engine, num_failed, last_good_s, str(exc) or type(exc).__name__)
@@ -361,7 +365,7 @@ class Fleet:
 
     async def _probe(self, engine: Engine) -> None:
         timeout_s = self.engines_config.probe_timeout_s
-        answer = await engine.client.get(_HEALTH_PATHS[engine.spec.kind], timeout=timeout_s)
+        answer = await look(engine.client, _HEALTH_PATHS[engine.spec.kind], timeout_s)
         if answer.status_code in (401, 403):
             raise ValueError(f"its health check refused our key ({answer.status_code}); give api_key_env or headers")
         if answer.status_code != 200:
@@ -384,11 +388,11 @@ class Fleet:
         """Its `/metrics`, "" where it has none; asked again in each life."""
         if not engine.has_metrics and engine.state is WorkerState.READY:
             return ""
-        answer = await engine.client.get("/metrics", timeout=timeout_s)
+        answer = await look(engine.client, "/metrics", timeout_s)
         return answer.text if answer.status_code == 200 else ""
 
     async def _join(self, engine: Engine, size: EngineSize, timeout_s: float) -> None:
-        answer = await engine.client.get("/v1/models", timeout=timeout_s)
+        answer = await look(engine.client, "/v1/models", timeout_s)
         if answer.status_code != 200:
             raise ValueError(f"/v1/models answered {answer.status_code}; is its api_key_env right?")
         model, length = model_of(answer.json(), engine.spec.model)

@@ -34,6 +34,20 @@ from router.tokenizer import TokenizerPool
 
 __all__ = ["Forwarder", "read_object"]
 
+# Fields by which whoever stands in front of engines tells them where KV comes from and which of their parts computes:
+# a client's would read foreign KV, or have an engine connect to any host. docs/engines.md has the reason for each.
+_ROUTERS_FIELDS = frozenset(
+    {
+        *("kv_transfer_params", "ec_transfer_params"),  # vLLM
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),  # SGLang
+        *("data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"),
+        *("session_params", "extra_key", "custom_logit_processor"),
+        *("id_slot", "slot_id"),  # llama.cpp
+    }
+)
+_OUR_IDS = ("request_id", "rid")  # of a request: the router gives it one
+_MAX_BRACKETS = 250  # more could be nested more deeply than JSON can be written again
+
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -58,6 +72,7 @@ class Forwarder:
     async def explain(self, request: Request) -> dict[str, Any]:
         """Body of `POST /v1/route/explain`: what would be decided now. Nothing is sent or booked."""
         raw, body = await read_object(request)
+        _check_fields(raw, body)
         call = await self._call(request, "", raw, body, time.perf_counter())
         return {"object": "list", "data": [self.queues.of(call.model).explain(call)]}
 
@@ -66,6 +81,7 @@ class Forwarder:
         arrived_s = time.perf_counter()
         request = Request(scope, receive)
         raw, body = await read_object(request)
+        _check_fields(raw, body)
         call = await self._call(request, path, raw, body, arrived_s)
         exchange = None
         outlet = Outlet(scope, send)
@@ -194,3 +210,25 @@ async def read_object(request: Request) -> tuple[bytes, dict[str, Any]]:
     if not isinstance(body, dict):
         raise RequestError("Invalid request body: expected an object.")
     return raw, body
+
+
+def _check_fields(raw: bytes, body: dict[str, Any]) -> None:
+    """Take out of a body the ids that the router gives. Raises `RequestError` for what must not reach an engine."""
+    for name in _ROUTERS_FIELDS & body.keys():
+        if body.pop(name) is not None:
+            raise RequestError(
+                f"'{name}' is for the router to set; leave it out.", param=name, code="unsupported_parameter"
+            )
+    for name in _OUR_IDS:
+        body.pop(name, None)
+    extra = body.get("vllm_xargs")  # these become the engine's own extra arguments, where KV's are looked for
+    if isinstance(extra, dict) and (found := _ROUTERS_FIELDS & extra.keys()):
+        name = f"vllm_xargs.{min(found)}"
+        raise RequestError(
+            f"'{name}' is for the router to set; leave it out.", param=name, code="unsupported_parameter"
+        )
+    if raw.count(b"[") + raw.count(b"{") > _MAX_BRACKETS:
+        try:
+            orjson.dumps(body)
+        except orjson.JSONEncodeError as exc:
+            raise RequestError("The request body is nested too deeply.") from exc

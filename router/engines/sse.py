@@ -68,9 +68,10 @@ class EventSplitter:
         """The bytes of the events that are complete now. Raises `ValueError` for an event without end."""
         if not self._rest and data.endswith(b"\n\n"):
             return data  # as a rule an engine writes whole events
+        start = max(0, len(self._rest) - 3)  # the end of an event may have begun
         data = self._rest + data
         end = 0
-        for found in _END.finditer(data):
+        for found in _END.finditer(data, start):
             end = found.end()
         self._rest = data[end:]
         if len(self._rest) > MAX_EVENT_BYTES:

@@ -7,6 +7,7 @@ httptools; probes and what else is seldom stay with httpx. Knows nothing of what
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 import time
 from collections.abc import Mapping
@@ -16,24 +17,34 @@ from urllib.parse import urlsplit
 import httptools
 
 from router.arrivals import Arrivals
+from router.engines.looks import Resolve
 
-__all__ = ["Reply", "Unreachable", "Upstream"]
+__all__ = ["AnswerTooLarge", "Reply", "Unreachable", "Upstream"]
 
 # Shorter than the 5 s after which uvicorn closes an idle connection, which would lose the request on it.
 _MAX_IDLE_S = 2.0
 _MAX_IDLE = 1024  # connections
 _LINGER_S = 1.0  # for the end of an answer whose last event is there
 _MAX_UNREAD_BYTES = 256 * 1024  # of an answer whose client is slower than the engine
+MAX_ANSWER_BYTES = 32 * 1024 * 1024  # of an answer that is read as a whole
+MAX_HEADER_BYTES = 64 * 1024
 
 
 class Unreachable(ConnectionError):
     """Nobody listens there, or takes no connection in time."""
 
 
+class AnswerTooLarge(Exception):
+    """An answer that was to be read as a whole is larger than one may be."""
+
+
 class Upstream:
     """The connections to one engine. Used from one event loop only."""
 
-    def __init__(self, url: str, headers: Mapping[str, str], *, connect_timeout_s: float) -> None:
+    def __init__(
+        self, url: str, headers: Mapping[str, str], *, connect_timeout_s: float, resolve: Resolve | None = None
+    ) -> None:
+        """`resolve` gives the addresses that the host may be connected at; None = any its name has."""
         parts = urlsplit(url)
         is_tls = parts.scheme == "https"
         self._host = parts.hostname or ""
@@ -41,6 +52,7 @@ class Upstream:
         self._tls = ssl.create_default_context() if is_tls else None
         self._base_path = parts.path.rstrip("/")
         self._connect_timeout_s = connect_timeout_s
+        self._resolve = resolve
         given = {"host": parts.netloc, "user-agent": "tandem", "accept-encoding": "identity"}
         given |= {"content-type": "application/json"} | {name.lower(): value for name, value in headers.items()}
         self._head = "".join(f"{name}: {_checked(value)}\r\n" for name, value in given.items())
@@ -77,16 +89,28 @@ class Upstream:
         return None
 
     async def _connect(self) -> _Connection:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(self), self._host, self._port, ssl=self._tls
-                )
+                if self._resolve is None:
+                    return await self._connect_to(self._host)
+                *others, last = await self._resolve(self._host, self._port)
+                for address in others:
+                    with contextlib.suppress(OSError):
+                        return await self._connect_to(address)
+                return await self._connect_to(last)
         except TimeoutError as exc:
             raise Unreachable(f"no connection within connect_timeout_s={self._connect_timeout_s:g}") from exc
         except OSError as exc:
             raise Unreachable(str(exc) or type(exc).__name__) from exc
+
+    async def _connect_to(self, address: str) -> _Connection:
+        _, connection = await asyncio.get_running_loop().create_connection(
+            lambda: _Connection(self),
+            address,
+            self._port,
+            ssl=self._tls,
+            server_hostname=self._host if self._tls else None,
+        )
         return connection
 
     def note_open(self, connection: _Connection) -> None:
@@ -128,10 +152,14 @@ class Reply(Arrivals[bytes]):
         return b"".join(await self.take())
 
     async def read_all(self) -> bytes:
-        """The rest of it."""
+        """The rest of it. Raises `AnswerTooLarge`."""
         parts: list[bytes] = []
+        num_bytes = 0
         while part := await self.read():
             parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > MAX_ANSWER_BYTES:
+                raise AnswerTooLarge(f"the answer is larger than {MAX_ANSWER_BYTES} bytes; ask for a stream")
         return b"".join(parts)
 
     def close(self, *, is_ending: bool = False) -> None:
@@ -164,6 +192,7 @@ class _Connection(asyncio.Protocol):
         self._upstream = upstream
         self._reply: Reply | None = None
         self._is_lost = False
+        self._num_barren_bytes = 0  # that came since there last was a whole head, or a byte of a body
         self._lingering: asyncio.TimerHandle | None = None
 
     # -- of the upstream and the reply
@@ -173,6 +202,7 @@ class _Connection(asyncio.Protocol):
         self._reply = reply = Reply(self)
         self._parser = httptools.HttpResponseParser(self)
         self._can_stay = False
+        self._num_barren_bytes = 0
         if self._is_lost:
             reply.fail(ConnectionResetError("the engine closed the connection"))
         else:
@@ -214,10 +244,14 @@ class _Connection(asyncio.Protocol):
         if reply is None or reply.is_complete:  # nothing was asked
             self.close()
             return
+        self._num_barren_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as exc:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
             reply.fail(ConnectionError(f"no HTTP: {exc}"))
+        if self._num_barren_bytes > MAX_HEADER_BYTES:
+            reply.fail(ConnectionError(f"its header is larger than {MAX_HEADER_BYTES} bytes"))
+            self.close()
         reply.wake()
         if self._lingering is not None and reply.is_complete:
             self._stop_lingering()
@@ -245,18 +279,20 @@ class _Connection(asyncio.Protocol):
     # -- of the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._reply is not None:
+        if self._reply is not None and not self._reply.status:  # trailers say nothing that is read here
             self._reply.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         assert self._reply is not None, "an answer is expected"
         status = self._parser.get_status_code()
         if status >= 200:
+            self._num_barren_bytes = 0
             self._reply.status = status
         else:
             self._reply.headers.clear()  # of an interim answer
 
     def on_body(self, data: bytes) -> None:
+        self._num_barren_bytes = 0
         if self._reply is not None:
             self._reply.add(data)
 

@@ -95,7 +95,16 @@ def routing(tmp_path: Path, engines: list[FakeServer], count: int, *flags: str) 
     path = tmp_path / "engines.toml"
     tables = [f'[[engines]]\nname = "e{i}"\nurl = "{fake.url}"\nkind = "vllm"\n' for i, fake in enumerate(engines)]
     path.write_text("".join(tables))
-    command = [sys.executable, "-m", "cli", "route", f"--engines={path}", "--port=0", "--probe-interval-s=0.05"]
+    command = [
+        sys.executable,
+        "-m",
+        "cli",
+        "route",
+        f"--engines={path}",
+        "--port=0",
+        "--allow-local-engines",
+        "--probe-interval-s=0.05",
+    ]
     env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TANDEM_ADMIN_TOKEN": "secret"}
     process = subprocess.Popen(
         [*command, f"--router-processes={count}", *flags], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True

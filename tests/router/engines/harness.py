@@ -100,7 +100,7 @@ async def routing(
         index=PrefixIndex(),
         costs=CostModel(),
         config=config or RouterConfig(request_timeout_s=20.0, drain_timeout_s=5.0),
-        engines=EnginesConfig(**({"probe_interval_s": 0.02} | engines)),
+        engines=EnginesConfig(**({"probe_interval_s": 0.02, "allow_local_engines": True} | engines)),
         tenants=tenants,
         siblings=siblings,
         clock=clock,
