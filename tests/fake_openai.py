@@ -43,6 +43,7 @@ class FakeServer:
     stop: Callable[[], None] = lambda: None  # ends the server
     authorization: list[str] = field(default_factory=list)  # of each request for an answer
     requests: list[dict[str, Any]] = field(default_factory=list)
+    request_headers: list[dict[str, str]] = field(default_factory=list)
     num_running: int = 0
     max_running: int = 0
     num_hung_up: int = 0
@@ -132,6 +133,7 @@ def _app(fake: FakeServer) -> FastAPI:
     async def answer(request: Request, choice: Any, first: Any, kind: str) -> Response:
         body = await request.json()
         fake.requests.append(body)
+        fake.request_headers.append(dict(request.headers))
         fake.authorization.append(request.headers.get("authorization", ""))
         if not fake.headers_pause.is_set():
             await asyncio.to_thread(fake.headers_pause.wait)

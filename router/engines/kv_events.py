@@ -150,7 +150,7 @@ class KvEventFeed:
     def _take(self, number: int, payload: bytes, *, is_lost: bool) -> None:
         try:
             events = decode_batch(payload)
-        except msgspec.DecodeError as exc:
+        except (msgspec.DecodeError, RecursionError) as exc:
             logger.warning("%s sent something that is no batch of KV events: %s", self._endpoint, exc)
             is_lost, events = True, []
         self.num_gaps += is_lost

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import re
 import time
 from email.utils import formatdate
@@ -14,6 +15,7 @@ import pytest
 
 from protocol.config import RouterConfig
 from protocol.messages import WorkerState
+from router.engines import upstream as upstream_module
 from router.engines.breaker import BreakerState
 from router.engines.config import spec_from
 from router.engines.exchange import Exchange
@@ -560,3 +562,95 @@ async def test_the_prompt_of_a_plain_answer_waits_no_longer_than_predicted(fake_
         assert (worker.num_booked_seqs, request.done()) == (1, False)
         fake_a.resume()
         assert await request == "a"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "h", "remote_port": 1}},
+        {"kv_transfer_params": "text"},
+        {"ec_transfer_params": {"remote_host": "h"}},
+        {"vllm_xargs": {"kv_transfer_params": "text"}},
+        {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 1},
+        {"bootstrap_pair_key": "k"},
+        {"data_parallel_rank": 1},
+        {"routed_dp_rank": 1},
+        {"disagg_prefill_dp_rank": 1},
+        {"session_params": {"id": "other"}},
+        {"extra_key": "other"},
+        {"custom_logit_processor": "code"},
+        {"id_slot": 0},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+async def test_a_client_cannot_tell_engines_where_kv_is(fake_a: FakeServer, fields: dict[str, Any]) -> None:
+    async with routing(spec_of(fake_a, "a")) as router:
+        for path in (COMPLETIONS, "/v1/route/explain"):
+            response = await router.client.post(path, json=completion(**fields))
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (400, "unsupported_parameter")
+            assert error["param"].partition(".")[0] in fields
+        empty = completion(**dict.fromkeys(fields)) | {"vllm_xargs": {"other": 1}}  # null asks for nothing
+        assert (await router.client.post(COMPLETIONS, json=empty)).status_code == 200
+        assert [request.keys() & fields.keys() - {"vllm_xargs"} for request in fake_a.requests] == [set()]
+        assert fake_a.requests[0]["vllm_xargs"] == {"other": 1}
+
+
+async def test_a_request_has_the_routers_id_and_no_header_of_the_client(fake_a: FakeServer) -> None:
+    sent = {"x-data-parallel-rank": "1", "x-request-id": "mine", "authorization": "Bearer client", "connection": "x-y"}
+    async with routing(spec_of(fake_a, "a")) as router:
+        body = completion(request_id="___decode_addr_h:1", rid="other")
+        response = await router.client.post(COMPLETIONS, json=body, headers=sent)
+        assert response.status_code == 200
+        assert response.headers["x-request-id"].startswith("req-")
+        assert not fake_a.requests[0].keys() & {"request_id", "rid"}
+        got = fake_a.request_headers[0]
+        assert got.keys() <= {"host", "user-agent", "accept-encoding", "content-type", "x-request-id", "content-length"}
+        assert got["x-request-id"] == response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("depth", [240, 260, 1000, 1030, 100_000])
+@pytest.mark.parametrize("field", ["prompt", "messages", "tools", "unknown"])
+async def test_what_is_nested_deeply_is_the_clients_fault(fake_a: FakeServer, field: str, depth: int) -> None:
+    deep = "[" * depth + "]" * depth
+    content = json.dumps({"prompt": "a", "max_tokens": 1, "stream": False} | {field: "DEEP"}).replace('"DEEP"', deep)
+    async with routing(spec_of(fake_a, "a")) as router:
+        for path in (COMPLETIONS, CHAT, "/v1/route/explain"):
+            response = await router.client.post(path, content=content, headers={"content-type": "application/json"})
+            is_engines = depth < 250 and path != "/v1/route/explain"  # the fake cannot read all of them
+            assert response.status_code in ((200, 400, 502) if is_engines else (200, 400)), response.text
+            if depth > 250:
+                assert "nested too deeply" in response.text or "not valid JSON" in response.text
+
+
+@pytest.mark.parametrize(("deep_at", "status"), [("a", 200), ("b", 502)])
+async def test_an_engines_answer_that_cannot_be_passed_on_is_its_failure(
+    fake_a: FakeServer, fake_b: FakeServer, deep_at: str, status: int
+) -> None:
+    deep: Any = []
+    for _ in range(400):
+        deep = [deep]
+    if deep_at == "a":
+        fake_a.whole = {"kv_transfer_params": {"deep": deep}}
+    else:
+        fake_b.whole = {"deep": deep}
+    specs = [spec_of(fake_a, "a", role="prefill"), spec_of(fake_b, "b", role="decode")]
+    async with routing(*specs, config=RouterConfig(local_prefill=False)) as router:
+        response = await router.client.post(COMPLETIONS, json=completion())
+        assert response.status_code == status  # what the first cannot hand over, the second computes
+        assert router.engine(deep_at).num_failures == 1
+        assert status == 200 or "cannot be sent on" in response.text
+
+
+async def test_a_plain_answer_that_is_too_large_is_refused_and_no_failure_of_the_engine(
+    fake_a: FakeServer, fake_b: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream_module, "MAX_ANSWER_BYTES", 100_000)
+    fake_a.whole = fake_b.whole = {"more": "x" * 200_000}
+    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
+        for _ in range(5):
+            response = await router.client.post(COMPLETIONS, json=completion())
+            assert (response.status_code, response.json()["error"]["code"]) == (502, "answer_too_large")
+            assert "ask for a stream" in response.text
+        assert len(fake_a.requests) + len(fake_b.requests) == 5  # no other would do better
+        assert [router.engine(name).num_failures for name in "ab"] == [0, 0]

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from router.engines.upstream import Unreachable, Upstream
+from router.engines import upstream as upstream_module
+from router.engines.upstream import AnswerTooLarge, Unreachable, Upstream
 from tests.router.engines.harness import dead_url, until
 
 pytestmark = pytest.mark.anyio
@@ -294,3 +295,49 @@ async def test_nobody_there() -> None:
 def test_a_header_cannot_begin_another() -> None:
     with pytest.raises(ValueError, match="line end"):
         Upstream("http://127.0.0.1:1", {"x": "a\r\nb: c"}, connect_timeout_s=1.0)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b"HTTP/1.1 200 OK\r\na: " + b"b" * 600_000],
+        [b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 100_000],
+        [b"HTTP/1.1 100 Continue\r\n\r\n" * 30_000],
+        [CHUNKED, b"1;" + b"e" * 600_000],
+        [CHUNKED, b"0\r\n" + b"a: b\r\n" * 100_000],
+    ],
+    ids=["header", "headers", "interim answers", "chunk extension", "trailers"],
+)
+async def test_a_header_without_end_ends_the_connection(parts: list[bytes]) -> None:
+    async with connected() as (upstream, peer), asyncio.timeout(30):
+        peer.handle = answer(*parts)
+        with pytest.raises(ConnectionError, match="header is larger than 65536 bytes"):
+            await (await upstream.post("/", b"", "r")).read_all()
+
+
+async def test_a_plain_answer_that_is_too_large_is_given_up_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream_module, "MAX_ANSWER_BYTES", 1 << 20)
+    num_sent = 0
+
+    async def flood(writer: asyncio.StreamWriter) -> None:
+        nonlocal num_sent
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 300000000\r\n\r\n")
+        for _ in range(300):
+            writer.write(b"x" * 1_000_000)
+            await writer.drain()
+            num_sent += 1
+
+    async with connected() as (upstream, peer), asyncio.timeout(30):
+        peer.handle = flood
+        reply = await upstream.post("/", b"", "r")
+        with pytest.raises(AnswerTooLarge, match="larger than 1048576 bytes; ask for a stream"):
+            await reply.read_all()
+        reply.close()
+    assert num_sent < 30
+
+
+async def test_nothing_that_upgrades_is_an_answer() -> None:
+    async with connected() as (upstream, peer), asyncio.timeout(30):
+        peer.handle = answer(b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\nhello")
+        with pytest.raises(ConnectionError):
+            await upstream.post("/", b"", "r")
