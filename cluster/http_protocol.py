@@ -14,6 +14,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -38,6 +40,7 @@ _LINGER_S = 2.0  # for a client to read our last words, or to end a body that no
 _STALL_S = 60.0  # without a byte read of an answer that waits to be sent
 _MAX_TICK_S = 0.5
 _WARN_INTERVAL_S = 60.0
+_FIRST = itemgetter(0)
 _OPERATOR_PATHS = (b"/health", b"/ready", b"/metrics")
 
 
@@ -268,11 +271,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _check_head(self) -> None:
         """Raise `_Refused` for a request that the app must not see."""
-        num_bytes = len(self.url)
-        num_hosts = 0
-        for name, value in self.headers:
-            num_bytes += len(name) + len(value)
-            num_hosts += name == b"host"
+        num_bytes = len(self.url) + sum(map(len, chain.from_iterable(self.headers)))
+        num_hosts = list(map(_FIRST, self.headers)).count(b"host")
         if len(self.headers) > MAX_HEADERS or num_bytes > self._shared.max_header_bytes:
             raise self._too_large()
         if num_hosts != 1 and (num_hosts or self.parser.get_http_version() == "1.1"):

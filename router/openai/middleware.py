@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Collection, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -21,6 +22,7 @@ __all__ = ["Layer", "Rules"]
 
 logger = logging.getLogger(__name__)
 
+_FIRST = itemgetter(0)
 _VARY = (b"vary", b"Origin")
 
 
@@ -54,7 +56,7 @@ class Layer:
         """Answer a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif any(name == b"origin" for name, _ in scope["headers"]):
+        elif b"origin" in map(_FIRST, scope["headers"]):
             await self._cors(scope, receive, send)
         else:  # not from a web page: all that CORS adds to its answer is this
             await self._serve(scope, receive, send, _VARY)
@@ -87,7 +89,7 @@ class Layer:
     def _check(self, scope: Scope) -> None:
         """Raise a `RequestError` for what can be refused before the body is read."""
         headers = dict(scope["headers"])
-        check_caller(headers, scope["method"], self._rules.allow_hosts, self._rules.allow_origins)
+        check_caller(headers, scope["method"], scope["path"], self._rules.allow_hosts, self._rules.allow_origins)
         if self._rules.tenants:
             check_key(scope, self._rules.tenants)
         declared = headers.get(b"content-length", b"0")
