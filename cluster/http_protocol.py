@@ -35,6 +35,7 @@ MAX_URL_BYTES = 8192
 MAX_HEADERS = 128
 MAX_PIPELINED = 100  # requests of one connection that wait for its running one
 MIN_BODY_BYTES_PER_S = 16 * 1024  # a large body gets body_timeout_s and as long as it takes at this rate
+MAX_UNFINISHED_BODIES = 64  # as many of the largest size are kept in memory at once
 NUM_RESERVED = 64  # connections above max_connections, so that health checks and metrics get through
 _LINGER_S = 2.0  # for a client to read our last words, or to end a body that nobody reads
 _STALL_S = 60.0  # without a byte read of an answer that waits to be sent
@@ -62,6 +63,8 @@ class Connections:
         self.max_header_bytes = config.max_header_bytes
         self.header_timeout_s = config.header_timeout_s
         self.body_timeout_s = config.body_timeout_s
+        self.max_unfinished_bytes = MAX_UNFINISHED_BODIES * config.max_body_bytes
+        self.num_unfinished_bytes = 0  # of bodies that have begun to arrive
         self.now_s = 0.0
         self.open: set[HttpProtocol] = set()
         # Connections whose client owes us a request or the rest of one, in the order in which we began to wait.
@@ -95,8 +98,16 @@ class Connections:
             next(iter(self.waiting)).shed()
         return len(self.open) <= self.max_connections
 
+    def drop_bodies(self) -> None:
+        """End those that have sent part of a body for longest, until what is left is little enough."""
+        for connection in list(self.waiting):
+            if self.num_unfinished_bytes <= self.max_unfinished_bytes:
+                return
+            connection.drop_body()
+
     def forget(self, connection: HttpProtocol) -> None:
         """A connection has ended, or is about to."""
+        connection.body_ended()
         self.open.discard(connection)
         self.waiting.pop(connection, None)
 
@@ -111,6 +122,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._is_idle = False  # between two requests
         self._is_ending = False  # our last words are said
         self._num_barren_bytes = 0  # that came since there last was a whole head, or a byte of a body
+        self._num_body_bytes = 0  # of a body that is not there as a whole
         self._num_unsent_bytes = 0
         self._unsent_since_s = 0.0
 
@@ -149,6 +161,8 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if self._num_barren_bytes > self._shared.max_header_bytes:
             self._refuse(self._too_large())
+        if self._shared.num_unfinished_bytes > self._shared.max_unfinished_bytes:
+            self._shared.drop_bodies()
 
     def check(self, now_s: float) -> None:
         """End the connection if its client is too slow."""
@@ -168,6 +182,16 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
         else:
             self._refuse(_Refused(408, "The request did not arrive in time.", "request_timeout"))
+
+    def body_ended(self) -> None:
+        """What came of a body is with the app, or gone."""
+        self._shared.num_unfinished_bytes -= self._num_body_bytes
+        self._num_body_bytes = 0
+
+    def drop_body(self) -> None:
+        """Make room for other bodies, if one has begun to arrive here."""
+        if self._num_body_bytes:
+            self._refuse(_Refused(503, "Too many bodies arrive at once; try again later.", "too_many_bodies"))
 
     def shed(self) -> None:
         """Make room for another connection."""
@@ -219,14 +243,18 @@ class HttpProtocol(HttpToolsProtocol):
         """A part of a body came."""
         super().on_body(body)
         self._num_barren_bytes = 0
-        if not self.cycle.response_complete:
-            self._due_s += len(body) / MIN_BODY_BYTES_PER_S
+        if self.cycle.response_complete:
+            return
+        self._due_s += len(body) / MIN_BODY_BYTES_PER_S
+        self._num_body_bytes += len(body)
+        self._shared.num_unfinished_bytes += len(body)
 
     def on_message_complete(self) -> None:
         """A request is there as a whole."""
         if self.parser.should_upgrade():
             return  # but for its body
         super().on_message_complete()
+        self.body_ended()
         self._num_barren_bytes = 0
         self._due_s = math.inf
         if self.cycle.response_complete:
@@ -258,6 +286,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _drop_body(self) -> None:
         """The app answered before it had the whole body: what still comes of it is not wanted."""
+        self.body_ended()
         if self.expect_100_continue:
             self._end()  # the client may leave the body out, and we could not tell it from the next request
         else:

@@ -410,3 +410,30 @@ async def test_beyond_max_connections_those_that_wait_longest_go_first_and_opera
             assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
         for _, writer in [waiting, *served, *slow]:
             writer.close()
+
+
+async def test_bodies_that_do_not_end_are_kept_in_bounded_memory_and_the_oldest_go_first() -> None:
+    app = Echo()
+    part = b"b" * 60_000
+    head = HEAD + b"content-length: 65536\r\n\r\n"
+    async with serving_app(app, max_body_bytes=65_536) as port, asyncio.timeout(60):
+        slow = []
+        for number in range(100):  # of which 69 go into 64 times 64 KB
+            slow.append(await asyncio.open_connection("127.0.0.1", port))
+            slow[-1][1].write(head + part)
+            while app.num_asked <= number:  # noqa: ASYNC110 - the app tells nobody
+                await asyncio.sleep(0.001)
+            if number % 10 == 9:  # meanwhile others are served
+                assert b" 200 " in await exchange(
+                    port, head.replace(b"/x HTTP/1.1", b"/x HTTP/1.1\r\nconnection: close") + b"c" * 65_536
+                )
+                app.num_asked -= 1
+        for reader, _ in slow[:30]:
+            assert error_of(await reader.read())[0] == 503
+        assert app.num_disconnects in (30, 31, 32)
+        for reader, writer in slow[40:]:
+            writer.write(b"b" * 5_536)
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(65_536)
+        for _, writer in slow:
+            writer.close()
