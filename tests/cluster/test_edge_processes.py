@@ -235,3 +235,24 @@ def test_a_process_whose_parent_is_gone_ends(tmp_path: Path) -> None:
             await hub.close()
 
     asyncio.run(scenario())
+
+
+def test_every_process_has_the_limits_and_knows_whom_to_listen_to(tmp_path: Path) -> None:
+    async def slow(port: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n")
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    async def scenario() -> None:
+        async with edges(tmp_path, num_processes=2, header_timeout_s=0.5) as here:
+            answers = await asyncio.gather(*(slow(here.client.base_url.port or 0) for _ in range(16)))
+            assert {answer.split()[1] for answer in answers} == {b"408"}
+            for headers in ({"host": "page.example"}, {"origin": "http://page.example"}):
+                refused = [await here.client.post("/v1/chat/completions", json=BODY, headers=headers) for _ in range(8)]
+                assert {answer.status_code for answer in refused} == {403}
+            assert here.backend.requests == []
+            assert (await here.chat()).status_code == 200
+
+    asyncio.run(scenario())

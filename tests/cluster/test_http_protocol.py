@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -437,3 +438,24 @@ async def test_bodies_that_do_not_end_are_kept_in_bounded_memory_and_the_oldest_
             await reader.readexactly(65_536)
         for _, writer in slow:
             writer.close()
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted", "possible", "new_soft"),
+    [
+        (1024, 4096, 2048, 2048, 2368),
+        (65_536, 65_536, 2048, 2048, 65_536),
+        (1024, 1024, 2048, 704, 1024),
+        (256, 256, 2048, 1, 256),
+        (1024, -1, 100_000, 100_000, 100_320),
+        (-1, -1, 100_000, 100_000, -1),
+    ],
+)
+def test_connections_are_bounded_by_the_files_that_may_be_open(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, wanted: int, possible: int, new_soft: int
+) -> None:
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
+    assert http_server_module._possible_connections(wanted) == possible
+    assert limits[-1] == (new_soft, hard)
