@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.common import arguments, console, ms, print_table, write_result
 from cluster.model_store import resolve_model
+from protocol.digest import CacheScope
 from router.tokenizer import Tokenizer
 
 _NUM_TURNS = 20
@@ -37,7 +38,7 @@ def main() -> None:
             rendered_s = time.perf_counter()
             whole = tokenizer.encode(text, add_special_tokens=False)
             encoded_s = time.perf_counter()
-            ids = tokenizer.encode_chat(messages, options)
+            ids = tokenizer.encode_chat(messages, options, CacheScope(""))
             turn_s[turn].append(time.perf_counter() - encoded_s)
             whole_s[turn].append(encoded_s - rendered_s)
             render_s[turn].append(rendered_s - started_s)

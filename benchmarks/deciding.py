@@ -28,6 +28,7 @@ from benchmarks.common import arguments, console, free_port, print_table, ratio,
 from benchmarks.native_edge import address_of, make_flow
 from benchmarks.virtual_cluster import VirtualCluster
 from protocol.config import RouterConfig
+from protocol.digest import EVERYONE
 from protocol.sampling import SamplingParams
 from router.admission import Dispatch, Offer
 from router.edges.hub import EdgeHub
@@ -203,7 +204,7 @@ def _requests(num_tokens: int, step_ms: int, seed: int) -> Iterator[GenerateRequ
     prompts = [[rng.randrange(1000, 50_000) for _ in range(_PROMPT_TOKENS)] for _ in range(_NUM_PROMPTS)]
     sampling = SamplingParams(max_tokens=num_tokens, seed=step_ms, temperature=0.0)
     for number in itertools.count():
-        yield GenerateRequest(f"request-{number}", prompts[number % _NUM_PROMPTS], sampling)
+        yield GenerateRequest(f"request-{number}", prompts[number % _NUM_PROMPTS], sampling, EVERYONE)
 
 
 class _Ready:

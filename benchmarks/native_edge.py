@@ -58,6 +58,7 @@ from router.message_socket import MessageSocket
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Registry
+from router.tenants import Tenants
 from router.tokenizer import Tokenizer
 from router.worker_client import WorkerClient
 
@@ -276,7 +277,7 @@ async def _run_edge(port: int, model: str, num_processes: int, endpoints: list[s
         for endpoint in endpoints:
             await client.add_worker(address_of(endpoint))
         with listening(router.host, port) as listener:
-            async with serve_http(flow, Tokenizer(folder), metrics, config, listener, {}) as (front, _):
+            async with serve_http(flow, Tokenizer(folder), metrics, config, listener, {}, Tenants()) as (front, _):
                 settle_heap()
                 await first_of(front.serving, stop)
     finally:

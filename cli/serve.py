@@ -211,7 +211,7 @@ def serve(
     ] = default_of(TierConfig, "pin_share"),
     pin_tenant_share: Annotated[
         float,
-        typer.Option(help="Share of that for the pins of one tenant (one cache_salt).", rich_help_panel=_TIERS),
+        typer.Option(help="Share of that for the pins of one tenant.", rich_help_panel=_TIERS),
     ] = default_of(RouterConfig, "pin_tenant_share"),
     max_pins: Annotated[int, typer.Option(help="Pins at one time.", rich_help_panel=_TIERS)] = default_of(
         RouterConfig, "max_pins"

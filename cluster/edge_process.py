@@ -19,6 +19,7 @@ from cluster.listening import listening
 from cluster.processes import ParentPipe
 from protocol.config import RouterConfig
 from protocol.errors import ServingError
+from router.tenants import Tenants
 
 __all__ = ["EdgeSettings", "main"]
 
@@ -37,6 +38,7 @@ class EdgeSettings:
     metrics_folder: str  # where the counters of all processes are
     started_at_s: int  # Unix time
     api_keys: dict[bytes, str] = field(default_factory=dict, repr=False)  # tenants by digest
+    tenants: Tenants = field(default_factory=Tenants)
 
 
 def main() -> None:
@@ -88,6 +90,7 @@ async def _serve(settings: EdgeSettings, pipe: ParentPipe, listener: socket.sock
             scrape=scrape,
             started_at_s=settings.started_at_s,
             api_keys=settings.api_keys,
+            tenants=settings.tenants,
         )
         await serve_until(stop, stop_now, app, settings.router, listener, lambda: pipe.say("ready"))
         await backend.close()

@@ -23,6 +23,7 @@ from protocol.config import RouterConfig
 from router.edges.hub import EdgeHub
 from router.openai.backend import Backend
 from router.openai.readiness import Ready
+from router.tenants import Tenants
 
 __all__ = ["EdgeProcesses", "edge_processes"]
 
@@ -39,6 +40,7 @@ async def edge_processes(
     config: RouterConfig,
     listener: socket.socket,
     api_keys: dict[bytes, str],
+    tenants: Tenants = Tenants(),
 ) -> AsyncIterator[EdgeProcesses]:
     """`config.router_processes` of them for as long as the block runs; each serves once it has joined."""
     # A folder with a short name: there is a socket in it, whose path must not be long.
@@ -56,6 +58,7 @@ async def edge_processes(
             metrics_folder=folder,
             started_at_s=int(time.time()),
             api_keys=api_keys,
+            tenants=tenants,
         )
         hub.start()
         processes = EdgeProcesses(hub, settings)

@@ -21,6 +21,7 @@ from router.flow import RequestFlow
 from router.openai.readiness import Readiness, Ready
 from router.pin_metrics import PinCollector
 from router.registry import Registry
+from router.tenants import Tenants
 from router.tokenizer import Tokenizer
 from router.worker_metrics import CacheSizingCollector, WorkerCollector
 
@@ -56,10 +57,11 @@ async def serve_http(
     config: ClusterConfig,
     listener: socket.socket,
     api_keys: dict[bytes, str],
+    tenants: Tenants,
 ) -> AsyncIterator[tuple[Front, Ready]]:
     """HTTP for as long as the block runs: here, or in processes of its own where several are asked for."""
     if config.router.router_processes == 1:
-        app = create_app(flow, tokenizer, config.router, metrics, api_keys=api_keys)
+        app = create_app(flow, tokenizer, config.router, metrics, api_keys=api_keys, tenants=tenants)
         async with http_server(app, config.router, listener) as server:
             yield server, app.state.readiness
         return
@@ -73,6 +75,7 @@ async def serve_http(
             config=config.router,
             listener=listener,
             api_keys=api_keys,
+            tenants=tenants,
         ) as processes,
     ):
         yield processes, readiness

@@ -280,7 +280,7 @@ async def _serve(
             return 0
         http, tokenizer = starting.result()[1]
         metrics = http.metrics_of(flow, registry, sizing)
-        async with http.serve_http(flow, tokenizer, metrics, config, listener, api_keys) as (front, readiness):
+        async with http.serve_http(flow, tokenizer, metrics, config, listener, api_keys, tenants) as (front, readiness):
             ends = (front.serving, supervisor.failure)
             is_ready = await _unless(stop, _first_generation(front, readiness, ends), progress)
             if is_ready:

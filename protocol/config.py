@@ -168,7 +168,7 @@ class RouterConfig:
     header_timeout_s: float = 10.0  # for a request's header to arrive
     body_timeout_s: float = 30.0  # for its body; a large one gets longer, by its size
     max_pins: int = 1024
-    max_pins_per_tenant: int = 128  # a tenant is a cache_salt
+    max_pins_per_tenant: int = 128
     pin_tenant_share: float = 0.5  # of the blocks that may be pinned: what one tenant's pins may cover
     max_pin_ttl_s: float = 3600.0
 

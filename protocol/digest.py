@@ -1,7 +1,9 @@
 """Block digests: what a cached block is called, in every process, on every host, in every tier.
 
 Digest of block i = 128-bit BLAKE2b of (digest of block i-1, token ids of block i). The chain starts at a root that
-hashes a typed namespace, so two things that must not share KV cannot collide by being spelled alike.
+hashes a typed namespace, so two things that must not share KV cannot collide by being spelled alike. Whose cached
+blocks a request may use is part of the root too: requests of two tenants have no digest in common, so they cannot find
+each other's blocks anywhere, and no other place needs to check for it.
 
 Hashing a prompt's blocks is half of what a routing decision costs: it is done in C (`_digest.c`) where that was built.
 """
@@ -13,12 +15,17 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final, NewType
 
 __all__ = [
     "DIGEST_BYTES",
+    "EVERYONE",
     "IS_COMPILED",
     "TOKEN_BYTES",
+    "CacheScope",
     "block_digests",
+    "cache_scope",
     "chain_digests",
     "extend_digests",
     "namespace_digest",
@@ -29,6 +36,7 @@ __all__ = [
 DIGEST_BYTES = 16
 TOKEN_BYTES = 4
 _NAMESPACE_KEY = b"tandem.namespace.v1"
+_SCOPE_KEY = b"tandem.scope.v1"
 _ROOT_KEY = b"tandem.root.v1"
 # Told from other hashes by BLAKE2b's personal string, not by a key: a key would be a second block to compress.
 _BLOCK_HASH = hashlib.blake2b(person=b"tandem.block.v2", digest_size=DIGEST_BYTES)
@@ -58,8 +66,26 @@ def namespace_digest(*, model_revision: str, kv_dtype: str, codec: str, block_si
     )
 
 
+# A name of the requests that may use each other's cached blocks. Only `cache_scope` makes one: to the type checker a
+# client's `cache_salt` is none.
+CacheScope = NewType("CacheScope", str)
+EVERYONE: Final = CacheScope("")  # the scope of requests without tenant and salt
+
+
+@lru_cache(maxsize=4096)
+def cache_scope(cache_salt: str, tenant: str | None = None) -> CacheScope:
+    """Scope of a tenant's requests with this salt; without a tenant, of everyone's. 32 hex digits, or `EVERYONE`.
+
+    A salt only divides a tenant's scope further: with none of them it becomes another tenant's.
+    """
+    if tenant is None and not cache_salt:
+        return EVERYONE
+    fields = {"cache_salt": cache_salt} if tenant is None else {"cache_salt": cache_salt, "tenant": tenant}
+    return CacheScope(_tagged_hash(_SCOPE_KEY, fields).hex())
+
+
 def root_digest(namespace: bytes, *, cache_salt: str = "", lora: str = "") -> bytes:
-    """Root of the chains one tenant (and one adapter) may share within a namespace. 16 bytes."""
+    """Root of the chains one cache scope (and one adapter) may share within a namespace. 16 bytes."""
     return _tagged_hash(_ROOT_KEY, {"namespace": namespace.hex(), "cache_salt": cache_salt, "lora": lora})
 
 

@@ -9,7 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -23,10 +22,13 @@ from router.openai.chat import create_chat_completion
 from router.openai.completions import create_completion
 from router.openai.edge import Edge, read_body
 from router.openai.errors import error_body, error_response
+from router.openai.keys import check_operator
 from router.openai.layers import RouterApp, json_response
 from router.openai.readiness import Readiness, Ready
 from router.openai.route import explain_route, list_decisions
-from router.openai.schema import DetokenizeRequest, TokenizeRequest
+from router.openai.schema import DetokenizeRequest
+from router.openai.views import metrics_response, pools_view
+from router.tenants import CacheScopes, Tenants
 from router.tokenizer import Tokenizer, TokenizerPool
 
 __all__ = ["create_app"]
@@ -45,15 +47,23 @@ def create_app(
     scrape: Scrape | None = None,
     started_at_s: int | None = None,
     api_keys: Mapping[bytes, str],
+    tenants: Tenants = Tenants(),
 ) -> RouterApp:
     """The app. It frees its threads at its end, not the backend.
 
     Where nobody else knows whether the backend is ready, or what the metrics are, it probes the one from its start on,
     and shows those of `registry`. `started_at_s` (Unix time) is what models were created at. `api_keys` are as
-    `load_api_keys` gives them.
+    `load_api_keys` gives them; `tenants` say who shares cached prefixes.
     """
     metrics = EdgeMetrics(registry)
-    edge = Edge(backend, tokenizer, TokenizerPool(config.tokenizer_threads), metrics, started_at_s or int(time.time()))
+    edge = Edge(
+        backend,
+        tokenizer,
+        TokenizerPool(config.tokenizer_threads),
+        metrics,
+        started_at_s or int(time.time()),
+        CacheScopes(tenants, has_keys=bool(api_keys)),
+    )
     prober = Readiness(backend, tokenizer.start_id or 0) if readiness is None else None
 
     @asynccontextmanager
@@ -101,8 +111,7 @@ def _add_catalog_routes(app: FastAPI, edge: Edge) -> None:
 
     @app.post("/tokenize")
     async def tokenize_prompt(request: Request) -> Response:
-        _, fields = await read_body(request, TokenizeRequest)
-        return json_response(await tokenize(edge, fields))
+        return json_response(await tokenize(edge, request))
 
     @app.post("/detokenize")
     async def detokenize_ids(request: Request) -> Response:
@@ -124,8 +133,8 @@ def _add_cache_routes(app: FastAPI, edge: Edge) -> None:
         return json_response(await prefetch_pin(edge, request))
 
     @app.get("/v1/cache/pins")
-    async def pins(cache_salt: str = "") -> Response:
-        return json_response(await list_pins(edge, cache_salt))
+    async def pins(request: Request) -> Response:
+        return json_response(await list_pins(edge, request))
 
 
 def _add_route_routes(app: FastAPI, edge: Edge) -> None:
@@ -134,8 +143,8 @@ def _add_route_routes(app: FastAPI, edge: Edge) -> None:
         return json_response(await explain_route(edge, request))
 
     @app.get("/v1/route/decisions")
-    async def decisions() -> Response:
-        return json_response(await list_decisions(edge))
+    async def decisions(request: Request) -> Response:
+        return json_response(await list_decisions(edge, request))
 
 
 def _add_operation_routes(app: FastAPI, backend: Backend, readiness: Ready, scrape: Scrape) -> None:
@@ -151,15 +160,16 @@ def _add_operation_routes(app: FastAPI, backend: Backend, readiness: Ready, scra
         return json_response({"status": "ready"})
 
     @app.get("/metrics")
-    async def scrape_metrics() -> Response:
-        return Response(await scrape(), headers={"content-type": CONTENT_TYPE_LATEST})
+    async def scrape_metrics(request: Request) -> Response:
+        return metrics_response(await scrape(), request)
 
     @app.get("/v1/pools")
-    async def show_pools() -> Response:
-        return json_response(await backend.pools())
+    async def show_pools(request: Request) -> Response:
+        return json_response(pools_view(await backend.pools(), request))
 
     @app.post("/v1/pools/check")
-    async def check_pools() -> Response:
+    async def check_pools(request: Request) -> Response:
+        check_operator(request)
         workers = await backend.check()
         return json_response({"idle": not any(workers.values()), "workers": workers})
 

@@ -1,11 +1,10 @@
 """What prompt caches of other sizes would have found in the live traffic, beside the sizes that are configured.
 
-Knows requests as digests and tenants as hashes of their salts; places nothing.
+Knows requests as digests; places nothing.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from urllib.parse import urlsplit
 from router.miss_ratio import MissRatioCurve
 from router.registry import Registry, Worker
 
-__all__ = ["CacheSizing", "tenant_label"]
+__all__ = ["CacheSizing"]
 
 # What the last hour brought is half of the curve: long enough for conversations to come back, short enough to follow
 # the day. Counts fade once a minute at most and only while requests come, so after a quiet night the first request
@@ -47,7 +46,7 @@ class CacheSizing:
         block_size: int,
         num_prompt_tokens: int,
         num_cached_tokens: int,
-        cache_salt: str,
+        tenant: str,
     ) -> None:
         """Count a request, by the digests of its prompt's blocks and of those that its answer added.
 
@@ -56,7 +55,7 @@ class CacheSizing:
         if self._curve.block_size != block_size:
             self._curve, self._num_cached_tokens = MissRatioCurve(block_size), 0.0
         self._fade()
-        self._curve.observe(prompt, num_prompt_tokens, answer=answer, tenant=tenant_label(cache_salt))
+        self._curve.observe(prompt, num_prompt_tokens, answer=answer, tenant=tenant)
         self._num_cached_tokens += num_cached_tokens
         self.num_tokens += num_prompt_tokens
 
@@ -109,11 +108,6 @@ class CacheSizing:
         share = 0.5 ** (_FADE_INTERVAL_S / _HALF_LIFE_S)
         self._curve.fade(share)
         self._num_cached_tokens *= share
-
-
-def tenant_label(cache_salt: str) -> str:
-    """Name of a tenant for those who may not know its salt: 8 hex digits of the salt's SHA-256."""
-    return hashlib.sha256(cache_salt.encode()).hexdigest()[:8] if cache_salt else "default"
 
 
 def _owner(tier: str, worker: Worker) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from protocol.config import RouterConfig
-from protocol.digest import block_digests, root_digest
+from protocol.digest import CacheScope, block_digests, root_digest
 from protocol.errors import NoWorker, ServingError, WorkerError
 from protocol.messages import Decode, FinishReason, Generate, KvHolder, Prefill, Role, SequenceDelta, WorkerCard
 from router.admission import Admission, Dispatch, Offer
@@ -24,7 +24,7 @@ from router.decisions import Decision
 from router.gate import NUM_OTHERS, Entered, Gate
 from router.inbox import Inbox, Turns
 from router.openai.backend import GenerateRequest, TokenDelta
-from router.pins import PinService
+from router.pins import Owner, PinService
 from router.placement import Placement, Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Booking, Registry, Worker, queue_s
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 LONG_PROMPT_TOKENS = 8192  # hashing more than this (0.1 ms, or 0.2 in Python) goes to a thread
 PER_TURN_OF_HUB = 64  # requests whose new tokens go to the edge processes together: text is made there
-MAX_ROOTS = 4096  # cached digest roots, one per tenant salt and adapter
+MAX_ROOTS = 4096  # cached digest roots, one per cache scope and adapter
 SHUTTING_DOWN = "the server is shutting down; send the request again"
 
 
@@ -71,7 +71,7 @@ class RequestFlow:
         self._workers = workers
         self._config = config
         self._clock = clock
-        self._roots: dict[tuple[bytes, str, str], bytes] = {}
+        self._roots: dict[tuple[bytes, CacheScope, str], bytes] = {}
         self.cache = PinService(registry, index, workers, config, self._digests, clock=clock)
         self._running: set[_Generation] = set()
         self._turns = Turns() if config.router_processes == 1 else Turns(PER_TURN_OF_HUB, PER_TURN_OF_HUB)
@@ -121,7 +121,7 @@ class RequestFlow:
 
     async def explain(self, request: GenerateRequest) -> dict[str, Any]:
         """What would be decided for this request now, as JSON; nothing is sent or booked. Raises `NoWorker`."""
-        offer = self._offer(request, await self._digests(request.token_ids, request.cache_salt, request.adapter))
+        offer = self._offer(request, await self._digests(request.token_ids, request.cache_scope, request.adapter))
         now = self._clock()
         forecast = self.admission.forecast(offer, now, num_others=NUM_OTHERS)
         outcome = "rejected" if forecast.error else "admitted"
@@ -155,11 +155,11 @@ class RequestFlow:
         """What is wrong with, or held by, each worker that should be idle; "" where nothing is."""
         return {} if self.integrity_check is None else await self.integrity_check()
 
-    async def _digests(self, token_ids: list[int], cache_salt: str, adapter: str = "") -> list[bytes]:
+    async def _digests(self, token_ids: list[int], scope: CacheScope, adapter: str = "") -> list[bytes]:
         worker = next(iter(self._registry), None)
         if worker is None:
             return []  # placement will say that there is no worker
-        root = self._root(worker.card.namespace, cache_salt, adapter)
+        root = self._root(worker.card.namespace, scope, adapter)
         block_size = worker.card.block_size
         if len(token_ids) <= LONG_PROMPT_TOKENS:
             return block_digests(root, token_ids, block_size)
@@ -168,15 +168,16 @@ class RequestFlow:
     def _note_turn(self, request: GenerateRequest, digests: list[bytes]) -> None:
         """The request's conversation, if it is of one, consists of these blocks now."""
         if request.conversation_id:
-            self.cache.note_turn(request.cache_salt, request.conversation_id, digests)
+            owner = Owner(request.tenant, request.cache_scope)
+            self.cache.note_turn(owner, request.conversation_id, digests)
 
-    def _root(self, namespace: bytes, cache_salt: str, adapter: str) -> bytes:
-        key = (namespace, cache_salt, adapter)
+    def _root(self, namespace: bytes, scope: CacheScope, adapter: str) -> bytes:
+        key = (namespace, scope, adapter)
         root = self._roots.get(key)
         if root is None:
             if len(self._roots) >= MAX_ROOTS:
                 self._roots.clear()
-            root = self._roots[key] = root_digest(namespace, cache_salt=cache_salt, lora=adapter)
+            root = self._roots[key] = root_digest(namespace, cache_salt=scope, lora=adapter)
         return root
 
     def _offer(self, request: GenerateRequest, digests: Sequence[bytes]) -> Offer:
@@ -219,7 +220,7 @@ class RequestFlow:
                 request_id=request_id,
                 token_ids=token_ids,
                 sampling=sampling,
-                cache_salt=request.cache_salt,
+                cache_salt=request.cache_scope,
                 kv_holder=kv_holder,
                 turn=entered.turn,
             )
@@ -230,7 +231,7 @@ class RequestFlow:
             token_ids=token_ids,
             sampling=sampling,
             decode_worker=decode,
-            cache_salt=request.cache_salt,
+            cache_salt=request.cache_scope,
             kv_holder=kv_holder,
             turn=entered.turn,
         )
@@ -239,7 +240,7 @@ class RequestFlow:
             token_ids=token_ids,
             sampling=sampling,
             prefill_worker=prefill,
-            cache_salt=request.cache_salt,
+            cache_salt=request.cache_scope,
         )
         legs.append(self._workers.open_leg(prefill.worker_id, first, inbox))
         legs.append(self._workers.open_leg(decode.worker_id, rest, inbox))
@@ -256,7 +257,7 @@ class RequestFlow:
 
         Prompts shorter than a block do not count for the sizing, no cache can hold them. The readiness probe is one.
         """
-        parent = digests[-1] if digests else self._root(card.namespace, request.cache_salt, request.adapter)
+        parent = digests[-1] if digests else self._root(card.namespace, request.cache_scope, request.adapter)
         # NOTE: the last token's KV is never computed.
         rest = request.token_ids[len(digests) * card.block_size :] + output[:-1]
         answer = block_digests(parent, rest, card.block_size)
@@ -268,7 +269,7 @@ class RequestFlow:
                 block_size=card.block_size,
                 num_prompt_tokens=len(request.token_ids),
                 num_cached_tokens=num_cached_tokens,
-                cache_salt=request.cache_salt,
+                tenant=request.tenant,
             )
 
     def _worker_state(self, worker: Worker) -> dict[str, object]:
@@ -337,7 +338,7 @@ class _Generation(InboxStream[LegEvent, TokenDelta]):
 
     async def _begin(self) -> None:
         flow, request = self._flow, self._request
-        self._digests = await flow._digests(request.token_ids, request.cache_salt, request.adapter)
+        self._digests = await flow._digests(request.token_ids, request.cache_scope, request.adapter)
         flow._check_open()
         entered = self._entered = await flow._gate.enter(request, flow._offer(request, self._digests))
         self._watch = SilenceWatch(flow._config.request_timeout_s, self._fail_silent)

@@ -11,9 +11,10 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from protocol.config import RouterConfig
-from protocol.digest import DIGEST_BYTES
+from protocol.digest import DIGEST_BYTES, CacheScope
 from protocol.errors import ContextLengthExceeded, NoWorker, PinNotFound, PinQuotaExceeded, RequestError
 from protocol.messages import Pin, Prefetch, Unpin, WorkerState, is_readable, worker_of
 from router.openai.backend import PinRequest, PinState
@@ -21,7 +22,7 @@ from router.prefix_index import PrefixIndex
 from router.registry import Registry, Worker, WorkerChange, can_decode, can_prefill
 from router.worker_client import WorkerClient
 
-__all__ = ["Conversations", "PinService", "PinSummary", "PinTable", "PinnedChain", "max_pinned_blocks"]
+__all__ = ["Conversations", "Owner", "PinService", "PinSummary", "PinTable", "PinnedChain", "max_pinned_blocks"]
 
 DEFAULT_TTL_S = 300.0
 MAX_CONVERSATION_BYTES = 32 << 20  # remembered over all conversations: 2 M blocks, less what short ones cost
@@ -29,7 +30,12 @@ CONVERSATION_BYTES = 512  # of one beside its digests, about
 REPORT_TIMEOUT_S = 2.0  # a worker answers between two steps
 _SHARED_PLACES = {"disk", "object"}  # what one worker keeps there, all others find
 
-Tenant = str  # its cache_salt
+
+class Owner(NamedTuple):
+    """Whose a pin or a conversation is, and whose cached blocks it is about."""
+
+    tenant: str
+    scope: CacheScope
 
 
 class Conversations:
@@ -38,14 +44,14 @@ class Conversations:
     def __init__(self, max_bytes: int = MAX_CONVERSATION_BYTES) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._chains: OrderedDict[tuple[Tenant, str], bytes] = OrderedDict()  # joined: a third of the memory
+        self._chains: OrderedDict[tuple[Owner, str], bytes] = OrderedDict()  # joined: a third of the memory
 
     def __len__(self) -> int:
         return len(self._chains)
 
-    def note(self, tenant: Tenant, conversation_id: str, digests: Sequence[bytes]) -> None:
+    def note(self, owner: Owner, conversation_id: str, digests: Sequence[bytes]) -> None:
         """Remember what a conversation consists of now."""
-        key = (tenant, conversation_id)
+        key = (owner, conversation_id)
         if key in self._chains:
             self._num_bytes -= _size(key, self._chains.pop(key))
         self._chains[key] = joined = b"".join(digests)
@@ -53,9 +59,9 @@ class Conversations:
         while self._num_bytes > self._max_bytes:
             self._num_bytes -= _size(*self._chains.popitem(last=False))
 
-    def digests(self, tenant: Tenant, conversation_id: str) -> list[bytes]:
+    def digests(self, owner: Owner, conversation_id: str) -> list[bytes]:
         """The chain of its latest turn; empty if the conversation is not known."""
-        joined = self._chains.get((tenant, conversation_id), b"")
+        joined = self._chains.get((owner, conversation_id), b"")
         return [joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES)]
 
 
@@ -64,7 +70,7 @@ class PinnedChain:
     """One pin. Only `PinTable` changes it."""
 
     pin_id: str
-    tenant: Tenant
+    owner: Owner
     conversation_id: str  # "" = it stays as it is
     expires_at: float
     prefetch: Prefetch
@@ -74,7 +80,8 @@ class PinnedChain:
 class PinTable:
     """All live pins and what their tenants use of their quotas. No I/O and no clock: the time is passed in.
 
-    Digests of different tenants never meet, so a block counts once for each tenant whose pins cover it.
+    A block counts once for each tenant whose pins cover it: blocks of several tenants are the same only where those
+    share their caches.
     """
 
     def __init__(self, *, max_pins: int, max_pins_per_tenant: int, tenant_share: float) -> None:
@@ -83,7 +90,7 @@ class PinTable:
         self._max_pins_per_tenant = max_pins_per_tenant
         self._tenant_share = tenant_share
         self._pins: dict[str, PinnedChain] = {}  # oldest first
-        self._uses: dict[Tenant, Counter[bytes]] = {}  # pins that cover a block
+        self._uses: dict[str, Counter[bytes]] = {}  # by tenant, pins that cover a block
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -99,25 +106,27 @@ class PinTable:
             self.remove(pin.pin_id)
         return list(self._pins.values())
 
-    def get(self, pin_id: str, now: float) -> PinnedChain:
-        """A live pin. Raises `PinNotFound`."""
+    def get(self, pin_id: str, tenant: str | None, now: float) -> PinnedChain:
+        """A live pin of a tenant, or (None) of any. Raises `PinNotFound`."""
         self.live(now)
-        if pin_id not in self._pins:
+        pin = self._pins.get(pin_id)
+        if pin is None or tenant not in (None, pin.owner.tenant):
             raise PinNotFound(f"There is no pin '{pin_id[:100]}'; it may have expired.", param="id")
-        return self._pins[pin_id]
+        return pin
 
     def add(self, pin: PinnedChain, digests: Sequence[bytes], max_blocks: int, now: float) -> None:
         """Take a pin in and cover these blocks. `max_blocks`: of all pins. Raises `PinQuotaExceeded`."""
         pins = self.live(now)
-        num_of_tenant = sum(other.tenant == pin.tenant for other in pins)
-        uses = self._uses.get(pin.tenant, Counter())
+        tenant = pin.owner.tenant
+        num_of_tenant = sum(other.owner.tenant == tenant for other in pins)
+        uses = self._uses.get(tenant, Counter())
         num_new = len(set(digests) - uses.keys())
         max_of_tenant = int(max_blocks * self._tenant_share)
         for quota, value, limit, what in (
             ("max_pins", len(pins) + 1, self._max_pins, "pins"),
-            ("max_pins_per_tenant", num_of_tenant + 1, self._max_pins_per_tenant, "pins of this cache_salt"),
+            ("max_pins_per_tenant", num_of_tenant + 1, self._max_pins_per_tenant, "pins of this tenant"),
             ("pin_share", self.num_blocks + num_new, max_blocks, "blocks of all pins"),
-            ("pin_tenant_share", len(uses) + num_new, max_of_tenant, "blocks of this cache_salt's pins"),
+            ("pin_tenant_share", len(uses) + num_new, max_of_tenant, "blocks of this tenant's pins"),
         ):
             if value > limit:
                 self.num_refused[quota] += 1
@@ -136,16 +145,16 @@ class PinTable:
         self._cover(pin, ())
 
     def follow(
-        self, tenant: Tenant, conversation_id: str, digests: Sequence[bytes], max_blocks: int, now: float
+        self, owner: Owner, conversation_id: str, digests: Sequence[bytes], max_blocks: int, now: float
     ) -> list[PinnedChain]:
         """Let the pins of a conversation cover its latest turn, as far as the quotas allow; those that changed."""
         changed = []
         for pin in self.live(now):
-            if (pin.tenant, pin.conversation_id) != (tenant, conversation_id):
+            if (pin.owner, pin.conversation_id) != (owner, conversation_id):
                 continue
             before = pin.digests
             self._cover(pin, ())
-            uses = self._uses.get(tenant, Counter())
+            uses = self._uses.get(owner.tenant, Counter())
             room = min(max_blocks - self.num_blocks, int(max_blocks * self._tenant_share) - len(uses))
             self._cover(pin, _leading(digests, uses, room))
             if pin.digests != before:
@@ -154,22 +163,22 @@ class PinTable:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the covered blocks are those of the pins."""
-        uses: dict[Tenant, Counter[bytes]] = {}
+        uses: dict[str, Counter[bytes]] = {}
         for pin in self._pins.values():
             if pin.digests:
-                uses.setdefault(pin.tenant, Counter()).update(pin.digests)
+                uses.setdefault(pin.owner.tenant, Counter()).update(pin.digests)
         assert uses == self._uses, "covered blocks disagree"
 
     def _cover(self, pin: PinnedChain, digests: Sequence[bytes]) -> None:
         """Let a pin cover these blocks and no others."""
-        uses = self._uses.setdefault(pin.tenant, Counter())
+        uses = self._uses.setdefault(pin.owner.tenant, Counter())
         uses.update(digests)
         uses.subtract(pin.digests)
         for digest in pin.digests:
             if not uses[digest]:
                 del uses[digest]
         if not uses:
-            del self._uses[pin.tenant]
+            del self._uses[pin.owner.tenant]
         pin.digests = tuple(digests)
 
 
@@ -193,7 +202,7 @@ class PinService:
         index: PrefixIndex,
         workers: WorkerClient,
         config: RouterConfig,
-        digests_of: Callable[[list[int], Tenant], Awaitable[list[bytes]]],
+        digests_of: Callable[[list[int], CacheScope], Awaitable[list[bytes]]],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -225,38 +234,40 @@ class PinService:
             )
         digests = await self._chain_of(request)
         now = self._clock()
-        pin = PinnedChain(
-            f"pin-{secrets.token_hex(12)}", request.cache_salt, request.conversation_id, now + ttl_s, request.prefetch
-        )
+        owner, pin_id = Owner(request.tenant, request.cache_scope), f"pin-{secrets.token_hex(12)}"
+        pin = PinnedChain(pin_id, owner, request.conversation_id, now + ttl_s, request.prefetch)
         self.table.add(pin, digests, self.max_blocks, now)
         self._send(pin, now)
         return (await self._states([pin]))[0]
 
-    async def unpin(self, pin_id: str) -> None:
-        """End a pin now. Raises `PinNotFound`."""
-        self.table.get(pin_id, self._clock())
+    async def unpin(self, pin_id: str, tenant: str | None) -> None:
+        """End a pin of this tenant, or (None) of any, now. Raises `PinNotFound`."""
+        self.table.get(pin_id, tenant, self._clock())
         self.table.remove(pin_id)
         for worker in self._registry:
             self._workers.send(worker.worker_id, Unpin(pin_id=pin_id))
 
-    async def prefetch(self, pin_id: str, prefetch: Prefetch) -> PinState:
-        """Bring a pin's blocks up now. Raises `PinNotFound`."""
+    async def prefetch(self, pin_id: str, prefetch: Prefetch, tenant: str | None) -> PinState:
+        """Bring up the blocks of a pin of this tenant, or (None) of any, now. Raises `PinNotFound`."""
         now = self._clock()
-        pin = self.table.get(pin_id, now)
+        pin = self.table.get(pin_id, tenant, now)
         self._send(pin, now, prefetch)
         return (await self._states([pin]))[0]
 
-    async def pins(self, cache_salt: Tenant) -> list[PinState]:
-        """The live pins of one tenant, oldest first."""
-        return await self._states([pin for pin in self.table.live(self._clock()) if pin.tenant == cache_salt])
+    async def pins(self, tenant: str | None, cache_scope: CacheScope | None) -> list[PinState]:
+        """The live pins of a tenant and of a scope, oldest first; None = of any."""
+        pins = self.table.live(self._clock())
+        return await self._states(
+            [pin for pin in pins if tenant in (None, pin.owner.tenant) and cache_scope in (None, pin.owner.scope)]
+        )
 
-    def note_turn(self, tenant: Tenant, conversation_id: str, digests: Sequence[bytes]) -> None:
+    def note_turn(self, owner: Owner, conversation_id: str, digests: Sequence[bytes]) -> None:
         """A conversation consists of this now; pins of it follow."""
-        self._conversations.note(tenant, conversation_id, digests)
+        self._conversations.note(owner, conversation_id, digests)
         max_blocks, now = self.max_blocks, self._clock()
         if not max_blocks:  # no worker decodes at the moment: what is covered stays covered
             return
-        for pin in self.table.follow(tenant, conversation_id, digests, max_blocks, now):
+        for pin in self.table.follow(owner, conversation_id, digests, max_blocks, now):
             self._send(pin, now)
 
     @property
@@ -279,7 +290,7 @@ class PinService:
         if worker is None:
             raise NoWorker("No worker is there to keep anything.")
         if request.token_ids is None:  # maybe of a conversation that is not known (yet): the pin waits for its turns
-            return self._conversations.digests(request.cache_salt, request.conversation_id)
+            return self._conversations.digests(Owner(request.tenant, request.cache_scope), request.conversation_id)
         num_tokens, block_size, limit = len(request.token_ids), worker.card.block_size, worker.card.max_model_len
         if num_tokens < block_size:
             raise RequestError(
@@ -287,7 +298,7 @@ class PinService:
             )
         if num_tokens > limit:
             raise ContextLengthExceeded(f"The prefix has {num_tokens} tokens; this model's context is {limit}.")
-        return await self._digests_of(request.token_ids, request.cache_salt)
+        return await self._digests_of(request.token_ids, request.cache_scope)
 
     def _worker_changed(self, change: WorkerChange) -> None:
         """Tell a worker that joined, maybe after a restart, of all pins."""
@@ -328,6 +339,7 @@ class PinService:
         return [
             PinState(
                 pin_id=pin.pin_id,
+                tenant=pin.owner.tenant,
                 conversation_id=pin.conversation_id,
                 num_blocks=len(pin.digests),
                 num_tokens=len(pin.digests) * self._block_size,
@@ -363,8 +375,9 @@ def max_pinned_blocks(registry: Registry) -> int:
     return max(own, shared)
 
 
-def _size(key: tuple[Tenant, str], joined: bytes) -> int:
-    return CONVERSATION_BYTES + sum(map(len, key)) + len(joined)
+def _size(key: tuple[Owner, str], joined: bytes) -> int:
+    owner, conversation_id = key
+    return CONVERSATION_BYTES + sum(map(len, owner)) + len(conversation_id) + len(joined)
 
 
 def _leading(digests: Sequence[bytes], uses: Mapping[bytes, int], room: int) -> tuple[bytes, ...]:

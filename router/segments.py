@@ -21,6 +21,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
+from protocol.digest import CacheScope
+
 __all__ = ["SegmentEncoder", "SegmentMemo"]
 
 logger = logging.getLogger(__name__)
@@ -34,44 +36,44 @@ _PROBE_TEXTS = ("", " ", " a", "a ", "d\n", "\n\nb c", "é", "▁x<", "0 1", "�
 
 
 class SegmentMemo:
-    """Ids by segment and salt, up to a number of characters; what was used longest ago goes first. For many threads.
+    """Ids by segment and scope, up to a number of characters; what was used longest ago goes first. For many threads.
 
-    The characters of the salts count too, and `ENTRY_CHARS` for each entry.
+    The characters of the scopes count too, and `ENTRY_CHARS` for each entry.
     """
 
     def __init__(self, max_chars: int = MAX_MEMO_CHARS) -> None:
         self.num_chars = 0
         self._max_chars = max_chars
-        self._ids: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
+        self._ids: OrderedDict[tuple[CacheScope, str], array[int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._ids)
 
-    def get(self, salt: str, segment: str) -> array[int] | None:
+    def get(self, scope: CacheScope, segment: str) -> array[int] | None:
         """Its ids, if they are remembered."""
         with self._lock:
-            ids = self._ids.get((salt, segment))
+            ids = self._ids.get((scope, segment))
             if ids is not None:
-                self._ids.move_to_end((salt, segment))
+                self._ids.move_to_end((scope, segment))
             return ids
 
-    def put(self, salt: str, segment: str, ids: list[int]) -> None:
+    def put(self, scope: CacheScope, segment: str, ids: list[int]) -> None:
         """Remember them, unless they are too many to be worth it."""
-        num_chars = _cost_chars(salt, segment)
+        num_chars = _cost_chars(scope, segment)
         if num_chars > self._max_chars // 8:
             return
         with self._lock:
-            if (salt, segment) not in self._ids:
+            if (scope, segment) not in self._ids:
                 self.num_chars += num_chars
-            self._ids[salt, segment] = array("I", ids)
+            self._ids[scope, segment] = array("I", ids)
             while self.num_chars > self._max_chars:
                 oldest, _ = self._ids.popitem(last=False)
                 self.num_chars -= _cost_chars(*oldest)
 
 
-def _cost_chars(salt: str, segment: str) -> int:
-    return len(salt) + len(segment) + ENTRY_CHARS
+def _cost_chars(scope: CacheScope, segment: str) -> int:
+    return len(scope) + len(segment) + ENTRY_CHARS
 
 
 class SegmentEncoder:
@@ -90,16 +92,16 @@ class SegmentEncoder:
         """Whether texts are encoded in segments at all."""
         return self._cuts is not None
 
-    def encode(self, text: str, salt: str = "") -> list[int]:
-        """Ids of the text. What is remembered of it was encoded for the same salt: no tenant can time another's."""
+    def encode(self, text: str, scope: CacheScope) -> list[int]:
+        """Ids of the text. What is remembered of it was encoded in the same scope: no tenant can time another's."""
         if self._cuts is None or len(text) < MIN_TEXT_CHARS:
             return self._whole(text)
         ids: list[int] = []
         for segment in self._segments(text, self._cuts):
-            known = self.memo.get(salt, segment)
+            known = self.memo.get(scope, segment)
             if known is None:
                 new = self._whole(segment)
-                self.memo.put(salt, segment, new)
+                self.memo.put(scope, segment, new)
                 ids += new
             else:
                 ids += known

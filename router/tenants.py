@@ -1,4 +1,4 @@
-"""What each tenant may have: weight, default TTFT SLO, largest share of the queue, workers; from a TOML file.
+"""What each tenant may have: weight, default TTFT SLO, largest share of the queue, workers, cache; from a TOML file.
 
 [default]                # for tenants that are not named below, each by itself
 weight = 1.0
@@ -7,6 +7,7 @@ weight = 4.0             # four times the worker seconds of a tenant of weight 1
 ttft_slo_ms = 800
 max_queue_share = 0.5    # of max_queued_prompt_tokens
 workers = ["prefill-0", "decode-*"]  # glob patterns of the ids of those it may use; without it all
+shared_cache = true      # it shares cached prefixes with all other tenants that say so
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from protocol.digest import CacheScope, cache_scope
 from protocol.errors import ConfigError
 
-__all__ = ["DEFAULT_TENANT", "OTHER_TENANTS", "TENANT_NAME", "TenantPolicy", "Tenants", "load_tenants"]
+__all__ = ["DEFAULT_TENANT", "OTHER_TENANTS", "TENANT_NAME", "CacheScopes", "TenantPolicy", "Tenants", "load_tenants"]
 
 DEFAULT_TENANT = "default"  # of requests that name none
 OTHER_TENANTS = "other"  # stands in metrics for all tenants the file does not name: their number has no bound
 TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_SHARED_CACHE = ""  # stands for all tenants that share their caches; no tenant has this name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,7 @@ class TenantPolicy:
     ttft_slo_s: float | None = None  # of requests that set none
     max_queue_share: float = 1.0  # of max_queued_prompt_tokens, for what of it waits in the router
     workers: tuple[str, ...] = ()  # glob patterns of the ids of those it may use; () = all
+    shared_cache: bool = False  # whether it shares cached prefixes with the other tenants that do
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,20 @@ class Tenants:
     def label(self, tenant: str) -> str:
         """The tenant's name in metrics."""
         return tenant if tenant == DEFAULT_TENANT or tenant in self.named else OTHER_TENANTS
+
+
+@dataclass(frozen=True, slots=True)
+class CacheScopes:
+    """Tells whose cached blocks a request may use."""
+
+    tenants: Tenants
+    has_keys: bool  # API keys tell tenants apart; without keys clients are believed, so all of them are as one
+
+    def of(self, tenant: str, cache_salt: str) -> CacheScope:
+        """The scope of a tenant's requests with this salt; "" = with none."""
+        if not self.has_keys:
+            return cache_scope(cache_salt)
+        return cache_scope(cache_salt, _SHARED_CACHE if self.tenants.policy(tenant).shared_cache else tenant)
 
 
 def load_tenants(path: str) -> Tenants:
@@ -90,8 +108,13 @@ def _policy(path: str, where: str, table: Any, default: TenantPolicy) -> TenantP
         if key == "workers":
             changes[key] = _patterns(path, where, value)
             continue
+        if key == "shared_cache":
+            if not isinstance(value, bool):
+                raise ConfigError(f"{path}: {where}.shared_cache = {value!r} must be true or false")
+            changes[key] = value
+            continue
         if key not in _KEYS:
-            raise ConfigError(f"{path}: {where}.{key} is unknown; use {', '.join(_KEYS)}, workers")
+            raise ConfigError(f"{path}: {where}.{key} is unknown; use {', '.join(_KEYS)}, workers, shared_cache")
         name, scale, upper, remedy = _KEYS[key]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value <= upper:

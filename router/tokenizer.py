@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import jinja2
 
+from protocol.digest import CacheScope
 from protocol.errors import ConfigError, RequestError
 from router.detokenizer import Detokenizer
 from router.segments import SegmentEncoder
@@ -72,16 +73,16 @@ class Tokenizer:
         self,
         messages: list[dict[str, Any]],
         options: dict[str, Any],
+        scope: CacheScope,
         *,
         add_special_tokens: bool = False,
-        cache_salt: str = "",
     ) -> list[int]:
         """Token ids of a conversation. The template writes its own BOS, so none is added by default.
 
-        Of a conversation that grows, only what is new takes time; `cache_salt` is the tenant it is remembered for.
+        Of a conversation that grows, only what is new takes time; `scope` is whom it is remembered for.
         """
         text = self.render_chat(messages, options)
-        return self.encode(text) if add_special_tokens else self._segments.encode(text, cache_salt)
+        return self.encode(text) if add_special_tokens else self._segments.encode(text, scope)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids; an incomplete character becomes U+FFFD."""

@@ -164,13 +164,13 @@ class EdgeHub:
                 return self._scrape().decode()
             case wire.MakePin(pin):
                 return await backend.cache.pin(pin)
-            case wire.EndPin(pin_id):
-                await backend.cache.unpin(pin_id)
+            case wire.EndPin(pin_id, tenant):
+                await backend.cache.unpin(pin_id, tenant)
                 return None
-            case wire.FetchPin(pin_id, prefetch):
-                return await backend.cache.prefetch(pin_id, prefetch)
-            case wire.ListPins(cache_salt):
-                return await backend.cache.pins(cache_salt)
+            case wire.FetchPin(pin_id, prefetch, tenant):
+                return await backend.cache.prefetch(pin_id, prefetch, tenant)
+            case wire.ListPins(tenant, cache_scope):
+                return await backend.cache.pins(tenant, cache_scope)
 
     def _status(self) -> wire.Status:
         backend = self._backend

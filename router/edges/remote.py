@@ -13,6 +13,7 @@ import msgspec
 import zmq
 from zmq.constants import SocketType
 
+from protocol.digest import CacheScope
 from protocol.errors import NoWorker, ServingError, WorkerError
 from protocol.messages import Prefetch
 from router.background import BackgroundTasks
@@ -125,17 +126,17 @@ class RemoteBackend:
         """Keep a prefix. Raises a `ServingError`."""
         return await self._ask(wire.MakePin(request), PinState)
 
-    async def unpin(self, pin_id: str) -> None:
+    async def unpin(self, pin_id: str, tenant: str | None) -> None:
         """End a pin now. Raises `PinNotFound`."""
-        await self._ask(wire.EndPin(pin_id), type(None))
+        await self._ask(wire.EndPin(pin_id, tenant), type(None))
 
-    async def prefetch(self, pin_id: str, prefetch: Prefetch) -> PinState:
+    async def prefetch(self, pin_id: str, prefetch: Prefetch, tenant: str | None) -> PinState:
         """Bring a pin's blocks up now. Raises `PinNotFound`."""
-        return await self._ask(wire.FetchPin(pin_id, prefetch), PinState)
+        return await self._ask(wire.FetchPin(pin_id, prefetch, tenant), PinState)
 
-    async def pins(self, cache_salt: str) -> list[PinState]:
-        """The live pins of one tenant, oldest first."""
-        return await self._ask(wire.ListPins(cache_salt), list[PinState])
+    async def pins(self, tenant: str | None, cache_scope: CacheScope | None) -> list[PinState]:
+        """The live pins, oldest first; of one scope, or (None) of all."""
+        return await self._ask(wire.ListPins(tenant, cache_scope), list[PinState])
 
     # -- readiness and metrics of the hub's process ---------------------------------------------------------------
 

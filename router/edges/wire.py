@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from protocol.digest import CacheScope
 from protocol.errors import Overloaded, ServingError
 from protocol.messages import Prefetch
 from router.openai.backend import GenerateRequest, PinRequest, PinState, TokenDelta
@@ -78,6 +79,7 @@ class EndPin(_Message, frozen=True):
     """`Pins.unpin`."""
 
     pin_id: str
+    tenant: str | None
 
 
 class FetchPin(_Message, frozen=True):
@@ -85,12 +87,14 @@ class FetchPin(_Message, frozen=True):
 
     pin_id: str
     prefetch: Prefetch
+    tenant: str | None
 
 
 class ListPins(_Message, frozen=True):
     """`Pins.pins`."""
 
-    cache_salt: str
+    tenant: str | None
+    cache_scope: CacheScope | None
 
 
 Question = Explain | Decisions | Pools | Check | Scrape | MakePin | EndPin | FetchPin | ListPins

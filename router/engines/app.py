@@ -12,7 +12,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,7 +28,9 @@ from router.engines.together import Together
 from router.metrics import EdgeMetrics
 from router.openai.errors import error_body, error_response
 from router.openai.layers import RouterApp, json_response
+from router.openai.views import decisions_view, metrics_response, pools_view
 from router.sibling_bus import SiblingBus
+from router.tenants import CacheScopes
 from router.tokenizer import TokenizerPool
 from router.worker_metrics import WorkerCollector
 
@@ -80,7 +81,8 @@ def create_engines_app(
     config = fleet.config
     metrics = EdgeMetrics(metrics_registry)
     pool = TokenizerPool(config.tokenizer_threads)
-    forwarder = Forwarder(fleet, readers, pool, metrics)
+    scopes = CacheScopes(fleet.tenants, has_keys=bool(api_keys))
+    forwarder = Forwarder(fleet, scopes, readers, pool, metrics)
     metrics_registry.register(EngineCollector(fleet, lambda: forwarder.num_retries))
     metrics_registry.register(WorkerCollector(fleet.registry))
     metrics_registry.register(AdmissionCollector(forwarder.queues))
@@ -122,8 +124,8 @@ def _add_route_routes(app: FastAPI, forwarder: Forwarder, together: Together) ->
         return json_response(await forwarder.explain(request))
 
     @app.get("/v1/route/decisions")
-    async def decisions() -> Response:
-        return json_response({"object": "list", "data": await together.decisions()})
+    async def decisions(request: Request) -> Response:
+        return json_response({"object": "list", "data": decisions_view(await together.decisions(), request)})
 
 
 def _add_catalog_routes(app: FastAPI, fleet: Fleet) -> None:
@@ -160,12 +162,12 @@ def _add_operation_routes(app: FastAPI, fleet: Fleet, together: Together) -> Non
         return error_response(503, error_body(message, "server_error", code="not_ready"))
 
     @app.get("/metrics")
-    async def scrape_metrics() -> Response:
-        return Response(await together.metrics(), headers={"content-type": CONTENT_TYPE_LATEST})
+    async def scrape_metrics(request: Request) -> Response:
+        return metrics_response(await together.metrics(), request)
 
     @app.get("/v1/pools")
-    async def show_pools() -> Response:
-        return json_response(await together.pools())
+    async def show_pools(request: Request) -> Response:
+        return json_response(pools_view(await together.pools(), request))
 
 
 def _add_admin_routes(

@@ -61,6 +61,7 @@ class EngineSpec:
     kv_bytes_per_token: int = 0  # for what a handoff moves; 0 = only its latency is learned
     kv_events: str = ""  # ZMQ endpoint of its KV events, such as tcp://host:5557
     kv_replay: str = ""  # ZMQ endpoint that sends them again
+    cache_salt: bool = True  # whether it is sent the field of this name; without, tenants share its prefix cache
     cache_ttl_s: float = 600.0  # without events: how long a prompt sent there counts as cached
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -209,6 +210,8 @@ def _check_types(values: dict[str, Any], where: str) -> None:
         if item.name == "headers":
             fits = isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
             wanted = "a table of strings"
+        elif item.type == "bool":
+            fits, wanted = isinstance(value, bool), "true or false"
         elif item.type == "int":
             fits, wanted = isinstance(value, int) and not isinstance(value, bool) and value >= 0, "a whole number"
         elif item.type == "float":

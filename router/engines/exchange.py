@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import orjson
 
+from protocol.digest import CacheScope
 from router.cost_model import StepModel
 from router.engines.engine import Engine
 from router.engines.errors import EngineBusy, EngineFailed, engine_errors
@@ -51,13 +52,14 @@ _KEEP_KV: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A client's request, as far as the router reads it. The body goes on as it is."""
+    """A client's request, as far as the router reads it. The body goes on as it is, but for its `cache_salt`."""
 
     request_id: str
     path: str
     body: dict[str, Any]
     model: str
     token_ids: list[int]
+    cache_scope: CacheScope  # whose cached blocks it may use
     arrived_s: float  # of time.perf_counter
     wishes: Wishes
 
@@ -73,22 +75,24 @@ class Call:
         return isinstance(options, dict) and bool(options.get("include_usage"))
 
     @property
-    def cache_salt(self) -> str:
-        """The tenant whose cache it may use."""
-        salt = self.body.get("cache_salt")
-        return salt if isinstance(salt, str) else ""
-
-    @property
     def explains(self) -> bool:
         """Whether the answer is to say why it comes from where it comes."""
         return self.wishes.explains
 
     def body_for(self, engine: Engine) -> dict[str, Any]:
-        """What is sent: usage is always asked for, it tells what was cached."""
-        options = self.body.get("stream_options") or {}
+        """What is sent: usage is always asked for, it tells what was cached.
+
+        The salt is our name of the scope, never the client's own: an engine shares blocks among requests of one salt.
+        """
+        body = self.body
+        if self.cache_scope:
+            body = body | {"cache_salt": self.cache_scope}
+            if not engine.spec.cache_salt:
+                del body["cache_salt"]
+        options = body.get("stream_options") or {}
         if not self.is_stream or engine.spec.kind not in _TELLS_USAGE or not isinstance(options, dict):
-            return self.body
-        return self.body | {"stream_options": options | {"include_usage": True}}
+            return body
+        return body | {"stream_options": options | {"include_usage": True}}
 
 
 class Exchange:

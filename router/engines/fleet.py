@@ -17,7 +17,7 @@ import msgspec
 from zmq.asyncio import Context
 
 from protocol.config import RouterConfig
-from protocol.digest import block_digests, root_digest
+from protocol.digest import CacheScope, block_digests, root_digest
 from protocol.errors import ConfigError, ModelNotFound, NoWorker
 from protocol.messages import Role, WorkerCard, WorkerLoad, WorkerState
 from protocol.siblings import EngineEntry, Load
@@ -48,9 +48,9 @@ _HEALTH_PATHS = {"openai": "/v1/models", "vllm": "/health", "sglang": "/health",
 class Prompt(Sequence[bytes]):
     """A prompt as engines are chosen by it: each group of them has digests of its own. As a sequence those of none."""
 
-    def __init__(self, token_ids: Sequence[int], cache_salt: str) -> None:
+    def __init__(self, token_ids: Sequence[int], scope: CacheScope) -> None:
         self.token_ids = token_ids
-        self._cache_salt = cache_salt
+        self._scope = scope
         self._digests: dict[tuple[str, int], list[bytes]] = {}
 
     def __len__(self) -> int:
@@ -64,7 +64,7 @@ class Prompt(Sequence[bytes]):
         key = (card.model, card.block_size)
         found = self._digests.get(key)
         if found is None:
-            root = root_digest(digest_root(*key), cache_salt=self._cache_salt)
+            root = root_digest(digest_root(*key), cache_salt=self._scope)
             found = self._digests[key] = block_digests(root, self.token_ids, card.block_size)
         return found
 

@@ -20,7 +20,7 @@ from router.decisions import Decision
 from router.engines.errors import EngineBusy, EngineFailed
 from router.engines.exchange import Call, Exchange
 from router.engines.fleet import Fleet, Prompt
-from router.engines.prompts import PromptReader, TextReader, priority_of
+from router.engines.prompts import PromptReader, TextReader, cache_salt_of, priority_of
 from router.engines.queues import Queues
 from router.metrics import EdgeMetrics
 from router.openai.answer import new_answer_id
@@ -30,6 +30,7 @@ from router.openai.outlet import Outlet
 from router.openai.presence import while_connected
 from router.openai.wishes import EXPLAIN_HEADER, wishes_of
 from router.placement import Placement
+from router.tenants import CacheScopes
 from router.tokenizer import TokenizerPool
 
 __all__ = ["Forwarder", "read_object"]
@@ -59,9 +60,15 @@ class Forwarder:
     """Answers clients with what engines say."""
 
     def __init__(
-        self, fleet: Fleet, readers: Mapping[str, PromptReader], pool: TokenizerPool, metrics: EdgeMetrics
+        self,
+        fleet: Fleet,
+        scopes: CacheScopes,
+        readers: Mapping[str, PromptReader],
+        pool: TokenizerPool,
+        metrics: EdgeMetrics,
     ) -> None:
         self._fleet = fleet
+        self._scopes = scopes
         self._readers = readers
         self._text = TextReader()
         self._pool = pool
@@ -106,14 +113,16 @@ class Forwarder:
     async def _call(self, request: Request, path: str, raw: bytes, body: dict[str, Any], arrived_s: float) -> Call:
         model = self._model_of(body)
         wishes = wishes_of(request, priority_of(body))
+        scope = self._scopes.of(wishes.tenant, cache_salt_of(body))
         reader = self._readers.get(model, self._text)
-        token_ids = await self._pool.run(lambda: reader.read(body), num_bytes=len(raw))
+        token_ids = await self._pool.run(lambda: reader.read(body, scope), num_bytes=len(raw))
         return Call(
             request_id=new_answer_id("req-"),
             path=path,
             body=body,
             model=model,
             token_ids=token_ids,
+            cache_scope=scope,
             arrived_s=arrived_s,
             wishes=wishes,
         )

@@ -12,12 +12,13 @@ from typing import Any, Protocol
 
 import orjson
 
+from protocol.digest import CacheScope
 from protocol.errors import RequestError
 from router.openai.chat import template_messages, template_options
-from router.openai.schema import ChatRequest, decode_body
+from router.openai.schema import ChatRequest, check_cache_salt, decode_body
 from router.tokenizer import Tokenizer
 
-__all__ = ["PromptReader", "TextReader", "TokenReader", "max_tokens_of", "priority_of"]
+__all__ = ["PromptReader", "TextReader", "TokenReader", "cache_salt_of", "max_tokens_of", "priority_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +28,17 @@ _BYTES_PER_TOKEN = 4
 class PromptReader(Protocol):
     """Reads the prompt of a request body. Never raises for what a client sent: the engine judges that."""
 
-    def read(self, body: dict[str, Any]) -> list[int]:
-        """Its tokens. May take long for a long prompt: call it off the event loop."""
+    def read(self, body: dict[str, Any], scope: CacheScope) -> list[int]:
+        """Its tokens. May take long for a long prompt: call it off the event loop.
+
+        What is remembered of it is for requests of the same scope only.
+        """
 
 
 class TextReader:
     """Stand-in tokens out of the text."""
 
-    def read(self, body: dict[str, Any]) -> list[int]:
+    def read(self, body: dict[str, Any], scope: CacheScope) -> list[int]:
         """Four bytes each; the tail that is shorter counts as one."""
         prompt = body.get("prompt")
         if isinstance(prompt, list):
@@ -55,13 +59,13 @@ class TokenReader:
         self._tokenizer = tokenizer
         self._text = TextReader()
 
-    def read(self, body: dict[str, Any]) -> list[int]:
+    def read(self, body: dict[str, Any], scope: CacheScope) -> list[int]:
         """As the engine tokenizes it: completions with special tokens, chat through the model's template."""
         try:
-            return self._chat(body) if "messages" in body else self._completion(body)
+            return self._chat(body, scope) if "messages" in body else self._completion(body)
         except RequestError as exc:
             logger.debug("a prompt could not be tokenized here: %s", exc)
-            return self._text.read(body)
+            return self._text.read(body, scope)
 
     def _completion(self, body: dict[str, Any]) -> list[int]:
         prompt = body.get("prompt")
@@ -73,18 +77,13 @@ class TokenReader:
             raise RequestError("not a text")
         return self._tokenizer.encode(prompt, add_special_tokens=body.get("add_special_tokens") is not False)
 
-    def _chat(self, body: dict[str, Any]) -> list[int]:
+    def _chat(self, body: dict[str, Any], scope: CacheScope) -> list[int]:
         fields = decode_body(orjson.dumps(body), ChatRequest)
         messages = template_messages(fields.messages)
         options = template_options(fields.chat_template_kwargs, fields.add_generation_prompt)
         if body.get("tools") and body.get("tool_choice") != "none":
             options["tools"] = body["tools"]
-        return self._tokenizer.encode_chat(
-            messages,
-            options,
-            add_special_tokens=bool(fields.add_special_tokens),
-            cache_salt=fields.cache_salt or "",
-        )
+        return self._tokenizer.encode_chat(messages, options, scope, add_special_tokens=bool(fields.add_special_tokens))
 
 
 def max_tokens_of(body: dict[str, Any]) -> int | None:
@@ -94,6 +93,15 @@ def max_tokens_of(body: dict[str, Any]) -> int | None:
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return None
+
+
+def cache_salt_of(body: dict[str, Any]) -> str:
+    """The salt of the client's own, "" where it gives none. Raises `RequestError`: no engine sees it as it is."""
+    salt = body.get("cache_salt")
+    if not isinstance(salt, str | None):
+        raise RequestError("Invalid value for 'cache_salt': expected a string.", param="cache_salt")
+    check_cache_salt(salt)
+    return salt or ""
 
 
 def priority_of(body: dict[str, Any]) -> int:

@@ -49,7 +49,7 @@ class ModelQueue:
         limit = max_tokens_of(call.body) or MAX_OUTPUTS
         return Offer(
             num_prompt_tokens=max(1, len(call.token_ids)),
-            digests=Prompt(call.token_ids, call.cache_salt),
+            digests=Prompt(call.token_ids, call.cache_scope),
             expected_output_tokens=self.admission.lengths.expected(call.wishes.tenant, limit),
             tenant=call.wishes.tenant,
             priority=call.wishes.priority,

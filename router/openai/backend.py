@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from protocol.digest import CacheScope
 from protocol.messages import FinishReason, Prefetch, TokenLogprobs
 from protocol.sampling import SamplingParams
 from router.streams import Stream
@@ -22,7 +23,7 @@ class GenerateRequest:
     request_id: str
     token_ids: list[int]
     sampling: SamplingParams
-    cache_salt: str = ""
+    cache_scope: CacheScope  # whose cached blocks it may use
     conversation_id: str = ""  # "" = of none
     tenant: str = DEFAULT_TENANT
     priority: int = 0  # lower is more urgent
@@ -50,8 +51,9 @@ class PinRequest:
     """A prefix to keep: these tokens, or (None) what the conversation consists of, now and from turn to turn."""
 
     token_ids: list[int] | None
+    cache_scope: CacheScope
     conversation_id: str = ""
-    cache_salt: str = ""
+    tenant: str = DEFAULT_TENANT
     ttl_s: float | None = None  # None = the default
     prefetch: Prefetch = Prefetch.HOST
 
@@ -61,6 +63,7 @@ class PinState:
     """A live pin."""
 
     pin_id: str
+    tenant: str
     conversation_id: str
     num_blocks: int
     num_tokens: int  # of these blocks
@@ -71,19 +74,21 @@ class PinState:
 
 
 class Pins(Protocol):
-    """Prefixes that clients ask to be kept."""
+    """Prefixes that clients ask to be kept. `tenant` is the one who asks: others' pins do not exist for it; None = an
+    operator, or whoever asks where there are no API keys.
+    """
 
     async def pin(self, request: PinRequest) -> PinState:
         """Keep a prefix. Raises a `ServingError`."""
 
-    async def unpin(self, pin_id: str) -> None:
+    async def unpin(self, pin_id: str, tenant: str | None) -> None:
         """End a pin now. Raises `PinNotFound`."""
 
-    async def prefetch(self, pin_id: str, prefetch: Prefetch) -> PinState:
+    async def prefetch(self, pin_id: str, prefetch: Prefetch, tenant: str | None) -> PinState:
         """Bring a pin's blocks up now. Raises `PinNotFound`."""
 
-    async def pins(self, cache_salt: str) -> list[PinState]:
-        """The live pins of one tenant, oldest first."""
+    async def pins(self, tenant: str | None, cache_scope: CacheScope | None) -> list[PinState]:
+        """The live pins, oldest first; of one scope, or (None) of all."""
 
 
 class Backend(Protocol):

@@ -7,13 +7,16 @@ from typing import Any
 
 from starlette.requests import Request
 
+from protocol.digest import CacheScope
 from protocol.errors import RequestError
 from protocol.messages import Prefetch
 from router.openai.backend import PinRequest, PinState
 from router.openai.chat import template_messages, template_options
 from router.openai.completions import tokenize_prompt
 from router.openai.edge import Edge, read_body
+from router.openai.keys import seen_by
 from router.openai.schema import PinFields, PrefetchFields, UnpinFields, refuse_unserved
+from router.openai.wishes import tenant_of
 
 __all__ = ["list_pins", "pin_prefix", "prefetch_pin", "unpin_prefix"]
 
@@ -28,10 +31,12 @@ async def pin_prefix(edge: Edge, request: Request) -> dict[str, Any]:
     given = [name for name in SOURCES if getattr(fields, name) is not None]
     if len(given) != 1:
         raise RequestError(f"Give exactly one of {', '.join(SOURCES)}; got {len(given)}.", param=SOURCES[0])
+    scope = edge.cache_scope(request, fields.cache_salt)
     pinned = PinRequest(
-        token_ids=None if fields.conversation_id else await _token_ids(edge, fields),
+        token_ids=None if fields.conversation_id else await _token_ids(edge, fields, scope),
         conversation_id=fields.conversation_id or "",
-        cache_salt=fields.cache_salt or "",
+        cache_scope=scope,
+        tenant=tenant_of(request),
         ttl_s=fields.ttl_s,
         prefetch=Prefetch(fields.prefetch or Prefetch.HOST),
     )
@@ -41,22 +46,30 @@ async def pin_prefix(edge: Edge, request: Request) -> dict[str, Any]:
 async def unpin_prefix(edge: Edge, request: Request) -> dict[str, Any]:
     """Body of `POST /v1/cache/unpin`. Raises `PinNotFound`."""
     _, fields = await read_body(request, UnpinFields)
-    await edge.backend.cache.unpin(fields.id)
+    await edge.backend.cache.unpin(fields.id, seen_by(request))
     return {"id": fields.id, "object": "cache.pin", "deleted": True}
 
 
 async def prefetch_pin(edge: Edge, request: Request) -> dict[str, Any]:
     """Body of `POST /v1/cache/prefetch`: the pin as it is before its blocks have come up. Raises `PinNotFound`."""
     _, fields = await read_body(request, PrefetchFields)
-    return _pin_json(await edge.backend.cache.prefetch(fields.id, Prefetch(fields.to or Prefetch.POOL)))
+    to = Prefetch(fields.to or Prefetch.POOL)
+    return _pin_json(await edge.backend.cache.prefetch(fields.id, to, seen_by(request)))
 
 
-async def list_pins(edge: Edge, cache_salt: str) -> dict[str, Any]:
-    """Body of `GET /v1/cache/pins`: the live pins of one tenant."""
-    return {"object": "list", "data": [_pin_json(pin) for pin in await edge.backend.cache.pins(cache_salt)]}
+async def list_pins(edge: Edge, request: Request) -> dict[str, Any]:
+    """Body of `GET /v1/cache/pins`: the live pins of a tenant, or all of them for an operator.
+
+    Without API keys a salt is what tells clients apart, so only the pins with the salt that is given are shown, as
+    only who knows it can give it.
+    """
+    tenant, cache_salt = seen_by(request), request.query_params.get("cache_salt")
+    is_all = edge.scopes.has_keys and (tenant is None or cache_salt is None)
+    scope = None if is_all else edge.cache_scope(request, cache_salt)
+    return {"object": "list", "data": [_pin_json(pin) for pin in await edge.backend.cache.pins(tenant, scope)]}
 
 
-async def _token_ids(edge: Edge, fields: PinFields) -> list[int]:
+async def _token_ids(edge: Edge, fields: PinFields, scope: CacheScope) -> list[int]:
     """The prefix as a request with this prompt or these messages would have it."""
     tokenizer = edge.tokenizer
     if fields.prompt is not None:
@@ -70,13 +83,14 @@ async def _token_ids(edge: Edge, fields: PinFields) -> list[int]:
     messages = template_messages(given)
     options = template_options(fields.chat_template_kwargs, opens_answer)
     with_special = bool(fields.add_special_tokens)
-    return await edge.pool.run(lambda: tokenizer.encode_chat(messages, options, add_special_tokens=with_special))
+    return await edge.pool.run(lambda: tokenizer.encode_chat(messages, options, scope, add_special_tokens=with_special))
 
 
 def _pin_json(pin: PinState) -> dict[str, Any]:
     return {
         "id": pin.pin_id,
         "object": "cache.pin",
+        "tenant": pin.tenant,
         "conversation_id": pin.conversation_id or None,
         "num_tokens": pin.num_tokens,
         "num_blocks": pin.num_blocks,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from starlette.requests import Request
+
 from protocol.errors import ModelNotFound, RequestError
 from router.openai.chat import template_messages, template_options
-from router.openai.edge import Edge
+from router.openai.edge import Edge, read_body
 from router.openai.sampling import check_token_ids
 from router.openai.schema import DetokenizeRequest, TokenizeRequest
 
@@ -33,8 +35,9 @@ def model_card(edge: Edge, model_id: str) -> dict[str, Any]:
     }
 
 
-async def tokenize(edge: Edge, fields: TokenizeRequest) -> dict[str, Any]:
+async def tokenize(edge: Edge, request: Request) -> dict[str, Any]:
     """Body of `POST /tokenize`: the ids that a request with this prompt or these messages starts from."""
+    _, fields = await read_body(request, TokenizeRequest)
     edge.check_model(fields.model)
     tokenizer = edge.tokenizer
     if (fields.prompt is None) == (fields.messages is None):
@@ -47,7 +50,10 @@ async def tokenize(edge: Edge, fields: TokenizeRequest) -> dict[str, Any]:
         messages = template_messages(fields.messages or ())
         options = template_options(fields.chat_template_kwargs, fields.add_generation_prompt)
         with_special = bool(fields.add_special_tokens)
-        ids = await edge.pool.run(lambda: tokenizer.encode_chat(messages, options, add_special_tokens=with_special))
+        scope = edge.cache_scope(request, None)
+        ids = await edge.pool.run(
+            lambda: tokenizer.encode_chat(messages, options, scope, add_special_tokens=with_special)
+        )
     return {
         "count": len(ids),
         "max_model_len": edge.backend.max_model_len,

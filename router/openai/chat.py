@@ -39,9 +39,9 @@ async def plan_chat(edge: Edge, request: Request, arrived_s: float) -> Answer:
     messages = template_messages(fields.messages)
     options = template_options(fields.chat_template_kwargs, fields.add_generation_prompt)
     add_special_tokens = bool(fields.add_special_tokens)
-    salt = fields.cache_salt or ""
+    scope = edge.cache_scope(request, fields.cache_salt)
     token_ids = await edge.pool.run(
-        lambda: edge.tokenizer.encode_chat(messages, options, add_special_tokens=add_special_tokens, cache_salt=salt),
+        lambda: edge.tokenizer.encode_chat(messages, options, scope, add_special_tokens=add_special_tokens),
         num_bytes=len(body),
     )
     if not token_ids:
@@ -57,6 +57,7 @@ async def plan_chat(edge: Edge, request: Request, arrived_s: float) -> Answer:
         arrived_s=arrived_s,
         conversation_id=conversation_of(request, fields),
         wishes=wishes_of(request, fields.priority),
+        cache_scope=scope,
     )
 
 

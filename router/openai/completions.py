@@ -53,6 +53,7 @@ async def plan_completion(edge: Edge, request: Request, arrived_s: float) -> Ans
         arrived_s=arrived_s,
         conversation_id=conversation_of(request, fields),
         wishes=wishes_of(request, fields.priority),
+        cache_scope=edge.cache_scope(request, fields.cache_salt),
     )
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from protocol.digest import CacheScope
 from protocol.errors import ModelNotFound, RequestError
 from protocol.sampling import SamplingParams
 from router.metrics import EdgeMetrics
@@ -20,7 +21,8 @@ from router.openai.formats import AnswerFormat
 from router.openai.generation import ChoicePlan
 from router.openai.sampling import max_tokens_for, sampling_params, sibling_seed, stop_strings
 from router.openai.schema import MAX_CONVERSATION_ID_CHARS, GenerationFields, decode_body
-from router.openai.wishes import Wishes
+from router.openai.wishes import Wishes, tenant_of
+from router.tenants import CacheScopes
 from router.tokenizer import Tokenizer, TokenizerPool
 
 __all__ = ["Edge", "Prompt", "conversation_of", "plan_answer", "read_body"]
@@ -40,6 +42,11 @@ class Edge:
     pool: TokenizerPool
     metrics: EdgeMetrics
     started_at_s: int  # Unix time
+    scopes: CacheScopes
+
+    def cache_scope(self, request: Request, cache_salt: str | None) -> CacheScope:
+        """Whose cached blocks a request may use. Raises `RequestError`."""
+        return self.scopes.of(tenant_of(request), cache_salt or "")
 
     def check_model(self, name: str | None) -> None:
         """Raise `ModelNotFound` unless this model (or none in particular) is asked for."""
@@ -82,8 +89,9 @@ def plan_answer(
     default_tokens: int | None,
     num_logprobs: int | None,
     arrived_s: float,
-    conversation_id: str = "",
-    wishes: Wishes = Wishes(),
+    conversation_id: str,
+    wishes: Wishes,
+    cache_scope: CacheScope,
 ) -> Answer:
     """The answer to generate for these prompts, `n` choices each. Raises `RequestError` for what cannot be served."""
     options = fields.stream_options
@@ -111,7 +119,9 @@ def plan_answer(
             # Of several answers the conversation goes on with the first.
             conversation = "" if choices else conversation_id
             choices.append(
-                _choice(len(choices), answer_id, prompt, params, sibling, stops, fields, conversation, wishes)
+                _choice(
+                    len(choices), answer_id, prompt, params, sibling, stops, fields, conversation, wishes, cache_scope
+                )
             )
     return Answer(
         answer_id=answer_id,
@@ -136,12 +146,13 @@ def _choice(
     fields: GenerationFields,
     conversation_id: str,
     wishes: Wishes,
+    cache_scope: CacheScope,
 ) -> ChoicePlan:
     request = GenerateRequest(
         request_id=f"{answer_id}-{index}",
         token_ids=prompt.token_ids,
         sampling=sibling_seed(params, sibling),
-        cache_salt=fields.cache_salt or "",
+        cache_scope=cache_scope,
         conversation_id=conversation_id,
         tenant=wishes.tenant,
         priority=wishes.priority,

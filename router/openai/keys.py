@@ -1,21 +1,24 @@
-"""API keys of clients."""
+"""API keys of clients: whose a request is, and what it may see."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import Scope
 
 from protocol.errors import RequestError
-from router.api_keys import key_digest
+from router.api_keys import ANY_TENANT, key_digest
 from router.openai.wishes import TENANT_HEADER
 
-__all__ = ["InvalidApiKey", "check_key"]
+__all__ = ["InvalidApiKey", "OperatorsOnly", "check_key", "check_operator", "seen_by"]
 
 # For load balancers and Prometheus. The admin routes ask for a token of their own, in the same header.
 _OPEN_PATHS = {"/health", "/ready", "/metrics"}
 _ADMIN_PATH = "/v1/engines"
+_SEES = "tandem.sees"  # in the ASGI scope: a tenant, "" = none, None = all
+_TENANT_HEADER = TENANT_HEADER.encode()
 
 
 class InvalidApiKey(RequestError):
@@ -25,17 +28,50 @@ class InvalidApiKey(RequestError):
     code = "invalid_api_key"
 
 
+class OperatorsOnly(RequestError):
+    """The request's key is a tenant's, and what it asks for concerns all tenants."""
+
+    status = 403
+    code = "operator_key_required"
+
+
 def check_key(scope: Scope, tenants: Mapping[bytes, str]) -> None:
-    """Make a request its key's tenant's, if the key has one. `tenants` are by digest. Raises `InvalidApiKey`."""
-    if _is_open(scope["path"]):
+    """Note what a request may see, and make it its key's tenant's. Raises `InvalidApiKey`.
+
+    `tenants` are by digest of their keys. Where there are none, no key is asked for and everyone sees everything.
+    """
+    scope[_SEES] = None
+    if not tenants:
         return
-    scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+    headers = Headers(scope=scope)
+    scheme, _, key = headers.get("authorization", "").partition(" ")
     tenant = tenants.get(key_digest(key.strip())) if scheme.lower() == "bearer" else None
     if tenant is None:
-        raise InvalidApiKey("The API key is missing or wrong: send Authorization: Bearer KEY.")
-    if tenant:
-        name = TENANT_HEADER.encode()
-        scope["headers"] = [header for header in scope["headers"] if header[0] != name] + [(name, tenant.encode())]
+        if not _is_open(scope["path"]):
+            raise InvalidApiKey("The API key is missing or wrong: send Authorization: Bearer KEY.")
+        scope[_SEES] = ""
+    elif tenant == ANY_TENANT:
+        # An operator that speaks for a tenant, as a gateway does, sees what that tenant would.
+        scope[_SEES] = headers.get(TENANT_HEADER)
+    else:
+        scope[_SEES] = tenant
+        others = [header for header in scope["headers"] if header[0] != _TENANT_HEADER]
+        scope["headers"] = [*others, (_TENANT_HEADER, tenant.encode())]
+
+
+def seen_by(request: Request) -> str | None:
+    """The tenant whose requests and pins this one may see; None = all tenants'."""
+    tenant: str | None = request.scope[_SEES]
+    return tenant
+
+
+def check_operator(request: Request) -> None:
+    """Raise `OperatorsOnly` for a request that may see one tenant only."""
+    if seen_by(request) is not None:
+        raise OperatorsOnly(
+            f"{request.url.path} concerns all tenants: send the key of an operator, one with {ANY_TENANT} in the file "
+            f"of keys, without the header {TENANT_HEADER}."
+        )
 
 
 def _is_open(path: str) -> bool:

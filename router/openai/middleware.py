@@ -90,8 +90,7 @@ class Layer:
         """Raise a `RequestError` for what can be refused before the body is read."""
         headers = dict(scope["headers"])
         check_caller(headers, scope["method"], scope["path"], self._rules.allow_hosts, self._rules.allow_origins)
-        if self._rules.tenants:
-            check_key(scope, self._rules.tenants)
+        check_key(scope, self._rules.tenants)
         declared = headers.get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > self._rules.max_body_bytes:
             raise self._too_large()

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Protocol, Self
 
+from protocol.digest import EVERYONE
 from protocol.errors import ServingError
 from protocol.sampling import SamplingParams
 from router.background import BackgroundTasks
@@ -75,7 +76,7 @@ class Readiness:
     async def _probe(self, request_id: str) -> bool:
         self._reason = "The first generation has not finished yet."
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        request = GenerateRequest(request_id, [self._token_id], sampling)
+        request = GenerateRequest(request_id, [self._token_id], sampling, EVERYONE)
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 num_tokens = await self._generate(request)

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from router.openai.chat import plan_chat
 from router.openai.completions import plan_completion
 from router.openai.edge import Edge, read_body
+from router.openai.views import decisions_view
 
 __all__ = ["explain_route", "list_decisions"]
 
@@ -33,6 +34,6 @@ async def explain_route(edge: Edge, request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [await edge.backend.explain(one) for one in requests]}
 
 
-async def list_decisions(edge: Edge) -> dict[str, Any]:
+async def list_decisions(edge: Edge, request: Request) -> dict[str, Any]:
     """Body of `GET /v1/route/decisions`: the latest, newest first."""
-    return {"object": "list", "data": await edge.backend.decisions()}
+    return {"object": "list", "data": decisions_view(await edge.backend.decisions(), request)}

@@ -37,6 +37,7 @@ __all__ = [
     "StreamOptions",
     "TokenizeRequest",
     "UnpinFields",
+    "check_cache_salt",
     "decode_body",
     "refuse_unserved",
 ]
@@ -45,7 +46,7 @@ MAX_CHOICES = 128  # of one prompt, as OpenAI
 MAX_STOPS = 1024
 MAX_STOP_CHARS = 4096
 MAX_CONVERSATION_ID_CHARS = 256
-MAX_CACHE_SALT_CHARS = 256  # it is part of what is remembered of a prompt
+MAX_CACHE_SALT_CHARS = 256
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -220,10 +221,7 @@ def decode_body(body: bytes, request_type: type[R]) -> R:
 
 def refuse_unserved(body: bytes, request: GenerationFields | PinFields) -> None:
     """Raise `RequestError` if the body sets a field that would change the answer and is not served, or a huge salt."""
-    if len(salt := request.cache_salt or "") > MAX_CACHE_SALT_CHARS:
-        raise RequestError(
-            f"'cache_salt' has {len(salt)} characters; at most {MAX_CACHE_SALT_CHARS} are allowed.", param="cache_salt"
-        )
+    check_cache_salt(request.cache_salt)
     with _decoding_errors():
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         for name in UNSERVED.keys() & fields.keys():
@@ -233,6 +231,14 @@ def refuse_unserved(body: bytes, request: GenerationFields | PinFields) -> None:
             if name == "tools" and isinstance(request, ChatRequest | PinFields) and request.tool_choice == "none":
                 continue  # the model may not call them, so the answer is plain text
             raise RequestError(f"'{name}' is not supported by this server.", param=name, code="unsupported_parameter")
+
+
+def check_cache_salt(salt: str | None) -> None:
+    """Raise `RequestError` for a salt that is too long."""
+    if salt is not None and len(salt) > MAX_CACHE_SALT_CHARS:
+        raise RequestError(
+            f"'cache_salt' has {len(salt)} characters; at most {MAX_CACHE_SALT_CHARS} are allowed.", param="cache_salt"
+        )
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def wishes_of(request: Request, priority: int | None) -> Wishes:
 def tenant_of(request: Request) -> str:
     """Whose request this is. Raises `RequestError`.
 
-    NOTE: the client is believed, unless its API key is of a tenant. Where clients are not trusted, give them such keys.
+    NOTE: where no API keys are configured the client is believed, and an operator's key may name any tenant.
     """
     tenant = request.headers.get(TENANT_HEADER, DEFAULT_TENANT)
     if not TENANT_NAME.fullmatch(tenant):

@@ -20,6 +20,7 @@ from cluster.worker import Worker
 from engine.engine import Engine
 from kv_transfer.transport.in_process import InProcessHub, Verdict, Write
 from protocol.config import EngineConfig, RouterConfig, TierConfig, TransferConfig, WorkerConfig
+from protocol.digest import EVERYONE
 from protocol.messages import FinishReason, Message, Role, decode_message, encode_message
 from protocol.sampling import SamplingParams
 from router.cache_sizing import CacheSizing
@@ -99,7 +100,7 @@ class Cluster:
     def request(self, token_ids: Sequence[int], **sampling: Any) -> GenerateRequest:
         self.num_requests += 1
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8} | sampling)
-        return GenerateRequest(f"r{self.num_requests}", list(token_ids), params)
+        return GenerateRequest(f"r{self.num_requests}", list(token_ids), params, EVERYONE)
 
     async def generate(self, token_ids: Sequence[int], **sampling: Any) -> Answer:
         return await self.serve(self.request(token_ids, **sampling))

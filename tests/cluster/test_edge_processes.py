@@ -156,7 +156,7 @@ def test_a_process_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
 
 def test_a_replaced_process_has_the_keys_of_the_others(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with edges(tmp_path, num_processes=1, api_keys={key_digest("first"): ""}) as here:
+        async with edges(tmp_path, num_processes=1, api_keys={key_digest("first"): "search"}) as here:
             assert (await here.chat()).status_code == 401
             here.client.headers["authorization"] = "Bearer first"
             (pid,) = here.pids()

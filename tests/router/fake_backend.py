@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from protocol.config import RouterConfig
+from protocol.digest import CacheScope
 from protocol.errors import PinNotFound
 from protocol.messages import FinishReason, Prefetch, TokenLogprobs
 from router.app import create_app
@@ -37,22 +38,31 @@ class FakePins:
         self.live[pin_id] = request
         return self._state(pin_id)
 
-    async def unpin(self, pin_id: str) -> None:
-        if pin_id not in self.live:
-            raise PinNotFound("There is no such pin.", param="id")
+    async def unpin(self, pin_id: str, tenant: str | None) -> None:
+        self._check(pin_id, tenant)
         del self.live[pin_id]
 
-    async def prefetch(self, pin_id: str, prefetch: Prefetch) -> PinState:
+    async def prefetch(self, pin_id: str, prefetch: Prefetch, tenant: str | None) -> PinState:
+        self._check(pin_id, tenant)
         self.prefetched.append(prefetch)
         return self._state(pin_id)
 
-    async def pins(self, cache_salt: str) -> list[PinState]:
-        return [self._state(pin_id) for pin_id, request in self.live.items() if request.cache_salt == cache_salt]
+    async def pins(self, tenant: str | None, cache_scope: CacheScope | None) -> list[PinState]:
+        return [
+            self._state(pin_id)
+            for pin_id, request in self.live.items()
+            if tenant in (None, request.tenant) and cache_scope in (None, request.cache_scope)
+        ]
+
+    def _check(self, pin_id: str, tenant: str | None) -> None:
+        if pin_id not in self.live or tenant not in (None, self.live[pin_id].tenant):
+            raise PinNotFound("There is no such pin.", param="id")
 
     def _state(self, pin_id: str) -> PinState:
         request = self.live[pin_id]
         return PinState(
             pin_id=pin_id,
+            tenant=request.tenant,
             conversation_id=request.conversation_id,
             num_blocks=2,
             num_tokens=32,
@@ -106,7 +116,7 @@ class FakeBackend:
         return {"outcome": "admitted", "tenant": request.tenant}
 
     async def decisions(self) -> list[dict[str, Any]]:
-        return [{"request_id": request.request_id} for request in reversed(self.requests)]
+        return [{"request_id": one.request_id, "tenant": one.tenant} for one in reversed(self.requests)]
 
     async def pools(self) -> dict[str, Any]:
         return {"workers": []}

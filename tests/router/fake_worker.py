@@ -12,6 +12,7 @@ from zmq.asyncio import Context
 from zmq.constants import SocketType
 
 from protocol.config import RouterConfig
+from protocol.digest import CacheScope
 from protocol.messages import (
     POOL_PLACE,
     BlockSnapshot,
@@ -218,13 +219,13 @@ async def fake_cluster(
 
 
 def make_request(
-    *, request_id: str = "r0", num_prompt_tokens: int = 64, max_tokens: int = 4, cache_salt: str = ""
+    *, request_id: str = "r0", num_prompt_tokens: int = 64, max_tokens: int = 4, scope: str = ""
 ) -> GenerateRequest:
     return GenerateRequest(
         request_id=request_id,
         token_ids=list(range(num_prompt_tokens)),
         sampling=SamplingParams(max_tokens=max_tokens),
-        cache_salt=cache_salt,
+        cache_scope=CacheScope(scope),
     )
 
 

@@ -10,6 +10,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from protocol.config import RouterConfig
+from protocol.digest import cache_scope
 from protocol.errors import ServingError
 from protocol.messages import (
     BlockEvents,
@@ -130,7 +131,7 @@ class MemoryWorld:
             request_id=f"r{number}",
             token_ids=[rng.randrange(1 << 16) for _ in range(rng.randint(1, 40))],
             sampling=SamplingParams(max_tokens=rng.randint(1, 4)),
-            cache_salt=f"salt-{number}" if number % 3 else "",
+            cache_scope=cache_scope(f"salt-{number}" if number % 3 else ""),
             conversation_id=f"chat-{number}" if number % 2 else "",
             tenant=f"tenant-{number if number % 500 == 0 else number % 50}" if number % 5 == 0 else "default",
             explains=number % 50 == 0,

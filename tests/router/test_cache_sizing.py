@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.miss_ratio import draw_digests
 from protocol.messages import Role, TierLoad
-from router.cache_sizing import CacheSizing, tenant_label
+from router.cache_sizing import CacheSizing
 from router.registry import Registry
 from tests.router.builders import add_ready, make_card
 
@@ -21,7 +21,12 @@ def make_sizing(*num_blocks: int) -> CacheSizing:
 
 
 def observe(
-    sizing: CacheSizing, prompt: list[bytes], *, answer: list[bytes] | None = None, cached: int = 0, salt: str = ""
+    sizing: CacheSizing,
+    prompt: list[bytes],
+    *,
+    answer: list[bytes] | None = None,
+    cached: int = 0,
+    tenant: str = "default",
 ) -> None:
     sizing.observe(
         prompt,
@@ -29,7 +34,7 @@ def observe(
         block_size=16,
         num_prompt_tokens=16 * len(prompt),
         num_cached_tokens=cached,
-        cache_salt=salt,
+        tenant=tenant,
     )
 
 
@@ -118,11 +123,10 @@ def test_measured_beside_predicted() -> None:
 def test_salts_are_never_shown() -> None:
     sizing = make_sizing(100)
     observe(sizing, BLOCKS[:10])
-    observe(sizing, BLOCKS[10:20], salt="hunter2")
+    observe(sizing, BLOCKS[10:20], tenant="search")
     text = json.dumps(sizing.report())
     assert "hunter2" not in text
-    assert set(sizing.report()["tenants"]) == {"default", tenant_label("hunter2")}
-    assert tenant_label("hunter2") == "f52fbd32"
+    assert set(sizing.report()["tenants"]) == {"default", "search"}
 
 
 def test_the_last_hour_of_traffic_is_half_of_the_curve() -> None:
@@ -150,6 +154,6 @@ def test_a_burst_within_a_minute_does_not_fade() -> None:
 def test_another_block_size_starts_anew() -> None:
     sizing = make_sizing(100)
     observe(sizing, BLOCKS[:10], cached=160)
-    sizing.observe(BLOCKS[:10], [], block_size=32, num_prompt_tokens=320, num_cached_tokens=0, cache_salt="")
+    sizing.observe(BLOCKS[:10], [], block_size=32, num_prompt_tokens=320, num_cached_tokens=0, tenant="default")
     report = sizing.report()
     assert (report["num_tokens"], report["measured_hit_ratio"]) == (320, 0.0)

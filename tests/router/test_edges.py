@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from protocol.config import RouterConfig
+from protocol.digest import EVERYONE, CacheScope
 from protocol.errors import DeadlineUnmet, NoWorker, Overloaded, PinNotFound, RequestError, ServingError, WorkerError
 from protocol.messages import Prefetch
 from protocol.sampling import SamplingParams
@@ -31,7 +32,7 @@ from tests.router.fake_backend import FakeBackend, events, until
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
-REQUEST = GenerateRequest("r", [1, 2, 3], SamplingParams(max_tokens=8))
+REQUEST = GenerateRequest("r", [1, 2, 3], SamplingParams(max_tokens=8), EVERYONE)
 
 
 class Always:
@@ -259,7 +260,7 @@ async def test_questions_are_answered(tokenizer: Tokenizer, tmp_path: Path) -> N
         edge = await here.edge()
         here.backend.held = {"d": "2 blocks in use"}
         assert (await edge.explain(REQUEST))["tenant"] == "default"
-        assert await edge.decisions() == [{"request_id": "r"}]
+        assert await edge.decisions() == [{"request_id": "r", "tenant": "default"}]
         assert await edge.pools() == {"workers": []}
         assert await edge.check() == here.backend.held
         assert await edge.scrape() == b"tandem_worker_running 1.0\n"
@@ -268,14 +269,22 @@ async def test_questions_are_answered(tokenizer: Tokenizer, tmp_path: Path) -> N
 async def test_pins_are_made_followed_and_ended(tokenizer: Tokenizer, tmp_path: Path) -> None:
     async with line(tokenizer, tmp_path) as here:
         edge = await here.edge()
-        request = PinRequest(token_ids=[1, 2], cache_salt="t", ttl_s=5.0, prefetch=Prefetch.POOL)
+        request = PinRequest(
+            token_ids=[1, 2], cache_scope=CacheScope("s"), tenant="t", ttl_s=5.0, prefetch=Prefetch.POOL
+        )
         state = await edge.cache.pin(request)
         assert here.backend.cache.requests == [request]
-        assert state == (await edge.cache.pins("t"))[0] == await edge.cache.prefetch(state.pin_id, Prefetch.HOST)
-        assert await edge.cache.pins("other") == []
-        await edge.cache.unpin(state.pin_id)
+        assert state == (await edge.cache.pins("t", CacheScope("s")))[0]
+        assert state == await edge.cache.prefetch(state.pin_id, Prefetch.HOST, "t")
+        assert await edge.cache.pins("t", CacheScope("other")) == await edge.cache.pins("other", None) == []
+        with pytest.raises(PinNotFound):
+            await edge.cache.prefetch(state.pin_id, Prefetch.HOST, "other")
+        with pytest.raises(PinNotFound):
+            await edge.cache.unpin(state.pin_id, "other")
+        assert await edge.cache.pins(None, None) == [state]
+        await edge.cache.unpin(state.pin_id, "t")
         with pytest.raises(PinNotFound) as caught:
-            await edge.cache.unpin(state.pin_id)
+            await edge.cache.unpin(state.pin_id, None)
         assert caught.value.param == "id"
 
 

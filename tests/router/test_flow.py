@@ -5,13 +5,14 @@ import json
 import random
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.config import RouterConfig
-from protocol.digest import block_digests, root_digest
+from protocol.digest import block_digests, cache_scope, root_digest
 from protocol.errors import InternalError, NoWorker, PeerLost, RequestError, ServingError, WorkerError
 from protocol.messages import (
     INVALID_REQUEST,
@@ -26,7 +27,6 @@ from protocol.messages import (
     SequenceDelta,
 )
 from protocol.sampling import SamplingParams
-from router.cache_sizing import tenant_label
 from router.flow import DeltaOrder
 from router.openai.backend import GenerateRequest, TokenDelta
 from tests.router.builders import NAMESPACE
@@ -285,16 +285,14 @@ def test_requests_are_seen_by_the_cache_sizing() -> None:
             await collect(cluster, make_request(num_prompt_tokens=62))
             await collect(cluster, make_request(num_prompt_tokens=1))  # as the readiness probe
             # Its first 62 tokens are those of the first one, then come others than that one's answer.
-            await collect(cluster, make_request(num_prompt_tokens=66, cache_salt="hunter2"))
-            await collect(cluster, make_request(num_prompt_tokens=66, cache_salt="hunter2"))
+            await collect(cluster, make_request(num_prompt_tokens=66, scope="hunter2"))
+            await collect(cluster, make_request(num_prompt_tokens=66, scope="hunter2"))
             sizing = (await cluster.flow.pools())["cache_sizing"]
             assert sizing["num_tokens"] == 62 + 2 * 66
             assert sizing["measured_hit_ratio"] == 0.0
             assert {name: tenant["num_tokens"] for name, tenant in sizing["tenants"].items()} == {
-                "default": 62,
-                tenant_label("hunter2"): 132,
+                "default": 62 + 132,
             }
-            assert sizing["tenants"][tenant_label("hunter2")]["hit_ratios"][-1] == pytest.approx(64 / 132)
             (configured,) = (row for row in sizing["capacities"] if row["configured"] == ["pool"])
             assert configured["num_blocks"] == 8192
             assert configured["hit_ratio"] == pytest.approx(64 / 194)
@@ -308,11 +306,11 @@ def test_the_next_turn_is_expected_to_find_the_answer_but_for_its_last_token() -
         async with fake_cluster(prefill=first_token, decode=remaining_tokens) as cluster:
             prompt = list(range(16))
             for answer, num_found in ((17, 16), (16, 0)):
-                salt = str(answer)
-                first = GenerateRequest("r0", prompt, SamplingParams(max_tokens=answer), salt)
-                turn = GenerateRequest("r1", [*prompt, *tokens(await collect(cluster, first)), 7], first.sampling, salt)
-                await collect(cluster, turn)
-                report = (await cluster.flow.pools())["cache_sizing"]["tenants"][tenant_label(salt)]
+                name = str(answer)
+                first = GenerateRequest("r0", prompt, SamplingParams(max_tokens=answer), cache_scope(name), tenant=name)
+                token_ids = [*prompt, *tokens(await collect(cluster, first)), 7]
+                await collect(cluster, replace(first, request_id="r1", token_ids=token_ids))
+                report = (await cluster.flow.pools())["cache_sizing"]["tenants"][name]
                 assert report["hit_ratios"][-1] * report["num_tokens"] == pytest.approx(16 + num_found)
 
     asyncio.run(scenario())

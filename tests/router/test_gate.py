@@ -38,7 +38,7 @@ async def collect(cluster: FakeCluster, request: GenerateRequest) -> list[TokenD
 
 def long_request(request_id: str = "r0") -> GenerateRequest:
     """A request that finds nothing of the others' prompts cached."""
-    return make_request(request_id=request_id, num_prompt_tokens=NUM_TOKENS, cache_salt=request_id)
+    return make_request(request_id=request_id, num_prompt_tokens=NUM_TOKENS, scope=request_id)
 
 
 def start(cluster: FakeCluster, request_id: str, **fields: object) -> asyncio.Task[list[TokenDelta]]:

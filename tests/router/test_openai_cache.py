@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from protocol.digest import EVERYONE, cache_scope
 from protocol.errors import PinQuotaExceeded
 from protocol.messages import Prefetch
 from router.openai.backend import PinRequest, PinState
@@ -28,6 +29,7 @@ async def test_a_pin_is_answered_with_its_end_and_what_is_where(tokenizer: Token
         assert pin == {
             "id": "pin-1",
             "object": "cache.pin",
+            "tenant": "default",
             "conversation_id": None,
             "num_tokens": 32,
             "num_blocks": 2,
@@ -37,7 +39,7 @@ async def test_a_pin_is_answered_with_its_end_and_what_is_where(tokenizer: Token
         }
         ids = tokenizer.encode("hello world")
         assert backend.cache.requests == [
-            PinRequest(token_ids=ids, cache_salt="t", ttl_s=30.0, prefetch=Prefetch.POOL),
+            PinRequest(token_ids=ids, cache_scope=cache_scope("t"), ttl_s=30.0, prefetch=Prefetch.POOL),
         ]
         listed = (await client.get("/v1/cache/pins", params={"cache_salt": "t"})).json()
         assert (listed["object"], [pin["id"] for pin in listed["data"]]) == ("list", ["pin-1"])
@@ -75,7 +77,7 @@ async def test_token_ids_are_pinned_as_they_are(tokenizer: Tokenizer) -> None:
     backend = FakeBackend(tokenizer)
     async with closing(backend) as client:
         await client.post(PIN, json={"prompt": [5, 6, 7]})
-    assert backend.cache.requests == [PinRequest(token_ids=[5, 6, 7])]
+    assert backend.cache.requests == [PinRequest(token_ids=[5, 6, 7], cache_scope=EVERYONE)]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -98,7 +100,7 @@ async def test_a_conversation_is_pinned_by_its_id(tokenizer: Tokenizer) -> None:
     backend = FakeBackend(tokenizer)
     async with closing(backend) as client:
         pin = (await client.post(PIN, json={"conversation_id": "chat-1"})).json()
-    assert backend.cache.requests == [PinRequest(token_ids=None, conversation_id="chat-1")]
+    assert backend.cache.requests == [PinRequest(token_ids=None, cache_scope=EVERYONE, conversation_id="chat-1")]
     assert pin["conversation_id"] == "chat-1"
 
 

@@ -7,6 +7,7 @@ import httpx
 import openai
 import pytest
 
+from protocol.digest import cache_scope
 from router.tokenizer import Tokenizer
 from tests.router.fake_backend import FakeBackend, closing, events, make_app
 
@@ -30,7 +31,7 @@ async def test_plain_answer_has_openais_shape(tokenizer: Tokenizer) -> None:
     assert response.status_code == 200
     assert answer.pop("id").startswith("chatcmpl-")
     assert isinstance(answer.pop("created"), int)
-    num_prompt = len(tokenizer.encode_chat([{"role": "user", "content": "hi"}], {"add_generation_prompt": True}))
+    num_prompt = len(tokenizer.encode_chat([{"role": "user", "content": "hi"}], {"add_generation_prompt": True}, ""))
     num_output = len(tokenizer.encode("hello world", add_special_tokens=False)) + 1  # and the end
     assert answer == {
         "object": "chat.completion",
@@ -125,7 +126,7 @@ async def test_sampling_fields_reach_the_backend(tokenizer: Tokenizer) -> None:
     assert response.status_code == 200, response.text
     (request,) = backend.requests
     sampling = request.sampling
-    assert request.cache_salt == "tenant"
+    assert request.cache_scope == cache_scope("tenant")
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.0, 0.5, 0, 0.1)
     assert (sampling.min_tokens, sampling.ignore_eos, sampling.stop_token_ids) == (2, True, (7,))
     assert (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty) == (-2.0, 2.0, 1.2)
@@ -315,7 +316,7 @@ async def test_tools_the_model_must_not_call_are_accepted(tokenizer: Tokenizer) 
 
 async def test_context_length_is_checked_before_the_backend(tokenizer: Tokenizer) -> None:
     backend = FakeBackend(tokenizer)
-    num_prompt = len(tokenizer.encode_chat([{"role": "user", "content": "hi"}], {"add_generation_prompt": True}))
+    num_prompt = len(tokenizer.encode_chat([{"role": "user", "content": "hi"}], {"add_generation_prompt": True}, ""))
     async with closing(backend) as client:
         backend.max_model_len = num_prompt + 2
         fits = await client.post(CHAT, json=chat(max_tokens=2))

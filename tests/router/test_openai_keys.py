@@ -42,7 +42,7 @@ def bearer(key: str, **headers: str) -> dict[str, str]:
 
 async def test_a_known_key_is_let_in_and_may_be_of_a_tenant(tmp_path: Path) -> None:
     registry = CollectorRegistry()
-    async with app_with(tmp_path, "# clients\n\nany  # of all tenants\nours search\n", registry) as client:
+    async with app_with(tmp_path, "# clients\n\nany *  # of all tenants\nours search\nplain\n", registry) as client:
         headers: dict[str, str]
         for headers, tenant in [
             (bearer("any"), "default"),
@@ -50,12 +50,14 @@ async def test_a_known_key_is_let_in_and_may_be_of_a_tenant(tmp_path: Path) -> N
             (bearer("ours"), "search"),
             (bearer("ours", x_tandem_tenant="batch", X_Tandem_Tenant="other"), "search"),
             ({"authorization": "bearer  any "}, "default"),
+            (bearer("plain"), "default"),
+            (bearer("plain", x_tandem_tenant="batch"), "default"),
         ]:
             response = await client.post("/v1/completions", headers=headers)
             assert (response.status_code, response.json()) == (200, tenant)
         assert (
             registry.get_sample_value("tandem_router_requests_total", {"endpoint": "/{path:path}", "status": "200"})
-            == 5
+            == 7
         )
 
 
@@ -83,7 +85,7 @@ def test_without_a_file_no_key_is_asked_for() -> None:
 def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("any\n", encoding="utf-8-sig")
-    assert load_api_keys(str(path)) == {key_digest("any"): ""}
+    assert load_api_keys(str(path)) == {key_digest("any"): "default"}
 
 
 @pytest.mark.parametrize(
@@ -93,6 +95,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
         ("# nothing\n", "has no keys"),
         ("secret a b\n", "line 1 must be a key and at most a tenant"),
         ("good\nsecret no/name\n", "line 2 must be"),
+        ("secret **\n", "line 1 must be"),
         ("good\nsecreté\n", "the key of line 2 has letters that are not ASCII"),
         ("secret\nother\nsecret t\n", "the key of line 3 is there twice"),
     ],

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prometheus_client import CollectorRegistry, generate_latest
 
 from protocol.config import RouterConfig
-from protocol.digest import DIGEST_BYTES, block_digests, root_digest
+from protocol.digest import DIGEST_BYTES, EVERYONE, block_digests, root_digest
 from protocol.errors import ContextLengthExceeded, NoWorker, PinNotFound, PinQuotaExceeded, RequestError
 from protocol.messages import (
     Message,
@@ -27,7 +27,7 @@ from protocol.messages import (
 )
 from router.openai.backend import GenerateRequest, PinRequest
 from router.pin_metrics import PinCollector
-from router.pins import CONVERSATION_BYTES, Conversations, PinnedChain, PinTable, max_pinned_blocks
+from router.pins import CONVERSATION_BYTES, Conversations, Owner, PinnedChain, PinTable, max_pinned_blocks
 from router.registry import Registry
 from tests.router.builders import NAMESPACE, add_ready, make_card
 from tests.router.fake_worker import (
@@ -41,6 +41,7 @@ from tests.router.fake_worker import (
 )
 
 PINNABLE = {"pool": 10}
+T, U = Owner("t", EVERYONE), Owner("u", EVERYONE)
 
 
 def digests(*names: int) -> list[bytes]:
@@ -61,7 +62,7 @@ def add(
     max_blocks: int = 6,
     now: float = 0.0,
 ) -> None:
-    pin = PinnedChain(pin_id, tenant, conversation_id, expires_at, Prefetch.HOST)
+    pin = PinnedChain(pin_id, Owner(tenant, EVERYONE), conversation_id, expires_at, Prefetch.HOST)
     table.add(pin, digests(*chain), max_blocks, now)
     table.check_integrity()
 
@@ -105,9 +106,9 @@ def test_a_quota_names_itself_its_value_and_its_limit(
 def test_an_expired_pin_is_not_found() -> None:
     table = make_table()
     add(table, "a", 1, expires_at=10.0)
-    assert table.get("a", 9.9).pin_id == "a"
+    assert table.get("a", None, 9.9).pin_id == "a"
     with pytest.raises(PinNotFound, match="no pin 'a'"):
-        table.get("a", 10.0)
+        table.get("a", None, 10.0)
     assert table.num_blocks == 0
 
 
@@ -116,11 +117,11 @@ def test_pins_follow_their_own_conversation_as_far_as_the_quota_goes() -> None:
     add(table, "a", 1, conversation_id="x", tenant="t")
     add(table, "other tenant", 2, conversation_id="x", tenant="u")
     add(table, "other conversation", 3, conversation_id="y", tenant="t")
-    (changed,) = table.follow("t", "x", digests(1, 4, 5, 6, 7, 8), max_blocks=6, now=0.0)
+    (changed,) = table.follow(T, "x", digests(1, 4, 5, 6, 7, 8), max_blocks=6, now=0.0)
     assert (changed.pin_id, changed.digests) == ("a", tuple(digests(1, 4, 5, 6)))
     assert table.num_blocks == 6
-    assert table.follow("t", "x", digests(1, 4, 5, 6, 7, 9), max_blocks=6, now=0.0) == []
-    (changed,) = table.follow("t", "x", digests(1, 9), max_blocks=6, now=0.0)  # edited: the old turns are let go
+    assert table.follow(T, "x", digests(1, 4, 5, 6, 7, 9), max_blocks=6, now=0.0) == []
+    (changed,) = table.follow(T, "x", digests(1, 9), max_blocks=6, now=0.0)  # edited: the old turns are let go
     assert changed.digests == tuple(digests(1, 9))
     table.check_integrity()
 
@@ -156,7 +157,7 @@ class PinTableMachine(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from("tu"), start=st.integers(0, 2), length=st.integers(0, 9))
     def turn(self, tenant: str, start: int, length: int) -> None:
         first = (10 if tenant == "t" else 60) + 10 * start
-        self.table.follow(tenant, str(start), digests(*range(first, first + length)), 10, self.now)
+        self.table.follow(Owner(tenant, EVERYONE), str(start), digests(*range(first, first + length)), 10, self.now)
 
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
@@ -175,7 +176,7 @@ class PinTableMachine(RuleBasedStateMachine):
         assert {pin.pin_id for pin in live} == {pin_id for pin_id, end in self.expiries.items() if end > self.now}
         assert len(live) <= 4
         for tenant in "tu":
-            pins = [pin for pin in live if pin.tenant == tenant]
+            pins = [pin for pin in live if pin.owner.tenant == tenant]
             assert len(pins) <= 3
             assert len({digest for pin in pins for digest in pin.digests}) <= 5
         self.table.check_integrity()
@@ -187,20 +188,20 @@ TestPinTableMachine.settings = settings(max_examples=60, stateful_step_count=30,
 
 def test_conversations_are_known_by_tenant_and_the_oldest_is_forgotten() -> None:
     conversations = Conversations(max_bytes=2 * CONVERSATION_BYTES + 2 * len("tx") + 4 * DIGEST_BYTES)
-    conversations.note("t", "x", digests(1, 2))
-    conversations.note("u", "x", digests(3, 4))
-    assert conversations.digests("t", "x") == digests(1, 2)
-    assert conversations.digests("t", "y") == []
-    conversations.note("t", "x", digests(1, 2))  # used again, so the other one is the oldest
-    conversations.note("t", "y", digests(5))
-    assert conversations.digests("u", "x") == []
-    assert conversations.digests("t", "x") == digests(1, 2)
-    conversations.note("t", "y", digests(5, 6))
+    conversations.note(T, "x", digests(1, 2))
+    conversations.note(U, "x", digests(3, 4))
+    assert conversations.digests(T, "x") == digests(1, 2)
+    assert conversations.digests(T, "y") == []
+    conversations.note(T, "x", digests(1, 2))  # used again, so the other one is the oldest
+    conversations.note(T, "y", digests(5))
+    assert conversations.digests(U, "x") == []
+    assert conversations.digests(T, "x") == digests(1, 2)
+    conversations.note(T, "y", digests(5, 6))
     assert len(conversations) == 2
-    conversations.note("t", "z", digests(*range(50, 99)))  # longer than all that may be remembered
+    conversations.note(T, "z", digests(*range(50, 99)))  # longer than all that may be remembered
     assert len(conversations) == 0
     for number in range(9):
-        conversations.note("t", f"empty {number}", [])
+        conversations.note(T, f"empty {number}", [])
     assert len(conversations) == 2
 
 
@@ -259,7 +260,9 @@ def test_a_pin_reaches_every_worker_and_the_likely_ones_bring_it_up() -> None:
             ]
             workers[2].cached = chain(64)
             cluster.index.speculate(["d1"], chain(64), cluster.flow.cache._clock())
-            state = await cluster.flow.cache.pin(PinRequest(token_ids=list(range(70)), ttl_s=60.0))
+            state = await cluster.flow.cache.pin(
+                PinRequest(token_ids=list(range(70)), cache_scope=EVERYONE, ttl_s=60.0)
+            )
             assert (state.num_blocks, state.num_tokens) == (4, 64)
             assert 0 < state.remaining_s <= 60
             assert state.held == {"p": {"pool": 2}, "d0": {"pool": 2}, "d1": {"pool": 2}}
@@ -267,14 +270,14 @@ def test_a_pin_reaches_every_worker_and_the_likely_ones_bring_it_up() -> None:
                 (message,) = pins_of(worker)
                 assert (message.pin_id, message.digests, message.prefetch) == (state.pin_id, chain(64), prefetch)
                 assert 59 < message.ttl_s <= 60
-            await cluster.flow.cache.prefetch(state.pin_id, Prefetch.POOL)
+            await cluster.flow.cache.prefetch(state.pin_id, Prefetch.POOL, None)
             assert [pins_of(worker)[-1].prefetch for worker in workers] == ["pool", "none", "pool"]
-            assert [pin.pin_id for pin in await cluster.flow.cache.pins("")] == [state.pin_id]
-            assert await cluster.flow.cache.pins("another") == []
-            await cluster.flow.cache.unpin(state.pin_id)
+            assert [pin.pin_id for pin in await cluster.flow.cache.pins("default", EVERYONE)] == [state.pin_id]
+            assert await cluster.flow.cache.pins("another", None) == []
+            await cluster.flow.cache.unpin(state.pin_id, None)
             await until(lambda: all(worker.of_type(Unpin) for worker in workers))
             with pytest.raises(PinNotFound):
-                await cluster.flow.cache.unpin(state.pin_id)
+                await cluster.flow.cache.unpin(state.pin_id, None)
             assert (await cluster.flow.pools())["pins"]["num_pins"] == 0
 
     asyncio.run(scenario())
@@ -284,7 +287,9 @@ def test_a_worker_that_restarts_is_told_again_with_the_time_that_is_left() -> No
     async def scenario() -> None:
         async with fake_cluster() as cluster:
             first = await add_keeper(cluster, "d", Role.DECODE)
-            state = await cluster.flow.cache.pin(PinRequest(token_ids=list(range(40)), ttl_s=60.0))
+            state = await cluster.flow.cache.pin(
+                PinRequest(token_ids=list(range(40)), cache_scope=EVERYONE, ttl_s=60.0)
+            )
             cluster.client.mark_dead("d", "test")
             await first.close()
             second = await add_keeper(cluster, "d", Role.DECODE, epoch=2)
@@ -303,7 +308,7 @@ def test_a_worker_that_does_not_answer_is_listed_without_numbers(monkeypatch: py
         async with fake_cluster() as cluster:
             await add_keeper(cluster, "d", Role.DECODE)
             await cluster.add(FakeWorker("p", Role.PREFILL))
-            state = await cluster.flow.cache.pin(PinRequest(token_ids=list(range(40))))
+            state = await cluster.flow.cache.pin(PinRequest(token_ids=list(range(40)), cache_scope=EVERYONE))
             assert state.held == {"d": {"pool": 2}, "p": None}
 
     asyncio.run(scenario())
@@ -311,7 +316,7 @@ def test_a_worker_that_does_not_answer_is_listed_without_numbers(monkeypatch: py
 
 def conversation_request(num_prompt_tokens: int) -> GenerateRequest:
     request = make_request(num_prompt_tokens=num_prompt_tokens)
-    return GenerateRequest("c0", request.token_ids, request.sampling, conversation_id="chat")
+    return GenerateRequest("c0", request.token_ids, request.sampling, request.cache_scope, conversation_id="chat")
 
 
 @pytest.mark.parametrize(("num_prompt_tokens", "num_blocks"), [(44, [0, 2]), (45, [0, 2, 3])])
@@ -322,7 +327,9 @@ def test_a_pinned_conversation_grows_by_prompt_and_answer(num_prompt_tokens: int
         async with fake_cluster() as cluster:
             await add_keeper(cluster, "p", Role.PREFILL)
             decode = await add_keeper(cluster, "d", Role.DECODE)
-            state = await cluster.flow.cache.pin(PinRequest(token_ids=None, conversation_id="chat"))
+            state = await cluster.flow.cache.pin(
+                PinRequest(token_ids=None, cache_scope=EVERYONE, conversation_id="chat")
+            )
             assert (state.num_blocks, state.conversation_id) == (0, "chat")
             request = conversation_request(num_prompt_tokens)
             deltas = [delta async for delta in cluster.flow.serve(request)]
@@ -332,7 +339,9 @@ def test_a_pinned_conversation_grows_by_prompt_and_answer(num_prompt_tokens: int
             await until(lambda: len(pins_of(decode)) >= len(num_blocks))
             assert [message.digests for message in pins_of(decode)] == [whole[:count] for count in num_blocks]
             # A pin that comes later covers the turn that was.
-            later = await cluster.flow.cache.pin(PinRequest(token_ids=None, conversation_id="chat"))
+            later = await cluster.flow.cache.pin(
+                PinRequest(token_ids=None, cache_scope=EVERYONE, conversation_id="chat")
+            )
             assert later.num_blocks == num_blocks[-1]
             assert [len(message.digests) for message in pins_of(decode)] == [*num_blocks, num_blocks[-1]]
             cluster.assert_nothing_left()
@@ -343,10 +352,22 @@ def test_a_pinned_conversation_grows_by_prompt_and_answer(num_prompt_tokens: int
 @pytest.mark.parametrize(
     ("request_", "error", "message"),
     [
-        (PinRequest(token_ids=list(range(15))), RequestError, "15 tokens long, shorter than a KV block of 16"),
-        (PinRequest(token_ids=[1] * 40_000), ContextLengthExceeded, "40000 tokens"),
-        (PinRequest(token_ids=[1] * 20, ttl_s=101.0), RequestError, r"ttl_s=101 is over max_pin_ttl_s=100"),
-        (PinRequest(token_ids=[1] * 16 * 11), PinQuotaExceeded, r"11 blocks of all pins, over the limit of 10"),
+        (
+            PinRequest(token_ids=list(range(15)), cache_scope=EVERYONE),
+            RequestError,
+            "15 tokens long, shorter than a KV block of 16",
+        ),
+        (PinRequest(token_ids=[1] * 40_000, cache_scope=EVERYONE), ContextLengthExceeded, "40000 tokens"),
+        (
+            PinRequest(token_ids=[1] * 20, cache_scope=EVERYONE, ttl_s=101.0),
+            RequestError,
+            r"ttl_s=101 is over max_pin_ttl_s=100",
+        ),
+        (
+            PinRequest(token_ids=[1] * 16 * 11, cache_scope=EVERYONE),
+            PinQuotaExceeded,
+            r"11 blocks of all pins, over the limit of 10",
+        ),
     ],
 )
 def test_what_cannot_be_pinned_is_refused(request_: PinRequest, error: type[Exception], message: str) -> None:
@@ -364,7 +385,7 @@ def test_without_a_worker_nothing_is_pinned() -> None:
     async def scenario() -> None:
         async with fake_cluster() as cluster:
             with pytest.raises(NoWorker):
-                await cluster.flow.cache.pin(PinRequest(token_ids=[1] * 20))
+                await cluster.flow.cache.pin(PinRequest(token_ids=[1] * 20, cache_scope=EVERYONE))
 
     asyncio.run(scenario())
 

@@ -98,7 +98,7 @@ def test_each_turn_of_a_conversation_gives_the_ids_of_the_whole_and_encodes_the_
         question = "".join(rng.choice("hello world <|>\n é") for _ in range(rng.randint(0, 200)))
         text += f"<|im_start|>user\n{turn}{question}<|im_end|>\n<|im_start|>assistant\n"
         before = len(encoder.memo)
-        assert encoder.encode(text) == whole(fast, text)
+        assert encoder.encode(text, "") == whole(fast, text)
         assert len(encoder.memo) - before <= 6  # the message, its end, the answer's head
         text += "".join(rng.choice("hello world\n") for _ in range(100)) + "<|im_end|>\n"
 
@@ -109,7 +109,7 @@ def test_tokens_that_reach_beyond_themselves_are_not_cut_at(flag: str) -> None:
     encoder = SegmentEncoder(fast)
     assert not encoder.can_cut
     text = "he <|im_end|> llo <s>\n"
-    assert encoder.encode(text) == whole(fast, text)
+    assert encoder.encode(text, "") == whole(fast, text)
 
 
 def test_a_tokenizer_that_breaks_the_rule_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -180,7 +180,7 @@ def test_many_threads_encode_at_once() -> None:
     def work(offset: int) -> None:
         for i in range(len(texts)):
             text = texts[(i + offset) % len(texts)]
-            if encoder.encode(text) != expected[text]:
+            if encoder.encode(text, "") != expected[text]:
                 wrong.append(text)
 
     threads = [threading.Thread(target=work, args=(50 * i,)) for i in range(4)]
@@ -194,7 +194,7 @@ def test_many_threads_encode_at_once() -> None:
 
 def test_the_edge_tokenizer_cuts_chats(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": f"hello </s> world {i}"} for i in range(20)]
-    ids = tokenizer.encode_chat(messages, {"add_generation_prompt": True})
+    ids = tokenizer.encode_chat(messages, {"add_generation_prompt": True}, "")
     assert ids == tokenizer.encode(
         tokenizer.render_chat(messages, {"add_generation_prompt": True}), add_special_tokens=False
     )

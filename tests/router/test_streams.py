@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from protocol.digest import EVERYONE
 from protocol.errors import WorkerError
 from protocol.sampling import SamplingParams
 from router.inbox import Inbox, Turns
@@ -257,7 +258,7 @@ async def test_an_answer_ended_by_a_stop_string_has_no_error_behind_it(tokenizer
     tokens = Tokens(inbox)
     backend = FakeBackend(tokenizer)
     backend.serve = lambda _: tokens  # type: ignore[method-assign]
-    request = GenerateRequest("r", [1], SamplingParams(max_tokens=50))
+    request = GenerateRequest("r", [1], SamplingParams(max_tokens=50), EVERYONE)
     metrics = EdgeMetrics(CollectorRegistry())
     deltas = run_choices(backend, [ChoicePlan(0, request, ("world",))], tokenizer, lambda: RequestClock(metrics, 0.0))
     got: list[ChoiceDelta] = []

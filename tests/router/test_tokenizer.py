@@ -20,7 +20,7 @@ PathFinder.find_spec = classmethod(
 import router.app
 from router.tokenizer import MIN_THREAD_BYTES, Tokenizer, TokenizerPool
 tokenizer = Tokenizer(sys.argv[1])
-assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}], {})) == "<s><user>hi"
+assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}], {}, "")) == "<s><user>hi"
 assert "torch" not in sys.modules
 """
 
@@ -34,7 +34,7 @@ def test_runs_where_torch_is_not_installed(tokenizer_folder: Path) -> None:
 
 def test_chat_has_one_bos_and_plain_text_gets_one(tokenizer: Tokenizer) -> None:
     bos = tokenizer.start_id
-    chat = tokenizer.encode_chat([{"role": "user", "content": "hi"}], {"add_generation_prompt": True})
+    chat = tokenizer.encode_chat([{"role": "user", "content": "hi"}], {"add_generation_prompt": True}, "")
     assert chat.count(bos) == 1
     assert tokenizer.encode("hi").count(bos) == 1
     assert tokenizer.encode("hi", add_special_tokens=False).count(bos) == 0

@@ -69,7 +69,7 @@ def test_what_workers_tell_is_in_the_metrics() -> None:
 def test_predicted_hit_ratios_are_in_the_metrics() -> None:
     sizing = CacheSizing(make_registry("a", "b"))
     for _ in range(2):
-        sizing.observe([b"x" * 16], [], block_size=16, num_prompt_tokens=20, num_cached_tokens=0, cache_salt="hunter2")
+        sizing.observe([b"x" * 16], [], block_size=16, num_prompt_tokens=20, num_cached_tokens=0, tenant="search")
     metrics = CollectorRegistry()
     metrics.register(CacheSizingCollector(sizing))
     text = generate_latest(metrics).decode()

@@ -229,11 +229,11 @@ def turn(*contents: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_without_a_tokenizer_a_conversation_still_begins_as_it_did() -> None:
-    first = TextReader().read(turn("hello " * 20))
-    second = TextReader().read(turn("hello " * 20, "hi", "more"))
+    first = TextReader().read(turn("hello " * 20), "")
+    second = TextReader().read(turn("hello " * 20, "hi", "more"), "")
     assert second[: len(first) - 1] == first[:-1]
-    assert TextReader().read(turn("hello " * 20, tools=[{"type": "function"}]))[:4] != first[:4]
-    assert len(TextReader().read({"prompt": "x" * 41})) == 11
+    assert TextReader().read(turn("hello " * 20, tools=[{"type": "function"}]), "")[:4] != first[:4]
+    assert len(TextReader().read({"prompt": "x" * 41}, "")) == 11
 
 
 @pytest.mark.parametrize(
@@ -241,15 +241,17 @@ def test_without_a_tokenizer_a_conversation_still_begins_as_it_did() -> None:
     [([1, 2, 3], [1, 2, 3]), ([[4, 5], [6]], [4, 5]), ([1, -2], []), ([], []), (None, []), (["ab"], [0x6261])],
 )
 def test_prompts_of_ids_are_taken_as_they_are(prompt: Any, expected: list[int]) -> None:
-    assert TextReader().read({"prompt": prompt}) == expected
+    assert TextReader().read({"prompt": prompt}, "") == expected
 
 
 def test_with_the_tokenizer_prompts_are_the_tokens_the_engine_computes(tokenizer: Tokenizer) -> None:
     reader = TokenReader(tokenizer)
-    assert reader.read({"prompt": "hello"}) == tokenizer.encode("hello")
-    assert reader.read({"prompt": [7, 8]}) == [7, 8]
+    assert reader.read({"prompt": "hello"}, "") == tokenizer.encode("hello")
+    assert reader.read({"prompt": [7, 8]}, "") == [7, 8]
     messages = [{"role": "user", "content": "hello"}]
-    assert reader.read({"messages": messages}) == tokenizer.encode_chat(messages, {"add_generation_prompt": True})
+    assert reader.read({"messages": messages}, "") == tokenizer.encode_chat(
+        messages, {"add_generation_prompt": True}, ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -265,7 +267,7 @@ def test_with_the_tokenizer_prompts_are_the_tokens_the_engine_computes(tokenizer
     ],
 )
 def test_what_cannot_be_rendered_is_left_to_the_engine(body: dict[str, Any], tokenizer: Tokenizer) -> None:
-    assert TokenReader(tokenizer).read(body) == TextReader().read(body)
+    assert TokenReader(tokenizer).read(body, "") == TextReader().read(body, "")
 
 
 def test_the_limit_of_an_answer() -> None:

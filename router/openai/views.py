@@ -1,0 +1,45 @@
+"""What a tenant is shown of things that concern all tenants: of decisions its own, of pools and metrics no figures of
+others. Operators are shown everything, and so is everyone where there are no API keys.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.openai.keys import seen_by
+
+__all__ = ["decisions_view", "metrics_response", "pools_view"]
+
+_MEMBER_FIELDS = ("worker_id", "name", "model", "state")  # of a worker or an engine, those that tell no load
+_OF_A_TENANT = re.compile(rb'^[a-z_]+\{[^}]*\btenant="[^\n]*\n', re.MULTILINE)
+
+
+def decisions_view(decisions: list[dict[str, Any]], request: Request) -> list[dict[str, Any]]:
+    """The decisions that a request may see."""
+    tenant = seen_by(request)
+    return [one for one in decisions if tenant is None or one["tenant"] == tenant]
+
+
+def pools_view(pools: dict[str, Any], request: Request) -> dict[str, Any]:
+    """The part of `/v1/pools` that a request may see: of tenants' keys, only who is there."""
+    if seen_by(request) is None:
+        return pools
+    if "engines" in pools:
+        return {"engines": _members(pools["engines"])}
+    return {"roles": {role: _members(workers) for role, workers in pools["roles"].items()}}
+
+
+def metrics_response(exposition: bytes, request: Request) -> Response:
+    """Prometheus' text; the samples of single tenants are for operators."""
+    if seen_by(request) is not None:
+        exposition = _OF_A_TENANT.sub(b"", exposition)
+    return Response(exposition, headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+def _members(members: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: member[name] for name in _MEMBER_FIELDS if name in member} for member in members]
