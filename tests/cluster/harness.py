@@ -30,6 +30,7 @@ from router.openai.backend import GenerateRequest
 from router.placement import Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Registry
+from router.tenants import Tenants
 from router.worker_client import WorkerClient
 
 BLOCK_SIZE = 16
@@ -158,6 +159,7 @@ async def running_cluster(
     judge: Callable[[Write], Verdict] | None = None,
     overrides: dict[str, dict[str, Any]] | None = None,
     tiers: TierConfig | None = None,
+    tenants: Tenants = Tenants(),
 ) -> AsyncIterator[Cluster]:
     """Workers of these roles behind a router that always pairs them. `overrides`: engine fields by worker id."""
     registry, index, costs = Registry(), PrefixIndex(), CostModel()
@@ -173,6 +175,7 @@ async def running_cluster(
         sizing=CacheSizing(registry),
         workers=client,
         config=config,
+        tenants=tenants,
     )
     cluster = Cluster(InProcessHub(judge), registry, client, index, costs, flow)
     await client.start()

@@ -22,9 +22,11 @@ from cluster.edge_process import EdgeSettings
 from cluster.edge_processes import EdgeProcesses, edge_processes
 from cluster.listening import listening
 from protocol.config import RouterConfig
+from protocol.digest import cache_scope
 from protocol.errors import ConfigError
 from router.api_keys import key_digest
 from router.edges.hub import EdgeHub
+from router.tenants import TenantPolicy, Tenants
 from router.tokenizer import Tokenizer
 from tests.router.conftest import build_tokenizer
 from tests.router.fake_backend import FakeBackend, until
@@ -70,7 +72,12 @@ class Edges:
 
 @asynccontextmanager
 async def edges(
-    folder: Path, *, num_processes: int, api_keys: dict[bytes, str] | None = None, **config: Any
+    folder: Path,
+    *,
+    num_processes: int,
+    api_keys: dict[bytes, str] | None = None,
+    tenants: Tenants = Tenants(),
+    **config: Any,
 ) -> AsyncIterator[Edges]:
     """Nothing may run or be open at the end."""
     model = build_tokenizer(folder)
@@ -85,6 +92,7 @@ async def edges(
             config=router,
             listener=listener,
             api_keys=api_keys or {},
+            tenants=tenants,
         )
         base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         limits = httpx.Limits(max_keepalive_connections=0)
@@ -154,9 +162,11 @@ def test_a_process_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_replaced_process_has_the_keys_of_the_others(tmp_path: Path) -> None:
+def test_a_replaced_process_has_the_keys_and_the_tenants_of_the_others(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with edges(tmp_path, num_processes=1, api_keys={key_digest("first"): "search"}) as here:
+        keys = {key_digest("first"): "search", key_digest("second"): "batch"}
+        tenants = Tenants(named={"batch": TenantPolicy(shared_cache=True)})
+        async with edges(tmp_path, num_processes=1, api_keys=keys, tenants=tenants) as here:
             assert (await here.chat()).status_code == 401
             here.client.headers["authorization"] = "Bearer first"
             (pid,) = here.pids()
@@ -165,6 +175,10 @@ def test_a_replaced_process_has_the_keys_of_the_others(tmp_path: Path) -> None:
             await until(lambda: "edge-0-2" in here.processes._hub._edges, START_S)
             await until(lambda: here.is_listening(), START_S)
             assert (await here.chat()).status_code == 200
+            here.client.headers["authorization"] = "Bearer second"
+            assert (await here.chat()).status_code == 200
+            told = [(request.tenant, request.cache_scope) for request in here.backend.requests]
+            assert told == [("search", cache_scope("", "search")), ("batch", cache_scope("", ""))]
 
     asyncio.run(scenario())
 

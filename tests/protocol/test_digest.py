@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.digest import DIGEST_BYTES, block_digests, extend_digests, namespace_digest, root_digest
+from protocol.digest import (
+    DIGEST_BYTES,
+    EVERYONE,
+    block_digests,
+    cache_scope,
+    extend_digests,
+    namespace_digest,
+    root_digest,
+)
 
 SIZE = 4
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=5 * SIZE)
@@ -80,6 +88,37 @@ def test_no_value_can_imitate_a_neighbouring_field(left: tuple[str, str], right:
     assert (a == b) is (left == right)
     c, d = (make_namespace(model_revision=x, attention=y) for x, y in (left, right))
     assert (c == d) is (left == right)
+
+
+tenant_names = st.none() | st.sampled_from(["", "a", "ab"]) | text
+
+
+@given(st.tuples(text, tenant_names), st.tuples(text, tenant_names))
+def test_a_scope_is_of_one_salt_and_one_tenant(left: tuple[str, str | None], right: tuple[str, str | None]) -> None:
+    assert (cache_scope(*left) == cache_scope(*right)) is (left == right)
+
+
+def test_no_salt_is_the_name_of_a_scope() -> None:
+    """A client that knows a tenant's name can compute its scope: as a salt it must be as good as any other."""
+    scopes = {cache_scope(salt, tenant) for salt in ("", "s") for tenant in (None, "", "a")}
+    assert len(scopes) == 6
+    assert cache_scope("") == EVERYONE
+    assert not scopes & {cache_scope(scope, tenant) for scope in scopes - {EVERYONE} for tenant in (None, "", "a", "b")}
+
+
+@pytest.mark.parametrize(
+    "salt",
+    [
+        "tenant\6\0\0\0search",
+        "\n\0\0\0cache_salt\0\0\0\0\6\0\0\0tenant\6\0\0\0search",
+        "s\6\0\0\0tenant\6\0\0\0search",
+        "search\0s",
+        "é\ud7ff\U0010ffff",
+    ],
+)
+def test_crafted_bytes_in_a_salt_are_part_of_the_salt(salt: str) -> None:
+    victims = {cache_scope(own, "search") for own in ("", "s")}
+    assert not victims & {cache_scope(salt, tenant) for tenant in (None, "", "a", "searc")}
 
 
 def test_tenants_and_namespaces_do_not_share_blocks() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -13,6 +15,7 @@ from protocol.config import RouterConfig
 from protocol.errors import ConfigError
 from router.api_keys import key_digest, load_api_keys
 from router.metrics import EdgeMetrics
+from router.openai.keys import check_operator, seen_by
 from router.openai.layers import RouterApp
 from router.openai.wishes import tenant_of
 
@@ -20,18 +23,25 @@ pytestmark = pytest.mark.anyio
 ORIGIN = {"origin": "http://page"}
 
 
-def app_with(tmp_path: Path, keys: str, registry: CollectorRegistry | None = None) -> httpx.AsyncClient:
-    """An app that tells the tenant of a request, with these keys."""
+def app_with(
+    tmp_path: Path, keys: str, registry: CollectorRegistry | None = None, tells: Callable[[Request], Any] = tenant_of
+) -> httpx.AsyncClient:
+    """An app that tells something of a request, with these keys."""
     path = tmp_path / "keys"
     path.write_text(keys)
-    app = RouterApp(
-        RouterConfig(cors_allow_origins=("*",)), EdgeMetrics(registry or CollectorRegistry()), load_api_keys(str(path))
-    )
+    return client_of(load_api_keys(str(path)), tells, registry)
+
+
+def client_of(
+    keys: dict[bytes, str], tells: Callable[[Request], Any], registry: CollectorRegistry | None = None
+) -> httpx.AsyncClient:
+    config = RouterConfig(cors_allow_origins=("*",))
+    app = RouterApp(config, EdgeMetrics(registry or CollectorRegistry()), keys)
 
     @app.api_route("/{path:path}", methods=["GET", "POST"])
-    async def tell(request: Request) -> str:
+    async def tell(request: Request) -> Any:
         await request.body()
-        return tenant_of(request)
+        return tells(request)
 
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
@@ -76,6 +86,34 @@ async def test_others_get_a_401_in_openais_shape(tmp_path: Path, given: str | No
 async def test_probes_are_open_and_the_admin_routes_have_their_own_token(tmp_path: Path, path: str) -> None:
     async with app_with(tmp_path, "any\n") as client:
         assert (await client.get(path)).status_code == 200
+
+
+async def test_what_a_request_may_see_is_its_keys_tenant(tmp_path: Path) -> None:
+    async with app_with(tmp_path, "ops *\nours search\nplain\n", tells=seen_by) as client:
+        for path in ("/v1/pools", "/metrics"):
+            for headers, seen in [
+                (bearer("ops"), None),
+                (bearer("ops", x_tandem_tenant="batch"), "batch"),  # a gateway, for a client of its own
+                (bearer("ours"), "search"),
+                (bearer("ours", x_tandem_tenant="batch"), "search"),
+                (bearer("plain", x_tandem_tenant="*"), "default"),
+            ]:
+                assert (await client.get(path, headers=headers)).json() == seen
+        for headers in ({}, bearer("wrong"), bearer("")):
+            assert (await client.get("/metrics", headers=headers)).json() == ""
+
+
+async def test_where_no_key_is_asked_for_everything_is_seen() -> None:
+    async with client_of({}, seen_by) as client:
+        assert (await client.get("/v1/pools", headers={"x-tandem-tenant": "batch"})).json() is None
+
+
+async def test_what_concerns_all_tenants_is_for_operators(tmp_path: Path) -> None:
+    async with app_with(tmp_path, "ops *\nours search\n", tells=check_operator) as client:
+        for headers in (bearer("ours"), bearer("ops", x_tandem_tenant="search")):
+            refused = await client.post("/v1/pools/check", headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "operator_key_required")
+        assert (await client.post("/v1/pools/check", headers=bearer("ops"))).status_code == 200
 
 
 def test_without_a_file_no_key_is_asked_for() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import ConfigError
-from router.tenants import TenantPolicy, Tenants, load_tenants
+from router.tenants import CacheScopes, TenantPolicy, Tenants, load_tenants
 
 
 def write(folder: Path, text: str) -> str:
@@ -30,6 +30,21 @@ def test_a_tenant_may_be_kept_to_some_workers(tmp_path: Path) -> None:
     assert workers == [("*-0",), ("*-0",), ("prefill-1", "decode-*")]
 
 
+def test_tenants_may_share_their_caches(tmp_path: Path) -> None:
+    text = "[default]\nshared_cache = true\n[tenants.a]\nshared_cache = false\n[tenants.b]\nweight = 2\n"
+    tenants = load_tenants(write(tmp_path, text))
+    assert [tenants.policy(name).shared_cache for name in ("anyone", "a", "b")] == [True, False, True]
+    scopes = CacheScopes(tenants, has_keys=True)
+    assert scopes.of("anyone", "s") == scopes.of("b", "s") != scopes.of("a", "s")
+    assert "" not in {scopes.of(name, "") for name in ("anyone", "a", "b")}  # so that an engine is always told one
+
+
+def test_tenants_share_nothing_by_default_and_everything_where_no_key_tells_them_apart() -> None:
+    names, salts = ("a", "b", "default"), ("", "s")
+    assert len({CacheScopes(Tenants(), has_keys=True).of(name, salt) for name in names for salt in salts}) == 6
+    assert len({CacheScopes(Tenants(), has_keys=False).of(name, salt) for name in names for salt in salts}) == 2
+
+
 def test_without_a_file_all_are_alike() -> None:
     assert load_tenants("") == Tenants()
 
@@ -47,6 +62,8 @@ def test_without_a_file_all_are_alike() -> None:
             "[tenants.a]\nworkers = 'decode-0'",
             "tenants.a.workers = 'decode-0' must be a list of worker ids or patterns",
         ),
+        ("[tenants.a]\nshared_cache = 'team'", "tenants.a.shared_cache = 'team' must be true or false"),
+        ("[tenants.a]\nshared_cache = 1", "tenants.a.shared_cache = 1 must be true or false"),
         ("[tenants.a]\nworkers = []", "tenants.a.workers = .. must be a list"),
         ("[tenants.a]\nworkers = ['d', 3]", "tenants.a.workers = .'d', 3. must be a list"),
         ("[tenants.'a b']\nweight = 1", "tenants.'a b' must be 1 to 64 letters"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from protocol.config import RouterConfig
 from protocol.messages import WorkerState
+from router.api_keys import key_digest
 from router.cost_model import CostModel
 from router.engines.app import create_engines_app
 from router.engines.config import EnginesConfig, EngineSpec, spec_from
@@ -87,11 +88,12 @@ async def routing(
     clock: Callable[[], float] = time.monotonic,
     number: int = 0,
     bus: Sequence[str] = (),
+    api_keys: Mapping[str, str] | None = None,
     **engines: Any,
 ) -> AsyncIterator[Router]:
     """The app with these engines; probes come every 20 ms. At the end nothing may be left.
 
-    With a `bus` it is this number among the processes that publish at those endpoints.
+    With a `bus` it is this number among the processes that publish at those endpoints. `api_keys` are tenants by key.
     """
     registry = Registry()
     siblings = Siblings(registry, name=str(number), epoch=time.time_ns())
@@ -112,7 +114,7 @@ async def routing(
         CollectorRegistry(),
         admin_token=admin_token,
         bus=SiblingBus(siblings, bus[number], bus) if bus else None,
-        api_keys={},
+        api_keys={key_digest(key): tenant for key, tenant in (api_keys or {}).items()},
     )
     async with (
         app.router.lifespan_context(app),

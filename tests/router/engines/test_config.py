@@ -89,6 +89,7 @@ URL = "http://h:1"
         (engine(url=URL) + "block_size = true\n", "block_size=True must be a whole number"),
         (engine(url=URL, cache_ttl_s=0), "cache_ttl_s=0 must be a number"),
         (engine(url=URL, model=3), "model=3 must be text"),
+        (engine(url=URL, cache_salt="no"), "cache_salt='no' must be true or false"),
         (engine(url=URL, name="a b"), "name='a b' must be letters"),
         (engine(url=URL, api_key_env="sk-123"), "put the key into one and name it here"),
         (engine(url=URL, api_key_env="NOT_SET_ANYWHERE"), "api_key_env='NOT_SET_ANYWHERE' is not set"),

@@ -1,0 +1,170 @@
+"""Tenants in front of engines: what an engine is told of whose request it is, and what a tenant is shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from zmq.asyncio import Context
+
+from protocol.config import RouterConfig
+from protocol.digest import cache_scope
+from router.engines.prompts import TextReader
+from router.tenants import TenantPolicy, Tenants
+from tests.fake_openai import FakeServer
+from tests.router.engines.harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of, until
+from tests.router.engines.publisher import IDS, Publisher, stored
+
+pytestmark = pytest.mark.anyio
+
+KEYS = {"sk-a": "a", "sk-b": "b", "sk-c": "c", "sk-d": "d", "sk-ops": "*"}
+TENANTS = Tenants(named={name: TenantPolicy(shared_cache=name in "cd") for name in "abcd"})
+KEYED: dict[str, Any] = {"api_keys": KEYS, "tenants": TENANTS}
+PROMPT = [*IDS, 1, 2, 3]
+HUGE = "s" * 257
+
+
+async def send(
+    router: Router, key: str, *, path: str = COMPLETIONS, headers: dict[str, str] | None = None, **fields: Any
+) -> httpx.Response:
+    body = completion(PROMPT, **fields)
+    if path == CHAT:
+        del body["prompt"]
+    sent = (headers or {}) | ({"authorization": f"Bearer {key}"} if key else {})
+    return await router.client.post(path, json=body, headers=sent)
+
+
+async def expected_tokens(router: Router, key: str, **fields: Any) -> int:
+    response = await send(router, key, **fields)
+    assert response.status_code == 200, response.text
+    return int(response.headers["x-tandem-expected-cached-tokens"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "llamacpp", "openai"])
+async def test_an_engine_gets_a_salt_of_the_tenant_never_the_clients(
+    fake_a: FakeServer, kind: str, path: str, stream: bool
+) -> None:
+    messages = {"messages": [{"role": "user", "content": "hello"}]} if path == CHAT else {}
+    async with routing(spec_of(fake_a, "x", kind=kind), **KEYED) as router:
+        for key, salt, scope in [
+            ("sk-a", None, cache_scope("", "a")),
+            ("sk-a", "", cache_scope("", "a")),
+            ("sk-a", "s", cache_scope("s", "a")),
+            ("sk-b", cache_scope("", "a"), cache_scope(cache_scope("", "a"), "b")),
+            ("sk-c", None, cache_scope("", "")),
+            ("sk-d", None, cache_scope("", "")),
+            ("sk-d", "s", cache_scope("s", "")),
+        ]:
+            response = await send(router, key, path=path, stream=stream, cache_salt=salt, **messages)
+            assert response.status_code == 200, response.text
+            assert fake_a.requests[-1]["cache_salt"] == scope
+    assert len({request["cache_salt"] for request in fake_a.requests}) == 5
+
+
+async def test_both_engines_of_a_pair_get_it(fake_a: FakeServer, fake_b: FakeServer) -> None:
+    pair = [spec_of(fake_a, "p", role="prefill"), spec_of(fake_b, "d", role="decode")]
+    async with routing(*pair, config=RouterConfig(local_prefill=False), **KEYED) as router:
+        assert (await send(router, "sk-a", cache_salt="s")).status_code == 200
+    salts = [request["cache_salt"] for fake in (fake_a, fake_b) for request in fake.requests]
+    assert salts == [cache_scope("s", "a")] * 2
+
+
+async def test_an_engine_that_refuses_the_field_gets_none(fake_a: FakeServer) -> None:
+    async with routing(spec_of(fake_a, "x", cache_salt=False), **KEYED) as router:
+        for salt in (None, "s"):
+            assert (await send(router, "sk-a", cache_salt=salt)).status_code == 200
+    assert not any("cache_salt" in request for request in fake_a.requests)
+
+
+@pytest.mark.parametrize("salt", [5, ["s"], {"s": 1}, True, HUGE])
+@pytest.mark.parametrize("keyed", [KEYED, {}])
+async def test_a_salt_that_is_none_is_refused(fake_a: FakeServer, keyed: dict[str, Any], salt: object) -> None:
+    async with routing(spec_of(fake_a, "x"), **keyed) as router:
+        response = await send(router, "sk-a", cache_salt=salt)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "cache_salt")
+    assert fake_a.requests == []
+
+
+async def test_without_keys_a_body_without_a_salt_goes_on_as_it_came(fake_a: FakeServer) -> None:
+    async with routing(spec_of(fake_a, "x"), tenants=TENANTS) as router:
+        assert (await send(router, "", headers={"x-tandem-tenant": "a"})).status_code == 200
+        assert fake_a.requests[-1] == completion(PROMPT) | {"model": "fake-model"}
+        assert (await send(router, "", cache_salt="s")).status_code == 200
+        assert fake_a.requests[-1]["cache_salt"] == cache_scope("s")
+        assert await expected_tokens(router, "", headers={"x-tandem-tenant": "b"}) == 64
+
+
+async def test_a_prompt_is_expected_where_its_tenants_own_was(fake_a: FakeServer) -> None:
+    async with routing(spec_of(fake_a, "x"), **KEYED) as router:
+        assert [await expected_tokens(router, key) for key in ("sk-a", "sk-b", "sk-a")] == [0, 0, 64]
+        assert await expected_tokens(router, "sk-b", headers={"x-tandem-tenant": "a"}) == 64  # b's own, of just now
+        assert [await expected_tokens(router, "sk-b", cache_salt=cache_scope("", "a")) for _ in range(2)] == [0, 64]
+        assert [await expected_tokens(router, key) for key in ("sk-c", "sk-d")] == [0, 64]
+        found = []
+        for key in ("sk-ops", "sk-a"):
+            headers = {"authorization": f"Bearer {key}"}
+            answer = await router.client.post("/v1/route/explain", json=completion(PROMPT), headers=headers)
+            placement = answer.json()["data"][0]["placement"]
+            found.append(placement["num_prompt_tokens"] - placement["num_new_tokens"])
+        assert found == [0, 64]
+
+
+async def test_events_of_a_tenants_blocks_count_for_it_alone(fake_a: FakeServer) -> None:
+    context = Context()
+    publisher = Publisher(context)
+    spec = spec_of(
+        fake_a, "x", model="fake-model", kv_events=f"tcp://127.0.0.1:{publisher.port}",
+        kv_replay=f"tcp://127.0.0.1:{publisher.replay_port}", block_size=16,
+    )  # fmt: skip
+    try:
+        salted = stored(0, 4, extra_keys=[[cache_scope("", "a")], None, None, None])
+        await publisher.publish(salted, is_lost=True)
+        async with routing(spec, readers={"fake-model": TextReader()}, **KEYED) as router:
+            await until(lambda: router.fleet.index.num_blocks("x") == 4)
+            assert [await expected_tokens(router, key) for key in ("sk-b", "sk-c", "sk-a")] == [0, 0, 64]
+    finally:
+        await publisher.close()
+        context.term()
+
+
+async def test_a_tenant_is_shown_its_own_by_whichever_process_it_asks(fake_a: FakeServer, tmp_path: Path) -> None:
+    bus = [f"ipc://{tmp_path}/{number}" for number in range(2)]
+    spec = spec_of(fake_a, "x")
+    async with (
+        routing(spec, number=0, bus=bus, **KEYED) as one,
+        routing(spec, number=1, bus=bus, **KEYED) as two,
+    ):
+        await until(lambda: all(router.fleet.siblings.living for router in (one, two)))
+        for router, key in ((one, "sk-a"), (two, "sk-b"), (two, "sk-a")):
+            assert (await send(router, key)).status_code == 200
+
+        async def get(router: Router, path: str, key: str) -> httpx.Response:
+            return await router.client.get(path, headers={"authorization": f"Bearer {key}"})
+
+        async def tenants(router: Router, key: str) -> list[str]:
+            decisions = (await get(router, "/v1/route/decisions", key)).json()["data"]
+            return sorted(decision["tenant"] for decision in decisions)
+
+        for router in (one, two):
+            assert await tenants(router, "sk-a") == ["a", "a"]
+            assert await tenants(router, "sk-b") == ["b"]
+            assert await tenants(router, "sk-ops") == ["a", "a", "b"]
+            shown = (await get(router, "/v1/pools", "sk-b")).json()
+            assert shown == {"engines": [{"name": "x", "model": "fake-model", "state": "ready"}]}
+            assert "admission" in (await get(router, "/v1/pools", "sk-ops")).json()
+            assert 'tenant="' not in (await get(router, "/metrics", "sk-a")).text
+            assert 'tenant="a"' in (await get(router, "/metrics", "sk-ops")).text
+
+
+async def test_half_a_character_is_no_salt(fake_a: FakeServer) -> None:
+    async with routing(spec_of(fake_a, "x"), **KEYED) as router:
+        headers = {"authorization": "Bearer sk-a", "content-type": "application/json"}
+        response = await router.client.post(
+            COMPLETIONS, content=b'{"prompt": "a", "cache_salt": "\\ud800"}', headers=headers
+        )
+        assert response.status_code == 400, response.text
+    assert fake_a.requests == []
