@@ -53,7 +53,7 @@ AllowedHosts = Annotated[
 ApiKeyFile = Annotated[
     str,
     typer.Option(
-        help="File of API keys, one per line, a tenant behind it if it is of one; empty = none is asked for.",
+        help="File of API keys: one per line, behind it its tenant, or * for an operator; empty = none is asked for.",
         rich_help_panel=HTTP,
     ),
 ]

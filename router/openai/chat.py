@@ -39,7 +39,8 @@ async def plan_chat(edge: Edge, request: Request, arrived_s: float) -> Answer:
     messages = template_messages(fields.messages)
     options = template_options(fields.chat_template_kwargs, fields.add_generation_prompt)
     add_special_tokens = bool(fields.add_special_tokens)
-    scope = edge.cache_scope(request, fields.cache_salt)
+    wishes = wishes_of(request, fields.priority)
+    scope = edge.scopes.of(wishes.tenant, fields.cache_salt or "")
     token_ids = await edge.pool.run(
         lambda: edge.tokenizer.encode_chat(messages, options, scope, add_special_tokens=add_special_tokens),
         num_bytes=len(body),
@@ -56,7 +57,7 @@ async def plan_chat(edge: Edge, request: Request, arrived_s: float) -> Answer:
         num_logprobs=num_logprobs,
         arrived_s=arrived_s,
         conversation_id=conversation_of(request, fields),
-        wishes=wishes_of(request, fields.priority),
+        wishes=wishes,
         cache_scope=scope,
     )
 

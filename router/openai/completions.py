@@ -37,6 +37,7 @@ async def plan_completion(edge: Edge, request: Request, arrived_s: float) -> Ans
         raise RequestError("'logprobs' with 'echo' is not supported by this server.", param="logprobs")
     if fields.max_tokens == 0 and not fields.echo:
         raise RequestError("Invalid value for 'max_tokens': expected at least 1.", param="max_tokens")
+    wishes = wishes_of(request, fields.priority)
     given = _separate_prompts(fields.prompt)
     prompts = await edge.pool.run(
         lambda: [_tokenize(prompt, fields, edge.tokenizer) for prompt in given], num_bytes=len(body)
@@ -52,8 +53,8 @@ async def plan_completion(edge: Edge, request: Request, arrived_s: float) -> Ans
         num_logprobs=fields.logprobs,
         arrived_s=arrived_s,
         conversation_id=conversation_of(request, fields),
-        wishes=wishes_of(request, fields.priority),
-        cache_scope=edge.cache_scope(request, fields.cache_salt),
+        wishes=wishes,
+        cache_scope=edge.scopes.of(wishes.tenant, fields.cache_salt or ""),
     )
 
 
