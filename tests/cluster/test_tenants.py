@@ -50,6 +50,7 @@ class Always:
 @dataclass
 class Server:
     client: httpx.AsyncClient
+    tokenizer: Tokenizer
 
     async def ask(self, method: str, path: str, key: str, body: Any = None, **headers: str) -> httpx.Response:
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -92,13 +93,13 @@ async def serving(model: Path, folder: Path | None = None, *, keys: dict[str, st
     digests = {key_digest(key): tenant for key, tenant in keys.items()}
     parts: dict[str, Any] = {"api_keys": digests, "tenants": TENANTS}
     workers, router = {"c": Role.COLOCATED}, {"local_prefill": True}
-    async with running_cluster(model, workers, router=router, tenants=TENANTS) as cluster:
+    async with running_cluster(model, workers, engine={"num_blocks": 2048}, router=router, tenants=TENANTS) as cluster:
         shown = metrics_of(cluster.flow, cluster.registry, cluster.flow._sizing)
         tokenizer = Tokenizer(model)
         if folder is None:
             app = create_app(cluster.flow, tokenizer, config, shown, **parts)
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
-                yield Server(client)
+                yield Server(client, tokenizer)
             return
         hub = EdgeHub(cluster.flow, Always(), lambda: generate_latest(shown), f"ipc://{folder}/hub")
         hub.start()
@@ -108,7 +109,7 @@ async def serving(model: Path, folder: Path | None = None, *, keys: dict[str, st
             await edge.start()
             app = create_app(edge, tokenizer, config, metrics, readiness=edge, scrape=edge.scrape, **parts)
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as client:
-                yield Server(client)
+                yield Server(client, tokenizer)
         finally:
             await edge.close()
             await hub.close()
@@ -151,6 +152,20 @@ async def test_what_was_asked_as_a_chat_is_as_separate(text_model: Path) -> None
     async with serving(text_model) as server:
         assert [await server.cached_of_chat("sk-a"), await server.cached_of_chat("sk-b")] == [0, 0]
         assert await server.cached_of_chat("sk-a") >= 256
+
+
+async def test_what_is_remembered_of_a_chats_tokens_is_its_tenants(text_model: Path) -> None:
+    system = [{"role": "system", "content": PROMPT * 2}]  # long enough to be remembered
+    async with serving(text_model) as server:
+        memo = server.tokenizer._segments.memo
+        for key, tenant in (("sk-a", "a"), ("sk-b", "b"), ("sk-c", ""), ("sk-d", "")):
+            for path in ("/v1/chat/completions", "/v1/route/explain", "/v1/cache/pin", "/tokenize"):
+                memo._ids.clear()
+                await server.post(
+                    path, key, {"messages": system} | ({} if path == "/tokenize" else {"cache_salt": "s"})
+                )
+                salt = "" if path == "/tokenize" else "s"
+                assert {scope for scope, _ in memo._ids} == {cache_scope(salt, tenant)}, path
 
 
 async def test_without_keys_all_share_and_the_tenant_header_divides_nothing(text_model: Path) -> None:
