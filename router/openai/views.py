@@ -16,7 +16,7 @@ from router.openai.keys import seen_by
 __all__ = ["decisions_view", "metrics_response", "pools_view"]
 
 _MEMBER_FIELDS = ("worker_id", "name", "model", "state")  # of a worker or an engine, those that tell no load
-_OF_A_TENANT = re.compile(rb'^[a-z_]+\{[^}]*\btenant="[^\n]*\n', re.MULTILINE)
+_OF_A_TENANT = re.compile(rb'^.*\btenant=".*\n', re.MULTILINE)
 
 
 def decisions_view(decisions: list[dict[str, Any]], request: Request) -> list[dict[str, Any]]:

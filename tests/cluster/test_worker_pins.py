@@ -16,7 +16,7 @@ from cluster.pins import WorkerPins
 from cluster.tiered_cache import create_tiers
 from cluster.worker import Worker
 from protocol.config import TierConfig
-from protocol.digest import block_digests, root_digest
+from protocol.digest import EVERYONE, block_digests, root_digest
 from protocol.messages import Pin, Prefetch, Role, TierLoad
 from router.openai.backend import PinRequest
 from tests.cluster.harness import BLOCK_BYTES, BLOCK_SIZE, DEADLINE_S, Cluster, Oracle, eventually, running_cluster
@@ -269,13 +269,14 @@ def test_a_pinned_conversation_survives_with_its_answers(tiny_model: Path, oracl
         rng = random.Random(8)
         async with running_cluster(tiny_model, engine={"num_blocks": NUM_BLOCKS}) as cluster:
             pins = cluster.flow.cache
-            asked = await pins.pin(PinRequest(token_ids=None, conversation_id="chat", ttl_s=LONG_S))
+            wanted = PinRequest(token_ids=None, cache_scope=EVERYONE, conversation_id="chat", ttl_s=LONG_S)
+            asked = await pins.pin(wanted)
             assert (asked.num_blocks, set(asked.held)) == (0, {"p", "d"})
             first = prompt(rng, 3)
             request = replace(cluster.request(first, max_tokens=40, ignore_eos=True), conversation_id="chat")
             answer = await cluster.serve(request)
             await flood(cluster, rng)
-            (state,) = await pins.pins("")
+            (state,) = await pins.pins(None, EVERYONE)
             num_blocks = (len(first) + 39) // BLOCK_SIZE
             assert (state.num_blocks, state.num_tokens) == (num_blocks, num_blocks * BLOCK_SIZE)
             assert state.held == {"p": {"pool": 3}, "d": {"pool": num_blocks}}
@@ -283,7 +284,7 @@ def test_a_pinned_conversation_survives_with_its_answers(tiny_model: Path, oracl
             again = await cluster.serve(replace(cluster.request(second), conversation_id="chat"))
             assert again.token_ids == oracle.answer(second)
             assert again.num_cached_tokens == 3 * BLOCK_SIZE  # as the worker that computes the prompt sees it
-            await pins.unpin(state.pin_id)
+            await pins.unpin(state.pin_id, None)
             for worker_id in ("p", "d"):
                 worker = cluster.worker(worker_id)
                 await eventually(lambda worker=worker: not worker._engine.pool.pinned_digests())
