@@ -87,8 +87,7 @@ class Scheduler:
         self.lengths = AnswerLengths()
         self.num_preemptions = 0
         self._num_arrived = 0
-        self._head: Sequence | None = None  # the first in line that finds no room
-        self._num_passed_blocks = 0  # that were given to others meanwhile
+        self._head: Sequence | None = None  # the first in line that finds no room, of the latest `Room`
         # Whoever keeps KV beyond the pool. `on_admitted`: the sequence has just got its blocks and computes nothing
         # before the call returns; it may be given an onboarding. `on_published`: its blocks [first, end) hold their
         # final KV.
@@ -344,12 +343,12 @@ class Scheduler:
         may_pass = True
         if had_head and self._head is not None:
             # The stream of one that was preempted stands still. Any other is passed by a pool's worth of blocks.
-            num_passed = self._num_passed_blocks + claim.num_blocks
+            num_passed = self._head.num_passed_blocks + claim.num_blocks
             may_pass = not _is_begun(self._head) and num_passed <= self.pool.num_blocks
         num_sure_steps = _SURE_STEPS if _is_begun(sequence) else None
         is_found = room.try_take(claim, grows=_grows(sequence), may_pass=may_pass, num_sure_steps=num_sure_steps)
-        if not is_found and not had_head and self._head is not sequence:
-            self._head, self._num_passed_blocks = sequence, 0
+        if room.has_head and not had_head:
+            self._head = sequence
         return is_found
 
     def _take_blocks(self, room: Room, sequence: Sequence) -> list[int]:
@@ -358,8 +357,8 @@ class Scheduler:
         sequence.blocks = self.match_prefix(sequence.digests, len(sequence.token_ids))
         fresh = self.pool.try_allocate(self._num_blocks(sequence) - len(sequence.blocks))
         assert fresh is not None, f"there is no room for {sequence.request_id}, but it was counted"
-        if room.has_head:
-            self._num_passed_blocks += num_available - self.pool.num_available
+        if room.has_head and self._head is not None:
+            self._head.num_passed_blocks += num_available - self.pool.num_available
         return fresh
 
     def _begun(self) -> Iterator[Sequence]:

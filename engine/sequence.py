@@ -63,6 +63,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of full blocks of token_ids
     arrival: int = 0  # counted by the scheduler; 0 = it is not there yet
+    num_passed_blocks: int = 0  # given to those behind it in line while there was no room for it
     num_computed_tokens: int = 0
     num_published_blocks: int = 0
     num_cached_tokens: int = 0  # prompt tokens not computed: found in the pool at first admission, or loaded

@@ -51,6 +51,8 @@ class Request:
 
 
 class PressureWorld:
+    """One decode worker; `P` and others are prefill workers, of which only messages exist."""
+
     def __init__(
         self,
         *,
@@ -197,6 +199,23 @@ class PressureWorld:
     def check(self, *, idle: bool = False) -> None:
         self.pool.check_integrity(idle=idle)
         self.role.check_integrity(idle=idle)
+
+    def run(self, num_steps: int) -> None:
+        """Only what is there, for so long."""
+        for _ in range(num_steps):
+            self.step()
+
+    def drain(self, limit: int = 40_000) -> None:
+        """Until every request has ended; fails if that takes for ever."""
+        until = self.num_steps + limit
+        while any(request.ended_s is None for request in self.requests.values()) and not self.failed:
+            assert self.num_steps < until, f"{self.num_unended} requests have not ended after {limit} steps"
+            self.step()
+
+    @property
+    def num_unended(self) -> int:
+        """Requests that wait or run."""
+        return len(self.requests) - self.num_ended
 
     @property
     def longest_gap_s(self) -> float:

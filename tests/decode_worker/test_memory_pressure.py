@@ -1,0 +1,263 @@
+"""A decode worker whose pool is asked for more than it holds: nothing that fits fails, streams go on, it stays busy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from protocol.errors import PeerLost, TransferTimeout
+from protocol.messages import PeerAddress
+from tests.decode_worker.pressure_world import BLOCK_SIZE, STEP_S, PressureWorld, Request
+
+NUM_BLOCKS = 1000
+PROMPTS, OUTPUTS = (400, 800, 1600), (50, 100, 400, 1600)
+# Blocks times steps of the mean request, over the pool: that many requests a step keep it full.
+_MEAN_PROMPT, _MEAN_OUTPUT = sum(PROMPTS) / 3, sum(OUTPUTS) / 4
+_FOOTPRINT = (_MEAN_PROMPT * _MEAN_OUTPUT + sum(n * n for n in OUTPUTS) / 8) / BLOCK_SIZE
+FULL = NUM_BLOCKS / _FOOTPRINT
+MAX_GAP_S = 3.0
+
+Send = Callable[[PressureWorld, str, random.Random], Request]
+
+
+def handed_over(world: PressureWorld, name: str, rng: random.Random) -> Request:
+    num_outputs = rng.choice(OUTPUTS)
+    return world.hand_over(name, prompt(rng, rng.choice(PROMPTS)), num_outputs)
+
+
+def handed_over_without_a_bound(world: PressureWorld, name: str, rng: random.Random) -> Request:
+    num_outputs = rng.randint(50, 1000)
+    return world.hand_over(name, prompt(rng, rng.choice(PROMPTS)), num_outputs, max_tokens=8000)
+
+
+def computed_here(world: PressureWorld, name: str, rng: random.Random) -> Request:
+    return world.compute_here(name, prompt(rng, rng.choice(PROMPTS)), rng.choice(OUTPUTS))
+
+
+def half_and_half(world: PressureWorld, name: str, rng: random.Random) -> Request:
+    return (computed_here if rng.random() < 0.5 else handed_over)(world, name, rng)
+
+
+def prompt(rng: random.Random, num_tokens: int) -> list[int]:
+    return [rng.randrange(50_000) for _ in range(num_tokens)]
+
+
+def arrivals(load: float, rng: random.Random) -> Iterator[int]:
+    """How many requests come in each step."""
+    due = rng.expovariate(load * FULL)
+    for step in range(1 << 30):
+        count = 0
+        while due <= step:
+            due += rng.expovariate(load * FULL)
+            count += 1
+        yield count
+
+
+def offer(world: PressureWorld, send: Send, load: float, seconds: float, rng: random.Random) -> float:
+    """Offer this share of what the pool holds; output tokens per second over the last two thirds."""
+    num_steps = round(seconds / STEP_S)
+    coming, num_before = arrivals(load, rng), 0
+    for step in range(num_steps):
+        if step == num_steps // 3:
+            num_before = world.output_tokens
+        for _ in range(next(coming)):
+            send(world, f"r{len(world.requests)}", rng)
+        world.step()
+    return (world.output_tokens - num_before) / (num_steps - num_steps // 3) / STEP_S
+
+
+def check_drained(world: PressureWorld) -> None:
+    world.drain()
+    assert world.failed == []
+    world.check(idle=True)
+
+
+@pytest.mark.parametrize("send", [handed_over, handed_over_without_a_bound, computed_here, half_and_half])
+def test_nothing_fails_streams_go_on_and_throughput_does_not_fall_as_load_rises(send: Send) -> None:
+    speeds = {}
+    for load in (0.6, 0.9, 1.2, 2.0):
+        world = PressureWorld(num_blocks=NUM_BLOCKS)
+        speeds[load] = offer(world, send, load, 60.0, random.Random(1))
+        world.check()
+        print(
+            f"load {load}: {speeds[load]:.0f} tok/s, {world.num_ended} of {len(world.requests)} answered, "
+            f"{world.scheduler.num_preemptions} preemptions, longest gap {world.longest_gap_s:.1f} s"
+        )
+        assert world.failed == []
+        assert world.longest_gap_s < MAX_GAP_S
+        assert world.scheduler.num_preemptions <= 3
+    best = 0.0
+    for load, speed in speeds.items():
+        assert speed > 0.9 * best, f"{speeds} falls at load {load}"
+        best = max(best, speed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("send", [handed_over, handed_over_without_a_bound, computed_here, half_and_half])
+def test_long_runs_of_load(send: Send, seed: int) -> None:
+    speeds = {}
+    for load in (0.6, 0.9, 1.2, 2.0):
+        world = PressureWorld(num_blocks=NUM_BLOCKS)
+        speeds[load] = offer(world, send, load, 250.0, random.Random(seed))
+        print(
+            f"seed {seed} load {load}: {speeds[load]:.0f} tok/s, {world.num_ended} of {len(world.requests)}, "
+            f"{world.scheduler.num_preemptions} preemptions, longest gap {world.longest_gap_s:.1f} s"
+        )
+        world.check()
+        assert world.failed == []
+        gaps = sorted(request.longest_gap_s for request in world.requests.values())
+        assert gaps[int(0.99 * len(gaps))] < MAX_GAP_S
+    assert min(speeds[0.9], speeds[1.2], speeds[2.0]) > 0.9 * max(speeds.values()), speeds
+
+
+def test_one_large_prompt_neither_fails_nor_empties_the_pool_of_others() -> None:
+    rng = random.Random(3)
+    world = PressureWorld(num_blocks=NUM_BLOCKS)
+    offer(world, handed_over, 0.9, 30.0, rng)
+    num_before = world.num_ended
+    large = world.hand_over("large", prompt(rng, 14_000), 50)
+    coming = arrivals(0.9, rng)
+    used, num_began = [], 0
+    while large.first_s is None:
+        for _ in range(next(coming)):
+            handed_over(world, f"r{len(world.requests)}", rng)
+        num_began += sum(len(grant.block_ids) < 800 for _, grant in world.grants)
+        world.step()
+        used.append(world.pool.num_used)
+        assert world.now < 120.0, "the large prompt is passed for ever"
+    waited_s = large.first_s - large.came
+    print(f"the large prompt waited {waited_s:.1f} s; {world.num_ended - num_before} others ended, {num_began} began")
+    assert num_began >= 5, "nobody may pass, however short"
+    assert world.num_ended - num_before >= 10
+    check_drained(world)
+
+
+def test_a_blocked_head_is_passed_by_a_bounded_amount_of_others() -> None:
+    """Answers are far longer than they are expected to be, so all that pass make the head wait longer."""
+    rng = random.Random(4)
+    world = PressureWorld(num_blocks=100)
+    world.scheduler.lengths.expected_rest = lambda num_tokens, max_tokens: 1  # type: ignore[method-assign]
+    world.hand_over("first", prompt(rng, 10 * BLOCK_SIZE), 200)
+    world.step()
+    large = world.hand_over("large", prompt(rng, 95 * BLOCK_SIZE), 10)
+    num_steps = 0
+    while large.first_s is None:
+        if len(world.scheduler.asking) < 10:
+            world.hand_over(f"small-{num_steps}", prompt(rng, BLOCK_SIZE), 100)
+        world.step()
+        num_steps += 1
+        assert num_steps < 1500, "the head is passed for ever"
+    begun = [request for name, request in world.requests.items() if name.startswith("small") and request.first_s]
+    assert 10 < len(begun) <= 110, "about a pool's worth of blocks goes to those that pass"
+    for name in [name for name, request in world.requests.items() if request.first_s is None]:
+        world.cancel(name)
+    check_drained(world)
+
+
+def test_many_large_prompts_are_served_one_after_another() -> None:
+    rng = random.Random(5)
+    world = PressureWorld(num_blocks=NUM_BLOCKS)
+    large = [world.hand_over(f"large-{idx}", prompt(rng, 12_000), 60) for idx in range(6)]
+    for idx in range(30):
+        world.hand_over(f"small-{idx}", prompt(rng, 300), 100)
+    check_drained(world)
+    began = [request.first_s for request in large]
+    assert began == sorted(began, key=lambda first_s: first_s or 0.0)
+    assert world.scheduler.num_preemptions == 0
+
+
+def test_whole_prompts_of_one_block_more_than_they_have_pass_a_preempted_head() -> None:
+    """Received sequences that lack at most a block wait for nobody."""
+    rng = random.Random(6)
+    world = PressureWorld(num_blocks=40)
+    world.scheduler.lengths.expected_rest = lambda num_tokens, max_tokens: 1  # type: ignore[method-assign]
+    for name in ("old", "young"):
+        world.hand_over(name, prompt(rng, 18 * BLOCK_SIZE), 200)
+    while not world.scheduler.num_preemptions:
+        world.step()
+    preempted = world.sequences["young"]
+    assert not preempted.blocks
+    small = world.make_sequence("small", prompt(rng, BLOCK_SIZE), preempted.sampling)
+    small.blocks = world.pool.try_allocate(1) or []
+    small.num_computed_tokens = BLOCK_SIZE
+    small.token_ids.append(7)
+    world.requests["small"] = Request("small", [], 5, 5, world.now)
+    world._add(small)
+    world.step()
+    assert small in world.scheduler.running
+    assert preempted in world.scheduler.waiting
+    check_drained(world)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cancels_dead_senders_forks_pins_and_loans_under_load(seed: int) -> None:
+    """Everything that holds blocks at once, and nothing is lost: what is not cancelled and has a live sender ends."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    world = PressureWorld(num_blocks=300, max_num_seqs=24, lease_ttl_s=3.0, handoff_timeout_s=6.0)
+    dead: set[str] = set()
+    world.is_silent = lambda worker_id: worker_id in dead
+    doomed: set[str] = set()
+    shared = prompt(rng, 20 * BLOCK_SIZE)
+    world.pool.pin(world_digests(world, shared))
+    loans: list[tuple[float, list[int]]] = []
+    coming = arrivals(0.4, rng)
+    for step in range(3000):
+        for _ in range(next(coming)):
+            name, num_outputs = f"r{step}-{rng.random():.6f}", rng.choice((10, 40, 160))
+            tokens = prompt(rng, rng.choice((15, 16, 17, 200, 800)))
+            kind = rng.random()
+            if kind < 0.2:  # n > 1: forks of one prompt
+                for fork in range(4):
+                    world.hand_over(f"{name}-{fork}", shared + tokens[:20], num_outputs)
+            elif kind < 0.4:
+                world.compute_here(name, shared + tokens, num_outputs, max_tokens=1000)
+            elif kind < 0.5 and len(dead) < 20:
+                sender = PeerAddress(f"p{step}", 1, "", "")
+                dead.add(sender.worker_id)
+                world.hand_over(name, tokens, num_outputs, sender=sender)
+                doomed.add(name)
+            else:
+                world.hand_over(name, tokens, num_outputs)
+        if step % 40 == 0 and (spare := world.scheduler.num_spare_blocks):
+            loans.append((world.now + rng.random() * 5, world.pool.try_allocate(rng.randint(1, spare)) or []))
+        for loan in [loan for loan in loans if loan[0] <= world.now]:
+            loans.remove(loan)
+            world.pool.release(loan[1])
+        live = [name for name, request in world.requests.items() if request.ended_s is None and name not in doomed]
+        if live and step % 50 == 0:
+            world.cancel(rng.choice(live))
+        if step % 500 == 499:  # known dead at last: their quarantined blocks are free
+            for worker_id in dead:
+                world.role.peer_lost(worker_id, 1)
+        world.step()
+        world.scheduler.pool.check_integrity()
+    for _, blocks in loans:
+        world.pool.release(blocks)
+    for worker_id in dead:
+        world.role.peer_lost(worker_id, 1)
+    assert {failed[0] for failed in world.failed} == doomed
+    assert {failed[2] for failed in world.failed} <= {PeerLost.code, TransferTimeout.code}
+    for name in doomed:
+        world.handoffs.pop(name, None)
+        del world.requests[name]
+    world.failed.clear()
+    check_drained(world)
+
+
+def world_digests(world: PressureWorld, tokens: list[int]) -> list[bytes]:
+    from protocol.digest import block_digests
+
+    return block_digests(b"root", tokens, BLOCK_SIZE)
+
+
+def test_seats_that_are_all_taken_hold_nobody_up_for_ever() -> None:
+    rng = random.Random(8)
+    world = PressureWorld(num_blocks=200, max_num_seqs=2)
+    world.scheduler.lengths.expected_rest = lambda num_tokens, max_tokens: 1  # type: ignore[method-assign]
+    for idx in range(20):
+        world.hand_over(f"r{idx}", prompt(rng, rng.choice((100, 700, 1500))), 100)
+    check_drained(world)
