@@ -87,6 +87,7 @@ class Scheduler:
         self.lengths = AnswerLengths()
         self.num_preemptions = 0
         self._num_arrived = 0
+        self._reserved_at: tuple[tuple[int, ...], int] = ((), 0)
         self._head: Sequence | None = None  # the first in line that finds no room, of the latest `Room`
         # Whoever keeps KV beyond the pool. `on_admitted`: the sequence has just got its blocks and computes nothing
         # before the call returns; it may be given an onboarding. `on_published`: its blocks [first, end) hold their
@@ -127,7 +128,7 @@ class Scheduler:
 
     def reserve(self) -> list[Reservation]:
         """Give room to those that ask for it, as far as there is some, in order."""
-        if not self.asking:
+        if not self.asking or not self._may_have_room():
             return []
         room, reserved, num_refused = self._open_room(), [], 0
         for sequence in self._preempted():
@@ -139,7 +140,16 @@ class Scheduler:
                 self.receiving[sequence] = self._num_blocks(sequence)
             elif (num_refused := num_refused + 1) > _MAX_PASSED:
                 break
+        self._reserved_at = self._queue_lengths(), self.pool.num_available
         return reserved
+
+    def _may_have_room(self) -> bool:
+        """Whether anything came, ended or gave blocks back since room was last given; a forecast takes 0.2 ms."""
+        lengths, num_available = self._reserved_at
+        return self.pool.num_available > num_available or self._queue_lengths() != lengths
+
+    def _queue_lengths(self) -> tuple[int, ...]:
+        return len(self.asking), len(self.receiving), len(self.waiting), len(self.running), self._num_arrived
 
     def remove(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
         """Take a sequence out for good; without `keep_blocks` its references are dropped now."""

@@ -341,3 +341,17 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+
+
+def test_blocks_in_use_are_told_from_those_only_cached() -> None:
+    pool = BlockPool(8)
+    digests = [bytes([idx]) * 16 for idx in range(4)]
+    blocks = pool.try_allocate(4)
+    assert blocks is not None
+    pool.publish_chain(blocks, digests, 0)
+    other = pool.acquire_cached(digests[:2])
+    assert (pool.count_used(digests), pool.count_own(blocks), pool.count_own(other)) == (4, 2, 0)
+    pool.release(blocks)
+    assert (pool.count_used(digests), pool.count_own(other), pool.count_own([])) == (2, 2, 0)
+    pool.release(other)
+    assert (pool.count_used(digests), pool.count_cached(digests)) == (0, 4)
