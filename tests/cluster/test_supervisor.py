@@ -22,11 +22,10 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from cluster import process_end
 from cluster.launch import worker_configs
 from cluster.process_end import ProcessIdentity, own_identity
-from cluster.status import WorkerStatus
 from cluster.supervisor import Supervisor, _first_line
 from protocol.config import ClusterConfig, EngineConfig, WorkerConfig
 from protocol.errors import ConfigError, WorkerError
-from protocol.messages import PeerAddress, Role, WorkerCard, WorkerLoad, WorkerState
+from protocol.messages import PeerAddress, Quarantine, Role, WorkerCard, WorkerState
 from router.cost_model import CostModel
 from router.registry import Registry
 from tests.cluster.harness import eventually
@@ -130,8 +129,7 @@ class FakeActor:
         if name == "watch":
             return await asyncio.shield(self.ended)
         if name == "status":
-            load = WorkerLoad()
-            return WorkerStatus(self.config.worker_id, self.config.role, load, 0, 0, 0, 0, frozenset())
+            return SimpleNamespace(request_ids=frozenset())
         if name.startswith("peer_"):
             if self.num_deaf_calls:
                 self.num_deaf_calls -= 1
@@ -294,5 +292,35 @@ def test_what_is_wrong_with_the_supervision_itself_ends_the_service(monkeypatch:
             cluster.die("prefill-0")
             with pytest.raises(WorkerError, match="supervision of a worker failed, see the log: division by zero"):
                 await cluster.supervisor.failure
+
+    asyncio.run(run())
+
+
+def test_a_sender_whose_lost_writes_take_too_much_of_a_pool_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.supervisor._LOOK_AT_QUARANTINES_S", 0.01)
+
+    async def run() -> None:
+        async with supervised(monkeypatch, num_prefill=2, num_decode=1, max_restarts=0) as cluster:
+            num_blocks = make_card().num_blocks
+            senders = [cluster.ray.latest(f"prefill-{number}") for number in range(2)]
+            addresses = [sender.card.address for sender in senders]
+
+            def report(*quarantines: tuple[PeerAddress, float, float]) -> None:
+                noted = [
+                    Quarantine(sender.worker_id, sender.epoch, int(share * num_blocks), oldest_s)
+                    for sender, share, oldest_s in quarantines
+                ]
+                cluster.registry.note_quarantines("decode-0", noted)
+
+            report((addresses[0], 0.01, 1e6), (addresses[1], 0.9, 10.0))  # a few blocks, or not for long
+            await asyncio.sleep(0.1)
+            assert not any(sender.ended.done() for sender in senders)
+            report((addresses[1], 0.2, 61.0))
+            await cluster.is_served("prefill-1", addresses[1].epoch)
+            await eventually(lambda: ("decode-0", "peer_died", addresses[1], True) in cluster.ray.told)
+            assert not senders[0].ended.done()
+            await asyncio.sleep(0.1)  # the report is of the process that is gone
+            assert cluster.ray.latest("prefill-1").card.address.epoch > addresses[1].epoch
+            assert len(cluster.ray.actors) == 4
 
     asyncio.run(run())
