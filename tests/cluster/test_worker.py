@@ -17,7 +17,7 @@ from engine.engine import Engine
 from engine.sampling.sampler import Sampler
 from engine.sequence import Sequence
 from kv_transfer.transport.base import Notification
-from kv_transfer.transport.in_process import InProcessHub, InProcessTransport, Verdict
+from kv_transfer.transport.in_process import InProcessHub, InProcessTransport, Verdict, Write
 from protocol.errors import ServingError, WorkerError
 from protocol.messages import (
     INVALID_REQUEST,
@@ -338,6 +338,41 @@ def test_the_death_of_the_sender_frees_the_blocks_it_might_have_written(tiny_mod
             await asyncio.to_thread(cluster.workers["p"].stop)
             await cluster.call("d", lambda: decode.peer_died(cluster.worker("p").address))
             await cluster.becomes_idle("d")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("verdict", [Verdict.LOSE, Verdict.HOLD], ids=["flap", "stuck write"])
+def test_a_link_that_breaks_or_sticks_heals_without_a_death_and_shows_in_the_metrics(
+    tiny_model: Path, verdict: Verdict
+) -> None:
+    is_broken = True
+
+    def judge(write: Write) -> Verdict:
+        return verdict if is_broken and write.local_block_ids else Verdict.DELIVER
+
+    async def scenario() -> None:
+        nonlocal is_broken
+        transfer = {"lease_ttl_s": 0.5, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 1.0}
+        async with running_cluster(tiny_model, judge=judge, transfer=transfer) as cluster:
+            request = asyncio.create_task(cluster.generate(make_prompt(100)))
+            told = lambda: {worker.worker_id: worker for worker in cluster.registry}  # noqa: E731
+            if verdict is Verdict.HOLD:
+                await eventually(lambda: told()["d"].load.num_open_leases == 1)
+                await eventually(lambda: told()["d"].load.num_quarantined_blocks == 7)
+            with pytest.raises(ServingError):
+                await request
+            is_broken = False
+            await cluster.becomes_idle()
+            await eventually(lambda: told()["p"].links and told()["p"].links[0].num_lost)
+            assert told()["p"].links[0].num_resets == (1 if verdict is Verdict.HOLD else 0)
+            await eventually(
+                lambda: not told()["d"].load.num_open_leases and not told()["d"].load.num_quarantined_blocks
+            )
+            assert (await cluster.flow.pools())["roles"]["decode"][0]["num_quarantined_blocks"] == 0
+            again = await cluster.generate(make_prompt(100, seed=1))
+            assert len(again.token_ids) == 8, "over the same link, open again"
+            await cluster.becomes_idle()
 
     asyncio.run(scenario())
 

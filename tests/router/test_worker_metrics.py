@@ -29,7 +29,7 @@ TIER = TierLoad(
 
 def test_what_workers_tell_is_in_the_metrics() -> None:
     registry = make_registry("a", "b")
-    registry.note_load("a", WorkerLoad(num_waiting=3), now=1.0)
+    registry.note_load("a", WorkerLoad(num_waiting=3, num_open_leases=2, num_quarantined_blocks=11), now=1.0)
     fetches = FetchStats(
         num_prompts={"loaded": 7, "overtaken": 1},
         num_loaded_blocks={"host": 30, "peer": 10},
@@ -40,7 +40,15 @@ def test_what_workers_tell_is_in_the_metrics() -> None:
     )
     registry.note_tiers("a", [TIER], fetches)
     link = LinkLoad(
-        peer_id="b", num_transfers=5, num_bytes=700, seconds=0.5, num_handoffs=2, exposed_bytes=300, exposed_s=0.125
+        peer_id="b",
+        num_transfers=5,
+        num_bytes=700,
+        seconds=0.5,
+        num_handoffs=2,
+        exposed_bytes=300,
+        exposed_s=0.125,
+        num_lost=9,
+        num_resets=8,
     )
     registry.note_links("a", [link])
     metrics = CollectorRegistry()
@@ -48,6 +56,11 @@ def test_what_workers_tell_is_in_the_metrics() -> None:
     text = generate_latest(metrics).decode()
     for line in (
         'tandem_worker_waiting{role="decode",worker="a"} 3.0',
+        'tandem_worker_open_leases{role="decode",worker="a"} 2.0',
+        'tandem_worker_quarantined_blocks{role="decode",worker="a"} 11.0',
+        'tandem_link_lost_total{peer="b",worker="a"} 9.0',
+        'tandem_link_resets_total{peer="b",worker="a"} 8.0',
+        "tandem_listener_failures_total 0.0",
         'tandem_tier_hits_total{tier="disk",worker="a"} 40.0',
         'tandem_tier_misses_total{reason="corrupt",tier="disk",worker="a"} 1.0',
         'tandem_tier_drops_total{reason="queue full",tier="disk",worker="a"} 4.0',
