@@ -20,5 +20,4 @@ class WorkerStatus:
     num_open_leases: int
     num_used_blocks: int
     num_preemptions: int
-    num_errors: int  # of ours, each of which ended a request or a message
     request_ids: frozenset[str]  # of requests this worker still has something to say about

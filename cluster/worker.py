@@ -242,7 +242,6 @@ class Worker:
             num_open_leases=self._decode.num_leases,
             num_used_blocks=self._engine.pool.num_used,
             num_preemptions=self._engine.scheduler.num_preemptions,
-            num_errors=self._num_errors,
             request_ids=frozenset(self._clients),
         )
 
@@ -353,12 +352,13 @@ class Worker:
 
     def _make_load(self) -> WorkerLoad:
         load = self._engine.load()
-        if not self._decode.num_leases:
+        if not self._decode.num_leases and not self._num_errors:
             return load
         return msgspec.structs.replace(
             load,
             num_open_leases=self._decode.num_leases,
             num_quarantined_blocks=self._decode.num_quarantined_blocks,
+            num_errors=self._num_errors,
         )
 
     def _pump(self, now: float) -> None:

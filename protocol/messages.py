@@ -175,6 +175,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_quarantined_blocks: int = 0  # of leases that ended, where it is not known that nothing can land any more
     num_waiting_for_room: int = 0  # preempted sequences, and prompts computed elsewhere that cannot be received yet
     num_preemptions: int = 0  # since the start
+    num_errors: int = 0  # of ours since the start, each of which ended one request or one message
 
 
 class TierLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -157,7 +157,7 @@ def test_a_request_that_cannot_be_taken_in_fails_alone(
         assert (failed.request_id, failed.code) == ("bad", "internal_error")
         assert "ZeroDivisionError" in failed.message
     assert_serves(worker, client)
-    assert worker.call(worker.status).num_errors == 2
+    assert worker.call(worker.status).load.num_errors == 2
 
 
 @pytest.mark.parametrize("phase", ["whole", "prefill"])
@@ -208,7 +208,7 @@ def test_a_handler_that_raises_ends_nothing_else(
     assert (failed.request_id, failed.code) == ("a", "internal_error")
     worker.call(lambda: worker._notifications.append(Notification("peer", 1, b"x")))
     assert_serves(worker, client)
-    assert worker.call(worker.status).num_errors == 2
+    assert worker.call(worker.status).load.num_errors == 2
 
 
 def test_a_second_request_of_the_same_id_does_not_touch_the_first(worker: Worker, client: Client) -> None:
