@@ -118,6 +118,7 @@ class HttpProtocol(HttpToolsProtocol):
     def __init__(self, shared: Connections, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self._shared = shared
+        self._running: RequestResponseCycle | None = None  # the request being answered; `cycle` is the latest to come
         self._due_s = math.inf  # when what we wait for must have come
         self._is_idle = False  # between two requests
         self._is_ending = False  # our last words are said
@@ -143,7 +144,12 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended."""
         self._shared.forget(self)
+        self._tell_app()
         super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        """The client sends no more, so it is taken to have left. NOTE: nothing can be written from here on."""
+        self._tell_app()
 
     def data_received(self, data: bytes) -> None:
         """Something came."""
@@ -170,6 +176,7 @@ class HttpProtocol(HttpToolsProtocol):
         if num_unsent == 0 or num_unsent != self._num_unsent_bytes:
             self._num_unsent_bytes, self._unsent_since_s = num_unsent, now_s
         elif now_s - self._unsent_since_s > _STALL_S:
+            self._tell_app()
             self.transport.abort()
             return
         if now_s <= self._due_s or (self.transport.is_closing() and not self._is_ending):
@@ -196,6 +203,7 @@ class HttpProtocol(HttpToolsProtocol):
     def shed(self) -> None:
         """Make room for another connection."""
         self._shared.forget(self)
+        self._tell_app()
         self.transport.abort() if self._is_ending else self.transport.close()
 
     def shutdown(self) -> None:
@@ -292,6 +300,18 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             self._due_s = min(self._due_s, self._shared.now_s + _LINGER_S)
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _tell_app(self) -> None:
+        """Let what runs know that nobody reads its answer."""
+        for cycle in (self._running, self.cycle):
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self.flow.resume_writing()
+
     # -- refusals
 
     @property
@@ -321,12 +341,11 @@ class HttpProtocol(HttpToolsProtocol):
         logger.debug("refused %s: %s", self.client, refused)
         if self._is_answering:
             cycle = self.cycle
-            if self.pipeline or cycle.response_started or not cycle.more_body:
+            self._tell_app()
+            if cycle is not self._running or cycle.response_started or not cycle.more_body:
                 self._shared.forget(self)
                 self.transport.close()
                 return
-            cycle.disconnected = True
-            cycle.message_event.set()
         error_type = "server_error" if refused.status >= 500 else "invalid_request_error"
         body = orjson.dumps(error_body(str(refused), error_type, code=refused.code))
         head = [STATUS_LINE[refused.status]]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
+import random
 import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -459,3 +461,56 @@ def test_connections_are_bounded_by_the_files_that_may_be_open(
     monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
     assert http_server_module._possible_connections(wanted) == possible
     assert limits[-1] == (new_soft, hard)
+
+
+VALID = [
+    GET + b"\r\n",
+    HEAD + b"content-length: 4\r\n\r\nbody",
+    HEAD + b"transfer-encoding: chunked\r\n\r\n4;e=1\r\nbody\r\n0\r\na: b\r\n\r\n",
+    HEAD + b"expect: 100-continue\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: 4\r\n\r\nbody",
+]
+PIECES = [
+    b"\r\n",
+    b"\n",
+    b"\0",
+    b": ",
+    b" ",
+    b"\xff" * 9,
+    b"a" * 9000,
+    b"0\r\n\r\n",
+    b"HTTP/1.0",
+    b"CONNECT ",
+    b"host: x\r\n",
+]
+PIECES += [
+    b"host: x\r\n",
+    b"content-length: 5\r\n",
+    b"transfer-encoding: chunked\r\n",
+    b"upgrade: x\r\n",
+    b"expect: 100-continue\r\n",
+]
+
+
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})], ids=["uvloop"])  # as in production
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_nothing_that_comes_is_a_fault_of_ours(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    rng = random.Random(seed)
+    app = Echo()
+    async with serving_app(app) as port, asyncio.timeout(60):
+        for _ in range(300):
+            sent = bytearray(b"".join(rng.choices(VALID, k=rng.randint(1, 3))))
+            for _ in range(rng.randint(0, 4)):
+                at = rng.randrange(len(sent) + 1)
+                sent[at : at + rng.randint(0, 9)] = rng.choice([rng.choice(PIECES), rng.randbytes(2), b""])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            cut = rng.randrange(len(sent) + 1)
+            writer.write(sent[:cut])
+            await asyncio.sleep(0)
+            writer.write(sent[cut:])
+            writer.write_eof()
+            with contextlib.suppress(ConnectionError):
+                answer = await reader.read()
+                assert b"HTTP/1.1 5" not in answer, (bytes(sent), answer)
+            writer.close()
+        assert b" 200 " in await exchange(port, b"GET /health HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
