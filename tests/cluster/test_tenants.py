@@ -98,7 +98,7 @@ async def serving(model: Path, folder: Path | None = None, *, keys: dict[str, st
         tokenizer = Tokenizer(model)
         if folder is None:
             app = create_app(cluster.flow, tokenizer, config, shown, **parts)
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
                 yield Server(client, tokenizer)
             return
         hub = EdgeHub(cluster.flow, Always(), lambda: generate_latest(shown), f"ipc://{folder}/hub")
@@ -108,7 +108,7 @@ async def serving(model: Path, folder: Path | None = None, *, keys: dict[str, st
         try:
             await edge.start()
             app = create_app(edge, tokenizer, config, metrics, readiness=edge, scrape=edge.scrape, **parts)
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as client:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
                 yield Server(client, tokenizer)
         finally:
             await edge.close()
