@@ -12,6 +12,7 @@ tokenizer, placement, admission, request flow, detokenizer. `seed` is the length
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator
 import uvloop
 import zmq
 from prometheus_client import CollectorRegistry
+from zmq.utils import z85
 
 from benchmarks.mock_engine import MODEL, expected_text
 from cluster.heap import settle_heap
@@ -53,6 +55,7 @@ from protocol.messages import (
 from protocol.sampling import SamplingParams
 from router.cache_sizing import CacheSizing
 from router.cost_model import CostModel
+from router.dropped import DroppedMessages
 from router.flow import RequestFlow
 from router.message_socket import MessageSocket
 from router.placement import Placer
@@ -60,6 +63,7 @@ from router.prefix_index import PrefixIndex
 from router.registry import Registry
 from router.tenants import Tenants
 from router.tokenizer import Tokenizer
+from router.trust import GuestList, KeyPair, connect_to_worker, listening_socket
 from router.worker_client import WorkerClient
 
 __all__ = ["BareClient", "address_of", "main", "make_flow"]
@@ -73,14 +77,27 @@ def address_of(endpoint: str) -> PeerAddress:
     """The worker at this endpoint; its heartbeats come from the next port."""
     host, port = endpoint.rsplit(":", 1)
     return PeerAddress(
-        worker_id=f"mock-{port}", epoch=1, endpoint=endpoint, heartbeat_endpoint=f"{host}:{int(port) + 1}"
+        worker_id=f"mock-{port}",
+        epoch=1,
+        endpoint=endpoint,
+        heartbeat_endpoint=f"{host}:{int(port) + 1}",
+        public_key=_keys_of(endpoint).public,
     )
+
+
+def _keys_of(endpoint: str) -> KeyPair:
+    """Keys that both sides can work out: no secret, but what encryption costs is in what is measured."""
+    secret = z85.encode(hashlib.sha256(endpoint.encode()).digest())
+    return KeyPair(zmq.curve_public(secret).decode(), secret)
+
+
+_CLIENT_KEYS = _keys_of("client")
 
 
 def make_flow(registry: CollectorRegistry, config: RouterConfig) -> tuple[RequestFlow, WorkerClient]:
     """Everything behind the edge, without workers yet."""
     workers, index, costs = Registry(), PrefixIndex(), CostModel()
-    client = WorkerClient(workers, index, costs, config)
+    client = WorkerClient(workers, index, costs, config, keys=_CLIENT_KEYS)
     flow = RequestFlow(
         model=MODEL,
         registry=workers,
@@ -99,9 +116,10 @@ class _Worker:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, answer: list[int]) -> None:
         self.address = address_of(endpoint)
-        self.socket = context.socket(zmq.ROUTER)
+        keys = _keys_of(endpoint)
+        self.socket = listening_socket(context, zmq.ROUTER, keys, max_queued=0)
         self.socket.bind(endpoint)
-        self._beats = context.socket(zmq.PUB)
+        self._beats = listening_socket(context, zmq.PUB, keys, max_queued=0)
         self._beats.bind(self.address.heartbeat_endpoint)
         self._answer = answer
         self._peer = b""
@@ -218,9 +236,9 @@ class BareClient:
         self._context.term()
 
     def _connected(self, i: int, endpoint: str) -> MessageSocket:
-        socket = self._context.socket(zmq.DEALER)
-        socket.connect(endpoint)
-        return MessageSocket(socket, lambda frames: self._take(i, decode_message(frames[0])))
+        dealer, heartbeats = connect_to_worker(self._context, _CLIENT_KEYS, address_of(endpoint), max_queued=0)
+        heartbeats.close()
+        return MessageSocket(dealer, lambda frames: self._take(i, decode_message(frames[0])))
 
     def _ask(self, i: int) -> None:
         request = Generate(request_id=uuid.uuid4().hex, token_ids=_PROMPT, sampling=next(self._sampling))
@@ -245,6 +263,8 @@ def _run_workers(endpoints: list[str]) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     tokenizer = Tokenizer(resolve_model())
     answer = tokenizer.encode(expected_text(_FIRST_WORDS), add_special_tokens=False)
+    guests = GuestList(context, DroppedMessages())
+    guests.admit(_CLIENT_KEYS.public)
     workers = [_Worker(context, endpoint, answer) for endpoint in endpoints]
     poller = zmq.Poller()
     for worker in workers:

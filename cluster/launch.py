@@ -76,10 +76,13 @@ def serve(config: ClusterConfig, tenants: Tenants, api_keys: dict[bytes, str]) -
     try:
         with (
             listening(config.router.host, config.router.port) as listener,
+            # Of mode 0700, and not Ray's folder: that one Ray opens to everybody.
+            tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as socket_folder,
             _ray(config, progress),
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            return runner.run(_serve(resolve(config), tenants, api_keys, listener, progress, console))
+            serving = _serve(resolve(config), tenants, api_keys, listener, socket_folder, progress, console)
+            return runner.run(serving)
     except (KeyboardInterrupt, SystemExit):  # before our handlers were in place; Ray's make SIGTERM the latter
         progress("stopped")
         return 0
@@ -120,8 +123,12 @@ def resolve(config: ClusterConfig) -> ClusterConfig:
     )
 
 
-def worker_configs(config: ClusterConfig) -> list[WorkerConfig]:
-    """One config per worker. On a private Ray each gets cores of its own, as far as there are enough."""
+def worker_configs(config: ClusterConfig, *, router_key: str = "", socket_folder: str = "") -> list[WorkerConfig]:
+    """One config per worker. On a private Ray each gets cores of its own, as far as there are enough.
+
+    `router_key` is the public key of the router they obey. Their sockets are files in `socket_folder` unless they run
+    on several machines.
+    """
     roles = [Role.COLOCATED] if config.colocated else []
     roles = roles or [Role.PREFILL] * config.num_prefill + [Role.DECODE] * config.num_decode
     counts: dict[Role, int] = {}
@@ -136,6 +143,8 @@ def worker_configs(config: ClusterConfig) -> list[WorkerConfig]:
                 transfer=config.transfer,
                 tiers=config.tiers,
                 host="" if config.ray_address else "127.0.0.1",
+                socket_folder="" if config.ray_address else socket_folder,
+                router_key=router_key,
                 cpu_cores=() if config.ray_address else _cores(idx, len(roles), config.engine.num_threads),
             )
         )
@@ -251,6 +260,7 @@ async def _serve(
     tenants: Tenants,
     api_keys: dict[bytes, str],
     listener: socket.socket,
+    socket_folder: str,
     progress: Callable[[str], None],
     console: Console,
 ) -> int:
@@ -273,7 +283,7 @@ async def _serve(
     supervisor = Supervisor(config, registry, costs, workers, flow, on_progress=progress)
     async with _closing(workers, supervisor):
         await workers.start()
-        configs = worker_configs(config)
+        configs = worker_configs(config, router_key=workers.public_key, socket_folder=socket_folder)
         progress(f"loading {config.engine.served_model_name} into {len(configs)} worker(s)")
         starting = asyncio.gather(supervisor.start(configs), asyncio.to_thread(_load_http, config))
         if not await _unless(stop, starting, progress):

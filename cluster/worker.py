@@ -25,7 +25,7 @@ import zmq
 
 from cluster.peer_reads import PeerHolder, PeerReader
 from cluster.pins import WorkerPins
-from cluster.sockets import HeartbeatThread, WorkerSockets
+from cluster.sockets import HeartbeatThread, WorkerSockets, socket_endpoint
 from cluster.status import WorkerStatus
 from cluster.tiered_cache import TieredCache, create_tiers
 from decode_worker import DecodeRole
@@ -49,6 +49,7 @@ from protocol.messages import (
     Generate,
     Heartbeat,
     Hello,
+    Introduce,
     LeaseClosed,
     LeaseGrant,
     LeaseQueued,
@@ -80,6 +81,8 @@ from protocol.messages import (
     WorkerLoad,
 )
 from router.cost_model import CostModel
+from router.dropped import DroppedMessages, DropReason
+from router.trust import make_keys
 
 __all__ = ["Worker"]
 
@@ -113,7 +116,11 @@ class Worker:
             host=config.host,
         )
         self._context = zmq.Context()
-        self._sockets = WorkerSockets(self._context, config.host)
+        self._dropped = DroppedMessages()
+        keys = make_keys()
+        name = f"{config.worker_id}-{epoch:x}"
+        endpoint = socket_endpoint(config.socket_folder, config.host, name)
+        self._sockets = WorkerSockets(self._context, endpoint, keys, config.router_key, self._dropped)
         self._live_handoffs: list[tuple[str, int]] = []
         self._load = self._engine.load()
         self._tier_report: tuple[list[TierLoad], FetchStats | None, PinLoad | None] = ([], None, None)
@@ -122,8 +129,11 @@ class Worker:
         self._next_report = 0.0
         self._step_started = 0.0
         interval_s = config.transfer.heartbeat_interval_s
-        self._heartbeat = HeartbeatThread(self._context, config.host, interval_s, self._make_heartbeat)
-        self.address = PeerAddress(config.worker_id, epoch, self._sockets.endpoint, self._heartbeat.endpoint)
+        endpoint = socket_endpoint(config.socket_folder, config.host, f"{name}.beats")
+        self._heartbeat = HeartbeatThread(self._context, endpoint, keys, interval_s, self._make_heartbeat)
+        self.address = PeerAddress(
+            config.worker_id, epoch, self._sockets.endpoint, self._heartbeat.endpoint, keys.public
+        )
         model = self._engine.model
         compatibility = compatibility_fields(
             model_revision=model.revision,
@@ -377,20 +387,25 @@ class Worker:
         try:
             self._handle(identity, message, now)
         except Exception as exc:
-            logger.exception("a %s could not be handled", type(message).__name__)
+            self._dropped.add(DropReason.FAILED, f"a {type(message).__name__}: {exc!r}", exc_info=True)
             self._give_up(getattr(message, "request_id", ""), exc)
 
     def _take_notification(self, notification: Notification, now: float) -> None:
         try:
             self._decode.notified(notification, now)
-        except Exception:
+        except Exception as exc:
             self._num_errors += 1
-            logger.exception("dropped a notification from %s: its lease will run out", notification.worker_id)
+            text = f"a notification of {notification.worker_id}, whose lease will run out: {exc!r}"
+            self._dropped.add(DropReason.FAILED, text, exc_info=True)
 
     def _handle(self, identity: bytes, message: Message, now: float) -> None:
         match message:
             case Generate() | Prefill() | Decode():
+                self._meet_peers(message)
                 self._accept(identity, message, now)
+            case Introduce():
+                for peer in message.peers:
+                    self._sockets.introduce(peer)
             case Cancel():
                 self._cancel(message.request_id)
             case Heartbeat():
@@ -432,6 +447,15 @@ class Worker:
                 self._sockets.reply(identity, self._pins.report(message.query_id, message.pin_ids))
             case _:
                 logger.warning("ignored a %s", type(message).__name__)
+
+    def _meet_peers(self, request: Generate | Prefill | Decode) -> None:
+        """A request introduces whom it names, too: an `Introduce` can be lost with a connection."""
+        if isinstance(request, Prefill):
+            self._sockets.introduce(request.decode_worker)
+        if isinstance(request, Decode):
+            self._sockets.introduce(request.prefill_worker)
+        elif request.kv_holder is not None:
+            self._sockets.introduce(request.kv_holder.worker)
 
     def _accept(self, identity: bytes, request: Generate | Prefill | Decode, now: float) -> None:
         if request.request_id in self._clients or self._prefill.has(request.request_id):
@@ -576,6 +600,7 @@ class Worker:
             links=self._link_report,
             quarantines=self._quarantine_report,
             pins=self._tier_report[2],
+            num_dropped=dict(self._dropped.counts),
         )
 
     def _close(self) -> None:

@@ -143,6 +143,8 @@ class WorkerConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     tiers: TierConfig = field(default_factory=TierConfig)
     host: str = "127.0.0.1"
+    socket_folder: str = ""  # its sockets are files in this private folder; empty = TCP ports of `host`
+    router_key: str = ""  # public key of the router that may connect; empty = nobody may
     cpu_cores: tuple[int, ...] = ()  # cores to pin to; empty = no pinning
 
 

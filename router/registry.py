@@ -75,6 +75,8 @@ class Worker:
     links: Sequence[LinkLoad] = ()
     pins: PinLoad | None = None
     quarantines: Sequence[Quarantine] = ()
+    num_dropped_there: Mapping[str, int] = field(default_factory=dict)  # messages, by reason
+    num_dropped_here: Mapping[str, int] = field(default_factory=dict)  # of its messages
     queued_prompt_tokens: int = 0  # booked uncached prompt tokens whose first token has not come
     queued_attention: float = 0.0  # of these tokens
     computed_prompt_tokens: int = 0  # of these, already computed by steps reported since
@@ -472,6 +474,12 @@ class Registry:
         worker = self._workers.get(worker_id)
         if worker is not None:
             worker.pins = pins
+
+    def note_dropped(self, worker_id: str, there: Mapping[str, int], here: Mapping[str, int]) -> None:
+        """Remember what a worker says it dropped, and what was dropped here of what it said: counts by reason."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.num_dropped_there, worker.num_dropped_here = there, here
 
     def note_step(self, worker_id: str, stats: StepStats) -> None:
         """Count what a step computed against the prompt tokens booked there."""

@@ -1,4 +1,4 @@
-"""The router's sockets: one DEALER per worker for requests and tokens, one SUB for the heartbeats of all.
+"""The router's sockets: one DEALER per worker for requests and tokens, and one SUB for its heartbeats.
 
 Feeds what workers say to registry, index and cost model, and tokens to the request that waits for them. A worker that
 is dead, silent or removed fails its requests at once. Decides nothing.
@@ -11,12 +11,11 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import msgspec
 import zmq
-from zmq.constants import SocketType
 
 from protocol.config import RouterConfig
 from protocol.errors import (
@@ -40,31 +39,36 @@ from protocol.messages import (
     Generate,
     Heartbeat,
     Hello,
+    Introduce,
     LinkLoad,
-    Message,
     PeerAddress,
     Pin,
     PinQuery,
     PinReport,
     Prefill,
     RequestFailed,
+    RouterMessage,
     SequenceDelta,
     SnapshotRequest,
     StepOutput,
     Unpin,
     Welcome,
     WorkerCard,
+    WorkerMessage,
     WorkerState,
-    decode_message,
+    decode_heartbeat,
+    decode_worker_message,
     encode_message,
     holder_name,
 )
 from router.background import BackgroundTasks
 from router.cost_model import CostModel
+from router.dropped import DroppedMessages, DropReason
 from router.inbox import Inbox
 from router.message_socket import MessageSocket
 from router.prefix_index import PrefixIndex
 from router.registry import Registry
+from router.trust import KeyPair, connect_to_worker, make_keys
 
 __all__ = ["Leg", "LegEvent", "WorkerClient"]
 
@@ -133,9 +137,9 @@ class Leg:
 
 
 class _Link:
-    """The socket to one worker, and the legs that wait on it."""
+    """The sockets to one worker, and the legs that wait on it."""
 
-    def __init__(self, address: PeerAddress, socket: MessageSocket) -> None:
+    def __init__(self, address: PeerAddress, messages: MessageSocket, heartbeats: MessageSocket) -> None:
         self.address = address
         self.legs: dict[str, Leg] = {}
         self.idle = asyncio.Event()
@@ -147,15 +151,17 @@ class _Link:
         self.snapshots_due: set[str] = set()  # places whose snapshot has been asked for and has not come
         self.places: set[str] = set()  # that the index follows
         self.pin_reports: dict[str, asyncio.Future[PinReport]] = {}  # asked for, by query
-        self._socket = socket
+        self.dropped = DroppedMessages()  # of what the worker said
+        self._messages = messages
+        self._heartbeats = heartbeats
 
     @property
     def worker_id(self) -> str:
         return self.address.worker_id
 
-    def send(self, message: Message) -> None:
+    def send(self, message: RouterMessage) -> None:
         """Queue a message. Never blocks: the queue has no limit, and silence ends the link."""
-        self._socket.send(encode_message(message))
+        self._messages.send(encode_message(message))
 
     def open_leg(self, request: Generate | Prefill | Decode, inbox: Inbox[LegEvent]) -> Leg:
         assert request.request_id not in self.legs, f"request {request.request_id} is already on {self.worker_id}"
@@ -164,14 +170,19 @@ class _Link:
         self.send(request)
         return leg
 
+    def is_of(self, message: BlockEvents | BlockSnapshot | Heartbeat) -> bool:
+        """Whether the worker speaks in its own name."""
+        return (message.worker_id, message.epoch) == (self.address.worker_id, self.address.epoch)
+
     def drop_leg(self, request_id: str) -> None:
         del self.legs[request_id]
         if not self.legs:
             self.idle.set()
 
     def fail(self, message: str) -> None:
-        """Close the socket and give every leg an error of its own."""
-        self._socket.close()
+        """Close the sockets and give every leg an error of its own."""
+        self._messages.close()
+        self._heartbeats.close()
         for leg in list(self.legs.values()):
             leg.deliver(WorkerError(message))
         if not self.welcome.done():
@@ -192,6 +203,7 @@ class WorkerClient:
         config: RouterConfig,
         *,
         router_id: str = "",
+        keys: KeyPair | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
@@ -199,14 +211,17 @@ class WorkerClient:
         self._costs = costs
         self._config = config
         self._router_id = router_id or f"router-{uuid.uuid4().hex[:12]}"
+        self._keys = keys or make_keys()
         self._clock = clock
         self._links: dict[str, _Link] = {}
         self._learned_s: dict[str, float] = {}  # by kind of worker, when a step was last learned from
         self._background = BackgroundTasks()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._heartbeats = self._context.socket(SocketType.SUB)
-        self._heartbeats.subscribe(b"")
-        self._heard: MessageSocket | None = None  # the heartbeats, once they are listened to
+
+    @property
+    def public_key(self) -> str:
+        """What a worker has to know to let this router in: its `WorkerConfig.router_key`."""
+        return self._keys.public
 
     @property
     def num_open_legs(self) -> int:
@@ -214,8 +229,7 @@ class WorkerClient:
         return sum(len(link.legs) for link in self._links.values())
 
     async def start(self) -> None:
-        """Begin to listen to heartbeats and to watch for silence."""
-        self._heard = MessageSocket(self._heartbeats, lambda frames: self._on_heartbeat(frames[0]))
+        """Begin to watch for silence."""
         self._background.keep("watch of the workers", self._watch)
 
     async def close(self) -> None:
@@ -223,9 +237,6 @@ class WorkerClient:
         for worker_id in list(self._links):
             self.mark_dead(worker_id, "router is closing")
         await self._background.close()
-        if self._heard is not None:
-            self._heard.close()
-        self._heartbeats.close(linger=0)
         self._context.term()
 
     async def add_worker(self, address: PeerAddress) -> WorkerCard:
@@ -235,12 +246,13 @@ class WorkerClient:
         us or cannot serve beside the other workers.
         """
         self.mark_dead(address.worker_id, f"replaced by epoch {address.epoch}")
-        socket = self._context.socket(SocketType.DEALER)
-        socket.sndhwm = socket.rcvhwm = 0  # limits of the queues are kept above: bookings, and the silence timeout
-        socket.connect(address.endpoint)
-        self._heartbeats.connect(address.heartbeat_endpoint)
-        messages = MessageSocket(socket, lambda frames: self._on_data(link, frames[0]))
-        link = self._links[address.worker_id] = _Link(address, messages)
+        try:  # their queues are limited above: by bookings, and by the silence after which a link ends
+            dealer, subscriber = connect_to_worker(self._context, self._keys, address, max_queued=0)
+        except zmq.ZMQError as exc:
+            raise WorkerError(f"{address} cannot be connected to: {exc}") from exc
+        messages = MessageSocket(dealer, lambda frames: self._on_data(link, frames[-1]))
+        heartbeats = MessageSocket(subscriber, lambda frames: self._on_heartbeat(link, frames[-1]))
+        link = self._links[address.worker_id] = _Link(address, messages, heartbeats)
         link.send(Hello(router_id=self._router_id))
         timeout_s = self._config.worker_timeout_s
         try:
@@ -315,23 +327,30 @@ class WorkerClient:
             self._index.remove_worker(*(holder_name(worker_id, place) for place in (POOL_PLACE, *link.tiers)))
             for other in self._links.values():
                 self._follow_places(other)  # what it alone told of a store, another one tells from now on
-            self._heartbeats.disconnect(link.address.heartbeat_endpoint)
         finally:  # whatever goes wrong above, nobody waits for this worker any more
             link.fail(f"worker {worker_id} is gone: {reason}")
 
     def _on_data(self, link: _Link, data: bytes) -> None:
         try:
-            self._dispatch(link, decode_message(data))
+            message = decode_worker_message(data)
         except msgspec.DecodeError as exc:
-            logger.warning("worker %s sent something that is no message: %s", link.worker_id, exc)
-        except Exception:
-            logger.exception("worker %s is given up", link.worker_id)
-            self._leave(link, "its message could not be handled")
+            link.dropped.add(DropReason.MALFORMED, f"from {link.worker_id}: {exc}")
+            return
+        try:
+            self._dispatch(link, message)
+        except Exception as exc:  # it ends the requests that it is about, and nothing else
+            link.dropped.add(DropReason.FAILED, f"from {link.worker_id}: {exc!r}", exc_info=True)
+            for delta in message.deltas if isinstance(message, StepOutput) else ():
+                if (leg := link.legs.get(delta.request_id)) is not None:
+                    leg.deliver(WorkerError(f"tokens of worker {link.worker_id} could not be handled; see the log"))
 
-    def _dispatch(self, link: _Link, message: Message) -> None:
+    def _dispatch(self, link: _Link, message: WorkerMessage) -> None:
         match message:
             case StepOutput():
                 self._on_step(link, message)
+            case BlockEvents() | BlockSnapshot() if not link.is_of(message):
+                text = f"{link.worker_id} spoke of {message.worker_id} epoch {message.epoch}"
+                link.dropped.add(DropReason.IMPOSTOR, text)
             case BlockEvents():
                 if self._index.apply(message):
                     self._ask_for_snapshot(link, {message.place})
@@ -348,8 +367,6 @@ class WorkerClient:
                     leg.deliver(error(f"worker {link.worker_id}: {message.message}", code=message.code or None))
             case Welcome():
                 self._on_welcome(link, message)
-            case _:
-                logger.warning("worker %s sent an unexpected %s", link.worker_id, type(message).__name__)
 
     def _on_step(self, link: _Link, output: StepOutput) -> None:
         now = self._clock()
@@ -374,8 +391,16 @@ class WorkerClient:
         self._registry.add(welcome.card, self._clock())
         link.tiers = welcome.card.tiers
         self._follow_places(link)
+        self._introduce(link)
         self._registry.set_state(link.worker_id, WorkerState.READY, "welcomed us")
         link.welcome.set_result(welcome.card)
+
+    def _introduce(self, link: _Link) -> None:
+        """Make a worker and those before it known to each other, so that they may exchange KV."""
+        others = [other for other in self._links.values() if other is not link and other.kind]
+        link.send(Introduce(peers=[other.address for other in others]))
+        for other in others:
+            other.send(Introduce(peers=[link.address]))
 
     def _disagreement(self, link: _Link, card: WorkerCard) -> str:
         """What keeps this worker from serving beside the others; empty when nothing does."""
@@ -408,21 +433,27 @@ class WorkerClient:
             link.snapshot_asked_s = self._clock()
             link.send(SnapshotRequest(places=sorted(due)))
 
-    def _on_heartbeat(self, data: bytes) -> None:
+    def _on_heartbeat(self, link: _Link, data: bytes) -> None:
         try:
-            message = decode_message(data)
+            message = decode_heartbeat(data)
+            if not link.is_of(message):
+                text = f"{link.worker_id} sent a heartbeat of {message.worker_id} epoch {message.epoch}"
+                link.dropped.add(DropReason.IMPOSTOR, text)
+            else:
+                self._note(message, link.dropped.counts)
         except msgspec.DecodeError as exc:
-            logger.warning("not a heartbeat: %s", exc)
-            return
-        if not isinstance(message, Heartbeat):
-            return
-        link = self._links.get(message.worker_id)
-        if link is not None and link.address.epoch == message.epoch:
-            self._registry.note_load(message.worker_id, message.load, self._clock(), step_age_s=message.step_age_s)
-            self._registry.note_tiers(message.worker_id, message.tiers, message.fetches)
-            self._registry.note_pins(message.worker_id, message.pins)
-            self._registry.note_quarantines(message.worker_id, message.quarantines)
-            self._on_links(message.worker_id, message.links)
+            link.dropped.add(DropReason.MALFORMED, f"a heartbeat of {link.worker_id}: {exc}")
+        except Exception as exc:
+            link.dropped.add(DropReason.FAILED, f"a heartbeat of {link.worker_id}: {exc!r}", exc_info=True)
+
+    def _note(self, heartbeat: Heartbeat, dropped_here: Mapping[str, int]) -> None:
+        worker_id = heartbeat.worker_id
+        self._registry.note_load(worker_id, heartbeat.load, self._clock(), step_age_s=heartbeat.step_age_s)
+        self._registry.note_tiers(worker_id, heartbeat.tiers, heartbeat.fetches)
+        self._registry.note_pins(worker_id, heartbeat.pins)
+        self._registry.note_quarantines(worker_id, heartbeat.quarantines)
+        self._registry.note_dropped(worker_id, heartbeat.num_dropped, dropped_here)
+        self._on_links(worker_id, heartbeat.links)
 
     def _on_links(self, worker_id: str, links: list[LinkLoad]) -> None:
         """Learn what the handoffs since the last heartbeat cost: the mean of each link counts as one measurement."""

@@ -86,6 +86,7 @@ class WorkerCollector:
             "Listeners to changes of workers that raised an error, which is logged",
             value=self._registry.num_listener_failures,
         )
+        yield _dropped_metric(workers)
 
 
 class CacheSizingCollector:
@@ -149,6 +150,19 @@ def _fetch_metrics(workers: list[Worker]) -> Iterator[Metric]:
 def _link_metrics(workers: list[Worker]) -> Iterator[Metric]:
     links = [([worker.worker_id, link.peer_id], link) for worker in workers for link in worker.links]
     yield from _fields(CounterMetricFamily, "link", _LINK_COUNTERS, ["worker", "peer"], links)
+
+
+def _dropped_metric(workers: list[Worker]) -> Metric:
+    dropped = CounterMetricFamily(
+        "tandem_dropped_messages",
+        "Messages, and connections with all they would have said, that a worker or the router did not act upon",
+        labels=["worker", "at", "reason"],
+    )
+    for worker in workers:
+        for at, counts in (("worker", worker.num_dropped_there), ("router", worker.num_dropped_here)):
+            for reason, count in counts.items():
+                dropped.add_metric([worker.worker_id, at, reason], count)
+    return dropped
 
 
 def _fields(

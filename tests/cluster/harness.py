@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import zmq
-from zmq.constants import SocketType
 
 from cluster.worker import Worker
 from engine.engine import Engine
@@ -31,11 +30,13 @@ from router.placement import Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Registry
 from router.tenants import Tenants
+from router.trust import KeyPair, connect_to_worker, make_keys
 from router.worker_client import WorkerClient
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = 2 * 2 * BLOCK_SIZE * 2 * 16 * 4  # layers, keys and values, tokens, heads, head_dim, float32
 DEADLINE_S = 20.0  # of any wait; generous, as the machine may be busy
+ROUTER_KEYS = make_keys()  # of every router here, bare sockets included
 PAIR = {"p": Role.PREFILL, "d": Role.DECODE}
 
 
@@ -164,7 +165,7 @@ async def running_cluster(
     """Workers of these roles behind a router that always pairs them. `overrides`: engine fields by worker id."""
     registry, index, costs = Registry(), PrefixIndex(), CostModel()
     config = RouterConfig(**{"local_prefill": False} | (router or {}))
-    client = WorkerClient(registry, index, costs, config)
+    client = WorkerClient(registry, index, costs, config, keys=ROUTER_KEYS)
     placer = Placer(registry, index, costs, config)
     flow = RequestFlow(
         model="tiny",
@@ -206,23 +207,26 @@ def worker_config(
         engine=engine_config(engine.pop("model", model), **engine),
         transfer=TransferConfig(**defaults | (transfer or {})),
         tiers=tiers or TierConfig(),
+        router_key=ROUTER_KEYS.public,
     )
 
 
 class Client:
-    """A router's bare socket."""
+    """A router's bare socket; with other keys that of a peer, or of anybody."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, keys: KeyPair = ROUTER_KEYS) -> None:
         self._context = zmq.Context()
-        self._socket = self._context.socket(SocketType.DEALER)
-        self._socket.connect(worker.address.endpoint)
+        self._socket, self._heartbeats = connect_to_worker(self._context, keys, worker.address, max_queued=0)
 
     def send(self, message: Message) -> None:
-        self._socket.send(encode_message(message))
+        self.send_bytes(encode_message(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        self._socket.send(data)
 
     def send_raw(self, message: dict[str, Any]) -> None:
         """A message that no `Message` can be."""
-        self._socket.send(msgspec.msgpack.encode(message))
+        self.send_bytes(msgspec.msgpack.encode(message))
 
     def receive(self, kind: type[Any] | UnionType) -> Any:
         """The next message of this kind, or of one of these; others are skipped."""

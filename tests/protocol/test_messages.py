@@ -17,6 +17,7 @@ from protocol.messages import (
     HandoffDone,
     Heartbeat,
     Hello,
+    Introduce,
     LeaseClosed,
     LeaseGrant,
     LeaseQueued,
@@ -51,7 +52,7 @@ from protocol.messages import (
 )
 from protocol.sampling import SamplingParams
 
-PEER = PeerAddress("d0", 7, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
+PEER = PeerAddress("d0", 7, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "k" * 40)
 SAMPLING = SamplingParams(max_tokens=3, seed=2**63, stop_token_ids=(1, 2), logit_bias={5: -1.5}, num_logprobs=0)
 LOAD = WorkerLoad(num_waiting=1, num_free_blocks=9)
 CARD = WorkerCard(
@@ -73,6 +74,7 @@ DELTA = SequenceDelta(
 
 EXAMPLES: list[Message] = [
     Hello(router_id="router"),
+    Introduce(peers=[PEER]),
     Generate(request_id="r", token_ids=[1, 2**32 - 1], sampling=SAMPLING, cache_salt="s"),
     Prefill(request_id="r", token_ids=[1], sampling=SAMPLING, decode_worker=PEER),
     Decode(request_id="r", token_ids=[1], sampling=SAMPLING, prefill_worker=PEER),
@@ -92,10 +94,10 @@ EXAMPLES: list[Message] = [
     LeaseRefused(sender=PEER, request_id="r", reason="full"),
     LeaseRevoked(sender=PEER, request_id="r", generation=1),
     LeaseClosed(sender=PEER, request_id="r", generation=1),
-    ReadRequest(sender=PEER, read_id=1, digests=[b"d"], ttl_s=5.0),
+    ReadRequest(sender=PEER, read_id=1, digests=[b"d" * 16], ttl_s=5.0),
     ReadGrant(sender=PEER, read_id=1, block_ids=[3, 4], checksums=[b"c", b""]),
     ReadDone(sender=PEER, read_id=1),
-    Pin(pin_id="p", digests=[b"d"], ttl_s=5.0, prefetch=Prefetch.POOL),
+    Pin(pin_id="p", digests=[b"d" * 16], ttl_s=5.0, prefetch=Prefetch.POOL),
     Unpin(pin_id="p"),
     PinQuery(query_id="q", pin_ids=["p"]),
     PinReport(query_id="q", held={"p": {"pool": 3}}),
@@ -128,7 +130,7 @@ def test_every_message_type_is_exported() -> None:
         msgspec.msgpack.encode({"request_id": "r"}),
         msgspec.msgpack.encode({"type": "Cancel"}),
         msgspec.msgpack.encode({"type": "Cancel", "request_id": 5}),
-        encode_message(EXAMPLES[1])[:-1],
+        encode_message(EXAMPLES[2])[:-1],
     ],
 )
 def test_anything_else_is_refused(data: bytes) -> None:
@@ -138,4 +140,4 @@ def test_anything_else_is_refused(data: bytes) -> None:
 
 def test_messages_are_frozen() -> None:
     with pytest.raises(AttributeError):
-        EXAMPLES[4].request_id = "other"  # type: ignore[union-attr, misc]
+        EXAMPLES[5].request_id = "other"  # type: ignore[union-attr, misc]

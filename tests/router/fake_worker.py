@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 from zmq.asyncio import Context
 from zmq.constants import SocketType
 
 from protocol.config import RouterConfig
-from protocol.digest import CacheScope
+from protocol.digest import DIGEST_BYTES, CacheScope
 from protocol.messages import (
     POOL_PLACE,
     BlockSnapshot,
@@ -22,6 +23,7 @@ from protocol.messages import (
     Generate,
     Heartbeat,
     Hello,
+    Introduce,
     LinkLoad,
     Message,
     PeerAddress,
@@ -46,6 +48,7 @@ from router.placement import Placer
 from router.prefix_index import PrefixIndex
 from router.registry import Registry
 from router.tenants import Tenants
+from router.trust import make_keys
 from router.worker_client import WorkerClient
 from tests.router.builders import NAMESPACE, make_card
 
@@ -59,8 +62,13 @@ async def until(condition: Callable[[], bool], *, timeout_s: float = 5.0) -> Non
             await asyncio.sleep(0.002)
 
 
+def digests(names: Sequence[bytes]) -> list[bytes]:
+    """Blocks of these names."""
+    return [name.ljust(DIGEST_BYTES, b".") for name in names]
+
+
 class FakeWorker:
-    """Answers hellos and snapshot requests by itself; the rest is up to `script`, called with each message."""
+    """Answers hellos and snapshot requests by itself; all but introductions is up to `script`."""
 
     def __init__(
         self,
@@ -83,8 +91,8 @@ class FakeWorker:
         self._refusal = refusal
         self._is_mute = is_mute
         self._context = Context()
-        self._socket = self._context.socket(SocketType.ROUTER)
-        self._beats = self._context.socket(SocketType.PUB)
+        self._keys = make_keys()
+        self._socket, self._beats = (self._listening(kind) for kind in (SocketType.ROUTER, SocketType.PUB))
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")
         beats_port = self._beats.bind_to_random_port("tcp://127.0.0.1")
         self.card = make_card(
@@ -95,7 +103,8 @@ class FakeWorker:
             heartbeat_endpoint=f"tcp://127.0.0.1:{beats_port}",
             namespace=namespace,
         )
-        self.card = msgspec.structs.replace(self.card, tiers=tiers or {})
+        address = msgspec.structs.replace(self.card.address, public_key=self._keys.public)
+        self.card = msgspec.structs.replace(self.card, address=address, tiers=tiers or {})
         self._peer = b""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -136,6 +145,13 @@ class FakeWorker:
         self._beats.close(linger=0)
         self._context.term()
 
+    def _listening(self, kind: SocketType) -> Any:
+        """Whoever knows its key may connect."""
+        socket = self._context.socket(kind)
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = self._keys.public.encode(), self._keys.secret
+        return socket
+
     async def _run(self) -> None:
         while True:
             self._peer, data = await self._socket.recv_multipart()
@@ -152,11 +168,11 @@ class FakeWorker:
                             worker_id=self.worker_id,
                             epoch=self.address.epoch,
                             sequence=self.sequence,
-                            digests=self.cached if place == POOL_PLACE else self.stored,
+                            digests=digests(self.cached if place == POOL_PLACE else self.stored),
                             place=place,
                         )
                     )
-            elif self._script is not None:
+            elif self._script is not None and not isinstance(message, Introduce):
                 self._script(self, message)
 
 

@@ -98,7 +98,7 @@ class MemoryWorld:
         for worker_id, role in (("p", Role.PREFILL), ("d", Role.DECODE), ("c", Role.COLOCATED)):
             card = make_card(worker_id, role)
             socket = InstantSocket(self.cluster.client, worker_id, role, self.rng)
-            socket.link = link = _Link(card.address, socket)  # type: ignore[arg-type]
+            socket.link = link = _Link(card.address, socket, socket)  # type: ignore[arg-type]
             self.cluster.client._links[worker_id] = link
             self.cluster.client._on_welcome(link, Welcome(card=card))
             link.snapshots_due.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -232,14 +233,7 @@ def keeper(worker: FakeWorker, message: Message) -> None:
 
 async def add_keeper(cluster: FakeCluster, worker_id: str, role: Role, *, epoch: int = 1) -> FakeWorker:
     worker = FakeWorker(worker_id, role, keeper, epoch=epoch)
-    worker.card = make_card(
-        worker_id,
-        role,
-        epoch=epoch,
-        endpoint=worker.address.endpoint,
-        heartbeat_endpoint=worker.address.heartbeat_endpoint,
-        max_pinned_blocks=PINNABLE,
-    )
+    worker.card = msgspec.structs.replace(worker.card, max_pinned_blocks=PINNABLE)
     return await cluster.add(worker)
 
 

@@ -23,8 +23,9 @@ from protocol.messages import (
 from protocol.sampling import SamplingParams
 from router import background
 from router.inbox import Inbox, Turns
+from router.trust import make_keys
 from router.worker_client import LEARN_INTERVAL_S, LegEvent
-from tests.router.fake_worker import FakeWorker, fake_cluster, silent, until
+from tests.router.fake_worker import FakeWorker, digests, fake_cluster, silent, until
 
 
 def make_generate(request_id: str) -> Generate:
@@ -32,7 +33,7 @@ def make_generate(request_id: str) -> Generate:
 
 
 def make_events(sequence: int, stored: list[bytes], *, worker_id: str = "d", place: str = POOL_PLACE) -> BlockEvents:
-    return BlockEvents(worker_id=worker_id, epoch=1, sequence=sequence, stored=stored, removed=[], place=place)
+    return BlockEvents(worker_id=worker_id, epoch=1, sequence=sequence, stored=digests(stored), removed=[], place=place)
 
 
 def test_a_worker_joins_with_what_it_has_cached() -> None:
@@ -284,7 +285,7 @@ def test_a_worker_that_does_not_answer_or_dies_while_joining_is_not_waited_for()
             with pytest.raises(WorkerError, match="did not answer within worker_timeout_s"):
                 await cluster.add(FakeWorker("m", Role.DECODE, is_mute=True))
         async with fake_cluster() as cluster:
-            address = PeerAddress("n", 1, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1")
+            address = PeerAddress("n", 1, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1", make_keys().public)
             joining = asyncio.create_task(cluster.client.add_worker(address))
             await asyncio.sleep(0)
             cluster.client.mark_dead("n", "exit code 1")
