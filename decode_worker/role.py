@@ -26,17 +26,16 @@ from protocol.messages import (
     FINISHED_EARLY,
     ChunkArrived,
     Decode,
-    HandoffDone,
     LeaseClosed,
     LeaseGrant,
     LeaseQueued,
     LeaseRefused,
     LeaseRequest,
     LeaseRevoked,
-    Message,
     PeerAddress,
     Quarantine,
-    decode_message,
+    WriteMessage,
+    decode_write_message,
 )
 
 __all__ = ["DecodeRole"]
@@ -177,6 +176,11 @@ class DecodeRole:
     def notified(self, notification: Notification, now: float) -> None:
         """Something a sender wrote is in place. What cannot be read is dropped: its lease runs out."""
         message = _decode(notification)
+        if message is None:
+            logger.warning("dropped a notification from %s: it was damaged on its way", notification.worker_id)
+            return
+        if self._leases.is_foreign(message.generation, notification.worker_id, notification.epoch):
+            return
         if isinstance(message, ChunkArrived):
             ended: Received | Released | None = self._leases.chunk_arrived(
                 message.request_id,
@@ -186,11 +190,8 @@ class DecodeRole:
                 message.checksums,
                 now=now,
             )
-        elif isinstance(message, HandoffDone):
-            ended = self._leases.handoff_done(message.request_id, message.generation, message.first_token_id, now=now)
         else:
-            logger.warning("dropped a notification from %s: it was damaged on its way", notification.worker_id)
-            return
+            ended = self._leases.handoff_done(message.request_id, message.generation, message.first_token_id, now=now)
         if isinstance(ended, Received):
             self._join(ended)
         elif ended is not None:
@@ -337,10 +338,10 @@ class DecodeRole:
         self._links.send(lease.sender_id, lease.sender_epoch, message)
 
 
-def _decode(notification: Notification) -> Message | None:
+def _decode(notification: Notification) -> WriteMessage | None:
     """The message a sender attached to its write, or None if it is not what was sent."""
     payload = unseal(notification.payload)
     try:
-        return None if payload is None else decode_message(payload)
+        return None if payload is None else decode_write_message(payload)
     except msgspec.MsgspecError:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from protocol.messages import WIRE_VERSION
 
-__all__ = ["compatibility_fields", "differences"]
+__all__ = ["compatibility_fields", "differences", "differing_fields"]
 
 
 def compatibility_fields(
@@ -33,12 +33,17 @@ def compatibility_fields(
 
 
 def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """Each field that differs, with both values; "" when the two agree. A field one side lacks differs too."""
+    """Each field that differs, with both values, for our own log; "" when the two agree. A missing field differs."""
     return "; ".join(
         f"{name}: {_show(mine, name)} here, {_show(theirs, name)} there"
         for name in sorted(mine.keys() | theirs.keys())
         if mine.get(name) != theirs.get(name)
     )
+
+
+def differing_fields(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """The names alone of the fields that differ: what the other side is told."""
+    return ", ".join(sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)))
 
 
 def _show(fields: Mapping[str, str], name: str) -> str:

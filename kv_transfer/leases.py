@@ -101,6 +101,14 @@ class LeaseTable:
         self._live[request_id] = lease.generation
         return lease
 
+    def is_foreign(self, generation: int, sender_id: str, sender_epoch: int) -> bool:
+        """Whether this lease is another sender's, who alone may say what was written under it."""
+        entry = self._entries.get(generation)
+        if entry is None or (entry.lease.sender_id, entry.lease.sender_epoch) == (sender_id, sender_epoch):
+            return False
+        self.ignored["written by another sender"] += 1
+        return True
+
     def chunk_arrived(
         self,
         request_id: str,

@@ -1,7 +1,8 @@
 """Links between workers: addresses, the handshake, and messages to peers. Sockets are behind `send`.
 
 The worker that will write opens the link: it sends `PeerHello` with what must agree and nothing else. The other side
-compares, and only then describes its memory, in its own `PeerHello`; or answers `PeerRefused` naming each difference.
+compares, and only then describes its memory, in its own `PeerHello`; or answers `PeerRefused` with the names of the
+fields that differ. Their values are in the log of the side that compared, and in no message.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kv_transfer.handshake import differences
+from kv_transfer.handshake import differences, differing_fields
 from kv_transfer.transport.base import Transport
 from protocol.errors import TransferError
 from protocol.messages import Message, PeerAddress, PeerHello, PeerRefused
@@ -93,11 +94,13 @@ class PeerLinks:
     def hello(self, message: PeerHello) -> LinkChange | None:
         """Take a `PeerHello`: answer one that opens, or bring up the link that this one answers."""
         self.remember(message.sender)
-        difference = differences(self._compatibility, message.compatibility)
+        difference = differing_fields(self._compatibility, message.compatibility)
+        if difference:
+            values = differences(self._compatibility, message.compatibility)
+            logger.warning("no link with %s: %s", message.sender.worker_id, values)
         if message.is_reply:
             return self._answered(message, difference)
         if difference:
-            logger.warning("refused a link from %s: %s", message.sender.worker_id, difference)
             self._send(message.sender, PeerRefused(sender=self.me, reason=difference))
             return None
         reply = PeerHello(
@@ -114,7 +117,7 @@ class PeerLinks:
         link = self._links.get(message.sender.worker_id)
         if link is None or link.peer.epoch != message.sender.epoch:
             return None
-        return self._refuse(link, message.reason)
+        return self._refuse(link, f"the two differ in {message.reason}")
 
     def expire(self, now: float) -> list[LinkChange]:
         """Give up links whose peer did not answer in time, and say hello again to the others: a message may get lost.
@@ -160,7 +163,7 @@ class PeerLinks:
         if link is None or link.peer.epoch != message.sender.epoch or link.state is not LinkState.CONNECTING:
             return None
         if difference:
-            return self._refuse(link, difference)
+            return self._refuse(link, f"the two differ in {difference}")
         try:
             self._transport.add_peer(link.peer.worker_id, link.peer.epoch, message.transport_metadata)
         except TransferError as exc:

@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 from typing_extensions import Buffer
 
+from protocol.decoding import safe_decoder
 from protocol.digest import DIGEST_BYTES
 from protocol.sampling import SamplingParams
 
@@ -663,23 +664,24 @@ Message = RouterMessage | WorkerMessage | PeerMessage | WriteMessage | Heartbeat
 
 
 class _Request(msgspec.Struct):
+    type: Literal["Generate", "Prefill", "Decode"]
     request_id: Name
 
 
 encode_message: Callable[[Message], bytes] = msgspec.msgpack.Encoder().encode
-_decode_request = msgspec.msgpack.Decoder(_Request).decode
+_decode_request: Callable[[Buffer], _Request] = safe_decoder(_Request)
 
 # Each takes bytes or a memoryview, and raises `msgspec.DecodeError` for all that is not a valid message of its kind.
-decode_message: Callable[[Buffer], Message] = msgspec.msgpack.Decoder(Message).decode
-decode_router_message: Callable[[Buffer], RouterMessage] = msgspec.msgpack.Decoder(RouterMessage).decode
-decode_worker_message: Callable[[Buffer], WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage).decode
-decode_peer_message: Callable[[Buffer], PeerMessage] = msgspec.msgpack.Decoder(PeerMessage).decode
-decode_write_message: Callable[[Buffer], WriteMessage] = msgspec.msgpack.Decoder(WriteMessage).decode
-decode_heartbeat: Callable[[Buffer], Heartbeat] = msgspec.msgpack.Decoder(Heartbeat).decode
+decode_message: Callable[[Buffer], Message] = safe_decoder(Message)
+decode_router_message: Callable[[Buffer], RouterMessage] = safe_decoder(RouterMessage)
+decode_worker_message: Callable[[Buffer], WorkerMessage] = safe_decoder(WorkerMessage)
+decode_peer_message: Callable[[Buffer], PeerMessage] = safe_decoder(PeerMessage)
+decode_write_message: Callable[[Buffer], WriteMessage] = safe_decoder(WriteMessage)
+decode_heartbeat: Callable[[Buffer], Heartbeat] = safe_decoder(Heartbeat)
 
 
 def request_id_of(data: Buffer) -> str | None:
-    """The request that a message is about which does not decode, as far as one can tell."""
+    """The request that a message would have begun, had it decoded; None if it would have begun none."""
     try:
         return _decode_request(data).request_id
     except msgspec.DecodeError:

@@ -11,9 +11,13 @@ sees the gap at the next message, whatever it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from typing_extensions import Buffer
+
+from protocol.decoding import safe_decoder
 
 __all__ = [
     "Answer",
@@ -170,7 +174,6 @@ SiblingMessage = (
 )
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[SiblingMessage] = msgspec.msgpack.Decoder(SiblingMessage)
 
 
 def encode_sibling_message(message: SiblingMessage) -> bytes:
@@ -178,6 +181,5 @@ def encode_sibling_message(message: SiblingMessage) -> bytes:
     return _ENCODER.encode(message)
 
 
-def decode_sibling_message(frame: bytes) -> SiblingMessage:
-    """The message in a frame. Raises `msgspec.DecodeError` for anything else."""
-    return _DECODER.decode(frame)
+# Raises `msgspec.DecodeError` for all that is no message.
+decode_sibling_message: Callable[[Buffer], SiblingMessage] = safe_decoder(SiblingMessage)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import enum
+import ipaddress
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,6 +30,7 @@ __all__ = [
     "block_runs",
     "check_block_ids",
     "create_transport",
+    "is_loopback",
     "pool_shape",
 ]
 
@@ -224,6 +226,14 @@ def block_runs(local_block_ids: Sequence[int], remote_block_ids: Sequence[int]) 
     return runs
 
 
+def is_loopback(host: str) -> bool:
+    """Whether peers at this address are of this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def create_transport(
     name: str,
     *,
@@ -235,7 +245,8 @@ def create_transport(
 ) -> Transport:
     """Transport of this name around `pool`, a contiguous tensor `[num_blocks, ...]` that must outlive it.
 
-    `hub` joins `in_process` transports; `host` is this machine's address for the peers of `nccl`.
+    `hub` joins `in_process` transports. `host` is the address at which peers reach this machine: if it is loopback, no
+    transport listens anywhere else.
     """
     if name not in _FACTORIES:
         raise ConfigError(f"transport={name!r} is unknown; choose one of {', '.join(sorted(_FACTORIES))}")
@@ -259,7 +270,7 @@ def _create_nccl(worker_id: str, epoch: int, pool: Tensor, hub: InProcessHub | N
 def _create_nixl(worker_id: str, epoch: int, pool: Tensor, hub: InProcessHub | None, host: str) -> Transport:
     from kv_transfer.transport.nixl import NixlTransport
 
-    return NixlTransport(worker_id, epoch, pool)
+    return NixlTransport(worker_id, epoch, pool, host)
 
 
 _FACTORIES: dict[str, Callable[[str, int, Tensor, InProcessHub | None, str], Transport]] = {

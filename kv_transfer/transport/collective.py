@@ -40,6 +40,7 @@ from kv_transfer.transport.base import (
 )
 from kv_transfer.transport.pair import LocalRun, PairChannel, PairCopy
 from kv_transfer.transport.stream import MessageStream, connect, listen
+from protocol.decoding import safe_decoder
 from protocol.errors import IncompatiblePeer, PeerLost, TransferError
 
 __all__ = ["CollectiveTransport"]
@@ -100,7 +101,8 @@ class _Landed(msgspec.Struct, frozen=True, array_like=True, tag="landed"):
 
 _Message = _Hello | _Welcome | _Rendezvous | _CopyOrder | _Landed
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Message).decode
+_decode: Callable[[bytes], _Message] = safe_decoder(_Message)
+_metadata_of = safe_decoder(_Metadata)
 
 
 class _Copy(Transfer):
@@ -471,6 +473,7 @@ class CollectiveTransport(Transport):
 
 def _decode_metadata(metadata: bytes) -> _Metadata:
     try:
-        return msgspec.msgpack.decode(metadata, type=_Metadata)
+        described: _Metadata = _metadata_of(metadata)
     except msgspec.MsgspecError as exc:
         raise TransferError(f"transport metadata cannot be read: {exc}") from exc
+    return described

@@ -1,5 +1,8 @@
 """Transport over NIXL (UCX): one-sided writes and reads between processes and hosts, host memory or CUDA.
 
+Between workers of one machine UCX listens at the loopback interface alone. What it carries is neither encrypted nor
+authenticated: who can connect to UCX's port can write to the process' memory, so that network must be trusted.
+
 No progress thread: it would spin on most of a core per agent and halve the bandwidth of a small machine. The owner's
 polls drive everything instead. What UCX does with that, measured between two processes of one host:
 
@@ -17,15 +20,17 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from torch import Tensor
 from typing_extensions import override
 
@@ -37,8 +42,10 @@ from kv_transfer.transport.base import (
     TransferState,
     Transport,
     check_block_ids,
+    is_loopback,
     pool_shape,
 )
+from protocol.decoding import safe_decoder
 from protocol.errors import ConfigError, IncompatiblePeer, PeerLost, TransferError
 
 __all__ = ["NixlTransport"]
@@ -71,6 +78,9 @@ _NIXL_ERRORS = tuple(
     value for name, value in vars(_bindings).items() if name.startswith("nixl") and name.endswith("Error")
 )  # they have no base class of their own
 
+_MAX_AGENT_NAME = 2048
+_MAX_EARLY = 1 << 16  # notifications of a link that wait for one before them
+
 _HEADER = struct.Struct("<QQ")  # link number of the sender, sequence number within the link
 
 
@@ -86,12 +96,15 @@ def _nixl_errors(doing: str) -> Iterator[None]:
 
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True):
-    agent_metadata: bytes
-    address: int
-    device_id: int
-    memory_type: str
-    num_blocks: int
-    block_bytes: int
+    agent_metadata: Annotated[bytes, Meta(min_length=1, max_length=1 << 20)]
+    address: Annotated[int, Meta(ge=1)]
+    device_id: Annotated[int, Meta(ge=0, lt=1024)]
+    memory_type: Literal["DRAM", "VRAM"]
+    num_blocks: Annotated[int, Meta(ge=1, lt=1 << 31)]
+    block_bytes: Annotated[int, Meta(ge=1, lt=1 << 40)]
+
+
+_metadata_of = safe_decoder(_Metadata)
 
 
 class _Copy(Transfer):
@@ -150,17 +163,19 @@ class _Inbox:
     def _put(self, link: int, sequence: int, payload: bytes) -> None:
         if link > self.link:  # the sender added us anew and counts from 0
             self.link, self.next_sequence, self.early = link, 0, {}
-        if link == self.link and sequence >= self.next_sequence:
+        if link == self.link and 0 <= sequence - self.next_sequence < _MAX_EARLY:
             self.early[sequence] = payload
 
 
 class NixlTransport(Transport):
-    """A NIXL agent around one pool."""
+    """A NIXL agent around one pool. `host` is the address at which peers reach this machine."""
 
-    def __init__(self, worker_id: str, epoch: int, pool: Tensor) -> None:
+    def __init__(self, worker_id: str, epoch: int, pool: Tensor, host: str = "127.0.0.1") -> None:
+        if is_loopback(host):
+            os.environ.setdefault("UCX_NET_DEVICES", "lo")  # UCX would listen at every network interface
         self._shape = pool_shape(pool)
         self._pool = pool  # keeps the registered memory alive
-        self._memory_type = "VRAM" if pool.is_cuda else "DRAM"
+        self._memory_type: Literal["DRAM", "VRAM"] = "VRAM" if pool.is_cuda else "DRAM"
         self._device_id = max(pool.get_device(), 0)  # -1 on the CPU
         self._peers: dict[str, _Peer] = {}
         self._inboxes: dict[str, _Inbox] = {}  # by agent name
@@ -259,6 +274,7 @@ class NixlTransport(Transport):
         return [
             Notification(*_worker_of(name), payload)
             for name, messages in arrived.items()
+            if _is_agent_name(name)
             for message in messages
             for payload in self._inboxes.setdefault(name, _Inbox()).take(message)
         ]
@@ -380,6 +396,15 @@ def _agent_name(worker_id: str, epoch: int) -> str:
     return f"{worker_id}#{epoch}"
 
 
+def _is_agent_name(name: str) -> bool:
+    """Whether it is one of ours; UCX takes notifications from whoever can connect."""
+    worker_id, _, epoch = name.rpartition("#")
+    if worker_id and epoch.isdecimal() and len(name) <= _MAX_AGENT_NAME:
+        return True
+    logger.warning("dropped notifications of %r: no worker is called so", name[:_MAX_AGENT_NAME])
+    return False
+
+
 def _worker_of(agent_name: str) -> tuple[str, int]:
     worker_id, _, epoch = agent_name.rpartition("#")
     return worker_id, int(epoch)
@@ -387,6 +412,7 @@ def _worker_of(agent_name: str) -> tuple[str, int]:
 
 def _decode_metadata(metadata: bytes) -> _Metadata:
     try:
-        return msgspec.msgpack.decode(metadata, type=_Metadata)
+        described: _Metadata = _metadata_of(metadata)
     except msgspec.MsgspecError as exc:
         raise TransferError(f"transport metadata cannot be read: {exc}") from exc
+    return described

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kv_transfer.transport.base import is_loopback
 from protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -120,7 +121,11 @@ class _Group(Protocol):
 
 
 def _make_group(store: Store, rank: int, host: str, device: torch.device) -> _Group:
-    return _NcclGroup(store, rank, device) if device.type == "cuda" else _GlooGroup(store, rank, host)
+    if device.type != "cuda":
+        return _GlooGroup(store, rank, host)
+    if is_loopback(host):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # NCCL would listen at the first network interface
+    return _NcclGroup(store, rank, device)
 
 
 class _GlooGroup:

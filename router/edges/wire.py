@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
+from protocol.decoding import safe_decoder
 from protocol.digest import CacheScope
 from protocol.errors import Overloaded, ServingError
 from protocol.messages import Prefetch
@@ -174,8 +175,6 @@ ToHub = Join | Open | Close | Ask
 ToEdge = Status | Deltas | Failed | Answered
 
 _encoder = msgspec.msgpack.Encoder()
-_to_hub: msgspec.msgpack.Decoder[ToHub] = msgspec.msgpack.Decoder(ToHub)
-_to_edge: msgspec.msgpack.Decoder[ToEdge] = msgspec.msgpack.Decoder(ToEdge)
 
 
 def encode(message: ToHub | ToEdge | Answer) -> bytes:
@@ -183,14 +182,9 @@ def encode(message: ToHub | ToEdge | Answer) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_for_hub(data: bytes) -> ToHub:
-    """A message of an edge process. Raises `msgspec.ValidationError`."""
-    return _to_hub.decode(data)
-
-
-def decode_for_edge(data: bytes) -> ToEdge:
-    """A message of the hub. Raises `msgspec.ValidationError`."""
-    return _to_edge.decode(data)
+# Of an edge process and of the hub. Both raise `msgspec.DecodeError`.
+decode_for_hub: Callable[[bytes], ToHub] = safe_decoder(ToHub)
+decode_for_edge: Callable[[bytes], ToEdge] = safe_decoder(ToEdge)
 
 
 def wire_error(exc: ServingError) -> WireError:

@@ -20,6 +20,7 @@ from zmq.asyncio import Context, Socket
 from zmq.constants import SocketType
 from zmq.error import ZMQError
 
+from protocol.decoding import safe_decoder
 from protocol.digest import block_digests, root_digest
 
 __all__ = ["BlockChange", "BlockTranslator", "KvEventFeed", "decode_batch"]
@@ -46,9 +47,12 @@ class BlockChange(NamedTuple):
     is_cleared: bool = False
 
 
+_batch_of = safe_decoder(Any)
+
+
 def decode_batch(payload: bytes) -> list[dict[str, Any]]:
     """Events of one message as maps with `type`. Raises `msgspec.DecodeError` for anything else."""
-    batch = msgspec.msgpack.decode(payload)
+    batch = _batch_of(payload)
     if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
         raise msgspec.DecodeError("a batch of KV events is [timestamp, [event, ...], ...]")
     return [_as_map(event) for event in batch[1]]

@@ -221,6 +221,10 @@ class Client:
     def send(self, message: Message) -> None:
         self.send_bytes(encode_message(message))
 
+    def poll(self, timeout_ms: int) -> int:
+        """Whether there is anything to receive."""
+        return int(self._socket.poll(timeout_ms))
+
     def send_bytes(self, data: bytes) -> None:
         self._socket.send(data)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -29,6 +30,7 @@ from protocol.messages import (
     Generate,
     Heartbeat,
     Hello,
+    Introduce,
     LeaseClosed,
     LeaseGrant,
     LeaseRefused,
@@ -48,6 +50,7 @@ from protocol.messages import (
     WorkerState,
 )
 from protocol.sampling import SamplingParams
+from router.trust import make_keys
 from tests.cluster.harness import (
     DEADLINE_S,
     PAIR,
@@ -200,11 +203,14 @@ def test_a_handler_that_raises_ends_nothing_else(
     client.send(Hello(router_id="r"))
     client.send(Generate(request_id="a", token_ids=[5] * 40, sampling=SamplingParams(max_tokens=400, ignore_eos=True)))
     client.receive(StepOutput)
-    peer = PeerAddress("peer", 1, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9")
+    keys = make_keys()
+    peer = PeerAddress("peer", 1, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", keys.public)
+    client.send(Introduce(peers=[peer]))
     monkeypatch.setattr(worker._prefill, "revoked", fail)
     monkeypatch.setattr(worker._decode, "notified", fail)
-    client.send(LeaseRevoked(sender=peer, request_id="a", generation=1))
-    failed = client.receive(RequestFailed)
+    with contextlib.closing(Client(worker, keys)) as other:
+        other.send(LeaseRevoked(sender=peer, request_id="a", generation=1))
+        failed = client.receive(RequestFailed)
     assert (failed.request_id, failed.code) == ("a", "internal_error")
     worker.call(lambda: worker._notifications.append(Notification("peer", 1, b"x")))
     assert_serves(worker, client)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kv_transfer.handshake import compatibility_fields, differences
+from kv_transfer.handshake import compatibility_fields, differences, differing_fields
 
 
 def make_fields(**changes: Any) -> dict[str, str]:
@@ -39,6 +39,7 @@ def test_equal_workers_do_not_differ() -> None:
 )
 def test_each_difference_is_named_with_both_values(change: dict[str, Any], expected: str) -> None:
     assert differences(make_fields(), make_fields(**change)) == expected
+    assert differing_fields(make_fields(), make_fields(**change)) == ", ".join(sorted(change))
 
 
 def test_a_field_that_one_side_lacks_differs() -> None:

@@ -131,6 +131,8 @@ def test_every_message_type_is_exported() -> None:
         msgspec.msgpack.encode({"type": "Cancel"}),
         msgspec.msgpack.encode({"type": "Cancel", "request_id": 5}),
         encode_message(EXAMPLES[2])[:-1],
+        encode_message(EXAMPLES[0]).replace(b"router", b"\xff\xfe\xfd\xfc\xfb\xfa"),  # no UTF-8
+        b"\x91" * 100_000,  # nested too deep
     ],
 )
 def test_anything_else_is_refused(data: bytes) -> None:
