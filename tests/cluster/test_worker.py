@@ -248,22 +248,30 @@ def test_events_have_no_gap_and_a_snapshot_holds_them_all(client: Client) -> Non
     assert len(stored) == 6
 
 
-def test_late_and_unknown_messages_change_nothing(worker: Worker, client: Client, tiny_model: Path) -> None:
-    stranger = worker.address
-    for message in (
-        Cancel(request_id="x"),
-        LeaseGrant(sender=stranger, request_id="x", generation=1, first_block=0, block_ids=[0], ttl_s=0.1),
-        LeaseRefused(sender=stranger, request_id="x", reason="?"),
-        LeaseRevoked(sender=stranger, request_id="x", generation=9),
-        LeaseClosed(sender=stranger, request_id="x", generation=9),
-        PeerRefused(sender=stranger, reason="?"),
-        Heartbeat(worker_id="x", epoch=1, step_age_s=0, load=worker.status().load, handoffs=[("x", 9)]),
-        Welcome(card=worker.card),
-    ):
-        client.send(message)
-        client.send(message)
-    client.send(Hello(router_id="r"))
-    client.receive(Welcome)
+def test_late_and_unknown_messages_change_nothing(worker: Worker, client: Client) -> None:
+    keys = make_keys()
+    peer = PeerAddress("peer", 1, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", keys.public)
+    client.send(Introduce(peers=[peer]))
+    with contextlib.closing(Client(worker, keys)) as other:
+        for message in (
+            LeaseGrant(sender=peer, request_id="x", generation=1, first_block=0, block_ids=[0], ttl_s=0.1),
+            LeaseRefused(sender=peer, request_id="x", reason="?"),
+            LeaseRevoked(sender=peer, request_id="x", generation=9),
+            LeaseClosed(sender=peer, request_id="x", generation=9),
+            PeerRefused(sender=peer, reason="?"),
+            Heartbeat(worker_id="x", epoch=1, step_age_s=0, load=worker.status().load, handoffs=[("x", 9)]),
+        ):
+            other.send(message)
+            other.send(message)
+        for message in (Cancel(request_id="x"), Welcome(card=worker.card)):
+            client.send(message)
+            client.send(message)
+        client.send(Hello(router_id="r"))
+        client.receive(Welcome)
+        deadline = time.monotonic() + DEADLINE_S
+        while worker._dropped.counts != {"malformed": 4}:  # nobody says a heartbeat or a welcome to a worker's ROUTER
+            assert time.monotonic() < deadline, worker._dropped.counts
+            time.sleep(0.01)
     worker.call(lambda: worker.check_integrity(idle=True))
 
 

@@ -77,8 +77,6 @@ def test_nothing_listens_beyond_loopback(server: Server, colocated: Server) -> N
         if connection.status == psutil.CONN_LISTEN or (connection.laddr and connection.type == socket.SOCK_DGRAM)
     }
     assert len(addresses) > 3, addresses
-    # A worker's own data path, which is UCX's, is not Ray's.
-    addresses = {(name, ip) for name, ip in addresses if not name.startswith("ray::WorkerActor")}
     outer = {(name, ip) for name, ip in addresses if not ipaddress.ip_address(ip.removeprefix("::ffff:")).is_loopback}
     assert not outer
 
@@ -90,9 +88,9 @@ def test_ray_is_for_its_own_processes_alone(server: Server) -> None:
     for process in server.children():
         if process.is_running():
             assert token not in " ".join(process.cmdline())
-    [folder] = server.scratch.iterdir()
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "Ray opens the folders it is given to everyone"
-    assert token not in "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
+    for folder in server.scratch.iterdir():
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "Ray opens the folders it is given to everyone"
+        assert token not in "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
 
     port = next(connection.laddr.port for connection in gcs.net_connections("inet") if connection.status == "LISTEN")
     code = "import sys; from ray._raylet import GcsClient; print(GcsClient(address=sys.argv[1]).cluster_id.hex())"
@@ -115,6 +113,13 @@ def test_ray_is_for_its_own_processes_alone(server: Server) -> None:
     ):
         assert refused.returncode != 0
         assert "Unauthenticated" in refused.stderr
+
+
+def test_workers_are_reached_through_a_private_folder(server: Server) -> None:
+    sockets = [path for path in server.scratch.glob("*/*") if path.is_socket()]
+    assert {path.name.rsplit("-", 1)[0] for path in sockets} == {"prefill-0", "decode-0"}
+    [folder] = {path.parent for path in sockets}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_the_openai_client_chats_with_and_without_a_stream(server: Server) -> None:
