@@ -136,7 +136,10 @@ class FakeWorker:
         beat = Heartbeat(
             worker_id=self.worker_id, epoch=self.address.epoch, step_age_s=0.5, load=load, links=list(links)
         )
-        self._beats.send(encode_message(beat))
+        self.beat_raw(encode_message(beat))
+
+    def beat_raw(self, data: bytes) -> None:
+        self._beats.send(data)
 
     async def close(self) -> None:
         self._task.cancel()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
 import pytest
 
 from protocol.config import RouterConfig
@@ -11,6 +12,8 @@ from protocol.messages import (
     POOL_PLACE,
     BlockEvents,
     Generate,
+    Heartbeat,
+    Introduce,
     LinkLoad,
     PeerAddress,
     Role,
@@ -19,6 +22,7 @@ from protocol.messages import (
     StepStats,
     WorkerLoad,
     WorkerState,
+    encode_message,
 )
 from protocol.sampling import SamplingParams
 from router import background
@@ -180,6 +184,78 @@ def test_deltas_reach_the_request_they_belong_to() -> None:
                 event.leg.cancel()
                 event.leg.cancel()
             assert cluster.client.num_open_legs == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_speaks_in_its_own_name_only() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            worker = cluster.workers["d"]
+            other = await cluster.add(FakeWorker("e", Role.DECODE, silent))
+            worker.send(make_events(1, [b"a"], worker_id="e"))
+            worker.send_raw(b"this is no message")
+            worker.send(make_events(1, [b"b"]))
+            await until(lambda: cluster.index.num_blocks("d") == 1)
+            assert cluster.index.num_blocks("e") == 0
+            state, others = cluster.registry.get("d"), cluster.registry.get("e")
+            assert state is not None
+            assert others is not None
+
+            def is_told() -> bool:
+                worker.beat(WorkerLoad(num_waiting=5))
+                forged = Heartbeat(worker_id="e", epoch=1, step_age_s=0.0, load=WorkerLoad(num_waiting=9))
+                worker.beat_raw(encode_message(forged))
+                return state.num_dropped_here.get("impostor", 0) > 1
+
+            await until(is_told)
+            assert state.num_dropped_here["malformed"] == 1
+            assert others.load.num_waiting == 0
+            assert not others.num_dropped_here
+            assert other.address.public_key != worker.address.public_key
+
+    asyncio.run(scenario())
+
+
+def test_a_message_that_cannot_be_handled_ends_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            worker = cluster.workers["d"]
+            inboxes: dict[str, Inbox[LegEvent]] = {name: Inbox(Turns()) for name in ("a", "b")}
+            for request_id, inbox in inboxes.items():
+                cluster.client.open_leg("d", make_generate(request_id), inbox)
+            with monkeypatch.context() as patch:
+                patch.setattr(cluster.registry, "note_step", lambda *_: 1 / 0)
+                worker.output(SequenceDelta("a", 0, [1]))
+                (event,) = await asyncio.wait_for(inboxes["a"].take(), 5)
+            assert isinstance(event.item, WorkerError)
+            worker.output(SequenceDelta("b", 0, [2]))
+            (event,) = await asyncio.wait_for(inboxes["b"].take(), 5)
+            assert isinstance(event.item, SequenceDelta), "the worker goes on"
+            event.leg.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_workers_are_introduced_to_each_other() -> None:
+    async def scenario() -> None:
+        async with fake_cluster() as cluster:
+            one = await cluster.add(FakeWorker("one", Role.DECODE))
+            two = await cluster.add(FakeWorker("two", Role.DECODE))
+            await until(lambda: all(worker.of_type(SnapshotRequest) for worker in (one, two)))
+            assert one.of_type(Introduce) == [Introduce(peers=[]), Introduce(peers=[two.address])]
+            assert two.of_type(Introduce) == [Introduce(peers=[one.address])]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("change", [{"public_key": ""}, {"endpoint": "nowhere"}], ids=str)
+def test_an_address_that_is_none_is_told(change: dict[str, str]) -> None:
+    async def scenario() -> None:
+        async with fake_cluster() as cluster:
+            address = PeerAddress("n", 1, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1", make_keys().public)
+            with pytest.raises(WorkerError, match="cannot be connected to"):
+                await cluster.client.add_worker(msgspec.structs.replace(address, **change))
 
     asyncio.run(scenario())
 

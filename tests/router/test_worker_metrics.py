@@ -29,6 +29,7 @@ TIER = TierLoad(
 
 def test_what_workers_tell_is_in_the_metrics() -> None:
     registry = make_registry("a", "b")
+    registry.note_dropped("a", {"malformed": 6}, {"impostor": 2})
     registry.note_load("a", WorkerLoad(num_waiting=3, num_open_leases=2, num_quarantined_blocks=11), now=1.0)
     fetches = FetchStats(
         num_prompts={"loaded": 7, "overtaken": 1},
@@ -61,6 +62,8 @@ def test_what_workers_tell_is_in_the_metrics() -> None:
         'tandem_link_lost_total{peer="b",worker="a"} 9.0',
         'tandem_link_resets_total{peer="b",worker="a"} 8.0',
         "tandem_listener_failures_total 0.0",
+        'tandem_dropped_messages_total{at="worker",reason="malformed",worker="a"} 6.0',
+        'tandem_dropped_messages_total{at="router",reason="impostor",worker="a"} 2.0',
         'tandem_tier_hits_total{tier="disk",worker="a"} 40.0',
         'tandem_tier_misses_total{reason="corrupt",tier="disk",worker="a"} 1.0',
         'tandem_tier_drops_total{reason="queue full",tier="disk",worker="a"} 4.0',
