@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import zmq
+from zmq.constants import SocketType
+
+from protocol.errors import ConfigError
+from protocol.messages import PeerAddress
+from router.dropped import DroppedMessages, DropReason
+from router.trust import GuestList, KeyPair, connect_to_worker, listening_socket, make_keys
+
+DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context]:
+    context: zmq.Context = zmq.Context()
+    yield context
+    context.term()  # which ends the guest list's thread
+
+
+def listener(context: zmq.Context) -> tuple[zmq.Socket, PeerAddress]:
+    keys = make_keys()
+    socket = listening_socket(context, SocketType.ROUTER, keys, max_queued=0)
+    endpoint = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+    return socket, PeerAddress("w", 1, endpoint, endpoint, keys.public)
+
+
+def call(worker: PeerAddress, keys: KeyPair) -> tuple[zmq.Context, zmq.Socket]:
+    context: zmq.Context = zmq.Context()
+    dealer, heartbeats = connect_to_worker(context, keys, worker, max_queued=0)
+    heartbeats.close()
+    dealer.send(b"let me in")
+    return context, dealer
+
+
+def test_a_secret_key_is_not_printed() -> None:
+    keys = make_keys()
+    assert keys.secret.decode() not in repr(keys)
+    assert keys != make_keys()
+
+
+def test_a_zeromq_without_curve_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq, "has", lambda _: False)
+    with pytest.raises(ConfigError, match="without CURVE"):
+        make_keys()
+
+
+def test_without_a_guest_list_nobody_gets_in(context: zmq.Context) -> None:
+    socket, address = listener(context)
+    with closing(socket):
+        caller, _ = call(address, make_keys())
+        assert not socket.poll(500)
+        caller.destroy(linger=0)
+
+
+def test_guests_get_in_and_their_messages_bear_their_key(context: zmq.Context) -> None:
+    guests = GuestList(context, DroppedMessages())
+    socket, address = listener(context)
+    keys = make_keys()
+    guests.admit(keys.public)
+    with closing(socket):
+        caller, _ = call(address, keys)
+        assert socket.poll(DEADLINE_S * 1000)
+        assert socket.recv_multipart(copy=False)[-1].get("User-Id") == keys.public
+        caller.destroy(linger=0)
+
+
+def test_an_early_guest_waits_at_the_door_and_a_stranger_is_counted(context: zmq.Context) -> None:
+    dropped = DroppedMessages()
+    guests = GuestList(context, dropped)
+    socket, address = listener(context)
+    early, stranger = make_keys(), make_keys()
+    with closing(socket):
+        callers = [call(address, keys)[0] for keys in (early, stranger)]
+        started = time.monotonic()
+        assert not socket.poll(100)
+        guests.admit(early.public)
+        assert socket.poll(DEADLINE_S * 1000)
+        assert time.monotonic() - started < 1.5, "it did not have to knock again"
+        assert socket.recv_multipart(copy=False)[-1].get("User-Id") == early.public
+        while not dropped.counts:
+            assert time.monotonic() < started + DEADLINE_S
+            time.sleep(0.01)
+        assert set(dropped.counts) == {"stranger"}
+        for caller in callers:
+            caller.destroy(linger=0)
+
+
+def test_a_flood_of_drops_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    dropped = DroppedMessages()
+    for number in range(1000):
+        dropped.add(DropReason.MALFORMED, f"message {number}")
+    dropped.add(DropReason.IMPOSTOR, "another")
+    assert dropped.counts == {"malformed": 1000, "impostor": 1}
+    assert [record.getMessage() for record in caplog.records] == [
+        "dropped (malformed, number 1): message 0",
+        "dropped (impostor, number 1): another",
+    ]
+
+
+def test_folders_of_sockets_are_private() -> None:
+    """What edge processes, sibling routers and workers of one machine rely on."""
+    with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
+        assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
+
+
+def test_a_message_that_is_too_long_is_not_taken_in(context: zmq.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.trust._MAX_MESSAGE_BYTES", 1000)
+    guests = GuestList(context, DroppedMessages())
+    socket, address = listener(context)
+    keys = make_keys()
+    guests.admit(keys.public)
+    with closing(socket):
+        caller, dealer = call(address, keys)
+        assert socket.poll(DEADLINE_S * 1000)
+        assert socket.recv_multipart()[-1] == b"let me in"
+        dealer.send(b"x" * 10_000)
+        assert not socket.poll(500)
+        dealer.send(b"short")
+        assert socket.poll(DEADLINE_S * 1000), "the connection is made anew"
+        assert socket.recv_multipart()[-1] == b"short"
+        caller.destroy(linger=0)
