@@ -6,16 +6,16 @@ so each keeps back what a later token could still change.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Detokenizer", "StopMatch", "StopMatcher"]
+__all__ = ["Detokenizer", "StopMatch", "StopMatcher", "StopStrings"]
 
 CONTEXT_TOKENS = 6  # of the prompt: enough for a decoder to know that the answer does not start a text
 MAX_OPEN_TOKENS = 3  # a character has at most 4 bytes, so these can be of one that is not complete
 MAX_HELD_TOKENS = 32  # more tokens than this without a complete character are no text
 REPLACEMENT = "\ufffd"
+CHAR_BITS = 21  # of a Unicode code point
 
 
 class Detokenizer:
@@ -72,6 +72,47 @@ class StopMatch(NamedTuple):
     stop: str | None
 
 
+class StopStrings:
+    """The stop strings of a request as an automaton (Aho-Corasick). Built once and shared by all its choices.
+
+    A state is the longest end of the text that is the beginning of a stop string; state 0 is the empty one. So one
+    lookup takes in one character, however many stop strings there are and however long they are. Lists are by state.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self.next: dict[int, int] = {}  # the state behind (state << CHAR_BITS | character), where the beginning grows
+        self.depths = [0]  # characters of this beginning
+        self.ends: list[str | None] = [None]  # the longest stop string that the text ends with
+        self._shorter = [0]  # the longest end of the text that is a beginning too, and shorter
+        reached_by = [(0, 0)]  # the state before it, and the character between them
+        for stop in stops:
+            state = 0
+            for char in map(ord, stop):
+                state = self._grown(state, char, reached_by)
+            self.ends[state] = stop
+        for state in sorted(range(1, len(self.depths)), key=self.depths.__getitem__):  # what is shorter is known first
+            before, char = reached_by[state]
+            shorter = self._shorter[state] = self.fall(self._shorter[before], char) if before else 0
+            self.ends[state] = self.ends[state] or self.ends[shorter]
+
+    def fall(self, state: int, char: int) -> int:
+        """The state behind a character, also where the beginning that `state` is does not grow by it."""
+        while (following := self.next.get(state << CHAR_BITS | char)) is None:
+            if not state:
+                return 0
+            state = self._shorter[state]
+        return following
+
+    def _grown(self, state: int, char: int, reached_by: list[tuple[int, int]]) -> int:
+        following = self.next.setdefault(state << CHAR_BITS | char, len(self.depths))
+        if following == len(self.depths):
+            self.depths.append(self.depths[state] + 1)
+            self.ends.append(None)
+            self._shorter.append(0)
+            reached_by.append((state, char))
+        return following
+
+
 class StopMatcher:
     """Cuts a text just before the earliest stop string, however the text is split into pieces.
 
@@ -79,39 +120,36 @@ class StopMatcher:
     stop strings the one that starts first counts; of those that start together, the shortest.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        ordered = sorted(set(stops), key=len)
-        self._pattern = re.compile("|".join(map(re.escape, ordered))) if ordered else None
-        self._by_first_char: dict[str, list[str]] = {}
-        for stop in ordered:
-            self._by_first_char.setdefault(stop[0], []).append(stop)
-        self._max_partial = len(ordered[-1]) - 1 if ordered else 0
+    def __init__(self, stops: StopStrings | None) -> None:
+        """None = there are no stop strings."""
+        self._stops = stops
         self._held = ""
+        self._state = 0  # of `stops`, behind what is held
+        self._found: StopMatch | None = None  # the earliest stop string in what is held, and the text before it
 
     def push(self, text: str) -> StopMatch:
         """Add text; return what may be shown of it and of what was held back."""
-        if self._pattern is None:
+        stops = self._stops
+        if stops is None:
             return StopMatch(text, None)
-        text = self._held + text
-        match = self._pattern.search(text)
-        # NOTE: a stop string that starts before the match and is not complete yet would be the earlier one.
-        cut = self._partial_start(text, match.start() if match else len(text))
-        if match and cut == match.start():
-            self._held = ""
-            return StopMatch(text[:cut], match.group())
-        self._held = text[cut:]
-        return StopMatch(text[:cut], None)
+        following, depths, ends = stops.next.get, stops.depths, stops.ends
+        state, found, whole = self._state, self._found, self._held + text
+        for end, char in enumerate(map(ord, text), len(self._held) + 1):
+            state = following(state << CHAR_BITS | char) or (state and stops.fall(state, char))
+            stop = ends[state]
+            if stop is not None and (found is None or end - len(stop) < len(found.text)):
+                found = StopMatch(whole[: end - len(stop)], stop)
+            # NOTE: a stop string that starts before the one found and is not complete yet would be the earlier one.
+            if found is not None and end - depths[state] >= len(found.text):
+                self._held, self._state, self._found = "", 0, None
+                return found
+        start = len(whole) - depths[state]
+        self._held, self._state = whole[start:], state
+        self._found = found and StopMatch(found.text[start:], found.stop)
+        return StopMatch(whole[:start], None)
 
     def flush(self) -> StopMatch:
         """Return the held-back text, cut at a stop string that waited for an earlier one. Call it once, at the end."""
-        text, self._held = self._held, ""
-        match = self._pattern.search(text) if self._pattern else None
-        return StopMatch(text[: match.start()], match.group()) if match else StopMatch(text, None)
-
-    def _partial_start(self, text: str, end: int) -> int:
-        """First index below `end` from where the rest of the text is the beginning of a stop string, else `end`."""
-        for start in range(max(0, len(text) - self._max_partial), end):
-            stops = self._by_first_char.get(text[start])
-            if stops and any(stop.startswith(text[start:]) for stop in stops):
-                return start
-        return end
+        match = self._found or StopMatch(self._held, None)
+        self._held, self._state, self._found = "", 0, None
+        return match

@@ -19,9 +19,10 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from protocol.digest import CacheScope
+from router.token_lengths import PromptLimit
 
 __all__ = ["SegmentEncoder", "SegmentMemo"]
 
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 MAX_MEMO_CHARS = 8 * 1024 * 1024
 ENTRY_CHARS = 128  # what an entry costs beside its text, in characters: 260 bytes of objects (measured)
 MIN_TEXT_CHARS = 512  # a shorter text is encoded before it is cut
+WINDOW_CHARS = 16 * 1024  # searched at once, with the interpreter's lock held
 _PROBE_TEXTS = ("", " ", " a", "a ", "d\n", "\n\nb c", "é", "▁x<", "0 1", "’s", "日本")
 
 
@@ -92,31 +94,40 @@ class SegmentEncoder:
         """Whether texts are encoded in segments at all."""
         return self._cuts is not None
 
-    def encode(self, text: str, scope: CacheScope) -> list[int]:
-        """Ids of the text. What is remembered of it was encoded in the same scope: no tenant can time another's."""
+    def encode(self, text: str, scope: CacheScope, limit: PromptLimit | None = None) -> list[int]:
+        """Ids of the text. What is remembered of it was encoded in the same scope: no tenant can time another's.
+
+        Raises `ContextLengthExceeded` where they are more than the limit allows.
+        """
         if self._cuts is None or len(text) < MIN_TEXT_CHARS:
-            return self._whole(text)
+            return self._whole(text, limit)
         ids: list[int] = []
         for segment in self._segments(text, self._cuts):
             known = self.memo.get(scope, segment)
             if known is None:
-                new = self._whole(segment)
+                new = self._whole(segment, limit)
                 self.memo.put(scope, segment, new)
                 ids += new
             else:
                 ids += known
+            if limit is not None:
+                limit.check(len(ids), f"{len(ids)} tokens at least")
         return ids
 
-    def _whole(self, text: str) -> list[int]:
-        ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+    def _whole(self, text: str, limit: PromptLimit | None = None) -> list[int]:
+        # As a batch: the call for one text would keep the interpreter's lock.
+        encoding = self._fast.encode_batch_fast([text], add_special_tokens=False)[0]
+        if limit is not None:
+            limit.check(len(encoding))
+        ids: list[int] = encoding.ids
         return ids
 
-    def _segments(self, text: str, cuts: re.Pattern[str]) -> Iterator[str]:
+    def _segments(self, text: str, cuts: _Cuts) -> Iterator[str]:
         start = 0
-        for found in cuts.finditer(text):
-            if found.start() > start:
-                yield text[start : found.start()]
-                start = found.start()
+        for cut in cuts.starts(text):
+            if cut > start:
+                yield text[start:cut]
+                start = cut
         if start < len(text):
             yield text[start:]
 
@@ -133,13 +144,31 @@ class SegmentEncoder:
         return True
 
 
-def _cuts_of(fast: Any) -> re.Pattern[str] | None:
-    """What finds the tokens that a text is split at: the leftmost, and of those that start together the longest."""
+class _Cuts(NamedTuple):
+    """Finds the tokens that a text is split at: the leftmost, and of those that start together the longest."""
+
+    tokens: re.Pattern[str]
+    max_chars: int  # of the longest
+
+    def starts(self, text: str) -> Iterator[int]:
+        """Where they start. Searched by windows: a search keeps the interpreter's lock up to what it finds."""
+        start = 0
+        while start < len(text):
+            end = start + WINDOW_CHARS
+            for found in self.tokens.finditer(text, start, end + self.max_chars - 1):
+                if found.start() >= end:
+                    break  # it may go on behind what was searched
+                yield found.start()
+                start = found.end()
+            start = max(start, end)
+
+
+def _cuts_of(fast: Any) -> _Cuts | None:
     tokens = [token for token in fast.get_added_tokens_decoder().values() if not token.normalized]
-    specials = _plain_specials(fast)
+    specials = sorted(_plain_specials(fast), key=len, reverse=True)
     if not specials or len(specials) < len(tokens):
         return None
-    return re.compile("|".join(re.escape(token) for token in sorted(specials, key=len, reverse=True)))
+    return _Cuts(re.compile("|".join(map(re.escape, specials))), len(specials[0]))
 
 
 def _plain_specials(fast: Any) -> list[str]:

@@ -1,7 +1,8 @@
 """Text to token ids and back: a model folder's tokenizer and chat template, and the threads they run on.
 
 Works without torch. Encoding goes to the fast tokenizer underneath, whose calls are free of shared state: the
-transformers wrapper sets truncation and padding on each call, which fails when two threads meet.
+transformers wrapper sets truncation and padding on each call, which fails when two threads meet. Long work is done by
+its calls for batches, also of a single text: the others keep the interpreter's lock, and the event loop stands still.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from protocol.digest import CacheScope
 from protocol.errors import ConfigError, RequestError
 from router.detokenizer import Detokenizer
 from router.segments import SegmentEncoder
+from router.token_lengths import PromptLimit, token_length
 
 __all__ = ["Tokenizer", "TokenizerPool"]
 
 T = TypeVar("T")
 
 MIN_THREAD_BYTES = 2048  # of text: about 500 tokens, encoded within a millisecond
+LONG_TOKENS = 1024  # decoded within half a millisecond
 
 
 class Tokenizer:
@@ -39,6 +42,7 @@ class Tokenizer:
         self._fast.no_truncation()
         self._fast.no_padding()
         self._segments = SegmentEncoder(self._fast)
+        self._token_length = token_length(self._fast)
         self.special_ids = frozenset(i for i, token in self._fast.get_added_tokens_decoder().items() if token.special)
         self.start_id: int | None = (
             self._hf.bos_token_id if self._hf.bos_token_id is not None else self._hf.eos_token_id
@@ -49,9 +53,23 @@ class Tokenizer:
         self._anchor_text = self.decode(self._anchor)
         self._texts: dict[int, str] = {}
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with what the model puts around one (a BOS, say) unless told otherwise."""
-        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+    def check_length(self, text: str, limit: PromptLimit) -> None:
+        """Raise `ContextLengthExceeded` for a text that cannot fit, without encoding it. Takes no time."""
+        if self._token_length is not None:
+            num_tokens = self._token_length.min_tokens(text)
+            limit.check(num_tokens, f"{len(text)} characters, which are {num_tokens} tokens at least")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, limit: PromptLimit | None = None) -> list[int]:
+        """Token ids of a text, with what the model puts around one (a BOS, say) unless told otherwise.
+
+        Raises `ContextLengthExceeded` where they are more than the limit allows.
+        """
+        if limit is not None:
+            self.check_length(text, limit)
+        encoding = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        if limit is not None:
+            limit.check(len(encoding))
+        ids: list[int] = encoding.ids
         return ids
 
     def render_chat(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
@@ -65,7 +83,7 @@ class Tokenizer:
             text: str = self._hf.apply_chat_template(messages, tokenize=False, **options)
         except jinja2.TemplateError as exc:
             raise RequestError(f"The chat template refused the messages: {exc}", param="messages") from exc
-        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as exc:  # the last: nested too deeply
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as exc:
             raise RequestError("The chat template cannot render these messages.", param="messages") from exc
         return text
 
@@ -76,17 +94,26 @@ class Tokenizer:
         scope: CacheScope,
         *,
         add_special_tokens: bool = False,
+        limit: PromptLimit | None = None,
     ) -> list[int]:
         """Token ids of a conversation. The template writes its own BOS, so none is added by default.
 
         Of a conversation that grows, only what is new takes time; `scope` is whom it is remembered for.
+        Raises `ContextLengthExceeded` where they are more than the limit allows.
         """
         text = self.render_chat(messages, options)
-        return self.encode(text) if add_special_tokens else self._segments.encode(text, scope)
+        if add_special_tokens:
+            return self.encode(text, limit=limit)
+        if limit is not None:
+            self.check_length(text, limit)
+        return self._segments.encode(text, scope, limit)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids; an incomplete character becomes U+FFFD."""
-        text: str = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        if len(token_ids) > LONG_TOKENS:
+            text: str = self._fast.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
+        else:
+            text = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:

@@ -11,8 +11,8 @@ from protocol.digest import CacheScope
 from protocol.errors import RequestError
 from protocol.messages import Prefetch
 from router.openai.backend import PinRequest, PinState
-from router.openai.chat import template_messages, template_options
-from router.openai.completions import tokenize_prompt
+from router.openai.chat import tokenize_chat
+from router.openai.completions import check_prompt, tokenize_prompt
 from router.openai.edge import Edge, read_body
 from router.openai.keys import seen_by
 from router.openai.schema import PinFields, PrefetchFields, UnpinFields, refuse_unserved
@@ -74,16 +74,20 @@ async def _token_ids(edge: Edge, fields: PinFields, scope: CacheScope) -> list[i
     tokenizer = edge.tokenizer
     if fields.prompt is not None:
         prompt, add_special_tokens = fields.prompt, fields.add_special_tokens is not False
-        return await edge.pool.run(lambda: tokenize_prompt(prompt, tokenizer, add_special_tokens=add_special_tokens))
+        limit = edge.prompt_limit("prompt")
+        check_prompt(prompt, tokenizer, limit)
+        return await edge.pool.run(
+            lambda: tokenize_prompt(prompt, tokenizer, limit, add_special_tokens=add_special_tokens)
+        )
     given = fields.messages or []
     # Behind a system message or an answer the client goes on, not the model.
     opens_answer = fields.add_generation_prompt
     if opens_answer is None:
         opens_answer = given[-1].role in ("user", "tool")
-    messages = template_messages(given)
-    options = template_options(fields.chat_template_kwargs, opens_answer)
     with_special = bool(fields.add_special_tokens)
-    return await edge.pool.run(lambda: tokenizer.encode_chat(messages, options, scope, add_special_tokens=with_special))
+    return await tokenize_chat(
+        edge, given, fields.chat_template_kwargs, opens_answer, scope, add_special_tokens=with_special
+    )
 
 
 def _pin_json(pin: PinState) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 
 from protocol.errors import ModelNotFound, RequestError
-from router.openai.chat import template_messages, template_options
+from router.openai.chat import tokenize_chat
 from router.openai.edge import Edge, read_body
 from router.openai.sampling import check_token_ids
 from router.openai.schema import DetokenizeRequest, TokenizeRequest
@@ -45,25 +45,30 @@ async def tokenize(edge: Edge, request: Request) -> dict[str, Any]:
     if fields.prompt is not None:
         prompt = fields.prompt
         add_special_tokens = fields.add_special_tokens is not False
-        ids = await edge.pool.run(lambda: tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+        limit = edge.prompt_limit("prompt")
+        tokenizer.check_length(prompt, limit)
+        ids = await edge.pool.run(lambda: tokenizer.encode(prompt, add_special_tokens=add_special_tokens, limit=limit))
     else:
-        messages = template_messages(fields.messages or ())
-        options = template_options(fields.chat_template_kwargs, fields.add_generation_prompt)
-        with_special = bool(fields.add_special_tokens)
-        scope = edge.cache_scope(request, None)
-        ids = await edge.pool.run(
-            lambda: tokenizer.encode_chat(messages, options, scope, add_special_tokens=with_special)
+        ids = await tokenize_chat(
+            edge,
+            fields.messages or (),
+            fields.chat_template_kwargs,
+            fields.add_generation_prompt,
+            edge.cache_scope(request, None),
+            add_special_tokens=bool(fields.add_special_tokens),
         )
+    strings = await edge.pool.run(lambda: tokenizer.token_strings(ids)) if fields.return_token_strs else None
     return {
         "count": len(ids),
         "max_model_len": edge.backend.max_model_len,
         "tokens": ids,
-        "token_strs": tokenizer.token_strings(ids) if fields.return_token_strs else None,
+        "token_strs": strings,
     }
 
 
 async def detokenize(edge: Edge, fields: DetokenizeRequest) -> dict[str, Any]:
     """Body of `POST /detokenize`: the text of token ids, special ones included."""
     edge.check_model(fields.model)
+    edge.prompt_limit("tokens").check(len(fields.tokens))
     check_token_ids(fields.tokens, edge.tokenizer.vocab_size, param="tokens")
     return {"prompt": await edge.pool.run(lambda: edge.tokenizer.decode(fields.tokens))}

@@ -10,14 +10,17 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from protocol.digest import CacheScope
 from protocol.errors import RequestError
 from router.openai.answer import Answer, answer_request
 from router.openai.edge import Edge, Prompt, conversation_of, plan_answer, read_body
 from router.openai.formats import ChatFormat
+from router.openai.limits import check_fields, check_messages
 from router.openai.schema import ChatMessage, ChatRequest, refuse_unserved
 from router.openai.wishes import wishes_of
+from router.tokenizer import MIN_THREAD_BYTES
 
-__all__ = ["create_chat_completion", "plan_chat", "template_messages", "template_options"]
+__all__ = ["create_chat_completion", "plan_chat", "template_messages", "template_options", "tokenize_chat"]
 
 ROLES = {"system", "developer", "user", "assistant", "tool"}
 RESERVED_OPTIONS = {"chat_template", "conversation", "messages", "tokenize", "tools"}
@@ -36,13 +39,16 @@ async def plan_chat(edge: Edge, request: Request, arrived_s: float) -> Answer:
     refuse_unserved(body, fields)
     requested_tokens = _requested_tokens(fields)
     num_logprobs = _num_logprobs(fields)
-    messages = template_messages(fields.messages)
-    options = template_options(fields.chat_template_kwargs, fields.add_generation_prompt)
-    add_special_tokens = bool(fields.add_special_tokens)
+    check_fields(fields, 1, num_logprobs)
     wishes = wishes_of(request, fields.priority)
     scope = edge.scopes.of(wishes.tenant, fields.cache_salt or "")
-    token_ids = await edge.pool.run(
-        lambda: edge.tokenizer.encode_chat(messages, options, scope, add_special_tokens=add_special_tokens),
+    token_ids = await tokenize_chat(
+        edge,
+        fields.messages,
+        fields.chat_template_kwargs,
+        fields.add_generation_prompt,
+        scope,
+        add_special_tokens=bool(fields.add_special_tokens),
         num_bytes=len(body),
     )
     if not token_ids:
@@ -60,6 +66,32 @@ async def plan_chat(edge: Edge, request: Request, arrived_s: float) -> Answer:
         wishes=wishes,
         cache_scope=scope,
     )
+
+
+async def tokenize_chat(
+    edge: Edge,
+    messages: Sequence[ChatMessage],
+    template_kwargs: dict[str, Any] | None,
+    add_generation_prompt: bool | None,
+    scope: CacheScope,
+    *,
+    add_special_tokens: bool,
+    num_bytes: int = MIN_THREAD_BYTES,
+) -> list[int]:
+    """Token ids of a conversation that came in a body of so many bytes. Raises `RequestError`."""
+    check_messages(messages, template_kwargs)
+    options = template_options(template_kwargs, add_generation_prompt)
+
+    def encode() -> list[int]:
+        return edge.tokenizer.encode_chat(
+            template_messages(messages),
+            options,
+            scope,
+            add_special_tokens=add_special_tokens,
+            limit=edge.prompt_limit("messages"),
+        )
+
+    return await edge.pool.run(encode, num_bytes=num_bytes)
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

@@ -12,9 +12,11 @@ from protocol.errors import RequestError
 from router.openai.answer import Answer, answer_request
 from router.openai.edge import Edge, Prompt, conversation_of, plan_answer, read_body
 from router.openai.formats import CompletionFormat
+from router.openai.limits import check_echo, check_fields
 from router.openai.sampling import check_token_ids
 from router.openai.schema import CompletionRequest, refuse_unserved
 from router.openai.wishes import wishes_of
+from router.token_lengths import PromptLimit
 from router.tokenizer import Tokenizer
 
 __all__ = ["create_completion", "plan_completion", "tokenize_prompt"]
@@ -38,10 +40,16 @@ async def plan_completion(edge: Edge, request: Request, arrived_s: float) -> Ans
     if fields.max_tokens == 0 and not fields.echo:
         raise RequestError("Invalid value for 'max_tokens': expected at least 1.", param="max_tokens")
     wishes = wishes_of(request, fields.priority)
-    given = _separate_prompts(fields.prompt)
+    limit = edge.prompt_limit("prompt")
+    given = _separate_prompts(fields, limit)
+    check_fields(fields, len(given), fields.logprobs)
+    for prompt in given:
+        check_prompt(prompt, edge.tokenizer, limit)
     prompts = await edge.pool.run(
-        lambda: [_tokenize(prompt, fields, edge.tokenizer) for prompt in given], num_bytes=len(body)
+        lambda: [_tokenize(prompt, fields, edge.tokenizer, limit) for prompt in given], num_bytes=len(body)
     )
+    if fields.echo:
+        check_echo((prompt.echo for prompt in prompts), fields.n or 1)
     echoes = [prompt.echo for prompt in prompts for _ in range(fields.n or 1)] if fields.echo else []
     return plan_answer(
         edge,
@@ -58,35 +66,52 @@ async def plan_completion(edge: Edge, request: Request, arrived_s: float) -> Ans
     )
 
 
-def _separate_prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+def _separate_prompts(fields: CompletionRequest, limit: PromptLimit) -> list[str | list[int]]:
     """Each prompt by itself: a plain list of token ids is one prompt, a list of anything else is many."""
+    prompt = fields.prompt
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise RequestError("'prompt' must not be an empty list.", param="prompt")
-    num_ints = sum(isinstance(item, int) for item in prompt)
-    if num_ints == len(prompt):
+    if isinstance(prompt[0], int):  # NOTE: first, as to look at millions of ids or prompts takes long
+        limit.check(len(prompt))
+    else:
+        check_fields(fields, len(prompt), fields.logprobs)
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
         return [cast(list[int], prompt)]
-    if num_ints:
+    if int in kinds:
         raise RequestError("'prompt' mixes token ids with prompts.", param="prompt")
     return cast(list[str | list[int]], prompt)
 
 
-def _tokenize(prompt: str | list[int], fields: CompletionRequest, tokenizer: Tokenizer) -> Prompt:
-    token_ids = tokenize_prompt(prompt, tokenizer, add_special_tokens=fields.add_special_tokens is not False)
+def _tokenize(prompt: str | list[int], fields: CompletionRequest, tokenizer: Tokenizer, limit: PromptLimit) -> Prompt:
+    add_special_tokens = fields.add_special_tokens is not False
+    token_ids = tokenize_prompt(prompt, tokenizer, limit, add_special_tokens=add_special_tokens)
     if isinstance(prompt, str):
         return Prompt(token_ids, prompt)
     return Prompt(token_ids, tokenizer.decode(prompt, skip_special_tokens=True) if fields.echo else "")
 
 
-def tokenize_prompt(prompt: str | list[int], tokenizer: Tokenizer, *, add_special_tokens: bool) -> list[int]:
+def check_prompt(prompt: str | list[int], tokenizer: Tokenizer, limit: PromptLimit) -> None:
+    """Raise `ContextLengthExceeded` for a prompt that can be seen to be too long without encoding it. Takes no time."""
+    if isinstance(prompt, str):
+        tokenizer.check_length(prompt, limit)
+    else:
+        limit.check(len(prompt))
+
+
+def tokenize_prompt(
+    prompt: str | list[int], tokenizer: Tokenizer, limit: PromptLimit, *, add_special_tokens: bool
+) -> list[int]:
     """Token ids of a prompt, at least one. Raises `RequestError`."""
     if isinstance(prompt, list):
+        limit.check(len(prompt))
         if not prompt:
             raise RequestError("A prompt of token ids must not be empty.", param="prompt")
         check_token_ids(prompt, tokenizer.vocab_size, param="prompt")
         return prompt
-    token_ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+    token_ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens, limit=limit)
     if not token_ids:  # as OpenAI: a text without a beginning starts from the mark that begins texts
         if tokenizer.start_id is None:
             raise RequestError("'prompt' must not be empty.", param="prompt")

@@ -13,22 +13,31 @@ from starlette.requests import Request
 from protocol.digest import CacheScope
 from protocol.errors import ModelNotFound, RequestError
 from protocol.sampling import SamplingParams
+from router.detokenizer import StopStrings
 from router.metrics import EdgeMetrics
 from router.openai.answer import Answer, new_answer_id
 from router.openai.backend import Backend, GenerateRequest
 from router.openai.callers import check_json
 from router.openai.formats import AnswerFormat
 from router.openai.generation import ChoicePlan
-from router.openai.sampling import max_tokens_for, sampling_params, sibling_seed, stop_strings
+from router.openai.limits import check_held_logprobs, check_prompt_tokens
+from router.openai.sampling import (
+    UNKNOWN_CONTEXT_TOKENS,
+    max_tokens_for,
+    other_prompt,
+    sampling_params,
+    sibling_seed,
+    stop_strings,
+)
 from router.openai.schema import MAX_CONVERSATION_ID_CHARS, GenerationFields, decode_body
 from router.openai.wishes import Wishes, tenant_of
 from router.tenants import CacheScopes
+from router.token_lengths import PromptLimit
 from router.tokenizer import Tokenizer, TokenizerPool
 
 __all__ = ["Edge", "Prompt", "conversation_of", "plan_answer", "read_body"]
 
 CONVERSATION_HEADER = "x-tandem-conversation"
-MAX_SEQUENCES = 2048  # of one request: prompts times n
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -52,6 +61,10 @@ class Edge:
         """Raise `ModelNotFound` unless this model (or none in particular) is asked for."""
         if name and name != self.backend.model:
             raise ModelNotFound(f"The model '{name[:200]}' does not exist.", param="model")
+
+    def prompt_limit(self, param: str) -> PromptLimit:
+        """The longest prompt that a request may have, in this field of it."""
+        return PromptLimit(self.backend.max_model_len or UNKNOWN_CONTEXT_TOKENS, param)
 
 
 class Prompt(NamedTuple):
@@ -98,12 +111,11 @@ def plan_answer(
     if options is not None and not fields.stream:
         raise RequestError("'stream_options' is only allowed with 'stream'.", param="stream_options")
     num_siblings = fields.n or 1
-    if len(prompts) * num_siblings > MAX_SEQUENCES:
-        raise RequestError(f"More than {MAX_SEQUENCES} answers in one request (prompts times n).", param="n")
-
+    check_prompt_tokens((len(prompt.token_ids) for prompt in prompts), num_siblings)
     answer_id = new_answer_id(answer_format.id_prefix)
     stops = stop_strings(fields)
     choices: list[ChoicePlan] = []
+    params: SamplingParams | None = None
     for prompt in prompts:
         max_tokens = max_tokens_for(
             len(prompt.token_ids),
@@ -112,9 +124,12 @@ def plan_answer(
             edge.backend.max_model_len,
             prompt_field=answer_format.prompt_field,
         )
-        params = sampling_params(
-            fields, max_tokens=max_tokens, num_logprobs=num_logprobs, vocab_size=edge.tokenizer.vocab_size
-        )
+        if params is None:
+            params = sampling_params(
+                fields, max_tokens=max_tokens, num_logprobs=num_logprobs, vocab_size=edge.tokenizer.vocab_size
+            )
+        else:
+            params = other_prompt(params, fields, max_tokens)
         for sibling in range(num_siblings):
             # Of several answers the conversation goes on with the first.
             conversation = "" if choices else conversation_id
@@ -123,6 +138,9 @@ def plan_answer(
                     len(choices), answer_id, prompt, params, sibling, stops, fields, conversation, wishes, cache_scope
                 )
             )
+    if num_logprobs is not None and not fields.stream:
+        num_tokens = sum(choice.request.sampling.max_tokens for choice in choices)
+        check_held_logprobs(num_tokens, num_logprobs)
     return Answer(
         answer_id=answer_id,
         model=fields.model or edge.backend.model,
@@ -142,7 +160,7 @@ def _choice(
     prompt: Prompt,
     params: SamplingParams,
     sibling: int,
-    stops: tuple[str, ...],
+    stops: StopStrings | None,
     fields: GenerationFields,
     conversation_id: str,
     wishes: Wishes,

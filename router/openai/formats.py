@@ -39,14 +39,19 @@ class FinishedChoice:
     """A choice put together from its deltas, for a plain answer."""
 
     index: int
-    text: str = ""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     entries: list[TokenEntry] = field(default_factory=list)
+    _texts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return "".join(self._texts)
 
     def add(self, delta: ChoiceDelta) -> None:
         """Append one delta of this choice."""
-        self.text += delta.text
+        self._texts.append(delta.text)
         self.entries += delta.entries
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason

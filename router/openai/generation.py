@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from protocol.errors import WorkerError
 from protocol.messages import FinishReason, TokenLogprobs
-from router.detokenizer import StopMatcher
+from router.detokenizer import StopMatcher, StopStrings
 from router.metrics import RequestClock
 from router.openai.backend import Backend, GenerateRequest, TokenDelta
 from router.streams import GeneratorStream, Stream
@@ -33,7 +33,7 @@ class ChoicePlan:
 
     index: int
     request: GenerateRequest
-    stops: tuple[str, ...] = ()
+    stops: StopStrings | None = None
     skip_special_tokens: bool = True
     is_first_sibling: bool = True  # computes the prompt; the others wait for it and share it
 

@@ -19,7 +19,7 @@ __all__ = ["explain_route", "list_decisions"]
 class _Kind(msgspec.Struct):
     """What tells the two kinds of body apart."""
 
-    messages: Any = None
+    messages: msgspec.Raw = msgspec.Raw(b"null")
 
 
 async def explain_route(edge: Edge, request: Request) -> dict[str, Any]:
@@ -28,7 +28,7 @@ async def explain_route(edge: Edge, request: Request) -> dict[str, Any]:
     Nothing is sent to a worker or booked. Raises a `ServingError`.
     """
     _, kind = await read_body(request, _Kind)
-    plan = plan_completion if kind.messages is None else plan_chat
+    plan = plan_completion if bytes(kind.messages) == b"null" else plan_chat
     answer = await plan(edge, request, time.perf_counter())
     requests = [choice.request for choice in answer.choices if choice.is_first_sibling]
     return {"object": "list", "data": [await edge.backend.explain(one) for one in requests]}

@@ -10,9 +10,19 @@ import msgspec
 
 from protocol.errors import ContextLengthExceeded, RequestError
 from protocol.sampling import MAX_COUNT, SamplingParams
+from router.detokenizer import StopStrings
+from router.openai.limits import check_stops
 from router.openai.schema import GenerationFields
 
-__all__ = ["check_token_ids", "max_tokens_for", "sampling_params", "sibling_seed", "stop_strings"]
+__all__ = [
+    "UNKNOWN_CONTEXT_TOKENS",
+    "check_token_ids",
+    "max_tokens_for",
+    "other_prompt",
+    "sampling_params",
+    "sibling_seed",
+    "stop_strings",
+]
 
 MIN_TOP_P = 1e-6  # top_p 0 is allowed and means: only the most likely token
 UNKNOWN_CONTEXT_TOKENS = 1 << 20  # no worker has told its context yet; it ends the answer there itself
@@ -22,15 +32,12 @@ def sampling_params(
     fields: GenerationFields, *, max_tokens: int, num_logprobs: int | None, vocab_size: int
 ) -> SamplingParams:
     """Sampling parameters of a request's first choice. Draws a seed where the client gave none."""
-    min_tokens = fields.min_tokens or 0
-    if min_tokens > max_tokens:
-        raise RequestError(f"min_tokens={min_tokens} is greater than max_tokens={max_tokens}.", param="min_tokens")
+    min_tokens = _min_tokens(fields, max_tokens)
     stop_token_ids = tuple(fields.stop_token_ids or ())
     check_token_ids(stop_token_ids, vocab_size, param="stop_token_ids")
-    seed = secrets.randbits(63) if fields.seed is None else fields.seed % 2**63
     return SamplingParams(
         max_tokens=max_tokens,
-        seed=seed,
+        seed=_seed(fields),
         temperature=_given(fields.temperature, 1.0),
         top_p=max(MIN_TOP_P, _given(fields.top_p, 1.0)),
         top_k=min(MAX_COUNT, max(0, fields.top_k or 0)),
@@ -44,6 +51,12 @@ def sampling_params(
         logit_bias=_logit_bias(fields.logit_bias or {}, vocab_size),
         num_logprobs=num_logprobs,
     )
+
+
+def other_prompt(params: SamplingParams, fields: GenerationFields, max_tokens: int) -> SamplingParams:
+    """Parameters of another prompt of the same request: the same, with its own length and seed."""
+    _min_tokens(fields, max_tokens)
+    return msgspec.structs.replace(params, max_tokens=max_tokens, seed=_seed(fields))
 
 
 def sibling_seed(params: SamplingParams, sibling: int) -> SamplingParams:
@@ -74,11 +87,13 @@ def max_tokens_for(
     return left if wanted is None else min(wanted, left)
 
 
-def stop_strings(fields: GenerationFields) -> tuple[str, ...]:
-    """Stop strings of a request, none if it has none."""
-    if fields.stop is None:
-        return ()
-    return (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
+def stop_strings(fields: GenerationFields) -> StopStrings | None:
+    """Stop strings of a request; None if it has none. Raises `RequestError` for too many, or too long ones."""
+    if not fields.stop:
+        return None
+    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop
+    check_stops(stops)
+    return StopStrings(stops)
 
 
 def check_token_ids(token_ids: Iterable[int], vocab_size: int, *, param: str) -> None:
@@ -96,6 +111,17 @@ def _logit_bias(by_name: dict[str, float], vocab_size: int) -> dict[int, float]:
         bias[int(name)] = value
     check_token_ids(bias, vocab_size, param="logit_bias")
     return bias
+
+
+def _min_tokens(fields: GenerationFields, max_tokens: int) -> int:
+    min_tokens = fields.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise RequestError(f"min_tokens={min_tokens} is greater than max_tokens={max_tokens}.", param="min_tokens")
+    return min_tokens
+
+
+def _seed(fields: GenerationFields) -> int:
+    return secrets.randbits(63) if fields.seed is None else fields.seed % 2**63
 
 
 def _given(value: float | None, default: float) -> float:

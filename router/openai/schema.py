@@ -7,6 +7,7 @@ tolerated: OpenAI adds them all the time. Fields that would change the answer bu
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,18 +44,19 @@ __all__ = [
 ]
 
 MAX_CHOICES = 128  # of one prompt, as OpenAI
-MAX_STOPS = 1024
-MAX_STOP_CHARS = 4096
 MAX_CONVERSATION_ID_CHARS = 256
 MAX_CACHE_SALT_CHARS = 256
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
-StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+StopString = Annotated[str, Meta(min_length=1)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 ConversationId = Annotated[str, Meta(min_length=1, max_length=MAX_CONVERSATION_ID_CHARS)]
+
+MAX_NOTHING_BYTES = 256  # of a value that asks for nothing
+LARGE_BODY_BYTES = 64 * 1024  # whose objects are so many that the collector would look at them again and again
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -74,7 +76,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, frozen=True):
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stop: StopString | list[StopString] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Probability | None = None
@@ -213,20 +215,23 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
 }
 
 
+_ABSENT = msgspec.Raw(b"null")
+_Unserved = msgspec.defstruct("_Unserved", [(name, msgspec.Raw, _ABSENT) for name in UNSERVED])
+
+
 def decode_body(body: bytes, request_type: type[R]) -> R:
     """Body as a request. Raises `RequestError` naming the field that is wrong."""
-    with _decoding_errors():
+    with _decoding_errors(), _collector_paused(body):
         return msgspec.json.decode(body, type=request_type)
 
 
 def refuse_unserved(body: bytes, request: GenerationFields | PinFields) -> None:
     """Raise `RequestError` if the body sets a field that would change the answer and is not served, or a huge salt."""
     check_cache_salt(request.cache_salt)
-    with _decoding_errors():
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        for name in UNSERVED.keys() & fields.keys():
-            value = msgspec.json.decode(fields[name])
-            if value is None or value in UNSERVED[name]:
+    with _decoding_errors(), _collector_paused(body):
+        fields = msgspec.json.decode(body, type=_Unserved)
+        for name, raw in zip(UNSERVED, msgspec.structs.astuple(fields), strict=True):
+            if raw is _ABSENT or _asks_for_nothing(name, raw):
                 continue
             if name == "tools" and isinstance(request, ChatRequest | PinFields) and request.tool_choice == "none":
                 continue  # the model may not call them, so the answer is plain text
@@ -239,6 +244,23 @@ def check_cache_salt(salt: str | None) -> None:
         raise RequestError(
             f"'cache_salt' has {len(salt)} characters; at most {MAX_CACHE_SALT_CHARS} are allowed.", param="cache_salt"
         )
+
+
+def _asks_for_nothing(name: str, raw: msgspec.Raw) -> bool:
+    return len(raw) <= MAX_NOTHING_BYTES and msgspec.json.decode(raw) in (None, *UNSERVED[name])
+
+
+@contextmanager
+def _collector_paused(body: bytes) -> Iterator[None]:
+    """Have no garbage collected meanwhile: among a million lists that are being made there is none to find."""
+    if len(body) < LARGE_BODY_BYTES or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 @contextmanager

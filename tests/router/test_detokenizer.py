@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
-from router.detokenizer import Detokenizer, StopMatcher
+from router.detokenizer import Detokenizer, StopMatcher, StopStrings
 from router.tokenizer import Tokenizer
 
 FAST = settings(
@@ -39,7 +39,7 @@ def cut_at_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 def matched(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(StopStrings(stops) if stops else None)
     shown = []
     for piece in pieces:
         text, stop = matcher.push(piece)
@@ -129,6 +129,48 @@ def test_leading_space_and_byte_fallback_of_a_sentencepiece_decoder() -> None:
     runs = [[i] for i in range(len(tokens))]
     assert stream(Detokenizer(fast.decode), runs) == ["Hello", " world", "", "", "€", "!", ""]
     assert stream(Detokenizer(fast.decode, prompt_ids=[0]), runs[1:])[0] == " world"
+
+
+def naive(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
+    """Looks at all that is held again for each piece."""
+    shown, held = [], ""
+    for piece in pieces:
+        held += piece
+        text, stop = cut_at_stop(held, stops)
+        begun = (i for i in range(len(text)) if any(stop.startswith(held[i:]) for stop in stops))
+        start = next(begun, len(text))  # a stop string begins here that is not complete
+        if stop is not None and start == len(text):
+            return [*shown, text], stop
+        shown.append(held[:start])
+        held = held[start:]
+    text, stop = cut_at_stop(held, stops)
+    return [*shown, text], stop
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    stops=st.lists(st.text("ab\n", min_size=1, max_size=7), min_size=1, max_size=6),
+    pieces=st.lists(st.text("ab\n", max_size=9), max_size=9),
+)
+def test_the_matcher_shows_after_each_piece_what_a_naive_one_does(stops: list[str], pieces: list[str]) -> None:
+    assert matched(stops, pieces) == naive(stops, pieces)
+
+
+@pytest.mark.parametrize("num_stops", [1, 64, 1024])
+def test_a_piece_costs_the_same_however_many_stops_are_held_back_for(num_stops: int) -> None:
+    class Counting(dict[int, int]):
+        num_looks = 0
+
+        def get(self, *args: int) -> int | None:
+            self.num_looks += 1
+            return super().get(*args)
+
+    stops = StopStrings(["a" * 12 + f"{i:04d}" for i in range(num_stops)])
+    stops.next = looks = Counting(stops.next)
+    matcher = StopMatcher(stops)
+    for _ in range(1000):
+        assert matcher.push("aaab").stop is None
+    assert looks.num_looks <= 4 * 4000  # for a character one to see that it does not go on, one for each way back
 
 
 @pytest.mark.parametrize(
