@@ -28,6 +28,7 @@ from router.openai.callers import check_json
 from router.openai.errors import ClientDisconnected, serving_error_body
 from router.openai.outlet import Outlet
 from router.openai.presence import while_connected
+from router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
 from router.openai.wishes import EXPLAIN_HEADER, wishes_of
 from router.placement import Placement
 from router.tenants import CacheScopes
@@ -115,7 +116,8 @@ class Forwarder:
         wishes = wishes_of(request, priority_of(body))
         scope = self._scopes.of(wishes.tenant, cache_salt_of(body))
         reader = self._readers.get(model, self._text)
-        token_ids = await self._pool.run(lambda: reader.read(body, scope), num_bytes=len(raw))
+        max_tokens = self._fleet.max_model_len(model) or UNKNOWN_CONTEXT_TOKENS
+        token_ids = await self._pool.run(lambda: reader.read(body, scope, max_tokens), num_bytes=len(raw))
         return Call(
             request_id=new_answer_id("req-"),
             path=path,

@@ -15,7 +15,9 @@ import orjson
 from protocol.digest import CacheScope
 from protocol.errors import RequestError
 from router.openai.chat import template_messages, template_options
+from router.openai.limits import check_messages
 from router.openai.schema import ChatRequest, check_cache_salt, decode_body
+from router.token_lengths import PromptLimit
 from router.tokenizer import Tokenizer
 
 __all__ = ["PromptReader", "TextReader", "TokenReader", "cache_salt_of", "max_tokens_of", "priority_of"]
@@ -28,62 +30,77 @@ _BYTES_PER_TOKEN = 4
 class PromptReader(Protocol):
     """Reads the prompt of a request body. Never raises for what a client sent: the engine judges that."""
 
-    def read(self, body: dict[str, Any], scope: CacheScope) -> list[int]:
+    def read(self, body: dict[str, Any], scope: CacheScope, max_tokens: int) -> list[int]:
         """Its tokens. May take long for a long prompt: call it off the event loop.
 
-        What is remembered of it is for requests of the same scope only.
+        What is remembered of it is for requests of the same scope only. Of a prompt longer than `max_tokens`, which no
+        engine takes, only the beginning is read: one token more.
         """
 
 
 class TextReader:
     """Stand-in tokens out of the text."""
 
-    def read(self, body: dict[str, Any], scope: CacheScope) -> list[int]:
+    def read(self, body: dict[str, Any], scope: CacheScope, max_tokens: int) -> list[int]:
         """Four bytes each; the tail that is shorter counts as one."""
+        max_bytes = (max_tokens + 1) * _BYTES_PER_TOKEN
         prompt = body.get("prompt")
         if isinstance(prompt, list):
-            if ids := _token_ids(prompt):
+            if ids := _token_ids(prompt, max_tokens):
                 return ids
             prompt = next((item for item in prompt if isinstance(item, str)), "")
         if isinstance(prompt, str):
-            return _text_tokens(prompt.encode(errors="replace"))
+            return _text_tokens(prompt[:max_bytes].encode(errors="replace")[:max_bytes])
         # A conversation grows at its end, so what comes first in every turn must come first here: tools, then messages.
-        parts = [body.get("tools"), *_as_list(body.get("messages"))]
-        return _text_tokens(b"\n".join(orjson.dumps(part) for part in parts if part is not None))
+        text = bytearray()
+        for part in (body.get("tools"), *_as_list(body.get("messages"))):
+            if part is not None:
+                text += (b"\n" if text else b"") + orjson.dumps(part)
+            if len(text) > max_bytes:
+                break
+        return _text_tokens(bytes(text[:max_bytes]))
 
 
 class TokenReader:
-    """The model's own tokens; the stand-in where its template cannot render the messages (images, say)."""
+    """The model's own tokens; the stand-in where its template cannot render the messages (images, say).
+
+    And where there are more than any engine takes: it is for the engine to refuse them.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._text = TextReader()
 
-    def read(self, body: dict[str, Any], scope: CacheScope) -> list[int]:
+    def read(self, body: dict[str, Any], scope: CacheScope, max_tokens: int) -> list[int]:
         """As the engine tokenizes it: completions with special tokens, chat through the model's template."""
         try:
-            return self._chat(body, scope) if "messages" in body else self._completion(body)
+            if "messages" in body:
+                return self._chat(body, scope, PromptLimit(max_tokens, "messages"))
+            return self._completion(body, PromptLimit(max_tokens, "prompt"))
         except RequestError as exc:
             logger.debug("a prompt could not be tokenized here: %s", exc)
-            return self._text.read(body, scope)
+            return self._text.read(body, scope, max_tokens)
 
-    def _completion(self, body: dict[str, Any]) -> list[int]:
+    def _completion(self, body: dict[str, Any], limit: PromptLimit) -> list[int]:
         prompt = body.get("prompt")
         if isinstance(prompt, list):
-            if ids := _token_ids(prompt):
+            if ids := _token_ids(prompt, limit.max_tokens):
                 return ids
             prompt = prompt[0] if prompt else ""
         if not isinstance(prompt, str):
             raise RequestError("not a text")
-        return self._tokenizer.encode(prompt, add_special_tokens=body.get("add_special_tokens") is not False)
+        add_special_tokens = body.get("add_special_tokens") is not False
+        return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens, limit=limit)
 
-    def _chat(self, body: dict[str, Any], scope: CacheScope) -> list[int]:
+    def _chat(self, body: dict[str, Any], scope: CacheScope, limit: PromptLimit) -> list[int]:
         fields = decode_body(orjson.dumps(body), ChatRequest)
+        check_messages(fields.messages, fields.chat_template_kwargs)
         messages = template_messages(fields.messages)
         options = template_options(fields.chat_template_kwargs, fields.add_generation_prompt)
         if body.get("tools") and body.get("tool_choice") != "none":
             options["tools"] = body["tools"]
-        return self._tokenizer.encode_chat(messages, options, scope, add_special_tokens=bool(fields.add_special_tokens))
+        add_special_tokens = bool(fields.add_special_tokens)
+        return self._tokenizer.encode_chat(messages, options, scope, add_special_tokens=add_special_tokens, limit=limit)
 
 
 def max_tokens_of(body: dict[str, Any]) -> int | None:
@@ -110,9 +127,9 @@ def priority_of(body: dict[str, Any]) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**31 else 0
 
 
-def _token_ids(prompt: list[Any]) -> list[int]:
+def _token_ids(prompt: list[Any], max_tokens: int) -> list[int]:
     """The ids of a prompt that consists of them, or of the first of several such prompts; else none."""
-    ids = prompt[0] if prompt and isinstance(prompt[0], list) else prompt
+    ids = (prompt[0] if prompt and isinstance(prompt[0], list) else prompt)[: max_tokens + 1]
     is_ids = all(isinstance(token, int) and 0 <= token < 2**32 for token in ids)
     return list(ids) if is_ids else []
 

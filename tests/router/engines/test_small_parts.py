@@ -229,11 +229,11 @@ def turn(*contents: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_without_a_tokenizer_a_conversation_still_begins_as_it_did() -> None:
-    first = TextReader().read(turn("hello " * 20), "")
-    second = TextReader().read(turn("hello " * 20, "hi", "more"), "")
+    first = TextReader().read(turn("hello " * 20), "", 1000)
+    second = TextReader().read(turn("hello " * 20, "hi", "more"), "", 1000)
     assert second[: len(first) - 1] == first[:-1]
-    assert TextReader().read(turn("hello " * 20, tools=[{"type": "function"}]), "")[:4] != first[:4]
-    assert len(TextReader().read({"prompt": "x" * 41}, "")) == 11
+    assert TextReader().read(turn("hello " * 20, tools=[{"type": "function"}]), "", 1000)[:4] != first[:4]
+    assert len(TextReader().read({"prompt": "x" * 41}, "", 1000)) == 11
 
 
 @pytest.mark.parametrize(
@@ -241,15 +241,15 @@ def test_without_a_tokenizer_a_conversation_still_begins_as_it_did() -> None:
     [([1, 2, 3], [1, 2, 3]), ([[4, 5], [6]], [4, 5]), ([1, -2], []), ([], []), (None, []), (["ab"], [0x6261])],
 )
 def test_prompts_of_ids_are_taken_as_they_are(prompt: Any, expected: list[int]) -> None:
-    assert TextReader().read({"prompt": prompt}, "") == expected
+    assert TextReader().read({"prompt": prompt}, "", 1000) == expected
 
 
 def test_with_the_tokenizer_prompts_are_the_tokens_the_engine_computes(tokenizer: Tokenizer) -> None:
     reader = TokenReader(tokenizer)
-    assert reader.read({"prompt": "hello"}, "") == tokenizer.encode("hello")
-    assert reader.read({"prompt": [7, 8]}, "") == [7, 8]
+    assert reader.read({"prompt": "hello"}, "", 1000) == tokenizer.encode("hello")
+    assert reader.read({"prompt": [7, 8]}, "", 1000) == [7, 8]
     messages = [{"role": "user", "content": "hello"}]
-    assert reader.read({"messages": messages}, "") == tokenizer.encode_chat(
+    assert reader.read({"messages": messages}, "", 1000) == tokenizer.encode_chat(
         messages, {"add_generation_prompt": True}, ""
     )
 
@@ -267,10 +267,28 @@ def test_with_the_tokenizer_prompts_are_the_tokens_the_engine_computes(tokenizer
     ],
 )
 def test_what_cannot_be_rendered_is_left_to_the_engine(body: dict[str, Any], tokenizer: Tokenizer) -> None:
-    assert TokenReader(tokenizer).read(body, "") == TextReader().read(body, "")
+    assert TokenReader(tokenizer).read(body, "", 1000) == TextReader().read(body, "", 1000)
 
 
 def test_the_limit_of_an_answer() -> None:
     assert max_tokens_of({"max_tokens": 5}) == 5
     assert max_tokens_of({"max_tokens": 5, "max_completion_tokens": 7}) == 7
     assert [max_tokens_of({"max_tokens": value}) for value in (None, True, "3", -1)] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "日" * 1_000_000},
+        {"prompt": [1] * 1_000_000},
+        {"prompt": [[1] * 1_000_000, [2]]},
+        {"messages": [{"role": "user", "content": "x" * 100_000}] * 3},
+        {"messages": [{"role": "user", "content": ""}] * 100_000},
+    ],
+)
+def test_of_a_prompt_that_no_engine_takes_only_the_beginning_is_read(
+    tokenizer: Tokenizer, body: dict[str, Any]
+) -> None:
+    for reader in (TextReader(), TokenReader(tokenizer)):
+        assert len(reader.read(body, "", 1000)) == 1001
+        assert reader.read(body, "", 1000) == reader.read(body, "", 2000)[:1001]
