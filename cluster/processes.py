@@ -21,6 +21,7 @@ from typing import Any
 from cluster.waiting import stop_events
 from protocol.errors import ConfigError
 from router.background import BackgroundTasks
+from router.silence import answered
 
 __all__ = ["ParentPipe", "ProcessGroup"]
 
@@ -162,17 +163,15 @@ class ProcessGroup:
 
     async def _falls_silent(self, child: Process) -> bool:
         """Wait until it says no more; whether it has not ended."""
-        # In two halves: where it was this process that hung, the first is over at once, and what was said is read then.
-        num_silent = 0
-        while num_silent < 2:
+        while True:
+            word = asyncio.create_task(_next_word(child))
             try:
-                async with asyncio.timeout(self._silence_timeout_s / 2):
-                    if not await _next_word(child):
-                        return False
-                num_silent = 0
-            except TimeoutError:
-                num_silent += 1
-        return True
+                if not await answered(word, self._silence_timeout_s):
+                    return True
+                if not await word:
+                    return False
+            finally:
+                word.cancel()
 
     async def _stop_all(self, stop_now: asyncio.Event) -> None:
         """Let all finish what runs, for `stop_timeout_s` at most; then, or on `stop_now`, end them."""

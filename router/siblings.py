@@ -34,6 +34,7 @@ from protocol.siblings import (
     Waiting,
 )
 from router.registry import Booking, Registry, WorkerChange
+from router.silence import SilenceClock
 
 __all__ = ["BEAT_INTERVAL_S", "REMOVED_S", "SILENCE_S", "SharedBooking", "SiblingListener", "Siblings"]
 
@@ -124,6 +125,7 @@ class Siblings:
         self._removed_s: dict[str, float] = {}  # engines whose removal will be forgotten, and since when it is known
         self._ours: dict[int, OpenRequest] = {}
         self._siblings: dict[str, _Sibling] = {}
+        self._silence = SilenceClock(SILENCE_S)
         registry.listen(self._on_worker)
 
     @property
@@ -197,8 +199,9 @@ class Siblings:
     def tick(self, now: float) -> None:
         """Say that we live, and forget who does not. Call it every `BEAT_INTERVAL_S`."""
         self._beat()
+        self._silence.look(now, BEAT_INTERVAL_S)
         for name, sibling in list(self._siblings.items()):
-            if now - sibling.heard_s > SILENCE_S:
+            if self._silence.is_silent(sibling.heard_s, now):
                 self._forget(name)
         self._forget_removed(now)
 

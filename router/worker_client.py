@@ -68,6 +68,7 @@ from router.inbox import Inbox
 from router.message_socket import MessageSocket
 from router.prefix_index import PrefixIndex
 from router.registry import Registry
+from router.silence import LOOKS, SilenceClock, answered
 from router.trust import KeyPair, connect_to_worker, make_keys
 
 __all__ = ["Leg", "LegEvent", "WorkerClient"]
@@ -256,8 +257,7 @@ class WorkerClient:
         link.send(Hello(router_id=self._router_id))
         timeout_s = self._config.worker_timeout_s
         try:
-            await asyncio.wait([link.welcome], timeout=timeout_s)
-            if not link.welcome.done():
+            if not await answered(link.welcome, timeout_s):
                 raise WorkerError(
                     f"worker {address.worker_id} at {address.endpoint} did not answer within "
                     f"worker_timeout_s={timeout_s}"
@@ -474,13 +474,15 @@ class WorkerClient:
     async def _watch(self) -> None:
         """Give up workers that are silent, and ask again for snapshots that did not come."""
         timeout_s = self._config.worker_timeout_s
+        silence = SilenceClock(timeout_s)
+        silence.look(self._clock(), timeout_s / LOOKS)
         while True:
-            await asyncio.sleep(timeout_s / 8)
+            await asyncio.sleep(timeout_s / LOOKS)
             now = self._clock()
+            silence.look(now, timeout_s / LOOKS)
             for worker in list(self._registry):
-                silence_s = now - worker.last_seen_s
-                if silence_s > timeout_s:
-                    self.mark_dead(worker.worker_id, f"silent for {silence_s:.1f} s")
+                if silence.is_silent(worker.last_seen_s, now):
+                    self.mark_dead(worker.worker_id, f"silent for {silence.silence_s(worker.last_seen_s, now):.1f} s")
             for link in self._links.values():
                 if link.snapshots_due and now - link.snapshot_asked_s > timeout_s:
                     overdue, link.snapshots_due = link.snapshots_due, set()

@@ -21,6 +21,7 @@ from router.edges import wire
 from router.inbox import Inbox, Turns
 from router.message_socket import MessageSocket
 from router.openai.backend import GenerateRequest, PinRequest, PinState, TokenDelta
+from router.silence import SilenceClock, answered
 from router.streams import InboxStream, Stream
 
 __all__ = ["RemoteBackend"]
@@ -52,7 +53,7 @@ class RemoteBackend:
         self._streams: dict[int, Inbox[_Item]] = {}
         self._turns = Turns()
         self._questions: dict[int, asyncio.Future[msgspec.Raw]] = {}
-        self._joined = asyncio.Event()
+        self._joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._background = BackgroundTasks()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = self._context.socket(SocketType.DEALER)
@@ -65,11 +66,8 @@ class RemoteBackend:
         """Join the hub. Raises `WorkerError` when it does not answer in time."""
         self._background.keep("watch of the deciding process", self._watch)
         self._send(wire.Join())
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._joined.wait()
-        except TimeoutError:
-            raise WorkerError(f"the deciding process did not answer within {self._timeout_s:g} s") from None
+        if not await answered(self._joined, self._timeout_s):
+            raise WorkerError(f"the deciding process did not answer within {self._timeout_s:g} s")
 
     async def close(self) -> None:
         """Fail what still runs and leave."""
@@ -195,7 +193,8 @@ class RemoteBackend:
                     asked.set_result(answer)
             case wire.Status():
                 self._status = message
-                self._joined.set()
+                if not self._joined.done():
+                    self._joined.set_result(None)
 
     def _deliver(self, call: int, item: _Item) -> None:
         # A client that left may still get tokens on their way.
@@ -214,9 +213,12 @@ class RemoteBackend:
 
     async def _watch(self) -> None:
         """See whether the hub lives."""
+        silence = SilenceClock(self._timeout_s)
         while True:
-            silence_s = self._clock() - self._heard_s
-            if silence_s > self._timeout_s and not self._is_silent:
+            now = self._clock()
+            silence.look(now, WATCH_INTERVAL_S)
+            if silence.is_silent(self._heard_s, now) and not self._is_silent:
+                silence_s = silence.silence_s(self._heard_s, now)
                 logger.warning("the deciding process has been silent for %.1f s", silence_s)
                 self._is_silent = True
                 self._fail_all(f"the deciding process has been silent for {silence_s:.1f} s")

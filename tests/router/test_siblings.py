@@ -214,12 +214,32 @@ def test_who_was_only_silent_is_asked_what_it_has_open() -> None:
     net.settle()
     net.processes["0"].open("a", "a", 10)
     net.deliver_all()
-    net.now += 2 * SILENCE_S
-    net.processes["1"].siblings.tick(net.now)
+    for _ in range(round(2 * SILENCE_S / BEAT_INTERVAL_S)):
+        net.now += BEAT_INTERVAL_S
+        net.processes["1"].siblings.tick(net.now)
     assert net.processes["1"].registry.num_bookings == 0
     net.tick()
     net.deliver_all()
     net.assert_all_agree()
+
+
+def test_who_slept_takes_nobody_else_for_silent() -> None:
+    net = Net(2)
+    net.settle()
+    net.processes["0"].open("a", "a", 10)
+    net.deliver_all()
+    sleeper = net.processes["1"]
+    sleeper.siblings.tick(net.now)
+    net.now += 10 * SILENCE_S  # the other beats meanwhile, and none of it is read
+    sleeper.siblings.tick(net.now)
+    assert sleeper.registry.num_bookings == 1
+    for _ in range(round(SILENCE_S / BEAT_INTERVAL_S)):
+        sleeper.siblings.tick(net.now)
+        assert sleeper.registry.num_bookings == 1
+        net.now += BEAT_INTERVAL_S
+    net.now += BEAT_INTERVAL_S / 2
+    sleeper.siblings.tick(net.now)
+    assert sleeper.registry.num_bookings == 0  # now it has had all the time again
 
 
 def test_who_says_goodbye_is_forgotten_at_once() -> None:

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from protocol.digest import EVERYONE
 from protocol.errors import WorkerError
 from protocol.sampling import SamplingParams
+from router.detokenizer import StopStrings
 from router.inbox import Inbox, Turns
 from router.metrics import EdgeMetrics, RequestClock
 from router.openai.backend import GenerateRequest, TokenDelta
@@ -260,7 +261,9 @@ async def test_an_answer_ended_by_a_stop_string_has_no_error_behind_it(tokenizer
     backend.serve = lambda _: tokens  # type: ignore[method-assign]
     request = GenerateRequest("r", [1], SamplingParams(max_tokens=50), EVERYONE)
     metrics = EdgeMetrics(CollectorRegistry())
-    deltas = run_choices(backend, [ChoicePlan(0, request, ("world",))], tokenizer, lambda: RequestClock(metrics, 0.0))
+    deltas = run_choices(
+        backend, [ChoicePlan(0, request, StopStrings(["world"]))], tokenizer, lambda: RequestClock(metrics, 0.0)
+    )
     got: list[ChoiceDelta] = []
     pouring = asyncio.create_task(deltas.pour(lambda delta: got.append(delta) or True))  # type: ignore[func-returns-value]
     await turns_pass()

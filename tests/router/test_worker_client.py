@@ -402,3 +402,18 @@ def test_removing_a_worker_waits_no_longer_than_the_drain_timeout() -> None:
             assert isinstance(event.item, WorkerError)
 
     asyncio.run(scenario())
+
+
+def test_a_router_that_stood_still_takes_no_worker_for_dead() -> None:
+    async def scenario() -> None:
+        config = RouterConfig(worker_timeout_s=0.4)
+        async with fake_cluster(decode=silent, config=config) as cluster:
+            worker = cluster.workers["d"]
+            time.sleep(1.0)  # noqa: ASYNC251 - as where one long call keeps the event loop; what workers say waits in the sockets
+            for _ in range(10):
+                await asyncio.sleep(0.05)
+                assert cluster.registry.get("d") is not None
+                worker.beat(WorkerLoad())
+            await until(lambda: cluster.registry.get("d") is None)  # it says no more
+
+    asyncio.run(scenario())
