@@ -26,6 +26,7 @@ from router.metrics import EdgeMetrics
 from router.openai.answer import new_answer_id
 from router.openai.callers import check_json
 from router.openai.errors import ClientDisconnected, serving_error_body
+from router.openai.limits import check_brackets
 from router.openai.outlet import Outlet
 from router.openai.presence import while_connected
 from router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
@@ -214,6 +215,7 @@ async def read_object(request: Request) -> tuple[bytes, dict[str, Any]]:
     """The JSON object of a request, raw and decoded. Raises `RequestError`."""
     check_json(request)
     raw = await request.body()
+    check_brackets(raw)
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as exc:

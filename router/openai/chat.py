@@ -15,7 +15,7 @@ from protocol.errors import RequestError
 from router.openai.answer import Answer, answer_request
 from router.openai.edge import Edge, Prompt, conversation_of, plan_answer, read_body
 from router.openai.formats import ChatFormat
-from router.openai.limits import check_fields, check_messages
+from router.openai.limits import check_brackets, check_fields, check_messages
 from router.openai.schema import ChatMessage, ChatRequest, refuse_unserved
 from router.openai.wishes import wishes_of
 from router.tokenizer import MIN_THREAD_BYTES
@@ -144,6 +144,7 @@ def _template_tool_call(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
+    check_brackets(function["arguments"], "messages")
     try:
         arguments = orjson.loads(function["arguments"])
     except orjson.JSONDecodeError:

@@ -6,12 +6,24 @@ Each field may be large, all of them together not: what is held, sent and comput
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from protocol.errors import RequestError
-from router.openai.schema import ChatMessage, GenerationFields
 
-__all__ = ["check_echo", "check_fields", "check_held_logprobs", "check_messages", "check_prompt_tokens", "check_stops"]
+if TYPE_CHECKING:
+    from router.openai.schema import ChatMessage, GenerationFields
 
+__all__ = [
+    "check_brackets",
+    "check_echo",
+    "check_fields",
+    "check_held_logprobs",
+    "check_messages",
+    "check_prompt_tokens",
+    "check_stops",
+]
+
+MAX_BRACKETS = 1 << 19  # in a body, and in the arguments of a tool call, which are JSON too
 MAX_SEQUENCES = 2048  # prompts times n
 MAX_STOPS = 1024  # OpenAI: 4
 MAX_STOP_CHARS = 4096  # of one
@@ -24,6 +36,17 @@ MAX_ECHO_CHARS = 1 << 24  # of all sequences
 MAX_MESSAGES = 16_384
 MAX_MESSAGE_PARTS = 65_536  # content parts and tool calls of all messages
 MAX_TEMPLATE_OPTIONS = 64
+
+
+def check_brackets(json: bytes | str, param: str | None = None) -> None:
+    """Raise `RequestError` where JSON that is still to be decoded may have too many arrays and objects.
+
+    Decoding millions of them, and the collector that looks at them, would hold everybody up. Brackets in strings count
+    too, as to tell them apart takes as long.
+    """
+    if len(json) > MAX_BRACKETS:
+        number = json.count(b"[") + json.count(b"{") if isinstance(json, bytes) else json.count("[") + json.count("{")
+        _require(number, MAX_BRACKETS, "opening brackets in its JSON", param)
 
 
 def check_fields(fields: GenerationFields, num_prompts: int, num_logprobs: int | None) -> None:
@@ -75,7 +98,7 @@ def _num_parts(message: ChatMessage) -> int:
     return num_parts + len(message.content) if isinstance(message.content, list) else num_parts
 
 
-def _require(number: int, limit: int, what: str, param: str) -> None:
+def _require(number: int, limit: int, what: str, param: str | None) -> None:
     if number > limit:
         raise RequestError(
             f"The request has {number} {what}; the limit is {limit}. Ask for less, or send several requests.",

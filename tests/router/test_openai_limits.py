@@ -216,3 +216,34 @@ async def test_a_long_text_is_encoded_without_holding_the_event_loop_up(tokenize
     assert tokenizer.decode(ids[1:]) == text
     # The call that keeps the lock lets the loop turn once or twice in all that time.
     assert num_turns > 10, f"{num_turns} turns of the event loop in {took_s:.2f} s"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/v1/cache/pin", "/v1/route/explain"])
+async def test_millions_of_arrays_are_refused_before_they_are_made(tokenizer: Tokenizer, path: str) -> None:
+    body = b'{"prompt":"a","messages":[{"role":"user","content":"a"}],"unknown":[' + b"[]," * 600_000 + b"{}]}"
+    async with closing(FakeBackend(tokenizer)) as client:
+        response = await client.post(path, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert "has 600005 opening brackets in its JSON; the limit is 524288." in response.json()["error"]["message"]
+
+
+async def test_arguments_of_a_tool_call_are_bounded_like_a_body(tokenizer: Tokenizer) -> None:
+    arguments = "[" + "\\u005b]," * 600_000 + "1]"  # in the body these brackets do not show
+    call = '{"function":{"name":"f","arguments":"' + arguments + '"}}'
+    body = '{"messages":[{"role":"assistant","content":"","tool_calls":[' + call + "]}]}"
+    async with closing(FakeBackend(tokenizer)) as client:
+        response = await client.post(CHAT, content=body.encode(), headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert "has 600001 opening brackets" in response.json()["error"]["message"]
+
+
+async def test_options_that_no_template_can_work_with_are_the_clients_fault(tokenizer: Tokenizer) -> None:
+    async with closing(FakeBackend(tokenizer)) as client:
+        for options in (
+            {"padding": True},
+            {"return_dict": True},
+            {"continue_final_message": "x"},
+            {"tokenizer_kwargs": 3},
+        ):
+            response = await client.post(CHAT, json={"messages": [USER], "chat_template_kwargs": options})
+            assert response.status_code in (200, 400), (options, response.text)

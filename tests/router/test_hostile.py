@@ -1,0 +1,73 @@
+"""The hostile inputs against the HTTP edge alone: each is answered, none with a 5xx, and the event loop turns on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+from router.tokenizer import Tokenizer
+from tests.router.fake_backend import FakeBackend, closing
+from tests.router.hostile_bodies import Input, large_inputs, small_inputs
+
+SEED = 11
+ANSWER_TIMEOUT_S = 30.0
+MAX_STALL_S = 0.5
+
+
+class LoopWatch:
+    """The longest time that the event loop took for a turn, since it was asked last."""
+
+    def __init__(self) -> None:
+        self._longest_s = 0.0
+        self._task = asyncio.create_task(self._turn())
+
+    async def _turn(self) -> None:
+        while True:
+            before_s = time.perf_counter()
+            await asyncio.sleep(0.001)
+            self._longest_s = max(self._longest_s, time.perf_counter() - before_s)
+
+    def longest_s(self) -> float:
+        longest_s, self._longest_s = self._longest_s, 0.0
+        return longest_s
+
+    def close(self) -> None:
+        self._task.cancel()
+
+
+async def attack(tokenizer: Tokenizer, inputs: Iterable[Input]) -> list[str]:
+    """What went wrong."""
+    complaints: list[str] = []
+    statuses: Counter[int] = Counter()
+    async with closing(FakeBackend(tokenizer)) as client:
+        watch = LoopWatch()
+        for one in inputs:
+            watch.longest_s()
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                headers = {"content-type": "application/json"}
+                status = (await client.post(one.path, content=one.body, headers=headers)).status_code
+            await asyncio.sleep(0.002)
+            statuses[status] += 1
+            if status >= 500:
+                complaints.append(f"{one.path} {one.name}: {status}")
+            if (stall_s := watch.longest_s()) > MAX_STALL_S:
+                complaints.append(f"{one.path} {one.name}: the event loop stood still for {stall_s:.2f} s")
+        watch.close()
+    assert statuses[400] > len(statuses)
+    assert statuses[200]
+    return complaints
+
+
+def test_every_field_with_every_odd_value_is_answered(tokenizer: Tokenizer) -> None:
+    inputs = list(small_inputs(SEED))
+    assert len(inputs) > 5000
+    assert asyncio.run(attack(tokenizer, inputs[::4])) == [], f"seed {SEED}"
+
+
+@pytest.mark.slow
+def test_the_largest_bodies_are_answered_and_hold_nothing_up(tokenizer: Tokenizer) -> None:
+    assert asyncio.run(attack(tokenizer, large_inputs())) == []
