@@ -38,7 +38,13 @@ TEXT_PART = {"type": "text", "text": "a"}
             limits.MAX_TOKEN_RULES,
             "logit_bias",
         ),
-        (COMPLETIONS, {"prompt": "a", "stop_token_ids": [1] * 65537}, 65537, limits.MAX_TOKEN_RULES, "stop_token_ids"),
+        (
+            COMPLETIONS,
+            {"prompt": ["a"] * 66, "stop_token_ids": [1] * 1000},
+            66_000,
+            limits.MAX_TOKEN_RULES,
+            "stop_token_ids",
+        ),
         (COMPLETIONS, {"prompt": ["a"] * 16, "n": 128, "logprobs": 2}, 6144, limits.MAX_STEP_LOGPROBS, "logprobs"),
         (CHAT, {"messages": [USER] * 16385}, 16385, limits.MAX_MESSAGES, "messages"),
         (
@@ -84,7 +90,7 @@ async def test_too_much_is_refused_with_value_limit_and_field(
         {"stop": [f"{i:04d}" + "x" * 12 for i in range(1024)]},
         {"stop": ["x" * 4096, "y" * 4096]},
         {"logit_bias": {str(i): 1 for i in range(256)}, "n": 128},
-        {"stop_token_ids": [1] * 65536},
+        {"stop_token_ids": [1] * 1024, "prompt": ["a"] * 64},
     ],
 )
 async def test_what_is_at_the_limit_is_served(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:

@@ -157,4 +157,4 @@ def test_a_text_that_could_fit_is_refused_by_its_tokens(tokenizer: Tokenizer) ->
         tokenizer.encode("x" * 10, limit=limit)
     for num_chars in (11, 2000):  # whole, and in segments
         with pytest.raises(ContextLengthExceeded):
-            tokenizer._segments.encode("x" * num_chars, limit=limit)
+            tokenizer._segments.encode("x" * num_chars, "", limit)
