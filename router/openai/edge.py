@@ -138,7 +138,7 @@ def plan_answer(
                     len(choices), answer_id, prompt, params, sibling, stops, fields, conversation, wishes, cache_scope
                 )
             )
-    if num_logprobs is not None and not fields.stream:
+    if num_logprobs is not None and not fields.stream and edge.backend.max_model_len is not None:
         num_tokens = sum(choice.request.sampling.max_tokens for choice in choices)
         check_held_logprobs(num_tokens, num_logprobs)
     return Answer(
