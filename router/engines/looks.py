@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import httpx
 
+from router.silence import answered
+
 __all__ = ["Resolve", "look", "looking_client"]
 
 MAX_ANSWER_BYTES = 8 * 1024 * 1024  # of a health check, `/metrics` or the list of models
@@ -27,11 +29,15 @@ def looking_client(url: str, headers: Mapping[str, str], resolve: Resolve | None
 
 async def look(client: httpx.AsyncClient, path: str, timeout_s: float) -> httpx.Response:
     """The engine's whole answer. Raises `httpx.HTTPError` for one that is late, too large or none."""
+    # Without a timer of httpx: where it was this process that stood still, all of them are over at once.
+    asking = asyncio.create_task(client.get(path, timeout=None))
     try:
-        async with asyncio.timeout(timeout_s):
-            return await client.get(path, timeout=timeout_s)
-    except TimeoutError as exc:
-        raise httpx.ReadTimeout(f"no whole answer within {timeout_s:g} s") from exc
+        if not await answered(asking, timeout_s):
+            raise httpx.ReadTimeout(f"no whole answer within {timeout_s:g} s")
+        return asking.result()
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
 
 
 class _Transport(httpx.AsyncBaseTransport):

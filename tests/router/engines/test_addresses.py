@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from typing import Any
 
 import httpx
@@ -127,3 +128,11 @@ async def test_looks_are_bounded_in_size_and_time(fake_a: FakeServer) -> None:
         with pytest.raises(httpx.ReadTimeout):
             await look(client, "/health", 0.1)
         fake_a.resume()
+
+
+async def test_an_engine_that_answered_while_this_process_stood_still_has_answered(fake_a: FakeServer) -> None:
+    async with looking_client(fake_a.url, {}, None) as client:
+        looking = asyncio.create_task(look(client, "/health", 0.3))
+        await asyncio.sleep(0)
+        time.sleep(0.6)  # noqa: ASYNC251 - it is this event loop that stands still
+        assert (await looking).status_code == 200
