@@ -147,10 +147,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._tell_app()
         super().connection_lost(exc)
 
-    def eof_received(self) -> None:
-        """The client sends no more, so it is taken to have left. NOTE: nothing can be written from here on."""
-        self._tell_app()
-
     def data_received(self, data: bytes) -> None:
         """Something came."""
         if self._is_ending:
