@@ -52,6 +52,8 @@ def wrong_blocks(pool: Tensor, block_ids: Sequence[int], checksums: Sequence[byt
     right = set()
     for kind, digests_of in _DIGESTS.items():
         of_kind = [(block, checksum) for block, checksum in pairs if checksum[:1] == kind]
+        if not of_kind:
+            continue
         digests = digests_of(pool, [block for block, _ in of_kind])
         right |= {pair for pair, digest in zip(of_kind, digests, strict=True) if pair[1] == kind + digest}
     return [block for block, checksum in pairs if (block, checksum) not in right]
