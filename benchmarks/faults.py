@@ -78,8 +78,9 @@ _TRANSFER = TransferConfig(
 _LATENCY_S = 0.02
 _DEATH_NOTICED_S = 1.0  # until the router, and another second until every worker, knows of a death
 _LATE_S = 5.0  # longest delay of a late message or write: later than any lease lives
-# A request may wait for word of room, for its sender to read the grant, and for a write that then stalls, each up to the
-# handoff timeout; without heartbeats its lease then runs out; or it ends when a death is noticed. And a turn's delay.
+# A request may wait for word of room, for its sender to read the grant, and for a write that then stalls, each up to
+# the handoff timeout; without heartbeats its lease then runs out; or it ends when a death is noticed. And a turn's
+# delay.
 _DEADLINE_S = 3 * _TRANSFER.handoff_timeout_s + _TRANSFER.lease_ttl_s + 2 * _DEATH_NOTICED_S + 1.0
 _DRAIN_S = 2 * (_DEADLINE_S + _LATE_S)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -215,6 +216,28 @@ def test_a_small_prefill_pool_makes_prompts_queue_and_serves_them_all(tiny_model
         async with running_cluster(tiny_model, overrides={"p": {"num_blocks": 9}, "d": {"num_blocks": 16}}) as cluster:
             answers = await asyncio.gather(*(cluster.generate(prompt) for prompt in prompts))
             assert [a.token_ids for a in answers] == [oracle.answer(prompt) for prompt in prompts]
+            await cluster.becomes_idle()
+
+    asyncio.run(scenario())
+
+
+def test_a_computed_prompt_waits_for_a_full_pool_longer_than_for_any_peer(tiny_model: Path, oracle: Oracle) -> None:
+    prompt = make_prompt(8 * BLOCK_SIZE)
+    timeout_s = 0.5
+
+    async def scenario() -> None:
+        transfer = {"handoff_timeout_s": timeout_s, "lease_ttl_s": timeout_s, "heartbeat_interval_s": 0.1}
+        async with running_cluster(tiny_model, transfer=transfer, overrides={"d": {"num_blocks": 16}}) as cluster:
+            worker = cluster.worker("d")
+            pool = worker._engine.pool
+            held = await cluster.call("d", lambda: pool.try_allocate(10))
+            answer = asyncio.create_task(cluster.generate(prompt))
+            await eventually(lambda: worker._engine.scheduler.num_waiting_for_room == 1)
+            until = time.monotonic() + 4 * timeout_s
+            await eventually(lambda: time.monotonic() > until)
+            assert not answer.done()
+            await cluster.call("d", lambda: pool.release(held))
+            assert (await answer).token_ids == oracle.answer(prompt)
             await cluster.becomes_idle()
 
     asyncio.run(scenario())
