@@ -651,7 +651,6 @@ PeerMessage = (
     | LeaseRequest
     | LeaseQueued
     | LeaseGrant
-    | LeaseQueued
     | LeaseRefused
     | LeaseRevoked
     | LeaseClosed
