@@ -4,7 +4,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,12 +33,15 @@ def listener(context: zmq.Context) -> tuple[zmq.Socket, PeerAddress]:
     return socket, PeerAddress("w", 1, endpoint, endpoint, keys.public)
 
 
-def call(worker: PeerAddress, keys: KeyPair) -> tuple[zmq.Context, zmq.Socket]:
+@contextmanager
+def calling(worker: PeerAddress, keys: KeyPair) -> Iterator[zmq.Socket]:
     context: zmq.Context = zmq.Context()
     dealer, heartbeats = connect_to_worker(context, keys, worker, max_queued=0)
     heartbeats.close()
     dealer.send(b"let me in")
-    return context, dealer
+    yield dealer
+    dealer.close()
+    context.term()
 
 
 def test_a_secret_key_is_not_printed() -> None:
@@ -55,10 +58,8 @@ def test_a_zeromq_without_curve_is_told(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_without_a_guest_list_nobody_gets_in(context: zmq.Context) -> None:
     socket, address = listener(context)
-    with closing(socket):
-        caller, _ = call(address, make_keys())
+    with closing(socket), calling(address, make_keys()):
         assert not socket.poll(500)
-        caller.destroy(linger=0)
 
 
 def test_guests_get_in_and_their_messages_bear_their_key(context: zmq.Context) -> None:
@@ -66,11 +67,9 @@ def test_guests_get_in_and_their_messages_bear_their_key(context: zmq.Context) -
     socket, address = listener(context)
     keys = make_keys()
     guests.admit(keys.public)
-    with closing(socket):
-        caller, _ = call(address, keys)
+    with closing(socket), calling(address, keys):
         assert socket.poll(DEADLINE_S * 1000)
         assert socket.recv_multipart(copy=False)[-1].get("User-Id") == keys.public
-        caller.destroy(linger=0)
 
 
 def test_an_early_guest_waits_at_the_door_and_a_stranger_is_counted(context: zmq.Context) -> None:
@@ -78,8 +77,7 @@ def test_an_early_guest_waits_at_the_door_and_a_stranger_is_counted(context: zmq
     guests = GuestList(context, dropped)
     socket, address = listener(context)
     early, stranger = make_keys(), make_keys()
-    with closing(socket):
-        callers = [call(address, keys)[0] for keys in (early, stranger)]
+    with closing(socket), calling(address, early), calling(address, stranger):
         started = time.monotonic()
         assert not socket.poll(100)
         guests.admit(early.public)
@@ -90,8 +88,6 @@ def test_an_early_guest_waits_at_the_door_and_a_stranger_is_counted(context: zmq
             assert time.monotonic() < started + DEADLINE_S
             time.sleep(0.01)
         assert set(dropped.counts) == {"stranger"}
-        for caller in callers:
-            caller.destroy(linger=0)
 
 
 def test_a_flood_of_drops_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -118,8 +114,7 @@ def test_a_message_that_is_too_long_is_not_taken_in(context: zmq.Context, monkey
     socket, address = listener(context)
     keys = make_keys()
     guests.admit(keys.public)
-    with closing(socket):
-        caller, dealer = call(address, keys)
+    with closing(socket), calling(address, keys) as dealer:
         assert socket.poll(DEADLINE_S * 1000)
         assert socket.recv_multipart()[-1] == b"let me in"
         dealer.send(b"x" * 10_000)
@@ -127,4 +122,3 @@ def test_a_message_that_is_too_long_is_not_taken_in(context: zmq.Context, monkey
         dealer.send(b"short")
         assert socket.poll(DEADLINE_S * 1000), "the connection is made anew"
         assert socket.recv_multipart()[-1] == b"short"
-        caller.destroy(linger=0)
