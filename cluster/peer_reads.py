@@ -239,8 +239,12 @@ class _PeerRead(OpenSource):
         self._is_closed = True
 
     def grant(self, message: ReadGrant, now: float) -> None:
-        """The peer holds these blocks for us."""
-        if self.block_ids is None:
+        """The peer holds these blocks for us. A grant that is no answer to what was asked ends the read."""
+        num_blocks = len(message.block_ids)
+        if num_blocks > len(self._digests) or len(message.checksums) not in (0, num_blocks):
+            logger.warning("%s granted %d blocks, not what was asked for", self.peer.worker_id, num_blocks)
+            self.fail()
+        elif self.block_ids is None:
             self.block_ids, self.checksums = list(message.block_ids), list(message.checksums)
             self.end_block = self.first_block + len(self.block_ids)
             self.cost.observe_latency(now - self.asked_at)

@@ -704,3 +704,22 @@ def test_a_read_lands_only_in_room_that_no_running_sequence_needs(monkeypatch: p
     world.reader.pump(0.0)
     assert (large.is_done, large.is_complete) == (True, False)
     assert (small.is_done, small.is_complete) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "checksums"), [([0] * 7, []), ([0, 1], [b"c"]), ([0], [b"c", b"c"])], ids=["many", "few", "more"]
+)
+def test_a_grant_of_what_was_not_asked_for_ends_the_read(block_ids: list[int], checksums: list[bytes]) -> None:
+    world = World(random.Random(0))
+    opened = world.reader.source(KvHolder(world.a.address, 6)).open(world.digests(), 0, 6, world.now)
+    piece = opened.begin(0, 6, world.now)
+    grant = ReadGrant(sender=world.a.address, read_id=1, block_ids=block_ids, checksums=checksums)
+    world.reader.granted(grant, world.now)
+    world.reader.pump(world.now)
+    assert piece.is_done
+    assert not piece.is_complete
+    piece.drop()
+    opened.close()
+    world.reader.pump(world.now)
+    world.reader.check_integrity(idle=True)
+    assert world.b.pool.num_used == 0

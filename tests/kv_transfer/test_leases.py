@@ -189,3 +189,13 @@ def test_the_first_deadline_gives_the_sender_time_to_read_the_grant() -> None:
     table.extend("p", 1, [("r", lease.generation)], now=29.9)
     assert table.expire(30.8) == [], "a heartbeat that names it gives it ttl_s"
     assert table.expire(30.9) == [Fenced(lease, "the lease expired")]
+
+
+def test_only_its_own_sender_speaks_of_a_lease() -> None:
+    table = LeaseTable()
+    lease = grant(table)
+    assert not table.is_foreign(lease.generation, "p", 1)
+    assert table.is_foreign(lease.generation, "p", 2)
+    assert table.is_foreign(lease.generation, "q", 1)
+    assert not table.is_foreign(lease.generation + 1, "q", 1), "of no lease: counted as that"
+    assert table.ignored == {"written by another sender": 2}
