@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.http_front import drain
 from cluster.http_server import http_server
-from cluster.launch import _probe, _ray, resolve
+from cluster.launch import _probe, _ray, resolve, worker_configs
 from protocol.config import ClusterConfig, EngineConfig, RouterConfig
 from protocol.errors import ConfigError, WorkerError
 from router.app import create_app
@@ -168,3 +168,13 @@ def test_a_client_that_does_not_read_does_not_hold_up_the_end(caplog: pytest.Log
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def test_workers_of_one_machine_have_files_for_sockets_and_those_of_several_have_ports() -> None:
+    resolved = replace(CONFIG, engine=replace(CONFIG.engine, num_threads=1))
+    here = worker_configs(resolved, router_key="key", socket_folder="/private")
+    assert {(config.socket_folder, config.host, config.router_key) for config in here} == {
+        ("/private", "127.0.0.1", "key")
+    }
+    there = worker_configs(replace(resolved, ray_address="auto"), router_key="key", socket_folder="/private")
+    assert {(config.socket_folder, config.host, config.router_key) for config in there} == {("", "", "key")}

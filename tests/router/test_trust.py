@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 import pytest
 import zmq
@@ -100,12 +97,6 @@ def test_a_flood_of_drops_is_counted_and_logged_once(caplog: pytest.LogCaptureFi
         "dropped (malformed, number 1): message 0",
         "dropped (impostor, number 1): another",
     ]
-
-
-def test_folders_of_sockets_are_private() -> None:
-    """What edge processes, sibling routers and workers of one machine rely on."""
-    with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
-        assert stat.S_IMODE(Path(folder).stat().st_mode) == 0o700
 
 
 def test_a_message_that_is_too_long_is_not_taken_in(context: zmq.Context, monkeypatch: pytest.MonkeyPatch) -> None:
