@@ -33,6 +33,7 @@ _MAX_MESSAGE_BYTES = 1 << 30
 _HANDSHAKE_TIMEOUT_MS = 3000  # for a connection that says nothing, or is not answered; then it is tried again
 _RECONNECT_MS, _MAX_RECONNECT_MS = 20, 500
 _PATIENCE_S = 2.0  # with a key that is not on the list (yet): less than the handshake may take
+_MAX_WAITING = 64  # with such keys; what is beyond is forgotten at once, so that a flood costs little
 _LOOK_AGAIN_MS = 10
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where ZeroMQ asks about each connection (its RFC 27)
 _ZAP_DOMAIN = "tandem"
@@ -138,7 +139,12 @@ class GuestList:
                 for knock in admitted:
                     socket.send_multipart([*knock.envelope, b"200", b"OK", knock.key.encode(), b""])
                 now = time.monotonic()
-                late = [knock for knock in waiting if knock.key not in self._keys and now >= knock.deadline]
+                num_over = len(waiting) - _MAX_WAITING
+                late = [
+                    knock
+                    for place, knock in enumerate(waiting)
+                    if knock.key not in self._keys and (now >= knock.deadline or place < num_over)
+                ]
                 for knock in late:
                     self._dropped.add(DropReason.STRANGER, f"a connection from {knock.address} with an unknown key")
                 gone = {*admitted, *late}

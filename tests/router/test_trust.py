@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 import zmq
@@ -85,6 +85,22 @@ def test_an_early_guest_waits_at_the_door_and_a_stranger_is_counted(context: zmq
             assert time.monotonic() < started + DEADLINE_S
             time.sleep(0.01)
         assert set(dropped.counts) == {"stranger"}
+
+
+def test_a_flood_of_strangers_keeps_no_guest_out(context: zmq.Context) -> None:
+    dropped = DroppedMessages()
+    guests = GuestList(context, dropped)
+    socket, address = listener(context)
+    guest = make_keys()
+    guests.admit(guest.public)
+    with closing(socket), ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(calling(address, make_keys()))
+        stack.enter_context(calling(address, guest))
+        assert socket.poll(DEADLINE_S * 1000)
+        assert socket.recv_multipart(copy=False)[-1].get("User-Id") == guest.public
+        assert not socket.poll(0)
+        assert dropped.counts["stranger"] > 30, "those beyond the limit, at once"
 
 
 def test_a_flood_of_drops_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
