@@ -7,11 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
+import ray
+from ray.exceptions import RayActorError
 
 from cluster import process_end
 from cluster.process_end import ProcessIdentity, end_process, is_here, own_identity, until_gone
@@ -86,3 +92,47 @@ def test_without_proof_it_is_asked_again_and_again(monkeypatch: pytest.MonkeyPat
 
     asyncio.run(until_gone(own_identity("node"), end=end))
     assert asked == [os.getpid()] * 4
+
+
+class Ticking:
+    """An actor whose thread shows in a file that its process runs."""
+
+    def start(self, file: str) -> ProcessIdentity:
+        threading.Thread(target=self._tick, args=(file,), daemon=True).start()
+        return own_identity(ray.get_runtime_context().get_node_id())
+
+    def wait(self) -> None:
+        threading.Event().wait()
+
+    def _tick(self, file: str) -> None:
+        while True:
+            Path(file).write_text(str(time.monotonic()))
+            time.sleep(0.002)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("is_near", [True, False], ids=["this machine", "through a task on its node"])
+def test_an_actor_that_ray_calls_dead_is_gone_only_after_the_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_near: bool
+) -> None:
+    monkeypatch.setattr(process_end, "is_here", lambda process: is_near)  # in this process, not in Ray's
+    file = tmp_path / "ticks"
+    with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder:
+        ray.init(address="local", num_cpus=1, include_dashboard=False, _temp_dir=folder, logging_level="ERROR")
+        try:
+            actor = ray.remote(Ticking).options(num_cpus=0, max_concurrency=4).remote()
+            identity = ray.get(actor.start.remote(str(file)), timeout=60)
+            process = psutil.Process(identity.pid)
+            waiting = actor.wait.remote()
+            process.suspend()
+            ray.kill(actor, no_restart=True)
+            with pytest.raises(RayActorError):
+                ray.get(waiting, timeout=60)
+            if is_near:
+                assert process.status() == psutil.STATUS_STOPPED, "Ray's word comes first"
+            asyncio.run(asyncio.wait_for(until_gone(identity), 60))
+            gone_at = time.monotonic()
+            assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+            assert float(file.read_text()) < gone_at
+        finally:
+            ray.shutdown()
