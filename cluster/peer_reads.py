@@ -257,6 +257,10 @@ class _PeerRead(OpenSource):
         """Start the pieces that wait, settle those that are over."""
         if self.is_late:
             self.is_failed = True
+        config = self._reader.config
+        is_stuck = now - self.asked_at >= config.lease_ttl_s + config.handoff_timeout_s
+        if is_stuck and any(piece.is_moving for piece in self._pieces):  # its blocks, and the link, would wait for ever
+            self._reader.links.reset(self.peer.worker_id, self.peer.epoch)
         is_ready = self.block_ids is not None and self._reader.links.is_ready(self.peer)
         for piece in self._pieces:
             if piece.transfer is None and not piece.is_dropped and not self.is_failed and is_ready:
@@ -296,6 +300,11 @@ class _PeerPiece(Piece):
         self._engine = engine
         self._is_done = False
         self._has_arrived = False
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the transport is at work on it."""
+        return self.transfer is not None and not self.transfer.is_settled
 
     @property
     def is_done(self) -> bool:

@@ -13,6 +13,7 @@ import logging
 import os
 import select
 import signal
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -119,7 +120,10 @@ def _is_node_alive(node_id: str) -> bool:
 
 
 def _machine() -> str:
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # some sandboxes show neither
+        return socket.gethostname()
 
 
 def _started(pid: int) -> int | None:

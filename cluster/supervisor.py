@@ -290,7 +290,7 @@ class Supervisor:
         name = f"the end of {member.config.worker_id}"
         gone = self._background.keep(name, partial(_prove_gone, process))
         if address is not None:
-            self._background.start(f"telling of {name}", partial(self._tell_of_death, address, gone), self._crashed)
+            self._background.keep(f"telling of {name}", partial(self._tell_of_death, address, gone))
         return gone
 
     async def _tell_of_death(self, address: PeerAddress, gone: asyncio.Task[None]) -> None:

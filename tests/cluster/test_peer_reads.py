@@ -723,3 +723,32 @@ def test_a_grant_of_what_was_not_asked_for_ends_the_read(block_ids: list[int], c
     world.reader.pump(world.now)
     world.reader.check_integrity(idle=True)
     assert world.b.pool.num_used == 0
+
+
+def test_a_read_that_never_ends_is_given_up_with_its_link() -> None:
+    world = World(random.Random(0))
+    world.pass_time = lambda: None  # type: ignore[method-assign]
+    resets: list[tuple[str, int]] = []
+
+    def reset(worker_id: str, epoch: int) -> None:
+        resets.append((worker_id, epoch))
+        world.b.transport.remove_peer(worker_id)
+
+    world.b.links.reset = reset
+    world.fill()
+    opened = world.reader.source(KvHolder(world.a.address, 3)).open(world.digests()[:3], 0, 3, 0.0)
+    piece = opened.begin(0, 3, 0.0)
+    for _, _, message in list(world.sent):
+        assert isinstance(message, ReadRequest)
+        world.holder.requested(message, 0.0)
+    for _, _, message in list(world.sent):
+        if isinstance(message, ReadGrant):
+            world.reader.granted(message, 0.0)
+    world.reader.pump(0.0)
+    piece.drop()
+    opened.close()
+    for world.now in (10.0, 34.9, 35.0, 35.1):  # a lease of 5 s and the 30 s in which something should have moved
+        world.reader.pump(world.now)
+        assert resets == ([("a", 1)] if world.now >= 35.0 else [])
+    world.reader.check_integrity(idle=True)
+    world.b.pool.check_integrity(idle=True)
