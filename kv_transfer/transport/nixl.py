@@ -110,10 +110,11 @@ _metadata_of = safe_decoder(_Metadata)
 class _Copy(Transfer):
     """A write or read and what has to happen when it is done. `handle` is None for a pure notification."""
 
-    __slots__ = ("handle", "notification")
+    __slots__ = ("handle", "is_read", "notification")
 
-    def __init__(self, num_bytes: int, notification: bytes) -> None:
+    def __init__(self, num_bytes: int, notification: bytes, *, is_read: bool) -> None:
         super().__init__(num_bytes)
+        self.is_read = is_read
         self.handle: Any | None = None
         self.notification = notification
 
@@ -180,7 +181,7 @@ class NixlTransport(Transport):
         self._peers: dict[str, _Peer] = {}
         self._inboxes: dict[str, _Inbox] = {}  # by agent name
         self._links = itertools.count(1)
-        self._stuck_handles: list[Any] = []  # NIXL could not cancel them yet
+        self._stuck: list[_Copy] = []  # of lost links; NIXL could not cancel them yet
         self._is_closed = False
         with _nixl_errors("start of the NIXL agent"):
             config = _api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
@@ -267,6 +268,8 @@ class NixlTransport(Transport):
                 self._progress(peer)
             except TransferError as exc:
                 self._lose(peer, exc)
+        if self._stuck:
+            self._release_stuck()
         with _nixl_errors("reading notifications"):
             arrived = self._agent.get_new_notifs()
         if not arrived:
@@ -286,8 +289,10 @@ class NixlTransport(Transport):
         self._is_closed = True
         for worker_id in list(self._peers):
             self.remove_peer(worker_id)
-        for handle in list(self._stuck_handles):
-            self._release(handle)
+        self._release_stuck()
+        for copy in self._stuck:
+            if not copy.is_settled:
+                copy.settle(TransferState.LOST)
         try:
             with _nixl_errors("close of the NIXL agent"):
                 self._local_blocks.release()
@@ -312,7 +317,7 @@ class NixlTransport(Transport):
         if peer is None or peer.is_lost:
             raise PeerLost(f"{worker_id} is unknown or gone")
         check_block_ids(local_block_ids, remote_block_ids, self._shape, peer.shape, is_read=operation == "READ")
-        copy = _Copy(len(local_block_ids) * self._shape.block_bytes, notification)
+        copy = _Copy(len(local_block_ids) * self._shape.block_bytes, notification, is_read=operation == "READ")
         peer.in_flight.append(copy)
         try:
             if local_block_ids:
@@ -367,11 +372,15 @@ class NixlTransport(Transport):
         self._disconnect(peer)
 
     def _disconnect(self, peer: _Peer) -> None:
-        """Let go of what NIXL holds for this peer and lose the transfers with it."""
+        """Let go of what NIXL holds for this peer and lose the transfers with it.
+
+        A read that cannot be cancelled may still land in our pool: it is lost only once it can.
+        """
         for copy in peer.in_flight:
-            copy.settle(TransferState.LOST)
-            if copy.handle is not None:
-                self._release(copy.handle)
+            if not self._try_release(copy):
+                self._stuck.append(copy)
+            if copy.handle is None or not copy.is_read:
+                copy.settle(TransferState.LOST)
         peer.in_flight.clear()
         if peer.is_lost:
             return
@@ -383,12 +392,24 @@ class NixlTransport(Transport):
         except TransferError as exc:
             logger.warning("%s", exc.message)
 
-    def _release(self, handle: Any) -> None:
-        try:
-            with _nixl_errors("release of a transfer"):
-                handle.release()
-        except TransferError:
-            self._stuck_handles.append(handle)
+    def _release_stuck(self) -> None:
+        stuck, self._stuck = self._stuck, []
+        for copy in stuck:
+            if not self._try_release(copy):
+                self._stuck.append(copy)
+            elif not copy.is_settled:
+                copy.settle(TransferState.LOST)
+
+    def _try_release(self, copy: _Copy) -> bool:
+        """Whether NIXL holds nothing for it any more."""
+        if copy.handle is not None:
+            try:
+                with _nixl_errors("release of a transfer"):
+                    copy.handle.release()
+            except TransferError:
+                return False
+            copy.handle = None
+        return True
 
 
 def _agent_name(worker_id: str, epoch: int) -> str:

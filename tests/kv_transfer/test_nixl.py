@@ -1,93 +1,87 @@
-"""What NIXL's transport lets in: where it listens, whom it hears, which descriptions of memory it takes."""
+"""How notifications of a NIXL link are put in order, and transfers that cannot be cancelled.
+
+What NIXL itself does is in test_transport_contract.py.
+"""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+import random
 
-import msgspec
 import pytest
 import torch
 
-from kv_transfer.transport import Transport, create_transport
-from protocol.errors import TransferError
-
-LISTENERS = """
-import sys, os, psutil, torch
-from kv_transfer.transport import create_transport
-transport = create_transport("nixl", worker_id="a", epoch=1, pool=torch.zeros(4, 1024), host=sys.argv[1])
-print(os.environ.get("UCX_NET_DEVICES"))
-for connection in psutil.Process().net_connections("inet"):
-    if connection.status == psutil.CONN_LISTEN:
-        print(connection.laddr.ip)
-"""
+from kv_transfer.checksum import seal
+from kv_transfer.transport.base import TransferState
+from kv_transfer.transport.nixl import _HEADER, NixlTransport, _bindings, _Copy, _Inbox
 
 
-def started(host: str, **environment: str) -> list[str]:
-    """The network devices that UCX is told to use, and the addresses at which a new process listens."""
-    known = {name: value for name, value in os.environ.items() if name != "UCX_NET_DEVICES"}
-    result = subprocess.run(
-        [sys.executable, "-c", LISTENERS, host],
-        cwd=Path(__file__).parents[2],
-        env=known | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return result.stdout.split()
+def make_message(sequence: int, link: int = 1) -> bytes:
+    return seal(_HEADER.pack(link, sequence) + b"%d" % sequence)
 
 
-def test_on_one_machine_it_listens_at_loopback_alone() -> None:
-    devices, *addresses = started("127.0.0.1")
-    assert devices == "lo"
-    assert set(addresses) <= {"127.0.0.1", "::1"}, addresses
+def take(inbox: _Inbox, *messages: bytes) -> list[int]:
+    return [int(payload) for message in messages for payload in inbox.take(message)]
 
 
-def test_the_operator_and_other_hosts_choose_the_devices() -> None:
-    assert started("127.0.0.1", UCX_NET_DEVICES="all")[0] == "all"
-    assert started("192.0.2.7")[0] == "None"
+def test_any_order_becomes_the_senders_order() -> None:
+    messages = [make_message(sequence) for sequence in range(20)]
+    shuffled = random.Random(0).sample(messages * 2, 40)  # each comes twice
+    assert take(_Inbox(), *shuffled) == list(range(20))
 
 
-@pytest.fixture(scope="module")
-def transport() -> Any:
-    transport = create_transport("nixl", worker_id="a", epoch=1, pool=torch.zeros(4, 1024))
-    yield transport
-    transport.close()
+@pytest.mark.parametrize("byte", range(_HEADER.size))
+def test_a_flipped_bit_in_number_or_link_loses_one_notification_and_no_more(byte: int) -> None:
+    for bit in range(8):
+        damaged = bytearray(make_message(2))
+        damaged[byte] ^= 1 << bit
+        inbox = _Inbox()
+        assert take(inbox, make_message(0), make_message(1), bytes(damaged)) == [0, 1]
+        assert take(inbox, make_message(4), make_message(3), make_message(5)) == [3, 4, 5]
 
 
-@pytest.fixture(scope="module")
-def described() -> list[Any]:
-    """The memory of another worker, by field."""
-    other = create_transport("nixl", worker_id="b", epoch=1, pool=torch.zeros(4, 1024))
-    fields: list[Any] = msgspec.msgpack.decode(other.local_metadata())
-    other.close()
-    return fields
+def test_a_damaged_one_that_overtook_others_takes_the_place_of_one() -> None:
+    inbox = _Inbox()
+    assert take(inbox, make_message(2)[:-1], make_message(0), make_message(1), make_message(3)) == [0, 1, 3]
+    assert take(inbox, b"", make_message(4), make_message(5)) == [4, 5]
 
 
-@pytest.mark.parametrize("position", range(6))
-@pytest.mark.parametrize("value", [-1, 2**63, "ROM", b"", None, [], 0], ids=str)
-def test_a_description_of_no_memory_is_refused(
-    transport: Transport, described: list[Any], position: int, value: Any
-) -> None:
-    if position == 2 and value == 0:
-        pytest.skip("device 0 is one")
-    fields = [*described[:position], value, *described[position + 1 :]]
-    with pytest.raises(TransferError):
-        transport.add_peer("b", 1, msgspec.msgpack.encode(fields))
+def test_the_first_one_of_a_link_may_be_the_damaged_one() -> None:
+    assert take(_Inbox(), make_message(0)[1:], make_message(1), make_message(2)) == [1, 2]
 
 
-def test_notifications_of_no_worker_are_dropped(transport: Any, caplog: pytest.LogCaptureFixture) -> None:
-    class Agent:
-        def get_new_notifs(self) -> dict[str, list[bytes]]:
-            return {name: [b"x" * 40] for name in ("stranger", "a#", "a#x", "#1", "a#-1", "x" * 5000 + "#1")}
+def test_a_link_that_was_added_anew_counts_from_the_beginning() -> None:
+    inbox = _Inbox()
+    assert take(inbox, make_message(0), make_message(2), make_message(1)[:-1]) == [0, 2]
+    assert take(inbox, make_message(1, link=2), make_message(3), make_message(0, link=2)) == [0, 1]
 
-    agent, transport._agent = transport._agent, Agent()
+
+class Handle:
+    """As NIXL's, with an answer of its own."""
+
+    is_stuck = True
+
+    def release(self) -> None:
+        if self.is_stuck:
+            raise _bindings.nixlBackendError("it is in flight")
+
+
+def test_a_read_that_cannot_be_cancelled_is_lost_only_when_it_can() -> None:
+    transport, other = (NixlTransport(name, 1, torch.zeros(4, 64)) for name in ("a", "b"))
     try:
-        assert transport.poll() == []
+        transport.add_peer("b", 1, other.local_metadata())
+        read, write = (_Copy(256, b"", is_read=is_read) for is_read in (True, False))
+        read.handle, write.handle = handles = Handle(), Handle()
+        transport._peers["b"].in_flight += [read, write]
+        transport.remove_peer("b")
+        assert write.state is TransferState.LOST
+        assert not read.is_settled, "its blocks are the transport's for as long as bytes may come"
+        transport.poll()
+        assert not read.is_settled
+        for handle in handles:
+            handle.is_stuck = False
+        transport.poll()
+        assert read.state is TransferState.LOST
+        assert transport._stuck == []
     finally:
-        transport._agent = agent
-    assert caplog.text.count("no worker is called so") == 6
+        transport.close()
+        other.close()
