@@ -219,6 +219,7 @@ class DecodeRole:
 
     def peer_lost(self, worker_id: str, epoch: int) -> None:
         """The process of that epoch is gone: nothing of it will land any more."""
+        self.peer_given_up(worker_id, epoch)  # a request of it that is still in line would get blocks for ever
         for released in self._leases.sender_lost(worker_id, epoch):
             self._release(released, code=PeerLost.code)
 

@@ -283,6 +283,18 @@ def test_senders_are_told_what_is_in_line(receiver: Side) -> None:
     receiver.end("large", "r")
 
 
+def test_a_request_of_a_dead_sender_leaves_the_line(receiver: Side) -> None:
+    for request_id in ("large", "r"):
+        receiver.receive(request_id, 25 * BLOCK_SIZE)
+        receiver.ask(request_id)
+    receiver.decode.pump(0.0)
+    receiver.decode.peer_lost("p", 1)
+    receiver.decode.pump(1.0)
+    assert receiver.ids(LeaseGrant) == ["large"]
+    assert len(receiver.failed) == 2
+    receiver.end()
+
+
 @pytest.mark.parametrize("is_requested", [True, False])
 def test_the_sender_vouches_for_a_prompt_until_it_has_its_lease(receiver: Side, is_requested: bool) -> None:
     receiver.receive("large", 25 * BLOCK_SIZE)
