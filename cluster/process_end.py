@@ -28,6 +28,7 @@ __all__ = ["ProcessIdentity", "end_process", "is_here", "own_identity", "until_g
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 5.0  # one wait for the end; then it is asked again
+_GRACE_S = 1.0  # for Ray to end it, which it was told to: of a process that somebody else killed its raylet complains
 _CALL_TIMEOUT_S = 30.0
 _FIRST_RETRY_S, _MAX_RETRY_S = 0.2, 10.0
 # A node that Ray's head declared dead may be alive behind a broken network. Its raylet gives up within
@@ -60,7 +61,7 @@ def is_here(process: ProcessIdentity) -> bool:
 def end_process(process: ProcessIdentity, timeout_s: float = _LOOK_S) -> bool:
     """Kill a process of this machine and wait for its end. True means that it is gone: no thread of it will run.
 
-    A stopped process ends too. Blocks for `timeout_s` at most.
+    A stopped process ends too. Blocks for `timeout_s`, and a second before that, at most.
     """
     if not is_here(process):
         return False
@@ -70,6 +71,8 @@ def end_process(process: ProcessIdentity, timeout_s: float = _LOOK_S) -> bool:
         return True
     try:
         if _started(process.pid) != process.started:  # after the descriptor was opened: it is of another process
+            return True
+        if select.select([descriptor], [], [], min(_GRACE_S, timeout_s))[0]:
             return True
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         return bool(select.select([descriptor], [], [], timeout_s)[0])
