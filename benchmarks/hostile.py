@@ -15,11 +15,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import math
 import multiprocessing
 import re
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -110,20 +111,33 @@ async def _send_all(
     server: Server, inputs: Iterator[HostileInput], at_once: int, report: Report, watch: _Watch
 ) -> None:
     """Send them from `at_once` clients, each the next one as soon as it is done."""
-    running: set[str] = set()
-    recent: list[tuple[float, frozenset[str]]] = []  # what was under way from when on
+    spans: deque[_Span] = deque(maxlen=8 * at_once)  # the latest
 
     async def client() -> None:
         for hostile in inputs:
-            running.add(hostile.name)
-            recent.append((time.monotonic(), frozenset(running)))
+            span = _Span(hostile.name, time.monotonic())
+            spans.append(span)
             report.outcomes.append(await _send(server.url, hostile))
-            running.discard(hostile.name)
-            for began_s, stall_s in watch.take():
-                names = frozenset().union(*(names for at_s, names in recent[-40:] if at_s <= began_s + stall_s))
-                report.stalls.append((stall_s, ", ".join(sorted(names))[-200:]))
+            span.ended_s = time.monotonic()
+            note_stalls()
+
+    def note_stalls() -> None:
+        for asked_s, stall_s in watch.take():
+            names = [span.name for span in spans if span.began_s < asked_s + stall_s and span.ended_s > asked_s]
+            report.stalls.append((stall_s, ", ".join(names)))
 
     await asyncio.gather(*(client() for _ in range(at_once)))
+    await asyncio.sleep(1.0)  # for what the last ones left behind
+    note_stalls()
+
+
+@dataclass(slots=True)
+class _Span:
+    """When one input was under way."""
+
+    name: str
+    began_s: float
+    ended_s: float = math.inf
 
 
 async def _send(url: str, hostile: HostileInput) -> Outcome:
