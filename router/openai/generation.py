@@ -237,12 +237,14 @@ async def _run_many(
 ) -> AsyncGenerator[ChoiceDelta, None]:
     queue: asyncio.Queue[ChoiceDelta | Exception] = asyncio.Queue(QUEUED_DELTAS)
     tasks: list[asyncio.Task[None]] = []
+    turns = asyncio.Lock()
     started = asyncio.Event()
     for plan in plans:
         if plan.is_first_sibling:
             started = asyncio.Event()
         choice = _choice(backend, plan, tokenizer, new_clock())
-        tasks.append(asyncio.create_task(_pump(choice, None if plan.is_first_sibling else started, started, queue)))
+        wait_for = None if plan.is_first_sibling else started
+        tasks.append(asyncio.create_task(_pump(choice, wait_for, started, turns, queue)))
     num_open = len(plans)
     try:
         while num_open:
@@ -261,12 +263,15 @@ async def _pump(
     choice: Stream[ChoiceDelta],
     wait_for: asyncio.Event | None,
     started: asyncio.Event,
+    turns: asyncio.Lock,
     queue: asyncio.Queue[ChoiceDelta | Exception],
 ) -> None:
     """Run one of several choices into the queue they share, and set `started` at its first token."""
     try:
         if wait_for is not None:
             await wait_for.wait()
+        async with turns:  # each begins in a turn of the event loop: to place 2,048 at once would stop it for a second
+            await asyncio.sleep(0)
         async with aclosing(choice) as deltas:
             async for delta in deltas:
                 if delta.num_tokens:

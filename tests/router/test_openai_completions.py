@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import itertools
 from typing import Any
 
 import httpx
@@ -164,3 +166,23 @@ async def test_the_openai_sdk_reads_plain_and_streamed_answers(tokenizer: Tokeni
         assert [model.id for model in models.data] == ["org/toy"]
         assert (await client.models.retrieve("org/toy")).id == "org/toy"
     assert backend.num_open == 0
+
+
+@pytest.mark.parametrize("fields", [{"prompt": ["a"] * 300}, {"prompt": ["a"] * 3, "n": 100}])
+async def test_many_choices_begin_one_in_each_turn_of_the_event_loop(
+    tokenizer: Tokenizer, fields: dict[str, Any]
+) -> None:
+    backend = FakeBackend(tokenizer, "ab")
+    begun: list[int] = []  # how many had, at each turn
+
+    async def count() -> None:
+        while True:
+            begun.append(len(backend.requests))
+            await asyncio.sleep(0)
+
+    async with closing(backend) as client:
+        counting = asyncio.create_task(count())
+        answer = await client.post(COMPLETIONS, json=fields)
+        counting.cancel()
+    assert len(answer.json()["choices"]) == 300
+    assert max(after - before for before, after in itertools.pairwise(begun)) == 1
