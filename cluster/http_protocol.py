@@ -158,8 +158,9 @@ class HttpProtocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as exc:
-            refused = exc.__context__
-            self._refuse(refused if isinstance(refused, _Refused) else _Refused(400, f"This is no valid HTTP: {exc}."))
+            cause = exc.__context__  # what a callback raised: "User callback error" alone says nothing
+            why = cause if isinstance(cause, httptools.HttpParserError) else exc
+            self._refuse(cause if isinstance(cause, _Refused) else _Refused(400, f"This is no valid HTTP: {why}."))
             return
         if self._num_barren_bytes > self._shared.max_header_bytes:
             self._refuse(self._too_large())

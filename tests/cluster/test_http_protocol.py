@@ -522,3 +522,10 @@ async def test_nothing_that_comes_is_a_fault_of_ours(seed: int) -> None:
             writer.close()
         assert b" 200 " in await exchange(port, b"GET /health HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")
     assert faults == []
+
+
+async def test_a_url_that_is_none_is_named_in_the_refusal() -> None:
+    async with serving_app(Echo()) as port:
+        status, message = error_of(await exchange(port, b"CONNECT example:443 HTTP/1.1\r\nhost: x\r\n\r\n"))
+    assert status == 400
+    assert "example:443" in message
