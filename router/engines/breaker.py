@@ -38,6 +38,7 @@ class Breaker:
         self._opened_until_s: float | None = None
         self._trial = 0  # the one that runs, 0 = none
         self._num_trials = 0
+        self._is_absent = False
         self.num_opened = 0
 
     def state(self, now: float) -> BreakerState:
@@ -51,14 +52,22 @@ class Breaker:
         state = self.state(now)
         return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._trial)
 
+    @property
+    def may_be_passed(self) -> bool:
+        """Whether a request may be sent all the same where no other engine is left: somebody listens there.
+
+        Else requests of one client that every engine fails on would shut all others out.
+        """
+        return not self._is_absent
+
     def retry_in_s(self, now: float) -> float:
         """Seconds until a request may be sent; 0 when one may now."""
         return 0.0 if self._opened_until_s is None else max(self._opened_until_s - now, 0.0)
 
     def begin(self, now: float) -> int:
-        """A request goes out. In half-open state it is a trial, whose number is returned, and nothing else goes out."""
-        assert self.allows(now), f"the breaker is {self.state(now)}"
-        if self.state(now) is BreakerState.CLOSED:
+        """A request goes out. The first in half-open state is a trial, whose number is returned; all others get 0."""
+        assert self.allows(now) or self.may_be_passed, f"the breaker is {self.state(now)}"
+        if self.state(now) is not BreakerState.HALF_OPEN or self._trial:
             return 0
         self._num_trials += 1
         self._trial = self._num_trials
@@ -67,6 +76,7 @@ class Breaker:
     def succeeded(self) -> None:
         """The engine answered: all is well again."""
         self._num_failures = 0
+        self._is_absent = False
         self._opened_until_s = None
         self._open_s = self._first_open_s
         self._trial = 0
@@ -74,6 +84,7 @@ class Breaker:
     def failed(self, now: float, *, trial: int, is_absent: bool = False) -> None:
         """The engine did not answer as it should. `is_absent` = nobody was there at all, which opens at once."""
         self._num_failures += 1
+        self._is_absent = is_absent
         if trial and trial == self._trial:
             self._open_s = min(2 * self._open_s, self._max_open_s)
             self._open(now)

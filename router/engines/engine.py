@@ -87,11 +87,11 @@ class Engine:
         """Its name here, and its worker id."""
         return self.spec.name
 
-    def refusal(self, now: float) -> str:
-        """Why it is given nothing just now; "" when it may be."""
+    def refusal(self, now: float, *, is_last: bool = False) -> str:
+        """Why it is given nothing just now; "" when it may be. `is_last`: there is no other engine."""
         if self.state is not WorkerState.READY:
             return f"{self.state.value}: {self.reason}"
-        if not self.breaker.allows(now):
+        if not self.breaker.allows(now) and not (is_last and self.breaker.may_be_passed):
             return f"circuit {self.breaker.state(now).value}"
         return f"busy for {self.busy_until_s - now:.1f} s more" if now < self.busy_until_s else ""
 

@@ -190,7 +190,27 @@ class Fleet:
         engines = [engine for engine in self.engines if engine.spec.model == model]
         if not engines:
             raise ModelNotFound(f"The model '{model[:200]}' does not exist.", param="model")
-        open_to_it = [e for e in engines if e.name not in tried and not e.refusal(now) and e.card is not None]
+        left = [engine for engine in engines if engine.name not in tried and engine.card is not None]
+        open_to_it = [engine for engine in left if not engine.refusal(now)]
+        try:
+            return self._place_among(open_to_it, model, engines, prompt, num_outputs, now, tried, options)
+        except NoWorker:
+            last = [engine for engine in left if not engine.refusal(now, is_last=True)]
+            if len(last) == len(open_to_it):
+                raise
+            return self._place_among(last, model, engines, prompt, num_outputs, now, tried, options)
+
+    def _place_among(
+        self,
+        open_to_it: list[Engine],
+        model: str,
+        engines: list[Engine],
+        prompt: Prompt,
+        num_outputs: int,
+        now: float,
+        tried: Collection[str],
+        options: dict[str, Any],
+    ) -> Placement:
         decoders = [engine for engine in open_to_it if engine.spec.role is not Role.PREFILL]
         # What is too long for all of them goes there all the same: the engine says so best, in its own 400.
         num_prompt_tokens = max(1, min(len(prompt.token_ids), max(map(_room, decoders), default=1) - 1))

@@ -42,6 +42,21 @@ def test_nobody_there_opens_at_once() -> None:
     assert breaker.state(0.0) is BreakerState.OPEN
 
 
+def test_who_is_there_may_be_asked_behind_an_open_circuit_without_a_trial() -> None:
+    breaker = make_breaker(max_failures=1)
+    fail(breaker, 0.0)
+    assert breaker.may_be_passed
+    assert breaker.begin(0.5) == 0
+    breaker.failed(0.5, trial=0)
+    assert breaker.retry_in_s(0.5) == 0.5  # prolongs nothing
+    assert breaker.begin(1.0) > 0
+    assert breaker.begin(1.0) == 0  # the trial runs
+    breaker.failed(1.0, trial=0, is_absent=True)
+    assert not breaker.may_be_passed
+    breaker.succeeded()
+    assert breaker.may_be_passed
+
+
 def test_each_failed_trial_doubles_the_time_up_to_the_limit_and_success_resets_it() -> None:
     breaker = make_breaker(max_failures=1)
     now, waits = 0.0, []

@@ -272,19 +272,35 @@ async def test_retry_after_is_seconds_or_a_date(
         assert at_least <= router.engine("a").busy_until_s - router.fleet.clock() <= at_most
 
 
-async def test_the_circuit_opens_and_closes_again(fake_a: FakeServer) -> None:
+async def test_the_circuit_opens_and_closes_again(fake_a: FakeServer, fake_b: FakeServer) -> None:
     fake_a.status = 500
-    async with routing(spec_of(fake_a, "a"), breaker_open_s=0.05, breaker_max_open_s=0.05) as router:
-        codes = [(await router.client.post(COMPLETIONS, json=completion())).status_code for _ in range(4)]
-        assert codes == [502, 502, 502, 503]
-        assert len(fake_a.requests) == 3
-        refused = await router.client.get("/v1/pools")
-        assert refused.json()["engines"][0]["num_circuit_openings"] == 1
+    async with routing(spec_of(fake_a, "a"), breaker_open_s=60, breaker_max_open_s=60) as router:
+        codes = [(await router.client.post(COMPLETIONS, json=completion())).status_code for _ in range(3)]
+        assert codes == [502] * 3
+        told = await router.client.get("/v1/pools")
+        assert told.json()["engines"][0]["num_circuit_openings"] == 1
         fake_a.status = 200
-        breaker = router.engine("a").breaker
-        await until(lambda: breaker.allows(router.fleet.clock()))
-        assert await answered_by(router) == "a"
-        assert breaker.state(router.fleet.clock()) is BreakerState.CLOSED
+        router.fleet.add(spec_of(fake_b, "b"))
+        await router.all_ready("b")
+        assert [await answered_by(router) for _ in range(3)] == ["b"] * 3
+        await router.fleet.remove("b")
+        assert await answered_by(router) == "a"  # as the last one
+        assert router.engine("a").breaker.state(router.fleet.clock()) is BreakerState.CLOSED
+
+
+async def test_requests_that_every_engine_fails_on_shut_nobody_else_out(fake_a: FakeServer, fake_b: FakeServer) -> None:
+    fakes = fake_a, fake_b
+    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b"), breaker_open_s=60, breaker_max_open_s=60) as router:
+        for fake in fakes:
+            fake.status = 500  # as to a request that they have a fault with
+        codes = [(await router.client.post(COMPLETIONS, json=completion())).status_code for _ in range(4)]
+        assert codes == [502] * 4
+        now = router.fleet.clock()
+        assert {router.engine(name).breaker.state(now) for name in "ab"} == {BreakerState.OPEN}
+        for fake in fakes:
+            fake.status = 200
+        assert await answered_by(router) in "ab"
+        router.assert_nothing_left()
 
 
 # -- failures in the middle, and clients that leave ------------------------------------------------------
