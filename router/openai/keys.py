@@ -36,7 +36,7 @@ class OperatorsOnly(RequestError):
 
 
 def check_key(scope: Scope, tenants: Mapping[bytes, str]) -> None:
-    """Note what a request may see, and make it its key's tenant's. Raises `InvalidApiKey`.
+    """Note what a request may see, and make it its key's tenant's. Raises `InvalidApiKey`, `RequestError`.
 
     `tenants` are by digest of their keys. Where there are none, no key is asked for and everyone sees everything.
     """
@@ -52,7 +52,10 @@ def check_key(scope: Scope, tenants: Mapping[bytes, str]) -> None:
         scope[_SEES] = ""
     elif tenant == ANY_TENANT:
         # An operator that speaks for a tenant, as a gateway does, sees what that tenant would.
-        scope[_SEES] = headers.get(TENANT_HEADER)
+        named = headers.getlist(TENANT_HEADER)
+        if len(named) > 1:  # a gateway that adds the header to a client's own: the client would choose the tenant
+            raise RequestError(f"The header {TENANT_HEADER} is there {len(named)} times; send it once.")
+        scope[_SEES] = named[0] if named else None
     else:
         scope[_SEES] = tenant
         others = [header for header in scope["headers"] if header[0] != _TENANT_HEADER]

@@ -146,3 +146,13 @@ def test_a_bad_file_is_told_without_the_key(tmp_path: Path, content: str, expect
     assert "secret" not in str(raised.value)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_api_keys(str(tmp_path / "none"))
+
+
+async def test_an_operators_request_names_one_tenant_at_most(tmp_path: Path) -> None:
+    """Else a gateway that adds the header, and does not replace a client's own, would let the client choose."""
+    named = [("authorization", "Bearer any"), ("x-tandem-tenant", "victim"), ("x-tandem-tenant", "ours")]
+    async with app_with(tmp_path, "any *") as client:
+        refused = await client.get("/", headers=named)
+        served = await client.get("/", headers=named[:2])
+    assert (refused.status_code, served.status_code) == (400, 200)
+    assert "x-tandem-tenant is there 2 times" in refused.text
