@@ -86,6 +86,7 @@ class Scheduler:
         self.receiving: dict[Sequence, int] = {}  # have that room: so many blocks, cached ones included
         self.lengths = AnswerLengths()
         self.num_preemptions = 0
+        self.num_lost_blocks = 0  # nobody can say when these will be free; told by whoever holds them
         self._num_arrived = 0
         self._reserved_at: tuple[tuple[int, ...], int] = ((), 0)
         self._head: Sequence | None = None  # the first in line that finds no room, of the latest `Room`
@@ -138,18 +139,19 @@ class Scheduler:
                 del self.asking[sequence]
                 reserved.append(Reservation(sequence, self._take_blocks(room, sequence)))
                 self.receiving[sequence] = self._num_blocks(sequence)
-            elif (num_refused := num_refused + 1) > _MAX_PASSED:
+            elif not self._is_hopeless(sequence) and (num_refused := num_refused + 1) > _MAX_PASSED:
                 break
-        self._reserved_at = self._queue_lengths(), self.pool.num_available
+        self._reserved_at = self._line(), self.pool.num_available
         return reserved
 
     def _may_have_room(self) -> bool:
         """Whether anything came, ended or gave blocks back since room was last given; a forecast takes 0.2 ms."""
-        lengths, num_available = self._reserved_at
-        return self.pool.num_available > num_available or self._queue_lengths() != lengths
+        line, num_available = self._reserved_at
+        return self.pool.num_available > num_available or self._line() != line
 
-    def _queue_lengths(self) -> tuple[int, ...]:
-        return len(self.asking), len(self.receiving), len(self.waiting), len(self.running), self._num_arrived
+    def _line(self) -> tuple[int, ...]:
+        lengths = len(self.asking), len(self.receiving), len(self.waiting), len(self.running)
+        return *lengths, self._num_arrived, self.num_lost_blocks
 
     def remove(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
         """Take a sequence out for good; without `keep_blocks` its references are dropped now."""
@@ -292,7 +294,7 @@ class Scheduler:
                     break
                 if self._try_admit(step, sequence):
                     continue
-                step.num_refused += 1
+                step.num_refused += not self._is_hopeless(sequence)
             step.num_passed += 1
 
     def _try_admit(self, step: _Step, sequence: Sequence) -> bool:
@@ -349,6 +351,8 @@ class Scheduler:
 
     def _find_room(self, room: Room, sequence: Sequence, num_shared: int = 0) -> bool:
         """Whether there is room for a sequence, behind those in line before it."""
+        if self._is_hopeless(sequence):
+            return False
         claim, had_head = self._claim(sequence, num_shared), room.has_head
         may_pass = True
         if had_head and self._head is not None:
@@ -360,6 +364,10 @@ class Scheduler:
         if room.has_head and not had_head:
             self._head = sequence
         return is_found
+
+    def _is_hopeless(self, sequence: Sequence) -> bool:
+        """Whether it would not fit if all others had ended. Nobody waits for it meanwhile."""
+        return self._num_blocks(sequence) > self.pool.num_blocks - self.num_lost_blocks
 
     def _take_blocks(self, room: Room, sequence: Sequence) -> list[int]:
         """Give a sequence that there is room for its cached prefix; fresh blocks for all its other tokens so far."""

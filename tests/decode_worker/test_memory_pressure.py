@@ -162,6 +162,30 @@ def test_a_blocked_head_is_passed_by_a_bounded_amount_of_others() -> None:
     check_drained(world)
 
 
+@pytest.mark.parametrize("num_large", [1, 12])
+@pytest.mark.parametrize("is_received", [False, True])
+def test_a_prompt_that_cannot_fit_beside_lost_blocks_holds_nobody_up(num_large: int, is_received: bool) -> None:
+    """A sender that is alive never confirms a lease: its blocks stay in quarantine, and no end of others frees them."""
+    rng = random.Random(10)
+    world = PressureWorld(num_blocks=100, handoff_timeout_s=4.0, lease_ttl_s=3.0)
+    send = world.hand_over if is_received else world.compute_here
+    world.is_silent = lambda worker_id: worker_id == "lost"
+    world.hand_over("lost", prompt(rng, 2 * BLOCK_SIZE), 5, sender=PeerAddress("lost", 1, "", ""))
+    world.step()
+    world.cancel("lost")
+    large = [send(f"large-{idx}", prompt(rng, 99 * BLOCK_SIZE), 5) for idx in range(num_large)]
+    for step in range(2000):
+        if step % 40 == 0:
+            send(f"small-{step}", prompt(rng, 6 * BLOCK_SIZE), 20)
+        world.step()
+        assert world.failed == []
+    assert world.role.num_quarantined_blocks == 2
+    assert all(request.first_s is None for request in large)
+    assert world.num_unended <= num_large + 3, "the worker stands still"
+    world.role.peer_lost("lost", 1)
+    check_drained(world)
+
+
 def test_many_large_prompts_are_served_one_after_another() -> None:
     rng = random.Random(5)
     world = PressureWorld(num_blocks=NUM_BLOCKS)
