@@ -252,14 +252,21 @@ class Supervisor:
         self._on_progress(f"{member.config.role} worker {member.config.worker_id} is ready")
 
     async def _placed(self, member: _Member) -> ProcessIdentity:
-        """Wait until Ray has given the worker a process; which one. Tells a person when that takes long."""
+        """Wait until Ray has given the worker a process; which one. Tells a person when that takes long.
+
+        Without a living node it never will: the node of a private cluster, once dead, does not come back.
+        """
         config, worker_id = self._config, member.config.worker_id
         wish = f"{config.num_cpus_per_worker:g} cores and {config.num_gpus_per_worker:g} GPUs for {worker_id}"
         identity = asyncio.ensure_future(_call(member.actor.identity, timeout_s=_START_TIMEOUT_S))
         try:
-            await asyncio.wait({identity}, timeout=_PLACE_NOTICE_S)
-            if not identity.done():
-                self._on_progress(f"waiting for {wish}; the cluster has {await asyncio.to_thread(_resources)}")
+            is_told = False
+            while not (await asyncio.wait({identity}, timeout=_PLACE_NOTICE_S))[0]:
+                if not await asyncio.to_thread(_has_nodes):
+                    raise WorkerError("no node of the Ray cluster is alive")
+                if not is_told:
+                    self._on_progress(f"waiting for {wish}; the cluster has {await asyncio.to_thread(_resources)}")
+                is_told = True
             process: ProcessIdentity = await identity
         except TimeoutError:
             raise WorkerError(
@@ -403,6 +410,10 @@ class Supervisor:
 async def _prove_gone(process: ProcessIdentity | None) -> None:
     if process is not None:
         await until_gone(process)
+
+
+def _has_nodes() -> bool:
+    return any(node["Alive"] for node in ray.nodes())
 
 
 def _resources() -> str:

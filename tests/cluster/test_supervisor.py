@@ -75,6 +75,10 @@ class FakeRay:
 
     def __init__(self, *, num_bad_starts: int = 0) -> None:
         self.num_bad_starts = num_bad_starts
+        self.is_node_alive = True
+        self.num_looks_at_nodes = 0
+        self.placed = asyncio.Event()  # set while there is room for a new actor
+        self.placed.set()
         self.actors: list[FakeActor] = []
         self.told: list[tuple[str, str, PeerAddress, bool]] = []  # by whom, what, of whom, is its process gone
 
@@ -84,6 +88,15 @@ class FakeRay:
     def kill(self, actor: FakeActor, *, no_restart: bool) -> None:
         if not actor.ended.done():
             actor.ended.set_exception(RayActorError())
+
+    def nodes(self) -> list[dict[str, object]]:
+        self.num_looks_at_nodes += 1
+        return [{"NodeID": "node", "Alive": self.is_node_alive}]
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {}
+
+    available_resources = cluster_resources
 
     def latest(self, worker_id: str) -> FakeActor:
         return [actor for actor in self.actors if actor.config.worker_id == worker_id][-1]
@@ -120,6 +133,7 @@ class FakeActor:
 
     async def _call(self, name: str, *args: Any) -> Any:
         if name == "identity":
+            await self.ray.placed.wait()
             return self.identity_
         if name == "start" and self.ray.num_bad_starts:
             self.ray.num_bad_starts -= 1
@@ -218,6 +232,24 @@ def test_when_the_last_worker_died_too_often_the_service_ends_with_its_reason(mo
                 assert not cluster.supervisor.failure.done()
                 cluster.die("colocated-0")
             with pytest.raises(WorkerError, match="no worker is left that could serve: colocated-0 died 3 times"):
+                await cluster.supervisor.failure
+
+    asyncio.run(run())
+
+
+def test_when_no_node_is_left_the_service_ends_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.supervisor._PLACE_NOTICE_S", 0.02)
+
+    async def run() -> None:
+        async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=1) as cluster:
+            cluster.ray.placed.clear()  # the node that is left has no room: that may change
+            cluster.die("prefill-0")
+            await eventually(lambda: len(cluster.ray.actors) == 3)
+            await eventually(lambda: cluster.ray.num_looks_at_nodes > 3)
+            assert len(cluster.ray.actors) == 3
+            cluster.ray.is_node_alive = False
+            cluster.die("decode-0")
+            with pytest.raises(WorkerError, match=r"no worker is left .* at last: no node of the Ray cluster is alive"):
                 await cluster.supervisor.failure
 
     asyncio.run(run())
