@@ -273,7 +273,7 @@ class Scheduler:
             if fresh is not None:
                 sequence.blocks += fresh
                 self._run(step, sequence)
-        if not self.running and len(received) > 1:
+        if not self.running and received and (len(received) > 1 or self._is_hopeless(received[-1])):
             # All of them lack a block, and nothing runs that would give one back.
             self._take_blocks_back(received[-1])
             self._admit_received(step)

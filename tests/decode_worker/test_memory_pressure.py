@@ -163,8 +163,11 @@ def test_a_blocked_head_is_passed_by_a_bounded_amount_of_others() -> None:
 
 
 @pytest.mark.parametrize("num_large", [1, 12])
+@pytest.mark.parametrize("num_large_blocks", [98, 99])  # the former fits, but not its first token
 @pytest.mark.parametrize("is_received", [False, True])
-def test_a_prompt_that_cannot_fit_beside_lost_blocks_holds_nobody_up(num_large: int, is_received: bool) -> None:
+def test_a_prompt_that_cannot_fit_beside_lost_blocks_holds_nobody_up(
+    num_large: int, num_large_blocks: int, is_received: bool
+) -> None:
     """A sender that is alive never confirms a lease: its blocks stay in quarantine, and no end of others frees them."""
     rng = random.Random(10)
     world = PressureWorld(num_blocks=100, handoff_timeout_s=4.0, lease_ttl_s=3.0)
@@ -173,14 +176,14 @@ def test_a_prompt_that_cannot_fit_beside_lost_blocks_holds_nobody_up(num_large: 
     world.hand_over("lost", prompt(rng, 2 * BLOCK_SIZE), 5, sender=PeerAddress("lost", 1, "", ""))
     world.step()
     world.cancel("lost")
-    large = [send(f"large-{idx}", prompt(rng, 99 * BLOCK_SIZE), 5) for idx in range(num_large)]
+    large = [send(f"large-{idx}", prompt(rng, num_large_blocks * BLOCK_SIZE), 5) for idx in range(num_large)]
     for step in range(2000):
         if step % 40 == 0:
             send(f"small-{step}", prompt(rng, 6 * BLOCK_SIZE), 20)
         world.step()
         assert world.failed == []
     assert world.role.num_quarantined_blocks == 2
-    assert all(request.first_s is None for request in large)
+    assert all(request.ended_s is None for request in large)
     assert world.num_unended <= num_large + 3, "the worker stands still"
     world.role.peer_lost("lost", 1)
     check_drained(world)
