@@ -166,7 +166,8 @@ class Supervisor:
             logger.warning("%s did not flip to %s: %s", flip.worker_id, flip.to_role, exc)
             record["failed"] = str(exc) or type(exc).__name__
         finally:
-            self._registry.set_state(flip.worker_id, WorkerState.READY, "the flip is over")
+            if "serving_after_s" not in record:  # else it may be draining for another reason by now
+                self._registry.set_state(flip.worker_id, WorkerState.READY, "the flip is over")
 
     async def _all_up(self) -> None:
         for member in self._members.values():

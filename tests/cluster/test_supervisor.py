@@ -20,6 +20,7 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from cluster import process_end
+from cluster.autoscaler import Flip
 from cluster.launch import worker_configs
 from cluster.process_end import ProcessIdentity, own_identity
 from cluster.supervisor import Supervisor, _first_line
@@ -324,6 +325,28 @@ def test_what_is_wrong_with_the_supervision_itself_ends_the_service(monkeypatch:
             cluster.die("prefill-0")
             with pytest.raises(WorkerError, match="supervision of a worker failed, see the log: division by zero"):
                 await cluster.supervisor.failure
+
+    asyncio.run(run())
+
+
+def test_the_end_of_a_flip_gives_no_work_to_a_worker_that_is_to_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with supervised(monkeypatch, num_prefill=2, num_decode=1) as cluster:
+            actor, left = cluster.ray.latest("prefill-0"), {"r"}
+
+            async def status() -> SimpleNamespace:
+                return SimpleNamespace(request_ids=frozenset(left))
+
+            monkeypatch.setattr(actor, "status", SimpleNamespace(remote=status))
+            flip = asyncio.create_task(cluster.supervisor.flip(Flip("prefill-0", Role.DECODE), "a test"))
+            await eventually(lambda: cluster.roles()["prefill-0"] is Role.DECODE)
+            worker = cluster.registry.get("prefill-0")
+            assert worker is not None
+            await eventually(lambda: worker.state is WorkerState.READY)
+            cluster.registry.set_state("prefill-0", WorkerState.DRAINING, "it is to be replaced")
+            left.clear()
+            await flip
+            assert worker.state is WorkerState.DRAINING
 
     asyncio.run(run())
 
