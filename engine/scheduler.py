@@ -174,13 +174,14 @@ class Scheduler:
     def schedule(self) -> list[ScheduledChunk]:
         """The next step's chunks, decoding sequences first; empty when there is nothing to do."""
         chunks: list[ScheduledChunk] = []
-        budget = self.max_num_batched_tokens
+        num_preemptions = self.num_preemptions
         for sequence in [s for s in self.running if s.is_decoding]:
-            # One that was admitted earlier may have preempted it by now.
+            # Another one may have preempted it by now.
             if sequence.status is SequenceStatus.RUNNING and self._grow(sequence, len(sequence.token_ids)):
                 chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1, samples=True))
-                budget -= 1
-        step = _Step(chunks, budget)
+        if self.num_preemptions > num_preemptions:  # victims may have got their chunk: they go by arrival, not as here
+            chunks = [chunk for chunk in chunks if chunk.sequence.status is SequenceStatus.RUNNING]
+        step = _Step(chunks, self.max_num_batched_tokens - len(chunks))
         self._admit_received(step)
         for sequence, turn in self._turns():
             self._admit(step, before=turn.order)

@@ -492,3 +492,21 @@ def release_finished(scheduler: Scheduler, handed: list[Sequence]) -> int:
         scheduler.release_blocks(sequence)
         handed.remove(sequence)
     return count
+
+
+def test_the_victim_of_a_step_computes_nothing_in_it_though_it_was_scheduled_before() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    young = make_received(scheduler, 5, name="young", max_tokens=9)  # a block's room for two more tokens
+    old = make_received(scheduler, 7, name="old", max_tokens=9)  # its next token but one needs a third block
+    assert young is not None
+    assert old is not None
+    young.arrival, old.arrival = 2, 1  # the older one was preempted, and came back behind the younger one
+    scheduler.add(young)
+    step(scheduler)
+    scheduler.add(old)
+    step(scheduler)
+    assert [sequence.request_id for sequence in scheduler.running] == ["young", "old"]
+    assert step(scheduler) == [("old", 8, 1)]
+    assert young.blocks == []
+    drain(scheduler)
+    scheduler.pool.check_integrity(idle=True)
