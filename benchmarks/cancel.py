@@ -19,7 +19,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common import ONE_PAIR_ALWAYS, Server, arguments, console, print_table, serving, write_result
+from benchmarks.common import (
+    ONE_PAIR_ALWAYS,
+    Server,
+    arguments,
+    console,
+    print_table,
+    serving,
+    until_idle,
+    write_result,
+)
 from loadtest.client import CUT, StreamTiming, run_measured
 from loadtest.prompts import random_prompts
 
@@ -98,7 +107,7 @@ async def _round(
         counts[outcome] += 1
         if outcome in ("wrong", "failed"):
             complaints.append(f"{timing.error or timing.text!r} instead of {reference.text!r}")
-    idle_after_s, held = await _until_idle(server)
+    idle_after_s, held = await until_idle(server, _IDLE_TIMEOUT_S)
     outcomes = ("cut_before_first_token", "cut_in_answer", "done_before_cut", "right", "wrong", "failed")
     return {
         **{name: counts[name] for name in outcomes},
@@ -119,19 +128,6 @@ def _outcome(timing: StreamTiming, reference: StreamTiming, *, is_to_be_cut: boo
     if timing.text != reference.text or timing.num_output_tokens != reference.num_output_tokens:
         return "wrong"
     return "done_before_cut" if is_to_be_cut else "right"
-
-
-async def _until_idle(server: Server) -> tuple[float, dict[str, str]]:
-    """Seconds until no worker holds anything, and what is still held when the wait is given up."""
-    began = time.perf_counter()
-    while True:
-        check = await server.client.request_json("POST", "/v1/pools/check")
-        waited_s = time.perf_counter() - began
-        if check["idle"]:
-            return waited_s, {}
-        if waited_s > _IDLE_TIMEOUT_S:
-            return waited_s, {worker_id: wrong for worker_id, wrong in check["workers"].items() if wrong}
-        await asyncio.sleep(0.05)
 
 
 async def _send(

@@ -6,6 +6,7 @@ A benchmark measures its set-ups one after another in one run, so that what it c
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import datetime
 import json
@@ -51,6 +52,7 @@ __all__ = [
     "ratio",
     "running",
     "serving",
+    "until_idle",
     "write_result",
 ]
 
@@ -58,6 +60,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _READY_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 45.0
 _POLL_S = 0.1
+_IDLE_POLL_S = 0.05
 _PORTS = range(20_000, 32_000)  # below those the system hands out: Ray and the workers take many of them meanwhile
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
@@ -138,6 +141,19 @@ def measure_each(
         except (RuntimeError, OSError) as exc:
             console.print(f"[red]left out:[/] {exc}")
     return results
+
+
+async def until_idle(server: Server, timeout_s: float) -> tuple[float, dict[str, str]]:
+    """Seconds until no worker holds anything, and what is still held when the wait is given up."""
+    began = time.perf_counter()
+    while True:
+        check = await server.client.request_json("POST", "/v1/pools/check")
+        waited_s = time.perf_counter() - began
+        if check["idle"]:
+            return waited_s, {}
+        if waited_s > timeout_s:
+            return waited_s, {worker_id: wrong for worker_id, wrong in check["workers"].items() if wrong}
+        await asyncio.sleep(_IDLE_POLL_S)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.common import ONE_PAIR, Server, arguments, console, print_table, serving, write_result
+from benchmarks.common import ONE_PAIR, Server, arguments, console, print_table, serving, until_idle, write_result
 from benchmarks.hostile_inputs import HostileInput, Manner, describe, hostile_inputs
 from loadtest.client import run_measured
 
@@ -36,6 +36,7 @@ __all__ = ["Outcome", "Report", "attack", "main"]
 MAX_STALL_S = 0.5
 _ANSWER_S = 120.0  # longest wait for an answer; several times what the longest takes
 _SILENCE_S = 45.0  # longest wait until a connection that says nothing is closed
+_IDLE_TIMEOUT_S = 30.0  # once all clients are gone
 _AT_ONCE = 8
 _WATCH_INTERVAL_S = 0.02
 _STATUS = re.compile(rb"^HTTP/1\.[01] (\d{3})")
@@ -103,7 +104,8 @@ async def attack(server: Server, seed: int, *, step: int = 1, only: str = "") ->
     report.lost_workers = [
         f"{worker_id} (pid {pid})" for worker_id, pid in workers.items() if after.get(worker_id) != pid
     ]
-    report.complaints += await _held(server)
+    _, held = await until_idle(server, _IDLE_TIMEOUT_S)
+    report.complaints += [f"{worker_id}: {wrong}" for worker_id, wrong in held.items()]
     return report
 
 
@@ -253,18 +255,6 @@ async def _honest_answer(server: Server) -> str:
     body = {"model": server.model, "prompt": "One, two, three,", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
     answer: str = (await server.client.request_json("POST", "/v1/completions", body))["choices"][0]["text"]
     return answer
-
-
-async def _held(server: Server) -> list[str]:
-    """What workers still hold once all clients are gone for a while."""
-    deadline = time.monotonic() + 30.0
-    while True:
-        check = await server.client.request_json("POST", "/v1/pools/check")
-        if check["idle"]:
-            return []
-        if time.monotonic() > deadline:
-            return [f"{worker_id}: {wrong}" for worker_id, wrong in check["workers"].items() if wrong]
-        await asyncio.sleep(0.2)
 
 
 def _print(report: Report) -> None:
