@@ -50,17 +50,22 @@ def test_what_is_handed_over_is_computed(tiny_model: Path, oracle: Oracle) -> No
     asyncio.run(scenario())
 
 
-def test_what_a_peer_may_read_has_been_brought_up(
-    tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def loads_at_any_cost(monkeypatch: pytest.MonkeyPatch) -> TierConfig:
+    """A host tier; what it or a peer has is always loaded, however slow that seems."""
     monkeypatch.setattr("cluster.fetcher._LATE_FACTOR", 1e6)
     monkeypatch.setattr("cluster.fetcher.Fetcher.after_step", lambda self, stats: None)
-    tiers = TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9)
+    return TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9)
+
+
+def test_what_a_peer_may_read_has_been_brought_up(
+    tiny_model: Path, oracle: Oracle, loads_at_any_cost: TierConfig
+) -> None:
 
     async def scenario() -> None:
         rng = random.Random(2)
         async with running_cluster(
-            tiny_model, TWO, engine={"num_blocks": NUM_BLOCKS}, tiers=tiers, judge=no_garbage
+            tiny_model, TWO, engine={"num_blocks": NUM_BLOCKS}, tiers=loads_at_any_cost, judge=no_garbage
         ) as cluster:
             devices = await make_late(cluster)
             tokens = prompt(rng, 12)
@@ -79,16 +84,15 @@ def test_what_a_peer_may_read_has_been_brought_up(
 
 
 def test_what_tiers_keep_and_give_back_is_what_was_computed(
-    tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, oracle: Oracle, loads_at_any_cost: TierConfig
 ) -> None:
-    monkeypatch.setattr("cluster.fetcher._LATE_FACTOR", 1e6)
-    monkeypatch.setattr("cluster.fetcher.Fetcher.after_step", lambda self, stats: None)
-    tiers = TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9)
 
     async def scenario() -> None:
         rng = random.Random(3)
         roles = {"c": Role.COLOCATED}
-        async with running_cluster(tiny_model, roles, engine={"num_blocks": NUM_BLOCKS}, tiers=tiers) as cluster:
+        async with running_cluster(
+            tiny_model, roles, engine={"num_blocks": NUM_BLOCKS}, tiers=loads_at_any_cost
+        ) as cluster:
             await make_late(cluster)
             tokens = prompt(rng, 20)
             expected = oracle.answer(tokens, max_tokens=6, ignore_eos=True)

@@ -650,12 +650,8 @@ def test_the_check_above_would_find_a_clock_that_is_read_before_a_message_came(m
         run_worlds(3000)
 
 
-def test_an_end_that_is_seen_after_the_deadline_is_late_whenever_the_turn_began() -> None:
-    world = World(random.Random(0))
-    world.pass_time = lambda: None  # type: ignore[method-assign]
-    world.fill()
-    opened = world.reader.source(KvHolder(world.a.address, 3)).open(world.digests()[:3], 0, 3, 0.0)
-    piece = opened.begin(0, 3, 0.0)
+def ask_and_grant(world: World) -> None:
+    """What the reader asks for reaches the holder, and its grants the reader, which begins to read; all at time 0."""
     for _, _, message in list(world.sent):
         assert isinstance(message, ReadRequest)
         world.holder.requested(message, 0.0)
@@ -663,6 +659,15 @@ def test_an_end_that_is_seen_after_the_deadline_is_late_whenever_the_turn_began(
         if isinstance(message, ReadGrant):
             world.reader.granted(message, 0.0)
     world.reader.pump(0.0)
+
+
+def test_an_end_that_is_seen_after_the_deadline_is_late_whenever_the_turn_began() -> None:
+    world = World(random.Random(0))
+    world.pass_time = lambda: None  # type: ignore[method-assign]
+    world.fill()
+    opened = world.reader.source(KvHolder(world.a.address, 3)).open(world.digests()[:3], 0, 3, 0.0)
+    piece = opened.begin(0, 3, 0.0)
+    ask_and_grant(world)
     assert world.hub.held, "it is being read"
     turn_began, world.now = 4.9, 5.1  # the reader was held up, and the holder lets go meanwhile
     world.holder.pump(world.now)
@@ -693,13 +698,7 @@ def test_a_read_lands_only_in_room_that_no_running_sequence_needs(monkeypatch: p
     monkeypatch.setattr(Scheduler, "num_spare_blocks", 2)
     opened = world.reader.source(KvHolder(world.a.address, 6)).open(world.digests(), 0, 6, 0.0)
     large, small = opened.begin(2, 6, 0.0), opened.begin(0, 2, 0.0)
-    for _, _, message in list(world.sent):
-        assert isinstance(message, ReadRequest)
-        world.holder.requested(message, 0.0)
-    for _, _, message in list(world.sent):
-        if isinstance(message, ReadGrant):
-            world.reader.granted(message, 0.0)
-    world.reader.pump(0.0)
+    ask_and_grant(world)
     world.land()
     world.reader.pump(0.0)
     assert (large.is_done, large.is_complete) == (True, False)
@@ -738,13 +737,7 @@ def test_a_read_that_never_ends_is_given_up_with_its_link() -> None:
     world.fill()
     opened = world.reader.source(KvHolder(world.a.address, 3)).open(world.digests()[:3], 0, 3, 0.0)
     piece = opened.begin(0, 3, 0.0)
-    for _, _, message in list(world.sent):
-        assert isinstance(message, ReadRequest)
-        world.holder.requested(message, 0.0)
-    for _, _, message in list(world.sent):
-        if isinstance(message, ReadGrant):
-            world.reader.granted(message, 0.0)
-    world.reader.pump(0.0)
+    ask_and_grant(world)
     piece.drop()
     opened.close()
     for world.now in (10.0, 34.9, 35.0, 35.1):  # a lease of 5 s and the 30 s in which something should have moved
