@@ -13,17 +13,17 @@ import logging
 import os
 import select
 import signal
-import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-__all__ = ["ProcessIdentity", "end_process", "is_here", "own_identity", "until_gone"]
+from protocol.process import ProcessId, own_process
+
+__all__ = ["ProcessIdentity", "end_process", "own_identity", "until_gone"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,37 +41,25 @@ class ProcessIdentity:
     """One process among all that ever ran on all machines of a cluster."""
 
     node_id: str  # Ray's name of the node
-    machine: str  # boot and namespace in which `pid` counts
-    pid: int
-    started: int  # clock ticks after the boot
+    process: ProcessId
 
 
 def own_identity(node_id: str) -> ProcessIdentity:
     """The identity of this process."""
-    started = _started(os.getpid())
-    assert started is not None, "this process is alive"
-    return ProcessIdentity(node_id, _machine(), os.getpid(), started)
+    return ProcessIdentity(node_id, own_process())
 
 
-def is_here(process: ProcessIdentity) -> bool:
-    """Whether its number means the same process to us."""
-    return process.machine == _machine()
-
-
-def end_process(process: ProcessIdentity, timeout_s: float = _LOOK_S) -> bool:
+def end_process(process: ProcessId, timeout_s: float = _LOOK_S) -> bool:
     """Kill a process of this machine and wait for its end. True means that it is gone: no thread of it will run.
 
     A stopped process ends too. Blocks for `timeout_s`, and a second before that, at most.
     """
-    if not is_here(process):
+    if not process.is_here:
         return False
-    try:
-        descriptor = os.pidfd_open(process.pid)
-    except ProcessLookupError:
+    descriptor = process.open()
+    if descriptor is None:
         return True
     try:
-        if _started(process.pid) != process.started:  # after the descriptor was opened: it is of another process
-            return True
         if select.select([descriptor], [], [], min(_GRACE_S, timeout_s))[0]:
             return True
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -83,7 +71,7 @@ def end_process(process: ProcessIdentity, timeout_s: float = _LOOK_S) -> bool:
 
 
 async def until_gone(
-    process: ProcessIdentity, *, end: Callable[[ProcessIdentity], Awaitable[bool]] | None = None
+    identity: ProcessIdentity, *, end: Callable[[ProcessIdentity], Awaitable[bool]] | None = None
 ) -> None:
     """Kill a process, wherever it is, and return when it is gone for certain. May take for ever: nothing else is proof.
 
@@ -92,47 +80,31 @@ async def until_gone(
     """
     end = end or _end_once
     began_s, delay_s = time.monotonic(), _FIRST_RETRY_S
-    while not await end(process):
+    while not await end(identity):
         logger.warning(
             "process %d of node %s is not known to be gone after %.1f s; what it may write to stays reserved",
-            process.pid,
-            process.node_id[:12],
+            identity.process.pid,
+            identity.node_id[:12],
             time.monotonic() - began_s,
         )
         await asyncio.sleep(delay_s)
         delay_s = min(2 * delay_s, _MAX_RETRY_S)
 
 
-async def _end_once(process: ProcessIdentity) -> bool:
-    if is_here(process):
-        return await asyncio.to_thread(end_process, process)
-    strategy = NodeAffinitySchedulingStrategy(node_id=process.node_id, soft=False)
+async def _end_once(identity: ProcessIdentity) -> bool:
+    if identity.process.is_here:
+        return await asyncio.to_thread(end_process, identity.process)
+    strategy = NodeAffinitySchedulingStrategy(node_id=identity.node_id, soft=False)
     task = ray.remote(end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
     try:
-        return bool(await asyncio.wait_for(task.remote(process), _CALL_TIMEOUT_S))
+        return bool(await asyncio.wait_for(task.remote(identity.process), _CALL_TIMEOUT_S))
     except (RayError, TimeoutError) as exc:
-        logger.warning("node %s cannot be asked: %s", process.node_id[:12], str(exc).partition("\n")[0])
-    if await asyncio.to_thread(_is_node_alive, process.node_id):
+        logger.warning("node %s cannot be asked: %s", identity.node_id[:12], str(exc).partition("\n")[0])
+    if await asyncio.to_thread(_is_node_alive, identity.node_id):
         return False
     await asyncio.sleep(_DEAD_NODE_S)
-    return not await asyncio.to_thread(_is_node_alive, process.node_id)
+    return not await asyncio.to_thread(_is_node_alive, identity.node_id)
 
 
 def _is_node_alive(node_id: str) -> bool:
     return any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
-
-
-def _machine() -> str:
-    try:
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # some sandboxes show neither
-        return socket.gethostname()
-
-
-def _started(pid: int) -> int | None:
-    """When it started; None if it is gone. Its name, which may hold anything, stands before the last parenthesis."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return int(stat.rpartition(b")")[2].split()[19])

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +22,12 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from cluster import process_end
 from cluster.autoscaler import Flip
 from cluster.launch import worker_configs
-from cluster.process_end import ProcessIdentity, own_identity
+from cluster.process_end import ProcessIdentity
 from cluster.supervisor import Supervisor, _first_line
 from protocol.config import ClusterConfig, EngineConfig, WorkerConfig
 from protocol.errors import ConfigError, WorkerError
 from protocol.messages import PeerAddress, Quarantine, Role, WorkerCard, WorkerState
+from protocol.process import process_of
 from router.cost_model import CostModel
 from router.registry import Registry
 from tests.cluster.harness import eventually
@@ -122,9 +123,9 @@ class FakeActor:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.ended.add_done_callback(lambda ended: ended.exception())
         self.num_deaf_calls = 0
-        started = process_end._started(self.process.pid)
-        assert started is not None
-        self.identity_ = replace(own_identity("node"), pid=self.process.pid, started=started)
+        process = process_of(self.process.pid)
+        assert process is not None
+        self.identity_ = ProcessIdentity("node", process)
         for name in ("identity", "start", "watch", "stop", "set_role", "status", "peer_given_up", "peer_died"):
             setattr(self, name, SimpleNamespace(remote=partial(self._call, name)))
 
@@ -293,9 +294,9 @@ def test_requests_fail_at_once_and_blocks_wait_for_the_proof_of_a_stopped_proces
     may_end = asyncio.Event()
     end_once = process_end._end_once
 
-    async def end(process: ProcessIdentity) -> bool:
+    async def end(identity: ProcessIdentity) -> bool:
         await may_end.wait()
-        return await end_once(process)
+        return await end_once(identity)
 
     monkeypatch.setattr(process_end, "_end_once", end)
     monkeypatch.setattr("cluster.supervisor._GONE_TIMEOUT_S", 0.05)

@@ -1,0 +1,71 @@
+"""Which process is meant, however often its number was given to others."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from msgspec.structs import replace
+
+from protocol.process import ProcessId, own_process, process_of
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def known(pid: int) -> ProcessId:
+    process = process_of(pid)
+    assert process is not None
+    return process
+
+
+def test_our_own_process_names_us() -> None:
+    assert (own_process().pid, own_process().is_here) == (os.getpid(), True)
+    assert own_process() == known(os.getpid())
+
+
+def test_the_descriptor_tells_the_end(child: subprocess.Popen[bytes]) -> None:
+    process = known(child.pid)
+    descriptor = process.open()
+    assert descriptor is not None
+    try:
+        assert not select.select([descriptor], [], [], 0)[0]
+        child.kill()
+        assert select.select([descriptor], [], [], 20)[0]
+    finally:
+        os.close(descriptor)
+    child.wait()
+    assert process.open() is None
+    assert process_of(child.pid) is None
+
+
+def test_a_process_that_took_the_number_is_another(child: subprocess.Popen[bytes]) -> None:
+    assert replace(known(child.pid), started=1).open() is None
+
+
+def test_a_number_of_another_machine_means_nothing(child: subprocess.Popen[bytes]) -> None:
+    elsewhere = replace(known(child.pid), machine="another")
+    assert not elsewhere.is_here
+    with pytest.raises(ValueError, match="another"):
+        elsewhere.open()
+
+
+def test_a_name_with_parentheses_does_not_shift_the_fields() -> None:
+    code = (
+        "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'a) R 1 (b', 0, 0, 0); "
+        "print('named', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"named\n"
+        assert known(process.pid).started >= own_process().started
+        process.kill()
