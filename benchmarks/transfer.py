@@ -14,6 +14,7 @@ import multiprocessing
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -25,7 +26,8 @@ from torch import Tensor
 from benchmarks.common import arguments, ms, print_table, write_result
 from kv_transfer.transport import Transfer, TransferState, Transport, create_transport
 
-_TRANSPORTS = ("nixl", "nccl")
+_WITH_PORT = "nixl with a port"  # as between machines; without one as between the workers of one
+_TRANSPORTS = ("nixl", _WITH_PORT, "nccl")
 _TIMEOUT_S = 60.0
 _WARM_UP_ROUNDS = 3
 _REST_S = 0.02  # else a system that is not idle gives the less time to those that computed just before
@@ -43,7 +45,8 @@ def main() -> int:
     if settings.quick:
         settings.megabytes, settings.rounds = 4, 3
     torch.set_num_threads(1)
-    results = {name: measure(name, settings) for name in _TRANSPORTS}
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        results = {name: measure(name, folder, settings) for name in _TRANSPORTS}
     print_table(
         f"{settings.megabytes} MiB in blocks of {settings.block_kilobytes} KiB between two processes",
         ["transport", "operation", "blocks", "ms", "GB/s", "of a memory copy", "one block ms"],
@@ -54,18 +57,18 @@ def main() -> int:
     return 0
 
 
-def measure(name: str, settings: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, folder: str, settings: argparse.Namespace) -> dict[str, Any]:
     """Seconds of each kind of transfer, and of the memory copy in the same rounds."""
     block_bytes = settings.block_kilobytes << 10
     num_moved = max(1, (settings.megabytes << 20) // block_bytes)
     context = multiprocessing.get_context("spawn")
     connection, theirs = context.Pipe()
     shared = torch.zeros(num_moved, block_bytes, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
-    arguments_of_peer = (theirs, name, 2 * num_moved, block_bytes, settings.poll_ms * 1e-3, shared)
+    arguments_of_peer = (theirs, name, folder, 2 * num_moved, block_bytes, settings.poll_ms * 1e-3, shared)
     process = context.Process(target=_run_peer, args=arguments_of_peer, daemon=True)
     process.start()
     pool = torch.randint(0, 256, (2 * num_moved, block_bytes), dtype=torch.uint8)
-    transport = create_transport(name, worker_id="p", epoch=1, pool=pool)
+    transport = _create(name, "p", pool, folder)
     try:
         transport.add_peer("d", 1, connection.recv())
         return _measure_link(transport, pool, shared, settings)
@@ -75,14 +78,17 @@ def measure(name: str, settings: argparse.Namespace) -> dict[str, Any]:
         transport.close()
 
 
+def _create(name: str, worker_id: str, pool: Tensor, folder: str) -> Transport:
+    mailbox = "" if name == _WITH_PORT else f"ipc://{folder}/{worker_id}-{name}"
+    return create_transport(name.split()[0], worker_id=worker_id, epoch=1, pool=pool, mailbox=mailbox)
+
+
 def _run_peer(
-    connection: Connection, name: str, num_blocks: int, block_bytes: int, poll_s: float, shared: Tensor
+    connection: Connection, name: str, folder: str, num_blocks: int, block_bytes: int, poll_s: float, shared: Tensor
 ) -> None:
     torch.set_num_threads(1)
     shared[:, 0].sum()  # mapped here too
-    transport = create_transport(
-        name, worker_id="d", epoch=1, pool=torch.zeros(num_blocks, block_bytes, dtype=torch.uint8)
-    )
+    transport = _create(name, "d", torch.zeros(num_blocks, block_bytes, dtype=torch.uint8), folder)
     connection.send(transport.local_metadata())
     while not connection.poll(poll_s):
         transport.poll()

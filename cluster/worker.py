@@ -106,6 +106,8 @@ class Worker:
         self.config = config
         self.role = config.role
         epoch = time.time_ns()
+        name = f"{config.worker_id}-{epoch:x}"
+        endpoint = socket_endpoint(config.socket_folder, config.host, name)
         self._engine = Engine(config.engine, kv_codec=config.tiers.codec_identity)
         self._transport: Transport = create_transport(
             config.transfer.transport,
@@ -114,12 +116,11 @@ class Worker:
             pool=self._engine.kv,
             hub=hub,
             host=config.host,
+            mailbox=socket_endpoint(config.socket_folder, config.host, f"{name}.kv") if config.socket_folder else "",
         )
         self._context = zmq.Context()
         self._dropped = DroppedMessages()
         keys = make_keys()
-        name = f"{config.worker_id}-{epoch:x}"
-        endpoint = socket_endpoint(config.socket_folder, config.host, name)
         self._sockets = WorkerSockets(self._context, endpoint, keys, config.router_key, self._dropped)
         self._live_handoffs: list[tuple[str, int]] = []
         self._load = self._engine.load()

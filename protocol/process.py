@@ -18,7 +18,7 @@ class ProcessId(msgspec.Struct, frozen=True, array_like=True):
 
     machine: Annotated[str, Meta(max_length=512)]  # boot and namespace in which `pid` counts
     pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
-    started: Annotated[int, Meta(ge=0, lt=1 << 63)]  # clock ticks after the boot
+    started: Annotated[int, Meta(ge=0, lt=1 << 62)]  # clock ticks after the boot
 
     @property
     def is_here(self) -> bool:

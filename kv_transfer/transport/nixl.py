@@ -1,13 +1,15 @@
 """Transport over NIXL (UCX): one-sided writes and reads between processes and hosts, host memory or CUDA.
 
-Between workers of one machine UCX listens at the loopback interface alone. What it carries is neither encrypted nor
-authenticated: who can connect to UCX's port can write to the process' memory, so that network must be trusted.
+Between workers of one machine whose pools are in host memory UCX opens no port at all (see `one_machine`). Elsewhere
+what it carries is neither encrypted nor authenticated: who can connect to UCX's port can write to the process' memory,
+so that network must be trusted.
 
 No progress thread: it would spin on most of a core per agent and halve the bandwidth of a small machine. The owner's
 polls drive everything instead. What UCX does with that, measured between two processes of one host:
 
-- The bytes move inside `write_blocks` and `read_blocks` (CMA, the interpreter lock is released). A write completes only
-  after the receiver has polled: its flush is answered by the receiver's UCX worker. A read needs nothing of the peer.
+- The bytes move inside `write_blocks` and `read_blocks` (CMA, the interpreter lock is released). Where UCX has a port a
+  write completes only after the receiver has polled: its flush is answered by the receiver's UCX worker. A read needs
+  nothing of the peer.
 - A transfer picks from descriptor lists of both pools that were prepared once, which takes 30 us where new lists take
   100 to 14,000 us. NIXL merges picks that follow each other on both sides, so they are given in order of block ids:
   64 MB as 8 KB blocks take 16 ms in one run, 65 ms block by block; from 256 KB on there is nothing to gain.
@@ -45,6 +47,7 @@ from kv_transfer.transport.base import (
     is_loopback,
     pool_shape,
 )
+from kv_transfer.transport.one_machine import UCX_TLS, Mailbox, MailboxAddress, Way, can_copy_between_processes
 from protocol.decoding import safe_decoder
 from protocol.errors import ConfigError, IncompatiblePeer, PeerLost, TransferError
 
@@ -102,6 +105,7 @@ class _Metadata(msgspec.Struct, frozen=True, array_like=True):
     memory_type: Literal["DRAM", "VRAM"]
     num_blocks: Annotated[int, Meta(ge=1, lt=1 << 31)]
     block_bytes: Annotated[int, Meta(ge=1, lt=1 << 40)]
+    mailbox: MailboxAddress | None  # None: it takes notifications from UCX
 
 
 _metadata_of = safe_decoder(_Metadata)
@@ -110,10 +114,11 @@ _metadata_of = safe_decoder(_Metadata)
 class _Copy(Transfer):
     """A write or read and what has to happen when it is done. `handle` is None for a pure notification."""
 
-    __slots__ = ("handle", "is_read", "notification")
+    __slots__ = ("handle", "is_read", "notification", "worker_id")
 
-    def __init__(self, num_bytes: int, notification: bytes, *, is_read: bool) -> None:
+    def __init__(self, worker_id: str, num_bytes: int, notification: bytes, *, is_read: bool) -> None:
         super().__init__(num_bytes)
+        self.worker_id = worker_id
         self.is_read = is_read
         self.handle: Any | None = None
         self.notification = notification
@@ -126,6 +131,7 @@ class _Peer:
     shape: PoolShape
     remote_blocks: Any  # NIXL's prepared list of the peer's whole pool; a transfer picks from it by index
     link: int
+    way: Way | None  # of its notifications, past UCX
     in_flight: deque[_Copy] = field(default_factory=deque)
     num_notifications: int = 0
     is_lost: bool = False
@@ -169,11 +175,12 @@ class _Inbox:
 
 
 class NixlTransport(Transport):
-    """A NIXL agent around one pool. `host` is the address at which peers reach this machine."""
+    """A NIXL agent around one pool. `host` is the address at which peers reach this machine.
 
-    def __init__(self, worker_id: str, epoch: int, pool: Tensor, host: str = "127.0.0.1") -> None:
-        if is_loopback(host):
-            os.environ.setdefault("UCX_NET_DEVICES", "lo")  # UCX would listen at every network interface
+    `mailbox` is an `ipc://` endpoint in a private folder, if all peers are on this machine and have theirs there.
+    """
+
+    def __init__(self, worker_id: str, epoch: int, pool: Tensor, host: str = "127.0.0.1", mailbox: str = "") -> None:
         self._shape = pool_shape(pool)
         self._pool = pool  # keeps the registered memory alive
         self._memory_type: Literal["DRAM", "VRAM"] = "VRAM" if pool.is_cuda else "DRAM"
@@ -183,14 +190,18 @@ class NixlTransport(Transport):
         self._links = itertools.count(1)
         self._stuck: list[_Copy] = []  # of lost links; NIXL could not cancel them yet
         self._is_closed = False
+        name = _agent_name(worker_id, epoch)
+        needs_no_port = bool(mailbox) and _needs_no_port(pool)
+        if not needs_no_port and is_loopback(host):
+            os.environ.setdefault("UCX_NET_DEVICES", "lo")  # UCX would listen at every network interface
         with _nixl_errors("start of the NIXL agent"):
-            config = _api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-            self._agent: Any = _api.nixl_agent(_agent_name(worker_id, epoch), config)
+            self._agent: Any = _make_agent(name, needs_no_port)
             self._registration = self._agent.register_memory(pool)
             self._local_blocks = self._prepare_blocks(
                 "NIXL_INIT_AGENT", self._shape, pool.data_ptr(), self._device_id, self._memory_type
             )
             self._agent_metadata: bytes = self._agent.get_agent_metadata()
+        self._mailbox = Mailbox(mailbox, name) if needs_no_port else None
 
     @override
     def local_metadata(self) -> bytes:
@@ -201,6 +212,7 @@ class NixlTransport(Transport):
                 self._device_id,
                 self._memory_type,
                 *self._shape,
+                self._mailbox.address if self._mailbox is not None else None,
             )
         )
 
@@ -217,14 +229,15 @@ class NixlTransport(Transport):
         self.remove_peer(worker_id)
         shape = PoolShape(theirs.num_blocks, theirs.block_bytes)
         name = _agent_name(worker_id, epoch)
-        with _nixl_errors(f"adding {name}"):
+        way = self._open_way(worker_id, theirs.mailbox)
+        with _closing_on_errors(way), _nixl_errors(f"adding {name}"):
             found = self._agent.add_remote_agent(theirs.agent_metadata).decode()
             if found != name:
                 self._agent.remove_remote_agent(found)
                 raise TransferError(f"metadata of {name} describes {found}")
             self._agent.make_connection(name)  # the first write then does not pay for it
             remote_blocks = self._prepare_blocks(name, shape, theirs.address, theirs.device_id, theirs.memory_type)
-        self._peers[worker_id] = _Peer(worker_id, epoch, shape, remote_blocks, next(self._links))
+        self._peers[worker_id] = _Peer(worker_id, epoch, shape, remote_blocks, next(self._links), way)
         # NOTE: an inbox outlives `remove_peer`, as the peer's own link to us goes on counting; only a restart ends it.
         for former in list(self._inboxes):
             if former != name and _worker_of(former)[0] == worker_id:
@@ -239,11 +252,13 @@ class NixlTransport(Transport):
 
     @override
     def is_quiet(self, worker_id: str) -> bool:
-        """Never. NIXL cannot say what became of a transfer that it gave up: its release cancels what has not begun,
-        and what lies in a network card or in the buffers of a TCP connection goes on without us. New keys for the
-        receiver's memory would not end it either: UCX checks none where it copies between processes or over TCP.
+        """Between processes of one machine: once every copy is over, which NIXL then knows.
+
+        Never elsewhere. NIXL cannot say what became of a transfer that it gave up: its release cancels what has not
+        begun, and what lies in a network card or in the buffers of a TCP connection goes on without us. New keys for
+        the receiver's memory would not end it either: UCX checks none over TCP.
         """
-        return False
+        return self._mailbox is not None and all(copy.worker_id != worker_id for copy in self._stuck)
 
     @override
     def write_blocks(
@@ -270,8 +285,11 @@ class NixlTransport(Transport):
                 self._lose(peer, exc)
         if self._stuck:
             self._release_stuck()
-        with _nixl_errors("reading notifications"):
-            arrived = self._agent.get_new_notifs()
+        if self._mailbox is not None:
+            arrived = self._mailbox.take()
+        else:
+            with _nixl_errors("reading notifications"):
+                arrived = self._agent.get_new_notifs()
         if not arrived:
             return []
         return [
@@ -299,6 +317,15 @@ class NixlTransport(Transport):
                 self._agent.deregister_memory(self._registration)
         finally:
             self._agent = None  # the last reference: ends the agent, its sockets and its memory maps
+            if self._mailbox is not None:
+                self._mailbox.close()
+
+    def _open_way(self, worker_id: str, theirs: MailboxAddress | None) -> Way | None:
+        if (theirs is None) != (self._mailbox is None):
+            raise IncompatiblePeer(
+                f"UCX has a port here or at {worker_id}, but not at both; is UCX_TLS set for one worker alone?"
+            )
+        return None if self._mailbox is None or theirs is None else self._mailbox.open(theirs)
 
     def _prepare_blocks(self, agent: str, shape: PoolShape, address: int, device_id: int, memory_type: str) -> Any:
         """NIXL's list of all blocks of a pool, given as one row: (address, length, device, stride, count)."""
@@ -317,7 +344,8 @@ class NixlTransport(Transport):
         if peer is None or peer.is_lost:
             raise PeerLost(f"{worker_id} is unknown or gone")
         check_block_ids(local_block_ids, remote_block_ids, self._shape, peer.shape, is_read=operation == "READ")
-        copy = _Copy(len(local_block_ids) * self._shape.block_bytes, notification, is_read=operation == "READ")
+        num_bytes = len(local_block_ids) * self._shape.block_bytes
+        copy = _Copy(worker_id, num_bytes, notification, is_read=operation == "READ")
         peer.in_flight.append(copy)
         try:
             if local_block_ids:
@@ -335,6 +363,7 @@ class NixlTransport(Transport):
         local_block_ids: Sequence[int],
         remote_block_ids: Sequence[int],
     ) -> None:
+        _check_alive(peer)  # else its number may be another process' by now, and CMA knows only the number
         pairs = np.array([local_block_ids, remote_block_ids], dtype=np.int32)
         pairs = pairs[:, np.argsort(pairs[0], kind="stable")]
         with _nixl_errors(f"{operation} with {peer.worker_id}"):
@@ -345,6 +374,8 @@ class NixlTransport(Transport):
 
     def _progress(self, peer: _Peer) -> None:
         """Settle finished transfers, oldest first: a write's notification waits for those before it."""
+        if peer.in_flight:
+            _check_alive(peer)
         while peer.in_flight and self._try_finish(peer, peer.in_flight[0]):
             peer.in_flight.popleft().settle(TransferState.DONE)
             if peer.in_flight:
@@ -361,10 +392,15 @@ class NixlTransport(Transport):
                     return False
                 copy.handle.release()
                 copy.handle = None
-            if copy.notification:
-                header = _HEADER.pack(peer.link, peer.num_notifications)
-                self._agent.send_notif(_agent_name(peer.worker_id, peer.epoch), seal(header + copy.notification))
-                peer.num_notifications += 1
+            return not copy.notification or self._try_notify(peer, copy.notification)
+
+    def _try_notify(self, peer: _Peer, notification: bytes) -> bool:
+        message = seal(_HEADER.pack(peer.link, peer.num_notifications) + notification)
+        if peer.way is None:
+            self._agent.send_notif(_agent_name(peer.worker_id, peer.epoch), message)
+        elif not peer.way.send(message):
+            return False
+        peer.num_notifications += 1
         return True
 
     def _lose(self, peer: _Peer, reason: TransferError) -> None:
@@ -385,6 +421,8 @@ class NixlTransport(Transport):
         if peer.is_lost:
             return
         peer.is_lost = True
+        if peer.way is not None:
+            peer.way.close()
         try:
             with _nixl_errors(f"removing {peer.worker_id}"):
                 peer.remote_blocks.release()
@@ -405,11 +443,56 @@ class NixlTransport(Transport):
         if copy.handle is not None:
             try:
                 with _nixl_errors("release of a transfer"):
+                    # A copy between processes that has begun goes on after its release: it is waited for.
+                    if self._mailbox is not None and self._agent.check_xfer_state(copy.handle) == "PROC":
+                        return False
                     copy.handle.release()
             except TransferError:
                 return False
             copy.handle = None
         return True
+
+
+def _needs_no_port(pool: Tensor) -> bool:
+    """Whether UCX can reach peers of this machine without one. Tells a person why not."""
+    if "UCX_TLS" in os.environ:
+        reason = "UCX_TLS is set"
+    elif pool.is_cuda:
+        reason = "the KV pool is on a GPU"
+    elif not can_copy_between_processes():
+        reason = "process_vm_writev is not permitted here"
+    else:
+        return True
+    logger.warning("UCX listens at a port, which it lets every process of this machine use: %s", reason)
+    return False
+
+
+def _make_agent(name: str, needs_no_port: bool) -> Any:
+    agent = _api.nixl_agent(name, _api.nixl_agent_config(enable_prog_thread=False, backends=[]))
+    if not needs_no_port:
+        agent.create_backend("UCX", {})
+        return agent
+    os.environ["UCX_TLS"] = UCX_TLS  # read when the backend is created, and by nobody else
+    try:
+        agent.create_backend("UCX", {"ucx_error_handling_mode": "none"})  # it refuses CMA where it is to find the dead
+    finally:
+        del os.environ["UCX_TLS"]
+    return agent
+
+
+@contextmanager
+def _closing_on_errors(way: Way | None) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if way is not None:
+            way.close()
+        raise
+
+
+def _check_alive(peer: _Peer) -> None:
+    if peer.way is not None and peer.way.is_dead:
+        raise PeerLost(f"the process of {peer.worker_id} has ended")
 
 
 def _agent_name(worker_id: str, epoch: int) -> str:

@@ -81,6 +81,15 @@ def test_nothing_listens_beyond_loopback(server: Server, colocated: Server) -> N
     assert not outer
 
 
+def test_workers_open_no_port_but_that_of_ray(server: Server) -> None:
+    """KV goes from process to process: through a port of UCX any user of the machine could write into a pool."""
+    workers = [process for process in server.children() if process.name().startswith("ray::WorkerActor")]
+    assert len(workers) >= 2
+    for worker in workers:
+        listening = [at for at in worker.net_connections("inet") if at.status == psutil.CONN_LISTEN]
+        assert len(listening) == 1, listening
+
+
 def test_ray_is_for_its_own_processes_alone(server: Server) -> None:
     gcs = next(process for process in server.children() if process.name() == "gcs_server")
     token = gcs.environ()["RAY_AUTH_TOKEN"]

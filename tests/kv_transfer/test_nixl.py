@@ -69,7 +69,7 @@ def test_a_read_that_cannot_be_cancelled_is_lost_only_when_it_can() -> None:
     transport, other = (NixlTransport(name, 1, torch.zeros(4, 64)) for name in ("a", "b"))
     try:
         transport.add_peer("b", 1, other.local_metadata())
-        read, write = (_Copy(256, b"", is_read=is_read) for is_read in (True, False))
+        read, write = (_Copy("b", 256, b"", is_read=is_read) for is_read in (True, False))
         read.handle, write.handle = handles = Handle(), Handle()
         transport._peers["b"].in_flight += [read, write]
         transport.remove_peer("b")

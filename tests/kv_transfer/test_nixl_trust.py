@@ -5,32 +5,56 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+import zmq
 
+from kv_transfer.checksum import seal
 from kv_transfer.transport import Transport, create_transport
-from protocol.errors import TransferError
+from kv_transfer.transport.nixl import _HEADER
+from protocol.errors import IncompatiblePeer, PeerLost, TransferError
 
 LISTENERS = """
 import sys, os, psutil, torch
 from kv_transfer.transport import create_transport
-transport = create_transport("nixl", worker_id="a", epoch=1, pool=torch.zeros(4, 1024), host=sys.argv[1])
+host, mailbox = sys.argv[1:]
+transport = create_transport(
+    "nixl", worker_id="a", epoch=1, pool=torch.zeros(4, 1024), host=host, mailbox=mailbox
+)
 print(os.environ.get("UCX_NET_DEVICES"))
 for connection in psutil.Process().net_connections("inet"):
-    if connection.status == psutil.CONN_LISTEN:
-        print(connection.laddr.ip)
+    print(connection.laddr.ip)
 """
 
 
-def started(host: str, **environment: str) -> list[str]:
-    """The network devices that UCX is told to use, and the addresses at which a new process listens."""
-    known = {name: value for name, value in os.environ.items() if name != "UCX_NET_DEVICES"}
+SHARED = (
+    LISTENERS.partition("print")[0]
+    + """
+assert "/SYSV" not in open("/proc/self/maps").read()
+for number in os.listdir("/proc/self/fd"):
+    file = f"/proc/self/fd/{number}"
+    if os.path.exists(file) and os.readlink(file).startswith("/dev/shm/ucx"):
+        print(oct(os.stat(file).st_mode & 0o777))
+"""
+)
+
+
+def started(host: str, mailbox: str = "", **environment: str) -> list[str]:
+    """The network devices that UCX is told to use, and the addresses of all sockets of a new process."""
+    return run(LISTENERS, host, mailbox, **environment)
+
+
+def run(code: str, *arguments: str, **environment: str) -> list[str]:
+    known = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
     result = subprocess.run(
-        [sys.executable, "-c", LISTENERS, host],
+        [sys.executable, "-c", code, *arguments],
         cwd=Path(__file__).parents[2],
         env=known | environment,
         capture_output=True,
@@ -41,7 +65,29 @@ def started(host: str, **environment: str) -> list[str]:
     return result.stdout.split()
 
 
-def test_on_one_machine_it_listens_at_loopback_alone() -> None:
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:  # a short one: the path of a socket has 107 bytes at most
+        yield Path(folder)
+
+
+def test_with_a_private_folder_it_opens_no_port(folder: Path) -> None:
+    assert started("127.0.0.1", f"ipc://{folder}/a")[1:] == []
+
+
+def test_what_it_opens_in_shared_memory_is_this_users_alone(folder: Path) -> None:
+    shared = run(SHARED, "127.0.0.1", f"ipc://{folder}/a")
+    assert shared, "UCX has some"
+    assert set(shared) == {"0o600"}
+
+
+def test_what_forbids_copies_between_processes_leaves_it_its_port(folder: Path) -> None:
+    devices, *addresses = started("127.0.0.1", f"ipc://{folder}/a", UCX_TLS="all")
+    assert devices == "lo"
+    assert set(addresses) == {"127.0.0.1"}
+
+
+def test_without_a_private_folder_it_listens_at_loopback_alone() -> None:
     devices, *addresses = started("127.0.0.1")
     assert devices == "lo"
     assert set(addresses) <= {"127.0.0.1", "::1"}, addresses
@@ -79,6 +125,63 @@ def test_a_description_of_no_memory_is_refused(
     fields = [*described[:position], value, *described[position + 1 :]]
     with pytest.raises(TransferError):
         transport.add_peer("b", 1, msgspec.msgpack.encode(fields))
+
+
+def neighbour(folder: Path, worker_id: str) -> Transport:
+    return create_transport(
+        "nixl", worker_id=worker_id, epoch=1, pool=torch.zeros(4, 1024), mailbox=f"ipc://{folder}/{worker_id}"
+    )
+
+
+def test_a_worker_with_a_port_and_one_without_tell_each_other_so(transport: Transport, folder: Path) -> None:
+    without = neighbour(folder, "b")
+    try:
+        with pytest.raises(IncompatiblePeer, match="port"):
+            transport.add_peer("b", 1, without.local_metadata())
+        with pytest.raises(IncompatiblePeer, match="port"):
+            without.add_peer("a", 1, transport.local_metadata())
+    finally:
+        without.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda mailbox: ["ipc:///tmp/elsewhere/b", mailbox[1]],
+        lambda mailbox: [mailbox[0], ["another machine", *mailbox[1][1:]]],
+        lambda mailbox: [mailbox[0], [mailbox[1][0], mailbox[1][1], 1]],
+        lambda mailbox: ["x" * 1000, mailbox[1]],
+        lambda mailbox: [mailbox[0], [mailbox[1][0], -5, 1]],
+        lambda mailbox: "mine",
+    ],
+    ids=["another folder", "another machine", "a process that is gone", "a long name", "no process", "no mailbox"],
+)
+def test_notifications_go_to_neighbours_alone(folder: Path, change: Callable[[Any], Any]) -> None:
+    ours, theirs = neighbour(folder, "a"), neighbour(folder, "b")
+    try:
+        fields = msgspec.msgpack.decode(theirs.local_metadata())
+        fields[-1] = change(fields[-1])
+        with pytest.raises((TransferError, PeerLost)):
+            ours.add_peer("b", 1, msgspec.msgpack.encode(fields))
+        ours.add_peer("b", 1, theirs.local_metadata())
+    finally:
+        ours.close()
+        theirs.close()
+
+
+def test_what_a_mailbox_holds_that_no_worker_sent_is_dropped(folder: Path) -> None:
+    ours = neighbour(folder, "a")
+    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        stranger.connect(f"ipc://{folder}/a")
+        for frames in ([b""], [b"b#1"], [b"b#1", b"x", b"y"], [b"\xff#1", b"x" * 40], [b"b#1", b"x" * 40]):
+            stranger.send_multipart(frames)
+        stranger.send_multipart([b"c#1", seal(_HEADER.pack(1, 0) + b"heard")])
+        arrived: list[Any] = []
+        deadline = time.monotonic() + 20
+        while not arrived and time.monotonic() < deadline:
+            arrived += ours.poll()
+    ours.close()
+    assert arrived == [("c", 1, b"heard")]
 
 
 def test_notifications_of_no_worker_are_dropped(transport: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,20 +18,25 @@ from kv_transfer.transport.base import BlockRun, block_runs
 from kv_transfer.transport.in_process import InProcessHub
 from protocol.errors import ConfigError, IncompatiblePeer, PeerLost, TransferError
 
-TRANSPORTS = ["in_process", "nccl", "nixl"]
+ONE_MACHINE = "nixl on one machine"  # without a port of UCX
+TRANSPORTS = ["in_process", "nccl", "nixl", ONE_MACHINE]
 DEADLINE_S = 20.0
 
 
 class Network:
     """Makes transports of one kind and closes them at the end of the test."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, folder: Path) -> None:
         self.name = name
+        self.folder = folder
         self.hub = InProcessHub()
         self.stack = ExitStack()
 
     def make(self, worker_id: str, pool: torch.Tensor, epoch: int = 1) -> Transport:
-        transport = create_transport(self.name, worker_id=worker_id, epoch=epoch, pool=pool, hub=self.hub)
+        name, mailbox = self.name, ""
+        if name == ONE_MACHINE:
+            name, mailbox = "nixl", f"ipc://{self.folder}/{worker_id}-{epoch}"
+        transport = create_transport(name, worker_id=worker_id, epoch=epoch, pool=pool, hub=self.hub, mailbox=mailbox)
         self.stack.callback(transport.close)
         return transport
 
@@ -43,7 +50,12 @@ class Network:
 
 @pytest.fixture(params=TRANSPORTS)
 def network(request: pytest.FixtureRequest) -> Iterator[Network]:
-    network = Network(request.param)
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:  # a short one: the path of a socket has 107 bytes at most
+        yield from _network(request.param, Path(folder))
+
+
+def _network(name: str, folder: Path) -> Iterator[Network]:
+    network = Network(name, folder)
     with network.stack:
         yield network
 
