@@ -21,6 +21,8 @@ from typing import Any, cast
 
 import httptools
 import orjson
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from protocol.config import RouterConfig
@@ -33,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 MAX_URL_BYTES = 8192
 MAX_HEADERS = 128
-MAX_PIPELINED = 100  # requests of one connection that wait for its running one
+PIECE_BYTES = 4096  # parsed at once: its requests are all made, however many wait before them
+MAX_UNPARSED_BYTES = 64 * 1024  # behind requests that wait; beyond it the connection is not read
 MIN_BODY_BYTES_PER_S = 16 * 1024  # a large body gets body_timeout_s and as long as it takes at this rate
 MAX_UNFINISHED_BODIES = 64  # as many of the largest size are kept in memory at once
 NUM_RESERVED = 64  # connections above max_connections, so that health checks and metrics get through
@@ -112,8 +115,25 @@ class Connections:
         self.waiting.pop(connection, None)
 
 
+class _Flow(FlowControl):
+    """Pauses reading, and does not resume it while too many bytes wait to be parsed, whoever asks for it."""
+
+    def __init__(self, transport: asyncio.Transport, unparsed: bytearray) -> None:
+        super().__init__(transport)
+        self._unparsed = unparsed
+
+    def resume_reading(self) -> None:
+        """Read on, if there is room for more."""
+        if len(self._unparsed) < MAX_UNPARSED_BYTES:
+            super().resume_reading()
+
+
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. Offers requests the extension that `Outlet` uses."""
+    """One connection. Offers requests the extension that `Outlet` uses.
+
+    Requests may be pipelined: they are answered in order. While one waits for the one that is answered, nothing more is
+    parsed; a bounded number of bytes is read, so that a client that leaves is noticed.
+    """
 
     def __init__(self, shared: Connections, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
@@ -122,6 +142,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._due_s = math.inf  # when what we wait for must have come
         self._is_idle = False  # between two requests
         self._is_ending = False  # our last words are said
+        self._last_words: _Refused | None = None  # to be said when the requests before have their answers
+        self._unparsed = bytearray()  # what came behind requests that wait
         self._num_barren_bytes = 0  # that came since there last was a whole head, or a byte of a body
         self._num_body_bytes = 0  # of a body that is not there as a whole
         self._num_unsent_bytes = 0
@@ -132,6 +154,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has connected."""
         super().connection_made(cast(asyncio.Transport, transport))
+        self.flow = _Flow(self.transport, self._unparsed)
         shared = self._shared
         if len(self.connections) > shared.max_connections + NUM_RESERVED:
             self.transport.abort()
@@ -149,21 +172,18 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Something came."""
-        if self._is_ending:
+        if self._is_ending or self._last_words is not None:
             return
         if self._is_idle:
             self._is_idle = False
             self._due_s = self._shared.now_s + self._shared.header_timeout_s
-        self._num_barren_bytes += len(data)
-        try:
-            self._parse(data)
-        except httptools.HttpParserError as exc:
-            cause = exc.__context__  # what a callback raised: "User callback error" alone says nothing
-            why = cause if isinstance(cause, httptools.HttpParserError) else exc
-            self._refuse(cause if isinstance(cause, _Refused) else _Refused(400, f"This is no valid HTTP: {why}."))
-            return
-        if self._num_barren_bytes > self._shared.max_header_bytes:
-            self._refuse(self._too_large())
+        if len(data) <= PIECE_BYTES and not self.pipeline:
+            self._parse_piece(data)
+        else:
+            self._unparsed += data
+            self._parse_on()
+            if len(self._unparsed) >= MAX_UNPARSED_BYTES:
+                self.flow.pause_reading()
         if self._shared.num_unfinished_bytes > self._shared.max_unfinished_bytes:
             self._shared.drop_bodies()
 
@@ -212,6 +232,26 @@ class HttpProtocol(HttpToolsProtocol):
 
     # -- of the parser
 
+    def _parse_on(self) -> None:
+        """Parse what came, up to a request that has to wait for another one's answer."""
+        while self._unparsed and not self.pipeline and not self._is_ending and self._last_words is None:
+            piece = bytes(self._unparsed[:PIECE_BYTES])
+            del self._unparsed[:PIECE_BYTES]
+            self._parse_piece(piece)
+
+    def _parse_piece(self, piece: bytes) -> None:
+        """Parse a few bytes, and refuse what they are if need be."""
+        self._num_barren_bytes += len(piece)
+        try:
+            self._parse(piece)
+        except httptools.HttpParserError as exc:
+            cause = exc.__context__  # what a callback raised: "User callback error" alone says nothing
+            why = cause if isinstance(cause, httptools.HttpParserError) else exc
+            self._refuse(cause if isinstance(cause, _Refused) else _Refused(400, f"This is no valid HTTP: {why}."))
+        else:
+            if self._num_barren_bytes > self._shared.max_header_bytes:
+                self._refuse(self._too_large())
+
     def _parse(self, data: bytes) -> None:
         """Have the parser call back with what came."""
         try:
@@ -226,6 +266,11 @@ class HttpProtocol(HttpToolsProtocol):
             self.parser.feed_data(b"POST / HTTP/1.1\r\nconnection: close\r\n%b\r\n" % b"".join(framing))
             self.parser.feed_data(data[exc.args[0] :])
 
+    def on_message_begin(self) -> None:
+        """The first byte of a request came."""
+        super().on_message_begin()
+        self._num_barren_bytes = max(1, self._num_barren_bytes)  # 0 where the same piece ended another request
+
     def on_url(self, url: bytes) -> None:
         """A part of a URL came."""
         if len(self.url) + len(url) > MAX_URL_BYTES:
@@ -236,6 +281,8 @@ class HttpProtocol(HttpToolsProtocol):
         """The head of a request is there. NOTE: its task is made here, but begins in the loop's next turn."""
         self._check_head()
         super().on_headers_complete()
+        if self.pipeline:  # uvicorn stopped reading, but a client that leaves is only noticed by reading
+            self.flow.resume_reading()
         self.scope["extensions"] = {DIRECT_WRITE: {"write": partial(_write, self.cycle)}}
         if self.parser.should_upgrade():
             self.cycle.keep_alive = False
@@ -274,9 +321,15 @@ class HttpProtocol(HttpToolsProtocol):
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
-        self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
+        if self._unparsed:
+            self._parse_on()
+        self.flow.resume_reading()
+        if not self.cycle.response_complete or self._is_ending:
+            return
+        if self._last_words is not None:
+            self._refuse(self._last_words)
         elif self.cycle.more_body:
             self._drop_body()
         else:
@@ -299,6 +352,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        if cycle.scope["http_version"] != "1.1":
+            app = partial(_answer_unchunked, cycle, app)
         super()._start_asgi_task(cycle, app)
 
     def _tell_app(self) -> None:
@@ -323,8 +378,6 @@ class HttpProtocol(HttpToolsProtocol):
             raise self._too_large()
         if num_hosts != 1 and (num_hosts or self.parser.get_http_version() == "1.1"):
             raise _Refused(400, "A request needs one Host header.")
-        if len(self.pipeline) >= MAX_PIPELINED:
-            raise _Refused(429, "Too many requests are pipelined on this connection.")
         if not self._shared.has_room_for(self) and self.url.partition(b"?")[0] not in _OPERATOR_PATHS:
             message = f"All {self._shared.max_connections} connections of this server are in use; try again later."
             raise _Refused(503, message, "too_many_connections")
@@ -334,12 +387,22 @@ class HttpProtocol(HttpToolsProtocol):
         return _Refused(431, message, "header_too_large")
 
     def _refuse(self, refused: _Refused) -> None:
-        """Answer with an error, and end. Where it could be read as part of another answer there is only the end."""
+        """Answer with an error behind the answers to the requests before, and end.
+
+        Where it could be read as part of an answer there is only the end.
+        """
         logger.debug("refused %s: %s", self.client, refused)
+        self._unparsed.clear()
         if self._is_answering:
-            cycle = self.cycle
+            if self.cycle.more_body and self.cycle is not self._running:
+                self.pipeline.popleft()  # the request that is refused
+                self.cycle = self.pipeline[0][0] if self.pipeline else cast(RequestResponseCycle, self._running)
+            if not self.cycle.more_body:
+                self._last_words = refused
+                self._due_s = math.inf
+                return
             self._tell_app()
-            if cycle is not self._running or cycle.response_started or not cycle.more_body:
+            if self.cycle.response_started:
                 self._shared.forget(self)
                 self.transport.close()
                 return
@@ -364,6 +427,25 @@ class HttpProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         if not self.transport.is_closing():
             self.transport.write_eof()
+
+
+async def _answer_unchunked(
+    cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Answer a client of HTTP/1.0, which knows no chunks: a body of unknown length ends with the connection."""
+    has_length = True
+
+    async def send_unchunked(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = b"content-length" in map(bytes.lower, map(_FIRST, message.get("headers", ())))
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, send_unchunked)
 
 
 def _write(cycle: RequestResponseCycle, data: bytes) -> bool:

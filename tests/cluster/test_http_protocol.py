@@ -320,20 +320,119 @@ async def test_expect_is_answered_and_a_refusal_ends_the_connection() -> None:
         writer.close()
 
 
-async def test_pipelined_requests_are_answered_in_order_up_to_a_bound() -> None:
+PIPELINED = b"POST /x HTTP/1.1\r\nhost: h\r\ncontent-length: 5\r\n\r\n%05d"
+
+
+async def expect_answers(reader: asyncio.StreamReader, numbers: range) -> None:
+    for number in numbers:
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        assert await reader.readexactly(5) == b"%05d" % number
+
+
+async def test_any_number_of_pipelined_requests_is_answered_in_order() -> None:
     app = Echo()
-    one = b"POST /x HTTP/1.1\r\nhost: h\r\ncontent-length: 2\r\n\r\n%02d"
-    async with serving_app(app) as port, asyncio.timeout(30):
+    async with serving_app(app) as port, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"".join(one % number for number in range(50)))
-        for number in range(50):
-            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
-            assert await reader.readexactly(2) == b"%02d" % number
-        app.may_answer.clear()
-        writer.write(b"".join(one % (number % 100) for number in range(300)))
-        assert await reader.read() == b""  # an error would be read as the answer of the first
+        for num_requests in (2, 101, 5000):
+            app.may_answer.clear()
+            writer.write(b"".join(PIPELINED % number for number in range(num_requests)))
+            app.may_answer.set()
+            await expect_answers(reader, range(num_requests))
+        writer.write(GET.replace(b"host", b"connection: close\r\nhost") + b"\r\n" + GET + b"\r\n")
+        assert (await reader.read()).count(b"HTTP/1.1 200") == 1  # nothing behind the one that says it is the last
         writer.close()
+
+
+async def test_pipelined_requests_that_wait_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    connections: list[http_protocol_module.HttpProtocol] = []
+    made = http_protocol_module.HttpProtocol.connection_made
+    monkeypatch.setattr(
+        http_protocol_module.HttpProtocol,
+        "connection_made",
+        lambda self, transport: (connections.append(self), made(self, transport))[1],
+    )
+    app = Echo()
+    app.may_answer.clear()
+    num_requests = 200_000  # 11 MB, more than the sockets of both sides take
+    async with serving_app(app) as port, asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"".join(PIPELINED % (number % 100_000) for number in range(num_requests)))
+        while not connections or not connections[0].flow.read_paused:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.001)
+        (connection,) = connections
+        assert len(connection.pipeline) < http_protocol_module.PIECE_BYTES / len(GET)
+        assert len(connection._unparsed) < 6 * http_protocol_module.MAX_UNPARSED_BYTES  # one read is 256 KB
         app.may_answer.set()
+        await expect_answers(reader, range(1000))
+        writer.close()
+
+
+async def test_a_client_that_leaves_is_noticed_while_others_of_its_requests_wait() -> None:
+    left = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            left.set()
+
+    async with serving_app(app) as port, asyncio.timeout(30):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write((GET + b"\r\n") * 3)
+        await asyncio.sleep(0.1)  # so that it is asked for all of them first
+        writer.close()
+        await left.wait()
+
+
+@pytest.mark.parametrize(
+    ("last", "status"),
+    [
+        (b"no request\r\n\r\n", 400),
+        (GET + b"host: i\r\n\r\n", 400),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\nno chunk\r\n", 400),
+        (GET + b"a: " + b"b" * 40_000 + b"\r\n\r\n", 431),
+        (HEAD + b"content-length: 9\r\n\r\nshort", 408),
+        (GET, 408),
+    ],
+    ids=["no request", "two hosts", "no chunk", "large header", "slow body", "slow header"],
+)
+async def test_a_refusal_comes_behind_the_answers_to_the_requests_before(last: bytes, status: int) -> None:
+    app = Echo()
+    for num_before in (1, 200):
+        async with serving_app(app, header_timeout_s=0.3, body_timeout_s=0.3) as port, asyncio.timeout(30):
+            app.may_answer.clear()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"".join(PIPELINED % number for number in range(num_before)) + last)
+            await asyncio.sleep(0.05)
+            app.may_answer.set()
+            await expect_answers(reader, range(num_before))
+            assert error_of(await reader.read())[0] == status
+            writer.close()
+
+
+@pytest.mark.parametrize("headers", [b"", b"host: h\r\n", b"connection: keep-alive\r\n"])
+async def test_a_client_of_http_1_0_gets_a_stream_without_chunks_that_ends_with_the_connection(headers: bytes) -> None:
+    async def answer(outlet: Outlet) -> None:
+        await outlet.start([(b"content-type", b"text/event-stream")])
+        for number in range(3):
+            outlet.show(PART % number)
+            await outlet.drained()
+        await outlet.end(b"last")
+
+    async with serving(answer) as port:
+        head, _, body = (await exchange(port, b"GET / HTTP/1.0\r\n" + headers + b"\r\n")).partition(b"\r\n\r\n")
+    assert body == b"".join(PART % number for number in range(3)) + b"last"
+    assert b"connection: close" in head
+    assert b"transfer-encoding" not in head
+
+
+async def test_a_client_of_http_1_0_gets_a_known_length_and_can_tell_a_body_that_was_cut() -> None:
+    async with serving_app(Echo()) as port:
+        request = b"POST /x HTTP/1.0\r\ncontent-length: 4\r\n\r\nbody"
+        head, _, body = (await exchange(port, request + request)).partition(b"\r\n\r\n")
+        assert body == b"body"
+        assert b"content-length: 4" in head
+        assert b"connection: close" in head
 
 
 async def test_slow_clients_are_ended_and_quick_ones_are_not() -> None:
