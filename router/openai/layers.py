@@ -47,8 +47,10 @@ class RouterApp(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, as an ASGI app."""
-        is_post = scope["type"] == "http" and scope["method"] == "POST"
-        raw = self._raw.get(scope["path"]) if is_post else None
+        method = scope["method"] if scope["type"] == "http" else ""
+        raw = self._raw.get(scope["path"]) if method == "POST" else None
+        if method == "HEAD":  # the answer to a GET; the server, which knows what was asked, leaves out the body
+            scope = {**scope, "method": "GET"}
         await (super().__call__(scope, receive, send) if raw is None else raw(scope, receive, send))
 
 

@@ -6,18 +6,23 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
+from starlette.responses import Response
 
 from cluster import http_protocol as http_protocol_module
 from cluster import http_server as http_server_module
 from cluster.http_server import http_server
 from cluster.listening import listening
 from protocol.config import RouterConfig
+from router.metrics import EdgeMetrics
+from router.openai.layers import RouterApp
 from router.openai.outlet import Outlet
 
 pytestmark = pytest.mark.anyio
@@ -424,6 +429,27 @@ async def test_a_client_of_http_1_0_gets_a_stream_without_chunks_that_ends_with_
     assert body == b"".join(PART % number for number in range(3)) + b"last"
     assert b"connection: close" in head
     assert b"transfer-encoding" not in head
+
+
+async def test_head_gets_the_headers_of_get_and_no_body() -> None:
+    with listening("127.0.0.1", 0) as listener:
+        config, metrics = RouterConfig(), EdgeMetrics(CollectorRegistry())
+        app = RouterApp(config, metrics, {})
+
+        @app.get("/page")
+        async def page() -> Response:
+            return Response(b"page")
+
+        async with http_server(app, config, listener) as server:
+            await server.started_serving()
+            port = listener.getsockname()[1]
+            get = b"GET /page HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+            expected = (await exchange(port, get)).removesuffix(b"page")
+            keep = get.replace(b"connection: close\r\n", b"").replace(b"GET", b"HEAD")
+            answers = await exchange(port, keep + get.replace(b"GET", b"HEAD"))
+    without_date = re.sub(rb"(date: .*|connection: close)\r\n", b"", expected)
+    assert b"content-length: 4" in without_date
+    assert re.sub(rb"(date: .*|connection: close)\r\n", b"", answers) == without_date * 2
 
 
 async def test_a_client_of_http_1_0_gets_a_known_length_and_can_tell_a_body_that_was_cut() -> None:

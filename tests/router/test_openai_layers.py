@@ -17,6 +17,8 @@ from router.api_keys import key_digest
 from router.metrics import EdgeMetrics
 from router.openai.layers import RouterApp
 from router.openai.wishes import tenant_of
+from router.tokenizer import Tokenizer
+from tests.router.fake_backend import FakeBackend, closing
 
 pytestmark = pytest.mark.anyio
 PATHS = ["/raw", "/fast"]
@@ -106,6 +108,21 @@ async def test_what_is_raised_within_an_answer_ends_the_connection(path: str, er
         with pytest.raises(Exception, match=r"none|secret|already started"):
             await client.post(path, headers=KEY)
     assert num_counted(registry, path, 200) == 1
+
+
+async def test_head_is_answered_as_get_is(tokenizer: Tokenizer) -> None:
+    async with closing(FakeBackend(tokenizer)) as client:
+        paths = ["/health", "/ready", "/metrics", "/v1/models", "/v1/models/none", "/v1/pools", "/version", "/docs"]
+        for path in [*paths, "/v1/models/", "/v1/completions", "/none"]:
+            head, get = await client.head(path), await client.get(path)
+            assert head.status_code == get.status_code, path
+            drop = {"content-length"} if path == "/metrics" else set()  # which counts the requests between
+            assert {n: v for n, v in head.headers.items() if n not in drop} == {
+                n: v for n, v in get.headers.items() if n not in drop
+            }
+    async with client_of(app_of(tell)) as client:
+        assert (await client.head("/fast")).status_code == 401
+        assert (await client.head("/fast", headers=KEY)).status_code == 405
 
 
 async def test_a_raw_route_takes_posts_alone() -> None:
