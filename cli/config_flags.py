@@ -45,8 +45,8 @@ CorsOrigins = Annotated[
 AllowedHosts = Annotated[
     list[str],
     typer.Option(
-        help="Host name that requests may be sent to; give it several times; * = all. On loopback localhost, 127.0.0.1 "
-        "and [::1] are allowed without it; elsewhere nothing is checked without it.",
+        help="Host name that requests may be sent to; give it several times; * = all. On loopback, localhost and "
+        "the addresses by which a machine reaches itself are allowed without it; elsewhere nothing is checked.",
         rich_help_panel=HTTP,
     ),
 ]

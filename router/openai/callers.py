@@ -19,7 +19,7 @@ from router.openai.errors import UnsupportedMediaType
 
 __all__ = ["CallerRefused", "check_caller", "check_json", "hosts_allowed"]
 
-_LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
+_LOCALHOST = "localhost"
 _READING = {"GET", "HEAD", "OPTIONS"}
 _ANY = "*"
 _PROBED = {"/health", "/ready"}  # under any name: a probe knows an address alone, and they tell nothing
@@ -37,7 +37,7 @@ def hosts_allowed(config: RouterConfig) -> frozenset[str] | None:
     is_loopback = _is_loopback(config.host)
     if _ANY in config.allowed_hosts or not (config.allowed_hosts or is_loopback):
         return None
-    return frozenset(_name_of(host.encode()) for host in (*config.allowed_hosts, config.host)) | _LOOPBACK_NAMES
+    return frozenset(_name_of(host.encode()) for host in (*config.allowed_hosts, config.host)) | {_LOCALHOST}
 
 
 def check_caller(
@@ -81,9 +81,18 @@ def _is_loopback(host: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _name_of(header: bytes) -> str:
-    """A host without its port and brackets."""
+    """A host without its port and brackets; "localhost" for every address by which this machine reaches itself.
+
+    Such an address is safe as a Host: DNS cannot make it point elsewhere. A page of another site that sends requests to
+    it, also to 0.0.0.0, is refused by its Origin.
+    """
     host = header.decode("latin-1").strip().lower()
     if host.startswith("["):
-        return host[1:].partition("]")[0]
-    name = host if host.count(":") > 1 else host.partition(":")[0]
-    return name.removesuffix(".")
+        name = host[1:].partition("]")[0]
+    else:
+        name = (host if host.count(":") > 1 else host.partition(":")[0]).removesuffix(".")
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return name
+    return _LOCALHOST if address.is_loopback or address.is_unspecified else name
