@@ -5,9 +5,13 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from protocol.messages import FinishReason, KvHolder, PeerAddress, Turn
 from protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Onboarding", "Phase", "Sequence", "SequenceStatus"]
 
@@ -69,6 +73,7 @@ class Sequence:
     num_cached_tokens: int = 0  # prompt tokens not computed: found in the pool at first admission, or loaded
     is_admitted_before: bool = False  # preempted sequences keep their first hit count
     onboarding: Onboarding | None = None
+    logit_bias: tuple[Tensor, Tensor] | None = None  # ids and values on the device; the sampler makes them once
     kv_holder: KvHolder | None = None  # a peer that has some of the prompt's KV
     kv_receiver: PeerAddress | None = None  # whom the prompt's KV is handed to
     finish_reason: FinishReason | None = None

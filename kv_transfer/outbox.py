@@ -118,6 +118,7 @@ class Outbox:
     def __init__(self) -> None:
         self._num_opened = 0
         self._active: dict[_HandoffKey, _Handoff] = {}  # until delivered or failed
+        self._by_request: dict[str, list[_Handoff]] = {}  # the same, mostly one to a request
         self._by_lease: dict[_LeaseKey, _Handoff] = {}  # granted, until ended
         self._early_grants: dict[_HandoffKey, _Grant] = {}  # came before their `open`
         self._past: OrderedDict[_LeaseKey, None] = OrderedDict()
@@ -144,6 +145,7 @@ class Outbox:
         self._num_opened += 1
         handoff = _Handoff(self._num_opened, key, num_blocks, grant_deadline)
         self._active[key] = handoff
+        self._by_request.setdefault(request_id, []).append(handoff)
         self._ungranted.pop(key, None)
         early = self._early_grants.pop(key, None)
         if early is not None:
@@ -304,6 +306,10 @@ class Outbox:
             assert not handoff.failure, f"{handoff} has failed but is active"
             assert not handoff.is_ended, f"{handoff} has ended but is active"
             assert key not in self._early_grants, f"{key} is open and has an early grant"
+        filed = [handoff for handoffs in self._by_request.values() for handoff in handoffs]
+        assert all(self._by_request.values()), "a request without handoffs is kept"
+        assert len(filed) == len(self._active), f"{len(filed)} handoffs by request, {len(self._active)} active"
+        assert set(filed) == set(self._active.values()), "the handoffs by request are others than the active ones"
         for lease, handoff in self._by_lease.items():
             assert handoff.grant is not None, f"{handoff} is filed under {lease} without a grant"
             assert handoff.grant.lease == lease, f"{handoff} is filed under {lease}"
@@ -311,7 +317,7 @@ class Outbox:
             assert handoff.num_in_flight > 0 or handoff.key in self._active, f"{handoff} should have ended"
 
     def _of_request(self, request_id: str) -> list[_Handoff]:
-        return [handoff for handoff in self._active.values() if handoff.key.request_id == request_id]
+        return list(self._by_request.get(request_id, ()))  # a copy: those that fail are taken out
 
     def _apply_grant(self, handoff: _Handoff, grant: _Grant) -> None:
         handoff.grant = grant
@@ -359,6 +365,10 @@ class Outbox:
     def _deactivate(self, handoff: _Handoff) -> None:
         if self._active.get(handoff.key) is handoff:  # a later handoff may have taken the key
             del self._active[handoff.key]
+            siblings = self._by_request[handoff.key.request_id]
+            siblings.remove(handoff)
+            if not siblings:
+                del self._by_request[handoff.key.request_id]
 
     def _end_lease(self, key: _HandoffKey, lease: _LeaseKey, reason: str) -> None:
         _remember(self._past, lease, None)

@@ -87,13 +87,20 @@ class Sampler:
             ids = torch.tensor(list(counts), device=raw.device)
             logits = logits.index_add(0, ids, -torch.tensor(penalties, dtype=raw.dtype, device=raw.device))
         if sampling.logit_bias:
-            ids = torch.tensor(list(sampling.logit_bias), device=raw.device)
-            values = torch.tensor(list(sampling.logit_bias.values()), dtype=raw.dtype, device=raw.device)
-            logits = logits.index_add(0, ids, values)
+            logits = logits.index_add(0, *_bias_of(sequence, raw))
         if sequence.num_output_tokens < sampling.min_tokens:
             banned = sorted(self.eos_token_ids.union(sampling.stop_token_ids))
             logits = logits.index_fill(0, torch.tensor(banned, dtype=torch.long, device=raw.device), float("-inf"))
         return logits
+
+
+def _bias_of(sequence: Sequence, raw: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids and values of its logit_bias, made at its first token: [m], [m]."""
+    if sequence.logit_bias is None:
+        bias = sequence.sampling.logit_bias
+        ids = torch.tensor(list(bias), device=raw.device)
+        sequence.logit_bias = ids, torch.tensor(list(bias.values()), dtype=raw.dtype, device=raw.device)
+    return sequence.logit_bias
 
 
 def _is_plain_greedy(sequence: Sequence) -> bool:

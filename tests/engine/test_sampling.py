@@ -327,3 +327,13 @@ def test_what_a_row_raises_is_returned_in_its_place() -> None:
     assert isinstance(first, SampledToken)
     assert isinstance(last, SampledToken)
     assert ([first.token_id], [last.token_id]) == alone
+
+
+def test_the_bias_of_a_request_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sequences = [make_sequence(temperature=0, logit_bias={4: 100.0}), make_sequence(temperature=0, logit_bias={6: 9.0})]
+    logits = torch.zeros(2, VOCAB)
+    assert sample(logits, *sequences) == [4, 6]
+    kept = [sequence.logit_bias for sequence in sequences]
+    monkeypatch.setattr(torch, "tensor", None)  # of which nothing is made any more
+    assert sample(logits, *sequences) == [4, 6]
+    assert all(sequence.logit_bias is bias for sequence, bias in zip(sequences, kept, strict=True))

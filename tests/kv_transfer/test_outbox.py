@@ -278,3 +278,30 @@ def test_a_second_lease_of_a_granted_request_is_given_back() -> None:
     grant(outbox)  # repeated: ignored
     grant(outbox, generation=6)
     assert outbox.take_ended() == [LeaseEnded("d", 1, "r", 6, "the request has another lease")]
+
+
+def test_finding_the_handoffs_of_a_request_does_not_take_longer_for_those_of_others() -> None:
+    num_compared = 0
+
+    class RequestId(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return str.__eq__(self, other)
+
+    outbox = Outbox()
+    for number in range(1000):
+        open_handoff(outbox, RequestId(f"r{number}"))
+    outbox.open("r7", "another", 1, num_blocks=4)
+    num_compared = 0
+    outbox.requested("r7", grant_deadline=9)
+    outbox.blocks_computed("r7", [1])
+    outbox.first_token("r7", 1)
+    outbox.cancel("r7")
+    assert num_compared < 50
+    outbox.check_integrity()
+    assert [ended.request_id for ended in outbox.take_ended()] == ["r7", "r7"]
+    assert outbox.num_open == 999
