@@ -85,7 +85,6 @@ _DEADLINE_S = 3 * _TRANSFER.handoff_timeout_s + _TRANSFER.lease_ttl_s + 2 * _DEA
 _DRAIN_S = 2 * (_DEADLINE_S + _LATE_S)
 
 _REASONS = {
-    "arrived damaged": "blocks arrived damaged",
     "did not arrive in time": "KV did not arrive in time",
     "no word from": "no grant in time",
     "was silent": "no news of the prompt",
@@ -208,6 +207,7 @@ class _Worker:
             block_size=_BLOCK_SIZE,
             block_shape=self.engine.kv.shape[1:],
             transport="in_process",
+            checksums=world.transfer.checksums,
         )
         config = world.transfer
         self.links = PeerLinks(

@@ -143,6 +143,7 @@ class Worker:
             block_size=config.engine.block_size,
             block_shape=self._engine.kv.shape[1:],
             transport=config.transfer.transport,
+            checksums=config.transfer.checksums,
         )
         timeout_s = config.transfer.handoff_timeout_s
         self._links = PeerLinks(
@@ -363,13 +364,14 @@ class Worker:
 
     def _make_load(self) -> WorkerLoad:
         load = self._engine.load()
-        if not self._decode.num_leases and not self._num_errors:
+        if not (self._decode.num_leases or self._num_errors or self._decode.num_recomputed):
             return load
         return msgspec.structs.replace(
             load,
             num_open_leases=self._decode.num_leases,
             num_quarantined_blocks=self._decode.num_quarantined_blocks,
             num_errors=self._num_errors,
+            num_recomputed=self._decode.num_recomputed,
         )
 
     def _pump(self, now: float) -> None:

@@ -1,7 +1,8 @@
 """The decode role: reserve blocks under a lease when asked for it, receive the prompt's KV into them, join the batch.
 
 Runs inside a worker's loop and never waits. Nothing is decoded from blocks that did not arrive whole, under their
-lease's generation and before its deadline.
+lease's generation and before its deadline. A prompt whose sender was done, but whose KV arrived damaged, late or in
+part, is computed again here. It continues from the first token that the sender sampled, which the client may have.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two messages to a sender of what it waits for, and of a revoked lease whose end it has not confirmed.
 _REMIND_S = 1.0
+_LATE = "the prompt's KV did not arrive in time"
 # Requests for a lease that came before the request itself: by another way, so not by much.
 _MAX_EARLY = 4096
 
@@ -57,7 +59,8 @@ class _Pending:
     deadline: float  # for a sign of life of the sender; waiting for room has none
     is_requested: bool = False
     num_matched_blocks: int = 0
-    is_granted: bool = False
+    generation: int = 0  # of the lease, once it is granted
+    is_late: bool = False  # the lease ran out; the sender is asked whether it was done
 
 
 class DecodeRole:
@@ -66,6 +69,8 @@ class DecodeRole:
     Two things may take long, and are not mistaken for each other. A sender from which nothing is heard of a request for
     `handoff_timeout_s` fails it. A full pool fails nothing: the sender keeps the prompt's KV and is told that it is in
     line, until there is room or the router gives the request up.
+
+    `num_recomputed` counts prompts that were computed again.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class DecodeRole:
         self._remind_at = 0.0
         self._fenced_at: dict[int, float] = {}  # by generation, when a lease was first seen to be fenced
         self._dead: set[tuple[str, int]] = set()  # worker and epoch; requests may still name them
+        self.num_recomputed = 0
 
     @property
     def num_open(self) -> int:
@@ -160,7 +166,7 @@ class DecodeRole:
         fenced = self._leases.cancel(request_id)
         if fenced is not None:
             self._revoke(fenced.lease)
-        else:
+        elif not pending.generation:
             self._refuse(pending, "cancelled")
 
     def heartbeat(self, sender_id: str, sender_epoch: int, handoffs: list[tuple[str, int]], now: float) -> None:
@@ -168,13 +174,13 @@ class DecodeRole:
         self._leases.extend(sender_id, sender_epoch, handoffs, now=now)
         for request_id, generation in handoffs:
             pending = self._pending.get(request_id) if generation == 0 else None
-            if pending is None or pending.is_granted:
+            if pending is None or pending.generation:
                 continue
             if (pending.sender.worker_id, pending.sender.epoch) == (sender_id, sender_epoch):
                 pending.deadline = now + self._config.handoff_timeout_s
 
     def notified(self, notification: Notification, now: float) -> None:
-        """Something a sender wrote is in place. What cannot be read is dropped: its lease runs out."""
+        """Something a sender wrote is in place. What cannot be read is dropped: its chunk is missing in the end."""
         message = _decode(notification)
         if message is None:
             logger.warning("dropped a notification from %s: it was damaged on its way", notification.worker_id)
@@ -182,7 +188,7 @@ class DecodeRole:
         if self._leases.is_foreign(message.generation, notification.worker_id, notification.epoch):
             return
         if isinstance(message, ChunkArrived):
-            ended: Received | Released | None = self._leases.chunk_arrived(
+            self._leases.chunk_arrived(
                 message.request_id,
                 message.generation,
                 message.first_block,
@@ -190,12 +196,12 @@ class DecodeRole:
                 message.checksums,
                 now=now,
             )
-        else:
-            ended = self._leases.handoff_done(message.request_id, message.generation, message.first_token_id, now=now)
+            return
+        ended = self._leases.handoff_done(message.request_id, message.generation, message.first_token_id, now=now)
         if isinstance(ended, Received):
             self._join(ended)
         elif ended is not None:
-            self._release(ended)
+            self._release(ended, first_token_id=message.first_token_id)
 
     def closed(self, message: LeaseClosed) -> None:
         """The sender will not write under this lease any more."""
@@ -207,7 +213,7 @@ class DecodeRole:
             return
         if message.reason == FINISHED_EARLY:  # the router has the whole answer, or it is on its way there
             self._drop(message.request_id)
-        self._release(released)
+        self._release(released, first_token_id=message.first_token_id)
 
     def peer_given_up(self, worker_id: str, epoch: int) -> None:
         """The process of that epoch is to be ended: its requests fail, and blocks that it may write to are kept."""
@@ -226,10 +232,13 @@ class DecodeRole:
     def expire(self, now: float) -> None:
         """End what is too late. Only for a caller that has read all that came: a heartbeat may be among it."""
         for fenced in self._leases.expire(now):
-            self._fail(fenced.lease.request_id, "the prompt's KV did not arrive in time", TransferTimeout.code)
+            pending = self._pending[fenced.lease.request_id]
+            pending.is_late, pending.deadline = True, now + self._config.handoff_timeout_s
             self._revoke(fenced.lease)
         for request_id, pending in list(self._pending.items()):
-            if not pending.is_granted and now >= pending.deadline:
+            if pending.is_late and now >= pending.deadline:
+                self._fail(request_id, _LATE, TransferTimeout.code)
+            elif not pending.generation and now >= pending.deadline:
                 self._refuse(pending, "no heartbeat named the request")
                 reason = f"prefill worker {pending.sender.worker_id} was silent for {self._config.handoff_timeout_s} s"
                 self._fail(request_id, reason, TransferTimeout.code)
@@ -265,7 +274,7 @@ class DecodeRole:
     def _grant(self, pending: _Pending, reserved: list[int], now: float) -> None:
         """Lend blocks for what is not cached here of the prompt to its sender."""
         sequence = pending.sequence
-        pending.num_matched_blocks, pending.is_granted = len(sequence.blocks), True
+        pending.num_matched_blocks = len(sequence.blocks)
         lease = self._leases.grant(
             sequence.request_id,
             reserved,
@@ -276,6 +285,7 @@ class DecodeRole:
             ttl_s=self._config.lease_ttl_s,
             first_ttl_s=self._config.handoff_timeout_s,
         )
+        pending.generation = lease.generation
         grant = LeaseGrant(
             sender=self._links.me,
             request_id=lease.request_id,
@@ -287,16 +297,18 @@ class DecodeRole:
         self._links.send(lease.sender_id, lease.sender_epoch, grant)
 
     def _join(self, received: Received) -> None:
-        """Everything arrived: publish the blocks and let the scheduler have the sequence."""
+        """The sender is done: if all arrived as sent, publish the blocks and let the scheduler have the sequence."""
         lease = received.lease
+        wrong = wrong_blocks(self._engine.kv, lease.block_ids, received.checksums)
+        if wrong:
+            self._engine.pool.release(lease.block_ids)
+            is_damaged = f"{len(wrong)} KV blocks arrived damaged"
+            reason = f"{received.num_missing} KV blocks were not announced" if received.num_missing else is_damaged
+            self._recompute(lease.request_id, received.first_token_id, reason)
+            return
         pending = self._pending.pop(lease.request_id)
         sequence = pending.sequence
-        wrong = wrong_blocks(self._engine.kv, lease.block_ids, received.checksums)
         sequence.blocks = [*sequence.blocks, *lease.block_ids]
-        if wrong:
-            self._give_up(sequence)
-            self._on_failed(lease.request_id, f"{len(wrong)} KV blocks arrived damaged", TransferError.code or "")
-            return
         sequence.num_published_blocks = pending.num_matched_blocks
         sequence.num_computed_tokens = sequence.num_prompt_tokens
         sequence.num_cached_tokens = pending.num_matched_blocks * self._engine.config.block_size
@@ -305,10 +317,33 @@ class DecodeRole:
         self._engine.scheduler.publish_computed(sequence)
         self._engine.add(sequence)
 
-    def _release(self, released: Released, code: str | None = TransferError.code) -> None:
-        self._engine.pool.release(released.lease.block_ids)
-        if released.was_live:
-            self._fail(released.lease.request_id, released.reason, code)
+    def _recompute(self, request_id: str, first_token_id: int, reason: str) -> None:
+        """Compute a prompt whose KV did not get here, and go on from the first token: as if it had been preempted."""
+        pending = self._pending.pop(request_id)
+        sequence = pending.sequence
+        sender_id = pending.sender.worker_id
+        logger.warning("request %s from %s: %s; the prompt is computed here", request_id, sender_id, reason)
+        self.num_recomputed += 1
+        self._give_up(sequence)
+        sequence.is_admitted_before = True
+        sequence.token_ids.append(first_token_id)
+        self._engine.add(sequence)
+
+    def _release(
+        self, released: Released, *, code: str | None = TransferError.code, first_token_id: int | None = None
+    ) -> None:
+        """Free the lease's blocks. A request that waited for them is computed here if its first token is known."""
+        lease = released.lease
+        self._engine.pool.release(lease.block_ids)
+        pending = self._pending.get(lease.request_id)
+        if pending is None or pending.generation != lease.generation:
+            return
+        if first_token_id is not None:
+            self._recompute(lease.request_id, first_token_id, _LATE)
+        elif pending.is_late:
+            self._fail(lease.request_id, _LATE, TransferTimeout.code)
+        else:
+            self._fail(lease.request_id, released.reason, code)
 
     def _drop(self, request_id: str) -> bool:
         """Forget a pending request and give back its cached prefix; whether it was pending."""

@@ -18,6 +18,7 @@ def compatibility_fields(
     block_shape: Sequence[int],
     tensor_parallel_size: int = 1,
     transport: str,
+    checksums: str,
 ) -> dict[str, str]:
     """Fields for `PeerHello.compatibility`. `block_shape` is the pool's shape without its first dimension."""
     return {
@@ -29,6 +30,7 @@ def compatibility_fields(
         "block_shape": "x".join(map(str, block_shape)),
         "tensor_parallel_size": str(tensor_parallel_size),
         "transport": transport,
+        "checksums": checksums,  # else blocks that a peer sends without one would pass where all are to be checked
     }
 
 

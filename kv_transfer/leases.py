@@ -1,6 +1,6 @@
 """Leases on our blocks, seen from the worker that receives KV. Pure: time comes in, blocks to free come out.
 
-    grant ──► LIVE ── every block arrived, sender is done, deadline not passed ──► Received: the blocks are usable
+    grant ──► LIVE ── the sender is done, deadline not passed ──► Received: the blocks are the caller's
                │
                ├── the sender gives up (`lease_closed`) or is dead (`sender_lost`) ──► Released: the blocks are free
                │
@@ -36,11 +36,20 @@ class Lease:
 
 
 class Received(NamedTuple):
-    """All KV of this lease is in place: its blocks are the caller's, and nobody writes them any more."""
+    """The sender wrote everything: the blocks are the caller's, and nobody writes them any more.
+
+    Notifications of one link keep their order. So when the sender is done, a chunk that was not announced never will
+    be: its notification was lost or damaged. Then there are fewer checksums than blocks, and no block may be used.
+    """
 
     lease: Lease
     first_token_id: int
-    checksums: list[bytes]  # of the bytes of each block as sent, b"" where the sender gave none
+    checksums: list[bytes]  # of the bytes of each announced block as sent, b"" where the sender gave none
+
+    @property
+    def num_missing(self) -> int:
+        """Blocks that were not announced."""
+        return len(self.lease.block_ids) - len(self.checksums)
 
 
 class Fenced(NamedTuple):
@@ -54,7 +63,6 @@ class Released(NamedTuple):
     """The lease's blocks are the caller's to free: no write to them is or will be in flight."""
 
     lease: Lease
-    was_live: bool  # the request still waited for this KV and has to be told
     reason: str
 
 
@@ -63,7 +71,6 @@ class _Entry:
     lease: Lease
     deadline: float
     is_fenced: bool = False
-    first_token_id: int | None = None
     checksums: dict[int, bytes] = field(default_factory=dict)  # of the blocks that arrived, by index in the prompt
 
 
@@ -118,27 +125,27 @@ class LeaseTable:
         checksums: Sequence[bytes],
         *,
         now: float,
-    ) -> Received | None:
-        """Note that these blocks of the prompt are in place; what was received if they were the last missing."""
+    ) -> None:
+        """Note that these blocks of the prompt are in place."""
         entry = self._find(request_id, generation, "chunk")
         if entry is None or not self._is_usable(entry, now, "chunk"):
-            return None
+            return
         lease, end = entry.lease, first_block + num_blocks
         is_inside = lease.first_block <= first_block and end <= lease.first_block + len(lease.block_ids)
         if num_blocks < 0 or not is_inside or len(checksums) not in (0, num_blocks):
             self.ignored["chunk out of range"] += 1
-            return None
+            return
         for position, index in enumerate(range(first_block, end)):
             if index in entry.checksums:
                 self.ignored["chunk repeated"] += 1
             else:
                 entry.checksums[index] = checksums[position] if checksums else b""
-        return self._try_receive(entry)
+        entry.deadline = min(entry.deadline, now + lease.ttl_s)  # the grant was read: heartbeats vouch for it now
 
     def handoff_done(
         self, request_id: str, generation: int, first_token_id: int, *, now: float
     ) -> Received | Released | None:
-        """Note that the sender wrote everything. For a fenced lease this confirms that no write is left."""
+        """The sender wrote everything: what was received. For a fenced lease this confirms that no write is left."""
         entry = self._find(request_id, generation, "done")
         if entry is None:
             return None
@@ -146,8 +153,9 @@ class LeaseTable:
             return self._release(entry, "the sender was done")
         if not self._is_usable(entry, now, "done"):
             return None
-        entry.first_token_id = first_token_id
-        return self._try_receive(entry)
+        self._remove(entry)
+        checksums = [entry.checksums[index] for index in sorted(entry.checksums)]
+        return Received(entry.lease, first_token_id, checksums)
 
     def extend(self, sender_id: str, sender_epoch: int, handoffs: Iterable[tuple[str, int]], *, now: float) -> None:
         """Heartbeat: the sender still works on these (request id, generation). A lease that ended stays ended."""
@@ -227,7 +235,6 @@ class LeaseTable:
             expected = range(lease.first_block, lease.first_block + len(lease.block_ids))
             assert lease.generation == generation, f"{lease} is filed under {generation}"
             assert all(index in expected for index in entry.checksums), f"{lease} has blocks {sorted(entry.checksums)}"
-            assert not self._is_whole(entry), f"{lease} is whole but was not handed over"
 
     def _of_sender(self, sender_id: str, sender_epoch: int) -> list[_Entry]:
         sender = (sender_id, sender_epoch)
@@ -246,26 +253,14 @@ class LeaseTable:
             return False
         return True
 
-    def _is_whole(self, entry: _Entry) -> bool:
-        return entry.first_token_id is not None and len(entry.checksums) == len(entry.lease.block_ids)
-
-    def _try_receive(self, entry: _Entry) -> Received | None:
-        if entry.first_token_id is None or not self._is_whole(entry):
-            return None
-        self._remove(entry)
-        checksums = [entry.checksums[index] for index in sorted(entry.checksums)]
-        return Received(entry.lease, entry.first_token_id, checksums)
-
     def _fence(self, entry: _Entry, reason: str) -> Fenced:
         entry.is_fenced = True
-        entry.first_token_id = None
         del self._live[entry.lease.request_id]
         return Fenced(entry.lease, reason)
 
     def _release(self, entry: _Entry, reason: str) -> Released:
-        was_live = not entry.is_fenced
         self._remove(entry)
-        return Released(entry.lease, was_live, reason)
+        return Released(entry.lease, reason)
 
     def _remove(self, entry: _Entry) -> None:
         del self._entries[entry.lease.generation]

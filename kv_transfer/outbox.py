@@ -32,6 +32,7 @@ __all__ = ["BlockWrite", "HandoffEnded", "LeaseEnded", "Outbox"]
 # Generations that ended here are remembered so that a grant which comes late or twice revives none of them, and so are
 # handoffs that ended ungranted: a grant that comes late is answered at once. Links are ordered, so a few would do.
 _NUM_REMEMBERED = 4096
+_REVOKED = "revoked by the receiver: the KV did not arrive in time, or the request has ended"
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -54,6 +55,7 @@ class LeaseEnded(NamedTuple):
     request_id: str
     generation: int
     reason: str
+    first_token_id: int | None = None  # if the handoff was delivered: the receiver may have missed it
 
 
 class _LeaseKey(NamedTuple):
@@ -121,7 +123,7 @@ class Outbox:
         self._by_request: dict[str, list[_Handoff]] = {}  # the same, mostly one to a request
         self._by_lease: dict[_LeaseKey, _Handoff] = {}  # granted, until ended
         self._early_grants: dict[_HandoffKey, _Grant] = {}  # came before their `open`
-        self._past: OrderedDict[_LeaseKey, None] = OrderedDict()
+        self._past: OrderedDict[_LeaseKey, int | None] = OrderedDict()  # the first token of those delivered
         self._ungranted: OrderedDict[_HandoffKey, str] = OrderedDict()  # ended before their grant came: why
         self._unsure: dict[_LeaseKey, _HandoffKey] = {}  # ended with a lost write
         self._ended: list[HandoffEnded | LeaseEnded] = []
@@ -223,13 +225,13 @@ class Outbox:
         handoff = self._by_lease.get(lease)
         if handoff is not None:
             handoff.is_revoked = True
-            self._fail(handoff, "revoked by the receiver")
+            self._fail(handoff, _REVOKED)
             return
         early = self._early_grants.get(key)
         if early is not None and early.lease == lease:
             del self._early_grants[key]
         if lease not in self._unsure:
-            self._end_lease(key, lease, "revoked by the receiver")
+            self._end_lease(key, lease, _REVOKED)
 
     def receiver_lost(self, receiver_id: str, receiver_epoch: int) -> None:
         """The receiver is dead, and its leases with it. Call `Transport.remove_peer` to settle what is in flight."""
@@ -358,9 +360,9 @@ class Outbox:
         if handoff.has_lost_write:
             self._unsure[lease] = handoff.key
         elif is_delivered and not handoff.is_revoked:
-            _remember(self._past, lease, None)  # `HandoffDone` told the receiver
+            _remember(self._past, lease, handoff.first_token_id)  # `HandoffDone` told the receiver
         else:
-            self._end_lease(handoff.key, lease, handoff.failure)
+            self._end_lease(handoff.key, lease, handoff.failure, handoff.first_token_id if is_delivered else None)
 
     def _deactivate(self, handoff: _Handoff) -> None:
         if self._active.get(handoff.key) is handoff:  # a later handoff may have taken the key
@@ -370,9 +372,10 @@ class Outbox:
             if not siblings:
                 del self._by_request[handoff.key.request_id]
 
-    def _end_lease(self, key: _HandoffKey, lease: _LeaseKey, reason: str) -> None:
-        _remember(self._past, lease, None)
-        self._ended.append(LeaseEnded(*key[1:], key.request_id, lease.generation, reason))
+    def _end_lease(self, key: _HandoffKey, lease: _LeaseKey, reason: str, first_token_id: int | None = None) -> None:
+        first_token_id = self._past.get(lease, first_token_id)
+        _remember(self._past, lease, first_token_id)
+        self._ended.append(LeaseEnded(*key[1:], key.request_id, lease.generation, reason, first_token_id))
 
 
 def _remember(memory: OrderedDict[_Key, _Value], key: _Key, value: _Value) -> None:

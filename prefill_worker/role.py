@@ -269,6 +269,7 @@ class PrefillRole:
                     request_id=ended.request_id,
                     generation=ended.generation,
                     reason=ended.reason,
+                    first_token_id=ended.first_token_id,
                 )
                 self._links.send(ended.receiver_id, ended.receiver_epoch, closed)
 

@@ -216,6 +216,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting_for_room: Number = 0  # preempted sequences, and prompts computed elsewhere that cannot be received yet
     num_preemptions: Number = 0  # since the start
     num_errors: Number = 0  # of ours since the start, each of which ended one request or one message
+    num_recomputed: Number = 0  # since the start, prompts computed again as their KV arrived damaged, late or in part
 
 
 class TierLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -581,12 +582,16 @@ class LeaseRevoked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LeaseClosed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Prefill -> decode: no write under this lease is in flight or will be started."""
+    """Prefill -> decode: no write under this lease is in flight or will be started.
+
+    `first_token_id` is set where everything was written and `HandoffDone` sent, of which the receiver may know nothing.
+    """
 
     sender: PeerAddress
     request_id: Name
     generation: Number
     reason: Text = ""
+    first_token_id: Number | None = None
 
 
 class ReadRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):

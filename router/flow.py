@@ -292,6 +292,7 @@ class RequestFlow:
             "num_waiting_for_room": load.num_waiting_for_room,
             "num_preemptions": load.num_preemptions,
             "num_errors": load.num_errors,
+            "num_recomputed": load.num_recomputed,
             "step_age_s": worker.step_age_s,
             "silent_s": max(self._clock() - worker.last_seen_s, 0.0),
             "queued_prompt_tokens": worker.uncomputed_tokens,

@@ -27,6 +27,7 @@ _LOAD = {
 _LOAD_COUNTERS = {
     "num_preemptions": "Sequences whose blocks were given to others",
     "num_errors": "Internal errors, each of which ended one request or one message",
+    "num_recomputed": "Prompts computed again as their KV arrived damaged, late or in part",
 }
 _TIER_GAUGES = {
     "num_blocks": "Blocks in the tier",

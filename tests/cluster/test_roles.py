@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,18 @@ from torch import Tensor
 
 from kv_transfer.transport.base import Notification
 from kv_transfer.transport.in_process import Verdict, Write
-from protocol.errors import NoWorker, ServingError, TransferError
+from protocol.errors import NoWorker, ServingError, TransferError, TransferTimeout
 from protocol.messages import FinishReason, Role
-from tests.cluster.harness import BLOCK_BYTES, BLOCK_SIZE, PAIR, Cluster, Oracle, eventually, running_cluster
+from tests.cluster.harness import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    PAIR,
+    Cluster,
+    Oracle,
+    eventually,
+    running_cluster,
+    worker_config,
+)
 from tests.cluster.tiny_model import EOS_TOKEN_ID, VOCAB_SIZE
 
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "repetition_penalty": 1.1}
@@ -268,27 +278,85 @@ def swap_blocks(pool: Tensor, blocks: list[int]) -> None:
     pool[blocks[:2]] = pool[blocks[1::-1]]
 
 
+def is_a_chunk(write: Write) -> bool:
+    return bool(write.local_block_ids)
+
+
+def is_the_last_word(write: Write) -> bool:
+    return not write.local_block_ids
+
+
+@pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("damage", [flip_a_bit, tear_a_block, swap_blocks])
 def test_what_was_damaged_on_the_way_is_never_decoded_from(
-    tiny_model: Path, oracle: Oracle, damage: Callable[[Tensor, list[int]], None]
+    tiny_model: Path, oracle: Oracle, damage: Callable[[Tensor, list[int]], None], sampling: dict[str, Any]
 ) -> None:
-    is_damaging = True
+    """A link that damages everything costs time, and neither an answer nor a token of one."""
 
     def judge(write: Write) -> Verdict:
-        if is_damaging and write.local_block_ids:
-            damage(write.sender.pool, write.local_block_ids)  # after its checksum was taken
+        if write.local_block_ids:  # they are copied here, and then nothing is left to copy
+            write.receiver.pool[write.remote_block_ids] = write.sender.pool[write.local_block_ids]
+            damage(write.receiver.pool, write.remote_block_ids)
+            write.local_block_ids, write.remote_block_ids = [], []
         return Verdict.DELIVER
 
     async def scenario() -> None:
-        nonlocal is_damaging
         async with running_cluster(tiny_model, judge=judge) as cluster:  # without a word about checksums
-            with pytest.raises(TransferError, match="damaged") as caught:
-                await cluster.generate(make_prompt(40))
-            assert caught.value.code == "kv_transfer_failed"
+            for number, length in enumerate((40, 65, 200, 333), 1):
+                prompt = make_prompt(length)
+                answer = await cluster.generate(prompt, max_tokens=20, ignore_eos=True, **sampling)
+                assert answer.token_ids == oracle.answer(prompt, max_tokens=20, ignore_eos=True, **sampling)
+                assert await num_recomputed(cluster) == number
             await cluster.becomes_idle()
-            is_damaging = False
-            other = make_prompt(40, seed=1)
-            assert (await cluster.generate(other)).token_ids == oracle.answer(other)
+
+    asyncio.run(scenario())
+
+
+async def num_recomputed(cluster: Cluster) -> int:
+    status = await cluster.call("d", cluster.worker("d").status)
+    count: int = status.load.num_recomputed
+    return count
+
+
+@pytest.mark.parametrize("checksums", ["off", "all"])
+@pytest.mark.parametrize("is_damaged", [is_a_chunk, is_the_last_word, lambda _: True], ids=["chunk", "done", "all"])
+def test_a_prompt_whose_notification_was_damaged_is_computed_again(
+    tiny_model: Path, oracle: Oracle, checksums: str, is_damaged: Callable[[Write], bool]
+) -> None:
+    def judge(write: Write) -> Verdict:
+        if is_damaged(write):
+            write.notification = bytes([write.notification[0] ^ 1, *write.notification[1:]])
+        return Verdict.DELIVER
+
+    transfer = {"checksums": checksums, "lease_ttl_s": 0.6, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 2.0}
+
+    async def scenario() -> None:
+        async with running_cluster(tiny_model, judge=judge, transfer=transfer) as cluster:
+            prompts = [make_prompt(length) for length in (40, 16, 65, 200)]
+            answers = await asyncio.gather(*(cluster.generate(prompt, max_tokens=20) for prompt in prompts))
+            assert [answer.token_ids for answer in answers] == [oracle.answer(p, max_tokens=20) for p in prompts]
+            assert await num_recomputed(cluster) == len(prompts)
+            await cluster.becomes_idle()
+
+    asyncio.run(scenario())
+
+
+def test_a_sender_that_says_nothing_more_of_a_late_prompt_fails_it(tiny_model: Path) -> None:
+    """Its last word was damaged, and it does not answer the question for it either."""
+    transfer = {"lease_ttl_s": 0.6, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 0.6}
+
+    def judge(write: Write) -> Verdict:
+        write.notification = b"garbage"
+        return Verdict.DELIVER
+
+    async def scenario() -> None:
+        async with running_cluster(tiny_model, judge=judge, transfer=transfer) as cluster:
+            role = cluster.worker("p")._prefill
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(role, "revoked", lambda message: None)
+                with pytest.raises(TransferTimeout, match="did not arrive in time"):
+                    await cluster.generate(make_prompt(40))
+            await cluster.becomes_idle()
 
     asyncio.run(scenario())
 
@@ -395,6 +463,20 @@ def test_a_peer_that_refuses_the_link_gives_the_client_the_reason(tiny_model: Pa
                 with pytest.raises(TransferError, match="cannot be written to: the two differ in model_revision"):
                     await cluster.generate(make_prompt(40))
                 await cluster.becomes_idle()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("theirs", ["off", "sample"])
+def test_a_peer_that_checks_less_is_refused(tiny_model: Path, theirs: str) -> None:
+    """Its blocks would be decoded from unchecked, though `all` is asked for here."""
+
+    async def scenario() -> None:
+        async with running_cluster(tiny_model, {"d": Role.DECODE}) as cluster:
+            await cluster.add(worker_config(tiny_model, "p", Role.PREFILL, {"checksums": theirs}))
+            with pytest.raises(TransferError, match="d cannot be written to: the two differ in checksums"):
+                await cluster.generate(make_prompt(40))
+            await cluster.becomes_idle()
 
     asyncio.run(scenario())
 

@@ -164,7 +164,7 @@ def test_a_peers_hello_is_refused_without_values(world: World) -> None:
             assert refused["type"] == PeerRefused.__name__
             assert "model_revision" in refused["reason"]
             for value in world.worker._links._compatibility.values():
-                assert len(value) < 3 or value.encode() not in data, f"the refusal tells {value!r}"
+                assert len(value) < 4 or value.encode() not in data, f"the refusal tells {value!r}"
 
 
 def test_the_routers_identity_cannot_be_taken(world: World) -> None:

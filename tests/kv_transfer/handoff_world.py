@@ -304,10 +304,8 @@ class World:
     def _notify(self, write: BlockWrite) -> None:
         message = write.notification
         if isinstance(message, ChunkArrived):
-            self._end(
-                self.leases.chunk_arrived(
-                    message.request_id, message.generation, message.first_block, message.num_blocks, [], now=self.now
-                )
+            self.leases.chunk_arrived(
+                message.request_id, message.generation, message.first_block, message.num_blocks, [], now=self.now
             )
         elif isinstance(message, HandoffDone):
             self._end(
@@ -322,7 +320,7 @@ class World:
         if isinstance(end, Fenced):
             self._send_revoked(lease.sender_id, lease.sender_epoch, lease.request_id, lease.generation)
             return
-        if isinstance(end, Received):
+        if isinstance(end, Received) and not end.num_missing:
             self.num_received += 1
             expected = [
                 (lease.request_id, lease.generation, lease.first_block + i) for i in range(len(lease.block_ids))

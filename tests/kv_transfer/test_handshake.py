@@ -15,6 +15,7 @@ def make_fields(**changes: Any) -> dict[str, str]:
         "block_size": 16,
         "block_shape": (30, 2, 16, 3, 64),
         "transport": "nixl",
+        "checksums": "all",
     }
     return compatibility_fields(**{**fields, **changes})
 
@@ -30,6 +31,7 @@ def test_equal_workers_do_not_differ() -> None:
         ({"block_size": 32}, "block_size: '16' here, '32' there"),
         ({"block_shape": (30, 2, 16, 3, 32)}, "block_shape: '30x2x16x3x64' here, '30x2x16x3x32' there"),
         ({"namespace": b"\x03"}, "namespace: '0102' here, '03' there"),
+        ({"checksums": "off"}, "checksums: 'all' here, 'off' there"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size: '1' here, '2' there"),
         (
             {"model_revision": "m@2", "transport": "in_process"},

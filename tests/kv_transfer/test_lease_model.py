@@ -307,12 +307,11 @@ class World:
         else:
             self.notifications.popleft()
         if isinstance(message, ChunkArrived):
-            ended: Any = self.table.chunk_arrived(
+            self.table.chunk_arrived(
                 REQUEST, message.generation, message.first_block, message.num_blocks, [], now=self.now
             )
         else:
-            ended = self.table.handoff_done(REQUEST, message.generation, message.first_token_id, now=self.now)
-        self._end(ended)
+            self._end(self.table.handoff_done(REQUEST, message.generation, message.first_token_id, now=self.now))
 
     def drop(self, message: Message) -> None:
         self.network -= {message}
@@ -394,7 +393,7 @@ class World:
         if end is None or isinstance(end, Fenced):
             return
         lease = end.lease
-        if isinstance(end, Received):
+        if isinstance(end, Received) and not end.num_missing:
             self.num_received += 1
             arrived = [self.content.get(block) for block in lease.block_ids]
             whole = [(lease.generation, index) for index in range(len(lease.block_ids))]
@@ -461,7 +460,7 @@ class World:
         handoffs = {id(h): h for h in (*outbox._active.values(), *outbox._by_lease.values())}
         handoffs |= {id(write.handoff): write.handoff for write in self.writes}
         leases = tuple(
-            (g, e.is_fenced, max(0, e.deadline - now), e.first_token_id, e.lease.sender_epoch, tuple(e.checksums))
+            (g, e.is_fenced, max(0, e.deadline - now), e.lease.sender_epoch, tuple(e.checksums))
             for g, e in table._entries.items()
         )
         sent = tuple(
@@ -651,9 +650,11 @@ class RepeatsGenerations(LeaseTable):
         super().__init__()
 
 
-class ReceivesWithoutAllChunks(LeaseTable):
-    def _is_whole(self, entry: Any) -> bool:
-        return entry.first_token_id is not None
+class HidesMissingChunks(LeaseTable):
+    def handoff_done(self, *args: Any, **fields: Any) -> Any:
+        ended = super().handoff_done(*args, **fields)
+        is_received = isinstance(ended, Received)
+        return ended._replace(checksums=[b""] * len(ended.lease.block_ids)) if is_received else ended
 
 
 class FreesLateLeases(LeaseTable):
@@ -707,7 +708,7 @@ class ConfirmsOnce(Outbox):
             "received|is freed while|writes to block",
         ),
         (RepeatsGenerations, NO_FAULTS._replace(grants=2, receiver_deaths=1), "is used again"),
-        (ReceivesWithoutAllChunks, NO_FAULTS, "received"),
+        (HidesMissingChunks, NO_FAULTS, "received"),
         (KeepsLeasesOfTheDead, NO_FAULTS._replace(sender_deaths=1), "a leak"),
         (EndsLeasesTwice, NO_FAULTS, "ends twice|the table holds"),
         (ConfirmsUnderAWrite, NO_FAULTS, "is freed while a write|writes to block"),

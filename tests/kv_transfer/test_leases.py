@@ -21,21 +21,33 @@ def grant(
 def test_blocks_are_received_once_all_arrived_and_the_sender_is_done() -> None:
     table = LeaseTable()
     lease = grant(table)
-    assert table.chunk_arrived("r", lease.generation, 2, 2, [b"a", b"b"], now=1) is None
-    assert table.chunk_arrived("r", lease.generation, 4, 1, [b"c"], now=2) is None
+    table.chunk_arrived("r", lease.generation, 2, 2, [b"a", b"b"], now=1)
+    table.chunk_arrived("r", lease.generation, 4, 1, [b"c"], now=2)
     assert table.handoff_done("r", lease.generation, 42, now=3) == Received(lease, 42, [b"a", b"b", b"c"])
     assert table.held_block_ids == []
     table.check_integrity()
 
 
-def test_chunks_may_come_in_any_order_and_after_done() -> None:
+def test_chunks_may_come_in_any_order() -> None:
     table = LeaseTable()
     lease = grant(table)
-    assert table.chunk_arrived("r", lease.generation, 4, 1, [], now=1) is None
-    assert table.handoff_done("r", lease.generation, 42, now=1) is None
-    assert table.chunk_arrived("r", lease.generation, 2, 2, [b"a", b"b"], now=1) == Received(
-        lease, 42, [b"a", b"b", b""]
-    )
+    table.chunk_arrived("r", lease.generation, 4, 1, [], now=1)
+    table.chunk_arrived("r", lease.generation, 2, 2, [b"a", b"b"], now=1)
+    assert table.handoff_done("r", lease.generation, 42, now=1) == Received(lease, 42, [b"a", b"b", b""])
+
+
+def test_a_chunk_that_was_not_announced_when_the_sender_is_done_is_missing() -> None:
+    table = LeaseTable()
+    lease = grant(table)
+    table.chunk_arrived("r", lease.generation, 4, 1, [b"c"], now=1)
+    received = table.handoff_done("r", lease.generation, 42, now=1)
+    assert received == Received(lease, 42, [b"c"])
+    assert isinstance(received, Received)
+    assert received.num_missing == 2
+    table.chunk_arrived("r", lease.generation, 2, 2, [b"a", b"b"], now=1)
+    assert table.ignored == {"chunk of no lease": 1}
+    assert table.held_block_ids == []
+    table.check_integrity()
 
 
 def test_a_fully_cached_prompt_needs_only_done() -> None:
@@ -60,7 +72,7 @@ def test_an_expired_lease_keeps_its_blocks_until_the_sender_confirms() -> None:
     assert table.held_block_ids == [7, 8, 9]
     assert table.num_quarantined_blocks == 3
     released = table.lease_closed("r", lease.generation, "p", 1)
-    assert released == Released(lease, was_live=False, reason="closed by the sender")
+    assert released == Released(lease, reason="closed by the sender")
     assert table.held_block_ids == []
 
 
@@ -71,7 +83,6 @@ def test_done_of_a_fenced_lease_confirms_that_no_write_is_left() -> None:
     table.expire(10)
     released = table.handoff_done("r", lease.generation, 42, now=11)
     assert isinstance(released, Released)
-    assert not released.was_live
 
 
 def test_nothing_is_received_after_the_deadline_even_before_expire_ran() -> None:
@@ -83,11 +94,10 @@ def test_nothing_is_received_after_the_deadline_even_before_expire_ran() -> None
     assert len(table.expire(10.0)) == 1
 
 
-def test_a_late_chunk_does_not_complete_a_lease() -> None:
+def test_a_late_chunk_is_not_announced() -> None:
     table = LeaseTable()
     lease = grant(table)
-    table.handoff_done("r", lease.generation, 42, now=1)
-    assert table.chunk_arrived("r", lease.generation, 2, 3, [], now=10.0) is None
+    table.chunk_arrived("r", lease.generation, 2, 3, [], now=10.0)
     assert table.ignored == {"chunk too late": 1}
 
 
@@ -127,14 +137,14 @@ def test_repeated_foreign_and_misplaced_messages_are_ignored_and_counted() -> No
         "closed by another sender": 1,
         "closed of no lease": 1,
     }
-    assert table.handoff_done("r", generation, 42, now=1) is None
     assert table.held_block_ids == [7, 8, 9]
+    assert table.handoff_done("r", generation, 42, now=1) == Received(lease, 42, [b"", b""])
 
 
 def test_a_sender_that_gives_up_releases_a_live_lease() -> None:
     table = LeaseTable()
     lease = grant(table)
-    assert table.lease_closed("r", lease.generation, "p", 1, "cancelled") == Released(lease, True, "cancelled")
+    assert table.lease_closed("r", lease.generation, "p", 1, "cancelled") == Released(lease, "cancelled")
     assert table.num_live == 0
 
 
@@ -143,7 +153,7 @@ def test_the_death_of_a_sender_releases_its_leases_and_no_others() -> None:
     live, fenced = grant(table, "a", (1,)), grant(table, "b", (2,))
     other = table.grant("c", [3], first_block=0, sender_id="p", sender_epoch=2, now=0, ttl_s=10)
     table.cancel("b")
-    assert table.sender_lost("p", 1) == [Released(live, True, "p died"), Released(fenced, False, "p died")]
+    assert table.sender_lost("p", 1) == [Released(live, "p died"), Released(fenced, "p died")]
     assert table.held_block_ids == [3]
     assert other.generation
 
@@ -156,8 +166,8 @@ def test_the_leases_of_a_sender_that_is_given_up_are_fenced_until_it_is_gone() -
     assert table.give_up_sender("p", 1) == [Fenced(live, "p was given up")]
     assert table.give_up_sender("p", 1) == []
     assert (table.fenced, table.num_live, table.num_quarantined_blocks) == ([live, fenced], 1, 2)
-    assert table.chunk_arrived("a", live.generation, 2, 1, [], now=1) is None
-    assert table.sender_lost("p", 1) == [Released(live, False, "p died"), Released(fenced, False, "p died")]
+    table.chunk_arrived("a", live.generation, 2, 1, [], now=1)
+    assert table.sender_lost("p", 1) == [Released(live, "p died"), Released(fenced, "p died")]
     assert table.held_block_ids == [3]
     assert other.generation
 
@@ -169,10 +179,10 @@ def test_a_request_can_be_granted_again_while_its_old_lease_is_fenced() -> None:
     assert table.cancel("r") is None
     new = grant(table, block_ids=(2,))
     table.check_integrity()
-    assert table.chunk_arrived("r", old.generation, 2, 1, [], now=1) is None
-    assert table.handoff_done("r", new.generation, 42, now=1) is None
+    table.chunk_arrived("r", old.generation, 2, 1, [b"old"], now=1)
+    table.chunk_arrived("r", new.generation, 2, 1, [b"new"], now=1)
     assert isinstance(table.handoff_done("r", old.generation, 42, now=1), Released)
-    assert isinstance(table.chunk_arrived("r", new.generation, 2, 1, [], now=1), Received)
+    assert table.handoff_done("r", new.generation, 42, now=1) == Received(new, 42, [b"new"])
 
 
 def test_a_second_live_lease_of_a_request_is_our_own_bug() -> None:
@@ -189,6 +199,13 @@ def test_the_first_deadline_gives_the_sender_time_to_read_the_grant() -> None:
     table.extend("p", 1, [("r", lease.generation)], now=29.9)
     assert table.expire(30.8) == [], "a heartbeat that names it gives it ttl_s"
     assert table.expire(30.9) == [Fenced(lease, "the lease expired")]
+
+
+def test_from_the_first_chunk_on_heartbeats_vouch_for_a_lease() -> None:
+    table = LeaseTable()
+    lease = table.grant("r", (7,), first_block=0, sender_id="p", sender_epoch=1, now=0.0, ttl_s=1.0, first_ttl_s=30.0)
+    table.chunk_arrived("r", lease.generation, 0, 1, [], now=2.0)
+    assert len(table.expire(3.0)) == 1
 
 
 def test_only_its_own_sender_speaks_of_a_lease() -> None:

@@ -7,6 +7,7 @@ from kv_transfer.transport import TransferState
 from protocol.errors import TransferError
 from protocol.messages import FINISHED_EARLY, ChunkArrived, HandoffDone
 
+REVOKED = "revoked by the receiver: the KV did not arrive in time, or the request has ended"
 DONE, FAILED, LOST = TransferState.DONE, TransferState.FAILED, TransferState.LOST
 
 
@@ -101,8 +102,8 @@ def test_a_revoked_lease_is_confirmed_only_after_its_writes_have_settled() -> No
     assert outbox.take_ended() == []
     outbox.write_settled(write, DONE)
     assert outbox.take_ended() == [
-        LeaseEnded("d", 1, "r", 5, "revoked by the receiver"),
-        HandoffEnded(1, "r", False, "revoked by the receiver"),
+        LeaseEnded("d", 1, "r", 5, REVOKED),
+        HandoffEnded(1, "r", False, REVOKED),
     ]
 
 
@@ -110,7 +111,35 @@ def test_a_revocation_is_confirmed_again_when_it_is_repeated() -> None:
     outbox = Outbox()
     for _ in range(2):
         outbox.revoked("r", "d", 1, 5)
-        assert outbox.take_ended() == [LeaseEnded("d", 1, "r", 5, "revoked by the receiver")]
+        assert outbox.take_ended() == [LeaseEnded("d", 1, "r", 5, REVOKED)]
+
+
+def test_a_receiver_that_missed_the_last_word_is_told_the_first_token_when_it_asks() -> None:
+    outbox, write = writing_outbox()
+    outbox.blocks_computed("r", [10, 11, 12, 13])
+    outbox.first_token("r", 42)
+    for late in (write, *outbox.next_writes()):
+        outbox.write_settled(late, DONE)
+    (ended,) = outbox.take_ended()
+    assert isinstance(ended, HandoffEnded)
+    assert ended.is_delivered
+    for _ in range(2):
+        outbox.revoked("r", "d", 1, 5)
+        assert outbox.take_ended() == [LeaseEnded("d", 1, "r", 5, REVOKED, 42)]
+
+
+@pytest.mark.parametrize("state", [TransferState.DONE, TransferState.FAILED])
+def test_only_what_was_written_whole_comes_with_its_first_token(state: TransferState) -> None:
+    outbox, write = writing_outbox()
+    outbox.blocks_computed("r", [10, 11, 12, 13])
+    outbox.first_token("r", 42)
+    writes = outbox.next_writes()
+    outbox.write_settled(write, state)
+    outbox.revoked("r", "d", 1, 5)
+    for late in writes:
+        outbox.write_settled(late, DONE)
+    tokens = [ended.first_token_id for ended in outbox.take_ended() if isinstance(ended, LeaseEnded)]
+    assert tokens == [42 if state is DONE else None]
 
 
 def test_a_grant_that_comes_after_its_revocation_is_ignored() -> None:
@@ -139,7 +168,7 @@ def test_revoking_an_early_grant_confirms_and_forgets_it() -> None:
     outbox = Outbox()
     grant(outbox)
     outbox.revoked("r", "d", 1, 5)
-    assert outbox.take_ended() == [LeaseEnded("d", 1, "r", 5, "revoked by the receiver")]
+    assert outbox.take_ended() == [LeaseEnded("d", 1, "r", 5, REVOKED)]
     open_handoff(outbox)
     assert outbox.heartbeat_handoffs == [("r", 0)]
 
