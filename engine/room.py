@@ -63,6 +63,21 @@ class AnswerLengths:
                 total = self._lengths[end]
         return max(min(total, max_tokens) - num_tokens, 1)
 
+    def share_ending(self, num_tokens: int, num_more: int, max_tokens: int) -> float:
+        """Of answers of `num_tokens` so far, the share that gets at most `num_more` more.
+
+        Where too few got that long to tell, none is expected to end but by its `max_tokens`.
+        """
+        if num_tokens + num_more >= max_tokens:
+            return 1.0
+        if not self._is_current:
+            self._estimate()
+        idx = bisect_right(self._lengths, num_tokens)
+        end = bisect_right(self._lengths, num_tokens + num_more, lo=idx)
+        if end == idx or len(self._lengths) - idx < _MIN_LONGER:
+            return 0.0
+        return 1 - self._survival[end - 1] / (self._survival[idx - 1] if idx else 1.0)
+
     def _estimate(self) -> None:
         self._is_current = True
         answers = sorted(self._latest)

@@ -43,7 +43,7 @@ class Request:
     num_outputs: int
     max_tokens: int
     came: float
-    first_s: float | None = None  # when decoding could begin: its KV is here
+    first_s: float | None = None  # when its first token was sent: with the lease, or sampled here
     last_s: float = 0.0
     longest_gap_s: float = 0.0
     num_tokens: int = 0
@@ -62,6 +62,7 @@ class PressureWorld:
         handoff_timeout_s: float = 30.0,
         lease_ttl_s: float = 10.0,
         first_generation: int = 1,
+        transfer_steps: int = 1,
     ) -> None:
         self.now = 0.0
         self.num_steps = 0
@@ -90,6 +91,8 @@ class PressureWorld:
         self.requests: dict[str, Request] = {}
         self.handoffs: dict[str, tuple[PeerAddress, int]] = {}  # what senders vouch for
         self.grants: list[tuple[str, LeaseGrant]] = []
+        self.transfer_steps = transfer_steps  # from a grant until the KV is here
+        self.transfers: list[tuple[int, LeaseGrant]] = []  # by the step in which it is
         self.is_silent = lambda worker_id: False
         self.output_tokens = 0
 
@@ -101,14 +104,13 @@ class PressureWorld:
     def _add(self, sequence: Sequence) -> None:
         self.sequences[sequence.request_id] = sequence
         self.scheduler.add(sequence)
-        request = self.requests[sequence.request_id]
-        if sequence.num_output_tokens and request.first_s is None:
-            request.first_s = request.last_s = self.now
 
     def _sent(self, worker_id: str, epoch: int, message: Message) -> None:
         if isinstance(message, LeaseGrant):
             self.handoffs[message.request_id] = (self.handoffs[message.request_id][0], message.generation)
             self.grants.append((worker_id, message))
+            request = self.requests[message.request_id]
+            request.first_s = request.last_s = self.now  # the prefill worker lets the first token go
         elif isinstance(message, LeaseRevoked) and not self.is_silent(worker_id):
             sender = self.handoffs.pop(message.request_id, (P, 0))[0]
             closed = LeaseClosed(sender=sender, request_id=message.request_id, generation=message.generation)
@@ -154,7 +156,9 @@ class PressureWorld:
         grants, self.grants = self.grants, []
         for worker_id, grant in grants:
             if not self.is_silent(worker_id):
-                self._write(grant)
+                self.transfers.append((self.num_steps + self.transfer_steps - 1, grant))
+        while self.transfers and self.transfers[0][0] <= self.num_steps:
+            self._write(self.transfers.pop(0)[1])
         self.role.expire(self.now)
         self.role.pump(self.now)
         chunks = self.scheduler.schedule()
@@ -211,6 +215,11 @@ class PressureWorld:
         while any(request.ended_s is None for request in self.requests.values()) and not self.failed:
             assert self.num_steps < until, f"{self.num_unended} requests have not ended after {limit} steps"
             self.step()
+
+    @property
+    def num_without_a_seat(self) -> int:
+        """Sequences whose KV is here and that do not run."""
+        return sum(1 for sequence in self.scheduler.waiting if sequence.num_output_tokens)
 
     @property
     def num_unended(self) -> int:

@@ -45,21 +45,23 @@ def prompt(rng: random.Random, num_tokens: int) -> list[int]:
     return [rng.randrange(50_000) for _ in range(num_tokens)]
 
 
-def arrivals(load: float, rng: random.Random) -> Iterator[int]:
-    """How many requests come in each step."""
-    due = rng.expovariate(load * FULL)
+def arrivals(load: float, rng: random.Random, full: float = FULL) -> Iterator[int]:
+    """How many requests come in each step; `full` are as many as the worker can serve."""
+    due = rng.expovariate(load * full)
     for step in range(1 << 30):
         count = 0
         while due <= step:
-            due += rng.expovariate(load * FULL)
+            due += rng.expovariate(load * full)
             count += 1
         yield count
 
 
-def offer(world: PressureWorld, send: Send, load: float, seconds: float, rng: random.Random) -> float:
-    """Offer this share of what the pool holds; output tokens per second over the last two thirds."""
+def offer(
+    world: PressureWorld, send: Send, load: float, seconds: float, rng: random.Random, full: float = FULL
+) -> float:
+    """Offer this share of what the worker can serve; output tokens per second over the last two thirds."""
     num_steps = round(seconds / STEP_S)
-    coming, num_before = arrivals(load, rng), 0
+    coming, num_before = arrivals(load, rng, full), 0
     for step in range(num_steps):
         if step == num_steps // 3:
             num_before = world.output_tokens
@@ -280,10 +282,49 @@ def test_cancels_dead_senders_forks_pins_and_loans_under_load(seed: int) -> None
     check_drained(world)
 
 
-def test_seats_that_are_all_taken_hold_nobody_up_for_ever() -> None:
+def short_answers(world: PressureWorld, name: str, rng: random.Random) -> Request:
+    return world.hand_over(name, prompt(rng, 100), rng.randint(20, 80))
+
+
+@pytest.mark.parametrize("transfer_steps", [1, 16])
+@pytest.mark.parametrize(
+    ("send", "mean_output"),
+    [
+        (handed_over, _MEAN_OUTPUT),
+        (handed_over_without_a_bound, 525),
+        (half_and_half, _MEAN_OUTPUT),
+        (short_answers, 50),
+    ],
+)
+def test_where_seats_are_short_streams_go_on_and_no_seat_stands_empty(
+    send: Send, mean_output: float, transfer_steps: int
+) -> None:
+    """Whoever finds no seat waits before its first token; and leases travel while others end."""
+    num_seats, speeds = 32, {}
+    for load in (0.6, 0.9, 1.2, 1.5, 2.0):
+        world = PressureWorld(num_blocks=20_000, max_num_seqs=num_seats, transfer_steps=transfer_steps)
+        speeds[load] = offer(world, send, load, 50.0, random.Random(1), num_seats / mean_output)
+        world.check()
+        print(
+            f"load {load}: {speeds[load]:.0f} tok/s, {world.num_ended} of {len(world.requests)} answered, "
+            f"{world.num_without_a_seat} without a seat, longest gap {world.longest_gap_s:.1f} s"
+        )
+        assert world.failed == []
+        assert world.longest_gap_s < MAX_GAP_S
+        assert world.num_without_a_seat <= num_seats // 4
+    check_does_not_fall(speeds)
+    assert speeds[2.0] > 0.97 * num_seats / STEP_S
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
+def test_seats_that_are_all_taken_hold_nobody_up_for_ever(max_num_seqs: int) -> None:
+    """Answers are longer than they are expected to be, so some are preempted while all seats are taken."""
     rng = random.Random(8)
-    world = PressureWorld(num_blocks=200, max_num_seqs=2)
+    world = PressureWorld(num_blocks=200, max_num_seqs=max_num_seqs)
     world.scheduler.lengths.expected_rest = lambda num_tokens, max_tokens: 1  # type: ignore[method-assign]
-    for idx in range(20):
-        world.hand_over(f"r{idx}", prompt(rng, rng.choice((100, 700, 1500))), 100)
+    requests = [world.hand_over(f"r{idx}", prompt(rng, rng.choice((100, 700, 1500))), 100) for idx in range(20)]
     check_drained(world)
+    assert [request.num_tokens for request in requests] == [99] * 20, "the first one comes from the prefill worker"
+    began = [request.first_s for request in requests]
+    assert began == sorted(began, key=lambda first_s: first_s or 0.0), "nobody is passed"
+    assert world.now < 20 / max_num_seqs * 110 * STEP_S, "a seat stood empty"

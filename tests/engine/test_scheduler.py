@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.block_pool import BlockPool
-from engine.scheduler import ScheduledChunk, Scheduler
+from engine.scheduler import Reservation, ScheduledChunk, Scheduler
 from engine.sequence import Phase, Sequence, SequenceStatus
 from protocol.messages import Turn
 from protocol.sampling import SamplingParams
@@ -482,6 +482,166 @@ def test_every_mix_of_arrivals_drains(
     assert not scheduler.running
     release_finished(scheduler, handed)
     scheduler.pool.check_integrity(idle=True)
+
+
+def ask(scheduler: Scheduler, *names: str, num_tokens: int = 4, max_tokens: int = 100) -> None:
+    """Prompts that a peer computed, and that ask for room here."""
+    for name in names:
+        scheduler.ask(make_sequence(num_tokens, name=name, max_tokens=max_tokens))
+
+
+def receive(scheduler: Scheduler, reservation: Reservation) -> Sequence:
+    """The KV of a reservation has arrived."""
+    sequence = reservation.sequence
+    sequence.blocks = [*sequence.blocks, *reservation.block_ids]
+    sequence.num_computed_tokens = sequence.num_prompt_tokens
+    sequence.token_ids.append(7)
+    scheduler.add(sequence)
+    return sequence
+
+
+def reserved(scheduler: Scheduler) -> list[str]:
+    return [reservation.sequence.request_id for reservation in scheduler.reserve()]
+
+
+def test_a_seat_is_promised_with_the_blocks() -> None:
+    scheduler = make_scheduler(max_num_seqs=3)
+    scheduler.add(make_sequence(4, name="here"))
+    step(scheduler)
+    ask(scheduler, "a", "b", "c")
+    assert scheduler.num_free_seats == 2
+    assert reserved(scheduler) == ["a", "b"]
+    assert scheduler.num_free_seats == 0
+    assert reserved(scheduler) == []
+    assert scheduler.num_waiting_for_room == 1
+    scheduler.stop_receiving(next(iter(scheduler.receiving)))
+    assert reserved(scheduler) == ["c"]
+
+
+def test_a_prompt_to_compute_here_takes_no_seat_that_was_promised() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    ask(scheduler, "a", "b")
+    first, second = scheduler.reserve()
+    scheduler.add(make_sequence(4, name="here"))
+    assert step(scheduler) == []
+    receive(scheduler, first)
+    scheduler.stop_receiving(second.sequence)
+    scheduler.pool.release(second.block_ids)
+    assert step(scheduler) == [("a", 4, 1), ("here", 0, 4)]
+
+
+def test_one_that_was_preempted_keeps_its_seat_and_takes_it_before_what_is_on_its_way() -> None:
+    scheduler = make_scheduler(num_blocks=4, max_num_seqs=2)
+    for name in ("old", "young"):
+        scheduler.add(make_sequence(7, name=name, max_tokens=9))
+    while not scheduler.num_preemptions:
+        step(scheduler)
+    ask(scheduler, "asks")
+    assert scheduler.num_free_seats == 0
+    assert reserved(scheduler) == []
+    assert [sequence.request_id for sequence in scheduler.waiting] == ["young"]
+    drain(scheduler)
+    assert reserved(scheduler) == ["asks"]
+
+
+@pytest.mark.parametrize(("lead", "expected"), [(0, []), (2, []), (3, ["a", "b"]), (49, ["a", "b", "c"])])
+def test_a_seat_is_promised_that_will_be_free_when_the_kv_is_here(lead: int, expected: list[str]) -> None:
+    scheduler = make_scheduler(max_num_seqs=3)
+    for name, max_tokens in (("soon", 4), ("too", 4), ("later", 50)):
+        scheduler.add(make_sequence(4, name=name, max_tokens=max_tokens))
+    step(scheduler)
+    scheduler._leads.extend([lead, lead, 1000])
+    ask(scheduler, "a", "b", "c", "d")
+    assert reserved(scheduler) == expected
+
+
+def test_how_long_a_lease_takes_is_counted_in_steps_that_decode() -> None:
+    scheduler = make_scheduler()
+    ask(scheduler, "a")
+    scheduler.add(make_sequence(40, name="long"))
+    (lease,) = scheduler.reserve()
+    for _ in range(3):  # the prompt's
+        step(scheduler)
+    for _ in range(5):
+        step(scheduler)
+    receive(scheduler, lease)
+    assert list(scheduler._leads) == [5]
+
+
+def test_one_waits_for_a_seat_with_its_blocks_if_others_run_longer_than_they_were_expected_to() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.add(make_sequence(4, name="runs", max_tokens=5))
+    step(scheduler)
+    scheduler._leads.append(8)
+    ask(scheduler, "a", "b")
+    (lease,) = scheduler.reserve()
+    receive(scheduler, lease)
+    assert reserved(scheduler) == []
+    assert step(scheduler) == [("runs", 4, 1)]
+    drain(scheduler)
+    assert lease.sequence.num_output_tokens == 100
+
+
+leases = st.tuples(
+    st.sampled_from(["ask", "arrive", "stop", "prompt", "abort"]),
+    st.integers(0, 30),  # prompt tokens, or which one
+    st.integers(1, 12),  # max tokens
+    st.integers(0, 3),  # steps afterwards
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(leases, max_size=60), st.integers(8, 24), st.integers(1, 5), st.booleans())
+def test_no_block_and_no_seat_is_promised_twice(
+    events: list[tuple[str, int, int, int]], num_blocks: int, max_num_seqs: int, looks_ahead: bool
+) -> None:
+    """But for seats of those that are expected to end before the KV is here."""
+    scheduler = make_scheduler(num_blocks, max_num_seqs=max_num_seqs)
+    if not looks_ahead:
+        scheduler._num_ending = lambda: 0  # type: ignore[method-assign]
+    pool, open_leases = scheduler.pool, list[Reservation]()
+
+    def grant() -> None:
+        least = min(scheduler.num_free_seats, -scheduler._num_ending())
+        open_leases.extend(scheduler.reserve())
+        assert scheduler.num_free_seats >= least
+        assert looks_ahead or scheduler.num_free_seats >= 0
+
+    for i, (kind, number, max_tokens, num_steps) in enumerate(events):
+        name = f"s{i}"
+        if kind == "ask":
+            ask(scheduler, name, num_tokens=number + 1, max_tokens=max_tokens + 1)
+        elif kind == "prompt":
+            scheduler.add(make_sequence(number + 1, name=name, max_tokens=max_tokens))
+        elif kind == "arrive" and open_leases:
+            receive(scheduler, open_leases.pop(number % len(open_leases)))
+        elif kind == "stop" and open_leases:
+            lease = open_leases.pop(number % len(open_leases))
+            scheduler.stop_receiving(lease.sequence)
+            scheduler.release_blocks(lease.sequence)
+            pool.release(lease.block_ids)
+        elif kind == "abort" and (queued := [*scheduler.running, *scheduler.waiting]):
+            scheduler.remove(queued[number % len(queued)])
+        grant()
+        for _ in range(num_steps):
+            step(scheduler)
+            grant()
+        pool.check_integrity()
+        lent = [block for lease in open_leases for block in lease.block_ids]
+        held = {block for s in (*scheduler.running, *scheduler.waiting) for block in s.blocks}
+        assert len(lent) == len(set(lent))
+        assert not held & set(lent), "a block that is lent is somebody's"
+        assert len(scheduler.running) <= max_num_seqs
+    while open_leases or scheduler.asking or scheduler.running or scheduler.waiting:
+        for sequence in [s for s in scheduler.asking if scheduler._is_hopeless(s)]:
+            scheduler.stop_receiving(sequence)
+        for sequence in [s for s in scheduler.waiting if scheduler._is_hopeless(s)]:
+            scheduler.remove(sequence)
+        grant()
+        while open_leases:
+            receive(scheduler, open_leases.pop())
+        step(scheduler)
+    pool.check_integrity(idle=True)
 
 
 def release_finished(scheduler: Scheduler, handed: list[Sequence]) -> int:
