@@ -506,6 +506,7 @@ def _clone_outbox(outbox: Outbox, copies: dict[Any, Any]) -> Outbox:
     new = object.__new__(type(outbox))
     new.__dict__ |= outbox.__dict__
     new._active = {key: copies[handoff] for key, handoff in outbox._active.items()}
+    new._by_request = {name: [copies[handoff] for handoff in of] for name, of in outbox._by_request.items()}
     new._by_lease = {key: copies[handoff] for key, handoff in outbox._by_lease.items()}
     new._early_grants, new._past = dict(outbox._early_grants), outbox._past.copy()
     new._unsure, new._ended = dict(outbox._unsure), []
