@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import select
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -21,7 +20,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from protocol.process import ProcessId, own_process
+from protocol.process import ProcessId, has_ended, own_process
 
 __all__ = ["ProcessIdentity", "end_process", "own_identity", "until_gone"]
 
@@ -60,10 +59,10 @@ def end_process(process: ProcessId, timeout_s: float = _LOOK_S) -> bool:
     if descriptor is None:
         return True
     try:
-        if select.select([descriptor], [], [], min(_GRACE_S, timeout_s))[0]:
+        if has_ended(descriptor, min(_GRACE_S, timeout_s)):
             return True
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        return bool(select.select([descriptor], [], [], timeout_s)[0])
+        return has_ended(descriptor, timeout_s)
     except ProcessLookupError:
         return True
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-__all__ = ["ProcessId", "own_process", "process_of"]
+__all__ = ["ProcessId", "has_ended", "own_process", "process_of"]
 
 
 class ProcessId(msgspec.Struct, frozen=True, array_like=True):
@@ -40,6 +41,13 @@ class ProcessId(msgspec.Struct, frozen=True, array_like=True):
             return descriptor
         os.close(descriptor)
         return None
+
+
+def has_ended(descriptor: int, timeout_s: float = 0.0) -> bool:
+    """Whether the process of a pidfd has ended, waiting for that up to `timeout_s`."""
+    poll = select.poll()  # not `select.select`, which takes no descriptor beyond 1023
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1e3))
 
 
 def own_process() -> ProcessId:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import select
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +24,7 @@ from zmq.constants import PollEvent, SocketOption, SocketType
 from zmq.error import Again
 
 from protocol.errors import PeerLost, TransferError
-from protocol.process import ProcessId, own_process
+from protocol.process import ProcessId, has_ended, own_process
 
 __all__ = ["UCX_TLS", "Mailbox", "MailboxAddress", "Way", "can_copy_between_processes"]
 
@@ -125,7 +124,7 @@ class Way:
     @property
     def is_dead(self) -> bool:
         """Whether the peer's process has ended."""
-        return bool(select.select([self._descriptor], [], [], 0)[0])
+        return has_ended(self._descriptor)
 
     def close(self) -> None:
         """Once. What was not taken yet is dropped."""

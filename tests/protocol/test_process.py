@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-import select
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from protocol.process import ProcessId, own_process, process_of
+from protocol.process import ProcessId, has_ended, own_process, process_of
 
 
 @pytest.fixture
@@ -38,14 +39,36 @@ def test_the_descriptor_tells_the_end(child: subprocess.Popen[bytes]) -> None:
     descriptor = process.open()
     assert descriptor is not None
     try:
-        assert not select.select([descriptor], [], [], 0)[0]
+        assert not has_ended(descriptor)
         child.kill()
-        assert select.select([descriptor], [], [], 20)[0]
+        assert has_ended(descriptor, 20)
     finally:
         os.close(descriptor)
     child.wait()
     assert process.open() is None
     assert process_of(child.pid) is None
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 4096), limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.usefixtures("many_files")
+def test_a_descriptor_of_any_size_tells_it(child: subprocess.Popen[bytes]) -> None:
+    first = known(child.pid).open()
+    assert first is not None
+    large = fcntl.fcntl(first, fcntl.F_DUPFD, 2000)  # as in a process with many connections
+    os.close(first)
+    try:
+        assert not has_ended(large)
+        child.kill()
+        assert has_ended(large, 20)
+    finally:
+        os.close(large)
 
 
 def test_a_process_that_took_the_number_is_another(child: subprocess.Popen[bytes]) -> None:
