@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import ipaddress
 import logging
@@ -10,13 +11,13 @@ import os
 import secrets
 import signal
 import socket
-import tempfile
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import ray
@@ -25,6 +26,7 @@ from ray._private import ray_constants
 from ray.exceptions import AuthenticationError
 from rich.console import Console
 
+from cluster.cleanup import private_run
 from cluster.heap import settle_heap
 from cluster.listening import listening
 from cluster.supervisor import Supervisor
@@ -54,10 +56,27 @@ _OBJECT_STORE_BYTES = 100 * 1024 * 1024  # Ray's smallest sensible: nothing of o
 _READY_TIMEOUT_S = 120.0
 _RAY_AUTH_MODE = "RAY_AUTH_MODE"
 _RAY_LOGS = {"logging_level": logging.ERROR, "log_to_driver": True, "configure_logging": True}
+# The daemons of a private Ray. It is of no use without one of them, and does not start them again.
+_RAY_DAEMONS = {"gcs_server": "which knows all workers", "raylet": "which starts the workers"}
 _PROBE_TIMEOUT_S = 2.0  # of a Ray address; Ray itself would try for a minute
 # Tokens of a step by (has a GPU, colocated). A chunk of a prompt delays the sequences that decode beside it by its
 # whole duration, so a worker that always does both takes smaller ones.
 _STEP_TOKENS = {(False, False): 512, (False, True): 256, (True, False): 8192, (True, True): 2048}
+
+
+class _Daemon(NamedTuple):
+    """One process that a private Ray consists of."""
+
+    name: str
+    process: psutil.Process
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended, as far as is known."""
+        try:
+            return self.process.is_running() and self.process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
 
 
 def serve(config: ClusterConfig, tenants: Tenants, api_keys: dict[bytes, str]) -> int:
@@ -76,13 +95,12 @@ def serve(config: ClusterConfig, tenants: Tenants, api_keys: dict[bytes, str]) -
     try:
         with (
             listening(config.router.host, config.router.port) as listener,
-            # Of mode 0700, and not Ray's folder: that one Ray opens to everybody.
-            tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as socket_folder,
-            _ray(config, progress),
+            private_run() as folder,
+            _ray(config, folder, progress) as daemons,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            serving = _serve(resolve(config), tenants, api_keys, listener, socket_folder, progress, console)
-            return runner.run(serving)
+            config = resolve(config)
+            return runner.run(_serve(config, tenants, api_keys, listener, str(folder), daemons, progress, console))
     except (KeyboardInterrupt, SystemExit):  # before our handlers were in place; Ray's make SIGTERM the latter
         progress("stopped")
         return 0
@@ -158,21 +176,26 @@ def _cores(idx: int, num_workers: int, num_threads: int) -> tuple[int, ...]:
     return tuple(cores[idx * num_threads : (idx + 1) * num_threads])
 
 
-def _ray(config: ClusterConfig, progress: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
-    """Ray for as long as the block runs: a private one, or a connection to a running cluster."""
+def _ray(
+    config: ClusterConfig, folder: Path, progress: Callable[[str], None]
+) -> contextlib.AbstractContextManager[list[_Daemon]]:
+    """Ray for as long as the block runs: a private one with its files in `folder`, or a connection to a cluster.
+
+    The processes without which a private one is of no use.
+    """
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would let everything else on the machine go first
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA_VISIBLE_DEVICES as it is on CPU actors
     if config.ray_address:
         return _joined_ray(config.ray_address, progress)
-    return _private_ray(progress)
+    return _private_ray(folder, progress)
 
 
 @contextlib.contextmanager
-def _joined_ray(address: str, progress: Callable[[str], None]) -> Iterator[None]:
+def _joined_ray(address: str, progress: Callable[[str], None]) -> Iterator[list[_Daemon]]:
     progress(f"joining Ray at {address}")
     _probe(address)
     with contextlib.ExitStack() as stack:
-        stack.callback(_end_ray, None)
+        stack.callback(_leave_ray, [])
         try:
             ray.init(address=address, **_RAY_LOGS)
         except (ConnectionError, AuthenticationError) as exc:  # Ray reports a wrong token as the former
@@ -181,30 +204,29 @@ def _joined_ray(address: str, progress: Callable[[str], None]) -> Iterator[None]
                 f"ray_address={address!r} cannot be joined: {reason}. If that Ray demands a token, set "
                 "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file that holds it"
             ) from exc
-        yield
+        yield []
 
 
 @contextlib.contextmanager
-def _private_ray(progress: Callable[[str], None]) -> Iterator[None]:
+def _private_ray(folder: Path, progress: Callable[[str], None]) -> Iterator[list[_Daemon]]:
     """A Ray of our own: on loopback only, with a token of this run, and with files that only this user can reach."""
     progress("starting Ray")
-    before = set(psutil.Process().children(recursive=True))
     with contextlib.ExitStack() as stack:
-        # Ray opens its folder to all users, so it gets one inside of a folder that is ours alone. The names are short:
-        # Ray puts sockets in it, whose paths must not be long.
-        private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True)))
         _require_loopback_and_token()
-        stack.callback(_end_ray, before)  # NOTE: before the folder goes, in which Ray's processes write to the end
+        daemons: list[_Daemon] = []
+        stack.callback(_leave_ray, daemons)  # what of it does not end, ends with the folder
         ray.init(
             address="local",
             num_cpus=len(os.sched_getaffinity(0)),
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
-            _temp_dir=str(private / "ray"),
+            _temp_dir=str(folder / "ray"),  # Ray opens it to all users, but it is in a folder that is ours alone
             **_RAY_LOGS,
         )
         _check_loopback_and_token()
-        yield
+        children = [_Daemon(child.name(), child) for child in psutil.Process().children()]
+        daemons += [child for child in children if child.name in _RAY_DAEMONS]
+        yield daemons
 
 
 def _require_loopback_and_token() -> None:
@@ -240,19 +262,47 @@ def _probe(ray_address: str) -> None:
         raise ConfigError(f"ray_address={ray_address!r} cannot be reached: {exc}") from exc
 
 
-def _end_ray(before: set[psutil.Process] | None) -> None:
-    """Leave Ray, and where it was private make sure that its processes, all we have but those `before`, are gone."""
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient Ctrl-C here would leave them running
+def _leave_ray(daemons: list[_Daemon]) -> None:
+    """Leave Ray, which ends a private one. One with a dead daemon is only left alone: Ray waits for it for a minute."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient Ctrl-C here would leave it running
     try:
-        children = [] if before is None else [p for p in psutil.Process().children(recursive=True) if p not in before]
-        ray.shutdown()
-        _, alive = psutil.wait_procs(children, timeout=5.0)
-        for process in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(alive, timeout=5.0)
+        if all(daemon.is_alive for daemon in daemons):
+            ray.shutdown()
+        else:
+            atexit.register(_exit_without_ray)  # called first: the last one registered is
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+def _exit_without_ray() -> None:
+    """Ray's threads would end this process in their own way: by SIGSEGV, or with a report of what they miss."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def _watched(daemons: list[_Daemon], on_death: Callable[[WorkerError], None]) -> Iterator[None]:
+    """Tell of the death of one of Ray's daemons at once. Ray itself would take a minute, and then end us."""
+    loop = asyncio.get_running_loop()
+
+    def died(daemon: _Daemon, descriptor: int) -> None:
+        loop.remove_reader(descriptor)
+        name, pid = daemon.name, daemon.process.pid
+        on_death(
+            WorkerError(
+                f"Ray's {name} (pid {pid}), {_RAY_DAEMONS[name]}, has died, so no worker can be started or replaced. "
+                "Look for the reason in the kernel's log (out of memory?), then start the server again"
+            )
+        )
+
+    with contextlib.ExitStack() as stack:
+        for daemon in daemons:
+            descriptor = os.pidfd_open(daemon.process.pid)  # our own child: it is there until its end was told to us
+            stack.callback(os.close, descriptor)
+            loop.add_reader(descriptor, died, daemon, descriptor)
+            stack.callback(loop.remove_reader, descriptor)
+        yield
 
 
 async def _serve(
@@ -261,6 +311,7 @@ async def _serve(
     api_keys: dict[bytes, str],
     listener: socket.socket,
     socket_folder: str,
+    ray_daemons: list[_Daemon],
     progress: Callable[[str], None],
     console: Console,
 ) -> int:
@@ -281,7 +332,7 @@ async def _serve(
         tenants=tenants,
     )
     supervisor = Supervisor(config, registry, costs, workers, flow, on_progress=progress)
-    async with _closing(workers, supervisor):
+    async with _closing(workers, supervisor, ray_daemons):
         await workers.start()
         configs = worker_configs(config, router_key=workers.public_key, socket_folder=socket_folder)
         progress(f"loading {config.engine.served_model_name} into {len(configs)} worker(s)")
@@ -344,12 +395,13 @@ async def _first_generation(front: Front, readiness: Ready, ends: Iterable[async
 
 
 @contextlib.asynccontextmanager
-async def _closing(workers: WorkerClient, supervisor: Supervisor) -> AsyncIterator[None]:
-    try:
-        yield
-    finally:
-        await supervisor.close()
-        await workers.close()
+async def _closing(workers: WorkerClient, supervisor: Supervisor, ray_daemons: list[_Daemon]) -> AsyncIterator[None]:
+    with _watched(ray_daemons, supervisor.ray_died):
+        try:
+            yield
+        finally:
+            await supervisor.close()
+            await workers.close()
 
 
 def _print_welcome(config: ClusterConfig, port: int, console: Console, *, needs_key: bool) -> None:

@@ -80,6 +80,7 @@ class PeerReader:
         self._dead: set[tuple[str, int]] = set()  # worker and epoch; requests may still name them
         self._costs: dict[str, LoadCost] = {}  # by worker, whatever its epoch: a restart does not change its speed
         self._reads: dict[int, _PeerRead] = {}
+        self._num_stuck_blocks = 0
         self._numbers = itertools.count(1)
 
     @property
@@ -150,6 +151,11 @@ class PeerReader:
             if (read.peer.worker_id, read.peer.epoch) == (worker_id, epoch):
                 read.fail()
 
+    @property
+    def num_stuck_blocks(self) -> int:
+        """Blocks into which a read may still write whose link was reset: the transport could not cancel it."""
+        return self._num_stuck_blocks
+
     def pump(self, now: float) -> None:
         """Start what may be read, notice what is over."""
         for read in list(self._reads.values()):
@@ -158,6 +164,9 @@ class PeerReader:
                 del self._reads[read.read_id]
                 done = ReadDone(sender=self.links.me, read_id=read.read_id, has_copy=read.has_copy and read.is_moved)
                 self.links.send(read.peer.worker_id, read.peer.epoch, done)
+        if self._reads or self._num_stuck_blocks:
+            self._num_stuck_blocks = sum(read.num_stuck_blocks(now) for read in self._reads.values())
+            self.engine.scheduler.lost_blocks["peer reads"] = self._num_stuck_blocks
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """With `idle`, raise AssertionError if anything is being read."""
@@ -257,15 +266,20 @@ class _PeerRead(OpenSource):
         """Start the pieces that wait, settle those that are over."""
         if self.is_late:
             self.is_failed = True
-        config = self._reader.config
-        is_stuck = now - self.asked_at >= config.lease_ttl_s + config.handoff_timeout_s
-        if is_stuck and any(piece.is_moving for piece in self._pieces):  # its blocks, and the link, would wait for ever
+        if self.num_stuck_blocks(now):  # they, and the link, would wait for ever
             self._reader.links.reset(self.peer.worker_id, self.peer.epoch)
         is_ready = self.block_ids is not None and self._reader.links.is_ready(self.peer)
         for piece in self._pieces:
             if piece.transfer is None and not piece.is_dropped and not self.is_failed and is_ready:
                 self._start(piece)
         self._pieces = [piece for piece in self._pieces if not piece.settle()]
+
+    def num_stuck_blocks(self, now: float) -> int:
+        """Blocks on which the transport has been at work for longer than anything may take."""
+        config = self._reader.config
+        if now - self.asked_at < config.lease_ttl_s + config.handoff_timeout_s:
+            return 0
+        return sum(piece.num_blocks for piece in self._pieces if piece.is_moving)
 
     def _start(self, piece: _PeerPiece) -> None:
         assert self.block_ids is not None

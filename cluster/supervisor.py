@@ -30,6 +30,7 @@ from router.background import BackgroundTasks
 from router.cost_model import CostModel
 from router.flow import RequestFlow
 from router.registry import Registry, WorkerChange
+from router.silence import answered
 from router.worker_client import WorkerClient
 
 __all__ = ["Supervisor"]
@@ -37,6 +38,9 @@ __all__ = ["Supervisor"]
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 600.0  # loading a large model from a cold disk
+# A process that loads answers all the while, unless it is stopped or hangs: imports and copies let other threads run.
+_SILENT_START_S = 60.0
+_LOOK_AT_START_S = 5.0
 _PLACE_NOTICE_S = 20.0  # a person is told what Ray has no room for
 _CALL_TIMEOUT_S = 15.0
 _STOP_TIMEOUT_S = 15.0
@@ -89,6 +93,7 @@ class Supervisor:
         self._members: dict[str, _Member] = {}
         self._background = BackgroundTasks()
         self._is_stopping = False
+        self._is_ray_dead = False
         self._flips: deque[dict[str, object]] = deque(maxlen=_NUM_REMEMBERED_FLIPS)
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())  # marks it as seen
@@ -117,10 +122,18 @@ class Supervisor:
         """Ends, with an error that says why, when nothing can be served any more: no worker lives or will come back."""
         return self._failure
 
+    def ray_died(self, error: WorkerError) -> None:
+        """Nothing can be asked of Ray any more, which would only block: give up. Call it in the event loop."""
+        self._is_stopping = self._is_ray_dead = True
+        self._fail(error)
+
     async def close(self) -> None:
-        """Stop every worker this supervisor started; those that do not stop in time are killed."""
+        """Stop every worker this supervisor started; those that do not stop in time are killed.
+
+        Without Ray that is left to whoever ends what was started here.
+        """
         self._is_stopping = True
-        up = [member.actor for member in self._members.values() if member.is_up.is_set()]
+        up = [] if self._is_ray_dead else [m.actor for m in self._members.values() if m.is_up.is_set()]
         stops = [asyncio.ensure_future(_call(actor.stop)) for actor in up]  # one that still loads is only killed
         if stops:
             await asyncio.wait(stops, timeout=_STOP_TIMEOUT_S)
@@ -245,7 +258,7 @@ class Supervisor:
         }
         member.actor = ray.remote(WorkerActor).options(**options).remote(member.config)
         member.process = await self._placed(member)
-        member.address = await _call(member.actor.start, timeout_s=_START_TIMEOUT_S)
+        member.address = await self._loaded(member)
         member.pid = (await self._workers.add_worker(member.address)).pid
         member.up_since, member.has_served = time.monotonic(), True
         member.is_up.set()
@@ -277,6 +290,23 @@ class Supervisor:
         finally:
             identity.cancel()
         return process
+
+    async def _loaded(self, member: _Member) -> PeerAddress:
+        """Wait until the worker has loaded its model, for long if need be, but only while its process answers."""
+        start = asyncio.ensure_future(_call(member.actor.start, timeout_s=_START_TIMEOUT_S))
+        try:
+            while not (await asyncio.wait({start}, timeout=_LOOK_AT_START_S))[0]:
+                answer = asyncio.ensure_future(_call(member.actor.identity, timeout_s=_START_TIMEOUT_S))
+                try:
+                    if not await answered(answer, _SILENT_START_S):
+                        raise WorkerError(f"it said nothing for {_SILENT_START_S:g} s while it loaded its model")
+                    await answer
+                finally:
+                    answer.cancel()
+            address: PeerAddress = await start
+        finally:
+            start.cancel()
+        return address
 
     async def _until_dead(self, member: _Member) -> str:
         try:
@@ -320,7 +350,7 @@ class Supervisor:
             await asyncio.sleep(_TELL_AGAIN_S)
 
     def _kill(self, member: _Member) -> None:
-        if member.actor is None:
+        if member.actor is None or self._is_ray_dead:
             return
         try:
             ray.kill(member.actor, no_restart=True)

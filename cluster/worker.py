@@ -364,12 +364,13 @@ class Worker:
 
     def _make_load(self) -> WorkerLoad:
         load = self._engine.load()
-        if not (self._decode.num_leases or self._num_errors or self._decode.num_recomputed):
+        num_quarantined_blocks = self._decode.num_quarantined_blocks + self._reader.num_stuck_blocks
+        if not (self._decode.num_leases or num_quarantined_blocks or self._num_errors or self._decode.num_recomputed):
             return load
         return msgspec.structs.replace(
             load,
             num_open_leases=self._decode.num_leases,
-            num_quarantined_blocks=self._decode.num_quarantined_blocks,
+            num_quarantined_blocks=num_quarantined_blocks,
             num_errors=self._num_errors,
             num_recomputed=self._decode.num_recomputed,
         )
@@ -603,8 +604,12 @@ class Worker:
             links=self._link_report,
             quarantines=self._quarantine_report,
             pins=self._tier_report[2],
-            num_dropped=dict(self._dropped.counts),
+            num_dropped=self._count_dropped(),
         )
+
+    def _count_dropped(self) -> dict[str, int]:
+        num_notifications = self._transport.num_dropped
+        return dict(self._dropped.counts) | ({"notification": num_notifications} if num_notifications else {})
 
     def _close(self) -> None:
         """Close everything, last made first, whatever goes wrong with one of them."""

@@ -251,7 +251,7 @@ class DecodeRole:
             self._remind_at = now + min(_REMIND_S, self._config.handoff_timeout_s / 4)
             fenced, fenced_at = self._leases.fenced, self._fenced_at
             self._fenced_at = {lease.generation: fenced_at.get(lease.generation, now) for lease in fenced}
-            self._engine.scheduler.num_lost_blocks = sum(
+            self._engine.scheduler.lost_blocks["leases"] = sum(
                 len(lease.block_ids)
                 for lease in fenced
                 if now - self._fenced_at[lease.generation] >= self._config.handoff_timeout_s

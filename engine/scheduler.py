@@ -96,7 +96,7 @@ class Scheduler:
         self.receiving: dict[Sequence, _Promise] = {}  # have that room
         self.lengths = AnswerLengths()
         self.num_preemptions = 0
-        self.num_lost_blocks = 0  # nobody can say when these will be free; told by whoever holds them
+        self.lost_blocks: dict[str, int] = {}  # by who holds them and tells: nobody can say when they will be free
         self._num_arrived = 0
         self._step_number = 0  # of steps in which something decodes
         self._leads: deque[int] = deque(maxlen=_NUM_LEADS)  # steps from a reservation until its KV was here
@@ -118,6 +118,11 @@ class Scheduler:
     def num_free_seats(self) -> int:
         """Seats that nobody has and nobody was promised."""
         return self.max_num_seqs - len(self.running) - len(self.receiving) - sum(1 for _ in self._begun())
+
+    @property
+    def num_lost_blocks(self) -> int:
+        """Blocks of which nobody can say when they will be free."""
+        return sum(self.lost_blocks.values())
 
     @property
     def num_spare_blocks(self) -> int:

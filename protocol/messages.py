@@ -212,7 +212,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_tokens: Number = 0  # tokens of running sequences
     num_free_blocks: Number = 0  # unused or evictable
     num_open_leases: Number = 0  # of blocks to peers that write into them, those in quarantine included
-    num_quarantined_blocks: Number = 0  # of leases that ended, where it is not known that nothing can land any more
+    num_quarantined_blocks: Number = (
+        0  # of ended leases and reads, where it is not known that nothing can land any more
+    )
     num_waiting_for_room: Number = 0  # preempted sequences, and prompts computed elsewhere that cannot be received yet
     num_preemptions: Number = 0  # since the start
     num_errors: Number = 0  # of ours since the start, each of which ended one request or one message

@@ -21,7 +21,7 @@ _LOAD = {
     "num_kv_tokens": "KV tokens of running sequences",
     "num_free_blocks": "Blocks of the pool that are unused or evictable",
     "num_open_leases": "Leases of blocks to other workers that write into them",
-    "num_quarantined_blocks": "Blocks of ended leases into which a lost write might still land",
+    "num_quarantined_blocks": "Blocks of ended leases and reads in which something that was lost might still land",
     "num_waiting_for_room": "Preempted sequences, and prompts computed elsewhere that cannot be received yet",
 }
 _LOAD_COUNTERS = {

@@ -112,6 +112,8 @@ class Transport(abc.ABC):
     may have to send its notification. An idle poll costs a few microseconds.
     """
 
+    num_dropped = 0  # notifications that came damaged, from nobody, or never; `poll` returned none of them
+
     @abc.abstractmethod
     def local_metadata(self) -> bytes:
         """What a peer needs to write here, for `PeerHello.transport_metadata`. Opaque to everyone else."""

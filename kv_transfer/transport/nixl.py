@@ -82,7 +82,11 @@ _NIXL_ERRORS = tuple(
 )  # they have no base class of their own
 
 _MAX_AGENT_NAME = 2048
-_MAX_EARLY = 1 << 16  # notifications of a link that wait for one before them
+# Notifications of a link that wait for one before them, and their bytes: what is missing by then will not come.
+_MAX_EARLY = 1024
+_MAX_EARLY_BYTES = 16 << 20
+_MAX_AHEAD = 1 << 16  # numbers: one further ahead is no sender's next
+_MAX_INBOXES = 1024  # UCX takes notifications from whoever can connect
 
 _HEADER = struct.Struct("<QQ")  # link number of the sender, sequence number within the link
 
@@ -145,33 +149,46 @@ class _Inbox:
     next_sequence: int = 0
     num_damaged: int = 0  # each had a number that is, or will be, missing; of this link or of the one that comes
     early: dict[int, bytes] = field(default_factory=dict)
+    num_early_bytes: int = 0
+    num_dropped: int = 0  # damaged, missing, or of no sender
 
     def take(self, sealed: bytes) -> Iterator[bytes]:
         """Payloads that are due now that this message has come.
 
-        One that was damaged is lost, and those behind it do not wait for it.
+        One that was damaged is lost, and those behind it do not wait for it; nor do too many wait for any other.
         """
         message = unseal(sealed)
         if message is None or len(message) < _HEADER.size:
-            logger.warning("dropped a notification of %d bytes: it is not what a peer sent", len(sealed))
             self.num_damaged += 1
+            self.num_dropped += 1
         else:
             link, sequence = _HEADER.unpack_from(message)
             self._put(link, sequence, message[_HEADER.size :])
         while self.early:
-            if self.next_sequence in self.early:
-                yield self.early.pop(self.next_sequence)
+            if (payload := self.early.pop(self.next_sequence, None)) is not None:
+                self.num_early_bytes -= len(payload)
+                self.next_sequence += 1
+                yield payload
             elif self.num_damaged:
                 self.num_damaged -= 1
+                self.next_sequence += 1
+            elif len(self.early) > _MAX_EARLY or self.num_early_bytes > _MAX_EARLY_BYTES:
+                first = min(self.early)
+                self.num_dropped += first - self.next_sequence
+                self.next_sequence = first
             else:
                 return
-            self.next_sequence += 1
 
     def _put(self, link: int, sequence: int, payload: bytes) -> None:
         if link > self.link:  # the sender added us anew and counts from 0
-            self.link, self.next_sequence, self.early = link, 0, {}
-        if link == self.link and 0 <= sequence - self.next_sequence < _MAX_EARLY:
-            self.early[sequence] = payload
+            self.link, self.next_sequence, self.early, self.num_early_bytes = link, 0, {}, 0
+        if link != self.link or sequence < self.next_sequence or sequence in self.early:
+            return  # of an earlier link, or a repetition
+        if sequence - self.next_sequence >= _MAX_AHEAD:
+            self.num_dropped += 1
+            return
+        self.early[sequence] = payload
+        self.num_early_bytes += len(payload)
 
 
 class NixlTransport(Transport):
@@ -295,10 +312,37 @@ class NixlTransport(Transport):
         return [
             Notification(*_worker_of(name), payload)
             for name, messages in arrived.items()
-            if _is_agent_name(name)
-            for message in messages
-            for payload in self._inboxes.setdefault(name, _Inbox()).take(message)
+            for payload in self._in_order(name, messages)
         ]
+
+    def _in_order(self, name: str, messages: list[bytes]) -> Iterator[bytes]:
+        """The payloads that are due of one agent. What is no worker's, or of one too many, is dropped."""
+        inbox = self._inbox_of(name)
+        if inbox is None:
+            self._note_dropped(len(messages), name)
+            return
+        for message in messages:
+            yield from inbox.take(message)
+        self._note_dropped(inbox.num_dropped, name)
+        inbox.num_dropped = 0
+
+    def _inbox_of(self, name: str) -> _Inbox | None:
+        """Nobody's whom we know makes room for another: who can connect can make up names without end."""
+        inbox = self._inboxes.get(name)
+        if inbox is None and _is_agent_name(name):
+            worker_id, epoch = _worker_of(name)
+            for former in [n for n in self._inboxes if _worker_of(n)[0] == worker_id and _worker_of(n)[1] < epoch]:
+                del self._inboxes[former]
+            if len(self._inboxes) < _MAX_INBOXES:
+                inbox = self._inboxes[name] = _Inbox()
+        return inbox
+
+    def _note_dropped(self, count: int, name: str) -> None:
+        if count:
+            before, self.num_dropped = self.num_dropped, self.num_dropped + count
+            if before.bit_length() < self.num_dropped.bit_length():  # at 1, 2, 4, ...: a flood must not fill a disk
+                text = "dropped notifications of %r, as damaged, missing or of no worker; %d in all"
+                logger.warning(text, name[:_MAX_AGENT_NAME], self.num_dropped)
 
     @override
     def close(self) -> None:
@@ -503,10 +547,7 @@ def _agent_name(worker_id: str, epoch: int) -> str:
 def _is_agent_name(name: str) -> bool:
     """Whether it is one of ours; UCX takes notifications from whoever can connect."""
     worker_id, _, epoch = name.rpartition("#")
-    if worker_id and epoch.isdecimal() and len(name) <= _MAX_AGENT_NAME:
-        return True
-    logger.warning("dropped notifications of %r: no worker is called so", name[:_MAX_AGENT_NAME])
-    return False
+    return bool(worker_id) and epoch.isdecimal() and len(name) <= _MAX_AGENT_NAME
 
 
 def _worker_of(agent_name: str) -> tuple[str, int]:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 import ray
+import uvloop
 from prometheus_client import CollectorRegistry
 from ray._private import ray_constants
 from ray.exceptions import AuthenticationError
@@ -17,11 +22,12 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.http_front import drain
 from cluster.http_server import http_server
-from cluster.launch import _probe, _ray, resolve, worker_configs
+from cluster.launch import _Daemon, _probe, _ray, _watched, resolve, worker_configs
 from protocol.config import ClusterConfig, EngineConfig, RouterConfig
 from protocol.errors import ConfigError, WorkerError
 from router.app import create_app
 from router.tokenizer import Tokenizer
+from tests.cluster.harness import eventually
 from tests.router.conftest import build_tokenizer
 from tests.router.fake_worker import fake_cluster, first_token, one_token, until
 
@@ -68,7 +74,9 @@ def test_a_ray_address_that_answers_or_has_no_port_passes() -> None:
     ],
     ids=["refused", "no token here"],
 )
-def test_a_ray_that_cannot_be_joined_may_demand_a_token(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_a_ray_that_cannot_be_joined_may_demand_a_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
+) -> None:
     def refuse(**_: object) -> None:
         raise error
 
@@ -76,7 +84,7 @@ def test_a_ray_that_cannot_be_joined_may_demand_a_token(monkeypatch: pytest.Monk
     config = replace(CONFIG, ray_address="auto")
     with (
         pytest.raises(ConfigError, match=r"cannot be joined: \w+.*\. If that Ray demands a token, set RAY_AUTH_MODE="),
-        _ray(config, lambda _: None),
+        _ray(config, tmp_path, lambda _: None),
     ):
         pass
 
@@ -86,7 +94,7 @@ def test_a_ray_that_cannot_be_joined_may_demand_a_token(monkeypatch: pytest.Monk
     [("192.0.2.7", "token", "listens on 192.0.2.7"), ("127.0.0.1", "disabled", "demands no token")],
 )
 def test_a_private_ray_that_is_not_private_is_refused(
-    monkeypatch: pytest.MonkeyPatch, address: str, mode: str, expected: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str, mode: str, expected: str
 ) -> None:
     """How Ray is told to be private is nothing it promises: another version may not listen to it."""
 
@@ -98,7 +106,7 @@ def test_a_private_ray_that_is_not_private_is_refused(
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
     monkeypatch.setattr(ray, "init", start)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: address)
-    with pytest.raises(WorkerError, match=expected), _ray(CONFIG, lambda _: None):
+    with pytest.raises(WorkerError, match=expected), _ray(CONFIG, tmp_path, lambda _: None):
         pass
 
 
@@ -178,3 +186,30 @@ def test_workers_of_one_machine_have_files_for_sockets_and_those_of_several_have
     }
     there = worker_configs(replace(resolved, ray_address="auto"), router_key="key", socket_folder="/private")
     assert {(config.socket_folder, config.host, config.router_key) for config in there} == {("", "", "key")}
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_the_death_of_a_daemon_of_ray_is_told_at_once_and_once(
+    make_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    daemon = _Daemon("gcs_server", psutil.Process(process.pid))
+    deaths: list[WorkerError] = []
+
+    async def run() -> None:
+        with _watched([daemon], deaths.append):
+            await asyncio.sleep(0)
+            assert (deaths, daemon.is_alive) == ([], True)
+            process.kill()  # nobody waits for it: it stays a zombie
+            await eventually(lambda: deaths)
+            assert not daemon.is_alive
+            for _ in range(10):
+                await asyncio.sleep(0)
+        assert [str(death).partition(",")[0] for death in deaths] == [f"Ray's gcs_server (pid {process.pid})"]
+
+    try:
+        with asyncio.Runner(loop_factory=make_loop) as runner:
+            runner.run(run())
+    finally:
+        process.kill()
+        process.wait()

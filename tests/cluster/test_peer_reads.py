@@ -328,6 +328,36 @@ def test_a_slow_read_is_overtaken_and_its_blocks_wait_for_it(tiny_model: Path, o
     asyncio.run(run())
 
 
+def test_blocks_of_a_read_that_cannot_be_cancelled_are_counted_as_lost(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with NIXL: what was given up may land for as long as the peer lives."""
+    transfer = {"lease_ttl_s": 0.6, "handoff_timeout_s": 0.6}
+
+    async def run() -> None:
+        async with running_cluster(
+            tiny_model, TWO, judge=only_reads(Verdict.HOLD), transfer=transfer, tiers=None
+        ) as cluster:
+            tokens = prompt(random.Random(9), 28)
+            await ask(cluster, "a", tokens)
+            reader = cluster.worker("b")
+            monkeypatch.setattr(reader._transport, "remove_peer", lambda worker_id: None)
+            await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
+            num_held = sum(len(write.local_block_ids) for write in cluster.hub.held)
+            assert num_held
+            assert reader._engine.scheduler.num_lost_blocks == 0, "it may only be slow"
+            await eventually(lambda: reader._engine.scheduler.num_lost_blocks == num_held)
+            status = await cluster.call("b", reader.status)
+            assert status.load.num_quarantined_blocks == num_held
+            cluster.hub.release_held()
+            await eventually(lambda: reader._engine.scheduler.num_lost_blocks == 0)
+            status = await cluster.call("b", reader.status)
+            assert status.load.num_quarantined_blocks == 0
+            await cluster.becomes_idle()
+
+    asyncio.run(run())
+
+
 @pytest.mark.usefixtures("patient")
 def test_a_request_that_is_cancelled_while_it_reads_leaves_nothing(tiny_model: Path) -> None:
     async def run() -> None:

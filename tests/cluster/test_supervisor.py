@@ -81,6 +81,8 @@ class FakeRay:
         self.num_looks_at_nodes = 0
         self.placed = asyncio.Event()  # set while there is room for a new actor
         self.placed.set()
+        self.loaded = asyncio.Event()  # set unless a model takes long to load
+        self.loaded.set()
         self.actors: list[FakeActor] = []
         self.told: list[tuple[str, str, PeerAddress, bool]] = []  # by whom, what, of whom, is its process gone
 
@@ -136,11 +138,13 @@ class FakeActor:
     async def _call(self, name: str, *args: Any) -> Any:
         if name == "identity":
             await self.ray.placed.wait()
+            await eventually(lambda: psutil.Process(self.process.pid).status() != psutil.STATUS_STOPPED)
             return self.identity_
         if name == "start" and self.ray.num_bad_starts:
             self.ray.num_bad_starts -= 1
             raise ConfigError("no such model")
         if name == "start":
+            await self.ray.loaded.wait()
             return self.card.address
         if name == "watch":
             return await asyncio.shield(self.ended)
@@ -222,6 +226,51 @@ def test_a_worker_that_cannot_start_the_first_time_is_an_error(monkeypatch: pyte
         async with supervised(monkeypatch, num_bad_starts=1, colocated=True, starts=False) as cluster:
             with pytest.raises(ConfigError, match="worker colocated-0 did not start: no such model"):
                 await cluster.supervisor.start(worker_configs(cluster.supervisor._config))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_stopped", [True, False], ids=["stopped", "slow"])
+def test_a_worker_may_load_its_model_for_long_while_its_process_answers(
+    monkeypatch: pytest.MonkeyPatch, is_stopped: bool
+) -> None:
+    silent_s = 0.5
+    monkeypatch.setattr("cluster.supervisor._LOOK_AT_START_S", 0.01)
+    monkeypatch.setattr("cluster.supervisor._SILENT_START_S", silent_s)
+
+    async def run() -> None:
+        async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
+            cluster.ray.loaded.clear()
+            cluster.die("prefill-0")
+            await eventually(lambda: len(cluster.ray.actors) == 3)
+            slow = cluster.ray.latest("prefill-0")
+            if is_stopped:
+                os.kill(slow.process.pid, signal.SIGSTOP)
+                await eventually(lambda: len(cluster.ray.actors) == 4)
+                await eventually(lambda: slow.is_gone)
+            until = asyncio.get_running_loop().time() + 3 * silent_s
+            await eventually(lambda: asyncio.get_running_loop().time() > until)
+            cluster.ray.loaded.set()
+            await cluster.is_served("prefill-0", 3 if is_stopped else 2)
+            assert len(cluster.ray.actors) == (4 if is_stopped else 3)
+
+    asyncio.run(run())
+
+
+def test_nothing_is_asked_of_a_ray_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would not answer, and block the event loop meanwhile."""
+
+    async def run() -> None:
+        async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
+            asked: list[str] = []
+            monkeypatch.setattr(cluster.ray, "kill", lambda *_, **__: asked.append("kill"))
+            for actor in cluster.ray.actors:
+                actor.stop = SimpleNamespace(remote=lambda: asked.append("stop"))  # type: ignore[attr-defined]
+            cluster.supervisor.ray_died(WorkerError("Ray's gcs_server has died"))
+            with pytest.raises(WorkerError, match="gcs_server has died"):
+                await cluster.supervisor.failure
+            await cluster.supervisor.close()
+            assert asked == []
 
     asyncio.run(run())
 

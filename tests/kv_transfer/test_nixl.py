@@ -6,13 +6,15 @@ What NIXL itself does is in test_transport_contract.py.
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kv_transfer.checksum import seal
+from kv_transfer.transport import nixl
 from kv_transfer.transport.base import TransferState
-from kv_transfer.transport.nixl import _HEADER, NixlTransport, _bindings, _Copy, _Inbox
+from kv_transfer.transport.nixl import _HEADER, _MAX_AHEAD, _MAX_EARLY, NixlTransport, _bindings, _Copy, _Inbox
 
 
 def make_message(sequence: int, link: int = 1) -> bytes:
@@ -53,6 +55,49 @@ def test_a_link_that_was_added_anew_counts_from_the_beginning() -> None:
     inbox = _Inbox()
     assert take(inbox, make_message(0), make_message(2), make_message(1)[:-1]) == [0, 2]
     assert take(inbox, make_message(1, link=2), make_message(3), make_message(0, link=2)) == [0, 1]
+
+
+def test_a_notification_that_never_comes_holds_up_a_bounded_number_of_others() -> None:
+    inbox = _Inbox()
+    ready = [take(inbox, make_message(sequence)) for sequence in range(1, _MAX_EARLY + 2)]
+    assert ready == [[]] * _MAX_EARLY + [list(range(1, _MAX_EARLY + 2))]
+    assert (inbox.early, inbox.num_early_bytes, inbox.num_dropped) == ({}, 0, 1)
+    assert take(inbox, make_message(0), make_message(_MAX_EARLY + 2)) == [_MAX_EARLY + 2]
+
+
+def test_early_notifications_are_bounded_in_bytes_and_in_how_far_ahead_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nixl, "_MAX_EARLY_BYTES", 1000)
+    inbox = _Inbox()
+    for sequence in random.Random(1).sample(range(1, 10_000), 5000):
+        list(inbox.take(seal(_HEADER.pack(1, sequence) + b"x" * 100)))
+        assert inbox.num_early_bytes == sum(map(len, inbox.early.values())) <= 1000
+    inbox = _Inbox()
+    assert take(inbox, make_message(_MAX_AHEAD), make_message(2**63), make_message(2**64 - 1)) == []
+    assert (inbox.early, inbox.num_dropped) == ({}, 3)
+    assert take(inbox, make_message(0)) == [0]
+
+
+def test_strangers_take_no_memory_and_no_place_of_those_who_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl, "_MAX_INBOXES", 2)
+    transport = NixlTransport("a", 1, torch.zeros(4, 64))
+    try:
+        arriving: list[dict[str, list[bytes]]] = [
+            {"p#1": [make_message(0)], "q#1": [make_message(1)]},
+            {f"stranger {number}#1": [make_message(0)] * 2 for number in range(100)} | {"no worker": [b""]},
+            {"p#1": [make_message(1)], "q#2": [make_message(0)]},
+            {"q#1": [make_message(0)], "q#2": [make_message(1)]},
+        ]
+        agent = transport._agent
+        transport._agent = SimpleNamespace(get_new_notifs=lambda: arriving.pop(0))
+        arrived = [[(n.worker_id, n.epoch, n.payload) for n in transport.poll()] for _ in range(4)]
+        transport._agent = agent
+        assert arrived == [[("p", 1, b"0")], [], [("p", 1, b"1"), ("q", 2, b"0")], [("q", 2, b"1")]]
+        assert sorted(transport._inboxes) == ["p#1", "q#2"]
+        assert transport.num_dropped == 202
+    finally:
+        transport.close()
 
 
 class Handle:

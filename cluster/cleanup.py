@@ -1,0 +1,134 @@
+"""What is left of a server when it ends, however it ends: its processes are ended and its folder is removed.
+
+A server that is killed can clear up nothing. So a small second process, the guard, waits for its end: the guard reads
+from a pipe that ends with the server. It is in a session of its own, so that what ends a terminal's job spares it.
+
+Whose child a process once was cannot be told after its parents have died. So all that a server starts inherit a random
+mark in their environment. A pidfd names the process whose environment was read, whatever becomes of its number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from protocol.process import has_ended
+
+__all__ = ["clear_up", "private_run"]
+
+_MARK = "TANDEM_RUN"
+_GRACE_S = 5.0  # for what a server started, to end as it was told to
+_KILL_TIMEOUT_S = 5.0
+_GUARD_TIMEOUT_S = 10.0
+
+
+@contextlib.contextmanager
+def private_run() -> Iterator[Path]:
+    """A folder for all that is temporary, of this process and of those that it starts within the block.
+
+    At the end of the block they are ended and the folder is removed; if this process is killed, the guard does that.
+    The folder is of mode 0700. Its name is short: there are sockets in it, whose paths must not be long.
+    """
+    folder = tempfile.mkdtemp(prefix="tandem-")
+    mark = secrets.token_hex(16)
+    guard = _start_guard(mark, folder)
+    before = {name: os.environ.get(name) for name in (_MARK, "TMPDIR")}
+    os.environ |= {_MARK: mark, "TMPDIR": folder}
+    tempfile.tempdir = None  # it is looked up again
+    try:
+        yield Path(folder)
+    finally:
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient Ctrl-C here would leave things behind
+        os.environ |= {name: value for name, value in before.items() if value is not None}
+        for name in (name for name, value in before.items() if value is None):
+            del os.environ[name]
+        tempfile.tempdir = None
+        clear_up(mark, folder, grace_s=_GRACE_S)
+        assert guard.stdin is not None, "its input is a pipe"
+        guard.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            guard.wait(_GUARD_TIMEOUT_S)
+        signal.signal(signal.SIGINT, handler)
+
+
+def clear_up(mark: str, folder: str, *, grace_s: float) -> int:
+    """End all processes with this mark, by SIGKILL after `grace_s`, then remove the folder; how many were killed."""
+    killed: set[int] = set()
+    grace_until = time.monotonic() + grace_s
+    deadline = grace_until + _KILL_TIMEOUT_S
+    while time.monotonic() < deadline:
+        processes = dict(_marked(mark))
+        try:
+            if not processes:
+                break
+            if time.monotonic() >= grace_until:
+                for pid, descriptor in processes.items():
+                    killed.add(pid)
+                    with contextlib.suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            has_ended(next(iter(processes.values())), max(grace_until - time.monotonic(), 0.5))
+        finally:
+            for descriptor in processes.values():
+                os.close(descriptor)
+    shutil.rmtree(folder, ignore_errors=True)
+    return len(killed)
+
+
+def _marked(mark: str) -> Iterator[tuple[int, int]]:
+    """Pid and pidfd of each process with this mark, but for this one; the caller closes them."""
+    entry = f"{_MARK}={mark}".encode()
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        if pid == os.getpid():
+            continue
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:  # it has ended, or is a thread
+            continue
+        try:
+            is_marked = entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended, or is another user's
+            is_marked = False
+        if is_marked:
+            yield pid, descriptor
+        else:
+            os.close(descriptor)
+
+
+def _start_guard(mark: str, folder: str) -> subprocess.Popen[bytes]:
+    guard = subprocess.Popen(
+        [sys.executable, "-P", "-m", __name__],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert guard.stdin is not None, "its input is a pipe"
+    guard.stdin.write(json.dumps([os.getpid(), mark, folder]).encode() + b"\n")
+    guard.stdin.flush()
+    return guard
+
+
+def _guard() -> None:
+    """Wait for the end of the server, then clear up after it. After one that did so itself nothing is left to do."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they are for the server
+    server, mark, folder = json.loads(sys.stdin.buffer.readline())
+    sys.stdin.buffer.read()
+    num_killed = clear_up(mark, folder, grace_s=0.0)
+    if num_killed:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(f"tandem: process {server} was killed; ended the {num_killed} that it left", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    _guard()

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.cleanup import clear_up, private_run
+
+DEADLINE_S = 20.0
+SLEEP = "import time; print(flush=True); time.sleep(600)"
+# A server that starts a child, whose child outlives it, in a session of its own, and is told nothing of the end.
+SERVER = """
+import subprocess, sys, time
+from cluster.cleanup import private_run
+sleep = "[sys.executable, '-c', 'import time; time.sleep(600)']"
+child = f"import subprocess, sys; subprocess.Popen({sleep}, start_new_session=True)"
+with private_run() as folder:
+    (folder / "secret").write_text("x")
+    subprocess.run([sys.executable, "-c", child])
+    print(folder, flush=True)
+    {then}
+"""
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.01)
+
+
+def marked_with(folder: Path) -> list[psutil.Process]:
+    """Processes that were started within that run; the guard is none."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("TMPDIR") == str(folder):
+                found.append(process)
+    return found
+
+
+def guards_of(pid: int) -> list[psutil.Process]:
+    return [child for child in psutil.Process(pid).children() if "cluster.cleanup" in child.cmdline()]
+
+
+@pytest.fixture
+def sleeper() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(**env: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", SLEEP]
+        process = subprocess.Popen(command, env=os.environ | env, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def start_server(tmp_path: Path, then: str) -> tuple[subprocess.Popen[str], Path]:
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER.replace("{then}", then)],
+        env=os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert server.stdout is not None
+    return server, Path(server.stdout.readline().strip())
+
+
+@pytest.mark.parametrize("kills_group", [False, True], ids=["the server", "its process group"])
+def test_after_a_killed_server_its_guard_ends_what_it_left(tmp_path: Path, kills_group: bool) -> None:
+    server, folder = start_server(tmp_path, "time.sleep(600)")
+    (guard,), (orphan,) = guards_of(server.pid), marked_with(folder)
+    assert (folder / "secret").exists()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (os.killpg if kills_group else os.kill)(server.pid, signal.SIGKILL)
+    server.communicate()
+    _, alive = psutil.wait_procs([guard, orphan], DEADLINE_S)
+    assert not alive
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_guard_leaves_signals_to_the_server(tmp_path: Path, number: int) -> None:
+    server, folder = start_server(tmp_path, "time.sleep(600)")
+    (guard,) = guards_of(server.pid)
+    until(lambda: "ignored" in status_of(guard, number))
+    guard.send_signal(number)
+    assert folder.exists()
+    server.kill()
+    server.communicate()
+    guard.wait(DEADLINE_S)
+    until(lambda: not folder.exists())
+
+
+def status_of(process: psutil.Process, number: int) -> str:
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    ignored = next(int(line.split()[1], 16) for line in lines if line.startswith("SigIgn"))
+    return "ignored" if ignored >> (number - 1) & 1 else ""
+
+
+def test_a_server_that_ends_leaves_nothing_and_its_guard_has_nothing_to_say(tmp_path: Path) -> None:
+    server, _ = start_server(tmp_path, "import cluster.cleanup; cluster.cleanup._GRACE_S = 0.1")
+    (guard,) = guards_of(server.pid)
+    server.communicate(timeout=DEADLINE_S)
+    assert server.returncode == 0
+    assert not guard.is_running()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_ends_by_itself_is_not_killed(tmp_path: Path, sleeper: Callable[..., subprocess.Popen[bytes]]) -> None:
+    child = sleeper(TANDEM_RUN="this run")
+    child.terminate()
+    assert clear_up("this run", str(tmp_path / "none"), grace_s=DEADLINE_S) == 0
+
+
+def test_only_processes_with_the_whole_mark_are_ended(
+    tmp_path: Path, sleeper: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    ours = sleeper(TANDEM_RUN="this run")
+    others = [sleeper(), sleeper(TANDEM_RUN="this run too"), sleeper(XTANDEM_RUN="this run")]
+    os.kill(ours.pid, signal.SIGSTOP)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert clear_up("this run", str(folder), grace_s=0.0) == 1
+    assert ours.wait(DEADLINE_S) == -signal.SIGKILL
+    assert [other.poll() for other in others] == [None] * 3
+    assert not folder.exists()
+
+
+def test_temporary_files_go_into_the_folder_while_the_block_runs() -> None:
+    before = tempfile.gettempdir()
+    with private_run() as folder:
+        assert (tempfile.gettempdir(), os.environ["TMPDIR"]) == (str(folder), str(folder))
+    assert tempfile.gettempdir() == before
+    assert "TANDEM_RUN" not in os.environ
+    assert not folder.exists()
