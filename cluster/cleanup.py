@@ -4,7 +4,8 @@ A server that is killed can clear up nothing. So a small second process, the gua
 from a pipe that ends with the server. It is in a session of its own, so that what ends a terminal's job spares it.
 
 Whose child a process once was cannot be told after its parents have died. So all that a server starts inherit a random
-mark in their environment. A pidfd names the process whose environment was read, whatever becomes of its number.
+mark in their environment. Those of Ray may overwrite it with their title, but what they print goes to files of the
+server's folder. A pidfd names the process that was looked at, whatever becomes of its number.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ def private_run() -> Iterator[Path]:
 
 
 def clear_up(mark: str, folder: str, *, grace_s: float) -> int:
-    """End all processes with this mark, by SIGKILL after `grace_s`, then remove the folder; how many were killed."""
+    """End all processes of this run, by SIGKILL after `grace_s`, then remove the folder; how many were killed."""
     killed: set[int] = set()
     grace_until = time.monotonic() + grace_s
     deadline = grace_until + _KILL_TIMEOUT_S
     while time.monotonic() < deadline:
-        processes = dict(_marked(mark))
+        processes = dict(_processes_of(mark, folder))
         try:
             if not processes:
                 break
@@ -84,9 +85,9 @@ def clear_up(mark: str, folder: str, *, grace_s: float) -> int:
     return len(killed)
 
 
-def _marked(mark: str) -> Iterator[tuple[int, int]]:
-    """Pid and pidfd of each process with this mark, but for this one; the caller closes them."""
-    entry = f"{_MARK}={mark}".encode()
+def _processes_of(mark: str, folder: str) -> Iterator[tuple[int, int]]:
+    """Pid and pidfd of each process of this run, but for this one; the caller closes them."""
+    entry, prefix = f"{_MARK}={mark}".encode(), f"{os.path.realpath(folder)}/"
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
         if pid == os.getpid():
             continue
@@ -96,9 +97,10 @@ def _marked(mark: str) -> Iterator[tuple[int, int]]:
             continue
         try:
             is_marked = entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:  # it has ended, or is another user's
-            is_marked = False
-        if is_marked:
+            is_ours = is_marked or any(os.readlink(f"/proc/{pid}/fd/{output}").startswith(prefix) for output in (1, 2))
+        except OSError:  # it has ended, is another user's, or prints nowhere
+            is_ours = False
+        if is_ours:
             yield pid, descriptor
         else:
             os.close(descriptor)

@@ -68,8 +68,13 @@ class PeerLinks:
         self._known: dict[tuple[str, int], PeerAddress] = {}
 
     def connect(self, peer: PeerAddress, now: float) -> None:
-        """Open the link to this epoch of the peer unless it is open or opening; a refused one is tried again."""
+        """Open the link to this epoch of the peer unless it is open or opening; a refused one is tried again.
+
+        A late message of an epoch before the link's changes nothing: that process is gone, and so is its endpoint.
+        """
         link = self._links.get(peer.worker_id)
+        if link is not None and link.peer.epoch > peer.epoch:
+            return
         if link is not None and link.peer.epoch == peer.epoch and link.state is not LinkState.REFUSED:
             return
         self._links[peer.worker_id] = _Link(peer, LinkState.CONNECTING, now + self._timeout_s)

@@ -150,6 +150,22 @@ def test_a_break_of_a_former_epoch_leaves_the_new_link_alone(hub: InProcessHub) 
     assert a.links.is_ready(b.address)
 
 
+@pytest.mark.parametrize("is_opening", [False, True], ids=["open", "opening"])
+def test_a_late_message_of_a_former_epoch_does_not_replace_the_new_link(hub: InProcessHub, is_opening: bool) -> None:
+    a, former, b = Side(hub, "a"), Side(hub, "b", 1), Side(hub, "b", 2)
+    if is_opening:
+        a.links.connect(b.address, now=0.0)
+        a.sent.clear()
+    else:
+        assert connect(a, b) is LinkState.READY
+    a.links.connect(former.address, now=1.0)
+    a.links.reopen("b", 1, now=1.0)
+    assert a.sent == []
+    assert a.links.is_ready(b.address) is not is_opening
+    assert a.links.expire(now=2.0) == []
+    assert {peer.epoch for peer, _ in a.sent} == ({2} if is_opening else set())
+
+
 def test_nothing_is_sent_to_an_epoch_that_was_forgotten(hub: InProcessHub) -> None:
     a, b = Side(hub, "a"), Side(hub, "b")
     connect(a, b)

@@ -1,0 +1,89 @@
+"""What is left, and what is said, when the server itself or Ray below it is killed."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.server import Server, started, until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
+
+POOL = ("--pool-bytes", "20000000")
+GONE_S = 10.0  # a quiet machine needs one
+
+
+def stream_of(server: Server) -> httpx.Response:
+    """An answer under way; it takes longer than the test does."""
+    client = httpx.Client(timeout=60)
+    body = {"model": "tiny", "prompt": "x" * 100, "max_tokens": 1900, "stream": True, "ignore_eos": True}
+    response = client.send(client.build_request("POST", f"{server.url}/v1/completions", json=body), stream=True)
+    next(response.iter_lines())
+    return response
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Zombies are not: whoever adopted them has not looked yet."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("is_worker_stopped", [False, True], ids=["", "with a stopped worker"])
+def test_after_a_killed_server_nothing_is_left(text_model: Path, tmp_path: Path, is_worker_stopped: bool) -> None:
+    with started(text_model, tmp_path, "--router-processes", "2", *POOL) as server:
+        children = server.wait_ready().children()
+        assert len(children) > 8
+        stream = stream_of(server)
+        if is_worker_stopped:
+            psutil.Process(server.worker("prefill")["pid"]).suspend()
+        server.process.send_signal(signal.SIGKILL)
+        assert server.process.wait(GONE_S) == -signal.SIGKILL
+        until(lambda: not any(map(is_alive, children)), GONE_S, lambda: str([p for p in children if is_alive(p)]))
+        until(lambda: not list(server.scratch.iterdir()), GONE_S, lambda: str(list(server.scratch.iterdir())))
+        stream.close()
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_the_death_of_a_daemon_of_ray_is_told_in_our_words(text_model: Path, tmp_path: Path, name: str) -> None:
+    with started(text_model, tmp_path, *POOL) as server:
+        children = server.wait_ready().children()
+        stream = stream_of(server)
+        [daemon] = [process for process in children if process.name() == name]
+        killed_at = time.monotonic()
+        daemon.kill()
+        assert server.process.wait(45.0) == 1, server.output
+        print(f"ended {time.monotonic() - killed_at:.1f} s after the death of {name}")
+        assert f"Ray's {name} (pid {daemon.pid})" in server.output
+        assert "start the server again" in server.output
+        assert "Traceback" not in server.output
+        until(lambda: not any(map(is_alive, children)), GONE_S, lambda: str([p for p in children if is_alive(p)]))
+        assert not list(server.scratch.iterdir())
+        stream.close()
+
+
+def test_a_worker_stopped_while_it_loads_is_replaced(text_model: Path, tmp_path: Path) -> None:
+    flags = ("--prefill", "1", "--decode", "1", "--worker-timeout-s", "6", *POOL)
+    with started(text_model, tmp_path, *flags) as server:
+        victim = server.wait_ready().worker("decode")
+        before = server.children()
+        psutil.Process(victim["pid"]).kill()
+        found: list[psutil.Process] = []
+
+        def is_loading() -> bool:
+            new = [process for process in server.children() - before if is_alive(process)]
+            found[:] = [process for process in new if "WorkerActor.start" in "".join(process.cmdline())]
+            return bool(found)
+
+        until(is_loading, 60.0, lambda: server.output)
+        found[0].suspend()
+        until(lambda: "said nothing for 60 s" in server.output, 90.0, lambda: server.output)
+        server.wait_recovered("decode", victim["epoch"])
+        assert not is_alive(found[0])
+        assert server.stop() == 0
