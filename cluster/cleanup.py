@@ -4,7 +4,7 @@ A server that is killed can clear up nothing. So a small second process, the gua
 from a pipe that ends with the server. It is in a session of its own, so that what ends a terminal's job spares it.
 
 Whose child a process once was cannot be told after its parents have died. So all that a server starts inherit a random
-mark in their environment. Those of Ray may overwrite it with their title, but what they print goes to files of the
+mark in their environment. Those of Ray overwrite parts of that with their title, but they write into files of the
 server's folder. A pidfd names the process that was looked at, whatever becomes of its number.
 """
 
@@ -96,14 +96,24 @@ def _processes_of(mark: str, folder: str) -> Iterator[tuple[int, int]]:
         except OSError:  # it has ended, or is a thread
             continue
         try:
-            is_marked = entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            is_ours = is_marked or any(os.readlink(f"/proc/{pid}/fd/{output}").startswith(prefix) for output in (1, 2))
-        except OSError:  # it has ended, is another user's, or prints nowhere
+            is_ours = entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") or _writes_below(prefix, pid)
+        except OSError:  # it has ended, or is another user's
             is_ours = False
         if is_ours:
             yield pid, descriptor
         else:
             os.close(descriptor)
+
+
+def _writes_below(prefix: str, pid: int) -> bool:
+    """Whether the process has such a file open to write into it; somebody may just be reading a log."""
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # it was closed just now
+            if os.readlink(f"/proc/{pid}/fd/{number}").startswith(prefix):
+                flags = Path(f"/proc/{pid}/fdinfo/{number}").read_text().partition("flags:")[2].split()[0]
+                if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:
+                    return True
+    return False
 
 
 def _start_guard(mark: str, folder: str) -> subprocess.Popen[bytes]:

@@ -143,13 +143,13 @@ def test_only_processes_with_the_whole_mark_are_ended(
     assert not folder.exists()
 
 
-def test_a_process_that_overwrote_its_environment_is_known_by_where_it_prints(tmp_path: Path) -> None:
+def test_a_process_that_overwrote_its_environment_is_known_by_what_it_writes(tmp_path: Path) -> None:
     """As Ray's do. Whoever only reads a file of the folder is not ours."""
     folder = tmp_path / "folder"
     folder.mkdir()
     with (folder / "log").open("w") as log, (folder / "log").open() as reading:
         command = [sys.executable, "-c", "import time; time.sleep(600)"]
-        ours = subprocess.Popen(command, env={}, stdout=subprocess.DEVNULL, stderr=log)
+        ours = subprocess.Popen(command, env={}, stdout=subprocess.DEVNULL, pass_fds=(log.fileno(),))
         reader = subprocess.Popen(command, env={}, stdin=reading)
     try:
         assert clear_up("this run", str(folder), grace_s=0.0) == 1
