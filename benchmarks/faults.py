@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import console, print_table, write_result
 from decode_worker import DecodeRole
-from engine.engine import Engine, StepResult
+from engine.engine import Engine, SequenceOutput
 from kv_transfer.handshake import compatibility_fields
 from kv_transfer.links import LinkChange, LinkState, PeerLinks
 from kv_transfer.transport.faulty import Fault, FaultyTransport
@@ -228,12 +228,12 @@ class _Worker:
             self._link_changed(change, now)
         self.prefill.expire(now)
         self.decode.expire(now)
+        self._send_output(self.prefill.take_first_tokens())
         self._pump(now)
         self._send_heartbeat(now)
         result = self.engine.step()
         if result is not None:
-            self.prefill.after_step(result)
-            self._send_output(result)
+            self._send_output(self.prefill.after_step(result))
             self._pump(now)
         self.engine.pool.take_events()
         return result is not None
@@ -309,8 +309,8 @@ class _Worker:
             )
             self._world.send(peer, heartbeat)
 
-    def _send_output(self, result: StepResult) -> None:
-        for output in result.outputs:
+    def _send_output(self, outputs: list[SequenceOutput]) -> None:
+        for output in outputs:
             sequence = output.sequence
             if sequence.request_id in self._clients:
                 if sequence.finish_reason is not None:

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from cluster.sockets import HeartbeatThread, WorkerSockets, socket_endpoint
 from cluster.status import WorkerStatus
 from cluster.tiered_cache import TieredCache, create_tiers
 from decode_worker import DecodeRole
-from engine.engine import Engine, StepResult
+from engine.engine import Engine, SequenceOutput, StepResult
 from engine.sequence import Sequence
 from kv_transfer.handshake import compatibility_fields
 from kv_transfer.links import LinkChange, LinkState, PeerLinks
@@ -74,6 +74,7 @@ from protocol.messages import (
     SequenceDelta,
     SnapshotRequest,
     StepOutput,
+    StepStats,
     TierLoad,
     Unpin,
     Welcome,
@@ -312,6 +313,8 @@ class Worker:
                 self._link_changed(change, now)
         self._prefill.expire(began)
         self._decode.expire(began)
+        if first_tokens := self._prefill.take_first_tokens():
+            self._send_output(first_tokens, StepStats(duration_s=0.0), ())
         self._pump(now)
         self._reader.pump(now)
         self._cache.pump(now)
@@ -324,8 +327,7 @@ class Worker:
             for failure in result.failures:
                 self._give_up(failure.sequence.request_id, failure.error)
             self._cache.after_step(result.stats)
-            self._prefill.after_step(result)
-            self._send_output(result)
+            self._send_output(self._prefill.after_step(result), result.stats, self._routers)
             self._pump(time.monotonic())
         self._send_events()
         self._publish_state()
@@ -523,10 +525,10 @@ class Worker:
             self._routers[identity] = message.router_id
         self._sockets.reply(identity, Welcome(card=self.card, refusal=refusal))
 
-    def _send_output(self, result: StepResult) -> None:
-        """One message per router with all new tokens of its requests."""
-        deltas: dict[bytes, list[SequenceDelta]] = {identity: [] for identity in self._routers}
-        for output in result.outputs:
+    def _send_output(self, outputs: list[SequenceOutput], stats: StepStats, routers: Iterable[bytes]) -> None:
+        """One message with all new tokens of its requests to each router that has some, and to each of `routers`."""
+        deltas: dict[bytes, list[SequenceDelta]] = {identity: [] for identity in routers}
+        for output in outputs:
             sequence = output.sequence
             identity = self._clients.get(sequence.request_id)
             if identity is None:
@@ -542,7 +544,7 @@ class Worker:
                 worker_id=self.config.worker_id,
                 epoch=self.address.epoch,
                 deltas=items,
-                stats=result.stats,
+                stats=stats,
                 load=load,
             )
             self._sockets.reply(identity, message)

@@ -196,6 +196,11 @@ class Outbox:
                 self._end_lease(key, former.lease, "replaced by another lease")
             self._early_grants[key] = grant
 
+    def has_lease(self, request_id: str, receiver_id: str, receiver_epoch: int) -> bool:
+        """Whether the receiver has granted the handoff its blocks, and it has not ended."""
+        handoff = self._active.get(_HandoffKey(request_id, receiver_id, receiver_epoch))
+        return handoff is not None and handoff.grant is not None
+
     def refused(self, request_id: str, receiver_id: str, receiver_epoch: int, reason: str) -> None:
         """No grant will come."""
         handoff = self._active.get(_HandoffKey(request_id, receiver_id, receiver_epoch))

@@ -1,8 +1,9 @@
 """The prefill role: compute prompts, push their blocks while the next chunk computes, hand over.
 
 Runs inside a worker's loop and never waits. A prompt's KV leaves chunk by chunk as soon as the decode worker's grant
-is here; the first token goes to the router without waiting for any of it. The grant is asked for as late as the
-transfer allows: the room of a long prompt would stand empty on the decode worker for as long as it is computed.
+is here; the first token goes to the router then, without waiting for the transfer. Sent before, it would be followed by
+silence for as long as the decode worker has no seat or no room. The grant is asked for as late as the transfer allows:
+the room of a long prompt would stand empty on the decode worker for as long as it is computed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from engine.engine import Engine, StepResult
+from engine.engine import Engine, SequenceOutput, StepResult
 from engine.sequence import Phase, Sequence
 from kv_transfer.checksum import CHECKED_SHARE, block_checksums, seal
 from kv_transfer.links import PeerLinks
@@ -108,6 +109,7 @@ class PrefillRole:
         self._on_delivered = on_delivered
         self._outbox = Outbox()
         self._handoffs: dict[str, _Handoff] = {}
+        self._held: dict[str, SequenceOutput] = {}  # first tokens of handoffs without a lease
         self._early_grants: dict[tuple[str, int], list[LeaseGrant]] = {}  # by worker and epoch: the link is not up yet
         self._in_flight: list[_Flight] = []
         self._stalls: dict[tuple[str, int], _Stall] = {}  # by receiver and its epoch, while writes are in flight
@@ -212,8 +214,11 @@ class PrefillRole:
         self._outbox.receiver_lost(worker_id, epoch)
         self._written.pop(worker_id, None)
 
-    def after_step(self, result: StepResult) -> None:
-        """Offer what the step computed to the outbox, first tokens included."""
+    def after_step(self, result: StepResult) -> list[SequenceOutput]:
+        """Offer what the step computed to the outbox, first tokens included; the outputs to send to the router now.
+
+        The first tokens of handoffs without a lease are kept for `take_first_tokens`.
+        """
         self._settle()  # what was written while the step ran is not exposed
         self._step_s = result.stats.duration_s
         size = self._engine.config.block_size
@@ -223,16 +228,27 @@ class PrefillRole:
                 is_complete = sequence.num_computed_tokens >= sequence.num_prompt_tokens
                 num_final = len(sequence.blocks) if is_complete else sequence.num_computed_tokens // size
                 self._outbox.blocks_computed(sequence.request_id, sequence.blocks[:num_final])
+        outputs = []
         for output in result.outputs:
             sequence = output.sequence
-            if sequence.phase is not Phase.PREFILL_ONLY:
-                continue
-            if sequence.finish_reason is None:
+            handoff = self._handoffs.get(sequence.request_id)
+            if sequence.phase is not Phase.PREFILL_ONLY or handoff is None:
+                outputs.append(output)
+            elif sequence.finish_reason is None:
                 self._outbox.first_token(sequence.request_id, output.token_id)
-                if (handoff := self._handoffs.get(sequence.request_id)) is not None:
-                    handoff.is_computed = True
+                handoff.is_computed = True
+                self._held[sequence.request_id] = output
             else:  # the first token was the last: there is nothing to hand over
                 self._outbox.cancel(sequence.request_id, FINISHED_EARLY)
+                outputs.append(output)
+        return outputs + self.take_first_tokens()
+
+    def take_first_tokens(self) -> list[SequenceOutput]:
+        """First tokens to send to the router, as their handoffs have a lease now. Call it before `pump` ends these."""
+        due = [output for output in self._held.values() if self._has_lease(output.sequence.request_id)]
+        for output in due:
+            del self._held[output.sequence.request_id]
+        return due
 
     def expire(self, now: float) -> None:
         """Give up what is too late. Only for a caller that has read all that came: a grant may be among it."""
@@ -276,10 +292,15 @@ class PrefillRole:
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raise AssertionError unless the books agree; with `idle`, nothing may be open."""
         self._outbox.check_integrity()
+        assert self._held.keys() <= self._handoffs.keys(), "a first token is held of a handoff that is over"
         if idle:
             assert not self._handoffs, f"handoffs still open: {sorted(self._handoffs)}"
             assert not self._in_flight, f"{len(self._in_flight)} writes still in flight"
             assert self._outbox.num_open == 0, f"{self._outbox.num_open} handoffs still in the outbox"
+
+    def _has_lease(self, request_id: str) -> bool:
+        receiver = self._handoffs[request_id].receiver
+        return self._outbox.has_lease(request_id, receiver.worker_id, receiver.epoch)
 
     def _due(self) -> list[_Handoff]:
         """Handoffs that need their lease by now, whether or not it was asked for.
@@ -418,6 +439,7 @@ class PrefillRole:
 
     def _finish(self, ended: HandoffEnded) -> None:
         handoff = self._handoffs.pop(ended.request_id)
+        self._held.pop(ended.request_id, None)
         self._withdraw(handoff.sequence)
         self._engine.scheduler.release_blocks(handoff.sequence)
         if ended.is_delivered:

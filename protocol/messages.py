@@ -430,7 +430,10 @@ class SequenceDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Everything one engine step produced for this router, in one message."""
+    """Everything one engine step produced for this router, in one message.
+
+    Or first tokens that were held until their prompts had a lease; then `stats` are of no work.
+    """
 
     worker_id: Name
     epoch: Number

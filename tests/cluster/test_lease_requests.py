@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decode_worker import DecodeRole
-from engine.engine import Engine
+from engine.engine import Engine, SequenceOutput
 from kv_transfer.links import PeerLinks
 from kv_transfer.transport.in_process import InProcessHub, InProcessTransport
 from prefill_worker import PrefillRole
@@ -49,6 +49,8 @@ class Side:
         other = InProcessTransport(peer.worker_id, 1, torch.zeros_like(self.engine.kv), hub)
         self.sent: list[Message] = []
         self.failed: list[str] = []
+        self.num_grants = 0
+        self.tokens: list[str] = []  # requests whose first token was sent to the router
         links = PeerLinks(me, {}, transport, lambda _, message: self.sent.append(message), timeout_s=TIMEOUT_S)
         links.connect(peer, 0.0)
         hello = PeerHello(sender=peer, compatibility={}, transport_metadata=other.local_metadata(), is_reply=True)
@@ -81,8 +83,24 @@ class Side:
         result = self.engine.step()
         self.now += 1.0
         if result is not None:
-            self.prefill.after_step(result)
+            self.note_tokens(self.prefill.after_step(result))
         self.prefill.pump(self.now)
+
+    def note_tokens(self, outputs: list[SequenceOutput]) -> None:
+        self.tokens += [output.sequence.request_id for output in outputs]
+
+    def grant(self, request_id: str, num_blocks: int) -> None:
+        self.num_grants += 1
+        grant = LeaseGrant(
+            sender=D,
+            request_id=request_id,
+            generation=self.num_grants,
+            first_block=0,
+            block_ids=list(range(num_blocks)),
+            ttl_s=9.0,
+        )
+        self.prefill.granted(grant, self.now)
+        self.note_tokens(self.prefill.take_first_tokens())
 
     # As the decode worker.
 
@@ -217,6 +235,47 @@ def test_a_prompt_that_was_never_granted_fails_in_time_after_it_asked(sender: Si
     sender.prefill.pump(sender.now)
     assert len(sender.failed) == 1
     assert "no word from d of the lease" in sender.failed[0]
+    sender.end()
+
+
+def test_a_first_token_is_sent_once_there_is_a_seat_and_room_for_the_next(sender: Side) -> None:
+    sender.send("early", STEP_TOKENS)
+    sender.send("late", STEP_TOKENS)
+    sender.prefill.pump(0.0)
+    sender.grant("early", 4)
+    sender.run_step()
+    assert sender.tokens == ["early"], "its lease was here when it was computed"
+    sender.run_step()
+    sender.prefill.queued(LeaseQueued(sender=D, request_ids=["late"]), sender.now)
+    sender.note_tokens(sender.prefill.take_first_tokens())
+    assert sender.tokens == ["early"]
+    sender.grant("late", 4)
+    assert sender.tokens == ["early", "late"]
+    assert sender.prefill.take_first_tokens() == [], "once"
+    sender.prefill.pump(sender.now)
+    sender.end()
+
+
+def test_a_prompt_that_fails_while_it_waits_for_room_has_sent_no_token(sender: Side) -> None:
+    for request_id in ("refused", "cancelled", "dead"):
+        sender.send(request_id, STEP_TOKENS)
+        sender.run_step()
+    sender.prefill.refused(LeaseRefused(sender=D, request_id="refused", reason="of a test"))
+    sender.prefill.cancel("cancelled")
+    sender.prefill.pump(sender.now)
+    sender.prefill.check_integrity()
+    sender.prefill.peer_lost("d", 1)
+    sender.prefill.pump(sender.now)
+    assert (sender.tokens, sender.prefill.take_first_tokens()) == ([], [])
+    sender.end()
+
+
+def test_a_first_token_that_is_the_last_needs_no_room(sender: Side) -> None:
+    once = SamplingParams(temperature=0.0, max_tokens=1)
+    tokens = list(range(5, 25))
+    sender.prefill.accept(Prefill(request_id="r", token_ids=tokens, sampling=once, decode_worker=D), 0.0)
+    sender.run_step()
+    assert sender.tokens == ["r"]
     sender.end()
 
 

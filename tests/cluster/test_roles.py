@@ -241,13 +241,35 @@ def test_a_computed_prompt_waits_for_a_full_pool_longer_than_for_any_peer(tiny_m
             worker = cluster.worker("d")
             pool = worker._engine.pool
             held = await cluster.call("d", lambda: pool.try_allocate(10))
+            request = cluster.request(prompt)
+            first = asyncio.create_task(cluster.serve(request, cancel_after=1))
             answer = asyncio.create_task(cluster.generate(prompt))
-            await eventually(lambda: worker._engine.scheduler.num_waiting_for_room == 1)
+            await eventually(lambda: worker._engine.scheduler.num_waiting_for_room == 2)
             until = time.monotonic() + 4 * timeout_s
             await eventually(lambda: time.monotonic() > until)
             assert not answer.done()
+            assert not first.done(), "a token was sent, and nothing would have followed it"
             await cluster.call("d", lambda: pool.release(held))
             assert (await answer).token_ids == oracle.answer(prompt)
+            assert len((await first).token_ids) >= 1
+            await cluster.becomes_idle()
+
+    asyncio.run(scenario())
+
+
+def test_a_seat_is_waited_for_before_the_first_token(tiny_model: Path, oracle: Oracle) -> None:
+    long, short = make_prompt(2 * BLOCK_SIZE, seed=1), make_prompt(2 * BLOCK_SIZE, seed=2)
+
+    async def scenario() -> None:
+        async with running_cluster(tiny_model, overrides={"d": {"max_num_seqs": 1}}) as cluster:
+            scheduler = cluster.worker("d")._engine.scheduler
+            has_seat = asyncio.create_task(cluster.generate(long, max_tokens=400))
+            await eventually(lambda: scheduler.running)
+            first = asyncio.create_task(cluster.serve(cluster.request(short), cancel_after=1))
+            await eventually(lambda: cluster.worker("p")._prefill._held)
+            assert not first.done(), "a token was sent, and nothing would have followed it"
+            assert len((await first).token_ids) >= 1
+            assert (await has_seat).token_ids == oracle.answer(long, max_tokens=400)
             await cluster.becomes_idle()
 
     asyncio.run(scenario())

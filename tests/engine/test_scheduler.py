@@ -555,6 +555,20 @@ def test_a_seat_is_promised_that_will_be_free_when_the_kv_is_here(lead: int, exp
     assert reserved(scheduler) == expected
 
 
+def test_a_seat_is_promised_as_soon_as_its_end_is_near_though_nothing_else_happens() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.add(make_sequence(4, name="runs", max_tokens=15))
+    step(scheduler)
+    runs = scheduler.running[0]
+    scheduler._leads.append(3)
+    ask(scheduler, "a")
+    while runs.num_output_tokens < 11:
+        assert reserved(scheduler) == [], f"after {runs.num_output_tokens} tokens"
+        step(scheduler)
+    step(scheduler)
+    assert reserved(scheduler) == ["a"]
+
+
 def test_how_long_a_lease_takes_is_counted_in_steps_that_decode() -> None:
     scheduler = make_scheduler()
     ask(scheduler, "a")
