@@ -188,6 +188,7 @@ class Worker:
             num_blocks=engine.pool.num_blocks,
             block_bytes=engine.block_bytes,
             max_num_batched_tokens=engine.config.max_num_batched_tokens,
+            max_num_seqs=engine.config.max_num_seqs,
             namespace=engine.namespace,
             pid=os.getpid(),
             tiers={cached.name: cached.store for cached in self._cache.tiers},

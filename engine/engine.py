@@ -209,6 +209,7 @@ class Engine:
             num_waiting_tokens=sum(s.num_uncomputed_tokens for s in (*waiting, *running) if not s.is_decoding),
             num_kv_tokens=sum(s.num_computed_tokens for s in running),
             num_free_blocks=self.pool.num_available,
+            num_free_seats=max(self.scheduler.num_free_seats, 0),
             num_waiting_for_room=self.scheduler.num_waiting_for_room,
             num_preemptions=self.scheduler.num_preemptions,
         )

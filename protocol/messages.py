@@ -196,6 +196,7 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: Number
     block_bytes: Number
     max_num_batched_tokens: Number
+    max_num_seqs: Number = 0  # seats: sequences in one step; 0 = not known
     namespace: Digest  # protocol.digest.namespace_digest of this worker
     pid: Number
     tiers: dict[Name, Name] = {}  # its KV tiers by name, fast to slow; the store each shares with others, "" = its own
@@ -211,11 +212,12 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting_tokens: Number = 0  # prompt tokens not computed yet, waiting and running
     num_kv_tokens: Number = 0  # tokens of running sequences
     num_free_blocks: Number = 0  # unused or evictable
+    num_free_seats: Number = 0  # that no sequence has and none was promised
     num_open_leases: Number = 0  # of blocks to peers that write into them, those in quarantine included
-    num_quarantined_blocks: Number = (
-        0  # of ended leases and reads, where it is not known that nothing can land any more
-    )
-    num_waiting_for_room: Number = 0  # preempted sequences, and prompts computed elsewhere that cannot be received yet
+    # Of ended leases and reads, where it is not known that nothing can land any more.
+    num_quarantined_blocks: Number = 0
+    # Preempted sequences, and prompts computed elsewhere that cannot be received yet for want of blocks or a seat.
+    num_waiting_for_room: Number = 0
     num_preemptions: Number = 0  # since the start
     num_errors: Number = 0  # of ours since the start, each of which ended one request or one message
     num_recomputed: Number = 0  # since the start, prompts computed again as their KV arrived damaged, late or in part

@@ -441,12 +441,13 @@ class Admission:
         """As `Terms.memory_s`, over all workers that decode: running sequences end evenly over one lifetime."""
         table = self._registry.table
         decoders = table.can_decode
-        booked, capacity = float(table.booked_kv_tokens @ decoders), float(table.capacity_tokens @ decoders)
-        lacking = booked + ahead.kv_tokens + placement.num_kv_tokens - capacity
-        if lacking <= 0 or booked == 0:
+        booked, num_seqs = float(table.booked_kv_tokens @ decoders), float(table.num_booked_seqs @ decoders)
+        tokens = booked + ahead.kv_tokens + placement.num_kv_tokens - float(table.capacity_tokens @ decoders)
+        seqs = num_seqs + ahead.num_requests + 1 - float(table.capacity_seqs[decoders].sum())
+        if (tokens <= 0 and seqs <= 0) or booked == 0:
             return 0.0
         lifetime_s = placement.expected_output_tokens * float(table.pace(self._costs).step_s[decoders].mean())
-        return lacking / booked * lifetime_s
+        return max(tokens / booked, seqs / max(num_seqs, 1.0)) * lifetime_s
 
     def _drain_s(self, num_tokens: float, forecast: Forecast) -> float:
         """Seconds until so many queued prompt tokens are computed by the workers that are busy now."""

@@ -287,6 +287,8 @@ class RequestFlow:
             "num_waiting_tokens": load.num_waiting_tokens,
             "num_kv_tokens": load.num_kv_tokens,
             "num_free_blocks": load.num_free_blocks,
+            "max_num_seqs": card.max_num_seqs,
+            "num_free_seats": load.num_free_seats,
             "num_open_leases": load.num_open_leases,
             "num_quarantined_blocks": load.num_quarantined_blocks,
             "num_waiting_for_room": load.num_waiting_for_room,

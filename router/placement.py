@@ -37,7 +37,7 @@ class Terms(NamedTuple):
     prefill_s: float = 0.0  # computing the rest of it
     delay_s: float = 0.0  # what that takes from the sequences decoding on the same worker, summed over them
     transfer_s: float = 0.0  # part of the KV transfer that prefill does not hide
-    memory_s: float = 0.0  # until the decode worker has room
+    memory_s: float = 0.0  # until the decode worker has room and a seat
     decode_s: float = 0.0  # own decoding, and what it adds to that of the others
 
     @property
@@ -450,16 +450,17 @@ class _Request:
     def _memory_s(self) -> Vector | None:
         """Wait until running sequences have given back what this one lacks: they end evenly over one lifetime.
 
-        None where every worker has room.
+        None where every worker has room, and a seat.
         """
-        booked = self._kv_tokens
+        booked, num_seqs = self._kv_tokens, self._num_seqs
         num_tokens, room = self._num_prompt_tokens + self._num_outputs, self._table.capacity_tokens - booked
-        if room.item(room.argmin()) >= num_tokens:
+        seats = self._table.capacity_seqs - num_seqs
+        if room.item(room.argmin()) >= num_tokens and seats.item(seats.argmin()) >= 1:
             return None
-        lacking = num_tokens - room
+        lacking = np.maximum((num_tokens - room) / np.maximum(booked, 1.0), (1 - seats) / np.maximum(num_seqs, 1.0))
         lifetime_s = self._num_outputs * self._decode_step_s
         # Where nothing is booked there is nothing to wait for.
-        return np.where(booked > 0, np.maximum(lacking, 0.0) / np.maximum(booked, 1.0) * lifetime_s, 0.0)
+        return np.where(booked > 0, np.maximum(lacking, 0.0) * lifetime_s, 0.0)
 
     def _transfer_s(self, decode: int) -> Vector:
         """What prefill does not hide of the transfer to this worker: whole blocks, and only those that it lacks."""

@@ -80,7 +80,7 @@ class Worker:
     queued_prompt_tokens: int = 0  # booked uncached prompt tokens whose first token has not come
     queued_attention: float = 0.0  # of these tokens
     computed_prompt_tokens: int = 0  # of these, already computed by steps reported since
-    num_booked_seqs: int = 0  # booked to decode here
+    num_booked_seqs: int = 0  # booked to decode here; each will need a seat
     booked_kv_tokens: int = 0  # their prompts and expected outputs
     num_awaited_seqs: int = 0  # of these sequences, how many have no first token yet, wherever it is computed
     awaited_kv_tokens: int = 0
@@ -161,6 +161,7 @@ class WorkerTable:
         self.least_chunk_tokens = min((float(card.max_num_batched_tokens) for card in cards), default=0.0)
         self.chunk_tokens = _column(card.max_num_batched_tokens for card in cards)
         self.capacity_tokens = _vector(card.num_blocks * card.block_size for card in cards)
+        self.capacity_seqs = _vector(card.max_num_seqs or math.inf for card in cards)
         # The prompt and its first token must fit, or the worker could never run it.
         self.max_prompt_tokens = np.minimum(self.capacity_tokens, _vector(card.max_model_len for card in cards)) - 1
         self.fits_all_tokens = min(self.max_prompt_tokens.tolist(), default=0.0)

@@ -20,9 +20,10 @@ _LOAD = {
     "num_waiting_tokens": "Prompt tokens not computed yet",
     "num_kv_tokens": "KV tokens of running sequences",
     "num_free_blocks": "Blocks of the pool that are unused or evictable",
+    "num_free_seats": "Sequences that the batch still has a seat for, without those promised",
     "num_open_leases": "Leases of blocks to other workers that write into them",
     "num_quarantined_blocks": "Blocks of ended leases and reads in which something that was lost might still land",
-    "num_waiting_for_room": "Preempted sequences, and prompts computed elsewhere that cannot be received yet",
+    "num_waiting_for_room": "Preempted sequences, and prompts computed elsewhere that wait for blocks or a seat",
 }
 _LOAD_COUNTERS = {
     "num_preemptions": "Sequences whose blocks were given to others",

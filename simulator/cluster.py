@@ -54,5 +54,6 @@ class Cluster:
             block_size=TRACE_BLOCK_SIZE,
             block_bytes=self.machine.block_bytes,
             max_num_batched_tokens=self.step_tokens,
+            max_num_seqs=self.machine.max_num_seqs,
             namespace=NAMESPACE if self.peer_reads else worker_id.encode(),
         )

@@ -100,6 +100,7 @@ def make_card(
     block_size: int,
     block_bytes: int,
     max_num_batched_tokens: int,
+    max_num_seqs: int = 0,
     namespace: bytes = NAMESPACE,
 ) -> WorkerCard:
     """A worker's description of itself. Workers of different namespaces cannot read each other's KV."""
@@ -113,6 +114,7 @@ def make_card(
         num_blocks=num_blocks,
         block_bytes=block_bytes,
         max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
         namespace=namespace,
         pid=0,
     )

@@ -146,12 +146,14 @@ class _NaiveRequest:
     def memory_s(self, worker: Worker) -> float:
         capacity = worker.card.num_blocks * worker.card.block_size
         booked = self.kv_tokens(worker)
-        lacking = booked + self.num_prompt_tokens + self.num_outputs - capacity
-        if lacking <= 0 or booked == 0:
+        if booked == 0:
             return 0.0
+        share = (booked + self.num_prompt_tokens + self.num_outputs - capacity) / booked
+        if worker.card.max_num_seqs:
+            share = max(share, (self.num_seqs(worker) + 1 - worker.card.max_num_seqs) / max(self.num_seqs(worker), 1))
         costs = self.costs.steps(worker.card.kind).costs
         lifetime_s = self.num_outputs * costs.step_s(self.num_seqs(worker), booked)
-        return lacking / booked * lifetime_s
+        return max(share, 0.0) * lifetime_s
 
     def decode_s(self, worker: Worker) -> float:
         mean_tokens = self.num_prompt_tokens + self.num_outputs / 2

@@ -66,13 +66,14 @@ def make_desk(
     *roles: Role,
     tenants: dict[str, TenantPolicy] | None = None,
     num_blocks: int = 4096,
+    max_num_seqs: int = 0,
     one_priority: bool = False,
     **config: object,
 ) -> Desk:
     """Without `one_priority` some tenant's requests had different ones a moment ago: workers get half a step."""
     registry, index, costs = Registry(), PrefixIndex(), CostModel()
     for number, role in enumerate(roles or (Role.COLOCATED,)):
-        add_ready(registry, make_card(f"w{number}", role, num_blocks=num_blocks))
+        add_ready(registry, make_card(f"w{number}", role, num_blocks=num_blocks, max_num_seqs=max_num_seqs))
         index.add_worker(f"w{number}", epoch=1)
     settings = RouterConfig(**config)  # type: ignore[arg-type]
     placer = Placer(registry, index, costs, settings)
@@ -363,6 +364,21 @@ def test_full_memory_keeps_requests_here() -> None:
     desk.computes("w0", 1000)
     desk.bookings[0].prefill_done()
     assert desk.decide(1.0) == []
+    desk.bookings[0].release()
+    assert len(desk.decide(2.0)) == 1
+
+
+def test_where_all_seats_are_taken_requests_wait_here() -> None:
+    desk = make_desk(max_num_seqs=2, max_worker_queue_s=0.1)
+    for _ in range(5):
+        desk.enter(10, expected_output_tokens=500)
+    assert len(desk.decide()) == 2
+    for booking in desk.bookings:
+        booking.prefill_done()
+    assert desk.decide(1.0) == []
+    forecast = desk.admission.forecast(make_offer(10, expected_output_tokens=500), 1.0)
+    step_s = desk.registry.table.pace(desk.admission._costs).step_s.item(0)
+    assert forecast.start_s == pytest.approx(500 * step_s * 4 / 2), "three go first, and two run"
     desk.bookings[0].release()
     assert len(desk.decide(2.0)) == 1
 

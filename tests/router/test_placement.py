@@ -32,8 +32,17 @@ class Pool:
         self.costs = CostModel()
         self.placer = Placer(self.registry, self.index, self.costs, RouterConfig(local_prefill=local_prefill))
 
-    def add(self, worker_id: str, role: Role, *, num_blocks: int = 4096, max_model_len: int = 32768) -> None:
-        add_ready(self.registry, make_card(worker_id, role, num_blocks=num_blocks, max_model_len=max_model_len))
+    def add(
+        self,
+        worker_id: str,
+        role: Role,
+        *,
+        num_blocks: int = 4096,
+        max_model_len: int = 32768,
+        max_num_seqs: int = 0,
+    ) -> None:
+        card = make_card(worker_id, role, num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+        add_ready(self.registry, card)
         self.index.add_worker(worker_id, epoch=1)
 
     def cache(self, worker_id: str, digests: list[bytes], place: str = POOL_PLACE) -> None:
@@ -199,6 +208,31 @@ def test_a_decode_worker_without_room_is_avoided() -> None:
     assert placement.best.terms.memory_s == 0
 
 
+@pytest.mark.parametrize("role", [Role.DECODE, Role.COLOCATED])
+def test_a_worker_without_a_free_seat_is_avoided(role: Role) -> None:
+    pool = Pool()
+    pool.add("p", Role.PREFILL)
+    pool.add("full", role, max_num_seqs=2)
+    pool.add("free", role, max_num_seqs=8)
+    for worker_id, num_seqs in (("full", 2), ("free", 5)):
+        for _ in range(num_seqs):
+            pool.book("p", worker_id, kv=200, done=True)
+    placement = pool.placer.place(1000, [], 100, now=0.0, num_others=9)
+    assert placement.best.decode.worker_id == "free"
+    assert placement.best.terms.memory_s == 0
+    (wait_s,) = {other.terms.memory_s for other in placement.others if other.decode.worker_id == "full"}
+    lifetime_s = 100 * pool.costs.steps("cpu-1").costs.step_s(2, 400)
+    assert wait_s == pytest.approx(lifetime_s / 2), "of two, one ends after half of a lifetime"
+
+
+def test_how_many_seats_a_worker_has_may_be_unknown() -> None:
+    pool = Pool()
+    pool.add("a", Role.COLOCATED)
+    for _ in range(1000):
+        pool.book("a", "a", kv=20, done=True)
+    assert pool.place(100).best.terms.memory_s == 0
+
+
 def test_nothing_to_serve_says_why() -> None:
     pool = Pool()
     with pytest.raises(NoWorker, match="none is connected"):
@@ -294,8 +328,15 @@ def random_pool(rng: random.Random, num_workers: int, digests: list[bytes]) -> t
     for i in range(num_workers):
         worker_id, role, kind = f"w{i}", rng.choice(roles), rng.choice(kinds)
         num_blocks, chunk, namespace = rng.choice([64, 300, 4096]), rng.choice(chunks), rng.choice(namespaces)
+        num_seats = rng.choice([0, 0, 1, 4, 16])
         card = make_card(
-            worker_id, role, kind=kind, num_blocks=num_blocks, max_num_batched_tokens=chunk, namespace=namespace
+            worker_id,
+            role,
+            kind=kind,
+            num_blocks=num_blocks,
+            max_num_batched_tokens=chunk,
+            namespace=namespace,
+            max_num_seqs=num_seats,
         )
         add_ready(pool.registry, card)
         pool.index.add_worker(worker_id, epoch=1)
