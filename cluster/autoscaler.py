@@ -62,9 +62,10 @@ class Observation:
     workers: tuple[WorkerView, ...]
     queued_prompt_tokens: int  # uncached, not computed yet, over all workers
     prefill_tokens_per_s: float  # of one prefill worker
-    num_decode_seqs: int  # over the decode pool, past their first token: the others wait for prefill
+    # Over the decode pool: past their first token, or held back with it for want of room. The others wait for prefill.
+    num_decode_seqs: int
     num_decode_kv_tokens: int
-    num_waiting_seqs: int  # of these, not running yet for want of memory or a slot
+    num_waiting_seqs: int  # of these, not running yet for want of memory or a seat
     decode_costs: StepCosts
     expected_output_tokens: float
 
@@ -169,15 +170,19 @@ def observe(workers: Iterable[Worker], costs: CostModel, expected_output_tokens:
     pool = prefillers or decoders
     rates = [_prefill_tokens_per_s(worker, costs) for worker in pool]
     num_awaited = sum(worker.num_awaited_seqs for worker in decoders)
-    num_decoding = sum(worker.num_booked_seqs for worker in decoders) - num_awaited
-    num_waiting = sum(worker.load.num_waiting for worker in decoders) - num_awaited
+    awaited_kv_tokens = sum(worker.awaited_kv_tokens for worker in decoders)
+    num_for_room = sum(worker.load.num_waiting_for_room for worker in decoders)
+    num_held = min(num_for_room, num_awaited)  # their prompts are computed: the decode pool keeps them waiting
+    num_decoding = sum(worker.num_booked_seqs for worker in decoders) - num_awaited + num_held
+    kv_tokens = sum(worker.booked_kv_tokens for worker in decoders) - awaited_kv_tokens
+    num_waiting = max(sum(worker.load.num_waiting for worker in decoders) - num_awaited, num_for_room)
     return Observation(
         workers=tuple(views),
         queued_prompt_tokens=queued,
         prefill_tokens_per_s=sum(rates) / len(rates) if rates else 0.0,
         num_decode_seqs=num_decoding,
-        num_decode_kv_tokens=sum(worker.booked_kv_tokens - worker.awaited_kv_tokens for worker in decoders),
-        num_waiting_seqs=min(max(num_waiting, 0), num_decoding),
+        num_decode_kv_tokens=kv_tokens + awaited_kv_tokens * num_held // max(num_awaited, 1),
+        num_waiting_seqs=min(num_waiting, num_decoding),
         decode_costs=_mean_costs([costs.steps(worker.card.kind).costs for worker in decoders or pool]),
         expected_output_tokens=expected_output_tokens,
     )

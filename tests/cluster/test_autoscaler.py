@@ -18,10 +18,11 @@ from cluster.autoscaler import (
     observe,
 )
 from protocol.errors import ConfigError
-from protocol.messages import PeerAddress, Role, WorkerCard, WorkerLoad, WorkerState
+from protocol.messages import PeerAddress, Role, StepStats, WorkerCard, WorkerLoad, WorkerState
 from protocol.siblings import Load
 from router.cost_model import CPU_PRIOR, CostModel
 from router.registry import Registry
+from tests.router.builders import add_ready, make_card
 
 P, D = Role.PREFILL, Role.DECODE
 EAGER = AutoscalerPolicy(num_agreeing=1, cooldown_s=0.0)
@@ -236,3 +237,25 @@ def test_observes_the_registry_in_the_units_of_the_cost_model() -> None:
     assert (seen.queued_prompt_tokens, seen.num_decode_seqs, seen.num_decode_kv_tokens) == (1024, 1, 1100)
     assert seen.prefill_tokens_per_s == pytest.approx(1024 / costs.steps("cpu-1").prefill_s(1024, 0, 512))
     assert observe([], costs, 64.0).workers == ()
+
+
+def test_what_waits_for_room_or_a_seat_shows_that_the_decode_pool_is_short() -> None:
+    registry, costs = Registry(), CostModel()
+    for worker_id, role in (("p0", P), ("p1", P), ("d", D)):
+        add_ready(registry, make_card(worker_id, role))
+    for number in range(12):
+        booking = registry.reserve(Load("p0", "d", 100, 0, 200))
+        if number < 4:
+            booking.prefill_done()
+    registry.note_load("d", WorkerLoad(num_running=4, num_waiting_for_room=8), now=0.0)
+    registry.note_step("p0", StepStats(duration_s=0.1, num_prefill_tokens=800))
+    seen = observe(registry, costs, 500.0)
+    assert (seen.queued_prompt_tokens, seen.num_decode_seqs, seen.num_waiting_seqs) == (0, 12, 8)
+    assert seen.num_decode_kv_tokens == 12 * 200
+    policy, state = AutoscalerPolicy(num_agreeing=1), AutoscalerState()
+    decision, _ = decide(seen, 0.0, state, policy)
+    assert decision.flip is not None
+    assert decision.flip.to_role == D
+    registry.note_load("d", WorkerLoad(num_running=4), now=0.0)
+    seen = observe(registry, costs, 500.0)
+    assert (seen.num_decode_seqs, seen.num_waiting_seqs) == (4, 0), "the others wait for prefill"
