@@ -26,6 +26,7 @@ from cli.config_flags import (
 )
 from cluster.listening import listening
 from cluster.model_store import DEFAULT_MODEL, resolve_model, served_name
+from cluster.tier_check import check_tiers
 from protocol.config import ClusterConfig, Codec, DType, EngineConfig, RouterConfig, TierConfig, TransferConfig
 from protocol.errors import ConfigError
 from router.api_keys import load_api_keys
@@ -38,6 +39,7 @@ _POOLS = "Workers"
 _ENGINE = "Engine (of each worker)"
 _TRANSFER = "KV transfer"
 _TIERS = "KV tiers below the pool"
+_MAX_POOL_GB = 1_000_000
 
 
 def serve(
@@ -279,7 +281,8 @@ def serve(
     """
     flags: dict[str, Any] = dict(ctx.params)
     _refuse_sizes_of_pools(ctx)
-    build_config(flags | {"model": "."})  # a bad value is told before a model is fetched
+    early = build_config(flags | {"model": "."})  # a bad value is told before a model is fetched
+    check_tiers(early.tiers, is_local=not early.ray_address)
     policies, api_keys = load_tenants(tenants), load_api_keys(api_key_file)
     with listening(host, port):
         pass  # asked before anything is fetched or started
@@ -307,6 +310,8 @@ def build_config(flags: dict[str, Any]) -> ClusterConfig:
     if flags.get("pool_gb") is not None:
         if flags["pool_bytes"]:
             raise ConfigError("pool_gb and pool_bytes say the same thing; give one of them")
+        if not 0 <= flags["pool_gb"] <= _MAX_POOL_GB:
+            raise ConfigError(f"pool_gb={flags['pool_gb']} must be from 0 (derived from free memory) to {_MAX_POOL_GB}")
         flags = flags | {"pool_bytes": round(flags["pool_gb"] * 1e9)}
     return from_flags(
         ClusterConfig,

@@ -20,9 +20,9 @@ from torch import Tensor
 from cluster.fetcher import Fetcher
 from cluster.host_copy import host_buffer
 from cluster.kv_source import KvSource, LoadCost, LoadPrior, OpenSource, Piece
-from cluster.model_store import default_cache
 from cluster.offload import Offloader
 from cluster.peer_reads import PeerReader
+from cluster.tier_check import store_key_path
 from engine.device import DeviceQueue
 from engine.engine import Engine
 from engine.sequence import Sequence as EngineSequence
@@ -286,14 +286,12 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
 
 
 def _load_key(config: TierConfig) -> StoreKey:
-    if config.kv_key_file:
-        return load_key(Path(config.kv_key_file).expanduser(), may_make=False)
-    path = default_cache() / "kv-key"
-    if config.object_cache_url and not config.object_cache_url.startswith("file:"):
+    path = store_key_path(config)
+    if not config.kv_key_file and config.object_cache_url and not config.object_cache_url.startswith("file:"):
         logger.warning(
             "only hosts with the key %s find each other's blocks: give all the same with --kv-key-file", path
         )
-    return load_key(path, may_make=True)
+    return load_key(path, may_make=not config.kv_key_file)
 
 
 def _nothing(*_: object) -> None:

@@ -6,6 +6,7 @@ raises `ConfigError` with the name, the value and the remedy.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,7 +27,14 @@ Codec = Literal["raw", "fp8", "int8", "int4"]
 
 
 _DAY_S = 86_400.0  # no wait of ours is longer
-_MAX_UNITS = 4096  # cores or GPUs of one worker
+_MAX_UNITS = 4096  # cores or GPUs of one worker, and threads
+_MAX_WORKERS = 1024
+_MAX_GB = 1e6  # of one pool or tier
+_MAX_COUNT = 2**24  # of tokens, sequences, pins, connections
+_MAX_TTL_S = 366 * _DAY_S
+_HOST = re.compile(r"\[[0-9a-fA-F:.]+\](:\d+)?|[^\s/:@*,\[\]]+(:\d+)?|[0-9a-fA-F:.]+")
+_ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://([^\s/@*,\[\]]+|\[[0-9a-fA-F:.]+\](:\d+)?)")
+_RAY_ADDRESS = re.compile(r"(ray://)?[^\s/:@]+:\d{1,5}|(ray://)?\[[0-9a-fA-F:.]+\]:\d{1,5}|auto")
 
 
 def _require(condition: bool, message: str) -> None:
@@ -39,6 +47,13 @@ def _require_seconds(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         _require(0 < value <= _DAY_S, f"{name}={value} must be above 0 and at most {_DAY_S:.0f} seconds")
+
+
+def _require_at_most(limit: float, config: object, *names: str) -> None:
+    """Raise ConfigError for a field above the limit: more is a typing mistake, and would only fail much later."""
+    for name in names:
+        value = getattr(config, name)
+        _require(value <= limit, f"{name}={value} must be at most {limit:.0f}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +87,9 @@ class EngineConfig:
             f"max_num_batched_tokens={self.max_num_batched_tokens} is smaller than max_num_seqs={self.max_num_seqs}; "
             "raise it or lower max_num_seqs, so that every running sequence gets its token in each step",
         )
+        _require_at_most(_MAX_COUNT, self, "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+        _require_at_most(_MAX_GB * 1e9, self, "pool_bytes")
+        _require_at_most(_MAX_UNITS, self, "num_threads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +130,7 @@ class TierConfig:
         _require(0 <= self.pin_share <= 0.9, f"pin_share={self.pin_share} must be from 0 (no pins) to 0.9")
         for name in ("host_cache_gb", "disk_cache_gb", "object_cache_gb"):
             _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")
+        _require_at_most(_MAX_GB, self, "host_cache_gb", "disk_cache_gb", "object_cache_gb")
         _require(
             not self.object_cache_url or "://" in self.object_cache_url,
             f"object_cache_url={self.object_cache_url!r} must be a URL such as s3://bucket/prefix or file:///folder",
@@ -175,7 +194,7 @@ class RouterConfig:
     max_pin_ttl_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        _require_seconds(self, "worker_timeout_s", "request_timeout_s")
+        _require_seconds(self, "worker_timeout_s", "request_timeout_s", "header_timeout_s", "body_timeout_s")
         _require(
             0 <= self.drain_timeout_s <= _DAY_S,
             f"drain_timeout_s={self.drain_timeout_s} must be from 0 to {_DAY_S:.0f} seconds",
@@ -192,10 +211,27 @@ class RouterConfig:
             f"max_worker_queue_s={self.max_worker_queue_s} must not be negative; 0 goes by the worker's steps",
         )
         _require(self.max_pin_ttl_s > 0, f"max_pin_ttl_s={self.max_pin_ttl_s} must be positive")
+        _require_at_most(_MAX_TTL_S, self, "max_pin_ttl_s")
+        _require(
+            1 <= self.tokenizer_threads <= 256, f"tokenizer_threads={self.tokenizer_threads} must be from 1 to 256"
+        )
         _require(1 <= self.router_processes <= 64, f"router_processes={self.router_processes} must be from 1 to 64")
         _require(0 <= self.port <= 65535, f"port={self.port} is not a TCP port (0 to 65535)")
-        for name in ("max_body_bytes", "max_connections", "header_timeout_s", "body_timeout_s"):
+        for name in ("max_body_bytes", "max_connections"):
             _require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
+        _require_at_most(_MAX_COUNT, self, "max_connections", "max_pins", "max_pins_per_tenant", "max_header_bytes")
+        _require_at_most(2**40, self, "max_body_bytes", "max_queued_prompt_tokens")
+        for host in self.allowed_hosts:
+            _require(
+                host == "*" or _HOST.fullmatch(host) is not None,
+                f"allowed_hosts: {host!r} is no host name; give one such as api.example.com, once for each; * is any",
+            )
+        for origin in self.cors_allow_origins:
+            _require(
+                origin in ("*", "null") or _ORIGIN.fullmatch(origin) is not None,
+                f"cors_allow_origins: {origin!r} is no web origin; give one such as http://localhost:3000 "
+                "(nothing behind the port), once for each; * is any",
+            )
         _require(
             self.max_header_bytes >= 4096,
             f"max_header_bytes={self.max_header_bytes} must be at least 4096; clients need that for keys and cookies",
@@ -226,6 +262,11 @@ class ClusterConfig:
                 self.colocated or getattr(self, name) >= 1,
                 f"{name}={getattr(self, name)} must be at least 1; use colocated for one worker that does both",
             )
+        _require_at_most(_MAX_WORKERS, self, "num_prefill", "num_decode")
+        _require(
+            not self.ray_address or _RAY_ADDRESS.fullmatch(self.ray_address) is not None,
+            f"ray_address={self.ray_address!r} must be host:port, ray://host:port or auto; empty starts a private Ray",
+        )
         _require_seconds(self, "autoscale_interval_s")
         for name in ("num_gpus_per_worker", "num_cpus_per_worker"):
             value = getattr(self, name)

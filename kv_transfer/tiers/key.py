@@ -53,13 +53,17 @@ def load_key(path: Path, *, may_make: bool) -> StoreKey:
         finally:
             os.close(descriptor)
     except FileNotFoundError as exc:
-        raise ConfigError(
-            f"kv_key_file={path} is not there; make it with: (umask 077; head -c {_MIN_BYTES} /dev/urandom >{path})"
-        ) from exc
+        raise ConfigError(f"kv_key_file={path} is not there; {_how_to_make(path)}") from exc
     except OSError as exc:
-        raise ConfigError(f"kv_key_file={path} cannot be read or made: {exc.strerror}") from exc
-    if not stat.S_ISREG(status.st_mode) or len(secret) < _MIN_BYTES:
-        raise ConfigError(f"kv_key_file={path} is not a file of at least {_MIN_BYTES} bytes")
+        raise ConfigError(
+            f"kv_key_file={path} cannot be read or made: {exc.strerror}; give a file that this user can read"
+        ) from exc
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"kv_key_file={path} is no regular file; {_how_to_make(path)}")
+    if len(secret) < _MIN_BYTES:
+        raise ConfigError(
+            f"kv_key_file={path} has {len(secret)} bytes, and needs {_MIN_BYTES} or more; {_how_to_make(path)}"
+        )
     # A file of root's may be readable by our group: so Kubernetes mounts a Secret.
     forbidden = 0o077 if status.st_uid == os.geteuid() else 0o027
     if status.st_mode & forbidden or status.st_uid not in (os.geteuid(), 0):
@@ -68,6 +72,10 @@ def load_key(path: Path, *, may_make: bool) -> StoreKey:
             f"could put KV of theirs into the tiers with it; make it yours alone: chown it, and chmod 600 {path}"
         )
     return StoreKey(secret)
+
+
+def _how_to_make(path: Path) -> str:
+    return f"make it with: (umask 077; head -c {_MIN_BYTES} /dev/urandom >{path})"
 
 
 def _make(path: Path) -> None:

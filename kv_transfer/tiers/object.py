@@ -19,7 +19,7 @@ from kv_transfer.tiers.footer import FOOTER_BYTES, Seal
 from kv_transfer.tiers.key import StoreKey
 from protocol.errors import ConfigError
 
-__all__ = ["ObjectStore"]
+__all__ = ["ObjectStore", "check_url"]
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +110,11 @@ class ObjectStore(BlockStore):
     def _unreachable(self, what: str, exc: Exception) -> Failure:
         logger.warning("%s: %s: %s", self._url, what, str(exc).partition("\n")[0])
         return Failure.UNREACHABLE
+
+
+def check_url(url: str) -> None:
+    """Raise `ConfigError` for a URL that is no object store's. Nothing is sent."""
+    _open(_import_obstore(), url, 1.0, {})
 
 
 def _import_obstore() -> Any:

@@ -82,6 +82,9 @@ class EngineSpec:
         return key
 
 
+_MAX_SETTING = 86_400  # a day, or as many attempts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginesConfig:
     """How the router treats engines it does not own. Seconds."""
@@ -99,8 +102,9 @@ class EnginesConfig:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if item.type != "bool" and getattr(self, item.name) <= 0:
-                raise ConfigError(f"{item.name}={getattr(self, item.name)} must be positive")
+            value = getattr(self, item.name)
+            if item.type != "bool" and not 0 < value <= _MAX_SETTING:  # nan is not
+                raise ConfigError(f"{item.name}={value} must be above 0 and at most {_MAX_SETTING}")
         if self.breaker_max_open_s < self.breaker_open_s:
             raise ConfigError(
                 f"breaker_max_open_s={self.breaker_max_open_s} is less than breaker_open_s={self.breaker_open_s}"

@@ -60,7 +60,7 @@ def test_every_flag_is_a_config_field() -> None:
 def test_serve_hands_every_flag_to_the_launcher(tmp_path: Path, launched: list[ClusterConfig]) -> None:
     folder = make_model(tmp_path / "toy")
     words = f"--model {folder} --prefill 2 --decode 3 --port 0 --pool-gb 0.5 --no-autoscale --gpus-per-worker 0.5"
-    more = "--block-size 32 --dtype float32 --checksums all --cors-allow-origins a --cors-allow-origins b"
+    more = "--block-size 32 --dtype float32 --checksums all --cors-allow-origins http://a --cors-allow-origins http://b"
     more += " --no-local-prefill"
     assert run(["serve", *words.split(), *more.split()]) == 7
     assert launched == [
@@ -69,7 +69,7 @@ def test_serve_hands_every_flag_to_the_launcher(tmp_path: Path, launched: list[C
                 model=str(folder), served_model_name="toy", block_size=32, dtype="float32", pool_bytes=500_000_000
             ),
             transfer=TransferConfig(checksums="all"),
-            router=RouterConfig(port=0, cors_allow_origins=("a", "b"), local_prefill=False),
+            router=RouterConfig(port=0, cors_allow_origins=("http://a", "http://b"), local_prefill=False),
             num_prefill=2,
             num_decode=3,
             autoscale=False,
@@ -110,6 +110,17 @@ def test_no_flag_means_the_defaults_of_the_config() -> None:
         ("serve --prefill 0", "num_prefill=0 must be at least 1"),
         ("serve --colocated --prefill 2", "num_prefill=2 has no use with it"),
         ("serve --num-decode 1 --colocated", "num_decode=1 has no use with it"),
+        ("serve --kv-key-file /no/such/key", "kv_key_file=/no/such/key is not there; make it with: "),
+        (
+            "serve --disk-cache-path /dev/null/a",
+            "/dev/null/a cannot be a folder, as /dev/null is none",
+        ),
+        ("serve --eviction-policy fifo", "eviction_policy='fifo' is unknown; choose one of "),
+        ("serve --object-cache-url s4://bucket", "object store 's4://bucket' cannot be opened"),
+        ("serve --ray-address head", "ray_address='head' must be host:port"),
+        ("serve --pool-gb nan", "pool_gb=nan must be from 0"),
+        ("serve --pool-gb 1e308", "pool_gb=1e+308 must be from 0"),
+        ("route --probe-timeout-s nan", "probe_timeout_s=nan must be above 0"),
         ("serve --transport in_process", "'--transport'"),
         ("serve --pool-gb 1 --pool-bytes 5", "pool_gb and pool_bytes"),
         ("serve --port 0 --model /no/such/folder", "model folder /no/such/folder does not exist"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,13 @@ def test_prefill_engines_need_someone_to_decode_in_their_group() -> None:
     check_fleet([prefill, spec_from({"url": "http://h:3", "group": "g"}, "test")])
 
 
-@pytest.mark.parametrize("values", [{"max_attempts": 0}, {"breaker_open_s": 9.0}, {"probe_interval_s": -1.0}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"max_attempts": 0}, {"max_attempts": 10**30}, {"breaker_open_s": 9.0}),
+        *({"probe_interval_s": value} for value in (-1.0, math.nan, math.inf)),
+    ],
+)
 def test_limits_that_make_no_sense_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(values))):
         EnginesConfig(**values)
