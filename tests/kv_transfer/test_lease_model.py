@@ -44,7 +44,7 @@ def require(condition: bool, claim: str) -> None:
 
 
 class Message(NamedTuple):
-    """A control message: to the receiver `closed` and `beat`, to the sender `grant` and `revoked`."""
+    """A control message: to the receiver `closed` and `beat`, to the sender `queued`, `grant` and `revoked`."""
 
     kind: str
     sender_epoch: int
@@ -65,6 +65,7 @@ class Bounds(NamedTuple):
 
     num_blocks: int = 1  # of the prompt
     num_pool_blocks: int = 1
+    queues: int = 0  # times the receiver says that the request is in line
     grants: int = 2
     opens: int = 2
     cancels: int = 1  # on either side
@@ -97,6 +98,7 @@ class World:
     content: dict[int, tuple[int, int]] = field(default_factory=dict)  # lent block -> (generation, index) that landed
     last_generation: int = 0
     num_received: int = 0
+    vouched_until: int = 0  # by the latest word of the receiver that the handoff is in line
 
     def __post_init__(self) -> None:
         self.outbox = self.outbox_type()
@@ -149,6 +151,8 @@ class World:
         if self._may("opens") and key not in self.outbox._active:
             actions.append(("sender opens", World.open))
         room = len(self.free) >= self.bounds.num_blocks
+        if self._may("queues") and self.table.num_live == 0:
+            actions.append(("receiver says that it is in line", World.say_queued))
         if self._may("grants") and room and self.table.num_live == 0:
             actions.append(("receiver grants", World.grant))
         if active is not None and len(active.local_block_ids) < active.num_blocks:
@@ -204,6 +208,11 @@ class World:
             grant_deadline=self.now + TTL_TICKS,
         )
         self.pinned.add(handoff)
+        self.vouched_until = 0
+
+    def say_queued(self) -> None:
+        self._use("queues")
+        self._send(Message("queued", self.sender_epoch, self.receiver_epoch, 0))
 
     def grant(self) -> None:
         self._use("grants")
@@ -261,6 +270,8 @@ class World:
         self.outbox.expire(self.now)
         for ended in self.outbox.take_ended():
             if isinstance(ended, HandoffEnded):
+                is_late = "no word" in ended.reason
+                require(not is_late or self.now >= self.vouched_until, "a handoff that is in line fails as late")
                 self.pinned.remove(ended.handoff_id)
                 require(ended.handoff_id not in self._flying_handoffs(), "blocks are unpinned under a write")
             elif isinstance(ended, LeaseEnded):
@@ -321,7 +332,7 @@ class World:
             self._use("repeats")
         else:
             self.network -= {message}
-        if message.kind in ("grant", "revoked"):
+        if message.kind in ("queued", "grant", "revoked"):
             self._deliver_to_sender(message)
         else:
             self._deliver_to_receiver(message)
@@ -329,7 +340,12 @@ class World:
     def _deliver_to_sender(self, message: Message) -> None:
         if message.sender_epoch != self.sender_epoch:
             return
-        if message.kind == "revoked":
+        if message.kind == "queued":
+            deadline = self.now + TTL_TICKS
+            if (REQUEST, RECEIVER, message.receiver_epoch) in self.outbox._active:
+                self.vouched_until = deadline
+            self.outbox.queued(REQUEST, RECEIVER, message.receiver_epoch, grant_deadline=deadline)
+        elif message.kind == "revoked":
             self.outbox.revoked(REQUEST, RECEIVER, message.receiver_epoch, message.generation)
         elif message.receiver_epoch == self.receiver_epoch or not self.is_receiver_death_known:
             # the role drops grants of an epoch that it knows to be dead
@@ -487,7 +503,7 @@ class World:
             *(leases, sent, early, writes, notifications, past, self.network, self.strays, self.is_link_up),
             *(self.sender_epoch, self.receiver_epoch, self.is_sender_death_known, self.is_receiver_death_known),
             *(tuple(sorted(self.used.items())), tuple(sorted(self.content.items())), frozenset(self.pinned)),
-            self.last_generation,
+            *(self.last_generation, max(0, self.vouched_until - self.now)),
         )
 
 
@@ -600,6 +616,7 @@ SMALL = [
     NO_FAULTS._replace(cancels=1, receiver_deaths=1),
     NO_FAULTS._replace(num_blocks=2, num_pool_blocks=2, repeats=1),
     NO_FAULTS._replace(grants=2),
+    NO_FAULTS._replace(queues=1),
 ]
 
 
@@ -628,8 +645,9 @@ def test_no_interleaving_breaks_a_lease() -> None:
         NO_FAULTS._replace(num_blocks=2, num_pool_blocks=2, sender_deaths=1, receiver_deaths=1),
         NO_FAULTS._replace(num_pool_blocks=2, grants=2),
         NO_FAULTS._replace(grants=2, opens=2),
+        NO_FAULTS._replace(queues=2, cancels=1, receiver_deaths=1),
     ],
-    ids=["all faults", "two blocks", "two leases", "two handoffs"],
+    ids=["all faults", "two blocks", "two leases", "two handoffs", "in line"],
 )
 def test_no_interleaving_of_a_larger_world_breaks_a_lease(bounds: Bounds) -> None:
     assert explore_all(bounds).num_states > 10_000
@@ -698,6 +716,17 @@ class ConfirmsOnce(Outbox):
             super().revoked(request_id, receiver_id, receiver_epoch, generation)
 
 
+class FailsWhatIsInLine(Outbox):
+    def queued(self, *args: Any, **fields: Any) -> None:
+        pass
+
+
+class ForgetsItsLeaseInLine(Outbox):
+    def queued(self, *args: Any, grant_deadline: float) -> None:
+        for handoff in self._active.values():
+            handoff.grant, handoff.grant_deadline = None, grant_deadline
+
+
 @pytest.mark.parametrize(
     ("broken", "bounds", "violation"),
     [
@@ -716,6 +745,8 @@ class ConfirmsOnce(Outbox):
         (VouchesForLostWrites, NO_FAULTS, "is freed while a write|writes to block"),
         (WritesAfterItsEnd, NO_FAULTS._replace(opens=2, cancels=1, repeats=1), "writes to block|is freed while"),
         (ConfirmsOnce, NO_FAULTS, "a leak"),
+        (FailsWhatIsInLine, NO_FAULTS._replace(queues=1), "in line fails as late"),
+        (ForgetsItsLeaseInLine, NO_FAULTS._replace(queues=1), "without a grant"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
