@@ -1,10 +1,11 @@
 """Output tokens/s against how much KV the clients ask the pool to hold, from 0.3 to 2 of it, colocated and 1P1D.
 
 Closed loop: each client always has one request, prompts share nothing, answers are of mixed lengths. At a load of 1
-there are as many clients as the decoding worker's pool holds on average. Beyond that requests wait: throughput should
-stay at its top, no request should fail, and no stream should stand still for long.
+there are as many clients as the decoding worker's pool holds on average, or as it has seats. Beyond that requests wait:
+throughput should stay at its top, no request should fail, and no stream should stand still for long.
 
     python -m benchmarks.memory_pressure
+    python -m benchmarks.memory_pressure --pool-mb 512 --max-num-seqs 8   # seats are short, not blocks
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--loads", type=float, nargs="+", default=_LOADS, help="shares of the pool")
     parser.add_argument("--pool-mb", type=float, default=64.0, help="KV pool of each worker (default: %(default)s)")
+    parser.add_argument("--max-num-seqs", type=int, default=128, help="seats of each worker (default: %(default)s)")
     parser.add_argument("--input-tokens", type=int, default=96)
     parser.add_argument(
         "--output-tokens", type=int, nargs="+", default=[24, 48, 96, 192], help="drawn for each request"
@@ -51,7 +53,8 @@ def main() -> int:
         settings.output_tokens = [16, 64]
     setups = (COLOCATED, ONE_PAIR_ALWAYS) if settings.quick else (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS)
     pool = f"--pool-bytes={round(settings.pool_mb * 1e6)}"
-    servers = [serving(setup, settings.model, pool) for setup in setups]
+    seats = f"--max-num-seqs={settings.max_num_seqs}"
+    servers = [serving(setup, settings.model, pool, seats) for setup in setups]
     results = measure_each(servers, partial(measure, settings=settings))
     _show(results, settings)
     write_result("memory_pressure", settings, results)
@@ -62,7 +65,7 @@ async def measure(server: Server, settings: argparse.Namespace) -> list[dict[str
     """One row for each load."""
     num_blocks = min(worker["num_blocks"] for worker in await _workers(server))
     mean_tokens = settings.input_tokens + sum(settings.output_tokens) / len(settings.output_tokens) / 2
-    num_held = num_blocks * _BLOCK_SIZE / mean_tokens
+    num_held = min(num_blocks * _BLOCK_SIZE / mean_tokens, settings.max_num_seqs)
     rows = []
     await _run(server, settings, max(2, round(num_held / 2)), 3.0, seed=-1)  # kernels and memory of such batches
     for load in settings.loads:
