@@ -442,8 +442,8 @@ class Admission:
         table = self._registry.table
         decoders = table.can_decode
         booked, num_seqs = float(table.booked_kv_tokens @ decoders), float(table.num_booked_seqs @ decoders)
-        tokens = booked + ahead.kv_tokens + placement.num_kv_tokens - float(table.capacity_tokens @ decoders)
-        seqs = num_seqs + ahead.num_requests + 1 - float(table.capacity_seqs[decoders].sum())
+        tokens = booked + ahead.kv_tokens + placement.num_kv_tokens - table.decode_capacity_tokens
+        seqs = num_seqs + ahead.num_requests + 1 - table.decode_capacity_seqs
         if (tokens <= 0 and seqs <= 0) or booked == 0:
             return 0.0
         lifetime_s = placement.expected_output_tokens * float(table.pace(self._costs).step_s[decoders].mean())

@@ -177,6 +177,9 @@ class WorkerTable:
         self.is_colocated = _mask(worker.role == Role.COLOCATED for worker in workers)
         self.can_prefill = _mask(can_prefill(worker) for worker in workers)
         self.can_decode = _mask(can_decode(worker) for worker in workers)
+        # Of those that decode, together.
+        self.decode_capacity_tokens = float(self.capacity_tokens[self.can_decode].sum())
+        self.decode_capacity_seqs = float(self.capacity_seqs[self.can_decode].sum())
         self._none = np.zeros(len(workers), dtype=bool)
         self.everyone, self.zeros = ~self._none, np.zeros(len(workers))  # not to be written to
         self._serving = {adapter: _mask(adapter in card.adapters for card in cards) for adapter in _adapters(cards)}
