@@ -220,7 +220,7 @@ class RouterConfig:
         for name in ("max_body_bytes", "max_connections"):
             _require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
         _require_at_most(_MAX_COUNT, self, "max_connections", "max_pins", "max_pins_per_tenant", "max_header_bytes")
-        _require_at_most(2**40, self, "max_body_bytes", "max_queued_prompt_tokens")
+        _require_at_most(2**40, self, "max_body_bytes")
         for host in self.allowed_hosts:
             _require(
                 host == "*" or _HOST.fullmatch(host) is not None,
