@@ -369,6 +369,62 @@ def test_a_prompt_being_handed_over_is_never_preempted() -> None:
     scheduler.pool.check_integrity(idle=True)
 
 
+@pytest.mark.parametrize("phase", list(Phase))
+def test_a_prompt_that_lacks_blocks_holds_others_up_until_handed_over_prompts_are_gone_and_no_longer(
+    phase: Phase,
+) -> None:
+    """A prompt to hand over lacks room for as long as those before it wait for room at their receivers."""
+    scheduler = make_scheduler(num_blocks=10)
+    handed = [make_sequence(12, name=name, phase=Phase.PREFILL_ONLY) for name in ("x", "y")]
+    for sequence in handed:
+        scheduler.add(sequence)
+        step(scheduler)
+    large = make_sequence(32, name="large", phase=phase, max_tokens=2)
+    scheduler.add(large)
+    small = [make_sequence(8, name=f"s{number}", phase=Phase.PREFILL_ONLY) for number in range(20)]
+    for sequence in small:
+        scheduler.add(sequence)
+
+    def hand_over() -> int:
+        """Compute what finds room; what was computed is received elsewhere at once. How many of the small are done."""
+        while step(scheduler):
+            for sequence in (large, *small):
+                if sequence.status is SequenceStatus.FINISHED:
+                    scheduler.release_blocks(sequence)
+        return sum(sequence.num_output_tokens > 0 for sequence in small)
+
+    assert hand_over() == 5, "a pool's worth of blocks passes it"
+    scheduler.release_blocks(handed[0])
+    assert hand_over() == 5, "what comes free is kept for it"
+    assert not large.num_output_tokens
+    scheduler.release_blocks(handed[1])
+    assert hand_over() == 20
+    assert large.num_output_tokens
+    scheduler.pool.check_integrity(idle=True)
+
+
+def test_a_prompt_to_hand_over_that_cannot_fit_holds_nobody_up() -> None:
+    """As blocks are in quarantine for long: nobody can say when there will be room for it."""
+    scheduler = make_scheduler(num_blocks=10)
+    lost = scheduler.pool.try_allocate(3)
+    assert lost is not None
+    scheduler.lost_blocks["leases"] = 3
+    large = make_sequence(32, name="large", phase=Phase.PREFILL_ONLY)
+    scheduler.add(large)
+    for number in range(20):
+        scheduler.add(make_sequence(8, name=f"s{number}", max_tokens=1))
+    while step(scheduler):
+        pass
+    assert [sequence.request_id for sequence in scheduler.waiting] == ["large"]
+    scheduler.lost_blocks["leases"] = 0
+    scheduler.pool.release(lost)
+    while step(scheduler):
+        pass
+    assert large.num_output_tokens
+    scheduler.release_blocks(large)
+    scheduler.pool.check_integrity(idle=True)
+
+
 @pytest.mark.parametrize("num_prompt_tokens", [1, 3, 4, 5, 8])
 def test_a_received_sequence_computes_its_newest_token_only(num_prompt_tokens: int) -> None:
     scheduler = make_scheduler()
