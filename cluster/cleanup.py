@@ -28,6 +28,7 @@ from protocol.process import has_ended
 __all__ = ["clear_up", "private_run"]
 
 _MARK = "TANDEM_RUN"
+_DONE = b"done"  # to the guard
 _GRACE_S = 5.0  # for what a server started, to end as it was told to
 _KILL_TIMEOUT_S = 5.0
 _GUARD_TIMEOUT_S = 10.0
@@ -56,7 +57,9 @@ def private_run() -> Iterator[Path]:
         tempfile.tempdir = None
         clear_up(mark, folder, grace_s=_GRACE_S)
         assert guard.stdin is not None, "its input is a pipe"
-        guard.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # somebody killed the guard
+            guard.stdin.write(_DONE)
+            guard.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             guard.wait(_GUARD_TIMEOUT_S)
         signal.signal(signal.SIGINT, handler)
@@ -131,11 +134,12 @@ def _start_guard(mark: str, folder: str) -> subprocess.Popen[bytes]:
 
 
 def _guard() -> None:
-    """Wait for the end of the server, then clear up after it. After one that did so itself nothing is left to do."""
+    """Wait for the end of the server, then clear up after it unless it did so itself."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are for the server
     server, mark, folder = json.loads(sys.stdin.buffer.readline())
-    sys.stdin.buffer.read()
+    if sys.stdin.buffer.read() == _DONE:
+        return
     num_killed = clear_up(mark, folder, grace_s=0.0)
     if num_killed:
         with contextlib.suppress(OSError):  # the terminal may be gone
