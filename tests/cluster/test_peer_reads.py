@@ -174,7 +174,6 @@ def test_a_holder_that_the_prompt_goes_back_to_keeps_its_copy(tiny_model: Path) 
                         kv_holder=KvHolder(receiver.address, 12),
                     )
                 )
-                await asyncio.to_thread(client.receive, StepOutput)
                 await eventually(lambda: receiver._holder.num_lent_blocks and not receiver._holder.num_open)
                 client.send(Cancel(request_id="back"))
                 await cluster.becomes_idle()

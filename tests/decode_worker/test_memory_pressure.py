@@ -286,14 +286,13 @@ def short_answers(world: PressureWorld, name: str, rng: random.Random) -> Reques
     return world.hand_over(name, prompt(rng, 100), rng.randint(20, 80))
 
 
-@pytest.mark.parametrize("transfer_steps", [1, 16])
 @pytest.mark.parametrize(
-    ("send", "mean_output"),
+    ("send", "mean_output", "transfer_steps"),
     [
-        (handed_over, _MEAN_OUTPUT),
-        (handed_over_without_a_bound, 525),
-        (half_and_half, _MEAN_OUTPUT),
-        (short_answers, 50),
+        (handed_over, _MEAN_OUTPUT, 1),
+        (handed_over_without_a_bound, 525, 16),
+        (half_and_half, _MEAN_OUTPUT, 1),
+        (short_answers, 50, 16),
     ],
 )
 def test_where_seats_are_short_streams_go_on_and_no_seat_stands_empty(
