@@ -263,6 +263,9 @@ class DecodeRole:
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raise AssertionError unless the books agree; with `idle`, no lease may be open."""
         self._leases.check_integrity()
+        pending = {one.sequence for one in self._pending.values()}
+        promised = self._engine.scheduler.receiving.keys()
+        assert promised <= pending, f"{len(promised - pending)} seats are promised to requests that are gone"
         if idle:
             assert not self._pending, f"requests still wait for their KV: {sorted(self._pending)}"
             assert self.num_leases == 0, f"{self._leases.num_live} live and {len(self._leases.fenced)} fenced leases"
