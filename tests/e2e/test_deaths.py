@@ -66,24 +66,3 @@ def test_the_death_of_a_daemon_of_ray_is_told_in_our_words(text_model: Path, tmp
         until(lambda: not any(map(is_alive, children)), GONE_S, lambda: str([p for p in children if is_alive(p)]))
         assert not list(server.scratch.iterdir())
         stream.close()
-
-
-def test_a_worker_stopped_while_it_loads_is_replaced(text_model: Path, tmp_path: Path) -> None:
-    flags = ("--prefill", "1", "--decode", "1", "--worker-timeout-s", "6", *POOL)
-    with started(text_model, tmp_path, *flags) as server:
-        victim = server.wait_ready().worker("decode")
-        before = server.children()
-        psutil.Process(victim["pid"]).kill()
-        found: list[psutil.Process] = []
-
-        def is_loading() -> bool:
-            new = [process for process in server.children() - before if is_alive(process)]
-            found[:] = [process for process in new if "WorkerActor.start" in "".join(process.cmdline())]
-            return bool(found)
-
-        until(is_loading, 60.0, lambda: server.output)
-        found[0].suspend()
-        until(lambda: "said nothing for 60 s" in server.output, 90.0, lambda: server.output)
-        server.wait_recovered("decode", victim["epoch"])
-        assert not is_alive(found[0])
-        assert server.stop() == 0
