@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 FOREIGN: dict[str, set[str]] = {  # what a package must never need, at the top of a file or below
     "protocol": {"torch", "ray", "zmq", "fastapi", "transformers"},
     "engine": {"ray", "zmq", "fastapi", "nixl"},
-    "kv_transfer": {"ray", "zmq", "fastapi", "transformers"},
+    "kv_transfer": {"ray", "fastapi", "transformers"},
     "prefill_worker": {"ray", "zmq", "fastapi"},
     "decode_worker": {"ray", "zmq", "fastapi"},
     "router": {"torch", "ray", "nixl"},

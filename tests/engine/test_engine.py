@@ -114,7 +114,7 @@ def test_longrope_is_served_as_far_as_its_frequencies_are_fixed(tmp_path: Path) 
     [
         ({"model": "/nowhere"}, "has no config.json"),
         ({"pool_bytes": 1}, "at least two are needed"),
-        ({"pool_bytes": 1 << 60}, "does not fit"),
+        ({"pool_bytes": 1 << 49}, "does not fit"),
         ({"max_model_len": 513}, "own context of 512"),
         ({"pool_bytes": 100_000, "max_model_len": 512}, "does not fit the KV pool"),
     ],
