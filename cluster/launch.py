@@ -30,7 +30,7 @@ from cluster.cleanup import private_run
 from cluster.heap import settle_heap
 from cluster.listening import listening
 from cluster.supervisor import Supervisor
-from cluster.waiting import first_of, stop_events
+from cluster.waiting import first_of, interrupted_afterwards, stop_events
 from protocol.config import ClusterConfig, WorkerConfig
 from protocol.errors import ConfigError, WorkerError
 from protocol.messages import Role
@@ -215,14 +215,15 @@ def _private_ray(folder: Path, progress: Callable[[str], None]) -> Iterator[list
         _require_loopback_and_token()
         daemons: list[_Daemon] = []
         stack.callback(_leave_ray, daemons)  # what of it does not end, ends with the folder
-        ray.init(
-            address="local",
-            num_cpus=len(os.sched_getaffinity(0)),
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            _temp_dir=str(folder / "ray"),  # Ray opens it to all users, but it is in a folder that is ours alone
-            **_RAY_LOGS,
-        )
+        with interrupted_afterwards():  # it forks
+            ray.init(
+                address="local",
+                num_cpus=len(os.sched_getaffinity(0)),
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _temp_dir=str(folder / "ray"),  # Ray opens it to all users, but it is in a folder that is ours alone
+                **_RAY_LOGS,
+            )
         _check_loopback_and_token()
         children = [_Daemon(child.name(), child) for child in psutil.Process().children()]
         daemons += [child for child in children if child.name in _RAY_DAEMONS]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["first_of", "give_children_their_signals", "stop_events"]
+__all__ = ["first_of", "give_children_their_signals", "interrupted_afterwards", "stop_events"]
 
 
 async def first_of(*awaited: asyncio.Future[Any] | asyncio.Event, timeout_s: float | None = None) -> None:
@@ -33,6 +35,34 @@ def give_children_their_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGCHLD):  # the way to stop us, and the way to hear how a child ended
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def interrupted_afterwards() -> Iterator[None]:
+    """The first Ctrl-C within the block takes effect at its end, a second one at once.
+
+    Python raises KeyboardInterrupt wherever the main thread is. In what it runs around a fork, the error is dropped
+    together with the rest of that: once it was the release of the lock of `logging`, and then everything stood still.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:
+        yield
+        return
+    is_due = False
+
+    def note(number: int, frame: object) -> None:
+        nonlocal is_due
+        if is_due:
+            raise KeyboardInterrupt
+        is_due = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if is_due:
+        raise KeyboardInterrupt
 
 
 def stop_events(*signals: int) -> tuple[asyncio.Event, asyncio.Event]:

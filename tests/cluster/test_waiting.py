@@ -5,9 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from cluster.waiting import interrupted_afterwards
 
 ROOT = Path(__file__).parents[2]
 IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD)
@@ -74,3 +77,48 @@ def test_a_background_job_ignores_ctrl_c_and_obeys_sigterm(is_main: bool) -> Non
             assert process.returncode == 0
         finally:
             process.kill()
+
+
+@pytest.fixture
+def python_interrupts() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def run_interrupted(done: list[str], num_interrupts: int, error: Exception | None = None) -> None:
+    with interrupted_afterwards():
+        for number in range(num_interrupts):
+            signal.raise_signal(signal.SIGINT)
+            done.append(f"after {number}")
+        if error is not None:
+            raise error
+
+
+@pytest.mark.usefixtures("python_interrupts")
+def test_an_interrupt_waits_for_the_end_of_what_must_not_be_cut() -> None:
+    done: list[str] = []
+    run_interrupted(done, 0)
+    with pytest.raises(KeyboardInterrupt):
+        run_interrupted(done, 1)
+    assert done == ["after 0"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("python_interrupts")
+def test_a_second_interrupt_waits_for_nothing() -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        run_interrupted(done, 3)
+    assert done == ["after 0"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("python_interrupts")
+def test_an_error_within_comes_before_the_interrupt_and_what_is_ignored_stays_so() -> None:
+    with pytest.raises(ValueError, match="within"):
+        run_interrupted([], 1, ValueError("within"))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    done: list[str] = []
+    run_interrupted(done, 2)
+    assert done == ["after 0", "after 1"]
