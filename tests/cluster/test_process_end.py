@@ -85,7 +85,9 @@ class Ticking:
 
     def _tick(self, file: str) -> None:
         while True:
-            Path(file).write_text(str(time.monotonic()))
+            next_file = Path(f"{file}.next")
+            next_file.write_text(str(time.monotonic()))
+            next_file.replace(file)  # whole, whenever it is killed
             time.sleep(0.002)
 
 
