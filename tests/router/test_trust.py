@@ -99,8 +99,11 @@ def test_a_flood_of_strangers_keeps_no_guest_out(context: zmq.Context) -> None:
         stack.enter_context(calling(address, guest))
         assert socket.poll(DEADLINE_S * 1000)
         assert socket.recv_multipart(copy=False)[-1].get("User-Id") == guest.public
+        deadline = time.monotonic() + DEADLINE_S
+        while dropped.counts["stranger"] <= 30:  # those beyond the limit, without the patience with the others
+            assert time.monotonic() < deadline, dropped.counts
+            time.sleep(0.01)
         assert not socket.poll(0)
-        assert dropped.counts["stranger"] > 30, "those beyond the limit, at once"
 
 
 def test_a_flood_of_drops_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
