@@ -288,8 +288,11 @@ class HttpProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
         self.headers = []  # what a trailer brings is no header of the request, whose rules were checked
         self._num_barren_bytes = 0
-        self._due_s = self._shared.now_s + self._shared.body_timeout_s
-        self._shared.waiting[self] = None
+        if self.pipeline:  # its body may lie here unread: the client owes nothing before it is the request's turn
+            self._due_s = math.inf
+            self._shared.waiting.pop(self, None)
+        else:
+            self._await_body()
 
     def on_body(self, body: bytes) -> None:
         """A part of a body came."""
@@ -323,6 +326,8 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
+            if not self.pipeline and self.cycle.more_body:
+                self._await_body()
         if self._unparsed:
             self._parse_on()
         self.flow.resume_reading()
@@ -334,6 +339,11 @@ class HttpProtocol(HttpToolsProtocol):
             self._drop_body()
         else:
             self._await_next()
+
+    def _await_body(self) -> None:
+        """The client has to send the rest of a request."""
+        self._due_s = self._shared.now_s + self._shared.body_timeout_s
+        self._shared.waiting[self] = None
 
     def _await_next(self) -> None:
         """The client may send another request."""

@@ -415,6 +415,20 @@ async def test_a_refusal_comes_behind_the_answers_to_the_requests_before(last: b
             writer.close()
 
 
+@pytest.mark.parametrize("size", [100, 6_000, 20_000, 60_000, 200_000])
+async def test_a_request_that_came_as_a_whole_is_not_late_for_waiting_its_turn(size: int) -> None:
+    app = Echo()
+    async with serving_app(app, header_timeout_s=0.2, body_timeout_s=0.2) as port, asyncio.timeout(30):
+        app.may_answer.clear()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(PIPELINED % 0 + HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % size + b"q" * size)
+        await asyncio.sleep(0.8)  # longer than a client may take for a body
+        app.may_answer.set()
+        answers = await reader.read()
+        assert answers.count(b"HTTP/1.1 200") == 2, answers[:2000]
+        writer.close()
+
+
 @pytest.mark.parametrize("headers", [b"", b"host: h\r\n", b"connection: keep-alive\r\n"])
 async def test_a_client_of_http_1_0_gets_a_stream_without_chunks_that_ends_with_the_connection(headers: bytes) -> None:
     async def answer(outlet: Outlet) -> None:
