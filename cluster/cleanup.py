@@ -122,7 +122,9 @@ def _writes_below(prefix: str, pid: int) -> bool:
 def _start_guard(mark: str, folder: str) -> subprocess.Popen[bytes]:
     guard = subprocess.Popen(
         [sys.executable, "-P", "-m", __name__],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        # Without the mark of a server from within which this one was started: it is not to end with that.
+        env={name: value for name, value in os.environ.items() if name != _MARK}
+        | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         start_new_session=True,

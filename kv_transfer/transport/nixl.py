@@ -485,16 +485,23 @@ class NixlTransport(Transport):
     def _try_release(self, copy: _Copy) -> bool:
         """Whether NIXL holds nothing for it any more."""
         if copy.handle is not None:
+            # A copy between processes that has begun goes on after its release: it is waited for.
+            if self._mailbox is not None and self._is_moving(copy.handle):
+                return False
             try:
                 with _nixl_errors("release of a transfer"):
-                    # A copy between processes that has begun goes on after its release: it is waited for.
-                    if self._mailbox is not None and self._agent.check_xfer_state(copy.handle) == "PROC":
-                        return False
                     copy.handle.release()
             except TransferError:
                 return False
             copy.handle = None
         return True
+
+    def _is_moving(self, handle: Any) -> bool:
+        try:
+            with _nixl_errors("state of a transfer"):
+                return bool(self._agent.check_xfer_state(handle) == "PROC")
+        except TransferError:  # it has failed, as its peer has died
+            return False
 
 
 def _needs_no_port(pool: Tensor) -> bool:

@@ -114,7 +114,12 @@ class Way:
         self._descriptor = descriptor
 
     def send(self, message: bytes) -> bool:
-        """False if the peer has taken nothing for so long that there is no room: then try again later."""
+        """False if the peer has taken nothing for so long that there is no room: then try again later.
+
+        Raises `TransferError` for more than the peer takes.
+        """
+        if len(message) > _MAX_NOTIFICATION:
+            raise TransferError(f"a notification of {len(message)} bytes is too large; {_MAX_NOTIFICATION} are allowed")
         try:
             self._socket.send_multipart([self._agent_name, message], zmq.NOBLOCK)
         except Again:

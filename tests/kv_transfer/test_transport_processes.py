@@ -345,3 +345,21 @@ def test_a_stopped_peer_is_owed_a_bounded_number_of_notifications(
     while len(arrived := peer.ask("arrived")) < len(owed):
         assert time.monotonic() < deadline, f"{len(arrived)} arrived"
     assert [int(notification.payload) for notification in arrived] == list(range(len(owed)))
+
+
+@pytest.mark.parametrize("name", [ONE_MACHINE], indirect=True)
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "write"])
+def test_a_copy_with_a_peer_that_dies_meanwhile_is_lost_and_over(
+    peers: Callable[..., Peer], transport: Transport, monkeypatch: pytest.MonkeyPatch, is_read: bool
+) -> None:
+    peer = peers()
+    transport.add_peer("d", 1, peer.metadata)
+    first = transport.write_blocks("d", [0], [0])
+    poll_until(transport, lambda: first.is_settled)
+    peer.kill()
+    monkeypatch.setattr("kv_transfer.transport.nixl._check_alive", lambda peer: None)  # it dies right after that
+    copy = (transport.read_blocks if is_read else transport.write_blocks)("d", [1], [1])
+    poll_until(transport, lambda: copy.is_settled, LOSS_BOUND_S)
+    assert copy.state is TransferState.LOST
+    transport.poll()
+    assert transport.is_quiet("d")
