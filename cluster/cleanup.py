@@ -4,8 +4,8 @@ A server that is killed can clear up nothing. So a small second process, the gua
 from a pipe that ends with the server. It is in a session of its own, so that what ends a terminal's job spares it.
 
 Whose child a process once was cannot be told after its parents have died. So all that a server starts inherit a random
-mark in their environment. Those of Ray overwrite parts of that with their title, but they write into files of the
-server's folder. A pidfd names the process that was looked at, whatever becomes of its number.
+mark in their environment. Those of Ray overwrite parts of that with their title, but they write into files of Ray's
+folder. A pidfd names the process that was looked at, whatever becomes of its number.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from pathlib import Path
 
 from protocol.process import has_ended
 
-__all__ = ["clear_up", "private_run"]
+__all__ = ["RAY_FOLDER", "clear_up", "private_run"]
 
+RAY_FOLDER = "ray"  # of a run: who writes into files of it is one of Ray's processes
 _MARK = "TANDEM_RUN"
 _DONE = b"done"  # to the guard
 _GRACE_S = 5.0  # for what a server started, to end as it was told to
@@ -90,7 +91,7 @@ def clear_up(mark: str, folder: str, *, grace_s: float) -> int:
 
 def _processes_of(mark: str, folder: str) -> Iterator[tuple[int, int]]:
     """Pid and pidfd of each process of this run, but for this one; the caller closes them."""
-    entry, prefix = f"{_MARK}={mark}".encode(), f"{os.path.realpath(folder)}/"
+    entry, prefix = f"{_MARK}={mark}".encode(), f"{os.path.realpath(folder)}/{RAY_FOLDER}/"
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
         if pid == os.getpid():
             continue

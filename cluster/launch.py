@@ -26,7 +26,7 @@ from ray._private import ray_constants
 from ray.exceptions import AuthenticationError
 from rich.console import Console
 
-from cluster.cleanup import private_run
+from cluster.cleanup import RAY_FOLDER, private_run
 from cluster.heap import settle_heap
 from cluster.listening import listening
 from cluster.supervisor import Supervisor
@@ -221,7 +221,9 @@ def _private_ray(folder: Path, progress: Callable[[str], None]) -> Iterator[list
                 num_cpus=len(os.sched_getaffinity(0)),
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                _temp_dir=str(folder / "ray"),  # Ray opens it to all users, but it is in a folder that is ours alone
+                _temp_dir=str(
+                    folder / RAY_FOLDER
+                ),  # Ray opens it to all users, but it is in a folder that is ours alone
                 **_RAY_LOGS,
             )
         _check_loopback_and_token()

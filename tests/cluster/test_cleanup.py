@@ -116,7 +116,10 @@ def status_of(process: psutil.Process, number: int) -> str:
 
 def test_a_server_that_ends_leaves_nothing_and_its_guard_does_nothing(tmp_path: Path) -> None:
     """Though the server itself still writes into a file of the folder, as Ray does."""
-    then = "import cluster.cleanup; cluster.cleanup._GRACE_S = 0.1; log = (folder / 'log').open('w')"
+    then = (
+        "import cluster.cleanup; cluster.cleanup._GRACE_S = 0.1; (folder / 'ray').mkdir(); "
+        "log = (folder / 'ray/log').open('w')"
+    )
     server, _ = start_server(tmp_path, then)
     (guard,) = guards_of(server.pid)
     server.communicate(timeout=DEADLINE_S)
@@ -146,19 +149,21 @@ def test_only_processes_with_the_whole_mark_are_ended(
 
 
 def test_a_process_that_overwrote_its_environment_is_known_by_what_it_writes(tmp_path: Path) -> None:
-    """As Ray's do. Whoever only reads a file of the folder is not ours."""
+    """As Ray's do. Whoever only reads Ray's files, or writes into others, is not ours."""
     folder = tmp_path / "folder"
-    folder.mkdir()
-    with (folder / "log").open("w") as log, (folder / "log").open() as reading:
+    (folder / "ray").mkdir(parents=True)
+    log_file, notes_file = folder / "ray" / "log", folder / "notes"
+    with log_file.open("w") as log, log_file.open() as reading, notes_file.open("w") as notes:
         command = [sys.executable, "-c", "import time; time.sleep(600)"]
         ours = subprocess.Popen(command, env={}, stdout=subprocess.DEVNULL, pass_fds=(log.fileno(),))
         reader = subprocess.Popen(command, env={}, stdin=reading)
+        writer = subprocess.Popen(command, env={}, stdout=notes)
     try:
         assert clear_up("this run", str(folder), grace_s=0.0) == 1
         assert ours.wait(DEADLINE_S) == -signal.SIGKILL
-        assert reader.poll() is None
+        assert (reader.poll(), writer.poll()) == (None, None)
     finally:
-        for process in (ours, reader):
+        for process in (ours, reader, writer):
             process.kill()
             process.wait()
 
