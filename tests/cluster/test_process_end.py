@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,21 +20,14 @@ from ray.exceptions import RayActorError
 
 from cluster import process_end
 from cluster.process_end import ProcessIdentity, end_process, own_identity, until_gone
-from protocol.process import ProcessId, process_of
-
-
-def known(pid: int) -> ProcessId:
-    process = process_of(pid)
-    assert process is not None
-    return process
+from protocol.process import ProcessId
+from tests.processes import known, sleeping_child
 
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    yield process
-    process.kill()
-    process.wait()
+    with sleeping_child() as process:
+        yield process
 
 
 def test_a_stopped_process_is_ended_and_then_gone(child: subprocess.Popen[bytes]) -> None:

@@ -12,21 +12,14 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from protocol.process import ProcessId, has_ended, own_process, process_of
+from protocol.process import has_ended, own_process, process_of
+from tests.processes import known, sleeping_child
 
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    yield process
-    process.kill()
-    process.wait()
-
-
-def known(pid: int) -> ProcessId:
-    process = process_of(pid)
-    assert process is not None
-    return process
+    with sleeping_child() as process:
+        yield process
 
 
 def test_our_own_process_names_us() -> None:
