@@ -221,9 +221,8 @@ def _private_ray(folder: Path, progress: Callable[[str], None]) -> Iterator[list
                 num_cpus=len(os.sched_getaffinity(0)),
                 include_dashboard=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
-                _temp_dir=str(
-                    folder / RAY_FOLDER
-                ),  # Ray opens it to all users, but it is in a folder that is ours alone
+                # Ray opens it to all users, but it is in a folder that is ours alone.
+                _temp_dir=str(folder / RAY_FOLDER),
                 **_RAY_LOGS,
             )
         _check_loopback_and_token()

@@ -297,6 +297,8 @@ class NixlTransport(Transport):
             return []
         for peer in self._peers.values():
             try:
+                if peer.in_flight:
+                    _check_alive(peer)
                 self._progress(peer)
             except TransferError as exc:
                 self._lose(peer, exc)
@@ -392,6 +394,7 @@ class NixlTransport(Transport):
         copy = _Copy(worker_id, num_bytes, notification, is_read=operation == "READ")
         peer.in_flight.append(copy)
         try:
+            _check_alive(peer)  # else its number may be another process' by now, and CMA knows only the number
             if local_block_ids:
                 self._start(peer, copy, operation, local_block_ids, remote_block_ids)
             self._progress(peer)
@@ -407,7 +410,6 @@ class NixlTransport(Transport):
         local_block_ids: Sequence[int],
         remote_block_ids: Sequence[int],
     ) -> None:
-        _check_alive(peer)  # else its number may be another process' by now, and CMA knows only the number
         pairs = np.array([local_block_ids, remote_block_ids], dtype=np.int32)
         pairs = pairs[:, np.argsort(pairs[0], kind="stable")]
         with _nixl_errors(f"{operation} with {peer.worker_id}"):
@@ -418,8 +420,6 @@ class NixlTransport(Transport):
 
     def _progress(self, peer: _Peer) -> None:
         """Settle finished transfers, oldest first: a write's notification waits for those before it."""
-        if peer.in_flight:
-            _check_alive(peer)
         while peer.in_flight and self._try_finish(peer, peer.in_flight[0]):
             peer.in_flight.popleft().settle(TransferState.DONE)
             if peer.in_flight:
