@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.common import console, print_table, write_result
 from benchmarks.virtual_cluster import Arrival, Job, VirtualCluster, poisson
-from protocol.config import RouterConfig
+from tandem.protocol.config import RouterConfig
 
 NUM_TENANTS = 10
 GREED = 10.0  # times its share

@@ -29,8 +29,8 @@ from benchmarks.common import (
     until_idle,
     write_result,
 )
-from loadtest.client import CUT, StreamTiming, run_measured
-from loadtest.prompts import random_prompts
+from tandem.loadtest.client import CUT, StreamTiming, run_measured
+from tandem.loadtest.prompts import random_prompts
 
 _LENGTHS = (1, 15, 16, 17, 64, 128, 200, 513)  # of the prompts, in turn
 _IDLE_TIMEOUT_S = 30.0

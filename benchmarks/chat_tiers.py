@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Server, Setup, arguments, ms, print_table, ratio, serving, write_result
-from loadtest.client import StreamTiming, run_measured
-from loadtest.prompts import random_messages
-from loadtest.stats import Distribution
+from tandem.loadtest.client import StreamTiming, run_measured
+from tandem.loadtest.prompts import random_messages
+from tandem.loadtest.stats import Distribution
 
 _TOKEN_BYTES = 23_040  # of KV, of the default model
 _KV_OVER_POOL = 3

@@ -26,15 +26,15 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from benchmarks.common import arguments, console, print_table, write_result
-from cluster.model_store import resolve_model
-from engine.engine import Engine
-from engine.scheduler import ScheduledChunk
-from engine.sequence import Sequence
-from kv_transfer.codec import CODEC_NAMES, Codec, create_codec
-from protocol.config import EngineConfig
-from protocol.errors import ConfigError
-from protocol.sampling import SamplingParams
-from router.tokenizer import Tokenizer
+from tandem.cluster.model_store import resolve_model
+from tandem.engine.engine import Engine
+from tandem.engine.scheduler import ScheduledChunk
+from tandem.engine.sequence import Sequence
+from tandem.kv_transfer.codec import CODEC_NAMES, Codec, create_codec
+from tandem.protocol.config import EngineConfig
+from tandem.protocol.errors import ConfigError
+from tandem.protocol.sampling import SamplingParams
+from tandem.router.text.tokenizer import Tokenizer
 
 _REPEATS = 15
 

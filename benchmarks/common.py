@@ -30,10 +30,10 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from cli.version import commit, machine, product_version
-from cluster.model_store import DEFAULT_MODEL, served_name
-from cluster.waiting import give_children_their_signals
-from loadtest.client import MeasuringClient, run_measured
+from tandem.cli.version import commit, machine, product_version
+from tandem.cluster.model_store import DEFAULT_MODEL, served_name
+from tandem.loadtest.client import MeasuringClient, run_measured
+from tandem.runtime.signals import give_children_their_signals
 
 __all__ = [
     "COLOCATED",
@@ -119,7 +119,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 def serving(setup: Setup, model: str, *flags: str) -> Iterator[Server]:
     """A `tandem serve` on a free port, ready, for as long as the block runs."""
     port = free_port()
-    command = [sys.executable, "-m", "cli", "serve", f"--model={model}", f"--port={port}", *setup.flags, *flags]
+    command = [sys.executable, "-m", "tandem", "serve", f"--model={model}", f"--port={port}", *setup.flags, *flags]
     url = f"http://127.0.0.1:{port}"
     with launched(command, ready=f"{url}/ready") as running:
         yield Server(setup.name, url, served_name(model), running.start_s)

@@ -27,14 +27,14 @@ from prometheus_client import CollectorRegistry
 from benchmarks.common import arguments, console, free_port, print_table, ratio, running, write_result
 from benchmarks.native_edge import address_of, make_flow
 from benchmarks.virtual_cluster import VirtualCluster
-from protocol.config import RouterConfig
-from protocol.digest import EVERYONE
-from protocol.sampling import SamplingParams
-from router.admission import Dispatch, Offer
-from router.edges.hub import EdgeHub
-from router.edges.remote import RemoteBackend
-from router.flow import RequestFlow
-from router.openai.backend import Backend, GenerateRequest
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.digest import EVERYONE
+from tandem.protocol.sampling import SamplingParams
+from tandem.router.backend import Backend, GenerateRequest
+from tandem.router.processes.hub import EdgeHub
+from tandem.router.processes.remote import RemoteBackend
+from tandem.router.workers.flow import RequestFlow
+from tandem.scheduling.admission import Dispatch, Offer
 
 _CONCURRENCY = 64
 _EDGE_ID = "edge"

@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 import psutil
 
 from benchmarks.common import console, print_table, write_result
-from protocol.config import RouterConfig
-from protocol.digest import IS_COMPILED, block_digests
-from protocol.messages import BlockEvents, PeerAddress, Role, WorkerCard, WorkerState
-from protocol.siblings import Load
-from router.cost_model import CostModel
-from router.placement import Placer
-from router.prefix_index import PrefixIndex
-from router.registry import Booking, Registry
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.digest import IS_COMPILED, block_digests
+from tandem.protocol.messages import BlockEvents, PeerAddress, Role, WorkerCard, WorkerState
+from tandem.scheduling.cost_model import CostModel
+from tandem.scheduling.load import RequestLoad
+from tandem.scheduling.placement import Placer
+from tandem.scheduling.prefix_index import PrefixIndex
+from tandem.scheduling.registry import Booking, Registry
 
 _BLOCK_SIZE = 16
 _EVENT_BLOCKS = 32  # of one message: a chunk of 512 tokens
@@ -75,7 +75,7 @@ class _Router:
             self.index.add_worker(card.address.worker_id, 1)
             worker_id = card.address.worker_id
             for _ in range(rng.randrange(4)):
-                self.registry.reserve(Load(worker_id, worker_id, rng.randrange(4000), 0, 4000))
+                self.registry.reserve(RequestLoad(worker_id, worker_id, rng.randrange(4000), 0, 4000))
 
     def store(self, number: int, digests: list[bytes]) -> None:
         """Let a worker say that it holds these."""
@@ -105,7 +105,7 @@ class _Router:
     def book(self) -> Booking:
         """Put some load on two workers."""
         prefill, decode = (f"w{self.rng.randrange(len(self._sequence))}" for _ in range(2))
-        return self.registry.reserve(Load(prefill, decode, 1000, 0, 1000))
+        return self.registry.reserve(RequestLoad(prefill, decode, 1000, 0, 1000))
 
     def decide(self, token_ids: list[int]) -> _Seconds:
         """From token ids to a placement."""

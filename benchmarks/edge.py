@@ -32,8 +32,8 @@ import psutil
 from benchmarks.common import arguments, console, free_port, launched, ms, print_table, ratio, running, write_result
 from benchmarks.mock_engine import MODEL, expected_text
 from benchmarks.native_edge import BareClient
-from loadtest.client import run_measured
-from protocol.sampling import SamplingParams
+from tandem.loadtest.client import run_measured
+from tandem.protocol.sampling import SamplingParams
 
 __all__ = ["Measured", "Shape", "main", "measure", "measure_bare"]
 
@@ -321,7 +321,7 @@ def _route(workers: list[str], num_processes: int) -> Iterator[Target]:
         path = Path(folder, "engines.toml")
         path.write_text(tables)
         port = free_port()
-        command = [sys.executable, "-m", "cli", "route", f"--engines={path}", f"--port={port}"]
+        command = [sys.executable, "-m", "tandem", "route", f"--engines={path}", f"--port={port}"]
         command.append(f"--router-processes={num_processes}")
         with _launched(_named("tandem route", num_processes), command, port, "/ready") as target:
             yield target

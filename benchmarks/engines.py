@@ -28,7 +28,7 @@ import psutil
 
 from benchmarks.common import arguments, console, free_port, launched, ms, print_table, write_result
 from benchmarks.vllm import CONNECTOR, pin, vllm_command, vllm_environment
-from cluster.model_store import resolve_model, served_name
+from tandem.cluster.model_store import resolve_model, served_name
 
 __all__ = ["Fleet", "add_engine_arguments", "main", "measure_answers", "measure_turns", "routed"]
 
@@ -103,7 +103,7 @@ def routed(settings: argparse.Namespace, names: tuple[str, ...], *, is_pair: boo
         path = Path(folder, "engines.toml")
         path.write_text(f'[tokenizers]\n"{model}" = "{resolve_model(settings.model)}"\n' + "".join(tables))
         port = free_port()
-        command = [sys.executable, "-m", "cli", "route", f"--engines={path}", f"--port={port}"]
+        command = [sys.executable, "-m", "tandem", "route", f"--engines={path}", f"--port={port}"]
         command += ["--no-local-prefill"] if is_pair else []
         url = f"http://127.0.0.1:{port}"
         router = stack.enter_context(launched(command, ready=f"{url}/ready"))

@@ -31,9 +31,9 @@ from benchmarks.common import (
     serving,
     write_result,
 )
-from loadtest.client import run_measured
-from loadtest.prompts import random_prompts
-from protocol.config import EngineConfig
+from tandem.loadtest.client import run_measured
+from tandem.loadtest.prompts import random_prompts
+from tandem.protocol.config import EngineConfig
 
 _BLOCK = EngineConfig(model=".").block_size
 _CHUNK = 512  # tokens of a prefill worker's step on a CPU

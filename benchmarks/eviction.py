@@ -22,8 +22,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from benchmarks.common import print_table, write_result
-from kv_transfer.eviction import POLICIES, create_policy
-from loadtest.traces import TraceRequest, read_trace
+from tandem.kv_transfer.eviction import POLICIES, create_policy
+from tandem.loadtest.traces import TraceRequest, read_trace
 
 TRACES = ("mooncake_conversation_a", "mooncake_synthetic_a", "weka_replay512_a")
 CAPACITIES = (500, 1000, 2000, 4000, 8000, 16_000, 32_000, 64_000, 128_000)

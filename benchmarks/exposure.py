@@ -17,9 +17,9 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.common import ONE_PAIR_ALWAYS, Server, arguments, ms, print_table, serving, write_result
-from loadtest.client import StreamTiming, run_measured
-from loadtest.prompts import random_prompts
-from loadtest.stats import Distribution
+from tandem.loadtest.client import StreamTiming, run_measured
+from tandem.loadtest.prompts import random_prompts
+from tandem.loadtest.stats import Distribution
 
 
 def main() -> int:

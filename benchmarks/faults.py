@@ -30,16 +30,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import console, print_table, write_result
-from decode_worker import DecodeRole
-from engine.engine import Engine, SequenceOutput
-from kv_transfer.handshake import compatibility_fields
-from kv_transfer.links import LinkChange, LinkState, PeerLinks
-from kv_transfer.transport.faulty import Fault, FaultyTransport
-from kv_transfer.transport.in_process import InProcessHub, InProcessTransport
-from prefill_worker import PrefillRole
-from protocol.config import EngineConfig, TransferConfig
-from protocol.errors import ServingError
-from protocol.messages import (
+from tandem.decode_worker import DecodeRole
+from tandem.engine.engine import Engine, SequenceOutput
+from tandem.kv_transfer.handshake import compatibility_fields
+from tandem.kv_transfer.links import LinkChange, LinkState, PeerLinks
+from tandem.kv_transfer.transport.faulty import Fault, FaultyTransport
+from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport
+from tandem.prefill_worker import PrefillRole
+from tandem.protocol.config import EngineConfig, TransferConfig
+from tandem.protocol.errors import ServingError
+from tandem.protocol.messages import (
     Cancel,
     Decode,
     FinishReason,
@@ -59,7 +59,7 @@ from protocol.messages import (
     decode_message,
     encode_message,
 )
-from protocol.sampling import SamplingParams
+from tandem.protocol.sampling import SamplingParams
 
 __all__ = ["Faults", "Report", "run", "save_tiny_model"]
 
@@ -185,7 +185,7 @@ class _Request:
 
 
 class _Worker:
-    """A worker without sockets: what `cluster.worker` does in a turn, in virtual time."""
+    """A worker without sockets: what `tandem.worker.loop` does in a turn, in virtual time."""
 
     def __init__(self, world: _World, worker_id: str, epoch: int) -> None:
         self.address = PeerAddress(worker_id, epoch, "", "")

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 from benchmarks.common import ONE_PAIR, Server, arguments, console, print_table, serving, until_idle, write_result
 from benchmarks.hostile_inputs import HostileInput, Manner, describe, hostile_inputs
-from loadtest.client import run_measured
+from tandem.loadtest.client import run_measured
 
 __all__ = ["Outcome", "Report", "attack", "main"]
 

@@ -32,9 +32,9 @@ from benchmarks.common import (
     serving,
     write_result,
 )
-from loadtest.client import CUT, StreamTiming
-from loadtest.prompts import random_prompts
-from loadtest.stats import Distribution
+from tandem.loadtest.client import CUT, StreamTiming
+from tandem.loadtest.prompts import random_prompts
+from tandem.loadtest.stats import Distribution
 
 _STEADY_MAX_TOKENS = 6000  # more than any phase lasts
 _SETTLE_S = 1.5  # from the expected first token of the last steady stream to the first gap that counts

@@ -29,9 +29,9 @@ from benchmarks.common import (
     serving,
     write_result,
 )
-from loadtest.client import StreamTiming
-from loadtest.prompts import random_prompts
-from loadtest.stats import Distribution
+from tandem.loadtest.client import StreamTiming
+from tandem.loadtest.prompts import random_prompts
+from tandem.loadtest.stats import Distribution
 
 _LOADS = (0.3, 0.6, 0.9, 1.2, 1.6, 2.0)
 _BLOCK_SIZE = 16

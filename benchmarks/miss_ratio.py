@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from benchmarks.common import console, print_table, write_result
 from benchmarks.eviction import CAPACITIES, TRACES, load
-from loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
-from protocol.digest import DIGEST_BYTES
-from router.miss_ratio import MissRatioCurve
+from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
+from tandem.protocol.digest import DIGEST_BYTES
+from tandem.scheduling.miss_ratio import MissRatioCurve
 
 _MEMORY_SHARE = 0.01
 

@@ -26,13 +26,10 @@ from prometheus_client import CollectorRegistry
 from zmq.utils import z85
 
 from benchmarks.mock_engine import MODEL, expected_text
-from cluster.heap import settle_heap
-from cluster.http_front import serve_http
-from cluster.listening import listening
-from cluster.model_store import resolve_model
-from cluster.waiting import first_of
-from protocol.config import ClusterConfig, EngineConfig, RouterConfig
-from protocol.messages import (
+from tandem.cluster.http_front import serve_http
+from tandem.cluster.model_store import resolve_model
+from tandem.protocol.config import ClusterConfig, EngineConfig, RouterConfig
+from tandem.protocol.messages import (
     BlockSnapshot,
     Cancel,
     FinishReason,
@@ -52,19 +49,22 @@ from protocol.messages import (
     decode_message,
     encode_message,
 )
-from protocol.sampling import SamplingParams
-from router.cache_sizing import CacheSizing
-from router.cost_model import CostModel
-from router.dropped import DroppedMessages
-from router.flow import RequestFlow
-from router.message_socket import MessageSocket
-from router.placement import Placer
-from router.prefix_index import PrefixIndex
-from router.registry import Registry
-from router.tenants import Tenants
-from router.tokenizer import Tokenizer
-from router.trust import GuestList, KeyPair, connect_to_worker, listening_socket
-from router.worker_client import WorkerClient
+from tandem.protocol.sampling import SamplingParams
+from tandem.router.http.listening import listening
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.router.workers.client import WorkerClient
+from tandem.router.workers.flow import RequestFlow
+from tandem.runtime.dropped import DroppedMessages
+from tandem.runtime.gc_tuning import settle_heap
+from tandem.runtime.message_socket import MessageSocket
+from tandem.runtime.signals import first_of
+from tandem.runtime.trust import GuestList, KeyPair, connect_to_worker, listening_socket
+from tandem.scheduling.cache_sizing import CacheSizing
+from tandem.scheduling.cost_model import CostModel
+from tandem.scheduling.placement import Placer
+from tandem.scheduling.prefix_index import PrefixIndex
+from tandem.scheduling.registry import Registry
+from tandem.scheduling.tenants import Tenants
 
 __all__ = ["BareClient", "address_of", "main", "make_flow"]
 

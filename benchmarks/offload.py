@@ -25,9 +25,9 @@ from benchmarks.common import (
     serving,
     write_result,
 )
-from loadtest.client import StreamTiming
-from loadtest.prompts import random_prompts
-from loadtest.stats import Distribution
+from tandem.loadtest.client import StreamTiming
+from tandem.loadtest.prompts import random_prompts
+from tandem.loadtest.stats import Distribution
 
 _OUTPUT_TOKENS = 12
 _NUM_EARLY = 5  # gaps behind the first token in which the prompt's blocks may still be on their way down

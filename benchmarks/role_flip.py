@@ -24,8 +24,8 @@ from typing import Any
 
 from benchmarks.common import Server, Setup, arguments, console, ms, print_table, serving, write_result
 from benchmarks.cpu_share import cpu_share
-from loadtest.client import StreamTiming, run_measured
-from loadtest.stats import Distribution
+from tandem.loadtest.client import StreamTiming, run_measured
+from tandem.loadtest.stats import Distribution
 
 _FOUR_WORKERS = ("--prefill=2", "--decode=2", "--pool-gb=0.5")
 _ON = Setup("autoscaler on", (*_FOUR_WORKERS, "--autoscale"))

@@ -222,7 +222,7 @@ def _router(ports: list[int], count: int) -> Iterator[tuple[int, int]]:
             "".join(f'[[engines]]\nname = "e{port}"\nurl = "http://127.0.0.1:{port}"\nmodel = "m"\n' for port in ports)
         )
         port = free_port()
-        command = [sys.executable, "-m", "cli", "route", f"--engines={path}", f"--port={port}"]
+        command = [sys.executable, "-m", "tandem", "route", f"--engines={path}", f"--port={port}"]
         command += [f"--router-processes={count}"] if count > 1 else []
         url = f"http://127.0.0.1:{port}"
         with launched(command, ready=f"{url}/ready") as running:

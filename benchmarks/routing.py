@@ -22,14 +22,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.common import console, print_table, write_result
-from loadtest.traces import TraceRequest, read_trace
-from simulator.arrivals import at_load, spread
-from simulator.cluster import Cluster
-from simulator.machine import MACHINES
-from simulator.measures import Slo, Summary, summarize
-from simulator.policies import POLICIES
-from simulator.reference import REFERENCE_POLICIES, ReferenceResult, route
-from simulator.simulation import simulate
+from tandem.loadtest.traces import TraceRequest, read_trace
+from tandem.simulator.arrivals import at_load, spread
+from tandem.simulator.cluster import Cluster
+from tandem.simulator.machine import MACHINES
+from tandem.simulator.measures import Slo, Summary, summarize
+from tandem.simulator.policies import POLICIES
+from tandem.simulator.reference import REFERENCE_POLICIES, ReferenceResult, route
+from tandem.simulator.simulation import simulate
 
 CAPACITIES = {
     "mooncake_conversation_a": (1000, 4000, 16_000),

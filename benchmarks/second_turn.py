@@ -26,8 +26,8 @@ from benchmarks.common import (
     serving,
     write_result,
 )
-from loadtest.client import StreamTiming, run_measured
-from loadtest.prompts import random_text
+from tandem.loadtest.client import StreamTiming, run_measured
+from tandem.loadtest.prompts import random_text
 
 _WORDS_PER_TOKEN = 0.97  # of the words of loadtest.prompts, for the default model
 

@@ -20,9 +20,9 @@ from typing import Any
 import zmq
 from zmq.constants import SocketType
 
-from protocol.messages import SequenceDelta, StepOutput, StepStats, WorkerLoad, encode_message
-from router.dropped import DroppedMessages
-from router.trust import GuestList, listening_socket, make_keys
+from tandem.protocol.messages import SequenceDelta, StepOutput, StepStats, WorkerLoad, encode_message
+from tandem.runtime.dropped import DroppedMessages
+from tandem.runtime.trust import GuestList, listening_socket, make_keys
 
 _SEQUENCES = (1, 16, 64)
 

@@ -17,16 +17,17 @@ import time
 from typing import Any
 
 from benchmarks.common import arguments, ms, print_table, ratio, write_result
-from cluster.kv_source import LoadPrior
-from cluster.model_store import resolve_model
-from cluster.tiered_cache import CachedTier, TieredCache
-from engine.engine import Engine
-from kv_transfer.codec import create_codec
-from kv_transfer.eviction import create_policy
-from kv_transfer.tiers import MemoryStore, ThrottledStore, Tier
-from protocol.config import EngineConfig
-from protocol.sampling import SamplingParams
-from router.cost_model import CostModel
+from tandem.cluster.model_store import resolve_model
+from tandem.engine.engine import Engine
+from tandem.kv_transfer.codec import create_codec
+from tandem.kv_transfer.eviction import create_policy
+from tandem.kv_transfer.tiers import MemoryStore, ThrottledStore, Tier
+from tandem.protocol.config import EngineConfig
+from tandem.protocol.sampling import SamplingParams
+from tandem.scheduling.cost_model import CostModel
+from tandem.worker.kv.cached_tier import CachedTier
+from tandem.worker.kv.kv_source import LoadPrior
+from tandem.worker.kv.tiered_cache import TieredCache
 
 _TOKEN_IDS = range(1000, 4000)
 _AIM = 1.1

@@ -30,9 +30,9 @@ from benchmarks.common import (
     serving,
     write_result,
 )
-from loadtest.closed_loop import run_completions
-from loadtest.prompts import random_prompts
-from loadtest.stats import summarize
+from tandem.loadtest.closed_loop import run_completions
+from tandem.loadtest.prompts import random_prompts
+from tandem.loadtest.stats import summarize
 
 _WARMUP_REQUESTS = 4
 _FLOORS = {COLOCATED.name: ("vLLM colocated", 0.8), ONE_PAIR.name: ("vLLM 1P1D", 1.0)}

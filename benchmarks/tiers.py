@@ -25,9 +25,9 @@ from typing import Any
 import httpx
 
 from benchmarks.common import ONE_PAIR_ALWAYS, Server, Setup, arguments, ms, print_table, ratio, serving, write_result
-from kv_transfer.fetch_planner import Source, plan_fetch
-from loadtest.client import run_measured
-from loadtest.prompts import random_prompts
+from tandem.kv_transfer.fetch_planner import Source, plan_fetch
+from tandem.loadtest.client import run_measured
+from tandem.loadtest.prompts import random_prompts
 
 _TOKEN_BYTES = 23_040  # of KV, of the default model
 _RESTART_TIMEOUT_S = 120.0

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import arguments, ms, print_table, write_result
-from kv_transfer.transport import Transfer, TransferState, Transport, create_transport
+from tandem.kv_transfer.transport import Transfer, TransferState, Transport, create_transport
 
 _WITH_PORT = "nixl with a port"  # as between machines; without one as between the workers of one
 _TRANSPORTS = ("nixl", _WITH_PORT, "nccl")

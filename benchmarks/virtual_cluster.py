@@ -14,15 +14,15 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from protocol.config import RouterConfig
-from protocol.errors import Overloaded, ServingError
-from protocol.messages import PeerAddress, Role, StepStats, WorkerCard, WorkerState
-from router.admission import Admission, Dispatch, Drop, Offer
-from router.cost_model import CPU_PRIOR, CostModel, StepCosts, prefill_attention
-from router.placement import Placer
-from router.prefix_index import PrefixIndex
-from router.registry import Booking, Registry
-from router.tenants import Tenants
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.errors import Overloaded, ServingError
+from tandem.protocol.messages import PeerAddress, Role, StepStats, WorkerCard, WorkerState
+from tandem.scheduling.admission import Admission, Dispatch, Drop, Offer
+from tandem.scheduling.cost_model import CPU_PRIOR, CostModel, StepCosts, prefill_attention
+from tandem.scheduling.placement import Placer
+from tandem.scheduling.prefix_index import PrefixIndex
+from tandem.scheduling.registry import Booking, Registry
+from tandem.scheduling.tenants import Tenants
 
 __all__ = ["Arrival", "Job", "VirtualCluster", "poisson"]
 

@@ -17,7 +17,7 @@ import httpx
 import psutil
 
 from benchmarks.common import Server, free_port, launched
-from cluster.model_store import resolve_model, served_name
+from tandem.cluster.model_store import resolve_model, served_name
 
 __all__ = [
     "CONNECTOR",

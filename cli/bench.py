@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cli.version import commit, machine, product_version
-from loadtest.client import MeasuringClient, run_measured
-from loadtest.closed_loop import ChatLoad, LoadRun, run_chats, run_completions
-from loadtest.prompts import random_prompts
-from loadtest.stats import Distribution, Summary, summarize
-from protocol.errors import ConfigError, ServingError
+from tandem.cli.version import commit, machine, product_version
+from tandem.loadtest.client import MeasuringClient, run_measured
+from tandem.loadtest.closed_loop import ChatLoad, LoadRun, run_chats, run_completions
+from tandem.loadtest.prompts import random_prompts
+from tandem.loadtest.stats import Distribution, Summary, summarize
+from tandem.protocol.errors import ConfigError, ServingError
 
 __all__ = ["BenchSettings", "bench", "measure"]
 

@@ -15,7 +15,7 @@ import httpx
 import typer
 from rich.console import Console
 
-from protocol.errors import ConfigError, ServingError
+from tandem.protocol.errors import ConfigError, ServingError
 
 __all__ = ["Conversation", "chat"]
 

@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 from typer import rich_utils
 
-from cli import bench, chat, model, replay, route, serve, version
-from cluster.waiting import give_children_their_signals
-from protocol.errors import ServingError
+from tandem.cli import bench, chat, model, replay, route, serve, version
+from tandem.protocol.errors import ServingError
+from tandem.runtime.signals import give_children_their_signals
 
 __all__ = ["app", "main", "run"]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cluster.model_store import DEFAULT_MODEL, resolve_model
+from tandem.cluster.model_store import DEFAULT_MODEL, resolve_model
 
 app = typer.Typer(help="Fetch models.", no_args_is_help=True, rich_markup_mode="rich")
 

@@ -16,17 +16,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cli.version import commit, machine, product_version
-from loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest, read_trace
-from protocol.errors import ConfigError
-from simulator.arrivals import at_load, spread
-from simulator.cluster import Cluster
-from simulator.machine import MACHINES
-from simulator.measures import Slo, summarize
-from simulator.policies import POLICIES
-from simulator.reference import REFERENCE_POLICIES, ReferenceResult, route
-from simulator.report import COLUMNS, html_report
-from simulator.simulation import Outcome, simulate
+from tandem.cli.version import commit, machine, product_version
+from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest, read_trace
+from tandem.protocol.errors import ConfigError
+from tandem.simulator.arrivals import at_load, spread
+from tandem.simulator.cluster import Cluster
+from tandem.simulator.machine import MACHINES
+from tandem.simulator.measures import Slo, summarize
+from tandem.simulator.policies import POLICIES
+from tandem.simulator.reference import REFERENCE_POLICIES, ReferenceResult, route
+from tandem.simulator.report import COLUMNS, html_report
+from tandem.simulator.simulation import Outcome, simulate
 
 __all__ = ["replay"]
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cli.config_flags import (
+from tandem.cli.config_flags import (
     HTTP,
     LIMITS,
     AllowedHosts,
@@ -25,12 +25,12 @@ from cli.config_flags import (
     default_of,
     from_flags,
 )
-from cluster.listening import listening
-from protocol.config import RouterConfig
-from protocol.errors import ConfigError
-from router.api_keys import load_api_keys
-from router.engines.config import EnginesConfig, FleetFile, load_fleet
-from router.tenants import load_tenants
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.errors import ConfigError
+from tandem.router.engines.config import EnginesConfig, FleetFile, load_fleet
+from tandem.router.http.api_keys import load_api_keys
+from tandem.router.http.listening import listening
+from tandem.scheduling.tenants import load_tenants
 
 __all__ = ["ADMIN_TOKEN_ENV", "route"]
 
@@ -150,7 +150,10 @@ def route(
     with listening(host, port):
         pass  # asked before anything is loaded
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss torch, which is not needed
-    from cluster.front import RouterSetup, serve_engines  # here: FastAPI takes half a second; --help need not wait
+    from tandem.cluster.route import (  # here: FastAPI takes half a second; --help need not wait
+        RouterSetup,
+        serve_engines,
+    )
 
     return serve_engines(
         RouterSetup(

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from cli.config_flags import (
+from tandem.cli.config_flags import (
     HTTP,
     LIMITS,
     AllowedHosts,
@@ -24,13 +24,13 @@ from cli.config_flags import (
     default_of,
     from_flags,
 )
-from cluster.listening import listening
-from cluster.model_store import DEFAULT_MODEL, resolve_model, served_name
-from cluster.tier_check import check_tiers
-from protocol.config import ClusterConfig, Codec, DType, EngineConfig, RouterConfig, TierConfig, TransferConfig
-from protocol.errors import ConfigError
-from router.api_keys import load_api_keys
-from router.tenants import load_tenants
+from tandem.cluster.model_store import DEFAULT_MODEL, resolve_model, served_name
+from tandem.protocol.config import ClusterConfig, Codec, DType, EngineConfig, RouterConfig, TierConfig, TransferConfig
+from tandem.protocol.errors import ConfigError
+from tandem.router.http.api_keys import load_api_keys
+from tandem.router.http.listening import listening
+from tandem.scheduling.tenants import load_tenants
+from tandem.worker.kv.tier_check import check_tiers
 
 __all__ = ["build_config", "serve"]
 
@@ -292,7 +292,7 @@ def serve(
     name = served_model_name or served_name(model)
     config = build_config(flags | {"model": str(folder), "served_model_name": name})
 
-    from cluster.launch import serve as launch  # here: it brings Ray, which `tandem --help` need not wait for
+    from tandem.cluster.serve import serve as launch  # here: it brings Ray, which `tandem --help` need not wait for
 
     return launch(config, policies, api_keys)
 

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from cluster.heap import settle_heap
-from cluster.process_end import ProcessIdentity, own_identity
-from cluster.status import WorkerStatus
-from protocol.config import WorkerConfig
-from protocol.errors import WorkerError
-from protocol.messages import PeerAddress, Role
+from tandem.cluster.process_end import ProcessIdentity, own_identity
+from tandem.protocol.config import WorkerConfig
+from tandem.protocol.errors import WorkerError
+from tandem.protocol.messages import PeerAddress, Role
+from tandem.runtime.gc_tuning import settle_heap
+from tandem.worker.status import WorkerStatus
 
 if TYPE_CHECKING:
-    from cluster.worker import Worker
+    from tandem.worker.loop import Worker
 
 __all__ = ["WorkerActor"]
 
@@ -101,7 +101,7 @@ class WorkerActor:
         # threads than cores OpenMP puts them to sleep between two operations instead of letting them spin. That took
         # the whole gain of the second core.
         try:
-            from cluster.worker import Worker  # here: it brings torch, which the supervisor's process does not need
+            from tandem.worker.loop import Worker  # here: it brings torch, which the supervisor's process does not need
 
             worker = Worker(config)
         except BaseException as exc:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from protocol.process import has_ended
+from tandem.protocol.process import has_ended
 
 __all__ = ["RAY_FOLDER", "clear_up", "private_run"]
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import msgspec
 import uvloop
 
-from cluster.listening import listening
-from cluster.processes import ParentPipe
-from protocol.config import RouterConfig
-from protocol.errors import ServingError
-from router.tenants import Tenants
+from tandem.cluster.processes import ParentPipe
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.errors import ServingError
+from tandem.router.http.listening import listening
+from tandem.scheduling.tenants import Tenants
 
 __all__ = ["EdgeSettings", "main"]
 
@@ -66,10 +66,10 @@ async def _serve(settings: EdgeSettings, pipe: ParentPipe, listener: socket.sock
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.multiprocess import MultiProcessCollector
 
-    from cluster.http_server import serve_until
-    from router.app import create_app
-    from router.edges.remote import RemoteBackend
-    from router.tokenizer import Tokenizer
+    from tandem.router.http.server import serve_until
+    from tandem.router.openai.app import create_app
+    from tandem.router.processes.remote import RemoteBackend
+    from tandem.router.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(settings.model)
     totals = CollectorRegistry()

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.edge_process import EdgeSettings
-from cluster.processes import ProcessGroup
-from protocol.config import RouterConfig
-from router.edges.hub import EdgeHub
-from router.openai.backend import Backend
-from router.openai.readiness import Ready
-from router.tenants import Tenants
+from tandem.cluster.edge_process import EdgeSettings
+from tandem.cluster.processes import ProcessGroup
+from tandem.protocol.config import RouterConfig
+from tandem.router.backend import Backend
+from tandem.router.openai.readiness import Ready
+from tandem.router.processes.hub import EdgeHub
+from tandem.scheduling.tenants import Tenants
 
 __all__ = ["EdgeProcesses", "edge_processes"]
 
@@ -80,7 +80,7 @@ class EdgeProcesses:
         self._num_started = 0
         self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
         self.group = ProcessGroup(
-            "cluster.edge_process",
+            "tandem.cluster.edge_process",
             self._setup,
             settings.router.router_processes,
             stop_timeout_s=settings.router.drain_timeout_s + CLOSING_S,

@@ -10,20 +10,20 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from cluster.edge_processes import edge_processes
-from cluster.http_server import http_server
-from cluster.waiting import first_of
-from protocol.config import ClusterConfig
-from router.admission_metrics import AdmissionCollector
-from router.app import create_app
-from router.cache_sizing import CacheSizing
-from router.flow import RequestFlow
-from router.openai.readiness import Readiness, Ready
-from router.pin_metrics import PinCollector
-from router.registry import Registry
-from router.tenants import Tenants
-from router.tokenizer import Tokenizer
-from router.worker_metrics import CacheSizingCollector, WorkerCollector
+from tandem.cluster.edge_processes import edge_processes
+from tandem.protocol.config import ClusterConfig
+from tandem.router.admission_metrics import AdmissionCollector
+from tandem.router.http.server import http_server
+from tandem.router.openai.app import create_app
+from tandem.router.openai.readiness import Readiness, Ready
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.router.workers.flow import RequestFlow
+from tandem.router.workers.metrics import CacheSizingCollector, WorkerCollector
+from tandem.router.workers.pin_metrics import PinCollector
+from tandem.runtime.signals import first_of
+from tandem.scheduling.cache_sizing import CacheSizing
+from tandem.scheduling.registry import Registry
+from tandem.scheduling.tenants import Tenants
 
 __all__ = ["Front", "drain", "metrics_of", "serve_http"]
 

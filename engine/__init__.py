@@ -2,3 +2,6 @@
 
 It knows neither HTTP nor Ray nor transports.
 """
+
+if __name__ != "tandem.engine":
+    raise ImportError("import tandem.engine: tandem is the one import root")

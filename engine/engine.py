@@ -11,20 +11,20 @@ import psutil
 import torch
 from torch import Tensor
 
-from engine.attention.interface import make_backend
-from engine.block_pool import BlockPool
-from engine.device import DeviceQueue
-from engine.loader import LoadedModel, load_model
-from engine.model_check import check_model
-from engine.model_runner import ModelRunner
-from engine.sampling.sampler import SampledToken, Sampler
-from engine.scheduler import ScheduledChunk, Scheduler
-from engine.sequence import Phase, Sequence, SequenceStatus
-from protocol.config import EngineConfig
-from protocol.digest import namespace_digest, root_digest
-from protocol.errors import ConfigError, ContextLengthExceeded, RequestError
-from protocol.messages import FinishReason, StepStats, TokenLogprobs, Turn, WorkerLoad
-from protocol.sampling import SamplingParams
+from tandem.engine.attention.interface import make_backend
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.device import DeviceQueue
+from tandem.engine.loader import LoadedModel, load_model
+from tandem.engine.model_check import check_model
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.sampling.sampler import SampledToken, Sampler
+from tandem.engine.scheduler import ScheduledChunk, Scheduler
+from tandem.engine.sequence import Phase, Sequence, SequenceStatus
+from tandem.protocol.config import EngineConfig
+from tandem.protocol.digest import namespace_digest, root_digest
+from tandem.protocol.errors import ConfigError, ContextLengthExceeded, RequestError
+from tandem.protocol.messages import FinishReason, StepStats, TokenLogprobs, Turn, WorkerLoad
+from tandem.protocol.sampling import SamplingParams
 
 __all__ = ["Engine", "SequenceFailure", "SequenceOutput", "StepResult"]
 

@@ -14,9 +14,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from engine.attention.interface import ATTENTION_NAME, register
-from protocol.config import EngineConfig
-from protocol.errors import ConfigError
+from tandem.engine.attention.interface import ATTENTION_NAME, register
+from tandem.protocol.config import EngineConfig
+from tandem.protocol.errors import ConfigError
 
 __all__ = ["LoadedModel", "load_model", "model_revision", "resolve_device", "resolve_dtype"]
 
@@ -110,7 +110,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     module = module.to(device).eval()
     num_heads = text.num_attention_heads
     if device.type == "cpu":
-        from engine.cpu.optimize import optimize
+        from tandem.engine.cpu.optimize import optimize
 
         optimize(module)
     return LoadedModel(

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.interface import ATTENTION_NAME, AttentionBackend
-from engine.loader import LoadedModel
-from engine.model_runner import ModelRunner
-from engine.scheduler import ScheduledChunk
-from engine.sequence import Sequence
-from protocol.errors import ConfigError
-from protocol.sampling import SamplingParams
+from tandem.engine.attention.interface import ATTENTION_NAME, AttentionBackend
+from tandem.engine.loader import LoadedModel
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.scheduler import ScheduledChunk
+from tandem.engine.sequence import Sequence
+from tandem.protocol.errors import ConfigError
+from tandem.protocol.sampling import SamplingParams
 
 __all__ = ["check_model"]
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.context import StepContext
-from engine.attention.interface import AttentionBackend, PagedStep
-from engine.loader import LoadedModel
-from engine.scheduler import ScheduledChunk
+from tandem.engine.attention.context import StepContext
+from tandem.engine.attention.interface import AttentionBackend, PagedStep
+from tandem.engine.loader import LoadedModel
+from tandem.engine.scheduler import ScheduledChunk
 
 __all__ = ["ModelRunner"]
 

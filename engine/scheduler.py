@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import NamedTuple
 
-from engine.block_pool import BlockPool
-from engine.room import AnswerLengths, Claim, Room
-from engine.sequence import Phase, Sequence, SequenceStatus
-from protocol.digest import extend_digests
-from protocol.messages import Turn
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.room import AnswerLengths, Claim, Room
+from tandem.engine.sequence import Phase, Sequence, SequenceStatus
+from tandem.protocol.digest import extend_digests
+from tandem.protocol.messages import Turn
 
 __all__ = ["Reservation", "ScheduledChunk", "Scheduler"]
 

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from protocol.messages import FinishReason, KvHolder, PeerAddress, Turn
-from protocol.sampling import SamplingParams
+from tandem.protocol.messages import FinishReason, KvHolder, PeerAddress, Turn
+from tandem.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor

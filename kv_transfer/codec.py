@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from protocol.errors import ConfigError
+from tandem.protocol.errors import ConfigError
 
 __all__ = ["CODEC_NAMES", "Codec", "create_codec"]
 

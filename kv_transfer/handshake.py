@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from protocol.messages import WIRE_VERSION
+from tandem.protocol.messages import WIRE_VERSION
 
 __all__ = ["compatibility_fields", "differences", "differing_fields"]
 

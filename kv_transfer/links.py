@@ -12,10 +12,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kv_transfer.handshake import differences, differing_fields
-from kv_transfer.transport.base import Transport
-from protocol.errors import TransferError
-from protocol.messages import Message, PeerAddress, PeerHello, PeerRefused
+from tandem.kv_transfer.handshake import differences, differing_fields
+from tandem.kv_transfer.transport.base import Transport
+from tandem.protocol.errors import TransferError
+from tandem.protocol.messages import Message, PeerAddress, PeerHello, PeerRefused
 
 __all__ = ["LinkChange", "LinkState", "PeerLinks"]
 

@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from kv_transfer.transport.base import TransferState
-from protocol.errors import TransferError
-from protocol.messages import ChunkArrived, HandoffDone
+from tandem.kv_transfer.transport.base import TransferState
+from tandem.protocol.errors import TransferError
+from tandem.protocol.messages import ChunkArrived, HandoffDone
 
 __all__ = ["BlockWrite", "HandoffEnded", "LeaseEnded", "Outbox"]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from loadtest.client import MeasuringClient, StreamTiming
-from loadtest.prompts import random_messages
+from tandem.loadtest.client import MeasuringClient, StreamTiming
+from tandem.loadtest.prompts import random_messages
 
 __all__ = ["ChatLoad", "LoadRun", "run_chats", "run_completions"]
 

@@ -19,7 +19,7 @@ import msgspec
 from geventhttpclient.response import HTTPParseError
 from locust import FastHttpUser, between
 
-from loadtest.prompts import random_messages
+from tandem.loadtest.prompts import random_messages
 
 _MAX_TOKENS = int(os.environ.get("TANDEM_MAX_TOKENS", "64"))
 _TURNS = 4

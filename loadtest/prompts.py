@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from loadtest.client import MeasuringClient
+from tandem.loadtest.client import MeasuringClient
 
 __all__ = ["random_messages", "random_prompts", "random_text"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from loadtest.client import StreamTiming
+from tandem.loadtest.client import StreamTiming
 
 __all__ = ["Distribution", "Summary", "percentile", "summarize"]
 

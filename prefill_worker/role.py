@@ -15,15 +15,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from engine.engine import Engine, SequenceOutput, StepResult
-from engine.sequence import Phase, Sequence
-from kv_transfer.checksum import CHECKED_SHARE, block_checksums, seal
-from kv_transfer.links import PeerLinks
-from kv_transfer.outbox import BlockWrite, HandoffEnded, Outbox
-from kv_transfer.transport.base import Transfer, TransferState, Transport
-from protocol.config import TransferConfig
-from protocol.errors import PeerLost, TransferError
-from protocol.messages import (
+from tandem.engine.engine import Engine, SequenceOutput, StepResult
+from tandem.engine.sequence import Phase, Sequence
+from tandem.kv_transfer.checksum import CHECKED_SHARE, block_checksums, seal
+from tandem.kv_transfer.links import PeerLinks
+from tandem.kv_transfer.outbox import BlockWrite, HandoffEnded, Outbox
+from tandem.kv_transfer.transport.base import Transfer, TransferState, Transport
+from tandem.protocol.config import TransferConfig
+from tandem.protocol.errors import PeerLost, TransferError
+from tandem.protocol.messages import (
     FINISHED_EARLY,
     ChunkArrived,
     HandoffDone,

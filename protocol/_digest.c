@@ -204,6 +204,6 @@ static PyMethodDef METHODS[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, .m_name = "protocol._digest", .m_methods = METHODS};
+static PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, .m_name = "tandem.protocol._digest", .m_methods = METHODS};
 
 PyMODINIT_FUNC PyInit__digest(void) { return PyModuleDef_Init(&MODULE); }

@@ -6,12 +6,14 @@ raises `ConfigError` with the name, the value and the remedy.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
-from protocol.errors import ConfigError
-from protocol.messages import Role
+from tandem.protocol.errors import ConfigError
+from tandem.protocol.messages import Role
 
 __all__ = [
     "ClusterConfig",
@@ -20,6 +22,7 @@ __all__ = [
     "TierConfig",
     "TransferConfig",
     "WorkerConfig",
+    "cache_folder",
 ]
 
 DType = Literal["auto", "float32", "bfloat16"]
@@ -275,3 +278,8 @@ class ClusterConfig:
                 f"{name}={value} must be a whole number or a share of one, from 0 (derived) to {_MAX_UNITS}",
             )
         _require(0 <= self.max_restarts <= 1000, f"max_restarts={self.max_restarts} must be from 0 to 1000")
+
+
+def cache_folder() -> Path:
+    """Folder of everything Tandem fetches: TANDEM_CACHE, else ~/.cache/tandem."""
+    return Path(os.environ.get("TANDEM_CACHE") or "~/.cache/tandem").expanduser()

@@ -115,7 +115,7 @@ def python_chain_digests(parent: bytes, data: bytes, block_bytes: int, /) -> lis
 
 
 try:
-    from protocol._digest import chain_digests, token_bytes
+    from tandem.protocol._digest import chain_digests, token_bytes
 
     IS_COMPILED = True
 except ImportError:  # not built here, for want of a compiler: the same, at 2.5 times the time

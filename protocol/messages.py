@@ -28,9 +28,9 @@ import msgspec
 from msgspec import Meta
 from typing_extensions import Buffer
 
-from protocol.decoding import safe_decoder
-from protocol.digest import DIGEST_BYTES
-from protocol.sampling import SamplingParams
+from tandem.protocol.decoding import safe_decoder
+from tandem.protocol.digest import DIGEST_BYTES
+from tandem.protocol.sampling import SamplingParams
 
 __all__ = [
     "FINISHED_EARLY",
@@ -174,7 +174,7 @@ class PeerAddress(msgspec.Struct, frozen=True):
     epoch: Number
     endpoint: Name  # ZMQ ROUTER socket for requests and peer messages
     heartbeat_endpoint: Name  # ZMQ PUB socket
-    public_key: Name = ""  # who answers there: see router/trust.py
+    public_key: Name = ""  # who answers there: see runtime/trust.py
 
 
 class KvHolder(msgspec.Struct, frozen=True):
@@ -524,7 +524,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     links: list[LinkLoad] = []  # counts, so a heartbeat that is lost loses nothing
     quarantines: list[Quarantine] = []
     pins: PinLoad | None = None
-    num_dropped: dict[Name, Number] = {}  # messages that were not acted upon, by reason: see router/dropped.py
+    num_dropped: dict[Name, Number] = {}  # messages that were not acted upon, by reason: see runtime/dropped.py
 
 
 # -- worker -> worker ------------------------------------------------------------------------------------------

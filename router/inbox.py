@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from router.arrivals import Arrivals
+from tandem.router.arrivals import Arrivals
 
 __all__ = ["Inbox", "Turns"]
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import Generic, Self, TypeVar
 
-from router.inbox import Inbox
+from tandem.router.inbox import Inbox
 
 __all__ = ["GeneratorStream", "InboxStream", "Stream"]
 

@@ -7,10 +7,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from loadtest.traces import TraceRequest
-from router.cost_model import prefill_attention
-from simulator.cluster import Cluster
-from simulator.machine import Machine
+from tandem.loadtest.traces import TraceRequest
+from tandem.scheduling.cost_model import prefill_attention
+from tandem.simulator.cluster import Cluster
+from tandem.simulator.machine import Machine
 
 __all__ = ["at_load", "load_of", "spread"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loadtest.traces import TRACE_BLOCK_SIZE
-from protocol.errors import ConfigError
-from protocol.messages import Role, WorkerCard
-from simulator.fleet import NAMESPACE, make_card
-from simulator.machine import Machine
+from tandem.loadtest.traces import TRACE_BLOCK_SIZE
+from tandem.protocol.errors import ConfigError
+from tandem.protocol.messages import Role, WorkerCard
+from tandem.simulator.fleet import NAMESPACE, make_card
+from tandem.simulator.machine import Machine
 
 __all__ = ["Cluster"]
 

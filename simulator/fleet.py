@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from protocol.messages import (
+from tandem.protocol.messages import (
     POOL_PLACE,
     BlockEvents,
     PeerAddress,
@@ -19,9 +19,9 @@ from protocol.messages import (
     WorkerState,
     holder_name,
 )
-from router.cost_model import CostModel
-from router.prefix_index import PrefixIndex
-from router.registry import Registry, Worker, can_decode
+from tandem.scheduling.cost_model import CostModel
+from tandem.scheduling.prefix_index import PrefixIndex
+from tandem.scheduling.registry import Registry, Worker, can_decode
 
 __all__ = ["Fleet", "make_card"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from loadtest.traces import TRACE_BLOCK_SIZE
-from router.cost_model import StepCosts
+from tandem.loadtest.traces import TRACE_BLOCK_SIZE
+from tandem.scheduling.cost_model import StepCosts
 
 __all__ = ["MACHINES", "Machine"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from simulator.simulation import Gaps, Outcome
-from simulator.worker import Job
+from tandem.simulator.simulation import Gaps, Outcome
+from tandem.simulator.worker import Job
 
 __all__ = ["Slo", "Summary", "Timeline", "gap_distribution", "quantile", "summarize", "timeline", "tpot_s", "ttft_s"]
 

@@ -12,12 +12,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from protocol.config import RouterConfig
-from protocol.messages import BlockEvents
-from router.placement import Candidate, Placer
-from router.prefix_index import PrefixIndex
-from router.registry import Worker, can_decode, can_prefill
-from simulator.fleet import Fleet
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.messages import BlockEvents
+from tandem.scheduling.placement import Candidate, Placer
+from tandem.scheduling.prefix_index import PrefixIndex
+from tandem.scheduling.registry import Worker, can_decode, can_prefill
+from tandem.simulator.fleet import Fleet
 
 __all__ = ["POLICIES", "Ask", "Choice", "Policy"]
 
@@ -61,7 +61,7 @@ class Policy(ABC):
 
 
 class Tandem(Policy):
-    """The product's placement: the fewest predicted seconds. See router/placement.py."""
+    """The product's placement: the fewest predicted seconds. See scheduling/placement.py."""
 
     def __init__(self, fleet: Fleet, rng: random.Random) -> None:
         super().__init__(fleet, rng)

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kv_transfer.eviction.lru import LRU
+from tandem.kv_transfer.eviction.lru import LRU
 
 __all__ = ["Allocation", "Pool"]
 

@@ -15,16 +15,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kv_transfer.eviction import create_policy
-from loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
-from protocol.config import RouterConfig
-from protocol.messages import Role, WorkerCard
-from protocol.siblings import Load
-from router.cost_model import StepCosts
-from router.placement import Placer
-from router.registry import Booking
-from simulator.fleet import Fleet, make_card
-from simulator.measures import quantile
+from tandem.kv_transfer.eviction import create_policy
+from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.messages import Role, WorkerCard
+from tandem.scheduling.cost_model import StepCosts
+from tandem.scheduling.load import RequestLoad
+from tandem.scheduling.placement import Placer
+from tandem.scheduling.registry import Booking
+from tandem.simulator.fleet import Fleet, make_card
+from tandem.simulator.measures import quantile
 
 __all__ = ["REFERENCE_POLICIES", "ReferenceResult", "route"]
 
@@ -150,7 +150,7 @@ class _Tandem(_Routing):
 
     def note(self, worker: _Worker, num_new_tokens: int, num_cached_tokens: int, now: float) -> None:
         num_tokens = num_new_tokens + num_cached_tokens
-        load = Load(worker.worker_id, "sink", num_new_tokens, num_cached_tokens, num_tokens)
+        load = RequestLoad(worker.worker_id, "sink", num_new_tokens, num_cached_tokens, num_tokens)
         booking = self.fleet.registry.reserve(load)
         done_s = now + worker.queued_tokens / self._tokens_per_s
         self._bookings[worker.worker_id].append((done_s, booking))

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from protocol.errors import ConfigError
-from simulator.measures import Slo, Summary, Timeline, gap_distribution, summarize, timeline, ttft_s
-from simulator.simulation import Outcome
+from tandem.protocol.errors import ConfigError
+from tandem.simulator.measures import Slo, Summary, Timeline, gap_distribution, summarize, timeline, ttft_s
+from tandem.simulator.simulation import Outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,6 +1,6 @@
 """One trace through one policy on one cluster: arrivals, the choice, its booking, handoffs, what the router learns.
 
-What router/flow.py does around placement happens here at virtual times; workers are simulator.worker.
+What router/workers/flow.py does around placement happens here at virtual times; workers are simulator.worker.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kv_transfer.eviction import create_policy
-from loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
-from protocol.messages import HOST_TIER, TierLoad
-from protocol.siblings import Load
-from router.admission import OutputLengths
-from router.cost_model import prefill_attention
-from router.registry import Booking
-from simulator.clock import Clock
-from simulator.cluster import Cluster
-from simulator.fleet import Fleet
-from simulator.policies import POLICIES, Ask, Choice
-from simulator.steps import Run
-from simulator.worker import Job, SimulatedWorker
+from tandem.kv_transfer.eviction import create_policy
+from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
+from tandem.protocol.messages import HOST_TIER, TierLoad
+from tandem.scheduling.admission import OutputLengths
+from tandem.scheduling.cost_model import prefill_attention
+from tandem.scheduling.load import RequestLoad
+from tandem.scheduling.registry import Booking
+from tandem.simulator.clock import Clock
+from tandem.simulator.cluster import Cluster
+from tandem.simulator.fleet import Fleet
+from tandem.simulator.policies import POLICIES, Ask, Choice
+from tandem.simulator.steps import Run
+from tandem.simulator.worker import Job, SimulatedWorker
 
 __all__ = ["Gaps", "Outcome", "simulate"]
 
@@ -171,7 +171,7 @@ class _Simulation:
         self._fleet.index.speculate(holders, job.digests, self._clock.now)
         self._fleet.add_prompts(prefill_id, 1)
         num_cached, num_kv = choice.num_cached_tokens, job.num_prompt_tokens + ask.expected_output_tokens
-        load = Load(prefill_id, decode_id, job.num_prompt_tokens - num_cached, num_cached, num_kv)
+        load = RequestLoad(prefill_id, decode_id, job.num_prompt_tokens - num_cached, num_cached, num_kv)
         self._open[job] = _Open(choice, self._fleet.registry.reserve(load))
         self._load_and_submit(job, choice)
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from protocol.messages import StepStats
-from router.cost_model import StepCosts, prefill_attention
+from tandem.protocol.messages import StepStats
+from tandem.scheduling.cost_model import StepCosts, prefill_attention
 
 __all__ = ["Chunk", "Run"]
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from protocol.messages import WorkerCard
-from simulator.clock import Clock
-from simulator.machine import Machine
-from simulator.pool import Allocation, Pool
-from simulator.steps import Chunk, Run
+from tandem.protocol.messages import WorkerCard
+from tandem.simulator.clock import Clock
+from tandem.simulator.machine import Machine
+from tandem.simulator.pool import Allocation, Pool
+from tandem.simulator.steps import Chunk, Run
 
 __all__ = ["Job", "SimulatedWorker", "WorkerListener"]
 

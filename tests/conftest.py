@@ -1,5 +1,39 @@
-"""Run before any test is collected."""
+"""Run before any test is collected; fixtures that several folders use."""
 
-from cluster.waiting import give_children_their_signals
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tandem.runtime.signals import give_children_their_signals
+
+if TYPE_CHECKING:
+    from tests.support.cluster_harness import Oracle
+    from tests.support.fake_openai import FakeServer
 
 give_children_their_signals()  # tests stop what they start with SIGINT, and may themselves run as a background job
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    from tests.support.fake_openai import fake_openai
+
+    with fake_openai() as fake:
+        yield fake
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support.tiny_model import save_tiny_model  # here: torch takes seconds
+
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def oracle(tiny_model: Path) -> Oracle:
+    from tests.support.cluster_harness import Oracle
+
+    return Oracle(tiny_model)

@@ -1,72 +1,63 @@
-"""The layout holds: imports point one way, and what must run without torch does."""
+"""The layout holds: one import root, imports point one way and in no circle, and what must run without torch does."""
 
 from __future__ import annotations
 
 import ast
 import importlib
-import pkgutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-PACKAGES = {
-    "protocol",
-    "engine",
-    "kv_transfer",
-    "prefill_worker",
-    "decode_worker",
-    "router",
-    "cluster",
-    "cli",
-    "loadtest",
-    "simulator",
-}
+PACKAGES = {path.name for path in (REPOSITORY / "tandem").iterdir() if path.is_symlink()}
 WORKER_ROLE = {"engine", "kv_transfer", "protocol"}
 MAY_IMPORT: dict[str, set[str]] = {
     "protocol": set(),
+    "runtime": {"protocol"},
+    "scheduling": {"protocol"},
     "engine": {"protocol"},
     "kv_transfer": {"protocol"},
     "prefill_worker": WORKER_ROLE,
     "decode_worker": WORKER_ROLE,
-    "router": {"protocol"},
-    "cluster": PACKAGES - {"cli", "loadtest", "simulator"},
+    "worker": WORKER_ROLE | {"prefill_worker", "decode_worker", "runtime", "scheduling"},
+    "router": {"protocol", "runtime", "scheduling"},
+    "cluster": {"protocol", "router", "runtime", "scheduling", "worker"},
     "loadtest": {"protocol"},
-    "simulator": {"router", "protocol", "loadtest", "kv_transfer"},
+    "simulator": {"scheduling", "protocol", "loadtest", "kv_transfer"},
     "cli": PACKAGES,
 }
 FOREIGN: dict[str, set[str]] = {  # what a package must never need, at the top of a file or below
     "protocol": {"torch", "ray", "zmq", "fastapi", "transformers"},
+    "scheduling": {"asyncio", "fastapi", "httpx", "ray", "socket", "starlette", "threading", "torch", "uvicorn", "zmq"},
+    "runtime": {"torch", "ray", "fastapi", "transformers"},
     "engine": {"ray", "zmq", "fastapi", "nixl"},
     "kv_transfer": {"ray", "fastapi", "transformers"},
     "prefill_worker": {"ray", "zmq", "fastapi"},
     "decode_worker": {"ray", "zmq", "fastapi"},
+    "worker": {"ray", "fastapi"},
     "router": {"torch", "ray", "nixl"},
     "simulator": {"torch", "ray", "nixl", "zmq", "fastapi", "transformers"},
 }
 
 
-def imported_by(package: str) -> dict[str, str]:
-    """Top-level names imported anywhere in a package, with one file that does."""
-    found: dict[str, str] = {}
-    for path in sorted((REPOSITORY / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                assert node.level == 0, f"{path} has a relative import"
-                names = [node.module or ""]
-            found |= {name.split(".")[0]: str(path.relative_to(REPOSITORY)) for name in names}
-    return found
+def modules_of(package: str) -> dict[str, Path]:
+    """Paths of a package's modules, under their full names."""
+    names = {path: path.with_suffix("").relative_to(REPOSITORY) for path in (REPOSITORY / package).rglob("*.py")}
+    return {f"tandem.{'.'.join(name.parts)}".removesuffix(".__init__"): path for path, name in sorted(names.items())}
 
 
-def modules_of(package: str) -> list[str]:
-    return [package] + [
-        module.name
-        for module in pkgutil.walk_packages([str(REPOSITORY / package)], f"{package}.")
-        if not module.name.endswith("__main__")
-    ]
+def imports_of(path: Path) -> Iterator[str]:
+    """Full names that a file imports, anywhere in it: modules, and what is taken out of them."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def test_every_package_has_its_place() -> None:
@@ -75,29 +66,63 @@ def test_every_package_has_its_place() -> None:
 
 @pytest.mark.parametrize("package", sorted(PACKAGES))
 def test_imports_point_one_way(package: str) -> None:
-    imported = imported_by(package)
-    assert "tests" not in imported
-    wrong = {name: path for name, path in imported.items() if name in PACKAGES - MAY_IMPORT[package] - {package}}
-    wrong |= {name: path for name, path in imported.items() if name in FOREIGN.get(package, set())}
-    assert not wrong, f"{package} must not import {wrong}"
+    for path in modules_of(package).values():
+        for name in imports_of(path):
+            root, _, rest = name.partition(".")
+            assert root not in PACKAGES | {"tests", "benchmarks"}, f"{path} imports {name} past the import root"
+            assert root not in FOREIGN.get(package, set()), f"{path} must not import {name}"
+            if root == "tandem":
+                imported = rest.partition(".")[0]
+                assert imported in MAY_IMPORT[package] | {package}, f"{path} must not import {name}"
+
+
+def test_there_is_no_circle_of_imports() -> None:
+    paths = {name: path for package in PACKAGES for name, path in modules_of(package).items()}
+    graph: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        names = set(imports_of(path))
+        graph[module] = ((names | {name.rpartition(".")[0] for name in names}) & paths.keys()) - {module}
+    TopologicalSorter(graph).prepare()  # raises CycleError with the circle
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_nothing_is_importable_past_the_root(package: str) -> None:
+    """A second import of a file would make second classes of the same name, and shadow a user's own module."""
+    code = f"import {package}"
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert f"ImportError: import tandem.{package}" in result.stderr
 
 
 @pytest.mark.parametrize(
     "module",
-    ["router.app", "router.engines.app", "router.flow", "router.worker_client", "router.placement", "cluster.front"],
+    [
+        "tandem.router.openai.app",
+        "tandem.router.engines.app",
+        "tandem.router.workers.flow",
+        "tandem.router.workers.client",
+        "tandem.scheduling.placement",
+        "tandem.cluster.route",
+    ],
 )
 def test_the_router_runs_without_torch(module: str) -> None:
     run_without(["torch", "ray", "nixl"], module)
 
 
-@pytest.mark.parametrize("module", ["cli.main", "cluster.front"])
+@pytest.mark.parametrize("module", ["tandem.cli.main", "tandem.cluster.route"])
 def test_commands_and_a_router_of_engines_start_without_transformers(module: str) -> None:
     """transformers brings torch where that is installed: seconds and 200 MB."""
     run_without(["torch", "ray", "nixl", "transformers"], module)
 
 
 def test_the_supervisor_needs_no_torch() -> None:
-    run_without(["torch", "transformers", "nixl"], "cluster.launch")
+    run_without(["torch", "transformers", "nixl"], "tandem.cluster.serve")
+
+
+def test_the_pure_core_loads_no_io_library() -> None:
+    blocked = sorted(FOREIGN["scheduling"] - {"asyncio", "socket", "threading"})  # the standard library uses these
+    for module in modules_of("scheduling"):
+        run_without(blocked, module)
 
 
 def run_without(blocked: list[str], module: str) -> None:

@@ -11,8 +11,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from engine.attention.context import StepContext
-from engine.cpu.library import load_kernels
+from tandem.engine.attention.context import StepContext
+from tandem.engine.cpu.library import load_kernels
 
 __all__ = ["CpuAttention"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from engine.attention.context import StepContext
+from tandem.engine.attention.context import StepContext
 
 __all__ = ["CudaAttention"]
 

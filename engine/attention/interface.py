@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from engine.attention.context import StepContext
+from tandem.engine.attention.context import StepContext
 
 __all__ = ["ATTENTION_NAME", "AttentionBackend", "PagedStep", "register"]
 
@@ -126,9 +126,9 @@ def register() -> None:
 def make_backend(device: torch.device, num_threads: int) -> AttentionBackend:
     """The best backend for `device`; heavy imports happen here."""
     if device.type == "cuda":
-        from engine.attention.cuda import CudaAttention
+        from tandem.engine.attention.cuda import CudaAttention
 
         return CudaAttention()
-    from engine.attention.cpu import CpuAttention
+    from tandem.engine.attention.cpu import CpuAttention
 
     return CpuAttention(num_threads)

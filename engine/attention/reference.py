@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.attention.context import StepContext
+from tandem.engine.attention.context import StepContext
 
 __all__ = ["ReferenceAttention"]
 

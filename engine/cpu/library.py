@@ -13,6 +13,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from tandem.protocol.config import cache_folder
+
 __all__ = ["KernelBuildError", "load_kernels"]
 
 logger = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ def _cpu_flags() -> str:
 def _target(compiler: str, sources: list[Path]) -> Path:
     parts = [" ".join(_FLAGS).encode(), _cpu_flags().encode(), compiler.encode(), *(p.read_bytes() for p in sources)]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    folder = Path(os.environ.get("TANDEM_CACHE", Path.home() / ".cache" / "tandem")) / "kernels"
+    folder = cache_folder() / "kernels"
     return folder / f"tandem-cpu-{key}.so"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.cpu.library import load_kernels
+from tandem.engine.cpu.library import load_kernels
 
 __all__ = ["make_rms_norm", "make_rotate", "make_silu_multiply"]
 

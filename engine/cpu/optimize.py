@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from engine.cpu.ops import make_rms_norm, make_rotate, make_silu_multiply
+from tandem.engine.cpu.ops import make_rms_norm, make_rotate, make_silu_multiply
 
 __all__ = ["PackedLinear", "optimize"]
 

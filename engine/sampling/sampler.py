@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.sampling.draw import uniform_draw
-from engine.sequence import Sequence
-from protocol.messages import TokenLogprobs
-from protocol.sampling import SamplingParams
+from tandem.engine.sampling.draw import uniform_draw
+from tandem.engine.sequence import Sequence
+from tandem.protocol.messages import TokenLogprobs
+from tandem.protocol.sampling import SamplingParams
 
 __all__ = ["SampledToken", "Sampler"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from kv_transfer.eviction.base import EvictionPolicy, Node
+from tandem.kv_transfer.eviction.base import EvictionPolicy, Node
 
 __all__ = ["ARC"]
 

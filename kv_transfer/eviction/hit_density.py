@@ -13,7 +13,7 @@ from collections.abc import Hashable
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_transfer.eviction.base import EvictionPolicy, Node
+from tandem.kv_transfer.eviction.base import EvictionPolicy, Node
 
 __all__ = ["HitDensity"]
 

@@ -5,7 +5,7 @@ Arlitt, Cherkasova, Dilley, Friedrich, Jin: Evaluating content management techni
 
 from __future__ import annotations
 
-from kv_transfer.eviction.base import EvictionPolicy, Node
+from tandem.kv_transfer.eviction.base import EvictionPolicy, Node
 
 __all__ = ["LFUAging"]
 

@@ -5,7 +5,7 @@ Zhang, Yang, Yue, Vigfusson, Rashmi: SIEVE is simpler than LRU, NSDI 2024.
 
 from __future__ import annotations
 
-from kv_transfer.eviction.base import EvictionPolicy, Node
+from tandem.kv_transfer.eviction.base import EvictionPolicy, Node
 
 __all__ = ["Sieve"]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure
-from kv_transfer.tiers.disk import DiskStore
-from kv_transfer.tiers.key import StoreKey, load_key
-from kv_transfer.tiers.memory import MemoryStore
-from kv_transfer.tiers.object import ObjectStore
-from kv_transfer.tiers.throttled import ThrottledStore
-from kv_transfer.tiers.tier import Load, Tier, TierStats, Write
+from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure
+from tandem.kv_transfer.tiers.disk import DiskStore
+from tandem.kv_transfer.tiers.key import StoreKey, load_key
+from tandem.kv_transfer.tiers.memory import MemoryStore
+from tandem.kv_transfer.tiers.object import ObjectStore
+from tandem.kv_transfer.tiers.throttled import ThrottledStore
+from tandem.kv_transfer.tiers.tier import Load, Tier, TierStats, Write
 
 __all__ = [
     "Block",

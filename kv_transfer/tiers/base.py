@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from protocol.digest import DIGEST_BYTES
+from tandem.protocol.digest import DIGEST_BYTES
 
 __all__ = ["Block", "BlockName", "BlockStore", "Failure", "file_name", "parse_file_name"]
 

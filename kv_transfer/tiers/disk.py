@@ -29,10 +29,10 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure, file_name, parse_file_name
-from kv_transfer.tiers.footer import FOOTER_BYTES, Seal
-from kv_transfer.tiers.key import StoreKey
-from protocol.errors import ConfigError
+from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure, file_name, parse_file_name
+from tandem.kv_transfer.tiers.footer import FOOTER_BYTES, Seal
+from tandem.kv_transfer.tiers.key import StoreKey
+from tandem.protocol.errors import ConfigError
 
 __all__ = ["DiskStore", "make_private"]
 

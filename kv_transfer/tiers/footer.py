@@ -11,8 +11,8 @@ import struct
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from kv_transfer.tiers.base import Block, BlockName
-from kv_transfer.tiers.key import StoreKey
+from tandem.kv_transfer.tiers.base import Block, BlockName
+from tandem.kv_transfer.tiers.key import StoreKey
 
 __all__ = ["FOOTER_BYTES", "Seal"]
 

@@ -14,7 +14,7 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from protocol.errors import ConfigError
+from tandem.protocol.errors import ConfigError
 
 __all__ = ["StoreKey", "load_key"]
 

@@ -10,8 +10,8 @@ import numpy as np
 import psutil
 from typing_extensions import override
 
-from kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure
-from protocol.errors import ConfigError
+from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure
+from tandem.protocol.errors import ConfigError
 
 __all__ = ["MemoryStore"]
 

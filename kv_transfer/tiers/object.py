@@ -13,11 +13,11 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 from typing_extensions import override
 
-from kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure, file_name, parse_file_name
-from kv_transfer.tiers.disk import make_private
-from kv_transfer.tiers.footer import FOOTER_BYTES, Seal
-from kv_transfer.tiers.key import StoreKey
-from protocol.errors import ConfigError
+from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure, file_name, parse_file_name
+from tandem.kv_transfer.tiers.disk import make_private
+from tandem.kv_transfer.tiers.footer import FOOTER_BYTES, Seal
+from tandem.kv_transfer.tiers.key import StoreKey
+from tandem.protocol.errors import ConfigError
 
 __all__ = ["ObjectStore", "check_url"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure
+from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure
 
 __all__ = ["ThrottledStore"]
 

@@ -17,8 +17,8 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from kv_transfer.eviction.base import EvictionPolicy
-from kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure
+from tandem.kv_transfer.eviction.base import EvictionPolicy
+from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure
 
 __all__ = ["Load", "Tier", "TierStats", "Write"]
 

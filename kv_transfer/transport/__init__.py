@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from kv_transfer.transport.base import (
+from tandem.kv_transfer.transport.base import (
     Notification,
     PoolShape,
     Transfer,
     TransferState,
     Transport,
-    create_transport,
 )
+from tandem.kv_transfer.transport.factory import create_transport
 
 __all__ = ["Notification", "PoolShape", "Transfer", "TransferState", "Transport", "create_transport"]

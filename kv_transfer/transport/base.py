@@ -1,4 +1,4 @@
-"""The contract of a KV transport, and the table of transports.
+"""The contract of a KV transport.
 
 A transport owns the way into and out of one block pool. It knows blocks by number and peers by worker id; leases,
 requests and what a notification means are the business of its caller.
@@ -10,15 +10,13 @@ import abc
 import enum
 import ipaddress
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from protocol.errors import ConfigError, TransferError
+from tandem.protocol.errors import TransferError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from kv_transfer.transport.in_process import InProcessHub
 
 __all__ = [
     "BlockRun",
@@ -29,7 +27,6 @@ __all__ = [
     "Transport",
     "block_runs",
     "check_block_ids",
-    "create_transport",
     "is_loopback",
     "pool_shape",
 ]
@@ -234,57 +231,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def create_transport(
-    name: str,
-    *,
-    worker_id: str,
-    epoch: int,
-    pool: Tensor,
-    hub: InProcessHub | None = None,
-    host: str = "127.0.0.1",
-    mailbox: str = "",
-) -> Transport:
-    """Transport of this name around `pool`, a contiguous tensor `[num_blocks, ...]` that must outlive it.
-
-    `hub` joins `in_process` transports. `host` is the address at which peers reach this machine: if it is loopback, no
-    transport listens anywhere else. `mailbox` is an `ipc://` endpoint in a folder of this user alone, where all peers
-    have theirs, too: then they are all on this machine, and `nixl` needs no port on which others could reach it.
-    """
-    if name not in _FACTORIES:
-        raise ConfigError(f"transport={name!r} is unknown; choose one of {', '.join(sorted(_FACTORIES))}")
-    return _FACTORIES[name](worker_id, epoch, pool, hub, host, mailbox)
-
-
-def _create_in_process(
-    worker_id: str, epoch: int, pool: Tensor, hub: InProcessHub | None, host: str, mailbox: str
-) -> Transport:
-    from kv_transfer.transport.in_process import InProcessTransport
-
-    if hub is None:
-        raise ConfigError("transport='in_process' needs the hub that joins the transports of this process")
-    return InProcessTransport(worker_id, epoch, pool, hub)
-
-
-def _create_nccl(
-    worker_id: str, epoch: int, pool: Tensor, hub: InProcessHub | None, host: str, mailbox: str
-) -> Transport:
-    from kv_transfer.transport.collective import CollectiveTransport
-
-    return CollectiveTransport(worker_id, epoch, pool, host)
-
-
-def _create_nixl(
-    worker_id: str, epoch: int, pool: Tensor, hub: InProcessHub | None, host: str, mailbox: str
-) -> Transport:
-    from kv_transfer.transport.nixl import NixlTransport
-
-    return NixlTransport(worker_id, epoch, pool, host, mailbox)
-
-
-_FACTORIES: dict[str, Callable[[str, int, Tensor, InProcessHub | None, str, str], Transport]] = {
-    "in_process": _create_in_process,
-    "nccl": _create_nccl,
-    "nixl": _create_nixl,
-}

@@ -28,7 +28,7 @@ import msgspec
 from torch import Tensor
 from typing_extensions import override
 
-from kv_transfer.transport.base import (
+from tandem.kv_transfer.transport.base import (
     Notification,
     PoolShape,
     Transfer,
@@ -38,10 +38,10 @@ from kv_transfer.transport.base import (
     check_block_ids,
     pool_shape,
 )
-from kv_transfer.transport.pair import LocalRun, PairChannel, PairCopy
-from kv_transfer.transport.stream import MessageStream, connect, listen
-from protocol.decoding import safe_decoder
-from protocol.errors import IncompatiblePeer, PeerLost, TransferError
+from tandem.kv_transfer.transport.pair import LocalRun, PairChannel, PairCopy
+from tandem.kv_transfer.transport.stream import MessageStream, connect, listen
+from tandem.protocol.decoding import safe_decoder
+from tandem.protocol.errors import IncompatiblePeer, PeerLost, TransferError
 
 __all__ = ["CollectiveTransport"]
 

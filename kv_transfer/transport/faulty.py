@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kv_transfer.transport.base import Notification, Transfer, TransferState, Transport, pool_shape
-from protocol.errors import PeerLost, TransferError
+from tandem.kv_transfer.transport.base import Notification, Transfer, TransferState, Transport, pool_shape
+from tandem.protocol.errors import PeerLost, TransferError
 
 __all__ = ["Fault", "FaultyTransport"]
 

@@ -15,7 +15,7 @@ import msgspec
 from torch import Tensor
 from typing_extensions import override
 
-from kv_transfer.transport.base import (
+from tandem.kv_transfer.transport.base import (
     Notification,
     PoolShape,
     Transfer,
@@ -24,7 +24,7 @@ from kv_transfer.transport.base import (
     check_block_ids,
     pool_shape,
 )
-from protocol.errors import IncompatiblePeer, PeerLost, TransferError
+from tandem.protocol.errors import IncompatiblePeer, PeerLost, TransferError
 
 __all__ = ["InProcessHub", "InProcessTransport", "Verdict", "Write"]
 

@@ -36,8 +36,8 @@ from msgspec import Meta
 from torch import Tensor
 from typing_extensions import override
 
-from kv_transfer.checksum import seal, unseal
-from kv_transfer.transport.base import (
+from tandem.kv_transfer.checksum import seal, unseal
+from tandem.kv_transfer.transport.base import (
     Notification,
     PoolShape,
     Transfer,
@@ -47,9 +47,9 @@ from kv_transfer.transport.base import (
     is_loopback,
     pool_shape,
 )
-from kv_transfer.transport.one_machine import UCX_TLS, Mailbox, MailboxAddress, Way, can_copy_between_processes
-from protocol.decoding import safe_decoder
-from protocol.errors import ConfigError, IncompatiblePeer, PeerLost, TransferError
+from tandem.kv_transfer.transport.one_machine import UCX_TLS, Mailbox, MailboxAddress, Way, can_copy_between_processes
+from tandem.protocol.decoding import safe_decoder
+from tandem.protocol.errors import ConfigError, IncompatiblePeer, PeerLost, TransferError
 
 __all__ = ["NixlTransport"]
 

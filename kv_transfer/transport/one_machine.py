@@ -23,8 +23,8 @@ from msgspec import Meta
 from zmq.constants import PollEvent, SocketOption, SocketType
 from zmq.error import Again
 
-from protocol.errors import PeerLost, TransferError
-from protocol.process import ProcessId, has_ended, own_process
+from tandem.protocol.errors import PeerLost, TransferError
+from tandem.protocol.process import ProcessId, has_ended, own_process
 
 __all__ = ["UCX_TLS", "Mailbox", "MailboxAddress", "Way", "can_copy_between_processes"]
 

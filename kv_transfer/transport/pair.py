@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kv_transfer.transport.base import is_loopback
-from protocol.errors import ConfigError
+from tandem.kv_transfer.transport.base import is_loopback
+from tandem.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

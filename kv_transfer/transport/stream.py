@@ -9,7 +9,7 @@ import errno
 import socket
 import struct
 
-from protocol.errors import PeerLost
+from tandem.protocol.errors import PeerLost
 
 __all__ = ["MessageStream", "connect", "listen"]
 

@@ -12,8 +12,8 @@ import re
 import socket
 from urllib.parse import urlsplit
 
-from protocol.errors import ConfigError
-from router.engines.config import EngineSpec
+from tandem.protocol.errors import ConfigError
+from tandem.router.engines.config import EngineSpec
 
 __all__ = ["AddressRefused", "check_addresses", "is_local", "public_addresses"]
 

@@ -15,24 +15,24 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import Response
 
-from protocol.errors import ConfigError, ModelNotFound, RequestError, ServingError
-from router.admission_metrics import AdmissionCollector
-from router.background import BackgroundTasks
-from router.engines.addresses import check_addresses
-from router.engines.config import EngineSpec, check_tokenizer, spec_from
-from router.engines.fleet import Fleet
-from router.engines.forward import Forwarder, read_object
-from router.engines.metrics import EngineCollector
-from router.engines.prompts import PromptReader
-from router.engines.together import Together
-from router.metrics import EdgeMetrics
-from router.openai.errors import error_body, error_response
-from router.openai.layers import RouterApp, json_response
-from router.openai.views import decisions_view, metrics_response, pools_view
-from router.sibling_bus import SiblingBus
-from router.tenants import CacheScopes
-from router.tokenizer import TokenizerPool
-from router.worker_metrics import WorkerCollector
+from tandem.protocol.errors import ConfigError, ModelNotFound, RequestError, ServingError
+from tandem.router.admission_metrics import AdmissionCollector
+from tandem.router.engines.addresses import check_addresses
+from tandem.router.engines.config import EngineSpec, check_tokenizer, spec_from
+from tandem.router.engines.fleet import Fleet
+from tandem.router.engines.forward import Forwarder, read_object
+from tandem.router.engines.metrics import EngineCollector
+from tandem.router.engines.prompts import PromptReader
+from tandem.router.engines.together import Together
+from tandem.router.http.app import RouterApp, json_response
+from tandem.router.http.errors import error_body, error_response
+from tandem.router.http.metrics import EdgeMetrics
+from tandem.router.openai.views import decisions_view, metrics_response, pools_view
+from tandem.router.processes.sibling_bus import SiblingBus
+from tandem.router.text.tokenizer import TokenizerPool
+from tandem.router.workers.metrics import WorkerCollector
+from tandem.runtime.background import BackgroundTasks
+from tandem.scheduling.tenants import CacheScopes
 
 __all__ = ["KEY_PREFIX", "create_engines_app"]
 

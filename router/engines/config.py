@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from protocol.errors import ConfigError
-from protocol.messages import Role
+from tandem.protocol.errors import ConfigError
+from tandem.protocol.messages import Role
 
 __all__ = [
     "EngineKind",

@@ -12,18 +12,18 @@ from typing import Any, Protocol
 
 from zmq.asyncio import Context
 
-from protocol.digest import root_digest
-from protocol.messages import BlockEvents, PeerAddress, WorkerCard, WorkerState
-from router.background import BackgroundTasks
-from router.engines.breaker import Breaker
-from router.engines.config import EnginesConfig, EngineSpec
-from router.engines.kv_events import BlockTranslator, KvEventFeed
-from router.engines.looks import Resolve, looking_client
-from router.engines.pace import EnginePace
-from router.engines.shadow import ShadowCache
-from router.engines.upstream import Upstream
-from router.prefix_index import PrefixIndex
-from router.registry import Booking
+from tandem.protocol.digest import root_digest
+from tandem.protocol.messages import BlockEvents, PeerAddress, WorkerCard, WorkerState
+from tandem.router.engines.breaker import Breaker
+from tandem.router.engines.config import EnginesConfig, EngineSpec
+from tandem.router.engines.kv_events import BlockTranslator, KvEventFeed
+from tandem.router.engines.looks import Resolve, looking_client
+from tandem.router.engines.pace import EnginePace
+from tandem.router.engines.shadow import ShadowCache
+from tandem.router.engines.upstream import Upstream
+from tandem.runtime.background import BackgroundTasks
+from tandem.scheduling.prefix_index import PrefixIndex
+from tandem.scheduling.registry import Booking
 
 __all__ = ["Engine", "Exchanging", "digest_root"]
 

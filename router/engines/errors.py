@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from protocol.errors import Overloaded, WorkerError
-from router.engines.upstream import AnswerTooLarge, Unreachable
+from tandem.protocol.errors import Overloaded, WorkerError
+from tandem.router.engines.upstream import AnswerTooLarge, Unreachable
 
 __all__ = ["AnswerRefused", "EngineBusy", "EngineFailed", "engine_errors"]
 

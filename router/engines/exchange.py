@@ -20,17 +20,17 @@ from typing import Any, TypeVar
 
 import orjson
 
-from protocol.digest import CacheScope
-from router.cost_model import StepModel
-from router.engines.engine import Engine
-from router.engines.errors import EngineBusy, EngineFailed, engine_errors
-from router.engines.fleet import Fleet, Placed
-from router.engines.sse import Event, EventSplitter, first_event, leading_pieces, parse_event, split_events
-from router.engines.upstream import Reply
-from router.metrics import EdgeMetrics, RequestClock
-from router.openai.outlet import Outlet
-from router.openai.wishes import Wishes
-from router.silence import SilenceWatch
+from tandem.protocol.digest import CacheScope
+from tandem.router.engines.engine import Engine
+from tandem.router.engines.errors import EngineBusy, EngineFailed, engine_errors
+from tandem.router.engines.fleet import Fleet, Placed
+from tandem.router.engines.sse import Event, EventSplitter, first_event, leading_pieces, parse_event, split_events
+from tandem.router.engines.upstream import Reply
+from tandem.router.http.metrics import EdgeMetrics, RequestClock
+from tandem.router.http.request_options import Wishes
+from tandem.router.http.response_writer import Outlet
+from tandem.runtime.idle_timeout import SilenceWatch
+from tandem.scheduling.cost_model import StepModel
 
 __all__ = ["Call", "Exchange"]
 

@@ -16,24 +16,25 @@ import httpx
 import msgspec
 from zmq.asyncio import Context
 
-from protocol.config import RouterConfig
-from protocol.digest import CacheScope, block_digests, root_digest
-from protocol.errors import ConfigError, ModelNotFound, NoWorker
-from protocol.messages import Role, WorkerCard, WorkerLoad, WorkerState
-from protocol.siblings import EngineEntry, Load
-from router.background import BackgroundTasks
-from router.cost_model import CostModel
-from router.engines.addresses import public_addresses
-from router.engines.config import EnginesConfig, EngineSpec, check_fleet
-from router.engines.engine import Engine, card_of, digest_root, with_model
-from router.engines.errors import EngineBusy
-from router.engines.load import EngineLoad, EngineSize, model_of, parse_load, parse_size
-from router.engines.looks import look
-from router.placement import Placement, Placer
-from router.prefix_index import PrefixIndex
-from router.registry import Registry, Worker
-from router.siblings import SharedBooking, Siblings
-from router.tenants import Tenants
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.digest import CacheScope, block_digests, root_digest
+from tandem.protocol.errors import ConfigError, ModelNotFound, NoWorker
+from tandem.protocol.messages import Role, WorkerCard, WorkerLoad, WorkerState
+from tandem.router.engines.addresses import public_addresses
+from tandem.router.engines.config import EnginesConfig, EngineSpec, check_fleet
+from tandem.router.engines.engine import Engine, card_of, digest_root, with_model
+from tandem.router.engines.errors import EngineBusy
+from tandem.router.engines.load import EngineLoad, EngineSize, model_of, parse_load, parse_size
+from tandem.router.engines.looks import look
+from tandem.router.processes.sibling_messages import EngineEntry
+from tandem.router.processes.siblings import SharedBooking, Siblings
+from tandem.runtime.background import BackgroundTasks
+from tandem.scheduling.cost_model import CostModel
+from tandem.scheduling.load import RequestLoad
+from tandem.scheduling.placement import Placement, Placer
+from tandem.scheduling.prefix_index import PrefixIndex
+from tandem.scheduling.registry import Registry, Worker
+from tandem.scheduling.tenants import Tenants
 
 __all__ = ["Fleet", "Placed", "Prompt"]
 
@@ -261,14 +262,14 @@ class Fleet:
 
     # -- what siblings see --------------------------------------------------------------------------------------
 
-    def sibling_opened(self, load: Load, digests: Sequence[bytes]) -> None:
+    def sibling_opened(self, load: RequestLoad, digests: Sequence[bytes]) -> None:
         """Their engines will have the prompt cached."""
         now = self.clock()
         for name in dict.fromkeys((load.prefill, load.decode)):
             if (engine := self._engines.get(name)) is not None:
                 engine.expect_cached(digests, self.index, now)
 
-    def sibling_first_token(self, load: Load, wait_s: float) -> None:
+    def sibling_first_token(self, load: RequestLoad, wait_s: float) -> None:
         """An engine computes our prompts and theirs one after the other, so its pace needs both."""
         engine, worker = self._engines.get(load.prefill), self.registry.get(load.prefill)
         if engine is not None and worker is not None:
@@ -480,7 +481,7 @@ class Fleet:
         while len(engine.foreign) > num_foreign:
             engine.foreign.pop(0).release()
         while len(engine.foreign) < num_foreign:
-            engine.foreign.append(self.registry.reserve(Load(engine.name, engine.name, num_prompt, 0, num_kv)))
+            engine.foreign.append(self.registry.reserve(RequestLoad(engine.name, engine.name, num_prompt, 0, num_kv)))
         for booking in engine.foreign[: max(0, num_foreign - load.num_waiting)]:
             booking.prefill_done()
 

@@ -15,25 +15,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from protocol.errors import ModelNotFound, NoWorker, RequestError, ServingError
-from router.decisions import Decision
-from router.engines.errors import EngineBusy, EngineFailed
-from router.engines.exchange import Call, Exchange
-from router.engines.fleet import Fleet, Prompt
-from router.engines.prompts import PromptReader, TextReader, cache_salt_of, priority_of
-from router.engines.queues import Queues
-from router.metrics import EdgeMetrics
-from router.openai.answer import new_answer_id
-from router.openai.callers import check_json
-from router.openai.errors import ClientDisconnected, serving_error_body
-from router.openai.limits import check_brackets
-from router.openai.outlet import Outlet
-from router.openai.presence import while_connected
-from router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
-from router.openai.wishes import EXPLAIN_HEADER, wishes_of
-from router.placement import Placement
-from router.tenants import CacheScopes
-from router.tokenizer import TokenizerPool
+from tandem.protocol.errors import ModelNotFound, NoWorker, RequestError, ServingError
+from tandem.router.engines.errors import EngineBusy, EngineFailed
+from tandem.router.engines.exchange import Call, Exchange
+from tandem.router.engines.fleet import Fleet, Prompt
+from tandem.router.engines.prompts import PromptReader, TextReader, cache_salt_of, priority_of
+from tandem.router.engines.queues import Queues
+from tandem.router.http.callers import check_json
+from tandem.router.http.errors import ClientDisconnected, serving_error_body
+from tandem.router.http.json_body import check_brackets
+from tandem.router.http.metrics import EdgeMetrics
+from tandem.router.http.presence import while_connected
+from tandem.router.http.request_options import EXPLAIN_HEADER, wishes_of
+from tandem.router.http.response_writer import Outlet
+from tandem.router.openai.answer import new_answer_id
+from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
+from tandem.router.text.tokenizer import TokenizerPool
+from tandem.scheduling.decisions import Decision
+from tandem.scheduling.placement import Placement
+from tandem.scheduling.tenants import CacheScopes
 
 __all__ = ["Forwarder", "read_object"]
 

@@ -20,8 +20,8 @@ from zmq.asyncio import Context, Socket
 from zmq.constants import SocketType
 from zmq.error import ZMQError
 
-from protocol.decoding import safe_decoder
-from protocol.digest import block_digests, root_digest
+from tandem.protocol.decoding import safe_decoder
+from tandem.protocol.digest import block_digests, root_digest
 
 __all__ = ["BlockChange", "BlockTranslator", "KvEventFeed", "decode_batch"]
 

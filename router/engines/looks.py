@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import httpx
 
-from router.silence import answered
+from tandem.runtime.idle_timeout import answered
 
 __all__ = ["Resolve", "look", "looking_client"]
 

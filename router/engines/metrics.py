@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from protocol.messages import WorkerState
-from router.engines.breaker import BreakerState
-from router.engines.fleet import Fleet
+from tandem.protocol.messages import WorkerState
+from tandem.router.engines.breaker import BreakerState
+from tandem.router.engines.fleet import Fleet
 
 __all__ = ["EngineCollector"]
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from protocol.messages import StepStats
-from router.cost_model import prefill_attention
+from tandem.protocol.messages import StepStats
+from tandem.scheduling.cost_model import prefill_attention
 
 __all__ = ["EnginePace"]
 

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 import orjson
 
-from protocol.digest import CacheScope
-from protocol.errors import RequestError
-from router.openai.chat import template_messages, template_options
-from router.openai.limits import check_messages
-from router.openai.schema import ChatRequest, check_cache_salt, decode_body
-from router.token_lengths import PromptLimit
-from router.tokenizer import Tokenizer
+from tandem.protocol.digest import CacheScope
+from tandem.protocol.errors import RequestError
+from tandem.router.openai.chat import template_messages, template_options
+from tandem.router.openai.limits import check_messages
+from tandem.router.openai.schema import ChatRequest, check_cache_salt, decode_body
+from tandem.router.text.token_lengths import PromptLimit
+from tandem.router.text.tokenizer import Tokenizer
 
 __all__ = ["PromptReader", "TextReader", "TokenReader", "cache_salt_of", "max_tokens_of", "priority_of"]
 

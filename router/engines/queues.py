@@ -13,19 +13,19 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from protocol.errors import NoWorker
-from protocol.siblings import Waiting
-from router.admission import Admission, Dispatch, Offer, TenantStats
-from router.cost_model import Rows
-from router.decisions import Decision
-from router.engines.exchange import Call, Exchange
-from router.engines.fleet import Fleet, Prompt
-from router.engines.prompts import max_tokens_of
-from router.fair_queue import Work
-from router.gate import NUM_OTHERS, Gate
-from router.placement import Placement, Placer
-from router.registry import Registry, Worker, Workers, WorkerTable, can_decode
-from router.siblings import Siblings
+from tandem.protocol.errors import NoWorker
+from tandem.router.admission_queue import NUM_OTHERS, Gate
+from tandem.router.engines.exchange import Call, Exchange
+from tandem.router.engines.fleet import Fleet, Prompt
+from tandem.router.engines.prompts import max_tokens_of
+from tandem.router.processes.sibling_messages import Waiting
+from tandem.router.processes.siblings import Siblings
+from tandem.scheduling.admission import Admission, Dispatch, Offer, TenantStats
+from tandem.scheduling.cost_model import Rows
+from tandem.scheduling.decisions import Decision
+from tandem.scheduling.fair_queue import Work
+from tandem.scheduling.placement import Placement, Placer
+from tandem.scheduling.registry import Registry, Worker, Workers, WorkerTable, can_decode
 
 __all__ = ["ModelQueue", "Queues"]
 

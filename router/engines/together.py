@@ -7,11 +7,11 @@ from typing import Any
 import orjson
 from prometheus_client import CollectorRegistry
 
-from router.decisions import MAX_DECISIONS
-from router.engines.fleet import Fleet
-from router.engines.queues import Queues
-from router.shared_metrics import SharedMetrics
-from router.sibling_bus import SiblingBus
+from tandem.router.engines.fleet import Fleet
+from tandem.router.engines.queues import Queues
+from tandem.router.processes.shared_metrics import SharedMetrics
+from tandem.router.processes.sibling_bus import SiblingBus
+from tandem.scheduling.decisions import MAX_DECISIONS
 
 __all__ = ["Together"]
 

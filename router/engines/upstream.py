@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from router.arrivals import Arrivals
-from router.engines.looks import Resolve
+from tandem.router.arrivals import Arrivals
+from tandem.router.engines.looks import Resolve
 
 __all__ = ["AnswerTooLarge", "Reply", "Unreachable", "Upstream"]
 

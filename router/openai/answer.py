@@ -19,17 +19,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from protocol.errors import ServingError
-from router.metrics import EdgeMetrics, RequestClock
-from router.openai.backend import Backend
-from router.openai.errors import ClientDisconnected, internal_error_body, serving_error_body
-from router.openai.formats import AnswerFormat, FinishedChoice, Usage
-from router.openai.generation import ChoiceDelta, ChoicePlan, run_choices
-from router.openai.outlet import Outlet
-from router.openai.presence import while_connected
-from router.openai.wishes import EXPLAIN_HEADER
-from router.streams import Stream
-from router.tokenizer import Tokenizer
+from tandem.protocol.errors import ServingError
+from tandem.router.backend import Backend
+from tandem.router.http.errors import ClientDisconnected, internal_error_body, serving_error_body
+from tandem.router.http.metrics import EdgeMetrics, RequestClock
+from tandem.router.http.presence import while_connected
+from tandem.router.http.request_options import EXPLAIN_HEADER
+from tandem.router.http.response_writer import Outlet
+from tandem.router.openai.formats import AnswerFormat, FinishedChoice, Usage
+from tandem.router.openai.generation import ChoiceDelta, ChoicePlan, run_choices
+from tandem.router.streams import Stream
+from tandem.router.text.tokenizer import Tokenizer
 
 __all__ = ["Answer", "EventStream", "answer_request", "new_answer_id"]
 

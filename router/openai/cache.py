@@ -7,16 +7,16 @@ from typing import Any
 
 from starlette.requests import Request
 
-from protocol.digest import CacheScope
-from protocol.errors import RequestError
-from protocol.messages import Prefetch
-from router.openai.backend import PinRequest, PinState
-from router.openai.chat import tokenize_chat
-from router.openai.completions import check_prompt, tokenize_prompt
-from router.openai.edge import Edge, read_body
-from router.openai.keys import seen_by
-from router.openai.schema import PinFields, PrefetchFields, UnpinFields, refuse_unserved
-from router.openai.wishes import tenant_of
+from tandem.protocol.digest import CacheScope
+from tandem.protocol.errors import RequestError
+from tandem.protocol.messages import Prefetch
+from tandem.router.backend import PinRequest, PinState
+from tandem.router.http.keys import seen_by
+from tandem.router.http.request_options import tenant_of
+from tandem.router.openai.chat import tokenize_chat
+from tandem.router.openai.completions import check_prompt, tokenize_prompt
+from tandem.router.openai.edge import Edge, read_body
+from tandem.router.openai.schema import PinFields, PrefetchFields, UnpinFields, refuse_unserved
 
 __all__ = ["list_pins", "pin_prefix", "prefetch_pin", "unpin_prefix"]
 

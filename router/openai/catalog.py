@@ -6,11 +6,11 @@ from typing import Any
 
 from starlette.requests import Request
 
-from protocol.errors import ModelNotFound, RequestError
-from router.openai.chat import tokenize_chat
-from router.openai.edge import Edge, read_body
-from router.openai.sampling import check_token_ids
-from router.openai.schema import DetokenizeRequest, TokenizeRequest
+from tandem.protocol.errors import ModelNotFound, RequestError
+from tandem.router.openai.chat import tokenize_chat
+from tandem.router.openai.edge import Edge, read_body
+from tandem.router.openai.sampling import check_token_ids
+from tandem.router.openai.schema import DetokenizeRequest, TokenizeRequest
 
 __all__ = ["detokenize", "model_card", "model_list", "tokenize"]
 

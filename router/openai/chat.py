@@ -10,15 +10,16 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from protocol.digest import CacheScope
-from protocol.errors import RequestError
-from router.openai.answer import Answer, answer_request
-from router.openai.edge import Edge, Prompt, conversation_of, plan_answer, read_body
-from router.openai.formats import ChatFormat
-from router.openai.limits import check_brackets, check_fields, check_messages
-from router.openai.schema import ChatMessage, ChatRequest, refuse_unserved
-from router.openai.wishes import wishes_of
-from router.tokenizer import MIN_THREAD_BYTES
+from tandem.protocol.digest import CacheScope
+from tandem.protocol.errors import RequestError
+from tandem.router.http.json_body import check_brackets
+from tandem.router.http.request_options import wishes_of
+from tandem.router.openai.answer import Answer, answer_request
+from tandem.router.openai.edge import Edge, Prompt, conversation_of, plan_answer, read_body
+from tandem.router.openai.formats import ChatFormat
+from tandem.router.openai.limits import check_fields, check_messages
+from tandem.router.openai.schema import ChatMessage, ChatRequest, refuse_unserved
+from tandem.router.text.tokenizer import MIN_THREAD_BYTES
 
 __all__ = ["create_chat_completion", "plan_chat", "template_messages", "template_options", "tokenize_chat"]
 

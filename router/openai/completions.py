@@ -8,16 +8,16 @@ from typing import cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from protocol.errors import RequestError
-from router.openai.answer import Answer, answer_request
-from router.openai.edge import Edge, Prompt, conversation_of, plan_answer, read_body
-from router.openai.formats import CompletionFormat
-from router.openai.limits import check_echo, check_fields
-from router.openai.sampling import check_token_ids
-from router.openai.schema import CompletionRequest, refuse_unserved
-from router.openai.wishes import wishes_of
-from router.token_lengths import PromptLimit
-from router.tokenizer import Tokenizer
+from tandem.protocol.errors import RequestError
+from tandem.router.http.request_options import wishes_of
+from tandem.router.openai.answer import Answer, answer_request
+from tandem.router.openai.edge import Edge, Prompt, conversation_of, plan_answer, read_body
+from tandem.router.openai.formats import CompletionFormat
+from tandem.router.openai.limits import check_echo, check_fields
+from tandem.router.openai.sampling import check_token_ids
+from tandem.router.openai.schema import CompletionRequest, refuse_unserved
+from tandem.router.text.token_lengths import PromptLimit
+from tandem.router.text.tokenizer import Tokenizer
 
 __all__ = ["create_completion", "plan_completion", "tokenize_prompt"]
 

@@ -10,18 +10,18 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from starlette.requests import Request
 
-from protocol.digest import CacheScope
-from protocol.errors import ModelNotFound, RequestError
-from protocol.sampling import SamplingParams
-from router.detokenizer import StopStrings
-from router.metrics import EdgeMetrics
-from router.openai.answer import Answer, new_answer_id
-from router.openai.backend import Backend, GenerateRequest
-from router.openai.callers import check_json
-from router.openai.formats import AnswerFormat
-from router.openai.generation import ChoicePlan
-from router.openai.limits import check_held_logprobs, check_prompt_tokens
-from router.openai.sampling import (
+from tandem.protocol.digest import CacheScope
+from tandem.protocol.errors import ModelNotFound, RequestError
+from tandem.protocol.sampling import SamplingParams
+from tandem.router.backend import Backend, GenerateRequest
+from tandem.router.http.callers import check_json
+from tandem.router.http.metrics import EdgeMetrics
+from tandem.router.http.request_options import Wishes, tenant_of
+from tandem.router.openai.answer import Answer, new_answer_id
+from tandem.router.openai.formats import AnswerFormat
+from tandem.router.openai.generation import ChoicePlan
+from tandem.router.openai.limits import check_held_logprobs, check_prompt_tokens
+from tandem.router.openai.sampling import (
     UNKNOWN_CONTEXT_TOKENS,
     max_tokens_for,
     other_prompt,
@@ -29,11 +29,11 @@ from router.openai.sampling import (
     sibling_seed,
     stop_strings,
 )
-from router.openai.schema import MAX_CONVERSATION_ID_CHARS, GenerationFields, decode_body
-from router.openai.wishes import Wishes, tenant_of
-from router.tenants import CacheScopes
-from router.token_lengths import PromptLimit
-from router.tokenizer import Tokenizer, TokenizerPool
+from tandem.router.openai.schema import MAX_CONVERSATION_ID_CHARS, GenerationFields, decode_body
+from tandem.router.text.detokenizer import StopStrings
+from tandem.router.text.token_lengths import PromptLimit
+from tandem.router.text.tokenizer import Tokenizer, TokenizerPool
+from tandem.scheduling.tenants import CacheScopes
 
 __all__ = ["Edge", "Prompt", "conversation_of", "plan_answer", "read_body"]
 

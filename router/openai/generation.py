@@ -12,13 +12,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from protocol.errors import WorkerError
-from protocol.messages import FinishReason, TokenLogprobs
-from router.detokenizer import StopMatcher, StopStrings
-from router.metrics import RequestClock
-from router.openai.backend import Backend, GenerateRequest, TokenDelta
-from router.streams import GeneratorStream, Stream
-from router.tokenizer import Tokenizer
+from tandem.protocol.errors import WorkerError
+from tandem.protocol.messages import FinishReason, TokenLogprobs
+from tandem.router.backend import Backend, GenerateRequest, TokenDelta
+from tandem.router.http.metrics import RequestClock
+from tandem.router.streams import GeneratorStream, Stream
+from tandem.router.text.detokenizer import StopMatcher, StopStrings
+from tandem.router.text.tokenizer import Tokenizer
 
 __all__ = ["ChoiceDelta", "ChoicePlan", "ChoiceText", "TokenEntry", "run_choices"]
 

@@ -6,15 +6,11 @@ Each field may be large, all of them together not: what is held, sent and comput
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
-from protocol.errors import RequestError
-
-if TYPE_CHECKING:
-    from router.openai.schema import ChatMessage, GenerationFields
+from tandem.protocol.errors import RequestError
+from tandem.router.openai.schema import ChatMessage, GenerationFields
 
 __all__ = [
-    "check_brackets",
     "check_echo",
     "check_fields",
     "check_held_logprobs",
@@ -23,7 +19,6 @@ __all__ = [
     "check_stops",
 ]
 
-MAX_BRACKETS = 1 << 19  # in a body, and in the arguments of a tool call, which are JSON too
 MAX_SEQUENCES = 2048  # prompts times n
 MAX_STOPS = 1024  # OpenAI: 4
 MAX_STOP_CHARS = 4096  # of one
@@ -36,17 +31,6 @@ MAX_ECHO_CHARS = 1 << 24  # of all sequences
 MAX_MESSAGES = 16_384
 MAX_MESSAGE_PARTS = 65_536  # content parts and tool calls of all messages
 MAX_TEMPLATE_OPTIONS = 64
-
-
-def check_brackets(json: bytes | str, param: str | None = None) -> None:
-    """Raise `RequestError` where JSON that is still to be decoded may have too many arrays and objects.
-
-    Decoding millions of them, and the collector that looks at them, would hold everybody up. Brackets in strings count
-    too, as to tell them apart takes as long.
-    """
-    if len(json) > MAX_BRACKETS:
-        number = json.count(b"[") + json.count(b"{") if isinstance(json, bytes) else json.count("[") + json.count("{")
-        _require(number, MAX_BRACKETS, "opening brackets in its JSON", param)
 
 
 def check_fields(fields: GenerationFields, num_prompts: int, num_logprobs: int | None) -> None:

@@ -9,11 +9,11 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Protocol, Self
 
-from protocol.digest import EVERYONE
-from protocol.errors import ServingError
-from protocol.sampling import SamplingParams
-from router.background import BackgroundTasks
-from router.openai.backend import Backend, GenerateRequest
+from tandem.protocol.digest import EVERYONE
+from tandem.protocol.errors import ServingError
+from tandem.protocol.sampling import SamplingParams
+from tandem.router.backend import Backend, GenerateRequest
+from tandem.runtime.background import BackgroundTasks
 
 __all__ = ["Readiness", "Ready"]
 

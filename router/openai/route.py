@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from router.openai.chat import plan_chat
-from router.openai.completions import plan_completion
-from router.openai.edge import Edge, read_body
-from router.openai.views import decisions_view
+from tandem.router.openai.chat import plan_chat
+from tandem.router.openai.completions import plan_completion
+from tandem.router.openai.edge import Edge, read_body
+from tandem.router.openai.views import decisions_view
 
 __all__ = ["explain_route", "list_decisions"]
 

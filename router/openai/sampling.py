@@ -8,11 +8,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from protocol.errors import ContextLengthExceeded, RequestError
-from protocol.sampling import MAX_COUNT, SamplingParams
-from router.detokenizer import StopStrings
-from router.openai.limits import check_stops
-from router.openai.schema import GenerationFields
+from tandem.protocol.errors import ContextLengthExceeded, RequestError
+from tandem.protocol.sampling import MAX_COUNT, SamplingParams
+from tandem.router.openai.limits import check_stops
+from tandem.router.openai.schema import GenerationFields
+from tandem.router.text.detokenizer import StopStrings
 
 __all__ = [
     "UNKNOWN_CONTEXT_TOKENS",

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from protocol.errors import RequestError
-from protocol.sampling import (
+from tandem.protocol.errors import RequestError
+from tandem.protocol.sampling import (
     MAX_COUNT,
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
@@ -25,7 +25,7 @@ from protocol.sampling import (
     MAX_STOP_TOKEN_IDS,
     MIN_REPETITION_PENALTY,
 )
-from router.openai.limits import check_brackets
+from tandem.router.http.json_body import check_brackets
 
 __all__ = [
     "ChatMessage",

@@ -11,7 +11,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.openai.keys import seen_by
+from tandem.router.http.keys import seen_by
 
 __all__ = ["decisions_view", "metrics_response", "pools_view"]
 

@@ -10,7 +10,7 @@ from benchmarks.exposure import exposed_s
 from benchmarks.interference import gaps_within
 from benchmarks.role_flip import Phase, phase_at
 from benchmarks.throughput import _keep_better
-from loadtest.client import CUT, StreamTiming
+from tandem.loadtest.client import CUT, StreamTiming
 
 
 def stream(*times_s: float, text: str = "", error: str = "") -> StreamTiming:

@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cli.bench import BenchSettings, _print_table
-from cli.main import run
-from loadtest.client import StreamTiming
-from loadtest.stats import summarize
-from tests.fake_openai import FakeServer
+from tandem.cli.bench import BenchSettings, _print_table
+from tandem.cli.main import run
+from tandem.loadtest.client import StreamTiming
+from tandem.loadtest.stats import summarize
+from tests.support.fake_openai import FakeServer
 
 
 def test_writes_what_is_needed_to_repeat_the_run(

@@ -10,9 +10,9 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from cli.chat import ChatError, Conversation
-from cli.main import run
-from tests.fake_openai import FakeServer
+from tandem.cli.chat import ChatError, Conversation
+from tandem.cli.main import run
+from tests.support.fake_openai import FakeServer
 
 
 def talk(server: FakeServer, text: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
@@ -106,7 +106,7 @@ def test_ctrl_c_stops_the_answer_and_a_second_one_leaves(server: FakeServer) -> 
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()
     server.pause.clear()
-    command = [sys.executable, "-m", "cli", "chat", "--url", server.url]
+    command = [sys.executable, "-m", "tandem", "chat", "--url", server.url]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as process:
         os.close(theirs)  # only the child has it now: what we read ends when the child does
         guard = threading.Timer(30, process.kill)

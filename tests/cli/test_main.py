@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from typer import rich_utils
 
-from cli.main import ALIASES, run
-from cli.serve import build_config, serve
-from protocol.config import ClusterConfig, EngineConfig, RouterConfig, TierConfig, TransferConfig
-from protocol.errors import ConfigError
-from router.api_keys import key_digest
-from router.tenants import TenantPolicy, Tenants
+from tandem.cli.main import ALIASES, run
+from tandem.cli.serve import build_config, serve
+from tandem.protocol.config import ClusterConfig, EngineConfig, RouterConfig, TierConfig, TransferConfig
+from tandem.protocol.errors import ConfigError
+from tandem.router.http.api_keys import key_digest
+from tandem.scheduling.tenants import TenantPolicy, Tenants
 
 CONFIGS = [EngineConfig, TransferConfig, TierConfig, RouterConfig, ClusterConfig]
 COMPONENTS = {"engine", "tiers", "transfer", "router"}
@@ -37,7 +37,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
         configs.append(config)
         return 7
 
-    monkeypatch.setitem(sys.modules, "cluster.launch", types.SimpleNamespace(serve=launch))
+    monkeypatch.setitem(sys.modules, "tandem.cluster.serve", types.SimpleNamespace(serve=launch))
     return configs
 
 
@@ -85,7 +85,7 @@ def test_tenants_and_keys_are_read_once_before_anything_starts(tmp_path: Path, m
         given.extend(others)
         return 0
 
-    monkeypatch.setitem(sys.modules, "cluster.launch", types.SimpleNamespace(serve=launch))
+    monkeypatch.setitem(sys.modules, "tandem.cluster.serve", types.SimpleNamespace(serve=launch))
     tenants, keys = tmp_path / "tenants.toml", tmp_path / "keys"
     tenants.write_text("[tenants.search]\nweight = 4.0\n")
     keys.write_text("sk-1 search\n")
@@ -159,7 +159,7 @@ def test_error_of_the_launcher_is_one_line_too(
     def launch(*_: object) -> int:
         raise ConfigError("pool_bytes=9 is less than one block")
 
-    monkeypatch.setitem(sys.modules, "cluster.launch", types.SimpleNamespace(serve=launch))
+    monkeypatch.setitem(sys.modules, "tandem.cluster.serve", types.SimpleNamespace(serve=launch))
     assert run(["serve", "--port", "0", "--model", str(make_model(tmp_path / "m"))]) == 2
     assert capsys.readouterr().err == "tandem: pool_bytes=9 is less than one block\n"
 

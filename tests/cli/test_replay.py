@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.main import run
+from tandem.cli.main import run
 
 
 @pytest.fixture

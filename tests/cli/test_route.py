@@ -18,12 +18,12 @@ from typing import Any
 import httpx
 import pytest
 
-from cli.main import run
-from cli.route import admin_token, route
-from protocol.config import RouterConfig
-from protocol.errors import ConfigError
-from router.engines.config import EnginesConfig
-from tests.fake_openai import FakeServer
+from tandem.cli.main import run
+from tandem.cli.route import admin_token, route
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.errors import ConfigError
+from tandem.router.engines.config import EnginesConfig
+from tests.support.fake_openai import FakeServer
 
 FLAGS = inspect.signature(route).parameters
 

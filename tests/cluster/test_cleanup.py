@@ -13,14 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.cleanup import clear_up, private_run
+from tandem.cluster.cleanup import clear_up, private_run
 
 DEADLINE_S = 20.0
 SLEEP = "import time; print(flush=True); time.sleep(600)"
 # A server that starts a child, whose child outlives it, in a session of its own, and is told nothing of the end.
 SERVER = """
 import subprocess, sys, time
-from cluster.cleanup import private_run
+from tandem.cluster.cleanup import private_run
 sleep = "[sys.executable, '-c', 'import time; time.sleep(600)']"
 child = f"import subprocess, sys; subprocess.Popen({sleep}, start_new_session=True)"
 with private_run() as folder:
@@ -49,7 +49,7 @@ def marked_with(folder: Path) -> list[psutil.Process]:
 
 
 def guards_of(pid: int) -> list[psutil.Process]:
-    return [child for child in psutil.Process(pid).children() if "cluster.cleanup" in child.cmdline()]
+    return [child for child in psutil.Process(pid).children() if "tandem.cluster.cleanup" in child.cmdline()]
 
 
 @pytest.fixture

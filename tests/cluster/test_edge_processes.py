@@ -18,18 +18,18 @@ import msgspec
 import psutil
 import pytest
 
-from cluster.edge_process import EdgeSettings
-from cluster.edge_processes import EdgeProcesses, edge_processes
-from cluster.listening import listening
-from protocol.config import RouterConfig
-from protocol.digest import cache_scope
-from protocol.errors import ConfigError
-from router.api_keys import key_digest
-from router.edges.hub import EdgeHub
-from router.tenants import TenantPolicy, Tenants
-from router.tokenizer import Tokenizer
+from tandem.cluster.edge_process import EdgeSettings
+from tandem.cluster.edge_processes import EdgeProcesses, edge_processes
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.digest import cache_scope
+from tandem.protocol.errors import ConfigError
+from tandem.router.http.api_keys import key_digest
+from tandem.router.http.listening import listening
+from tandem.router.processes.hub import EdgeHub
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.scheduling.tenants import TenantPolicy, Tenants
 from tests.router.conftest import build_tokenizer
-from tests.router.fake_backend import FakeBackend, until
+from tests.support.fake_backend import FakeBackend, until
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 START_S = 60.0
@@ -235,7 +235,7 @@ def test_a_process_whose_parent_is_gone_ends(tmp_path: Path) -> None:
                 started_at_s=1,
             )
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "cluster.edge_process", stdin=PIPE, stdout=PIPE, start_new_session=True
+                sys.executable, "-m", "tandem.cluster.edge_process", stdin=PIPE, stdout=PIPE, start_new_session=True
             )
             assert process.stdin is not None
             assert process.stdout is not None

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster import model_store
-from cluster.model_store import default_cache, resolve_model, served_name
-from protocol.errors import ConfigError
+from tandem.cluster import model_store
+from tandem.cluster.model_store import resolve_model, served_name
+from tandem.protocol.config import cache_folder
+from tandem.protocol.errors import ConfigError
 
 FILES = ("config.json", "tokenizer.json", "model.safetensors")
 
@@ -156,9 +157,9 @@ def test_hub_model_that_is_not_cached_is_one_clear_line_offline(
 
 def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
-    assert default_cache() == tmp_path
+    assert cache_folder() == tmp_path
     monkeypatch.delenv("TANDEM_CACHE")
-    assert default_cache() == Path.home() / ".cache" / "tandem"
+    assert cache_folder() == Path.home() / ".cache" / "tandem"
 
 
 @pytest.mark.cluster

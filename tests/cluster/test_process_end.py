@@ -18,10 +18,10 @@ import ray
 from msgspec.structs import replace
 from ray.exceptions import RayActorError
 
-from cluster import process_end
-from cluster.process_end import ProcessIdentity, end_process, own_identity, until_gone
-from protocol.process import ProcessId
-from tests.processes import known, sleeping_child
+from tandem.cluster import process_end
+from tandem.cluster.process_end import ProcessIdentity, end_process, own_identity, until_gone
+from tandem.protocol.process import ProcessId
+from tests.support.processes import known, sleeping_child
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from cluster import processes
-from cluster.processes import ProcessGroup
-from protocol.errors import ConfigError
-from tests.router.fake_backend import until
+from tandem.cluster import processes
+from tandem.cluster.processes import ProcessGroup
+from tandem.protocol.errors import ConfigError
+from tests.support.fake_backend import until
 
 WAIT_S = 30.0
 SetupOf = Callable[[int, int], str]  # by the child's number, and how many were started before it
@@ -30,7 +30,7 @@ class Group:
         self.stop, self.stop_now, self.ready = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._setup_of = setup_of
         self.group = ProcessGroup(
-            "tests.cluster.small_child",
+            "tests.support.small_child",
             self._setup,
             count,
             stop_timeout_s=WAIT_S,

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from cluster.restarts import WINDOW_S, RestartBudget
+from tandem.cluster.restarts import WINDOW_S, RestartBudget
 
 
 def test_deaths_in_quick_succession_use_the_budget_up_and_restarts_become_rare() -> None:

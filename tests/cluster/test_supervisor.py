@@ -19,19 +19,19 @@ import pytest
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
-from cluster import process_end
-from cluster.autoscaler import Flip
-from cluster.launch import worker_configs
-from cluster.process_end import ProcessIdentity
-from cluster.supervisor import Supervisor, _first_line
-from protocol.config import ClusterConfig, EngineConfig, WorkerConfig
-from protocol.errors import ConfigError, WorkerError
-from protocol.messages import PeerAddress, Quarantine, Role, WorkerCard, WorkerState
-from protocol.process import process_of
-from router.cost_model import CostModel
-from router.registry import Registry
-from tests.cluster.harness import eventually
-from tests.router.builders import add_ready, make_card
+from tandem.cluster import process_end
+from tandem.cluster.process_end import ProcessIdentity
+from tandem.cluster.serve import worker_configs
+from tandem.cluster.supervisor import Supervisor, _first_line
+from tandem.protocol.config import ClusterConfig, EngineConfig, WorkerConfig
+from tandem.protocol.errors import ConfigError, WorkerError
+from tandem.protocol.messages import PeerAddress, Quarantine, Role, WorkerCard, WorkerState
+from tandem.protocol.process import process_of
+from tandem.scheduling.autoscaler import Flip
+from tandem.scheduling.cost_model import CostModel
+from tandem.scheduling.registry import Registry
+from tests.support.builders import add_ready, make_card
+from tests.support.cluster_harness import eventually
 
 
 def test_an_error_of_ours_is_shown_without_what_ray_wraps_it_in() -> None:
@@ -203,10 +203,10 @@ async def supervised(
     starts: bool = True,
     **pools: Any,
 ) -> AsyncIterator[Supervised]:
-    monkeypatch.setattr("cluster.restarts.FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr("cluster.supervisor._TELL_AGAIN_S", 0.01)
+    monkeypatch.setattr("tandem.cluster.restarts.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("tandem.cluster.supervisor._TELL_AGAIN_S", 0.01)
     fake_ray, registry = FakeRay(num_bad_starts=num_bad_starts), Registry()
-    monkeypatch.setattr("cluster.supervisor.ray", fake_ray)
+    monkeypatch.setattr("tandem.cluster.supervisor.ray", fake_ray)
     config = ClusterConfig(engine=EngineConfig(model="m"), max_restarts=max_restarts, autoscale=False, **pools)
     workers: Any = FakeWorkers(registry, fake_ray)
     flow: Any = SimpleNamespace()
@@ -235,8 +235,8 @@ def test_a_worker_may_load_its_model_for_long_while_its_process_answers(
     monkeypatch: pytest.MonkeyPatch, is_stopped: bool
 ) -> None:
     silent_s = 0.5
-    monkeypatch.setattr("cluster.supervisor._LOOK_AT_START_S", 0.01)
-    monkeypatch.setattr("cluster.supervisor._SILENT_START_S", silent_s)
+    monkeypatch.setattr("tandem.cluster.supervisor._LOOK_AT_START_S", 0.01)
+    monkeypatch.setattr("tandem.cluster.supervisor._SILENT_START_S", silent_s)
 
     async def run() -> None:
         async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
@@ -289,7 +289,7 @@ def test_when_the_last_worker_died_too_often_the_service_ends_with_its_reason(mo
 
 
 def test_when_no_node_is_left_the_service_ends_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.supervisor._PLACE_NOTICE_S", 0.02)
+    monkeypatch.setattr("tandem.cluster.supervisor._PLACE_NOTICE_S", 0.02)
 
     async def run() -> None:
         async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=1) as cluster:
@@ -328,7 +328,7 @@ def test_without_decode_workers_a_prefill_worker_serves_alone_until_one_is_back(
 ) -> None:
     async def run() -> None:
         async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=0) as cluster:
-            monkeypatch.setattr("cluster.restarts.FIRST_DELAY_S", 0.5)
+            monkeypatch.setattr("tandem.cluster.restarts.FIRST_DELAY_S", 0.5)
             cluster.die("decode-0")
             await eventually(lambda: cluster.roles() == {"prefill-0": "decode"})
             await eventually(lambda: cluster.roles() == {"prefill-0": "prefill", "decode-0": "decode"})
@@ -348,7 +348,7 @@ def test_requests_fail_at_once_and_blocks_wait_for_the_proof_of_a_stopped_proces
         return await end_once(identity)
 
     monkeypatch.setattr(process_end, "_end_once", end)
-    monkeypatch.setattr("cluster.supervisor._GONE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("tandem.cluster.supervisor._GONE_TIMEOUT_S", 0.05)
 
     async def run() -> None:
         async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=9) as cluster:
@@ -402,7 +402,7 @@ def test_the_end_of_a_flip_gives_no_work_to_a_worker_that_is_to_be_replaced(monk
 
 
 def test_a_sender_whose_lost_writes_take_too_much_of_a_pool_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.supervisor._LOOK_AT_QUARANTINES_S", 0.01)
+    monkeypatch.setattr("tandem.cluster.supervisor._LOOK_AT_QUARANTINES_S", 0.01)
 
     async def run() -> None:
         async with supervised(monkeypatch, num_prefill=2, num_decode=1, max_restarts=0) as cluster:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from protocol.digest import block_digests
-from protocol.errors import PeerLost, TransferTimeout
-from protocol.messages import PeerAddress
-from tests.decode_worker.pressure_world import BLOCK_SIZE, STEP_S, PressureWorld, Request
+from tandem.protocol.digest import block_digests
+from tandem.protocol.errors import PeerLost, TransferTimeout
+from tandem.protocol.messages import PeerAddress
+from tests.support.pressure_world import BLOCK_SIZE, STEP_S, PressureWorld, Request
 
 NUM_BLOCKS = 1000
 PROMPTS, OUTPUTS = (400, 800, 1600), (50, 100, 400, 1600)

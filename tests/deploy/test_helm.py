@@ -11,8 +11,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from protocol.config import ClusterConfig, EngineConfig, RouterConfig, TierConfig, TransferConfig
-from tests.deploy.commands import accept, tandem_commands
+from tandem.protocol.config import ClusterConfig, EngineConfig, RouterConfig, TierConfig, TransferConfig
+from tests.support.commands import accept, tandem_commands
 
 CHART = Path(__file__).resolve().parents[2] / "helm" / "tandem"
 HELM = Path(sys.executable).parent / "helm"

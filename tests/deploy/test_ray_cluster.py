@@ -8,8 +8,8 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from cluster.model_store import DEFAULT_MODEL
-from tests.deploy.commands import accept, tandem_commands
+from tandem.cluster.model_store import DEFAULT_MODEL
+from tests.support.commands import accept, tandem_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "~/.ray/auth_token"

@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.server import Server, started, until
+from tests.support.server import Server, started, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import common
 from benchmarks.hostile import attack
 from benchmarks.hostile_inputs import hostile_inputs
-from tests.e2e.server import Server, started
+from tests.support.server import Server, started
 
 SEED = 0  # of the inputs; printed with every failure
 

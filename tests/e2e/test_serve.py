@@ -21,7 +21,7 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.server import Server, started, until
+from tests.support.server import Server, started, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 

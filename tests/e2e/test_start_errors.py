@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import START_S, started, until
+from tests.support.server import START_S, started, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.server import started
+from tests.support.server import started
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 

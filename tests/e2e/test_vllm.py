@@ -8,7 +8,7 @@ import os
 import pytest
 
 from benchmarks.engines import measure_answers, measure_turns, routed
-from cluster.model_store import DEFAULT_MODEL
+from tandem.cluster.model_store import DEFAULT_MODEL
 
 VLLM_PYTHON = os.environ.get("TANDEM_VLLM_PYTHON", "")
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.engine import Engine
-from protocol.config import EngineConfig
-from tests.engine.tiny_models import SERVED, save_model
+from tandem.engine.engine import Engine
+from tandem.protocol.config import EngineConfig
+from tests.support.tiny_models import SERVED, save_model
 
 BuildEngine = Callable[..., Engine]
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention.context import StepContext
-from engine.attention.cpu import CpuAttention
-from engine.attention.interface import PagedStep, paged_attention_forward
-from engine.attention.reference import ReferenceAttention
+from tandem.engine.attention.context import StepContext
+from tandem.engine.attention.cpu import CpuAttention
+from tandem.engine.attention.interface import PagedStep, paged_attention_forward
+from tandem.engine.attention.reference import ReferenceAttention
 
 NUM_LAYERS = 2
 

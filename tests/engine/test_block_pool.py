@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.block_pool import BlockPool
+from tandem.engine.block_pool import BlockPool
 
 
 def digest(i: int) -> bytes:

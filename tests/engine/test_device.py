@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.device import DeviceQueue
-from engine.engine import Engine
-from engine.sequence import Phase, Sequence
+from tandem.engine.device import DeviceQueue
+from tandem.engine.engine import Engine
+from tandem.engine.sequence import Phase, Sequence
 from tests.engine.conftest import BuildEngine
-from tests.engine.late_device import LateDevice
 from tests.engine.test_engine import add, drain, generate, make_prompt, output
+from tests.support.late_device import LateDevice
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

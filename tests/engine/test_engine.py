@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine.engine import Engine, SequenceFailure
-from engine.sampling.sampler import Sampler
-from engine.scheduler import ScheduledChunk
-from engine.sequence import Phase, Sequence
-from protocol.config import EngineConfig
-from protocol.errors import ConfigError, ContextLengthExceeded, RequestError
-from protocol.messages import FinishReason, Turn
-from protocol.sampling import SamplingParams
-from tests.engine.answers import Expects
+from tandem.engine.engine import Engine, SequenceFailure
+from tandem.engine.sampling.sampler import Sampler
+from tandem.engine.scheduler import ScheduledChunk
+from tandem.engine.sequence import Phase, Sequence
+from tandem.protocol.config import EngineConfig
+from tandem.protocol.errors import ConfigError, ContextLengthExceeded, RequestError
+from tandem.protocol.messages import FinishReason, Turn
+from tandem.protocol.sampling import SamplingParams
 from tests.engine.conftest import BuildEngine
-from tests.engine.tiny_models import EOS, LONGROPE, REFUSED, SERVED, VOCAB, save_model
+from tests.support.answers import Expects
+from tests.support.tiny_models import EOS, LONGROPE, REFUSED, SERVED, VOCAB, save_model
 
 EDGE_LENGTHS = (1, 15, 16, 17, 33, 60)
 EXACT = ("llama", "gemma2", "phi3", "gpt2", "mixtral", "qwen3_moe")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.loader import model_revision, resolve_device, resolve_dtype
-from protocol.errors import ConfigError
+from tandem.engine.loader import model_revision, resolve_device, resolve_dtype
+from tandem.protocol.errors import ConfigError
 
 
 def save_weights(folder: Path, last: float = 0.0, config: str = "{}") -> Path:

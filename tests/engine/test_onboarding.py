@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from engine.scheduler import Scheduler
-from engine.sequence import Onboarding, Sequence
+from tandem.engine.scheduler import Scheduler
+from tandem.engine.sequence import Onboarding, Sequence
 from tests.engine.test_scheduler import SIZE, drain, make_scheduler, make_sequence, step
 
 

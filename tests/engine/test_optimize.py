@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as interleaved_rotary
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as half_rotary
 
-from engine.cpu.ops import make_rms_norm, make_rotate, make_silu_multiply
-from engine.cpu.optimize import PackedLinear, _agrees, _first, _rotary_agrees, optimize
-from tests.engine.tiny_models import SERVED
+from tandem.engine.cpu.ops import make_rms_norm, make_rotate, make_silu_multiply
+from tandem.engine.cpu.optimize import PackedLinear, _agrees, _first, _rotary_agrees, optimize
+from tests.support.tiny_models import SERVED
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.room import AnswerLengths, Claim, Room
+from tandem.engine.room import AnswerLengths, Claim, Room
 
 SIZE = 4
 

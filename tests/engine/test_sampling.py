@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampling.draw import uniform_draw
-from engine.sampling.sampler import SampledToken, Sampler, draw_token
-from engine.sequence import Sequence
-from protocol.sampling import SamplingParams
+from tandem.engine.sampling.draw import uniform_draw
+from tandem.engine.sampling.sampler import SampledToken, Sampler, draw_token
+from tandem.engine.sequence import Sequence
+from tandem.protocol.sampling import SamplingParams
 
 VOCAB = 50
 EOS = 2

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.block_pool import BlockPool
-from engine.scheduler import Reservation, ScheduledChunk, Scheduler
-from engine.sequence import Phase, Sequence, SequenceStatus
-from protocol.messages import Turn
-from protocol.sampling import SamplingParams
-from tests.engine.answers import Expects
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.scheduler import Reservation, ScheduledChunk, Scheduler
+from tandem.engine.sequence import Phase, Sequence, SequenceStatus
+from tandem.protocol.messages import Turn
+from tandem.protocol.sampling import SamplingParams
+from tests.support.answers import Expects
 
 SIZE = 4
 

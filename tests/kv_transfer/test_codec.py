@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kv_transfer.codec import _SLAB_BYTES, CODEC_NAMES, Codec, create_codec
-from protocol.errors import ConfigError
+from tandem.kv_transfer.codec import _SLAB_BYTES, CODEC_NAMES, Codec, create_codec
+from tandem.protocol.errors import ConfigError
 
 SHAPE = (3, 2, 4, 2, 6)  # [num_layers, 2, block_size, num_kv_heads, head_dim]
 LOSSY = [name for name in CODEC_NAMES if name != "raw"]

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 import torch
 
-from kv_transfer.transport import Notification, TransferState, Transport
-from kv_transfer.transport.collective import CollectiveTransport
-from kv_transfer.transport.stream import MessageStream, connect, listen
-from protocol.errors import IncompatiblePeer, PeerLost
+from tandem.kv_transfer.transport import Notification, TransferState, Transport
+from tandem.kv_transfer.transport.collective import CollectiveTransport
+from tandem.kv_transfer.transport.stream import MessageStream, connect, listen
+from tandem.protocol.errors import IncompatiblePeer, PeerLost
 
 DEADLINE_S = 10.0
 
@@ -118,7 +118,7 @@ def test_an_order_that_leaves_the_pool_ends_the_link(
 def test_someone_who_says_nothing_does_not_stay(
     transport: CollectiveTransport, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_transfer.transport.collective._HELLO_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("tandem.kv_transfer.transport.collective._HELLO_TIMEOUT_S", 0.05)
     wait_for(stranger.is_dropped, transport)
 
 
@@ -165,7 +165,7 @@ def test_a_peer_that_was_never_there_is_lost(transport: CollectiveTransport, oth
 def test_a_peer_that_does_not_poll_is_lost_in_time(
     transport: CollectiveTransport, other: CollectiveTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_transfer.transport.collective._SET_UP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("tandem.kv_transfer.transport.collective._SET_UP_TIMEOUT_S", 0.1)
     other.add_peer("d", 1, transport.local_metadata())
     transfer = other.write_blocks("d", [0], [0])
     wait_for(lambda: transfer.is_settled, other)
@@ -176,7 +176,7 @@ def test_a_peer_that_does_not_poll_is_lost_in_time(
 def test_a_peer_that_stops_polling_is_lost_in_time(
     transport: CollectiveTransport, other: CollectiveTransport, monkeypatch: pytest.MonkeyPatch, is_read: bool
 ) -> None:
-    monkeypatch.setattr("kv_transfer.transport.pair._TIMEOUT_S", 0.5)
+    monkeypatch.setattr("tandem.kv_transfer.transport.pair._TIMEOUT_S", 0.5)
     other.add_peer("d", 1, transport.local_metadata())
     first = other.write_blocks("d", [0], [0])
     wait_for(lambda: first.is_settled, other, transport)

@@ -7,12 +7,12 @@ from collections import Counter
 import pytest
 
 from benchmarks.eviction import CAPACITIES, TRACES, load, optimal, replay
-from kv_transfer.eviction import POLICIES, EvictionPolicy, create_policy
-from kv_transfer.eviction.arc import ARC
-from kv_transfer.eviction.hit_density import HitDensity
-from kv_transfer.eviction.lru import LRU
-from kv_transfer.eviction.s3fifo import S3FIFO
-from protocol.errors import ConfigError
+from tandem.kv_transfer.eviction import POLICIES, EvictionPolicy, create_policy
+from tandem.kv_transfer.eviction.arc import ARC
+from tandem.kv_transfer.eviction.hit_density import HitDensity
+from tandem.kv_transfer.eviction.lru import LRU
+from tandem.kv_transfer.eviction.s3fifo import S3FIFO
+from tandem.protocol.errors import ConfigError
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from benchmarks.faults import Faults, run, save_tiny_model
-from decode_worker import DecodeRole
-from engine.engine import Engine
-from kv_transfer.checksum import block_checksums, seal, unseal, wrong_blocks
-from kv_transfer.links import LinkState, PeerLinks
-from kv_transfer.outbox import LeaseEnded, Outbox
-from kv_transfer.transport.base import Notification, TransferState
-from kv_transfer.transport.faulty import Fault, FaultyTransport
-from kv_transfer.transport.in_process import InProcessHub, InProcessTransport
-from prefill_worker import PrefillRole
-from protocol.config import EngineConfig, TransferConfig
-from protocol.errors import PeerLost
-from protocol.messages import (
+from tandem.decode_worker import DecodeRole
+from tandem.engine.engine import Engine
+from tandem.kv_transfer.checksum import block_checksums, seal, unseal, wrong_blocks
+from tandem.kv_transfer.links import LinkState, PeerLinks
+from tandem.kv_transfer.outbox import LeaseEnded, Outbox
+from tandem.kv_transfer.transport.base import Notification, TransferState
+from tandem.kv_transfer.transport.faulty import Fault, FaultyTransport
+from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport
+from tandem.prefill_worker import PrefillRole
+from tandem.protocol.config import EngineConfig, TransferConfig
+from tandem.protocol.errors import PeerLost
+from tandem.protocol.messages import (
     ChunkArrived,
     Decode,
     HandoffDone,
@@ -37,7 +37,7 @@ from protocol.messages import (
     Prefill,
     decode_message,
 )
-from protocol.sampling import SamplingParams
+from tandem.protocol.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 BLOCK_SIZE = 8

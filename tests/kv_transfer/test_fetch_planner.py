@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.fetch_planner import FetchPlan, LoadRange, Source, plan_fetch
+from tandem.kv_transfer.fetch_planner import FetchPlan, LoadRange, Source, plan_fetch
 
 SIZE = 16
 TOKEN_S = 2e-3  # one CPU core

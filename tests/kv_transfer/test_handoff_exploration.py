@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.kv_transfer.handoff_world import World, walk
+from tests.support.handoff_world import World, walk
 
 
 class Exploration(RuleBasedStateMachine):

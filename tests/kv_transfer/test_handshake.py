@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kv_transfer.handshake import compatibility_fields, differences, differing_fields
+from tandem.kv_transfer.handshake import compatibility_fields, differences, differing_fields
 
 
 def make_fields(**changes: Any) -> dict[str, str]:

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kv_transfer.leases import Fenced, LeaseTable, Received, Released
-from kv_transfer.outbox import BlockWrite, HandoffEnded, LeaseEnded, Outbox
-from kv_transfer.transport.base import TransferState
-from protocol.messages import ChunkArrived
+from tandem.kv_transfer.leases import Fenced, LeaseTable, Received, Released
+from tandem.kv_transfer.outbox import BlockWrite, HandoffEnded, LeaseEnded, Outbox
+from tandem.kv_transfer.transport.base import TransferState
+from tandem.protocol.messages import ChunkArrived
 
 REQUEST, RECEIVER, SENDER = "r", "d", "p"
 TTL_TICKS = 2  # a lease outlives one tick and a heartbeat in it

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_transfer.leases import Fenced, Lease, LeaseTable, Received, Released
+from tandem.kv_transfer.leases import Fenced, Lease, LeaseTable, Received, Released
 
 
 def grant(

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kv_transfer.links import LinkState, PeerLinks
-from kv_transfer.transport.in_process import InProcessHub, InProcessTransport
-from protocol.messages import Message, PeerAddress, PeerHello, PeerRefused
+from tandem.kv_transfer.links import LinkState, PeerLinks
+from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport
+from tandem.protocol.messages import Message, PeerAddress, PeerHello, PeerRefused
 
 TIMEOUT_S = 5.0
 

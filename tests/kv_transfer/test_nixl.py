@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kv_transfer.checksum import seal
-from kv_transfer.transport import nixl
-from kv_transfer.transport.base import TransferState
-from kv_transfer.transport.nixl import _HEADER, _MAX_AHEAD, _MAX_EARLY, NixlTransport, _bindings, _Copy, _Inbox
+from tandem.kv_transfer.checksum import seal
+from tandem.kv_transfer.transport import nixl
+from tandem.kv_transfer.transport.base import TransferState
+from tandem.kv_transfer.transport.nixl import _HEADER, _MAX_AHEAD, _MAX_EARLY, NixlTransport, _bindings, _Copy, _Inbox
 
 
 def make_message(sequence: int, link: int = 1) -> bytes:

@@ -16,14 +16,14 @@ import pytest
 import torch
 import zmq
 
-from kv_transfer.checksum import seal
-from kv_transfer.transport import Transport, create_transport
-from kv_transfer.transport.nixl import _HEADER
-from protocol.errors import IncompatiblePeer, PeerLost, TransferError
+from tandem.kv_transfer.checksum import seal
+from tandem.kv_transfer.transport import Transport, create_transport
+from tandem.kv_transfer.transport.nixl import _HEADER
+from tandem.protocol.errors import IncompatiblePeer, PeerLost, TransferError
 
 LISTENERS = """
 import sys, os, psutil, torch
-from kv_transfer.transport import create_transport
+from tandem.kv_transfer.transport import create_transport
 host, mailbox = sys.argv[1:]
 transport = create_transport(
     "nixl", worker_id="a", epoch=1, pool=torch.zeros(4, 1024), host=host, mailbox=mailbox

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from kv_transfer.outbox import BlockWrite, HandoffEnded, LeaseEnded, Outbox
-from kv_transfer.transport import TransferState
-from protocol.errors import TransferError
-from protocol.messages import FINISHED_EARLY, ChunkArrived, HandoffDone
+from tandem.kv_transfer.outbox import BlockWrite, HandoffEnded, LeaseEnded, Outbox
+from tandem.kv_transfer.transport import TransferState
+from tandem.protocol.errors import TransferError
+from tandem.protocol.messages import FINISHED_EARLY, ChunkArrived, HandoffDone
 
 REVOKED = "revoked by the receiver: the KV did not arrive in time, or the request has ended"
 DONE, FAILED, LOST = TransferState.DONE, TransferState.FAILED, TransferState.LOST

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kv_transfer.transport import Notification, Transfer, TransferState, Transport, create_transport
-from kv_transfer.transport.base import BlockRun, block_runs
-from kv_transfer.transport.in_process import InProcessHub
-from protocol.errors import ConfigError, IncompatiblePeer, PeerLost, TransferError
+from tandem.kv_transfer.transport import Notification, Transfer, TransferState, Transport, create_transport
+from tandem.kv_transfer.transport.base import BlockRun, block_runs
+from tandem.kv_transfer.transport.in_process import InProcessHub
+from tandem.protocol.errors import ConfigError, IncompatiblePeer, PeerLost, TransferError
 
 ONE_MACHINE = "nixl on one machine"  # without a port of UCX
 TRANSPORTS = ["in_process", "nccl", "nixl", ONE_MACHINE]

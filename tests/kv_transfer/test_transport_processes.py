@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from kv_transfer.transport import Notification, Transfer, TransferState, Transport, create_transport
-from protocol.errors import PeerLost
+from tandem.kv_transfer.transport import Notification, Transfer, TransferState, Transport, create_transport
+from tandem.protocol.errors import PeerLost
 
 NUM_BLOCKS = 32
 ONE_MACHINE = "nixl on one machine"  # without a port of UCX
@@ -68,7 +68,7 @@ class Peer:
 
     def __init__(self, name: str, folder: str, epoch: int = 1) -> None:
         context = multiprocessing.get_context("forkserver")  # fork without our threads
-        context.set_forkserver_preload(["kv_transfer.transport.collective", "kv_transfer.transport.nixl"])
+        context.set_forkserver_preload(["tandem.kv_transfer.transport.collective", "tandem.kv_transfer.transport.nixl"])
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=run_peer, args=(theirs, name, folder, epoch), daemon=True)
         self.process.start()
@@ -357,7 +357,7 @@ def test_a_copy_with_a_peer_that_dies_meanwhile_is_lost_and_over(
     first = transport.write_blocks("d", [0], [0])
     poll_until(transport, lambda: first.is_settled)
     peer.kill()
-    monkeypatch.setattr("kv_transfer.transport.nixl._check_alive", lambda peer: None)  # it dies right after that
+    monkeypatch.setattr("tandem.kv_transfer.transport.nixl._check_alive", lambda peer: None)  # it dies right after that
     copy = (transport.read_blocks if is_read else transport.write_blocks)("d", [1], [1])
     poll_until(transport, lambda: copy.is_settled, LOSS_BOUND_S)
     assert copy.state is TransferState.LOST

@@ -3,8 +3,8 @@ import socket
 
 import pytest
 
-from loadtest.client import CUT, MeasuringClient, StreamTiming
-from tests.fake_openai import FakeServer
+from tandem.loadtest.client import CUT, MeasuringClient, StreamTiming
+from tests.support.fake_openai import FakeServer
 
 
 def complete(server: FakeServer, num_tokens: int = 5) -> StreamTiming:

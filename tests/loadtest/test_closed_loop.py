@@ -1,9 +1,9 @@
 import asyncio
 
-from loadtest.client import MeasuringClient
-from loadtest.closed_loop import ChatLoad, run_chats, run_completions
-from loadtest.prompts import random_prompts
-from tests.fake_openai import FakeServer
+from tandem.loadtest.client import MeasuringClient
+from tandem.loadtest.closed_loop import ChatLoad, run_chats, run_completions
+from tandem.loadtest.prompts import random_prompts
+from tests.support.fake_openai import FakeServer
 
 
 def prompts_of(server: FakeServer, seed: int = 0) -> list[list[int]]:

@@ -3,7 +3,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.fake_openai import FakeServer
+from tests.support.fake_openai import FakeServer
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -4,8 +4,8 @@ import math
 import numpy as np
 import pytest
 
-from loadtest.client import StreamTiming
-from loadtest.stats import Distribution, percentile, summarize
+from tandem.loadtest.client import StreamTiming
+from tandem.loadtest.stats import Distribution, percentile, summarize
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100, 101])

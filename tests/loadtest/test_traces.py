@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.eviction import TRACES, load
-from loadtest.traces import TraceRequest, read_trace
+from tandem.loadtest.traces import TraceRequest, read_trace
 
 LINE = {"timestamp": 1500, "input_length": 700, "output_length": 9, "hash_ids": [4, 5]}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from protocol.digest import DIGEST_BYTES, TOKEN_BYTES, python_chain_digests, python_token_bytes
+from tandem.protocol.digest import DIGEST_BYTES, TOKEN_BYTES, python_chain_digests, python_token_bytes
 
 compiled = pytest.importorskip("protocol._digest", reason="not built here: it needs a C compiler and Python's headers")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from protocol.config import ClusterConfig, EngineConfig, RouterConfig, TierConfig, TransferConfig
-from protocol.errors import ConfigError
+from tandem.protocol.config import ClusterConfig, EngineConfig, RouterConfig, TierConfig, TransferConfig
+from tandem.protocol.errors import ConfigError
 
 
 def make_engine_config(**changes: Any) -> EngineConfig:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.digest import (
+from tandem.protocol.digest import (
     DIGEST_BYTES,
     EVERYONE,
     block_digests,

@@ -5,8 +5,8 @@ import typing
 import msgspec
 import pytest
 
-from protocol import messages
-from protocol.messages import (
+from tandem.protocol import messages
+from tandem.protocol.messages import (
     BlockEvents,
     BlockSnapshot,
     Cancel,
@@ -50,7 +50,7 @@ from protocol.messages import (
     decode_message,
     encode_message,
 )
-from protocol.sampling import SamplingParams
+from tandem.protocol.sampling import SamplingParams
 
 PEER = PeerAddress("d0", 7, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2", "k" * 40)
 SAMPLING = SamplingParams(max_tokens=3, seed=2**63, stop_token_ids=(1, 2), logit_bias={5: -1.5}, num_logprobs=0)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from protocol.process import has_ended, own_process, process_of
-from tests.processes import known, sleeping_child
+from tandem.protocol.process import has_ended, own_process, process_of
+from tests.support.processes import known, sleeping_child
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol.messages import decode_message
-from protocol.sampling import MAX_COUNT, SamplingParams
+from tandem.protocol.messages import decode_message
+from tandem.protocol.sampling import MAX_COUNT, SamplingParams
 
 AT_THE_BOUNDS: list[dict[str, Any]] = [
     {"max_tokens": 0},

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from router.tokenizer import Tokenizer
+from tandem.router.text.tokenizer import Tokenizer
 
 CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages -%}
 {%- if message.content == 'forbidden' %}{{ raise_exception('forbidden words') }}{% endif -%}

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import pytest
 from prometheus_client import CollectorRegistry
 
-from protocol.config import RouterConfig
-from protocol.messages import Decode, FinishReason, Generate, Message, SequenceDelta
-from router.app import create_app
-from router.tokenizer import Tokenizer
-from tests.router.fake_backend import RawClient
-from tests.router.fake_worker import FakeCluster, FakeWorker, fake_cluster, first_token
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.messages import Decode, FinishReason, Generate, Message, SequenceDelta
+from tandem.router.openai.app import create_app
+from tandem.router.text.tokenizer import Tokenizer
+from tests.support.fake_backend import RawClient
+from tests.support.fake_worker import FakeCluster, FakeWorker, fake_cluster, first_token
 
 pytestmark = pytest.mark.anyio
 

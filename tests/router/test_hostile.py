@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from router.tokenizer import Tokenizer
-from tests.router.fake_backend import FakeBackend, closing
-from tests.router.hostile_bodies import Input, large_inputs, small_inputs
+from tandem.router.text.tokenizer import Tokenizer
+from tests.support.fake_backend import FakeBackend, closing
+from tests.support.hostile_bodies import Input, large_inputs, small_inputs
 
 SEED = 11
 ANSWER_TIMEOUT_S = 30.0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.inbox import Inbox, Turns
+from tandem.router.inbox import Inbox, Turns
 
 pytestmark = pytest.mark.anyio
 

@@ -9,8 +9,9 @@ import os
 import psutil
 import pytest
 
-from router import admission, fair_queue, flow, pins
-from tests.router.memory_world import MemoryWorld, table_sizes
+from tandem.router.workers import flow, pins
+from tandem.scheduling import admission, fair_queue
+from tests.support.memory_world import MemoryWorld, table_sizes
 
 SOAK_ENV = "TANDEM_SOAK_REQUESTS"
 TIMED = {"PrefixIndex._young", "PrefixIndex._old"}  # of the last two seconds, however many came in them

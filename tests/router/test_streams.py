@@ -8,17 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from protocol.digest import EVERYONE
-from protocol.errors import WorkerError
-from protocol.sampling import SamplingParams
-from router.detokenizer import StopStrings
-from router.inbox import Inbox, Turns
-from router.metrics import EdgeMetrics, RequestClock
-from router.openai.backend import GenerateRequest, TokenDelta
-from router.openai.generation import ChoiceDelta, ChoicePlan, run_choices
-from router.streams import GeneratorStream, InboxStream, Stream
-from router.tokenizer import Tokenizer
-from tests.router.fake_backend import FakeBackend
+from tandem.protocol.digest import EVERYONE
+from tandem.protocol.errors import WorkerError
+from tandem.protocol.sampling import SamplingParams
+from tandem.router.backend import GenerateRequest, TokenDelta
+from tandem.router.http.metrics import EdgeMetrics, RequestClock
+from tandem.router.inbox import Inbox, Turns
+from tandem.router.openai.generation import ChoiceDelta, ChoicePlan, run_choices
+from tandem.router.streams import GeneratorStream, InboxStream, Stream
+from tandem.router.text.detokenizer import StopStrings
+from tandem.router.text.tokenizer import Tokenizer
+from tests.support.fake_backend import FakeBackend
 
 pytestmark = pytest.mark.anyio
 

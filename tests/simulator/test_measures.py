@@ -8,14 +8,14 @@ import re
 
 import pytest
 
-from loadtest.traces import TraceRequest
-from protocol.errors import ConfigError
-from simulator.cluster import Cluster
-from simulator.machine import MACHINES
-from simulator.measures import Slo, gap_distribution, quantile, summarize, timeline
-from simulator.report import html_report, plots
-from simulator.simulation import Gaps, Outcome, simulate
-from simulator.worker import Job
+from tandem.loadtest.traces import TraceRequest
+from tandem.protocol.errors import ConfigError
+from tandem.simulator.cluster import Cluster
+from tandem.simulator.machine import MACHINES
+from tandem.simulator.measures import Slo, gap_distribution, quantile, summarize, timeline
+from tandem.simulator.report import html_report, plots
+from tandem.simulator.simulation import Gaps, Outcome, simulate
+from tandem.simulator.worker import Job
 
 
 def make_job(

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from protocol.messages import Role
-from protocol.siblings import Load
-from simulator.fleet import Fleet, make_card
-from simulator.policies import POLICIES, Ask, Policy
+from tandem.protocol.messages import Role
+from tandem.scheduling.load import RequestLoad
+from tandem.simulator.fleet import Fleet, make_card
+from tandem.simulator.policies import POLICIES, Ask, Policy
 
 BLOCK_SIZE = 512
 
@@ -45,7 +45,7 @@ def make_ask(num_blocks: int = 10) -> Ask:
 
 def book(fleet: Fleet, worker_id: str, *, new: int = 0, kv: int = 0, times: int = 1) -> None:
     for _ in range(times):
-        fleet.registry.reserve(Load(worker_id, worker_id, new, 0, kv))
+        fleet.registry.reserve(RequestLoad(worker_id, worker_id, new, 0, kv))
         fleet.add_prompts(worker_id, 1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from simulator.pool import Allocation, Pool
+from tandem.simulator.pool import Allocation, Pool
 
 
 def chain(name: str, length: int) -> tuple[bytes, ...]:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.traces import TraceRequest, read_trace
-from simulator.reference import ReferenceResult, route
+from tandem.loadtest.traces import TraceRequest, read_trace
+from tandem.simulator.reference import ReferenceResult, route
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"
 # trace, C, policy, then for 8 workers at utilisation 0.7: block hit %, token hit %, imbalance, requests max/mean,

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
-from simulator.arrivals import at_load, load_of, spread
-from simulator.cluster import Cluster
-from simulator.machine import MACHINES
-from simulator.policies import POLICIES
-from simulator.pool import Pool
-from simulator.simulation import Outcome, _Simulation, simulate
+from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
+from tandem.simulator.arrivals import at_load, load_of, spread
+from tandem.simulator.cluster import Cluster
+from tandem.simulator.machine import MACHINES
+from tandem.simulator.policies import POLICIES
+from tandem.simulator.pool import Pool
+from tandem.simulator.simulation import Outcome, _Simulation, simulate
 
 
 def make_cluster(*, num_prefill: int = 0, num_decode: int = 4, **changes: object) -> Cluster:

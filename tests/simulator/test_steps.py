@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from router.cost_model import StepCosts, prefill_attention
-from simulator.steps import Chunk, Run
+from tandem.scheduling.cost_model import StepCosts, prefill_attention
+from tandem.simulator.steps import Chunk, Run
 
 COSTS = StepCosts(20e-3, 1e-4, 2e-9, 1e-4, 1e-7)
 

@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from protocol.messages import Role
-from router.cost_model import StepCosts
-from simulator.clock import Clock
-from simulator.fleet import make_card
-from simulator.machine import Machine
-from simulator.steps import Run
-from simulator.worker import Job, SimulatedWorker
-from tests.simulator.naive import Arrival, serve
+from tandem.protocol.messages import Role
+from tandem.scheduling.cost_model import StepCosts
+from tandem.simulator.clock import Clock
+from tandem.simulator.fleet import make_card
+from tandem.simulator.machine import Machine
+from tandem.simulator.steps import Run
+from tandem.simulator.worker import Job, SimulatedWorker
+from tests.support.naive_eviction import Arrival, serve
 
 COSTS = StepCosts(20e-3, 1e-4, 2e-9, 1e-4, 1e-7)
 BLOCK_SIZE = 512

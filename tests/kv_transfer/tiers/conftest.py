@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kv_transfer.tiers.store_world import S3Server, World
+from tests.support.store_world import S3Server, World
 
 
 @pytest.fixture(scope="session")

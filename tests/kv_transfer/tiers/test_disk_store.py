@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.tiers import DiskStore, Failure
-from protocol.errors import ConfigError
-from tests.kv_transfer.tiers.store_world import (
+from tandem.kv_transfer.tiers import DiskStore, Failure
+from tandem.protocol.errors import ConfigError
+from tests.support.store_world import (
     BLOCK_BYTES,
     KEY,
     NAMESPACE,
@@ -39,8 +39,8 @@ NUM_KILLS = 3
 WRITER = f"""
 import sys
 from pathlib import Path
-from tests.kv_transfer.tiers.store_world import KEY, NAMESPACE, content, name_of
-from kv_transfer.tiers import DiskStore
+from tests.support.store_world import KEY, NAMESPACE, content, name_of
+from tandem.kv_transfer.tiers import DiskStore
 store = DiskStore(Path(sys.argv[1]), NAMESPACE, {LARGE_BYTES}, KEY)
 for number in range(int(sys.argv[2]), int(sys.argv[3])):
     name = name_of(number)

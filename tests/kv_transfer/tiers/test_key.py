@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.tiers import StoreKey, load_key
-from kv_transfer.tiers.footer import Seal
-from protocol.errors import ConfigError
-from tests.kv_transfer.tiers.store_world import KEY, NAMESPACE, content, name_of
+from tandem.kv_transfer.tiers import StoreKey, load_key
+from tandem.kv_transfer.tiers.footer import Seal
+from tandem.protocol.errors import ConfigError
+from tests.support.store_world import KEY, NAMESPACE, content, name_of
 
 
 def test_a_key_is_made_once_for_this_user_alone(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.tiers import Failure, ObjectStore
-from protocol.errors import ConfigError
-from tests.kv_transfer.tiers.store_world import (
+from tandem.kv_transfer.tiers import Failure, ObjectStore
+from tandem.protocol.errors import ConfigError
+from tests.support.store_world import (
     BLOCK_BYTES,
     KEY,
     NAMESPACE,

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kv_transfer.tiers import BlockName, Failure, MemoryStore, StoreKey
-from kv_transfer.tiers.footer import FOOTER_BYTES, Seal
-from protocol.errors import ConfigError
-from tests.kv_transfer.tiers.store_world import BLOCK_BYTES, KINDS, PERSISTENT, World, chain, content, name_of, read
+from tandem.kv_transfer.tiers import BlockName, Failure, MemoryStore, StoreKey
+from tandem.kv_transfer.tiers.footer import FOOTER_BYTES, Seal
+from tandem.protocol.errors import ConfigError
+from tests.support.store_world import BLOCK_BYTES, KINDS, PERSISTENT, World, chain, content, name_of, read
 
 every_kind = pytest.mark.parametrize("world", KINDS, indirect=True)
 every_persistent_kind = pytest.mark.parametrize("world", PERSISTENT, indirect=True)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
-from kv_transfer.tiers import Block, BlockName, Failure, Load, MemoryStore, ThrottledStore, Tier
-from tests.kv_transfer.tiers.store_world import (
+from tandem.kv_transfer.tiers import Block, BlockName, Failure, Load, MemoryStore, ThrottledStore, Tier
+from tests.support.store_world import (
     BLOCK_BYTES,
     DEADLINE_S,
     KINDS,

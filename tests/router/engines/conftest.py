@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fake_openai import FakeServer, fake_openai
+from tests.support.fake_openai import FakeServer, fake_openai
 
 
 @pytest.fixture

@@ -8,14 +8,14 @@ from typing import Any
 import httpx
 import pytest
 
-from protocol.errors import ConfigError
-from router.engines import addresses as addresses_module
-from router.engines.addresses import AddressRefused, check_addresses, is_local, public_addresses
-from router.engines.config import spec_from
-from router.engines.looks import look, looking_client
-from router.engines.upstream import Unreachable, Upstream
-from tests.fake_openai import FakeServer
-from tests.router.engines.harness import routing, spec_of, until
+from tandem.protocol.errors import ConfigError
+from tandem.router.engines import addresses as addresses_module
+from tandem.router.engines.addresses import AddressRefused, check_addresses, is_local, public_addresses
+from tandem.router.engines.config import spec_from
+from tandem.router.engines.looks import look, looking_client
+from tandem.router.engines.upstream import Unreachable, Upstream
+from tests.support.engines_harness import routing, spec_of, until
+from tests.support.fake_openai import FakeServer
 
 pytestmark = pytest.mark.anyio
 TOKEN = {"authorization": "Bearer secret"}

@@ -7,9 +7,9 @@ import httpx
 import msgspec
 import pytest
 
-from protocol.siblings import EngineEntry
-from tests.fake_openai import FakeServer, fake_openai
-from tests.router.engines.harness import COMPLETIONS, Router, completion, routing, spec_of, until
+from tandem.router.processes.sibling_messages import EngineEntry
+from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, spec_of, until
+from tests.support.fake_openai import FakeServer, fake_openai
 
 pytestmark = pytest.mark.anyio
 TOKEN = {"authorization": "Bearer secret"}

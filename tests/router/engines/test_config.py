@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import ConfigError
-from protocol.messages import Role
-from router.engines.config import EnginesConfig, check_fleet, load_fleet, spec_from
+from tandem.protocol.errors import ConfigError
+from tandem.protocol.messages import Role
+from tandem.router.engines.config import EnginesConfig, check_fleet, load_fleet, spec_from
 
 GOOD = """
 [tokenizers]

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from zmq.asyncio import Context
 
-from router.engines.prompts import TextReader
-from tests.fake_openai import FakeServer
-from tests.router.engines.harness import COMPLETIONS, Router, completion, routing, spec_of, until
-from tests.router.engines.publisher import IDS, Publisher, removed, stored
+from tandem.router.engines.prompts import TextReader
+from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, spec_of, until
+from tests.support.fake_openai import FakeServer
+from tests.support.kv_event_publisher import IDS, Publisher, removed, stored
 
 pytestmark = pytest.mark.anyio
 PROMPT = [*IDS, 1, 2, 3]

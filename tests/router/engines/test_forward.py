@@ -13,15 +13,15 @@ from typing import Any
 import httpx
 import pytest
 
-from protocol.config import RouterConfig
-from protocol.messages import WorkerState
-from router.engines import upstream as upstream_module
-from router.engines.breaker import BreakerState
-from router.engines.config import spec_from
-from router.engines.exchange import Exchange
-from tests.fake_openai import FakeServer
-from tests.router.engines.harness import CHAT, COMPLETIONS, Router, completion, dead_url, routing, spec_of, until
-from tests.router.fake_backend import RawClient, events
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.messages import WorkerState
+from tandem.router.engines import upstream as upstream_module
+from tandem.router.engines.breaker import BreakerState
+from tandem.router.engines.config import spec_from
+from tandem.router.engines.exchange import Exchange
+from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, dead_url, routing, spec_of, until
+from tests.support.fake_backend import RawClient, events
+from tests.support.fake_openai import FakeServer
 
 pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "a b c"}]

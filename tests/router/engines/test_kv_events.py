@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zmq.asyncio import Context
 
-from protocol.digest import block_digests, root_digest
-from router.engines.kv_events import BlockTranslator, KvEventFeed, decode_batch
-from tests.router.engines.harness import until
-from tests.router.engines.publisher import IDS, Publisher, name, pack, removed, stored
+from tandem.protocol.digest import block_digests, root_digest
+from tandem.router.engines.kv_events import BlockTranslator, KvEventFeed, decode_batch
+from tests.support.engines_harness import until
+from tests.support.kv_event_publisher import IDS, Publisher, name, pack, removed, stored
 
 NAMESPACE = b"n" * 16
 ROOT = root_digest(NAMESPACE)

@@ -10,17 +10,17 @@ import httpx
 import msgspec
 import pytest
 
-from protocol.config import RouterConfig
-from protocol.messages import WorkerState
-from protocol.siblings import Load
-from router.engines.config import EngineSpec
-from router.engines.queues import _ModelWorkers
-from router.registry import Registry
-from router.tenants import load_tenants
-from tests.fake_openai import FakeServer
-from tests.router.builders import add_ready, make_card
-from tests.router.engines.harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of, until
-from tests.router.fake_backend import RawClient
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.messages import WorkerState
+from tandem.router.engines.config import EngineSpec
+from tandem.router.engines.queues import _ModelWorkers
+from tandem.scheduling.load import RequestLoad
+from tandem.scheduling.registry import Registry
+from tandem.scheduling.tenants import load_tenants
+from tests.support.builders import add_ready, make_card
+from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of, until
+from tests.support.fake_backend import RawClient
+from tests.support.fake_openai import FakeServer
 
 pytestmark = pytest.mark.anyio
 EXPLAIN = "/v1/route/explain"
@@ -215,8 +215,8 @@ def test_the_table_of_one_model_follows_the_load_and_is_made_anew_with_the_regis
     workers = _ModelWorkers(registry, "model-1")
     table = workers.table
     assert [worker.worker_id for worker in workers] == ["w1", "w3", "w5"]
-    booking = registry.reserve(Load("w3", "w3", 100, 0, 120))
-    registry.reserve(Load("w2", "w2", 7, 0, 8))
+    booking = registry.reserve(RequestLoad("w3", "w3", 100, 0, 120))
+    registry.reserve(RequestLoad("w2", "w2", 7, 0, 8))
     assert workers.table is table
     assert table.uncomputed_tokens.tolist() == [0, 100, 0]
     assert workers.queued_prompt_tokens == 100

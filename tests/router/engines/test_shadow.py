@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.engines.shadow import ShadowCache
+from tandem.router.engines.shadow import ShadowCache
 
 
 def chain(*names: str) -> list[bytes]:

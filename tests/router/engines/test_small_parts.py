@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.messages import StepStats
-from router.cost_model import CPU_PRIOR, StepModel
-from router.engines.exchange import Exchange
-from router.engines.load import EngineLoad, EngineSize, model_of, parse_load, parse_size
-from router.engines.pace import EnginePace
-from router.engines.prompts import TextReader, TokenReader, max_tokens_of
-from router.engines.sse import EventSplitter, leading_pieces, parse_event, split_events
-from router.tokenizer import Tokenizer
+from tandem.protocol.messages import StepStats
+from tandem.router.engines.exchange import Exchange
+from tandem.router.engines.load import EngineLoad, EngineSize, model_of, parse_load, parse_size
+from tandem.router.engines.pace import EnginePace
+from tandem.router.engines.prompts import TextReader, TokenReader, max_tokens_of
+from tandem.router.engines.sse import EventSplitter, leading_pieces, parse_event, split_events
+from tandem.router.text.tokenizer import Tokenizer
+from tandem.scheduling.cost_model import CPU_PRIOR, StepModel
 
 VLLM = """# HELP vllm:num_requests_running Number of requests
 vllm:num_requests_running{engine="0",model_name="m"} 3.0

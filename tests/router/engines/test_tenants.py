@@ -9,13 +9,13 @@ import httpx
 import pytest
 from zmq.asyncio import Context
 
-from protocol.config import RouterConfig
-from protocol.digest import cache_scope
-from router.engines.prompts import TextReader
-from router.tenants import TenantPolicy, Tenants
-from tests.fake_openai import FakeServer
-from tests.router.engines.harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of, until
-from tests.router.engines.publisher import IDS, Publisher, stored
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.digest import cache_scope
+from tandem.router.engines.prompts import TextReader
+from tandem.scheduling.tenants import TenantPolicy, Tenants
+from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of, until
+from tests.support.fake_openai import FakeServer
+from tests.support.kv_event_publisher import IDS, Publisher, stored
 
 pytestmark = pytest.mark.anyio
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.engines.config import EngineSpec
-from tests.fake_openai import FakeServer
-from tests.router.engines.harness import COMPLETIONS, Router, completion, routing, spec_of, until
+from tandem.router.engines.config import EngineSpec
+from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, spec_of, until
+from tests.support.fake_openai import FakeServer
 
 pytestmark = pytest.mark.anyio
 ADMIN = {"authorization": "Bearer secret"}

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from router.engines import upstream as upstream_module
-from router.engines.upstream import AnswerTooLarge, Unreachable, Upstream
-from tests.router.engines.harness import dead_url, until
+from tandem.router.engines import upstream as upstream_module
+from tandem.router.engines.upstream import AnswerTooLarge, Unreachable, Upstream
+from tests.support.engines_harness import dead_url, until
 
 pytestmark = pytest.mark.anyio
 

@@ -1,0 +1,67 @@
+"""Creates a transport by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from tandem.kv_transfer.transport.base import Transport
+from tandem.kv_transfer.transport.in_process import InProcessHub
+from tandem.protocol.errors import ConfigError
+
+__all__ = ["create_transport"]
+
+
+def create_transport(
+    name: str,
+    *,
+    worker_id: str,
+    epoch: int,
+    pool: Tensor,
+    hub: InProcessHub | None = None,
+    host: str = "127.0.0.1",
+    mailbox: str = "",
+) -> Transport:
+    """Transport of this name around `pool`, a contiguous tensor `[num_blocks, ...]` that must outlive it.
+
+    `hub` joins `in_process` transports. `host` is the address at which peers reach this machine: if it is loopback, no
+    transport listens anywhere else. `mailbox` is an `ipc://` endpoint in a folder of this user alone, where all peers
+    have theirs, too: then they are all on this machine, and `nixl` needs no port on which others could reach it.
+    """
+    if name not in _FACTORIES:
+        raise ConfigError(f"transport={name!r} is unknown; choose one of {', '.join(sorted(_FACTORIES))}")
+    return _FACTORIES[name](worker_id, epoch, pool, hub, host, mailbox)
+
+
+def _create_in_process(
+    worker_id: str, epoch: int, pool: Tensor, hub: InProcessHub | None, host: str, mailbox: str
+) -> Transport:
+    from tandem.kv_transfer.transport.in_process import InProcessTransport
+
+    if hub is None:
+        raise ConfigError("transport='in_process' needs the hub that joins the transports of this process")
+    return InProcessTransport(worker_id, epoch, pool, hub)
+
+
+def _create_nccl(
+    worker_id: str, epoch: int, pool: Tensor, hub: InProcessHub | None, host: str, mailbox: str
+) -> Transport:
+    from tandem.kv_transfer.transport.collective import CollectiveTransport
+
+    return CollectiveTransport(worker_id, epoch, pool, host)
+
+
+def _create_nixl(
+    worker_id: str, epoch: int, pool: Tensor, hub: InProcessHub | None, host: str, mailbox: str
+) -> Transport:
+    from tandem.kv_transfer.transport.nixl import NixlTransport
+
+    return NixlTransport(worker_id, epoch, pool, host, mailbox)
+
+
+_FACTORIES: dict[str, Callable[[str, int, Tensor, InProcessHub | None, str, str], Transport]] = {
+    "in_process": _create_in_process,
+    "nccl": _create_nccl,
+    "nixl": _create_nixl,
+}

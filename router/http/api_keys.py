@@ -1,0 +1,62 @@
+"""API keys of clients: who may ask, and as which tenant.
+
+A file has one key per line, and behind it whose it is. Empty lines and comments (#) are ignored.
+
+    sk-9a...   search        requests of this key are of the tenant search, whatever the header x-tandem-tenant says
+    sk-3f...                 the same for the tenant default
+    sk-71...   *             an operator's key: of any tenant, by the header, and it may see what all tenants do
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from pathlib import Path
+
+from tandem.protocol.errors import ConfigError
+from tandem.scheduling.tenants import DEFAULT_TENANT, TENANT_NAME
+
+__all__ = ["ANY_TENANT", "key_digest", "load_api_keys"]
+
+ANY_TENANT = "*"  # in place of a tenant: the key is an operator's
+
+
+def load_api_keys(path: str) -> dict[bytes, str]:
+    """Tenant, or `ANY_TENANT`, by the SHA-256 of its key; without a path there are none. Raises `ConfigError`.
+
+    The keys themselves are not kept, and no error shows one.
+    """
+    if not path:
+        return {}
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"api_key_file={path} cannot be read: {exc}") from exc
+    tenants: dict[bytes, str] = {}
+    for number, line in enumerate(lines, 1):
+        words = list(itertools.takewhile(lambda word: not word.startswith("#"), line.split()))
+        if not words:
+            continue
+        tenant = words[1] if len(words) > 1 else DEFAULT_TENANT
+        if len(words) > 2 or not (tenant == ANY_TENANT or TENANT_NAME.fullmatch(tenant)):
+            raise ConfigError(
+                f"{path}: line {number} must be a key and at most a tenant of 1 to 64 letters, digits, '.', '_' or '-' "
+                f"({ANY_TENANT} for an operator's key)"
+            )
+        if not words[0].isascii():
+            raise ConfigError(
+                f"{path}: the key of line {number} has letters that are not ASCII, which no header can send"
+            )
+        digest = key_digest(words[0])
+        if digest in tenants:
+            raise ConfigError(f"{path}: the key of line {number} is there twice; remove one of them")
+        tenants[digest] = tenant
+    if not tenants:
+        raise ConfigError(f"api_key_file={path} has no keys; put one into it: openssl rand -hex 32")
+    return tenants
+
+
+def key_digest(key: str) -> bytes:
+    """What a key is looked up by."""
+    # Looked up by its hash: how long that takes tells nothing of the keys.
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,70 @@
+"""The app of a router: FastAPI within one layer, and routes of its own that are answered past FastAPI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tandem.protocol.config import RouterConfig
+from tandem.router.http.callers import hosts_allowed
+from tandem.router.http.errors import http_exception_response
+from tandem.router.http.metrics import EdgeMetrics
+from tandem.router.http.middleware import Layer, Rules
+
+__all__ = ["RouterApp", "json_response"]
+
+
+class RouterApp(FastAPI):
+    """Limits, counters, CORS and errors in the shape OpenAI's clients expect, for FastAPI's routes and raw ones."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        metrics: EdgeMetrics,
+        api_keys: Mapping[bytes, str],
+        **options: Any,
+    ) -> None:
+        """`api_keys` are tenants by digest. `options` are FastAPI's."""
+        super().__init__(title="Tandem", **options)
+        self._rules = Rules(metrics, api_keys, config.max_body_bytes, config.cors_allow_origins, hosts_allowed(config))
+        self._raw: dict[str, Layer] = {}
+        self.add_middleware(Layer, rules=self._rules)
+        self.add_exception_handler(HTTPException, http_exception_response)
+
+    def add_raw_route(self, path: str, answer: ASGIApp) -> None:
+        """Have POSTs to this path answered by an ASGI app, with none of FastAPI's layers in between."""
+        self._raw[path] = Layer(answer, self._rules, path)
+        # FastAPI has it too: for other methods, which it refuses, and for paths with a slash at their end.
+        self.router.routes.append(Route(path, _RawRoute(path, answer), methods=["POST"]))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, as an ASGI app."""
+        method = scope["method"] if scope["type"] == "http" else ""
+        raw = self._raw.get(scope["path"]) if method == "POST" else None
+        if method == "HEAD":  # the answer to a GET; the server, which knows what was asked, leaves out the body
+            scope = {**scope, "method": "GET"}
+        await (super().__call__(scope, receive, send) if raw is None else raw(scope, receive, send))
+
+
+@dataclass(frozen=True, slots=True)
+class _RawRoute:
+    """Not a function, which Starlette would call with a request; its path is for the counters."""
+
+    path: str
+    answer: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.answer(scope, receive, send)
+
+
+def json_response(body: dict[str, Any], status: int = 200) -> Response:
+    """The body as JSON."""
+    return Response(orjson.dumps(body), status, media_type="application/json")

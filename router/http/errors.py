@@ -1,0 +1,92 @@
+"""Errors as OpenAI clients expect them: `{"error": {message, type, param, code}}` with a status."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tandem.protocol.errors import Overloaded, RequestError, ServingError
+
+__all__ = [
+    "BodyTooLarge",
+    "ClientDisconnected",
+    "UnsupportedMediaType",
+    "error_body",
+    "error_response",
+    "http_exception_response",
+    "internal_error_body",
+    "internal_error_response",
+    "serving_error_body",
+    "serving_error_response",
+]
+
+
+class BodyTooLarge(RequestError):
+    """The request body is over the limit."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class UnsupportedMediaType(RequestError):
+    """The request body is not declared as JSON."""
+
+    status = 415
+
+
+class ClientDisconnected(Exception):
+    """The client has gone: nobody reads an answer."""
+
+
+def error_body(message: str, error_type: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The one shape of an error, in a plain response and in a stream."""
+    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+
+
+def serving_error_body(exc: ServingError) -> dict[str, Any]:
+    """Error body of one of our own errors."""
+    return error_body(exc.message, exc.error_type, exc.param, exc.code)
+
+
+def error_response(status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    """JSON response with an error body."""
+    return Response(orjson.dumps(body), status, headers, "application/json")
+
+
+def serving_error_response(exc: ServingError) -> Response:
+    """Response for an error known before the first token."""
+    headers = _retry_headers(exc.retry_after_s) if isinstance(exc, Overloaded) else None
+    return error_response(exc.status, serving_error_body(exc), headers)
+
+
+def _retry_headers(retry_after_s: float) -> dict[str, str]:
+    """The standard's whole seconds, and the milliseconds that OpenAI's clients look at first."""
+    return {
+        "retry-after": str(max(1, math.ceil(retry_after_s))),
+        "retry-after-ms": str(max(1, math.ceil(retry_after_s * 1e3))),
+    }
+
+
+def internal_error_body() -> dict[str, Any]:
+    """Error body for a fault of ours; what it was is in the log only."""
+    return error_body("Internal server error.", "server_error", code="internal_error")
+
+
+def internal_error_response() -> Response:
+    """Response for a fault of ours."""
+    return error_response(500, internal_error_body())
+
+
+def http_exception_response(request: Request, exc: Exception) -> Response:
+    """Response for an unknown route or method, as a Starlette exception handler."""
+    assert isinstance(exc, HTTPException), exc
+    message = str(exc.detail)
+    if exc.status_code in (404, 405):
+        message = f"{message}: {request.method} {request.url.path[:200]}"
+    headers = dict(exc.headers) if exc.headers else None
+    return error_response(exc.status_code, error_body(message, "invalid_request_error"), headers)

@@ -1,0 +1,42 @@
+"""The router's listening socket, bound before anything slow is started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+from tandem.protocol.errors import ConfigError
+
+__all__ = ["listening"]
+
+
+@contextlib.contextmanager
+def listening(host: str, port: int, *, is_shared: bool = False) -> Iterator[socket.socket]:
+    """A TCP socket bound to the address for as long as the block runs; whoever serves begins to listen on it.
+
+    With `is_shared` other processes of this user may bind it too; connections are spread over those that listen.
+    Raises `ConfigError` if the address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as exc:
+        raise _refused(host, port, exc) from exc
+    with listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            listener.bind(address)
+        except OSError as exc:
+            raise _refused(host, port, exc) from exc
+        yield listener
+
+
+def _refused(host: str, port: int, exc: OSError) -> ConfigError:
+    reason = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else exc.strerror
+    return ConfigError(f"cannot listen on host={host} port={port} ({reason}); choose another with --port or --host")

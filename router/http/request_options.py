@@ -1,0 +1,62 @@
+"""How a client wants its request served: for which tenant, how urgently, how soon, and whether with an explanation."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from starlette.requests import Request
+
+from tandem.protocol.errors import RequestError
+from tandem.scheduling.tenants import DEFAULT_TENANT, TENANT_NAME
+
+__all__ = ["EXPLAIN_HEADER", "TENANT_HEADER", "Wishes", "tenant_of", "wishes_of"]
+
+TENANT_HEADER = "x-tandem-tenant"
+SLO_HEADER = "x-tandem-ttft-slo-ms"
+EXPLAIN_HEADER = "x-tandem-explain"  # of the request: 1; of the response: the decision as JSON
+
+
+class Wishes(NamedTuple):
+    """How a request shall be served."""
+
+    tenant: str = DEFAULT_TENANT
+    priority: int = 0  # lower is more urgent, as in vLLM
+    ttft_slo_s: float | None = None  # None = the tenant's
+    explains: bool = False
+
+
+def wishes_of(request: Request, priority: int | None) -> Wishes:
+    """The wishes in a request's headers, with the priority of its body. Raises `RequestError`."""
+    return Wishes(tenant_of(request), priority or 0, _slo_s(request), _explains(request))
+
+
+def tenant_of(request: Request) -> str:
+    """Whose request this is. Raises `RequestError`.
+
+    NOTE: where no API keys are configured the client is believed, and an operator's key may name any tenant.
+    """
+    tenant = request.headers.get(TENANT_HEADER, DEFAULT_TENANT)
+    if not TENANT_NAME.fullmatch(tenant):
+        raise RequestError(f"The header {TENANT_HEADER} must be 1 to 64 letters, digits, '.', '_' or '-'.")
+    return tenant
+
+
+def _slo_s(request: Request) -> float | None:
+    value = request.headers.get(SLO_HEADER)
+    if value is None:
+        return None
+    try:
+        slo_ms = float(value)
+    except ValueError:
+        slo_ms = math.nan
+    if not 0 < slo_ms < math.inf:
+        raise RequestError(f"The header {SLO_HEADER} must be milliseconds above 0, not '{value[:50]}'.")
+    return slo_ms / 1e3
+
+
+def _explains(request: Request) -> bool:
+    value = request.headers.get(EXPLAIN_HEADER, "0")
+    if value not in ("0", "1"):
+        raise RequestError(f"The header {EXPLAIN_HEADER} must be 1 or 0, not '{value[:50]}'.")
+    return value == "1"

@@ -1,0 +1,143 @@
+"""uvicorn under our own signals and deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+
+import uvicorn
+
+from tandem.protocol.config import RouterConfig
+from tandem.router.http.protocol import NUM_RESERVED, Connections, HttpProtocol
+from tandem.runtime.gc_tuning import settle_heap
+from tandem.runtime.signals import first_of
+
+__all__ = ["HttpServer", "http_server", "serve_until"]
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 10.0  # for the app to notice that its clients left
+_NUM_OTHER_FILES = 256  # sockets and files of this process besides its clients' connections
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: ours stop the workers too, and end with an exit code.
+
+    Serves from its making on.
+    """
+
+    def __init__(self, app: object, config: RouterConfig, listener: socket.socket) -> None:
+        self._clients = Connections(config, _possible_connections(config.max_connections))
+        super().__init__(
+            uvicorn.Config(
+                app,  # type: ignore[arg-type]
+                host=config.host,
+                port=config.port,
+                log_level="warning",
+                access_log=False,
+                http=partial(HttpProtocol, self._clients),  # type: ignore[arg-type]  # uvicorn only calls it
+                ws="none",
+            )
+        )
+        self._has_started = asyncio.Event()
+        self.serving = asyncio.create_task(self.serve(sockets=[listener]))
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it has begun to."""
+        return self._has_started.is_set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        self._has_started.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        """What is to be done ten times a second; whether to end."""
+        self._clients.tick()
+        if counter % 10 == 0:
+            self._clients.sweep(self.server_state.connections)
+        return await super().on_tick(counter)
+
+    async def started_serving(self) -> None:
+        """Return when it listens, or has ended without."""
+        await first_of(self.serving, self._has_started)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are being answered."""
+        return len(self.server_state.tasks)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the process' handlers as they are."""
+        yield
+
+    def drain(self) -> None:
+        """Accept nothing more, let answers end, and end."""
+        self.should_exit = True
+
+    async def close(self) -> None:
+        """End now. Who still reads an answer finds the connection closed, and the app sees a client that left."""
+        self.should_exit = True
+        give_up_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        while not self.serving.done():
+            self.force_exit = time.monotonic() > give_up_s
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+            await asyncio.wait({self.serving}, timeout=0.1)
+
+
+@contextlib.asynccontextmanager
+async def http_server(app: object, config: RouterConfig, listener: socket.socket) -> AsyncIterator[HttpServer]:
+    """The HTTP server for as long as the block runs."""
+    server = HttpServer(app, config, listener)
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+async def serve_until(
+    stop: asyncio.Event,
+    stop_now: asyncio.Event,
+    app: object,
+    config: RouterConfig,
+    listener: socket.socket,
+    on_serving: Callable[[], None],
+    *,
+    drain_timeout_s: float | None = None,
+) -> None:
+    """Serve until `stop`, then let answers end, for `drain_timeout_s` or until `stop_now`.
+
+    Calls `on_serving` once it serves. Raises what keeps it from that.
+    """
+    async with http_server(app, config, listener) as server:
+        await server.started_serving()
+        if server.is_serving:
+            settle_heap()
+            on_serving()
+        await first_of(server.serving, stop, stop_now)
+        server.drain()
+        await first_of(server.serving, stop_now, timeout_s=drain_timeout_s)
+    server.serving.result()
+
+
+def _possible_connections(wanted: int) -> int:
+    """How many connections this process can have at once, after it has allowed itself as many files as that takes."""
+    num_other = _NUM_OTHER_FILES + NUM_RESERVED
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted + num_other:
+        soft = wanted + num_other if hard == resource.RLIM_INFINITY else min(wanted + num_other, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < wanted + num_other:
+            possible = max(1, soft - num_other)
+            logger.warning("max_connections=%d is more than open files allow (ulimit -n): %d", wanted, possible)
+            return possible
+    return wanted

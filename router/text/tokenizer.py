@@ -1,0 +1,154 @@
+"""Text to token ids and back: a model folder's tokenizer and chat template, and the threads they run on.
+
+Works without torch. Encoding goes to the fast tokenizer underneath, whose calls are free of shared state: the
+transformers wrapper sets truncation and padding on each call, which fails when two threads meet. Long work is done by
+its calls for batches, also of a single text: the others keep the interpreter's lock, and the event loop stands still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jinja2
+
+from tandem.protocol.digest import CacheScope
+from tandem.protocol.errors import ConfigError, RequestError
+from tandem.router.text.detokenizer import Detokenizer
+from tandem.router.text.segments import SegmentEncoder
+from tandem.router.text.token_lengths import PromptLimit, token_length
+
+__all__ = ["Tokenizer", "TokenizerPool"]
+
+T = TypeVar("T")
+
+MIN_THREAD_BYTES = 2048  # of text: about 500 tokens, encoded within a millisecond
+LONG_TOKENS = 1024  # decoded within half a millisecond
+
+
+class Tokenizer:
+    """A model's tokenizer. Every method may be called from several threads at once."""
+
+    def __init__(self, folder: str | Path) -> None:
+        from transformers import AutoTokenizer  # NOTE: brings torch, 2 s and 200 MB that a router of engines can spare
+
+        self._hf: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        if not self._hf.is_fast:
+            raise ConfigError(f"The tokenizer in {folder} is not a fast one; convert it to a tokenizer.json")
+        self._fast = self._hf.backend_tokenizer
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self._segments = SegmentEncoder(self._fast)
+        self._token_length = token_length(self._fast)
+        self.special_ids = frozenset(i for i, token in self._fast.get_added_tokens_decoder().items() if token.special)
+        self.start_id: int | None = (
+            self._hf.bos_token_id if self._hf.bos_token_id is not None else self._hf.eos_token_id
+        )
+        # Counted over ids: ids need not be dense, and the largest one is what bounds a lookup.
+        self.vocab_size: int = max(self._fast.get_vocab(with_added_tokens=True).values()) + 1
+        self._anchor: list[int] = self._fast.encode("a", add_special_tokens=False).ids
+        self._anchor_text = self.decode(self._anchor)
+        self._texts: dict[int, str] = {}
+
+    def check_length(self, text: str, limit: PromptLimit) -> None:
+        """Raise `ContextLengthExceeded` for a text that cannot fit, without encoding it. Takes no time."""
+        if self._token_length is not None:
+            num_tokens = self._token_length.min_tokens(text)
+            limit.check(num_tokens, f"{len(text)} characters, which are {num_tokens} tokens at least")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, limit: PromptLimit | None = None) -> list[int]:
+        """Token ids of a text, with what the model puts around one (a BOS, say) unless told otherwise.
+
+        Raises `ContextLengthExceeded` where they are more than the limit allows.
+        """
+        if limit is not None:
+            self.check_length(text, limit)
+        encoding = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        if limit is not None:
+            limit.check(len(encoding))
+        ids: list[int] = encoding.ids
+        return ids
+
+    def render_chat(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        """Text of a conversation. Raises `RequestError` where the template refuses it.
+
+        `options` are variables of the template, such as `add_generation_prompt`.
+        """
+        if not self._hf.chat_template:
+            raise RequestError("This model has no chat template; use /v1/completions.", param="messages")
+        try:
+            text: str = self._hf.apply_chat_template(messages, tokenize=False, **options)
+        except jinja2.TemplateError as exc:
+            raise RequestError(f"The chat template refused the messages: {exc}", param="messages") from exc
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as exc:
+            raise RequestError("The chat template cannot render these messages.", param="messages") from exc
+        return text
+
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        options: dict[str, Any],
+        scope: CacheScope,
+        *,
+        add_special_tokens: bool = False,
+        limit: PromptLimit | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation. The template writes its own BOS, so none is added by default.
+
+        Of a conversation that grows, only what is new takes time; `scope` is whom it is remembered for.
+        Raises `ContextLengthExceeded` where they are more than the limit allows.
+        """
+        text = self.render_chat(messages, options)
+        if add_special_tokens:
+            return self.encode(text, limit=limit)
+        if limit is not None:
+            self.check_length(text, limit)
+        return self._segments.encode(text, scope, limit)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids; an incomplete character becomes U+FFFD."""
+        if len(token_ids) > LONG_TOKENS:
+            text: str = self._fast.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
+        else:
+            text = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary spells it."""
+        return [self._fast.id_to_token(i) or "" for i in token_ids]
+
+    def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
+        """Incremental decoder of what follows this prompt."""
+        skip_ids = self.special_ids if skip_special_tokens else frozenset[int]()
+        return Detokenizer(self.decode, prompt_ids=prompt_ids, skip_ids=skip_ids)
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token as it reads within a text: its leading space is kept."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self.decode([*self._anchor, token_id])[len(self._anchor_text) :]
+            self._texts[token_id] = text  # bounded by the vocabulary
+        return text
+
+
+class TokenizerPool:
+    """Runs tokenizer work on a few threads, so that a long prompt does not hold up everybody's streams."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+
+    async def run(self, work: Callable[[], T], *, num_bytes: int = MIN_THREAD_BYTES) -> T:
+        """Result of `work` on so much text, called on one of the threads; waits while all are taken.
+
+        Little text is worked on here: waking a thread takes longer, up to 5 ms where the event loop is busy.
+        """
+        if num_bytes < MIN_THREAD_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    def close(self) -> None:
+        """Let running work end and drop what waits."""
+        self._executor.shutdown(wait=False, cancel_futures=True)

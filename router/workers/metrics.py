@@ -1,0 +1,188 @@
+"""Prometheus metrics of the workers and of what caches of other sizes would find, read when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from tandem.scheduling.cache_sizing import CacheSizing
+from tandem.scheduling.registry import Registry, Worker
+
+__all__ = ["CacheSizingCollector", "WorkerCollector"]
+
+# Fixed, so that the series stay the same whatever is configured: 256 to 16 million blocks.
+_CAPACITIES = [2**power for power in range(8, 25)]
+
+_LOAD = {
+    "num_waiting": "Sequences waiting for room",
+    "num_running": "Sequences in the batch",
+    "num_waiting_tokens": "Prompt tokens not computed yet",
+    "num_kv_tokens": "KV tokens of running sequences",
+    "num_free_blocks": "Blocks of the pool that are unused or evictable",
+    "num_free_seats": "Sequences that the batch still has a seat for, without those promised",
+    "num_open_leases": "Leases of blocks to other workers that write into them",
+    "num_quarantined_blocks": "Blocks of ended leases and reads in which something that was lost might still land",
+    "num_waiting_for_room": "Preempted sequences, and prompts computed elsewhere that wait for blocks or a seat",
+}
+_LOAD_COUNTERS = {
+    "num_preemptions": "Sequences whose blocks were given to others",
+    "num_errors": "Internal errors, each of which ended one request or one message",
+    "num_recomputed": "Prompts computed again as their KV arrived damaged, late or in part",
+}
+_TIER_GAUGES = {
+    "num_blocks": "Blocks in the tier",
+    "capacity_blocks": "Blocks the tier has room for",
+    "num_queued_loads": "Blocks asked for and not loaded yet",
+    "num_queued_stores": "Blocks on their way down",
+    "block_s": "Learned seconds to load a block",
+}
+_TIER_COUNTERS = {
+    "num_hits": "Blocks loaded from the tier",
+    "num_stored": "Blocks stored in the tier",
+    "num_evictions": "Blocks the tier evicted for others",
+    "bytes_in": "Bytes written to the tier",
+    "bytes_out": "Bytes read from the tier",
+    "seconds_in": "Seconds of I/O threads spent writing",
+    "seconds_out": "Seconds of I/O threads spent reading",
+}
+_TIER_REASONS = {
+    "num_misses": "Blocks a load asked for and did not get",
+    "num_drops": "Blocks that were to be stored and were not",
+}
+_LINK_COUNTERS = {
+    "num_transfers": "Writes to the peer that succeeded",
+    "num_bytes": "Bytes of KV written to the peer",
+    "seconds": "Seconds the link was busy with them",
+    "num_handoffs": "Handoffs to the peer that were completed",
+    "exposed_bytes": "Bytes still to write when the prompt was computed",
+    "exposed_s": "Seconds the link was busy with those",
+    "num_lost": "Writes to the peer of which nobody knew whether they would still land",
+    "num_resets": "Times the link was reset because nothing moved on it",
+}
+_FETCH_COUNTERS = {
+    "num_lent_blocks": "Blocks kept for peers to read",
+    "predicted_load_s": "Predicted seconds of loads",
+    "actual_load_s": "Actual seconds of loads",
+    "saved_s": "Predicted seconds of computing that loads saved",
+}
+
+
+class WorkerCollector:
+    """Load, tiers, fetches and links of every worker in the registry, labelled by worker, tier and peer."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, as they are now."""
+        workers = list(self._registry)
+        loads = [([worker.worker_id, worker.role.value], worker.load) for worker in workers]
+        yield from _fields(GaugeMetricFamily, "worker", _LOAD, ["worker", "role"], loads)
+        yield from _fields(CounterMetricFamily, "worker", _LOAD_COUNTERS, ["worker", "role"], loads)
+        yield from _tier_metrics(workers)
+        yield from _fetch_metrics(workers)
+        yield from _link_metrics(workers)
+        yield CounterMetricFamily(
+            "tandem_listener_failures",
+            "Listeners to changes of workers that raised an error, which is logged",
+            value=self._registry.num_listener_failures,
+        )
+        yield _dropped_metric(workers)
+
+
+class CacheSizingCollector:
+    """Predicted hit ratios of all traffic by the size of the cache, and the sizes that are configured."""
+
+    def __init__(self, sizing: CacheSizing) -> None:
+        self._sizing = sizing
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, as they are now."""
+        ratios = GaugeMetricFamily(
+            "tandem_cache_hit_ratio_predicted",
+            "Share of prompt tokens that one cache of this size would have found",
+            labels=["capacity_blocks"],
+        )
+        for capacity, ratio in zip(_CAPACITIES, self._sizing.hit_ratios(_CAPACITIES), strict=True):
+            ratios.add_metric([str(capacity)], ratio)
+        yield ratios
+        capacities = GaugeMetricFamily(
+            "tandem_cache_capacity_blocks", "Blocks that all workers together have room for", labels=["level"]
+        )
+        for level, num_blocks in self._sizing.levels().items():
+            capacities.add_metric([level], num_blocks)
+        yield capacities
+        yield CounterMetricFamily(
+            "tandem_cache_observed_tokens", "Prompt tokens the predictions come from", value=self._sizing.num_tokens
+        )
+
+
+def _tier_metrics(workers: list[Worker]) -> Iterator[Metric]:
+    tiers = [([worker.worker_id, tier.name], tier) for worker in workers for tier in worker.tiers]
+    yield from _fields(GaugeMetricFamily, "tier", _TIER_GAUGES, ["worker", "tier"], tiers)
+    yield from _fields(CounterMetricFamily, "tier", _TIER_COUNTERS, ["worker", "tier"], tiers)
+    for name, text in _TIER_REASONS.items():
+        counter = CounterMetricFamily(f"tandem_tier_{_plain(name)}", text, labels=["worker", "tier", "reason"])
+        for labels, tier in tiers:
+            for reason, count in getattr(tier, name).items():
+                counter.add_metric([*labels, reason], count)
+        yield counter
+
+
+def _fetch_metrics(workers: list[Worker]) -> Iterator[Metric]:
+    fetches = [([worker.worker_id], worker.fetches) for worker in workers if worker.fetches is not None]
+    outcomes = CounterMetricFamily(
+        "tandem_fetch_prompts", "Prompts whose KV a tier had, by what became of it", labels=["worker", "outcome"]
+    )
+    for labels, stats in fetches:
+        for outcome, count in stats.num_prompts.items():
+            outcomes.add_metric([*labels, outcome], count)
+    yield outcomes
+    loaded = CounterMetricFamily(
+        "tandem_fetch_loaded_blocks", "Blocks of prompts that came from a tier or a peer", labels=["worker", "source"]
+    )
+    for labels, stats in fetches:
+        for source, count in stats.num_loaded_blocks.items():
+            loaded.add_metric([*labels, source], count)
+    yield loaded
+    yield from _fields(CounterMetricFamily, "fetch", _FETCH_COUNTERS, ["worker"], fetches)
+
+
+def _link_metrics(workers: list[Worker]) -> Iterator[Metric]:
+    links = [([worker.worker_id, link.peer_id], link) for worker in workers for link in worker.links]
+    yield from _fields(CounterMetricFamily, "link", _LINK_COUNTERS, ["worker", "peer"], links)
+
+
+def _dropped_metric(workers: list[Worker]) -> Metric:
+    dropped = CounterMetricFamily(
+        "tandem_dropped_messages",
+        "Messages, and connections with all they would have said, that a worker or the router did not act upon",
+        labels=["worker", "at", "reason"],
+    )
+    for worker in workers:
+        for at, counts in (("worker", worker.num_dropped_there), ("router", worker.num_dropped_here)):
+            for reason, count in counts.items():
+                dropped.add_metric([worker.worker_id, at, reason], count)
+    return dropped
+
+
+def _fields(
+    family: type[GaugeMetricFamily | CounterMetricFamily],
+    group: str,
+    texts: Mapping[str, str],
+    labels: Sequence[str],
+    rows: Iterable[tuple[list[str], object]],
+) -> Iterator[Metric]:
+    """A metric for each field that `texts` describes; `rows` are the objects that have it, with their labels."""
+    for name, text in texts.items():
+        metric = family(f"tandem_{group}_{_plain(name)}", text, labels=labels)
+        for values, source in rows:
+            metric.add_metric(values, getattr(source, name))
+        yield metric
+
+
+def _plain(name: str) -> str:
+    """A field's name as part of a metric's: Prometheus wants no `num_`, and units written out."""
+    name = name.removeprefix("num_")
+    return f"{name[:-2]}_seconds" if name.endswith("_s") else name

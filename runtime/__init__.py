@@ -1,0 +1,2 @@
+if __name__ != "tandem.runtime":
+    raise ImportError("import tandem.runtime: tandem is the one import root")

@@ -1,0 +1,140 @@
+"""What each tenant may have: weight, default TTFT SLO, largest share of the queue, workers, cache; from a TOML file.
+
+[default]                # for tenants that are not named below, each by itself
+weight = 1.0
+[tenants.search]
+weight = 4.0             # four times the worker seconds of a tenant of weight 1, while both have requests waiting
+ttft_slo_ms = 800
+max_queue_share = 0.5    # of max_queued_prompt_tokens
+workers = ["prefill-0", "decode-*"]  # glob patterns of the ids of those it may use; without it all
+shared_cache = true      # it shares cached prefixes with all other tenants that say so
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tandem.protocol.digest import CacheScope, cache_scope
+from tandem.protocol.errors import ConfigError
+
+__all__ = ["DEFAULT_TENANT", "OTHER_TENANTS", "TENANT_NAME", "CacheScopes", "TenantPolicy", "Tenants", "load_tenants"]
+
+DEFAULT_TENANT = "default"  # of requests that name none
+OTHER_TENANTS = "other"  # stands in metrics for all tenants the file does not name: their number has no bound
+TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_SHARED_CACHE = ""  # stands for all tenants that share their caches; no tenant has this name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantPolicy:
+    """What one tenant may have."""
+
+    weight: float = 1.0
+    ttft_slo_s: float | None = None  # of requests that set none
+    max_queue_share: float = 1.0  # of max_queued_prompt_tokens, for what of it waits in the router
+    workers: tuple[str, ...] = ()  # glob patterns of the ids of those it may use; () = all
+    shared_cache: bool = False  # whether it shares cached prefixes with the other tenants that do
+
+
+@dataclass(frozen=True, slots=True)
+class Tenants:
+    """The policies of all tenants."""
+
+    default: TenantPolicy = TenantPolicy()
+    named: Mapping[str, TenantPolicy] = field(default_factory=dict)
+
+    def policy(self, tenant: str) -> TenantPolicy:
+        """What this tenant may have."""
+        return self.named.get(tenant, self.default)
+
+    def label(self, tenant: str) -> str:
+        """The tenant's name in metrics."""
+        return tenant if tenant == DEFAULT_TENANT or tenant in self.named else OTHER_TENANTS
+
+
+@dataclass(frozen=True, slots=True)
+class CacheScopes:
+    """Tells whose cached blocks a request may use."""
+
+    tenants: Tenants
+    has_keys: bool  # API keys tell tenants apart; without keys clients are believed, so all of them are as one
+
+    def of(self, tenant: str, cache_salt: str) -> CacheScope:
+        """The scope of a tenant's requests with this salt; "" = with none."""
+        if not self.has_keys:
+            return cache_scope(cache_salt)
+        return cache_scope(cache_salt, _SHARED_CACHE if self.tenants.policy(tenant).shared_cache else tenant)
+
+
+def load_tenants(path: str) -> Tenants:
+    """The policies in a TOML file; without a path all tenants are alike.
+
+    Raises `ConfigError` with file, key, value and remedy.
+    """
+    if not path:
+        return Tenants()
+    try:
+        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"tenants={path!r} cannot be read: {exc.strerror}; give the path of a TOML file") from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"tenants={path!r} is not valid TOML: {exc}") from exc
+    if not content:  # as a pipe is that was read before
+        raise ConfigError(f"tenants={path!r} is empty; write [default] or [tenants.NAME], or leave the file out")
+    for key in content.keys() - {"default", "tenants"}:
+        raise ConfigError(f"{path}: {key} is unknown; use [default] and [tenants.NAME]")
+    default = _policy(path, "default", content.get("default", {}), TenantPolicy())
+    tables = content.get("tenants", {})
+    if not isinstance(tables, dict):
+        raise ConfigError(f"{path}: tenants = {tables!r} must be tables; write [tenants.NAME]")
+    for name in tables:
+        if not TENANT_NAME.fullmatch(name):
+            raise ConfigError(f"{path}: tenants.{name!r} must be 1 to 64 letters, digits, '.', '_' or '-'; rename it")
+    named = {name: _policy(path, f"tenants.{name}", table, default) for name, table in tables.items()}
+    return Tenants(default, named)
+
+
+def _policy(path: str, where: str, table: Any, default: TenantPolicy) -> TenantPolicy:
+    """One table; what it leaves out is as in `default`."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: {where} = {table!r} must be a table; write [{where}]")
+    changes: dict[str, Any] = {}
+    for key, value in table.items():
+        if key == "workers":
+            changes[key] = _patterns(path, where, value)
+            continue
+        if key == "shared_cache":
+            if not isinstance(value, bool):
+                raise ConfigError(f"{path}: {where}.shared_cache = {value!r} must be true or false")
+            changes[key] = value
+            continue
+        if key not in _KEYS:
+            raise ConfigError(f"{path}: {where}.{key} is unknown; use {', '.join(_KEYS)}, workers, shared_cache")
+        name, scale, upper, remedy = _KEYS[key]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= upper:
+            raise ConfigError(f"{path}: {where}.{key} = {value!r} must be {remedy}")
+        changes[name] = value * scale
+    return replace(default, **changes)
+
+
+def _patterns(path: str, where: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
+        raise ConfigError(
+            f"{path}: {where}.workers = {value!r} must be a list of worker ids or patterns, "
+            'such as ["prefill-0", "decode-*"]; leave it out for all workers'
+        )
+    return tuple(value)
+
+
+# Key in the file -> field, factor to its unit, largest value, what to write instead. All are above 0.
+_KEYS: dict[str, tuple[str, float, float, str]] = {
+    "weight": ("weight", 1.0, 1e6, "a number above 0, at most 1000000, such as 1.0"),
+    "ttft_slo_ms": ("ttft_slo_s", 1e-3, 1e9, "milliseconds above 0, such as 2000; leave it out for none"),
+    "max_queue_share": ("max_queue_share", 1.0, 1.0, "above 0, at most 1, such as 0.5"),
+}

@@ -1,0 +1,365 @@
+"""`tandem route --router-processes`: real processes on one port, in front of fake engines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tandem.cli.main import run
+from tests.support.fake_openai import FakeServer, fake_openai
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+BODY: dict[str, Any] = {"prompt": "a b c", "max_tokens": 3, "stream": False}
+ADMIN = {"authorization": "Bearer secret"}
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+@contextmanager
+def fakes(count: int) -> Iterator[list[FakeServer]]:
+    with fake_openai() as first:
+        if count == 1:
+            yield [first]
+        else:
+            with fakes(count - 1) as rest:
+                yield [first, *rest]
+
+
+class Running:
+    """The command, its processes and a client that opens a connection for each request."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process = process
+        self.url = url
+        self.ever = set(self.children())
+
+    def children(self) -> list[int]:
+        return [child.pid for child in psutil.Process(self.process.pid).children()]
+
+    def get(self, path: str, **kwargs: Any) -> httpx.Response:
+        return httpx.get(self.url + path, trust_env=False, timeout=20.0, **kwargs)
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/completions", json=BODY | fields, trust_env=False, timeout=30.0)
+
+    def pools(self) -> dict[str, Any]:
+        body: dict[str, Any] = self.get("/v1/pools").json()
+        return body
+
+    def totals(self, name: str) -> float:
+        lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith(name)]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    def are_there(self, count: int) -> bool:
+        """Whether any process asked sees all processes and all of its engines ready."""
+        pools = [self.pools() for _ in range(2 * count)]
+        return all(
+            len(one.get("processes", ["alone"])) == count
+            and all(engine["state"] == "ready" for engine in one["engines"])
+            for one in pools
+        )
+
+    def assert_idle(self) -> None:
+        def is_idle() -> bool:
+            pools = self.pools()
+            return pools["num_requests"] == 0 and pools["queued_prompt_tokens"] == 0
+
+        until(is_idle, "something is left")
+
+    def assert_gone(self) -> None:
+        until(lambda: not any(map(psutil.pid_exists, self.ever)), f"of {self.ever} some are left")
+
+
+@contextmanager
+def routing(tmp_path: Path, engines: list[FakeServer], count: int, *flags: str) -> Iterator[Running]:
+    path = tmp_path / "engines.toml"
+    tables = [f'[[engines]]\nname = "e{i}"\nurl = "{fake.url}"\nkind = "vllm"\n' for i, fake in enumerate(engines)]
+    path.write_text("".join(tables))
+    command = [
+        sys.executable,
+        "-m",
+        "tandem",
+        "route",
+        f"--engines={path}",
+        "--port=0",
+        "--allow-local-engines",
+        "--probe-interval-s=0.05",
+    ]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TANDEM_ADMIN_TOKEN": "secret"}
+    process = subprocess.Popen(
+        [*command, f"--router-processes={count}", *flags], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True
+    )
+    watchdog = threading.Timer(90, process.kill)
+    watchdog.start()
+    assert process.stderr is not None
+    try:
+        line = process.stderr.readline()
+        assert f"Routing to {len(engines)} engine(s) on http://" in line, line + process.stderr.read()
+        assert (f"by {count} processes" in line) == (count > 1)
+        running = Running(process, line.split()[5])
+        until(lambda: running.are_there(count), "not all see each other and their engines")
+        yield running
+        running.ever |= set(running.children()) if process.poll() is None else set()
+    finally:
+        process.kill()
+        process.wait()
+        watchdog.cancel()
+        process.stderr.close()
+    running.assert_gone()
+
+
+def burst(running: Running, num_requests: int, **fields: Any) -> Counter[str]:
+    """Engines that answered simultaneous requests, each on a connection of its own."""
+    with ThreadPoolExecutor(num_requests) as pool:
+        answers = list(pool.map(lambda _: running.complete(**fields), range(num_requests)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert {answer.json()["choices"][0]["text"] for answer in answers} == {"word " * 3}
+    return Counter(answer.headers["x-tandem-engine"] for answer in answers)
+
+
+def test_one_port_one_total_and_a_clean_end(tmp_path: Path) -> None:
+    with fakes(2) as engines, routing(tmp_path, engines, 3) as running:
+        assert len(running.ever) == 3
+        placed = burst(running, 24)
+        running.assert_idle()
+        assert placed.total() == 24
+        for _ in range(6):  # whoever is asked
+            assert running.totals('tandem_router_requests_total{endpoint="/v1/completions",status="200"}') == 24
+            assert running.totals("tandem_engine_requests_total") == 24
+            assert running.totals("tandem_router_processes") == 3
+            assert sum(engine["num_requests"] for engine in running.pools()["engines"]) == 24
+        assert sum(len(fake.requests) for fake in engines) == 24
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(20) == 0
+        running.assert_gone()
+
+
+def test_requests_of_all_processes_at_once_go_evenly_over_equal_engines(tmp_path: Path) -> None:
+    num_requests = 48
+    with fakes(4) as engines, routing(tmp_path, engines, 3) as running:
+        for fake in engines:
+            fake.headers_pause.clear()  # nothing is answered before all are placed
+        with ThreadPoolExecutor(num_requests) as pool:
+            answers = [pool.submit(running.complete, prompt=f"{i} {'x' * 400}") for i in range(num_requests)]
+            until(lambda: sum(len(fake.requests) for fake in engines) == num_requests, "not all are placed")
+            counts = sorted(len(fake.requests) for fake in engines)
+            for fake in engines:
+                fake.resume()
+            assert all(answer.result().status_code == 200 for answer in answers)
+        print("placed", counts)
+        assert counts[0] >= 8
+        assert counts[-1] <= 16
+        running.assert_idle()
+
+
+def test_a_process_that_dies_is_replaced_and_its_load_forgotten(tmp_path: Path) -> None:
+    with fakes(2) as engines, routing(tmp_path, engines, 2) as running:
+        burst(running, 8)
+        before = running.totals("tandem_engine_requests_total")
+        for fake in engines:
+            fake.headers_pause.clear()
+        with ThreadPoolExecutor(12) as pool:
+            answers = [pool.submit(running.complete) for _ in range(12)]
+            until(lambda: running.pools()["num_requests"] == 12, "not all are placed")
+            shares = {name: one["num_requests"] for name, one in running.pools()["processes"].items()}
+            victim = running.children()[0]
+            os.kill(victim, signal.SIGKILL)
+            broken = [answer for answer in answers if _is_broken(answer)]
+            assert len(broken) in shares.values()
+            until(lambda: running.pools()["num_requests"] == 12 - len(broken), "its load is still counted")
+            until(lambda: victim not in running.children() and len(running.children()) == 2, "it was not replaced")
+            for fake in engines:
+                fake.resume()
+            assert sum(answer.exception() is None and answer.result().status_code == 200 for answer in answers) == (
+                12 - len(broken)
+            )
+        until(lambda: running.are_there(2), "the new one did not join")
+        running.ever |= set(running.children())
+        running.assert_idle()
+        assert running.totals("tandem_engine_requests_total") >= before
+        burst(running, 8)
+
+
+def test_a_process_that_takes_anothers_place_has_the_tenants_of_the_others(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text("[tenants.search]\nweight = 4.0\n")
+    with fakes(1) as engines, routing(tmp_path, engines, 2, f"--tenants={tenants}") as running:
+        tenants.write_text("[being edited")
+        killed = running.children()[0]
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: killed not in running.children(), "it lives")
+        until(lambda: running.are_there(2), "the new one did not join")
+        running.ever |= set(running.children())
+        burst(running, 8)
+
+
+def test_a_process_that_hangs_is_replaced(tmp_path: Path) -> None:
+    with fakes(1) as engines, routing(tmp_path, engines, 2, "--worker-timeout-s=2") as running:
+        hung = running.children()[0]
+        os.kill(hung, signal.SIGSTOP)
+        until(lambda: hung not in running.children() and len(running.children()) == 2, "it was not replaced")
+        until(lambda: running.are_there(2), "the new one did not join")
+        burst(running, 8)
+
+
+def _is_broken(answer: Any) -> bool:
+    """Whether the connection of a request broke within a second; those at the other process still wait."""
+    try:
+        answer.result(1.0)
+    except httpx.TransportError:
+        return True
+    except TimeoutError:
+        return False
+    return False
+
+
+def test_engines_added_and_removed_through_one_process_are_so_for_all(tmp_path: Path) -> None:
+    with fakes(2) as engines, routing(tmp_path, engines[:1], 3) as running:
+        added = httpx.post(
+            f"{running.url}/v1/engines",
+            json={"name": "late", "url": engines[1].url, "kind": "vllm"},
+            headers=ADMIN,
+            trust_env=False,
+        )
+        assert added.status_code == 201
+        until(lambda: all(_names(running) == {"e0", "late"} for _ in range(6)), "it did not reach all")
+        twice = httpx.post(
+            f"{running.url}/v1/engines", json={"name": "late", "url": engines[1].url}, headers=ADMIN, trust_env=False
+        )
+        assert (twice.status_code, twice.json()["error"]["code"]) == (400, "invalid_engine")
+        for name in ("e0", "late"):
+            url = f"{running.url}/v1/engines/{name}"
+            assert httpx.delete(url, headers=ADMIN, trust_env=False).status_code == 202
+        until(lambda: all(_names(running) == set() for _ in range(6)), "it was not removed everywhere")
+        killed = running.children()[0]
+        os.kill(killed, signal.SIGKILL)  # its successor begins with the file, in which e0 still is
+        until(lambda: killed not in running.children(), "it lives")  # connections it has not taken are lost with it
+        until(lambda: running.are_there(3), "the new one did not join")
+        running.ever |= set(running.children())
+        assert all(_names(running) == set() for _ in range(12))
+
+
+def _names(running: Running) -> set[str]:
+    return {engine["name"] for engine in running.get("/v1/engines", headers=ADMIN).json()["data"]}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_ctrl_c_lets_answers_end_and_a_second_one_does_not(tmp_path: Path, num_signals: int, count: int) -> None:
+    with fakes(1) as [engine], routing(tmp_path, [engine], count, "--drain-timeout-s=20") as running:
+        engine.headers_pause.clear()
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(running.complete) for _ in range(4)]
+            until(lambda: len(engine.requests) == 4, "not all are placed")
+            for _ in range(num_signals):
+                running.process.send_signal(signal.SIGINT)
+                until(lambda: not _is_listening(running.url), "it still listens")
+            if num_signals == 1:
+                assert running.process.poll() is None
+                engine.resume()
+                assert [answer.result().status_code for answer in answers] == [200] * 4
+            assert running.process.wait(10) == 0
+            running.assert_gone()
+            engine.resume()
+            if num_signals == 2:
+                assert not any(_is_whole(answer) for answer in answers)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_answers_that_do_not_end_in_time_do_not_hold_up_the_end(tmp_path: Path, count: int) -> None:
+    with fakes(1) as [engine], routing(tmp_path, [engine], count, "--drain-timeout-s=0.5") as running:
+        engine.headers_pause.clear()
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(running.complete)
+            until(lambda: len(engine.requests) == 1, "it is not placed")
+            running.process.send_signal(signal.SIGTERM)
+            assert running.process.wait(5) == 0
+            engine.resume()
+            assert not _is_whole(answer)
+
+
+def _is_whole(answer: Any) -> bool:
+    """Whether a request was answered; else its connection broke, or it was told that the router ends."""
+    return answer.exception() is None and answer.result().status_code == 200
+
+
+def _is_listening(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/health", trust_env=False, timeout=5.0)
+    except httpx.TransportError:
+        return False
+    return True
+
+
+def test_nothing_outlives_a_parent_that_was_killed(tmp_path: Path) -> None:
+    with fakes(1) as engines, routing(tmp_path, engines, 2) as running:
+        [folder] = {Path(path).parent for pid in running.ever for path in _bus_paths(pid)}
+        running.process.kill()
+        running.process.wait()
+        running.assert_gone()
+        until(lambda: not folder.exists(), "the folder of the sockets is left")
+
+
+def _bus_paths(pid: int) -> list[str]:
+    return [
+        str(connection.laddr)
+        for connection in psutil.Process(pid).net_connections("unix")
+        if "tandem-" in str(connection.laddr)
+    ]
+
+
+def test_what_a_child_cannot_use_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "e.toml"
+    path.write_text('[tokenizers]\nm = "/no/such/model"\n[[engines]]\nurl = "http://h:1"\nmodel = "m"\n')
+    assert run(["route", "--engines", str(path), "--port", "0", "--router-processes", "2"]) == 2
+    captured = capsys.readouterr()
+    assert "tokenizers: 'm' = '/no/such/model' cannot be loaded" in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_every_process_has_the_limits_and_knows_whom_to_listen_to(tmp_path: Path) -> None:
+    with fakes(1) as engines, routing(tmp_path, engines, 2, "--header-timeout-s=0.5") as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        slow = [socket.create_connection((host, int(port)), timeout=20) for _ in range(16)]
+        for one in slow:
+            one.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n")
+        for one in slow:
+            assert one.recv(64).startswith(b"HTTP/1.1 408 ")
+            one.close()
+        for headers, fields, status in (
+            ({"host": "page.example"}, {}, 403),
+            ({"origin": "http://page.example"}, {}, 403),
+            ({"content-type": "text/plain"}, {}, 415),
+            ({"x" * 40_000: "y"}, {}, 431),
+            ({}, {"kv_transfer_params": {"remote_host": "h"}}, 400),
+            ({}, {}, 200),
+        ):
+            statuses = {
+                httpx.post(
+                    f"{running.url}/v1/completions", json=BODY | fields, headers=headers, trust_env=False
+                ).status_code
+                for _ in range(8)
+            }
+            assert statuses == {status}, headers
+        assert len(engines[0].requests) == 8

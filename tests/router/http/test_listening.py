@@ -1,0 +1,30 @@
+"""The port of a server that may be several processes."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from tandem.protocol.errors import ConfigError
+from tandem.router.http.listening import listening
+
+
+def test_a_shared_port_is_had_by_several_and_connections_go_to_who_listens() -> None:
+    with listening("127.0.0.1", 0, is_shared=True) as held:
+        port = held.getsockname()[1]
+        with listening("127.0.0.1", port, is_shared=True) as served:
+            served.listen()
+            with socket.create_connection(("127.0.0.1", port), timeout=5), served.accept()[0]:
+                pass
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_port_that_somebody_serves_is_not_had_alone(is_shared: bool) -> None:
+    with listening("127.0.0.1", 0, is_shared=is_shared) as served:
+        served.listen()
+        with (
+            pytest.raises(ConfigError, match="choose another with --port"),
+            listening("127.0.0.1", served.getsockname()[1]),
+        ):
+            pass

@@ -1,0 +1,670 @@
+"""A real server and clients that speak bytes: streams past ASGI, and what clients send that no client should."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import re
+import resource
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from starlette.responses import Response
+
+from tandem.protocol.config import RouterConfig
+from tandem.router.http import protocol as http_protocol_module
+from tandem.router.http import server as http_server_module
+from tandem.router.http.app import RouterApp
+from tandem.router.http.listening import listening
+from tandem.router.http.metrics import EdgeMetrics
+from tandem.router.http.response_writer import Outlet
+from tandem.router.http.server import http_server
+
+pytestmark = pytest.mark.anyio
+PART = b"data: %d\n\n"
+
+
+@asynccontextmanager
+async def serving(answer: Callable[[Outlet], Awaitable[None]]) -> AsyncIterator[int]:
+    """The port of a server whose requests are answered so."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await answer(Outlet(scope, send))
+
+    async with serving_app(app) as port:
+        yield port
+
+
+@asynccontextmanager
+async def serving_app(app: Any, **config: Any) -> AsyncIterator[int]:
+    """The port of a server of this app."""
+    with listening("127.0.0.1", 0) as listener:
+        async with http_server(app, RouterConfig(**config), listener) as server:
+            await server.started_serving()
+            yield listener.getsockname()[1]
+
+
+class Echo:
+    """Answers with what it saw of a request, when it may."""
+
+    def __init__(self) -> None:
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.reads = True
+        self.num_asked = 0
+        self.num_disconnects = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        self.num_asked += 1
+        body, more = b"", self.reads
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.num_disconnects += 1
+                return
+            body += message["body"]
+            more = message["more_body"]
+        self.headers = list(scope["headers"])
+        if scope["path"] != "/health":
+            await self.may_answer.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+        await send({"type": "http.response.body", "body": body})
+
+
+async def exchange(port: int, *parts: bytes) -> bytes:
+    """All that comes back, until the server hangs up."""
+    async with asyncio.timeout(30):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+            return await reader.read()
+        finally:
+            writer.close()
+
+
+def error_of(answer: bytes) -> tuple[int, str]:
+    """Status and message of an error in OpenAI's shape, with nothing behind it."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    error = json.loads(body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return int(head.split()[1]), error["message"]
+
+
+async def ask(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    return reader, writer
+
+
+async def read_chunked(reader: asyncio.StreamReader) -> tuple[bytes, list[bytes]]:
+    """Head and chunks of one answer."""
+    head, chunks = await reader.readuntil(b"\r\n\r\n"), []
+    while size := int(await reader.readuntil(b"\r\n"), 16):
+        chunks.append((await reader.readexactly(size + 2))[:-2])
+    assert await reader.readexactly(2) == b"\r\n"
+    return head, chunks
+
+
+async def test_parts_are_chunks_of_a_body_and_the_connection_goes_on() -> None:
+    ways: list[bool] = []
+
+    async def answer(outlet: Outlet) -> None:
+        ways.append(outlet._write(b"too early"))
+        await outlet.start([(b"content-type", b"text/event-stream")])
+        for number in range(20):
+            assert outlet.show(PART % number)
+            assert outlet._write(b"")  # is not the end
+        ways.append(outlet._write(PART % 20))
+        await outlet.end(b"last")
+        ways.append(outlet._write(b"too late"))
+
+    async with serving(answer) as port:
+        reader, writer = await ask(port)
+        for _ in range(2):
+            head, chunks = await read_chunked(reader)
+            assert b"transfer-encoding: chunked" in head
+            assert chunks == [*(PART % number for number in range(21)), b"last"]
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.close()
+    assert ways[:3] == [False, True, False]  # only between the start and the end
+
+
+async def test_a_client_that_does_not_read_holds_the_stream_back_and_gets_all_of_it() -> None:
+    part, num_parts = b"x" * 65_536, 400
+    num_waits = 0
+
+    async def answer(outlet: Outlet) -> None:
+        nonlocal num_waits
+        await outlet.start([])
+        for number in range(num_parts):
+            if not outlet.show(b"%08d" % number + part):
+                num_waits += 1
+                waiting.set()
+                await outlet.drained()
+        await outlet.end(b"last")
+
+    waiting = asyncio.Event()
+    async with serving(answer) as port:
+        reader, writer = await ask(port)
+        async with asyncio.timeout(30):
+            await waiting.wait()
+            _, chunks = await read_chunked(reader)
+        writer.close()
+    assert [chunk[:8] for chunk in chunks[:-1]] == [b"%08d" % number for number in range(num_parts)]
+    assert chunks[-1] == b"last"
+    assert num_waits > 0
+
+
+async def test_a_client_that_left_is_written_to_no_more() -> None:
+    left, shown = asyncio.Event(), asyncio.Event()
+    ways: list[bool] = []
+
+    async def answer(outlet: Outlet) -> None:
+        await outlet.start([])
+        outlet.show(b"one")
+        await left.wait()
+        async with asyncio.timeout(30):
+            while outlet._write(b"more"):  # noqa: ASYNC110 - until the server has noticed
+                await asyncio.sleep(0.01)
+        ways.append(outlet.show(b"nobody reads this"))
+        await outlet.end(b"")
+        shown.set()
+
+    async with serving(answer) as port:
+        reader, writer = await ask(port)
+        await reader.readuntil(b"one")
+        writer.transport.abort()
+        left.set()
+        async with asyncio.timeout(30):
+            await shown.wait()
+    assert ways == [True]
+
+
+async def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol_module, "_STALL_S", 0.3)
+    ended = asyncio.Event()
+
+    async def answer(outlet: Outlet) -> None:
+        try:
+            await outlet.start([])
+            while outlet._write(b"x" * 65_536):
+                pass
+            await outlet.end(b"last")
+        finally:
+            ended.set()
+
+    async with serving(answer) as port, asyncio.timeout(30):
+        _, writer = await ask(port)
+        writer.transport.pause_reading()
+        await ended.wait()
+        writer.close()
+
+
+async def test_an_app_that_does_not_notice_holds_up_the_end_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server_module, "_CLOSE_TIMEOUT_S", 0.2)
+    asked, never = asyncio.Event(), asyncio.Event()
+
+    async def answer(_: Outlet) -> None:
+        asked.set()
+        await never.wait()
+
+    async with asyncio.timeout(30):
+        async with serving(answer) as port:
+            _, writer = await ask(port)
+            await asked.wait()
+        writer.close()
+    never.set()
+
+
+HEAD = b"POST /x HTTP/1.1\r\nhost: h\r\n"
+GET = b"GET /x HTTP/1.1\r\nhost: h\r\n"
+
+
+NO_REQUESTS = [
+    (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nhost: h\r\n\r\n", 414, "URL is longer than 8192"),
+    (GET + b"a: b\r\n" * 130 + b"\r\n", 431, "or 128 lines"),
+    (GET + b"a: " + b"b" * 40_000 + b"\r\n\r\n", 431, "larger than 32768 bytes"),
+    (GET + b"a: " + b"b" * 40_000, 431, "larger than 32768 bytes"),
+    (b"\r\n" * 40_000, 431, "larger than 32768 bytes"),
+    (b"GET /x HTTP/1.1\r\n\r\n", 400, "one Host header"),
+    (GET + b"host: i\r\n\r\n", 400, "one Host header"),
+    (GET + b"a: b\r\n c\r\n\r\n", 400, "no valid HTTP"),
+    (GET + b"a: b\0c\r\n\r\n", 400, "no valid HTTP"),
+    (b"GET /\0 HTTP/1.1\r\nhost: h\r\n\r\n", 400, "no valid HTTP"),
+    (HEAD + b"content-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400, "Transfer-Encoding"),
+    (HEAD + b"transfer-encoding: chunked\r\ncontent-length: 3\r\n\r\n0\r\n\r\n", 400, "Content-Length"),
+    (HEAD + b"content-length: 3\r\ncontent-length: 4\r\n\r\nabcd", 400, "Content-Length"),
+    (HEAD + b"content-length: -3\r\n\r\n", 400, "Content-Length"),
+    (HEAD + b"content-length: " + b"9" * 30 + b"\r\n\r\n", 400, "Content-Length"),
+    (HEAD + b"transfer-encoding: gzip\r\n\r\n", 400, "Transfer-Encoding"),
+    (HEAD + b"transfer-encoding: chunked\r\n\r\nno chunk\r\n", 400, "chunk"),
+    (HEAD + b"transfer-encoding: chunked\r\n\r\n1;" + b"e" * 400_000, 431, "larger than"),
+    (HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 90_000, 431, "larger than"),
+    (HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\na: " + b"b" * 400_000, 431, "larger than"),
+    (b"CONNECT h:1 HTTP/1.1\r\nhost: h\r\n\r\n", 400, "no valid HTTP"),
+    (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "no valid HTTP"),
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "no valid HTTP"),
+]
+
+
+@pytest.mark.parametrize("has_answered", [False, True], ids=["first", "second"])
+async def test_a_request_that_is_none_gets_one_error_and_the_end(has_answered: bool) -> None:
+    async with serving_app(Echo()) as port:
+        for request_bytes, status, expected in NO_REQUESTS:
+            async with asyncio.timeout(30):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                if has_answered:
+                    writer.write(GET + b"\r\n")
+                    assert b"content-length: 0" in await reader.readuntil(b"\r\n\r\n")
+                writer.write(request_bytes)
+                told, message = error_of(await reader.read())
+                writer.close()
+            assert told == status, request_bytes[:200]
+            assert expected in message, request_bytes[:200]
+
+
+@pytest.mark.parametrize(
+    ("start", "piece", "status"),
+    [(b"GET /", b"a" * 65_536, 414), (GET + b"a: ", b"b" * 65_536, 431), (GET, b"a: b\r\n" * 10_000, 431)],
+    ids=["URL", "header", "headers"],
+)
+async def test_what_has_no_end_is_cut_short_and_the_client_still_reads_why(
+    start: bytes, piece: bytes, status: int
+) -> None:
+    async with serving_app(Echo()) as port:
+        answer = await exchange(port, start, *[piece] * 200)  # 13 MB, all of it sent before anything is read
+    assert error_of(answer)[0] == status
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        HEAD + b"content-length: 4\r\n\r\nbody",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\nb\r\n3;ext=1\r\nody\r\n0\r\nx-tandem-tenant: other\r\n\r\n",
+        HEAD + b"connection: upgrade\r\nupgrade: websocket\r\ncontent-length: 4\r\n\r\nbody",
+        HEAD + b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\ntransfer-encoding: chunked\r\n\r\n"
+        b"4\r\nbody\r\n0\r\n\r\n",
+        HEAD + b"a: " + b"b" * 20_000 + b"\r\ncontent-length: 4\r\n\r\nbody",
+    ],
+    ids=["plain", "chunked", "websocket", "h2c", "large header"],
+)
+async def test_a_body_arrives_however_it_is_sent(request_bytes: bytes) -> None:
+    app = Echo()
+    request_bytes = request_bytes.replace(b"/x HTTP/1.1\r\n", b"/x HTTP/1.1\r\nconnection: close\r\n")
+    async with serving_app(app) as port:
+        for cut in (0, 1, 7, len(request_bytes) - 1):
+            answer = await exchange(port, request_bytes[:-cut] if cut else b"", request_bytes[-cut:])
+            assert answer.endswith(b"\r\n\r\nbody"), cut
+            assert b" 200 " in answer
+            assert b"x-tandem-tenant" not in dict(app.headers)  # a trailer is none of the headers that were checked
+
+
+async def test_expect_is_answered_and_a_refusal_ends_the_connection() -> None:
+    app = Echo()
+    async with serving_app(app) as port, asyncio.timeout(30):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"expect: 100-continue\r\ncontent-length: 4\r\n\r\n")
+        assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"body")
+        assert await reader.readuntil(b"\r\n\r\nbody")
+        app.reads = False  # as where it refuses by the head
+        writer.write(HEAD + b"expect: 100-continue\r\ncontent-length: 4\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")  # and the end: is what follows its body?
+        writer.close()
+
+
+PIPELINED = b"POST /x HTTP/1.1\r\nhost: h\r\ncontent-length: 5\r\n\r\n%05d"
+
+
+async def expect_answers(reader: asyncio.StreamReader, numbers: range) -> None:
+    for number in numbers:
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        assert await reader.readexactly(5) == b"%05d" % number
+
+
+async def test_any_number_of_pipelined_requests_is_answered_in_order() -> None:
+    app = Echo()
+    async with serving_app(app) as port, asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for num_requests in (2, 101, 5000):
+            app.may_answer.clear()
+            writer.write(b"".join(PIPELINED % number for number in range(num_requests)))
+            app.may_answer.set()
+            await expect_answers(reader, range(num_requests))
+        writer.write(GET.replace(b"host", b"connection: close\r\nhost") + b"\r\n" + GET + b"\r\n")
+        assert (await reader.read()).count(b"HTTP/1.1 200") == 1  # nothing behind the one that says it is the last
+        writer.close()
+
+
+async def test_pipelined_requests_that_wait_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    connections: list[http_protocol_module.HttpProtocol] = []
+    made = http_protocol_module.HttpProtocol.connection_made
+    monkeypatch.setattr(
+        http_protocol_module.HttpProtocol,
+        "connection_made",
+        lambda self, transport: (connections.append(self), made(self, transport))[1],
+    )
+    app = Echo()
+    app.may_answer.clear()
+    num_requests = 200_000  # 11 MB, more than the sockets of both sides take
+    async with serving_app(app) as port, asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"".join(PIPELINED % (number % 100_000) for number in range(num_requests)))
+        while not connections or not connections[0].flow.read_paused:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.001)
+        (connection,) = connections
+        assert len(connection.pipeline) < http_protocol_module.PIECE_BYTES / len(GET)
+        assert len(connection._unparsed) < 6 * http_protocol_module.MAX_UNPARSED_BYTES  # one read is 256 KB
+        app.may_answer.set()
+        await expect_answers(reader, range(1000))
+        writer.close()
+
+
+async def test_a_client_that_leaves_is_noticed_while_others_of_its_requests_wait() -> None:
+    left = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            left.set()
+
+    async with serving_app(app) as port, asyncio.timeout(30):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write((GET + b"\r\n") * 3)
+        await asyncio.sleep(0.1)  # so that it is asked for all of them first
+        writer.close()
+        await left.wait()
+
+
+@pytest.mark.parametrize(
+    ("last", "status"),
+    [
+        (b"no request\r\n\r\n", 400),
+        (GET + b"host: i\r\n\r\n", 400),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\nno chunk\r\n", 400),
+        (GET + b"a: " + b"b" * 40_000 + b"\r\n\r\n", 431),
+        (HEAD + b"content-length: 9\r\n\r\nshort", 408),
+        (GET, 408),
+    ],
+    ids=["no request", "two hosts", "no chunk", "large header", "slow body", "slow header"],
+)
+async def test_a_refusal_comes_behind_the_answers_to_the_requests_before(last: bytes, status: int) -> None:
+    app = Echo()
+    for num_before in (1, 200):
+        async with serving_app(app, header_timeout_s=0.3, body_timeout_s=0.3) as port, asyncio.timeout(30):
+            app.may_answer.clear()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"".join(PIPELINED % number for number in range(num_before)) + last)
+            await asyncio.sleep(0.05)
+            app.may_answer.set()
+            await expect_answers(reader, range(num_before))
+            assert error_of(await reader.read())[0] == status
+            writer.close()
+
+
+@pytest.mark.parametrize("size", [100, 6_000, 20_000, 60_000, 200_000])
+async def test_a_request_that_came_as_a_whole_is_not_late_for_waiting_its_turn(size: int) -> None:
+    app = Echo()
+    async with serving_app(app, header_timeout_s=0.2, body_timeout_s=0.2) as port, asyncio.timeout(30):
+        app.may_answer.clear()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(PIPELINED % 0 + HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % size + b"q" * size)
+        await asyncio.sleep(0.8)  # longer than a client may take for a body
+        app.may_answer.set()
+        answers = await reader.read()
+        assert answers.count(b"HTTP/1.1 200") == 2, answers[:2000]
+        writer.close()
+
+
+@pytest.mark.parametrize("headers", [b"", b"host: h\r\n", b"connection: keep-alive\r\n"])
+async def test_a_client_of_http_1_0_gets_a_stream_without_chunks_that_ends_with_the_connection(headers: bytes) -> None:
+    async def answer(outlet: Outlet) -> None:
+        await outlet.start([(b"content-type", b"text/event-stream")])
+        for number in range(3):
+            outlet.show(PART % number)
+            await outlet.drained()
+        await outlet.end(b"last")
+
+    async with serving(answer) as port:
+        head, _, body = (await exchange(port, b"GET / HTTP/1.0\r\n" + headers + b"\r\n")).partition(b"\r\n\r\n")
+    assert body == b"".join(PART % number for number in range(3)) + b"last"
+    assert b"connection: close" in head
+    assert b"transfer-encoding" not in head
+
+
+async def test_head_gets_the_headers_of_get_and_no_body() -> None:
+    with listening("127.0.0.1", 0) as listener:
+        config, metrics = RouterConfig(), EdgeMetrics(CollectorRegistry())
+        app = RouterApp(config, metrics, {})
+
+        @app.get("/page")
+        async def page() -> Response:
+            return Response(b"page")
+
+        async with http_server(app, config, listener) as server:
+            await server.started_serving()
+            port = listener.getsockname()[1]
+            get = b"GET /page HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+            expected = (await exchange(port, get)).removesuffix(b"page")
+            keep = get.replace(b"connection: close\r\n", b"").replace(b"GET", b"HEAD")
+            answers = await exchange(port, keep + get.replace(b"GET", b"HEAD"))
+    without_date = re.sub(rb"(date: .*|connection: close)\r\n", b"", expected)
+    assert b"content-length: 4" in without_date
+    assert re.sub(rb"(date: .*|connection: close)\r\n", b"", answers) == without_date * 2
+
+
+async def test_a_client_of_http_1_0_gets_a_known_length_and_can_tell_a_body_that_was_cut() -> None:
+    async with serving_app(Echo()) as port:
+        request = b"POST /x HTTP/1.0\r\ncontent-length: 4\r\n\r\nbody"
+        head, _, body = (await exchange(port, request + request)).partition(b"\r\n\r\n")
+        assert body == b"body"
+        assert b"content-length: 4" in head
+        assert b"connection: close" in head
+
+
+async def test_slow_clients_are_ended_and_quick_ones_are_not() -> None:
+    app = Echo()
+    body = HEAD + b"content-length: 3000\r\n\r\n"
+    async with serving_app(app, header_timeout_s=0.3, body_timeout_s=0.3) as port, asyncio.timeout(30):
+        silent, head, part, later, running = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+        running[1].write(GET + b"\r\n")
+        assert await running[0].readuntil(b"\r\n\r\n")
+        app.may_answer.clear()
+        running[1].write(GET + b"\r\n")
+        later[1].write(GET + b"\r\n")
+        head[1].write(GET)
+        part[1].write(body)
+        assert await silent[0].read() == b""
+        assert error_of(await head[0].read())[0] == 408
+        assert error_of(await part[0].read())[0] == 408
+        assert app.num_disconnects == 1
+        app.may_answer.set()  # these waited longer, for us
+        for reader, writer in (later, running):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            writer.write(GET)  # the next one has a deadline of its own
+        for reader, writer in (later, running, silent, head, part):
+            if reader in (later[0], running[0]):
+                assert error_of(await reader.read())[0] == 408
+            writer.close()
+
+
+async def send_for_ever(writer: asyncio.StreamWriter, part: bytes) -> None:
+    while True:
+        writer.write(part)
+        await writer.drain()
+        await asyncio.sleep(0.01)
+
+
+async def test_a_large_body_gets_longer_and_an_endless_one_that_nobody_reads_does_not() -> None:
+    app = Echo()
+    async with serving_app(app, body_timeout_s=0.5) as port, asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"content-length: 65536\r\n\r\n" + b"b" * 60_000)
+        await asyncio.sleep(2.5)  # over its time, but for what has come
+        writer.write(b"b" * 5_536)
+        assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(65_536)
+        app.reads = False
+        writer.write(HEAD + b"transfer-encoding: chunked\r\n\r\n")
+        with pytest.raises(ConnectionError):
+            await send_for_ever(writer, b"400\r\n" + b"b" * 1024 + b"\r\n")
+        writer.close()
+
+
+async def test_beyond_max_connections_those_that_wait_longest_go_first_and_operators_get_through() -> None:
+    app = Echo()
+    async with serving_app(app, max_connections=8) as port, asyncio.timeout(60):
+        slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+        for _, writer in slow:
+            writer.write(GET)
+        app.may_answer.clear()
+        served = []
+        for number in range(8):
+            served.append(await asyncio.open_connection("127.0.0.1", port))
+            served[-1][1].write(GET + b"\r\n")
+            while app.num_asked <= number:  # noqa: ASYNC110 - the app tells nobody
+                await asyncio.sleep(0.001)
+        for reader, _ in slow:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        status, message = error_of(await exchange(port, GET + b"\r\n"))
+        assert (status, message) == (503, "All 8 connections of this server are in use; try again later.")
+        waiting = await asyncio.open_connection("127.0.0.1", port)  # a slow one cannot keep others out
+        assert b" 200 " in await exchange(port, b"GET /health?x HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")
+        app.may_answer.set()
+        for reader, writer in served:
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+            writer.write(GET + b"\r\n")
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+        for _, writer in [waiting, *served, *slow]:
+            writer.close()
+
+
+async def test_bodies_that_do_not_end_are_kept_in_bounded_memory_and_the_oldest_go_first() -> None:
+    app = Echo()
+    part = b"b" * 60_000
+    head = HEAD + b"content-length: 65536\r\n\r\n"
+    async with serving_app(app, max_body_bytes=65_536) as port, asyncio.timeout(60):
+        slow = []
+        for number in range(100):  # of which 69 go into 64 times 64 KB
+            slow.append(await asyncio.open_connection("127.0.0.1", port))
+            slow[-1][1].write(head + part)
+            while app.num_asked <= number:  # noqa: ASYNC110 - the app tells nobody
+                await asyncio.sleep(0.001)
+            if number % 10 == 9:  # meanwhile others are served
+                assert b" 200 " in await exchange(
+                    port, head.replace(b"/x HTTP/1.1", b"/x HTTP/1.1\r\nconnection: close") + b"c" * 65_536
+                )
+                app.num_asked -= 1
+        for reader, _ in slow[:30]:
+            assert error_of(await reader.read())[0] == 503
+        assert app.num_disconnects in (30, 31, 32)
+        for reader, writer in slow[40:]:
+            writer.write(b"b" * 5_536)
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(65_536)
+        for _, writer in slow:
+            writer.close()
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted", "possible", "new_soft"),
+    [
+        (1024, 4096, 2048, 2048, 2368),
+        (65_536, 65_536, 2048, 2048, 65_536),
+        (1024, 1024, 2048, 704, 1024),
+        (256, 256, 2048, 1, 256),
+        (1024, -1, 100_000, 100_000, 100_320),
+        (-1, -1, 100_000, 100_000, -1),
+    ],
+)
+def test_connections_are_bounded_by_the_files_that_may_be_open(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, wanted: int, possible: int, new_soft: int
+) -> None:
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
+    assert http_server_module._possible_connections(wanted) == possible
+    assert limits[-1] == (new_soft, hard)
+
+
+VALID = [
+    GET + b"\r\n",
+    HEAD + b"content-length: 4\r\n\r\nbody",
+    HEAD + b"transfer-encoding: chunked\r\n\r\n4;e=1\r\nbody\r\n0\r\na: b\r\n\r\n",
+    HEAD + b"expect: 100-continue\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: 4\r\n\r\nbody",
+]
+PIECES = [
+    b"\r\n",
+    b"\n",
+    b"\0",
+    b": ",
+    b" ",
+    b"\xff" * 9,
+    b"a" * 9000,
+    b"0\r\n\r\n",
+    b"HTTP/1.0",
+    b"CONNECT ",
+    b"host: x\r\n",
+]
+PIECES += [
+    b"host: x\r\n",
+    b"content-length: 5\r\n",
+    b"transfer-encoding: chunked\r\n",
+    b"upgrade: x\r\n",
+    b"expect: 100-continue\r\n",
+]
+
+
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})], ids=["uvloop"])  # as in production
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_nothing_that_comes_is_a_fault_of_ours(seed: int) -> None:
+    rng = random.Random(seed)
+    app, faults = Echo(), list[Exception]()
+
+    async def watched(scope: Any, receive: Any, send: Any) -> None:
+        try:
+            for _ in range(rng.randint(0, 9)):
+                await asyncio.sleep(0)
+            await app(scope, receive, send)
+        except Exception as exc:  # such as a write to a client that hung up behind a pipelined request
+            faults.append(exc)
+
+    async with serving_app(watched) as port, asyncio.timeout(60):
+        for _ in range(300):
+            sent = bytearray(b"".join(rng.choices(VALID, k=rng.randint(1, 3))))
+            for _ in range(rng.randint(0, 4)):
+                at = rng.randrange(len(sent) + 1)
+                sent[at : at + rng.randint(0, 9)] = rng.choice([rng.choice(PIECES), rng.randbytes(2), b""])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            cut = rng.randrange(len(sent) + 1)
+            writer.write(sent[:cut])
+            await asyncio.sleep(0)
+            writer.write(sent[cut:])
+            writer.write_eof()
+            with contextlib.suppress(ConnectionError):
+                answer = await reader.read()
+                assert b"HTTP/1.1 5" not in answer, (bytes(sent), answer)
+            writer.close()
+        assert b" 200 " in await exchange(port, b"GET /health HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")
+    assert faults == []
+
+
+async def test_a_url_that_is_none_is_named_in_the_refusal() -> None:
+    async with serving_app(Echo()) as port:
+        status, message = error_of(await exchange(port, b"CONNECT example:443 HTTP/1.1\r\nhost: x\r\n\r\n"))
+    assert status == 400
+    assert "example:443" in message

@@ -1,0 +1,131 @@
+"""Tenant, priority, TTFT SLO and explanation, as clients ask for them."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tandem.protocol.errors import DeadlineUnmet
+from tandem.router.text.tokenizer import Tokenizer
+from tests.support.fake_backend import FakeBackend, closing, events, make_app
+
+pytestmark = pytest.mark.anyio
+CHAT, COMPLETIONS, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/route/explain"
+MESSAGES = [{"role": "user", "content": "hello"}]
+DECISION = {"outcome": "dispatched", "tenant": "default"}
+
+
+async def test_headers_and_body_reach_the_backend(tokenizer: Tokenizer) -> None:
+    backend = FakeBackend(tokenizer)
+    headers = {"x-tandem-tenant": "search", "x-tandem-ttft-slo-ms": "250.5", "x-tandem-explain": "1"}
+    async with closing(backend) as client:
+        await client.post(COMPLETIONS, json={"prompt": "a", "n": 2, "priority": -3}, headers=headers)
+        await client.post(CHAT, json={"messages": MESSAGES})
+    first, sibling, plain = backend.requests
+    assert (first.tenant, first.priority, first.ttft_slo_s, first.explains) == ("search", -3, 0.2505, True)
+    assert (sibling.tenant, sibling.ttft_slo_s, sibling.explains) == ("search", math.inf, False)
+    assert (plain.tenant, plain.priority, plain.ttft_slo_s, plain.explains) == ("default", 0, None, False)
+
+
+@pytest.mark.parametrize(("path", "prompt"), [(CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "a"})])
+async def test_a_cache_salt_has_at_most_256_characters(
+    tokenizer: Tokenizer, path: str, prompt: dict[str, object]
+) -> None:
+    async with closing(FakeBackend(tokenizer)) as client:
+        assert (await client.post(path, json=prompt | {"cache_salt": "s" * 256})).status_code == 200
+        refused = await client.post(path, json=prompt | {"cache_salt": "s" * 1_000_000})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")
+    assert "has 1000000 characters; at most 256 are allowed" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"x-tandem-tenant": "a b"},
+        {"x-tandem-tenant": "a" * 65},
+        {"x-tandem-tenant": ""},
+        {"x-tandem-ttft-slo-ms": "soon"},
+        {"x-tandem-ttft-slo-ms": "0"},
+        {"x-tandem-ttft-slo-ms": "inf"},
+        {"x-tandem-explain": "yes"},
+    ],
+)
+async def test_bad_headers_are_refused_by_name(tokenizer: Tokenizer, headers: dict[str, str]) -> None:
+    async with closing(FakeBackend(tokenizer)) as client:
+        response = await client.post(CHAT, json={"messages": MESSAGES}, headers=headers)
+    assert response.status_code == 400
+    assert next(iter(headers)) in response.json()["error"]["message"]
+
+
+async def test_a_deadline_that_cannot_be_met_is_a_429_with_a_true_retry_after(tokenizer: Tokenizer) -> None:
+    backend = FakeBackend(tokenizer)
+    backend.script = lambda _: [DeadlineUnmet("The first token is predicted in 900 ms.", retry_after_s=1.2345)]
+    async with closing(backend) as client:
+        for stream in (False, True):
+            response = await client.post(CHAT, json={"messages": MESSAGES, "stream": stream})
+            assert response.status_code == 429
+            assert (response.headers["retry-after"], response.headers["retry-after-ms"]) == ("2", "1235")
+            error = response.json()["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "ttft_slo_unmet")
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_the_explanation_is_a_header_and_in_the_last_chunk(
+    tokenizer: Tokenizer, path: str, num_choices: int
+) -> None:
+    body: dict[str, Any] = {"messages": MESSAGES} if path == CHAT else {"prompt": "a"}
+    body["n"] = num_choices
+    async with closing(FakeBackend(tokenizer)) as client:
+        for headers, expected in (({"x-tandem-explain": "1"}, DECISION), ({}, None)):
+            plain = await client.post(path, json=body, headers=headers)
+            assert json.loads(plain.headers.get("x-tandem-explain", "null")) == expected
+            stream = await client.post(path, json={**body, "stream": True}, headers=headers)
+            chunks = events(stream)
+            assert chunks.pop() == "[DONE]"
+            shown = [chunk.get("tandem_explain") for chunk in chunks]
+            assert shown == [None] * (len(chunks) - 1) + [expected]
+            assert chunks[-1]["choices"][0]["finish_reason"] is not None
+
+
+async def test_openais_client_takes_the_explanation(tokenizer: Tokenizer) -> None:
+    transport = httpx.ASGITransport(make_app(FakeBackend(tokenizer)))
+    async with (
+        httpx.AsyncClient(transport=transport) as http,
+        openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=http) as client,
+    ):
+        arguments: dict[str, Any] = {
+            "model": "org/toy",
+            "messages": MESSAGES,
+            "extra_headers": {"x-tandem-explain": "1"},
+            "extra_body": {"priority": 1},
+        }
+        chunks = [chunk async for chunk in await client.chat.completions.create(stream=True, **arguments)]
+        assert chunks[-1].model_extra is not None
+        assert chunks[-1].model_extra["tandem_explain"] == DECISION
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "hello world"
+        raw = await client.chat.completions.with_raw_response.create(**arguments)
+        assert json.loads(raw.headers["x-tandem-explain"]) == DECISION
+        assert raw.parse().choices[0].message.content == "hello world"
+        del arguments["extra_headers"], arguments["extra_body"]
+        async with client.chat.completions.stream(**arguments, extra_headers={"x-tandem-explain": "1"}) as stream:
+            assert (await stream.get_final_completion()).choices[0].message.content == "hello world"
+
+
+async def test_routes_explain_and_show_decisions(tokenizer: Tokenizer) -> None:
+    backend = FakeBackend(tokenizer)
+    async with closing(backend) as client:
+        chat = await client.post(EXPLAIN, json={"messages": MESSAGES}, headers={"x-tandem-tenant": "a"})
+        assert chat.json() == {"object": "list", "data": [{"outcome": "admitted", "tenant": "a"}]}
+        two = await client.post(EXPLAIN, json={"prompt": ["a", "b"], "n": 2})
+        assert len(two.json()["data"]) == 2
+        decisions = (await client.get("/v1/route/decisions")).json()["data"]
+        assert [one["request_id"] for one in decisions] == [one.request_id for one in reversed(backend.requests)]
+        assert backend.max_open == 0, "nothing was generated"
+        for bad in ({}, {"messages": []}, {"prompt": 3}, []):
+            assert (await client.post(EXPLAIN, json=bad)).status_code == 400

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tandem.router.text.tokenizer import Tokenizer
+from tests.support.fake_backend import FakeBackend, closing, events, make_app
+
+pytestmark = pytest.mark.anyio
+COMPLETIONS = "/v1/completions"
+
+
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+async def test_plain_answer_has_openais_shape(tokenizer: Tokenizer) -> None:
+    backend = FakeBackend(tokenizer, "abc")
+    async with closing(backend) as client:
+        answer = (await client.post(COMPLETIONS, json={"model": "org/toy", "prompt": "hi"})).json()
+    assert answer.pop("id").startswith("cmpl-")
+    assert answer.pop("created") > 0
+    choice = {"index": 0, "text": "abc", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert answer == {
+        "object": "text_completion",
+        "model": "org/toy",
+        "choices": [choice],
+        "usage": usage | {"prompt_tokens_details": {"cached_tokens": 3}},
+    }
+    assert backend.requests[0].token_ids == tokenizer.encode("hi")
+
+
+async def test_max_tokens_defaults_to_16_or_what_is_left(tokenizer: Tokenizer) -> None:
+    backend = FakeBackend(tokenizer, "x" * 100)
+    async with closing(backend) as client:
+        for max_model_len in (512, 10, None):
+            backend.max_model_len = max_model_len
+            await client.post(COMPLETIONS, json={"prompt": "hi"})
+    assert [request.sampling.max_tokens for request in backend.requests] == [16, 7, 16]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("hi", ["<s>hi"]),
+        (["hi", "ho"], ["<s>hi", "<s>ho"]),
+        ([70], ["e"]),
+        ([70, 71], ["ef"]),
+        ([[70], [71, 72]], ["e", "fg"]),
+        ("", ["<s>"]),
+    ],
+)
+async def test_every_form_of_prompt(tokenizer: Tokenizer, prompt: Any, expected: list[str]) -> None:
+    backend = FakeBackend(tokenizer, "abc")
+    shift = ids_of(tokenizer, "e")[0] - 70
+    if isinstance(prompt, list) and not isinstance(prompt[0], str):
+        prompt = [[i + shift for i in p] if isinstance(p, list) else p + shift for p in prompt]
+    async with closing(backend) as client:
+        answer = (await client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 2})).json()
+    assert sorted(tokenizer.decode(request.token_ids) for request in backend.requests) == sorted(expected)
+    assert [c["index"] for c in answer["choices"]] == list(range(len(expected)))
+    assert answer["usage"]["prompt_tokens"] == sum(len(r.token_ids) for r in backend.requests)
+    assert answer["usage"]["completion_tokens"] == 2 * len(expected)
+
+
+async def test_choices_come_in_prompt_order(tokenizer: Tokenizer) -> None:
+    async with closing(FakeBackend(tokenizer, "abc")) as client:
+        body = {"prompt": ["one", "two"], "n": 2, "echo": True}
+        plain = (await client.post(COMPLETIONS, json=body)).json()
+        chunks = events(await client.post(COMPLETIONS, json=body | {"stream": True}))
+    expected = ["oneabc", "oneabc", "twoabc", "twoabc"]
+    assert [c["text"] for c in plain["choices"]] == expected
+    choices = [c["choices"][0] for c in chunks[:-1]]
+    assert ["".join(c["text"] for c in choices if c["index"] == i) for i in range(4)] == expected
+
+
+async def test_one_prompt_gives_the_same_seeds_alone_and_in_a_batch(tokenizer: Tokenizer) -> None:
+    backend = FakeBackend(tokenizer, "abc")
+    async with closing(backend) as client:
+        await client.post(COMPLETIONS, json={"prompt": ["a", "b"], "seed": 5})
+        await client.post(COMPLETIONS, json={"prompt": ["a", "a"]})
+    seeds = [request.sampling.seed for request in backend.requests]
+    assert seeds[:2] == [5, 5]
+    assert seeds[2] != seeds[3]
+
+
+async def test_echo_alone_generates_nothing(tokenizer: Tokenizer) -> None:
+    backend = FakeBackend(tokenizer, "abc")
+    async with closing(backend) as client:
+        body = {"prompt": "hi there", "echo": True, "max_tokens": 0}
+        plain = (await client.post(COMPLETIONS, json=body)).json()
+        chunks = events(await client.post(COMPLETIONS, json=body | {"stream": True}))
+    assert plain["choices"][0]["text"] == "hi there"
+    assert plain["usage"]["completion_tokens"] == 0
+    assert "".join(c["choices"][0]["text"] for c in chunks[:-1]) == "hi there"
+    assert backend.requests == []
+
+
+async def test_logprobs_join_to_the_text_with_right_offsets(tokenizer: Tokenizer) -> None:
+    async with closing(FakeBackend(tokenizer, "hello é w")) as client:
+        plain = (await client.post(COMPLETIONS, json={"prompt": "hi", "logprobs": 2})).json()["choices"][0]
+        zero = (await client.post(COMPLETIONS, json={"prompt": "hi", "logprobs": 0})).json()["choices"][0]
+        chunks = events(await client.post(COMPLETIONS, json={"prompt": "hi", "logprobs": 2, "stream": True}))
+    logprobs = plain["logprobs"]
+    assert "".join(logprobs["tokens"]) == plain["text"] == "hello é w"
+    for offset, token in zip(logprobs["text_offset"], logprobs["tokens"], strict=True):
+        assert plain["text"][offset:].startswith(token)
+    assert len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == len(logprobs["tokens"])
+    assert logprobs["top_logprobs"][0] == {"hell": -0.5, tokenizer.token_text(0): -2.5}
+    assert zero["logprobs"]["top_logprobs"][0] == {"hell": -0.5}
+    streamed = [c["choices"][0]["logprobs"] for c in chunks[:-1] if c["choices"][0]["logprobs"]]
+    for key, values in logprobs.items():
+        assert [value for piece in streamed for value in piece[key]] == values
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt[0]"),
+        ({"prompt": [10**9]}, "prompt"),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"echo": True, "logprobs": 1}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"prompt": ["a"] * 100, "n": 100}, "n"),
+    ],
+)
+async def test_a_bad_field_is_named(tokenizer: Tokenizer, fields: dict[str, Any], param: str) -> None:
+    backend = FakeBackend(tokenizer)
+    async with closing(backend) as client:
+        response = await client.post(COMPLETIONS, json={"prompt": "hi", **fields})
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["param"] == param, error
+    assert backend.requests == []
+
+
+async def test_a_missing_prompt_is_named(tokenizer: Tokenizer) -> None:
+    async with closing(FakeBackend(tokenizer)) as client:
+        error = (await client.post(COMPLETIONS, json={"model": "org/toy"})).json()["error"]
+    assert (error["param"], error["code"]) == ("prompt", "missing_required_parameter")
+
+
+async def test_the_openai_sdk_reads_plain_and_streamed_answers(tokenizer: Tokenizer) -> None:
+    backend = FakeBackend(tokenizer)
+    http_client = httpx.AsyncClient(transport=httpx.ASGITransport(make_app(backend)))
+    async with openai.AsyncOpenAI(api_key="any", base_url="http://localhost/v1", http_client=http_client) as client:
+        answer = await client.completions.create(model="org/toy", prompt=["a", "b"], logprobs=1)
+        assert [choice.text for choice in answer.choices] == ["hello world"] * 2
+        stream = await client.completions.create(model="org/toy", prompt="a", stream=True)
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == "hello world"
+        models = await client.models.list()
+        assert [model.id for model in models.data] == ["org/toy"]
+        assert (await client.models.retrieve("org/toy")).id == "org/toy"
+    assert backend.num_open == 0
+
+
+@pytest.mark.parametrize("fields", [{"prompt": ["a"] * 300}, {"prompt": ["a"] * 3, "n": 100}])
+async def test_many_choices_begin_one_in_each_turn_of_the_event_loop(
+    tokenizer: Tokenizer, fields: dict[str, Any]
+) -> None:
+    backend = FakeBackend(tokenizer, "ab")
+    begun: list[int] = []  # how many had, at each turn
+
+    async def count() -> None:
+        while True:
+            begun.append(len(backend.requests))
+            await asyncio.sleep(0)
+
+    async with closing(backend) as client:
+        counting = asyncio.create_task(count())
+        answer = await client.post(COMPLETIONS, json=fields)
+        counting.cancel()
+    assert len(answer.json()["choices"]) == 300
+    assert max(after - before for before, after in itertools.pairwise(begun)) == 1

@@ -1,0 +1,376 @@
+"""A remote backend is the backend, seen through a hub: same answers, same errors, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.digest import EVERYONE, CacheScope
+from tandem.protocol.errors import (
+    DeadlineUnmet,
+    NoWorker,
+    Overloaded,
+    PinNotFound,
+    RequestError,
+    ServingError,
+    WorkerError,
+)
+from tandem.protocol.messages import Prefetch
+from tandem.protocol.sampling import SamplingParams
+from tandem.router.backend import GenerateRequest, PinRequest, TokenDelta
+from tandem.router.engines.errors import EngineFailed
+from tandem.router.openai.app import create_app
+from tandem.router.processes import hub as hub_module
+from tandem.router.processes import remote as remote_module
+from tandem.router.processes import wire
+from tandem.router.processes.hub import EdgeHub
+from tandem.router.processes.remote import RemoteBackend
+from tandem.router.text.tokenizer import Tokenizer
+from tests.support.fake_backend import FakeBackend, events, until
+
+pytestmark = pytest.mark.anyio
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
+REQUEST = GenerateRequest("r", [1, 2, 3], SamplingParams(max_tokens=8), EVERYONE)
+
+
+class Always:
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+
+class Line:
+    """A hub and any number of edges of it."""
+
+    def __init__(self, backend: FakeBackend, endpoint: str, stack: AsyncExitStack) -> None:
+        self.backend = backend
+        self.readiness = Always()
+        self.hub = EdgeHub(backend, self.readiness, lambda: b"tandem_worker_running 1.0\n", endpoint)
+        self.hub.start()
+        self._endpoint = endpoint
+        self._stack = stack
+
+    async def edge(self, name: str = "edge", timeout_s: float = 20.0) -> RemoteBackend:
+        self.hub.expect(name)
+        edge = RemoteBackend(self._endpoint, name, timeout_s=timeout_s)
+        self._stack.push_async_callback(edge.close)
+        await edge.start()
+        return edge
+
+    async def client(self, edge: RemoteBackend) -> httpx.AsyncClient:
+        app = create_app(edge, self.backend.tokenizer, RouterConfig(), CollectorRegistry(), readiness=edge, api_keys={})
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+        return await self._stack.enter_async_context(client)
+
+
+@asynccontextmanager
+async def line(tokenizer: Tokenizer, folder: Path) -> AsyncIterator[Line]:
+    """Nothing may be open at its end."""
+    backend = FakeBackend(tokenizer)
+    async with asyncio.timeout(30), AsyncExitStack() as stack:
+        made = Line(backend, f"ipc://{folder}/hub", stack)
+        try:
+            yield made
+        finally:
+            await made.hub.close()
+    assert backend.num_open == 0
+
+
+def subclasses(kind: type[ServingError]) -> Iterator[type[ServingError]]:
+    for sub in kind.__subclasses__():
+        yield sub
+        yield from subclasses(sub)
+
+
+async def collect(deltas: AsyncGenerator[TokenDelta, None]) -> list[TokenDelta]:
+    async with aclosing(deltas):
+        return [delta async for delta in deltas]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_edge_answers_as_the_process_itself_would(
+    tokenizer: Tokenizer, tmp_path: Path, is_stream: bool
+) -> None:
+    body = BODY | {"stream": is_stream, "logprobs": True, "top_logprobs": 2, "n": 2, "seed": 3}
+    async with line(tokenizer, tmp_path) as here:
+        through = await here.client(await here.edge())
+        app = create_app(here.backend, tokenizer, RouterConfig(), CollectorRegistry(), api_keys={})
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as direct:
+            answers = [await client.post(CHAT, json=body) for client in (direct, through)]
+        assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
+        bare = [_without_ids(events(a) if is_stream else [a.json()]) for a in answers]
+        assert sorted(map(str, bare[0])) == sorted(map(str, bare[1]))  # siblings may interleave otherwise
+        first, second = here.backend.requests[0], here.backend.requests[2]
+        assert replace(second, request_id=first.request_id) == first
+
+
+def _without_ids(parts: list[object]) -> list[object]:
+    return [
+        {name: value for name, value in part.items() if name not in {"id", "created"}}
+        if isinstance(part, dict)
+        else part
+        for part in parts
+    ]
+
+
+async def test_deltas_arrive_whole_and_in_order(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        expected = here.backend.reply_steps(REQUEST)
+        found = await asyncio.gather(*(collect(edge.serve(REQUEST)) for _ in range(20)))
+        assert found == [expected] * 20
+
+
+async def test_deltas_of_one_turn_travel_in_one_message(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Twenty sequences that step together, as a worker's batch does, cost few messages a step."""
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        step = asyncio.Event()
+        here.backend.script = lambda request: [step, *here.backend.reply_steps(request)]
+        serving = asyncio.gather(*(collect(edge.serve(REQUEST)) for _ in range(20)))
+        await until(lambda: here.backend.num_open == 20)
+        sent: list[bytes] = []
+        known = here.hub._edges["edge"]
+        send = known._send
+        known._send = lambda data: (sent.append(data), send(data))
+        step.set()
+        num_steps = len((await serving)[0])
+        messages = [message for message in map(wire.decode_for_edge, sent) if isinstance(message, wire.Deltas)]
+        assert sum(len(message.items) for message in messages) == 20 * num_steps
+        assert len(messages) <= 2 * num_steps
+
+
+async def test_every_error_is_the_same_on_the_other_side() -> None:
+    kinds = [ServingError, *subclasses(ServingError)]
+    assert len(kinds) > 15
+    assert EngineFailed in kinds  # made of other things than a message
+    for kind in kinds:
+        if issubclass(kind, Overloaded):
+            error: ServingError = kind("too much", retry_after_s=2.5)
+        elif kind.__init__ is ServingError.__init__:
+            error = kind("wrong", param="messages", code="some_code")
+        else:
+            error = kind.__new__(kind)  # of other engines
+            ServingError.__init__(error, "wrong")
+        seen = wire.error_of(wire.wire_error(error))
+        assert type(seen) is type(error)
+        assert (seen.message, seen.param, seen.code, seen.status, seen.error_type) == (
+            error.message,
+            error.param,
+            error.code,
+            error.status,
+            error.error_type,
+        )
+        assert getattr(seen, "retry_after_s", None) == getattr(error, "retry_after_s", None)
+
+
+async def test_an_error_reaches_the_client_with_its_status(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        client = await here.client(await here.edge())
+        here.backend.script = lambda _: [DeadlineUnmet("too late", retry_after_s=3.2)]
+        answer = await client.post(CHAT, json=BODY)
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "4")
+        assert answer.json()["error"]["code"] == "ttft_slo_unmet"
+        here.backend.script = lambda _: [ValueError("a fault of ours, with a secret")]
+        answer = await client.post(CHAT, json=BODY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+        assert "secret" not in answer.text
+
+
+async def test_a_client_that_leaves_ends_its_request_in_the_hub(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        here.backend.script = lambda request: [here.backend.reply_steps(request)[0], asyncio.Event()]
+        async with aclosing(edge.serve(REQUEST)) as deltas:
+            await anext(deltas)
+            assert here.hub.num_running == 1
+        await until(lambda: here.backend.num_open == 0)
+        await until(lambda: here.hub.num_running == 0)
+
+
+async def test_a_dropped_edge_loses_its_requests_and_no_other(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        first, second = await here.edge("first"), await here.edge("second")
+        go_on = asyncio.Event()
+        here.backend.script = lambda request: [go_on, *here.backend.reply_steps(request)]
+        waiting = [asyncio.create_task(collect(edge.serve(REQUEST))) for edge in (first, second)]
+        await until(lambda: here.backend.num_open == 2)
+        here.hub.drop("first")
+        await until(lambda: here.backend.num_open == 1)
+        go_on.set()
+        assert await waiting[1] == here.backend.reply_steps(REQUEST)
+        waiting[0].cancel()
+        await asyncio.gather(waiting[0], return_exceptions=True)
+
+
+async def test_what_a_dropped_edge_sent_starts_nothing_when_it_is_read_late(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        here.hub.drop("edge")
+        edge._send(wire.Open(0, REQUEST))
+        edge._socket.send(b"\x93nonsense")
+        await until(lambda: "is no message" in caplog.text)  # and what was sent before it has been read
+        assert here.backend.requests == []
+        assert (here.hub.num_running, here.hub._edges) == (0, {})
+
+
+async def test_a_hub_that_is_silent_fails_calls_and_is_taken_back_when_it_speaks(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_module, "WATCH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(hub_module, "STATUS_INTERVAL_S", 0.01)
+    now = [100.0]
+    async with line(tokenizer, tmp_path) as here:
+        here.hub.expect("edge")
+        edge = RemoteBackend(here._endpoint, "edge", timeout_s=5.0, clock=lambda: now[0])
+        here._stack.push_async_callback(edge.close)
+        await edge.start()
+        here.backend.script = lambda _: [asyncio.Event()]
+        waiting = asyncio.create_task(collect(edge.serve(REQUEST)))
+        await until(lambda: here.backend.num_open == 1)
+        with monkeypatch.context() as deaf:
+            deaf.setattr(edge, "_on_message", lambda _: None)
+            await until(lambda: _advance(now) and edge.reason is not None)
+            with pytest.raises(NoWorker, match="silent for"):
+                await waiting
+            assert not edge.ready
+            with pytest.raises(NoWorker, match="does not answer"):
+                await edge.pools()
+        await until(lambda: edge.reason is None and edge.ready)
+        await until(lambda: here.backend.num_open == 0)
+
+
+def _advance(now: list[float]) -> bool:
+    now[0] += 0.2  # a jump would be a watch that was asleep
+    return True
+
+
+async def test_a_hub_that_is_not_there_is_told_in_time(tmp_path: Path) -> None:
+    edge = RemoteBackend(f"ipc://{tmp_path}/nobody", "edge", timeout_s=0.05)
+    with pytest.raises(WorkerError, match="did not answer within"):
+        await edge.start()
+    await edge.close()
+
+
+async def test_questions_are_answered(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        here.backend.held = {"d": "2 blocks in use"}
+        assert (await edge.explain(REQUEST))["tenant"] == "default"
+        assert await edge.decisions() == [{"request_id": "r", "tenant": "default"}]
+        assert await edge.pools() == {"workers": []}
+        assert await edge.check() == here.backend.held
+        assert await edge.scrape() == b"tandem_worker_running 1.0\n"
+
+
+async def test_pins_are_made_followed_and_ended(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        request = PinRequest(
+            token_ids=[1, 2], cache_scope=CacheScope("s"), tenant="t", ttl_s=5.0, prefetch=Prefetch.POOL
+        )
+        state = await edge.cache.pin(request)
+        assert here.backend.cache.requests == [request]
+        assert state == (await edge.cache.pins("t", CacheScope("s")))[0]
+        assert state == await edge.cache.prefetch(state.pin_id, Prefetch.HOST, "t")
+        assert await edge.cache.pins("t", CacheScope("other")) == await edge.cache.pins("other", None) == []
+        with pytest.raises(PinNotFound):
+            await edge.cache.prefetch(state.pin_id, Prefetch.HOST, "other")
+        with pytest.raises(PinNotFound):
+            await edge.cache.unpin(state.pin_id, "other")
+        assert await edge.cache.pins(None, None) == [state]
+        await edge.cache.unpin(state.pin_id, "t")
+        with pytest.raises(PinNotFound) as caught:
+            await edge.cache.unpin(state.pin_id, None)
+        assert caught.value.param == "id"
+
+
+async def test_status_is_what_requests_need_to_know(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_module, "STATUS_INTERVAL_S", 0.01)
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        assert (edge.model, edge.max_model_len, edge.ready, edge.reason) == ("org/toy", 512, True, None)
+        client = await here.client(edge)
+        assert (await client.get("/ready")).status_code == 200
+        here.readiness.reason, here.backend.ready = "warming up", False
+        await until(lambda: not edge.ready)
+        answer = await client.get("/ready")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, "warming up")
+
+
+async def test_what_is_no_message_is_told_and_harms_nothing(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        edge._socket.send(b"\x93nonsense")
+        assert await edge.pools() == {"workers": []}
+        assert "is no message" in caplog.text
+
+
+async def test_a_fault_of_ours_ends_neither_side(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hub_module, "STATUS_INTERVAL_S", 0.01)
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        faults = [ValueError("in the hub")]
+
+        def status() -> wire.Status:
+            if faults:
+                raise faults.pop()
+            return known()
+
+        known, here.hub._status = here.hub._status, status  # type: ignore[method-assign]
+        await until(lambda: not faults)
+        here.readiness.reason = "warming up"
+        await until(lambda: edge.reason == "warming up")  # status is still told
+        with monkeypatch.context() as patch:
+            patch.setattr(wire, "error_of", lambda _: 1 / 0)
+            here.backend.script = lambda _: [RequestError("no")]
+            with pytest.raises(NoWorker, match="could not be handled"):
+                await collect(edge.serve(REQUEST))
+        with monkeypatch.context() as patch:
+            patch.setattr(here.hub, "_dispatch", lambda *_: 1 / 0)
+            edge._send(wire.Close(0))
+            await until(lambda: "a message could not be handled" in caplog.text)
+        assert await edge.pools() == {"workers": []}
+
+
+async def test_what_cannot_be_encoded_leaves_nothing_behind(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        with pytest.raises(TypeError):
+            await collect(edge.serve(replace(REQUEST, tenant=object())))  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            await edge.unpin(object())  # type: ignore[arg-type]
+        assert (edge._streams, edge._questions) == ({}, {})
+
+
+async def test_nothing_is_kept_of_calls_that_ended(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        here.backend.script = lambda request: (
+            [RequestError("no")] if request.request_id == "bad" else here.backend.reply_steps(request)
+        )
+        for round_number in range(50):
+            name = "bad" if round_number % 2 else "good"
+            await asyncio.gather(collect(edge.serve(replace(REQUEST, request_id=name))), return_exceptions=True)
+        gc.collect()
+        await until(lambda: here.hub.num_running == 0)
+        assert not edge._streams
+        assert not edge._questions
+        assert not any(known.calls for known in here.hub._edges.values())

@@ -1,0 +1,200 @@
+"""Cut texts give the ids of whole ones: on a byte-level BPE, on one with metaspaces, and on tokenizers that refuse."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+
+from tandem.router.text import segments
+from tandem.router.text.segments import ENTRY_CHARS, SegmentEncoder, SegmentMemo
+from tandem.router.text.tokenizer import Tokenizer
+
+SPECIALS = ["<|im_start|>", "<|im_end|>", "<s>", "<|im_end|>x"]
+
+
+def byte_level(**flags: bool) -> FastTokenizer:
+    """As GPT-2, Llama 3 and Qwen: bytes, a splitting pattern, merges over spaces and letters."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: i for i, char in enumerate(alphabet)}
+    merges = [
+        ("h", "e"),
+        ("l", "l"),
+        ("he", "ll"),
+        ("Ġ", "w"),
+        ("o", "r"),
+        ("Ċ", "Ċ"),
+        ("Ġ", "Ġ"),
+        ("<", "|"),
+        ("|", ">"),
+    ]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    fast = FastTokenizer(models.BPE(vocab=vocab, merges=merges))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([AddedToken(token, special=True, normalized=False, **flags) for token in SPECIALS])
+    return fast
+
+
+def metaspaced(scheme: str) -> FastTokenizer:
+    """As Llama 2 and Mistral: spaces become letters, one is put before a text, or before each part of it."""
+    chars = ["▁", *"abcdehlorw <|>_imstndx\n"]
+    vocab = {"<unk>": 0} | {char: i + 1 for i, char in enumerate(dict.fromkeys(chars))}
+    merges = [("▁", "w"), ("h", "e"), ("l", "l"), ("▁", "▁")]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    fast = FastTokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True))
+    if scheme == "normalizer":
+        fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    return fast
+
+
+TOKENIZERS = {"byte-level": byte_level()} | {
+    scheme: metaspaced(scheme) for scheme in ("first", "always", "never", "normalizer")
+}
+PARTS = st.one_of(
+    st.sampled_from([*SPECIALS, " ", "  ", "\n", "<", "|>", "<|im_", "x", "é", "日"]), st.text(max_size=6)
+)
+
+
+def whole(fast: FastTokenizer, text: str) -> list[int]:
+    return list(fast.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.fixture(autouse=True)
+def _cut_short_texts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "MIN_TEXT_CHARS", 0)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_any_text_gives_the_ids_of_the_whole(name: str) -> None:
+    encoder = SegmentEncoder(TOKENIZERS[name], SegmentMemo(3000))
+    assert encoder.can_cut
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.lists(PARTS, max_size=12), st.sampled_from(["", "a", "b"]))
+    def check(parts: list[str], salt: str) -> None:
+        text = "".join(parts)
+        assert encoder.encode(text, salt) == whole(TOKENIZERS[name], text)
+        assert encoder.memo.num_chars <= 3000
+
+    check()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_turn_of_a_conversation_gives_the_ids_of_the_whole_and_encodes_the_new_part_only(seed: int) -> None:
+    rng, fast, text = random.Random(seed), byte_level(), ""
+    encoder = SegmentEncoder(fast)
+    for turn in range(20):
+        question = "".join(rng.choice("hello world <|>\n é") for _ in range(rng.randint(0, 200)))
+        text += f"<|im_start|>user\n{turn}{question}<|im_end|>\n<|im_start|>assistant\n"
+        before = len(encoder.memo)
+        assert encoder.encode(text, "") == whole(fast, text)
+        assert len(encoder.memo) - before <= 6  # the message, its end, the answer's head
+        text += "".join(rng.choice("hello world\n") for _ in range(100)) + "<|im_end|>\n"
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
+def test_tokens_that_reach_beyond_themselves_are_not_cut_at(flag: str) -> None:
+    fast = byte_level(**{flag: True})
+    encoder = SegmentEncoder(fast)
+    assert not encoder.can_cut
+    text = "he <|im_end|> llo <s>\n"
+    assert encoder.encode(text, "") == whole(fast, text)
+
+
+def test_a_tokenizer_that_breaks_the_rule_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
+    class Merging:
+        """Gives one id less to a text of several segments."""
+
+        def __init__(self) -> None:
+            self._fast = byte_level()
+
+        def get_added_tokens_decoder(self) -> object:
+            return self._fast.get_added_tokens_decoder()
+
+        def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[object]:
+            encodings = self._fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            if "\n<|im" in texts[0]:
+                encodings[0].truncate(len(encodings[0]) - 1)
+            return encodings
+
+    assert not SegmentEncoder(Merging()).can_cut
+    assert "encoded whole" in caplog.text
+
+
+def test_without_special_tokens_there_is_nothing_to_cut_at() -> None:
+    fast = FastTokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    fast.pre_tokenizer = pre_tokenizers.Split(Regex(" "), "removed")
+    assert not SegmentEncoder(fast).can_cut
+
+
+def test_what_one_tenant_sent_is_not_remembered_for_another() -> None:
+    encoder = SegmentEncoder(byte_level())
+    encoder.encode("<s>secret", "a")
+    assert encoder.memo.get("a", "<s>secret") is not None
+    assert encoder.memo.get("b", "<s>secret") is None
+
+
+def test_the_memo_keeps_to_its_bound_and_forgets_what_was_used_longest_ago() -> None:
+    memo = SegmentMemo(8 * (10 + ENTRY_CHARS))
+    for i in range(8):
+        memo.put("", f"{i}" * 10, [i])
+    assert memo.get("", "0" * 10) is not None
+    memo.put("", "8" * 10, [8])
+    assert (memo.get("", "1" * 10), memo.num_chars, len(memo)) == (None, 8 * (10 + ENTRY_CHARS), 8)
+    memo.put("", "x" * 11, [1])  # more than an eighth
+    assert memo.get("", "x" * 11) is None
+    memo.put("", "8" * 10, [8])
+    assert memo.num_chars == 8 * (10 + ENTRY_CHARS)
+
+
+def test_long_salts_and_many_short_segments_keep_to_the_bound_too() -> None:
+    memo = SegmentMemo(100_000)
+    for i in range(5000):
+        memo.put("", f"{i}", [i])
+    assert len(memo) <= 100_000 // ENTRY_CHARS
+    for i in range(200):
+        memo.put(f"{i}".ljust(10_000, "s"), "hello", [i])
+    assert len(memo) <= 10
+    memo.put("s" * 20_000, "hello", [1])  # more than an eighth
+    assert memo.get("s" * 20_000, "hello") is None
+
+
+def test_many_threads_encode_at_once() -> None:
+    fast = byte_level()
+    encoder = SegmentEncoder(fast, SegmentMemo(2000))
+    texts = [f"<s>{i % 7} hello<|im_end|>\nworld {i}" for i in range(200)]
+    expected = {text: whole(fast, text) for text in texts}
+    wrong: list[str] = []
+
+    def work(offset: int) -> None:
+        for i in range(len(texts)):
+            text = texts[(i + offset) % len(texts)]
+            if encoder.encode(text, "") != expected[text]:
+                wrong.append(text)
+
+    threads = [threading.Thread(target=work, args=(50 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not wrong
+    assert encoder.memo.num_chars <= 2000
+
+
+def test_the_edge_tokenizer_cuts_chats(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": f"hello </s> world {i}"} for i in range(20)]
+    ids = tokenizer.encode_chat(messages, {"add_generation_prompt": True}, "")
+    assert ids == tokenizer.encode(
+        tokenizer.render_chat(messages, {"add_generation_prompt": True}), add_special_tokens=False
+    )

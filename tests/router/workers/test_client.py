@@ -1,0 +1,419 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.errors import IncompatiblePeer, WorkerError
+from tandem.protocol.messages import (
+    POOL_PLACE,
+    BlockEvents,
+    Generate,
+    Heartbeat,
+    Introduce,
+    LinkLoad,
+    PeerAddress,
+    Role,
+    SequenceDelta,
+    SnapshotRequest,
+    StepStats,
+    WorkerLoad,
+    WorkerState,
+    encode_message,
+)
+from tandem.protocol.sampling import SamplingParams
+from tandem.router.inbox import Inbox, Turns
+from tandem.router.workers.client import LEARN_INTERVAL_S, LegEvent
+from tandem.runtime import background
+from tandem.runtime.trust import make_keys
+from tests.support.fake_worker import FakeWorker, digests, fake_cluster, silent, until
+
+
+def make_generate(request_id: str) -> Generate:
+    return Generate(request_id=request_id, token_ids=[1], sampling=SamplingParams(max_tokens=2))
+
+
+def make_events(sequence: int, stored: list[bytes], *, worker_id: str = "d", place: str = POOL_PLACE) -> BlockEvents:
+    return BlockEvents(worker_id=worker_id, epoch=1, sequence=sequence, stored=digests(stored), removed=[], place=place)
+
+
+def test_a_worker_joins_with_what_it_has_cached() -> None:
+    async def scenario() -> None:
+        async with fake_cluster() as cluster:
+            worker = FakeWorker("d", Role.DECODE)
+            worker.cached, worker.sequence = [b"x", b"y"], 7
+            await cluster.add(worker)
+            assert [w.state for w in cluster.registry] == [WorkerState.READY]
+            await until(lambda: cluster.index.num_blocks("d") == 2)
+            worker.send(make_events(8, [b"z"]))
+            await until(lambda: cluster.index.num_blocks("d") == 3)
+
+    asyncio.run(scenario())
+
+
+def test_a_gap_in_the_events_is_closed_by_a_snapshot() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            worker = cluster.workers["d"]
+            await until(lambda: len(worker.of_type(SnapshotRequest)) == 1)
+            worker.send(make_events(1, [b"a"]))
+            await until(lambda: cluster.index.num_blocks("d") == 1)
+            worker.cached, worker.sequence = [b"a", b"b", b"c"], 3
+            worker.send(make_events(3, [b"c"]))
+            await until(lambda: cluster.index.num_blocks("d") == 3)
+            assert len(worker.of_type(SnapshotRequest)) == 2
+
+    asyncio.run(scenario())
+
+
+def test_of_workers_that_share_a_store_one_tells_of_it_until_it_is_gone() -> None:
+    async def scenario() -> None:
+        async with fake_cluster() as cluster:
+            tiers = {"host": "", "disk": "node:/kv"}
+            for number, worker_id in enumerate(("a", "b")):
+                worker = FakeWorker(worker_id, Role.COLOCATED, silent, tiers=tiers)
+                worker.cached, worker.stored = [b"p"], [b"x", b"y", b"z"][: 2 + number]
+                await cluster.add(worker)
+            a, b = cluster.workers["a"], cluster.workers["b"]
+            await until(lambda: cluster.index.num_blocks("b/host") == 3)
+            assert [cluster.index.num_blocks(name) for name in ("a", "a/host", "a/disk", "b/disk")] == [1, 2, 2, 0]
+            (request,) = b.of_type(SnapshotRequest)
+            assert isinstance(request, SnapshotRequest)
+            assert request.places == ["host", "pool"]
+            b.send(make_events(1, [b"q"], worker_id="b", place="disk"))  # heard, and not counted twice
+            a.send(make_events(1, [b"q"], worker_id="a", place="disk"))
+            await until(lambda: cluster.index.num_blocks("a/disk") == 3)
+            assert cluster.index.num_blocks("b/disk") == 0
+            cluster.client.mark_dead("a", "test")
+            await until(lambda: cluster.index.num_blocks("b/disk") == 3)
+            assert [cluster.index.num_blocks(name) for name in ("a", "a/host", "a/disk")] == [0, 0, 0]
+
+    asyncio.run(scenario())
+
+
+def test_steps_teach_the_cost_model_and_beats_carry_the_load() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            worker = cluster.workers["d"]
+            worker.output(stats=StepStats(duration_s=0.05, num_prefill_tokens=10, prefill_attention=50.0))
+            await until(lambda: cluster.costs.steps("cpu-1").num_measurements == 1)
+            state = cluster.registry.get("d")
+            assert state is not None
+
+            def has_beaten() -> bool:
+                worker.beat(WorkerLoad(num_waiting=5))  # again and again: a subscription takes a moment to arrive
+                return state.load.num_waiting == 5
+
+            await until(has_beaten)
+            assert state.step_age_s == 0.5
+
+    asyncio.run(scenario())
+
+
+def test_of_steps_in_quick_succession_one_teaches_the_cost_model() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            worker, model = cluster.workers["d"], cluster.costs.steps("cpu-1")
+            now = [100.0]
+            cluster.client._clock = lambda: now[0]
+            state = cluster.registry.get("d")
+            assert state is not None
+            for num_running in (1, 2, 3):
+                worker.output(*[SequenceDelta("unknown", 0, [1])] * num_running)
+            await until(lambda: state.load.num_running == 3)
+            assert model.num_measurements == 1
+            now[0] += 2 * LEARN_INTERVAL_S
+            worker.output()
+            await until(lambda: model.num_measurements == 2)
+
+    asyncio.run(scenario())
+
+
+def test_beats_teach_what_handoffs_cost_each_of_them_once() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(prefill=silent, decode=silent) as cluster:
+            worker, link = cluster.workers["p"], cluster.costs.transfer("cpu-1", "cpu-1")
+            taught: list[tuple[float, float]] = []
+            link.observe = lambda num_bytes, duration_s: taught.append((num_bytes, duration_s))  # type: ignore[method-assign]
+            num_beats = 0
+
+            async def beat(num_handoffs: int, exposed_bytes: int, exposed_s: float, peer_id: str = "d") -> None:
+                """Send it until it has arrived."""
+                nonlocal num_beats
+                num_beats += 1
+                load = LinkLoad(
+                    peer_id=peer_id, num_handoffs=num_handoffs, exposed_bytes=exposed_bytes, exposed_s=exposed_s
+                )
+
+                def has_arrived() -> bool:
+                    worker.beat(WorkerLoad(num_waiting=num_beats), load)
+                    state = cluster.registry.get("p")
+                    return state is not None and state.load.num_waiting == num_beats
+
+                await until(has_arrived)
+
+            await beat(0, 0, 0.0)
+            await beat(2, 200, 0.5)
+            await beat(3, 500, 0.75)
+            await beat(1, 7, 0.125)  # the peer was replaced: nobody knows how many came before
+            await beat(2, 16, 0.375)
+            await beat(9, 9, 0.5, peer_id="gone")
+            assert taught == [(100.0, 0.25), (300.0, 0.25), (9.0, 0.25)]
+
+    asyncio.run(scenario())
+
+
+def test_deltas_reach_the_request_they_belong_to() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            turns = Turns()
+            inboxes: dict[str, Inbox[LegEvent]] = {"a": Inbox(turns), "b": Inbox(turns)}
+            for request_id, inbox in inboxes.items():
+                cluster.client.open_leg("d", make_generate(request_id), inbox)
+            worker = cluster.workers["d"]
+            await until(lambda: len(worker.of_type(Generate)) == 2)
+            worker.send_raw(b"this is no message")
+            worker.output(SequenceDelta("b", 0, [2]), SequenceDelta("gone", 0, [9]), SequenceDelta("a", 0, [1]))
+            for request_id, token_id in (("a", 1), ("b", 2)):
+                (event,) = await asyncio.wait_for(inboxes[request_id].take(), 5)
+                assert isinstance(event.item, SequenceDelta)
+                assert event.item.token_ids == [token_id]
+                event.leg.cancel()
+                event.leg.cancel()
+            assert cluster.client.num_open_legs == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_speaks_in_its_own_name_only() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            worker = cluster.workers["d"]
+            other = await cluster.add(FakeWorker("e", Role.DECODE, silent))
+            worker.send(make_events(1, [b"a"], worker_id="e"))
+            worker.send_raw(b"this is no message")
+            worker.send(make_events(1, [b"b"]))
+            await until(lambda: cluster.index.num_blocks("d") == 1)
+            assert cluster.index.num_blocks("e") == 0
+            state, others = cluster.registry.get("d"), cluster.registry.get("e")
+            assert state is not None
+            assert others is not None
+
+            def is_told() -> bool:
+                worker.beat(WorkerLoad(num_waiting=5))
+                forged = Heartbeat(worker_id="e", epoch=1, step_age_s=0.0, load=WorkerLoad(num_waiting=9))
+                worker.beat_raw(encode_message(forged))
+                return state.num_dropped_here.get("impostor", 0) > 1
+
+            await until(is_told)
+            assert state.num_dropped_here["malformed"] == 1
+            assert others.load.num_waiting == 0
+            assert not others.num_dropped_here
+            assert other.address.public_key != worker.address.public_key
+
+    asyncio.run(scenario())
+
+
+def test_a_message_that_cannot_be_handled_ends_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            worker = cluster.workers["d"]
+            inboxes: dict[str, Inbox[LegEvent]] = {name: Inbox(Turns()) for name in ("a", "b")}
+            for request_id, inbox in inboxes.items():
+                cluster.client.open_leg("d", make_generate(request_id), inbox)
+            with monkeypatch.context() as patch:
+                patch.setattr(cluster.registry, "note_step", lambda *_: 1 / 0)
+                worker.output(SequenceDelta("a", 0, [1]))
+                (event,) = await asyncio.wait_for(inboxes["a"].take(), 5)
+            assert isinstance(event.item, WorkerError)
+            worker.output(SequenceDelta("b", 0, [2]))
+            (event,) = await asyncio.wait_for(inboxes["b"].take(), 5)
+            assert isinstance(event.item, SequenceDelta), "the worker goes on"
+            event.leg.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_workers_are_introduced_to_each_other() -> None:
+    async def scenario() -> None:
+        async with fake_cluster() as cluster:
+            one = await cluster.add(FakeWorker("one", Role.DECODE))
+            two = await cluster.add(FakeWorker("two", Role.DECODE))
+            await until(lambda: all(worker.of_type(SnapshotRequest) for worker in (one, two)))
+            assert one.of_type(Introduce) == [Introduce(peers=[]), Introduce(peers=[two.address])]
+            assert two.of_type(Introduce) == [Introduce(peers=[one.address])]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("change", [{"public_key": ""}, {"endpoint": "nowhere"}], ids=str)
+def test_an_address_that_is_none_is_told(change: dict[str, str]) -> None:
+    async def scenario() -> None:
+        async with fake_cluster() as cluster:
+            address = PeerAddress("n", 1, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1", make_keys().public)
+            with pytest.raises(WorkerError, match="cannot be connected to"):
+                await cluster.client.add_worker(msgspec.structs.replace(address, **change))
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_worker_fails_all_its_requests_at_once_and_leaves_nothing() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            inbox: Inbox[LegEvent] = Inbox(Turns())
+            for i in range(3):
+                cluster.client.open_leg("d", make_generate(f"r{i}"), inbox)
+            cluster.workers["d"].send(make_events(1, [b"a"]))
+            await until(lambda: len(cluster.index) == 1)
+            asyncio.get_running_loop().call_soon_threadsafe(cluster.client.mark_dead, "d", "exit code -9")
+            errors = [event.item for event in await asyncio.wait_for(inbox.take(), 1)]
+            assert all(isinstance(error, WorkerError) and "exit code -9" in str(error) for error in errors)
+            assert len(set(map(id, errors))) == 3
+            assert (len(cluster.registry), len(cluster.index), cluster.client.num_open_legs) == (0, 0, 0)
+            with pytest.raises(WorkerError, match="worker d is gone"):
+                cluster.client.open_leg("d", make_generate("late"), inbox)
+            cluster.client.mark_dead("d", "again")
+
+    asyncio.run(scenario())
+
+
+def test_a_silent_worker_is_given_up() -> None:
+    async def scenario() -> None:
+        config = RouterConfig(worker_timeout_s=0.3)
+        async with fake_cluster(decode=silent, config=config) as cluster:
+            inbox: Inbox[LegEvent] = Inbox(Turns())
+            cluster.client.open_leg("d", make_generate("r0"), inbox)
+            (event,) = await asyncio.wait_for(inbox.take(), 5)
+            assert "silent for" in str(event.item)
+            assert len(cluster.registry) == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("fails", ["a listener", "the index"])
+def test_whatever_raises_when_a_worker_leaves_its_requests_end_and_the_watch_goes_on(
+    fails: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "FIRST_DELAY_S", 0.01)
+
+    async def scenario() -> None:
+        config, heard = RouterConfig(worker_timeout_s=0.3), list[WorkerState]()
+        async with fake_cluster(prefill=silent, decode=silent, config=config) as cluster:
+
+            def raise_for_d(*names: object) -> None:
+                raise RuntimeError("not my day")
+
+            if fails == "a listener":
+                cluster.registry.listen(raise_for_d)
+            else:
+                monkeypatch.setattr(cluster.index, "remove_worker", raise_for_d)
+            cluster.registry.listen(lambda change: heard.append(change.worker.state))
+            inbox: Inbox[LegEvent] = Inbox(Turns())
+            for worker_id in cluster.workers:
+                cluster.client.open_leg(worker_id, make_generate(f"r-{worker_id}"), inbox)
+            errors = []
+            while len(errors) < 2:  # both are silent: the watch outlives the failure of the first
+                errors += [event.item for event in await asyncio.wait_for(inbox.take(), 10)]
+            assert all("silent for" in str(error) for error in errors)
+            assert (len(cluster.registry), cluster.client.num_open_legs) == (0, 0)
+            assert heard == [WorkerState.DEAD] * 2, "each listener is called, whatever another one does"
+            assert cluster.registry.num_listener_failures == (2 if fails == "a listener" else 0)
+            monkeypatch.undo()
+
+    asyncio.run(scenario())
+    assert "not my day" in caplog.text
+
+
+def test_a_restarted_worker_replaces_its_earlier_epoch() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            old = cluster.workers["d"]
+            inbox: Inbox[LegEvent] = Inbox(Turns())
+            cluster.client.open_leg("d", make_generate("r0"), inbox)
+            await cluster.add(FakeWorker("d", Role.DECODE, epoch=2))
+            (event,) = await inbox.take()
+            assert "replaced by epoch 2" in str(event.item)
+            assert [w.card.address.epoch for w in cluster.registry] == [2]
+            await old.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_cannot_serve_beside_the_others_is_refused() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            stranger = FakeWorker("x", Role.DECODE, namespace=b"other namespace!")
+            with pytest.raises(IncompatiblePeer, match="namespace is b'other namespace!'"):
+                await cluster.add(stranger)
+            with pytest.raises(IncompatiblePeer, match="wire version 1"):
+                await cluster.add(FakeWorker("y", Role.DECODE, refusal="I do not speak wire version 1"))
+            assert [w.worker_id for w in cluster.registry] == ["d"]
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_does_not_answer_or_dies_while_joining_is_not_waited_for() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(config=RouterConfig(worker_timeout_s=0.2)) as cluster:
+            with pytest.raises(WorkerError, match="did not answer within worker_timeout_s"):
+                await cluster.add(FakeWorker("m", Role.DECODE, is_mute=True))
+        async with fake_cluster() as cluster:
+            address = PeerAddress("n", 1, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1", make_keys().public)
+            joining = asyncio.create_task(cluster.client.add_worker(address))
+            await asyncio.sleep(0)
+            cluster.client.mark_dead("n", "exit code 1")
+            with pytest.raises(WorkerError, match="exit code 1"):
+                await asyncio.wait_for(joining, 1)
+            assert len(cluster.registry) == 0
+
+    asyncio.run(scenario())
+
+
+def test_removing_a_worker_waits_for_what_it_runs() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent) as cluster:
+            inbox: Inbox[LegEvent] = Inbox(Turns())
+            leg = cluster.client.open_leg("d", make_generate("r0"), inbox)
+            removing = asyncio.create_task(cluster.client.remove_worker("d"))
+            state = cluster.registry.get("d")
+            assert state is not None
+            await until(lambda: state.state == WorkerState.DRAINING)
+            assert not removing.done()
+            leg.close()
+            await asyncio.wait_for(removing, 1)
+            assert len(cluster.registry) == 0
+            assert inbox._items == []
+
+    asyncio.run(scenario())
+
+
+def test_removing_a_worker_waits_no_longer_than_the_drain_timeout() -> None:
+    async def scenario() -> None:
+        async with fake_cluster(decode=silent, config=RouterConfig(drain_timeout_s=0.1)) as cluster:
+            inbox: Inbox[LegEvent] = Inbox(Turns())
+            cluster.client.open_leg("d", make_generate("r0"), inbox)
+            started_s = time.monotonic()
+            await cluster.client.remove_worker("d")
+            assert time.monotonic() - started_s < 2
+            (event,) = await inbox.take()
+            assert isinstance(event.item, WorkerError)
+
+    asyncio.run(scenario())
+
+
+def test_a_router_that_stood_still_takes_no_worker_for_dead() -> None:
+    async def scenario() -> None:
+        config = RouterConfig(worker_timeout_s=0.4)
+        async with fake_cluster(decode=silent, config=config) as cluster:
+            worker = cluster.workers["d"]
+            time.sleep(1.0)  # noqa: ASYNC251 - as where one long call keeps the event loop; what workers say waits in the sockets
+            for _ in range(10):
+                await asyncio.sleep(0.05)
+                assert cluster.registry.get("d") is not None
+                worker.beat(WorkerLoad())
+            await until(lambda: cluster.registry.get("d") is None)  # it says no more
+
+    asyncio.run(scenario())

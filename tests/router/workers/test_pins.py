@@ -1,0 +1,416 @@
+"""Pins at the router: quotas, conversations that are followed, and what workers are told."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from prometheus_client import CollectorRegistry, generate_latest
+
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.digest import DIGEST_BYTES, EVERYONE, block_digests, root_digest
+from tandem.protocol.errors import ContextLengthExceeded, NoWorker, PinNotFound, PinQuotaExceeded, RequestError
+from tandem.protocol.messages import (
+    Message,
+    Pin,
+    PinLoad,
+    PinQuery,
+    PinReport,
+    Prefetch,
+    Role,
+    Unpin,
+    WorkerLoad,
+    WorkerState,
+)
+from tandem.router.backend import GenerateRequest, PinRequest
+from tandem.router.workers.pin_metrics import PinCollector
+from tandem.router.workers.pins import (
+    CONVERSATION_BYTES,
+    Conversations,
+    Owner,
+    PinnedChain,
+    PinTable,
+    max_pinned_blocks,
+)
+from tandem.scheduling.registry import Registry
+from tests.support.builders import NAMESPACE, add_ready, make_card
+from tests.support.fake_worker import (
+    FakeCluster,
+    FakeWorker,
+    fake_cluster,
+    first_token,
+    make_request,
+    remaining_tokens,
+    until,
+)
+
+PINNABLE = {"pool": 10}
+T, U = Owner("t", EVERYONE), Owner("u", EVERYONE)
+
+
+def digests(*names: int) -> list[bytes]:
+    return [bytes([name]) * 16 for name in names]
+
+
+def make_table(*, max_pins: int = 10, max_pins_per_tenant: int = 10, tenant_share: float = 1.0) -> PinTable:
+    return PinTable(max_pins=max_pins, max_pins_per_tenant=max_pins_per_tenant, tenant_share=tenant_share)
+
+
+def add(
+    table: PinTable,
+    pin_id: str,
+    *chain: int,
+    tenant: str = "",
+    conversation_id: str = "",
+    expires_at: float = 100.0,
+    max_blocks: int = 6,
+    now: float = 0.0,
+) -> None:
+    pin = PinnedChain(pin_id, Owner(tenant, EVERYONE), conversation_id, expires_at, Prefetch.HOST)
+    table.add(pin, digests(*chain), max_blocks, now)
+    table.check_integrity()
+
+
+def test_blocks_that_pins_share_count_once() -> None:
+    table = make_table()
+    add(table, "a", 1, 2, 3)
+    add(table, "b", 1, 2, 4)
+    assert table.num_blocks == 4
+    table.remove("a")
+    assert table.num_blocks == 3
+    table.remove("b")
+    assert (table.num_blocks, len(table)) == (0, 0)
+    table.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("table", "tenant", "chain", "quota"),
+    [
+        (make_table(max_pins=2), "", [9], "max_pins"),
+        (make_table(max_pins_per_tenant=1), "b", [9], "max_pins_per_tenant"),
+        (make_table(), "c", [7, 8, 9], "pin_share"),
+        (make_table(tenant_share=0.5), "a", [7, 8], "pin_tenant_share"),
+    ],
+    ids=["pins", "pins of a tenant", "blocks", "blocks of a tenant"],
+)
+def test_a_quota_names_itself_its_value_and_its_limit(
+    table: PinTable, tenant: str, chain: list[int], quota: str
+) -> None:
+    add(table, "a", 1, 2, tenant="a", expires_at=30.0)
+    add(table, "b", 3, 4, tenant="b", expires_at=50.0)
+    with pytest.raises(PinQuotaExceeded, match=rf"over the limit of \d+ \({quota}\)") as refused:
+        add(table, "c", *chain, tenant=tenant)
+    assert refused.value.retry_after_s == 30.0
+    assert table.num_refused == {quota: 1}
+    assert (len(table), table.num_blocks) == (2, 4)
+    add(table, "c", *chain, tenant=tenant, now=50.0)  # by then they have expired
+    assert len(table) == 1
+
+
+def test_an_expired_pin_is_not_found() -> None:
+    table = make_table()
+    add(table, "a", 1, expires_at=10.0)
+    assert table.get("a", None, 9.9).pin_id == "a"
+    with pytest.raises(PinNotFound, match="no pin 'a'"):
+        table.get("a", None, 10.0)
+    assert table.num_blocks == 0
+
+
+def test_pins_follow_their_own_conversation_as_far_as_the_quota_goes() -> None:
+    table = make_table()
+    add(table, "a", 1, conversation_id="x", tenant="t")
+    add(table, "other tenant", 2, conversation_id="x", tenant="u")
+    add(table, "other conversation", 3, conversation_id="y", tenant="t")
+    (changed,) = table.follow(T, "x", digests(1, 4, 5, 6, 7, 8), max_blocks=6, now=0.0)
+    assert (changed.pin_id, changed.digests) == ("a", tuple(digests(1, 4, 5, 6)))
+    assert table.num_blocks == 6
+    assert table.follow(T, "x", digests(1, 4, 5, 6, 7, 9), max_blocks=6, now=0.0) == []
+    (changed,) = table.follow(T, "x", digests(1, 9), max_blocks=6, now=0.0)  # edited: the old turns are let go
+    assert changed.digests == tuple(digests(1, 9))
+    table.check_integrity()
+
+
+class PinTableMachine(RuleBasedStateMachine):
+    """Quotas hold after anything, and every pin that lives is one that was taken in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.table = make_table(max_pins=4, max_pins_per_tenant=3, tenant_share=0.5)
+        self.expiries: dict[str, float] = {}
+
+    @rule(tenant=st.sampled_from("tu"), chain=st.integers(0, 4), start=st.integers(0, 2), ttl_s=st.integers(1, 9))
+    def pin(self, tenant: str, chain: int, start: int, ttl_s: int) -> None:
+        pin_id = f"p{len(self.expiries)}"
+        first = (10 if tenant == "t" else 60) + 10 * start
+        try:
+            add(
+                self.table,
+                pin_id,
+                *range(first, first + chain),
+                tenant=tenant,
+                conversation_id=str(start),
+                expires_at=self.now + ttl_s,
+                max_blocks=10,
+                now=self.now,
+            )
+        except PinQuotaExceeded:
+            return
+        self.expiries[pin_id] = self.now + ttl_s
+
+    @rule(tenant=st.sampled_from("tu"), start=st.integers(0, 2), length=st.integers(0, 9))
+    def turn(self, tenant: str, start: int, length: int) -> None:
+        first = (10 if tenant == "t" else 60) + 10 * start
+        self.table.follow(Owner(tenant, EVERYONE), str(start), digests(*range(first, first + length)), 10, self.now)
+
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        if live := [pin.pin_id for pin in self.table.live(self.now)]:
+            pin_id = data.draw(st.sampled_from(live))
+            self.table.remove(pin_id)
+            self.expiries[pin_id] = self.now
+
+    @rule(seconds=st.integers(1, 4))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+
+    @invariant()
+    def quotas_hold(self) -> None:
+        live = self.table.live(self.now)
+        assert {pin.pin_id for pin in live} == {pin_id for pin_id, end in self.expiries.items() if end > self.now}
+        assert len(live) <= 4
+        for tenant in "tu":
+            pins = [pin for pin in live if pin.owner.tenant == tenant]
+            assert len(pins) <= 3
+            assert len({digest for pin in pins for digest in pin.digests}) <= 5
+        self.table.check_integrity()
+
+
+TestPinTableMachine = PinTableMachine.TestCase
+TestPinTableMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+
+
+def test_conversations_are_known_by_tenant_and_the_oldest_is_forgotten() -> None:
+    conversations = Conversations(max_bytes=2 * CONVERSATION_BYTES + 2 * len("tx") + 4 * DIGEST_BYTES)
+    conversations.note(T, "x", digests(1, 2))
+    conversations.note(U, "x", digests(3, 4))
+    assert conversations.digests(T, "x") == digests(1, 2)
+    assert conversations.digests(T, "y") == []
+    conversations.note(T, "x", digests(1, 2))  # used again, so the other one is the oldest
+    conversations.note(T, "y", digests(5))
+    assert conversations.digests(U, "x") == []
+    assert conversations.digests(T, "x") == digests(1, 2)
+    conversations.note(T, "y", digests(5, 6))
+    assert len(conversations) == 2
+    conversations.note(T, "z", digests(*range(50, 99)))  # longer than all that may be remembered
+    assert len(conversations) == 0
+    for number in range(9):
+        conversations.note(T, f"empty {number}", [])
+    assert len(conversations) == 2
+
+
+def test_what_pins_may_cover_is_what_the_decoding_workers_may_keep() -> None:
+    registry = Registry()
+    for worker_id, role, bounds in (
+        ("p", Role.PREFILL, {"pool": 100}),
+        ("d0", Role.DECODE, {"pool": 10, "host": 30}),
+        ("d1", Role.DECODE, {"pool": 20}),
+    ):
+        add_ready(registry, make_card(worker_id, role, max_pinned_blocks=bounds))
+    assert max_pinned_blocks(registry) == 50
+    add_ready(registry, make_card("d2", Role.DECODE, max_pinned_blocks={"disk": 70}))
+    assert max_pinned_blocks(registry) == 70
+    registry.set_state("d2", WorkerState.DEAD, "test")
+    assert max_pinned_blocks(registry) == 50
+
+
+# With workers behind real sockets.
+
+
+def keeper(worker: FakeWorker, message: Message) -> None:
+    """Say of every pin that two blocks are in the pool, and serve both legs."""
+    if isinstance(message, PinQuery):
+        worker.send(PinReport(query_id=message.query_id, held={pin_id: {"pool": 2} for pin_id in message.pin_ids}))
+    (first_token if worker.card.role is Role.PREFILL else remaining_tokens)(worker, message)
+
+
+async def add_keeper(cluster: FakeCluster, worker_id: str, role: Role, *, epoch: int = 1) -> FakeWorker:
+    worker = FakeWorker(worker_id, role, keeper, epoch=epoch)
+    worker.card = msgspec.structs.replace(worker.card, max_pinned_blocks=PINNABLE)
+    return await cluster.add(worker)
+
+
+def chain(num_tokens: int) -> list[bytes]:
+    return block_digests(root_digest(NAMESPACE), range(num_tokens), 16)
+
+
+def pins_of(worker: FakeWorker) -> list[Pin]:
+    return [message for message in worker.received if isinstance(message, Pin)]
+
+
+def test_a_pin_reaches_every_worker_and_the_likely_ones_bring_it_up() -> None:
+    async def scenario() -> None:
+        async with fake_cluster() as cluster:
+            workers = [
+                await add_keeper(cluster, worker_id, role)
+                for worker_id, role in (("p", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE))
+            ]
+            workers[2].cached = chain(64)
+            cluster.index.speculate(["d1"], chain(64), cluster.flow.cache._clock())
+            state = await cluster.flow.cache.pin(
+                PinRequest(token_ids=list(range(70)), cache_scope=EVERYONE, ttl_s=60.0)
+            )
+            assert (state.num_blocks, state.num_tokens) == (4, 64)
+            assert 0 < state.remaining_s <= 60
+            assert state.held == {"p": {"pool": 2}, "d0": {"pool": 2}, "d1": {"pool": 2}}
+            for worker, prefetch in zip(workers, (Prefetch.HOST, Prefetch.NONE, Prefetch.HOST), strict=True):
+                (message,) = pins_of(worker)
+                assert (message.pin_id, message.digests, message.prefetch) == (state.pin_id, chain(64), prefetch)
+                assert 59 < message.ttl_s <= 60
+            await cluster.flow.cache.prefetch(state.pin_id, Prefetch.POOL, None)
+            assert [pins_of(worker)[-1].prefetch for worker in workers] == ["pool", "none", "pool"]
+            assert [pin.pin_id for pin in await cluster.flow.cache.pins("default", EVERYONE)] == [state.pin_id]
+            assert await cluster.flow.cache.pins("another", None) == []
+            await cluster.flow.cache.unpin(state.pin_id, None)
+            await until(lambda: all(worker.of_type(Unpin) for worker in workers))
+            with pytest.raises(PinNotFound):
+                await cluster.flow.cache.unpin(state.pin_id, None)
+            assert (await cluster.flow.pools())["pins"]["num_pins"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_restarts_is_told_again_with_the_time_that_is_left() -> None:
+    async def scenario() -> None:
+        async with fake_cluster() as cluster:
+            first = await add_keeper(cluster, "d", Role.DECODE)
+            state = await cluster.flow.cache.pin(
+                PinRequest(token_ids=list(range(40)), cache_scope=EVERYONE, ttl_s=60.0)
+            )
+            cluster.client.mark_dead("d", "test")
+            await first.close()
+            second = await add_keeper(cluster, "d", Role.DECODE, epoch=2)
+            await until(lambda: bool(pins_of(second)))
+            (message,) = pins_of(second)
+            assert (message.pin_id, message.digests, message.prefetch) == (state.pin_id, chain(32), Prefetch.HOST)
+            assert message.ttl_s < pins_of(first)[0].ttl_s
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_does_not_answer_is_listed_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.router.workers.pins.REPORT_TIMEOUT_S", 0.05)
+
+    async def scenario() -> None:
+        async with fake_cluster() as cluster:
+            await add_keeper(cluster, "d", Role.DECODE)
+            await cluster.add(FakeWorker("p", Role.PREFILL))
+            state = await cluster.flow.cache.pin(PinRequest(token_ids=list(range(40)), cache_scope=EVERYONE))
+            assert state.held == {"d": {"pool": 2}, "p": None}
+
+    asyncio.run(scenario())
+
+
+def conversation_request(num_prompt_tokens: int) -> GenerateRequest:
+    request = make_request(num_prompt_tokens=num_prompt_tokens)
+    return GenerateRequest("c0", request.token_ids, request.sampling, request.cache_scope, conversation_id="chat")
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "num_blocks"), [(44, [0, 2]), (45, [0, 2, 3])])
+def test_a_pinned_conversation_grows_by_prompt_and_answer(num_prompt_tokens: int, num_blocks: list[int]) -> None:
+    """The answer has four tokens, and the KV of the last one is never computed."""
+
+    async def scenario() -> None:
+        async with fake_cluster() as cluster:
+            await add_keeper(cluster, "p", Role.PREFILL)
+            decode = await add_keeper(cluster, "d", Role.DECODE)
+            state = await cluster.flow.cache.pin(
+                PinRequest(token_ids=None, cache_scope=EVERYONE, conversation_id="chat")
+            )
+            assert (state.num_blocks, state.conversation_id) == (0, "chat")
+            request = conversation_request(num_prompt_tokens)
+            deltas = [delta async for delta in cluster.flow.serve(request)]
+            answer = [token_id for delta in deltas for token_id in delta.token_ids]
+            assert len(answer) == 4
+            whole = block_digests(root_digest(NAMESPACE), [*request.token_ids, *answer], 16)
+            await until(lambda: len(pins_of(decode)) >= len(num_blocks))
+            assert [message.digests for message in pins_of(decode)] == [whole[:count] for count in num_blocks]
+            # A pin that comes later covers the turn that was.
+            later = await cluster.flow.cache.pin(
+                PinRequest(token_ids=None, cache_scope=EVERYONE, conversation_id="chat")
+            )
+            assert later.num_blocks == num_blocks[-1]
+            assert [len(message.digests) for message in pins_of(decode)] == [*num_blocks, num_blocks[-1]]
+            cluster.assert_nothing_left()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "message"),
+    [
+        (
+            PinRequest(token_ids=list(range(15)), cache_scope=EVERYONE),
+            RequestError,
+            "15 tokens long, shorter than a KV block of 16",
+        ),
+        (PinRequest(token_ids=[1] * 40_000, cache_scope=EVERYONE), ContextLengthExceeded, "40000 tokens"),
+        (
+            PinRequest(token_ids=[1] * 20, cache_scope=EVERYONE, ttl_s=101.0),
+            RequestError,
+            r"ttl_s=101 is over max_pin_ttl_s=100",
+        ),
+        (
+            PinRequest(token_ids=[1] * 16 * 11, cache_scope=EVERYONE),
+            PinQuotaExceeded,
+            r"11 blocks of all pins, over the limit of 10",
+        ),
+    ],
+)
+def test_what_cannot_be_pinned_is_refused(request_: PinRequest, error: type[Exception], message: str) -> None:
+    async def scenario() -> None:
+        async with fake_cluster(config=RouterConfig(max_pin_ttl_s=100.0, pin_tenant_share=1.0)) as cluster:
+            worker = await add_keeper(cluster, "d", Role.DECODE)
+            with pytest.raises(error, match=message):
+                await cluster.flow.cache.pin(request_)
+            assert pins_of(worker) == []
+
+    asyncio.run(scenario())
+
+
+def test_without_a_worker_nothing_is_pinned() -> None:
+    async def scenario() -> None:
+        async with fake_cluster() as cluster:
+            with pytest.raises(NoWorker):
+                await cluster.flow.cache.pin(PinRequest(token_ids=[1] * 20, cache_scope=EVERYONE))
+
+    asyncio.run(scenario())
+
+
+def test_what_a_worker_keeps_is_on_the_pools_page_and_in_the_metrics() -> None:
+    async def scenario() -> None:
+        async with fake_cluster() as cluster:
+            await add_keeper(cluster, "d", Role.DECODE)
+            load = PinLoad(num_pins=1, num_blocks={"pool": 2}, num_prefetched={"host": 3})
+            cluster.registry.note_load("d", WorkerLoad(), now=0.0)
+            cluster.registry.note_pins("d", load)
+            (worker,) = (await cluster.flow.pools())["roles"]["decode"]
+            assert worker["pins"] == {"num_pins": 1, "num_blocks": {"pool": 2}, "num_prefetched": {"host": 3}}
+            cluster.flow.cache.table.num_refused["max_pins"] += 5
+            metrics = CollectorRegistry()
+            metrics.register(PinCollector(cluster.flow.cache, cluster.registry))
+            lines = generate_latest(metrics).decode().splitlines()
+            for line in (
+                "tandem_router_pins 0.0",
+                "tandem_router_max_pinned_blocks 10.0",
+                'tandem_router_refused_pins_total{reason="max_pins"} 5.0',
+                'tandem_pinned_blocks{place="pool",worker="d"} 2.0',
+                'tandem_prefetched_blocks_total{place="host",worker="d"} 3.0',
+            ):
+                assert line in lines
+
+    asyncio.run(scenario())

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import pytest
+
+from tandem.runtime.idle_timeout import LATE_SHARE, LOOKS, SilenceClock, SilenceWatch, answered
+from tests.support.fake_worker import until
+
+
+def test_a_wait_that_lasts_too_long_is_told_once() -> None:
+    async def scenario() -> None:
+        told: list[str] = []
+        watch = SilenceWatch(0.02, lambda: told.append("silent"))
+        watch.begin()
+        await until(lambda: bool(told))
+        watch.close()
+        assert told == ["silent"]
+
+    asyncio.run(scenario())
+
+
+def test_short_waits_are_not_silence_however_many() -> None:
+    async def scenario() -> None:
+        told: list[str] = []
+        loop = asyncio.get_running_loop()
+        watch = SilenceWatch(0.05, lambda: told.append("silent"))
+        end_s = loop.time() + 0.25
+        while loop.time() < end_s:
+            watch.begin()
+            await asyncio.sleep(0)
+            watch.end()
+        watch.close()
+        assert told == []
+
+    asyncio.run(scenario())
+
+
+def test_who_waits_for_nothing_is_not_told() -> None:
+    async def scenario() -> None:
+        told: list[str] = []
+        watch = SilenceWatch(0.01, lambda: told.append("silent"))
+        other = SilenceWatch(0.05, lambda: told.append("waited"))
+        other.begin()
+        await until(lambda: bool(told))
+        watch.close()
+        other.close()
+        assert told == ["waited"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_in_a_random_world_who_speaks_is_never_silent_and_who_does_not_is_found_out(seed: int) -> None:
+    """The watch sleeps anywhere, for any time. What others say waits for it, and is read at its next turn."""
+    rng = random.Random(seed)
+    timeout_s, now = 8.0, 0.0
+    interval_s = timeout_s / LOOKS
+    clock = SilenceClock(timeout_s)
+    heard_s = {"speaks": 0.0, "dead": 0.0}
+    dead_from_s = rng.uniform(0, 50)
+    num_sleeps, looked_s, awake_since_s, found_s = 0, now, now, None
+    clock.look(now, interval_s)
+    while now < 400:
+        slept_s = 0.0
+        if now < 300 and rng.random() < 0.1:
+            slept_s = rng.choice([0.1, 1, timeout_s * LATE_SHARE * 1.01, timeout_s, 5 * timeout_s])
+            num_sleeps += 1
+        now += interval_s + slept_s
+        if now - looked_s > interval_s + timeout_s * LATE_SHARE:
+            awake_since_s = now
+        looked_s = now
+        clock.look(now, interval_s)
+        assert not clock.is_silent(heard_s["speaks"], now), f"at {now:.1f} s"
+        if clock.is_silent(heard_s["dead"], now):
+            assert now - heard_s["dead"] > timeout_s
+            found_s = found_s or now
+        else:
+            assert now - awake_since_s <= timeout_s or now - heard_s["dead"] <= timeout_s
+        now += rng.uniform(0, 0.2)  # only then are sockets read
+        heard_s["speaks"] = now
+        if now < dead_from_s:
+            heard_s["dead"] = now
+    assert num_sleeps > 5
+    assert found_s is not None
+
+
+def test_a_little_late_is_on_time() -> None:
+    clock = SilenceClock(8.0)
+    clock.look(0.0, 1.0)
+    clock.look(1.0 + 8.0 * LATE_SHARE, 1.0)
+    assert clock.silence_s(0.0, 3.0) == 3.0
+    clock.look(3.0 + 1.01 + 8.0 * LATE_SHARE, 1.0)
+    assert clock.silence_s(0.0, 7.0) == pytest.approx(7.0 - 6.01)
+
+
+def test_whoever_answered_while_the_loop_stood_still_has_answered() -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        answer = loop.create_future()
+        waiting = asyncio.create_task(answered(answer, 0.1))
+        await asyncio.sleep(0)
+        loop.call_later(0.25, answer.set_result, None)  # said meanwhile, read a little later
+        time.sleep(0.2)  # noqa: ASYNC251 - it is this event loop that stands still
+        assert await waiting
+
+    asyncio.run(scenario())
+
+
+def test_no_answer_is_told_in_time_and_not_before() -> None:
+    async def scenario() -> None:
+        answer = asyncio.get_running_loop().create_future()
+        started_s = time.monotonic()
+        assert not await answered(answer, 0.1)
+        assert time.monotonic() - started_s >= 0.1
+        assert not answer.done()
+
+    asyncio.run(scenario())
+
+
+def test_a_wait_through_which_the_loop_stood_still_begins_again() -> None:
+    async def scenario() -> None:
+        told: list[float] = []
+        loop = asyncio.get_running_loop()
+        watch = SilenceWatch(0.1, lambda: told.append(loop.time()))
+        watch.begin()
+        await asyncio.sleep(0)
+        time.sleep(0.3)  # noqa: ASYNC251 - the same
+        stood_until_s = loop.time()
+        await until(lambda: bool(told))
+        watch.close()
+        assert told[0] - stood_until_s >= 0.1
+
+    asyncio.run(scenario())

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq
+from zmq.constants import SocketType
+
+from tandem.runtime import message_socket
+from tandem.runtime.message_socket import MessageSocket
+from tests.support.fake_backend import until
+
+pytestmark = pytest.mark.anyio
+ENDPOINT = "inproc://here"
+Messages = list[list[bytes]]
+
+
+@asynccontextmanager
+async def pair() -> AsyncIterator[tuple[MessageSocket, MessageSocket, Messages, Messages]]:
+    """Two ends, and what came to each."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router, dealer = context.socket(SocketType.ROUTER), context.socket(SocketType.DEALER)
+    for socket in (router, dealer):
+        socket.sndhwm = socket.rcvhwm = 0
+    dealer.identity = b"dealer"
+    router.bind(ENDPOINT)
+    dealer.connect(ENDPOINT)
+    heard: tuple[Messages, Messages] = ([], [])
+    ends = [MessageSocket(socket, news.append) for socket, news in zip((router, dealer), heard, strict=True)]
+    try:
+        async with asyncio.timeout(30):
+            yield ends[0], ends[1], *heard
+    finally:
+        for end in ends:
+            end.close()
+            end.close()  # again
+            end.send(b"too late")
+        context.term()
+
+
+async def test_messages_come_whole_and_in_order() -> None:
+    async with pair() as (router, dealer, to_router, to_dealer):
+        sent = [b"%d" % number for number in range(3 * message_socket._MAX_PER_TURN)]
+        for data in sent:
+            dealer.send(data)
+        await until(lambda: len(to_router) == len(sent))
+        assert to_router == [[b"dealer", data] for data in sent]
+        router.send(b"dealer", b"a", b"b")
+        await until(lambda: len(to_dealer) == 1)
+        assert to_dealer == [[b"a", b"b"]]
+
+
+async def test_what_comes_while_one_sends_is_not_overlooked() -> None:
+    async with pair() as (router, dealer, to_router, _):
+        dealer.send(b"first")
+        await until(lambda: len(to_router) == 1)
+        await asyncio.sleep(0)
+        dealer._socket.send(b"second")
+        # As sending does now and then: the word that something has come is taken in, and the descriptor is silent.
+        assert router._socket.poll(0, zmq.POLLIN)
+        router.send(b"dealer", b"mine")
+        await until(lambda: len(to_router) == 2)
+
+
+async def test_what_cannot_be_handled_is_logged_and_the_rest_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    async with pair() as (router, dealer, _, _):
+        found: list[bytes] = []
+
+        def on_message(frames: list[bytes]) -> None:
+            if frames[1] == b"bad":
+                raise ValueError("bad")
+            found.append(frames[1])
+
+        router._on_message = on_message
+        for data in (b"a", b"bad", b"b"):
+            dealer.send(data)
+        await until(lambda: len(found) == 2)
+        assert found == [b"a", b"b"]
+        assert [record.exc_info is not None for record in caplog.records] == [True]
+
+
+async def test_a_socket_closed_by_a_message_reads_no_further() -> None:
+    async with pair() as (router, dealer, to_router, _):
+
+        def on_message(frames: list[bytes]) -> None:
+            to_router.append(frames)
+            router.close()
+
+        router._on_message = on_message
+        for data in (b"a", b"b"):
+            dealer.send(data)
+        await until(lambda: router.closed)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert to_router == [[b"dealer", b"a"]]

@@ -1,0 +1,498 @@
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections import Counter
+from fnmatch import fnmatchcase
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.errors import NoWorker
+from tandem.protocol.messages import POOL_PLACE, BlockEvents, Role, StepStats, TierLoad, Turn, WorkerState
+from tandem.scheduling.cost_model import CostModel
+from tandem.scheduling.load import RequestLoad
+from tandem.scheduling.placement import Held, Needs, Placement, Placer
+from tandem.scheduling.prefix_index import PrefixIndex
+from tandem.scheduling.registry import Booking, Registry, Worker
+from tests.support.builders import add_ready, make_card
+from tests.support.naive_placer import NaivePlacer, preference
+
+
+class Pool:
+    """A registry with everything a placer needs."""
+
+    def __init__(self, *, local_prefill: bool = True) -> None:
+        self.local_prefill = local_prefill
+        self.registry = Registry()
+        self.index = PrefixIndex()
+        self.costs = CostModel()
+        self.placer = Placer(self.registry, self.index, self.costs, RouterConfig(local_prefill=local_prefill))
+
+    def add(
+        self,
+        worker_id: str,
+        role: Role,
+        *,
+        num_blocks: int = 4096,
+        max_model_len: int = 32768,
+        max_num_seqs: int = 0,
+    ) -> None:
+        card = make_card(worker_id, role, num_blocks=num_blocks, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+        add_ready(self.registry, card)
+        self.index.add_worker(worker_id, epoch=1)
+
+    def cache(self, worker_id: str, digests: list[bytes], place: str = POOL_PLACE) -> None:
+        events = BlockEvents(worker_id=worker_id, epoch=1, sequence=1, stored=digests, removed=[], place=place)
+        assert not self.index.apply(events)
+
+    def add_tier(self, worker_id: str, tier: TierLoad, digests: list[bytes]) -> None:
+        worker = self.registry.get(worker_id)
+        assert worker is not None
+        self.registry.note_tiers(worker_id, [*worker.tiers, tier], None)
+        self.index.add_worker(f"{worker_id}/{tier.name}", epoch=1)
+        self.cache(worker_id, digests, tier.name)
+
+    def book(self, prefill: str, decode: str, *, new: int = 100, kv: int = 200, done: bool = False) -> None:
+        booking = self.registry.reserve(RequestLoad(prefill, decode, new, 0, kv))
+        if done:
+            booking.prefill_done()
+
+    def place(self, num_prompt_tokens: int, *, outputs: int = 100, digests: list[bytes] | None = None) -> Placement:
+        return self.placer.place(num_prompt_tokens, digests or [], outputs, now=0.0)
+
+
+def make_pair(*, batch: int = 0, local_prefill: bool = True) -> Pool:
+    pool = Pool(local_prefill=local_prefill)
+    pool.add("p", Role.PREFILL)
+    pool.add("d", Role.DECODE)
+    for _ in range(batch):
+        pool.book("d", "d", done=True)
+    return pool
+
+
+def chain(num_blocks: int) -> list[bytes]:
+    return [f"{i}".encode() for i in range(num_blocks)]
+
+
+def chosen(placement: Placement) -> tuple[str, str]:
+    return placement.best.prefill.worker_id, placement.best.decode.worker_id
+
+
+def test_a_long_prompt_leaves_a_busy_decode_worker_alone() -> None:
+    placement = make_pair(batch=4).place(2048)
+    assert chosen(placement) == ("p", "d")
+    assert placement.runner_up is not None
+    assert placement.runner_up.terms.delay_s == pytest.approx(4 * placement.runner_up.terms.prefill_s, rel=0.3)
+
+
+def test_excluded_workers_take_nothing_and_are_no_reason() -> None:
+    pool = make_pair(batch=4)
+    placement = pool.placer.place(2048, [], 100, 0.0, excluded={"p"})
+    assert (chosen(placement), placement.runner_up, placement.skipped) == (("d", "d"), None, {})
+    with pytest.raises(NoWorker):
+        pool.placer.place(2048, [], 100, 0.0, excluded={"p", "d"})
+
+
+def test_a_short_uncached_tail_stays_on_the_decode_worker() -> None:
+    pool = make_pair(batch=4)
+    pool.cache("d", chain(127))
+    placement = pool.place(2040, digests=chain(127))
+    assert chosen(placement) == ("d", "d")
+    assert placement.num_new_tokens == 8
+
+
+def test_a_prompt_that_another_worker_has_is_read_from_there() -> None:
+    pool = make_pair(batch=4)
+    pool.cache("d", chain(100))
+    placement = pool.place(2048, digests=chain(128))
+    assert chosen(placement) == ("p", "d")
+    assert placement.best.holder is not None
+    assert (placement.best.holder.worker.worker_id, placement.best.holder.num_blocks) == ("d", 100)
+    assert placement.num_new_tokens == 28 * 16
+    assert placement.best.terms.fetch_s > 0
+    assert placement.best.explain()["kv_holder"] == "d"
+
+
+def test_nothing_is_read_from_a_worker_with_less_or_with_what_is_only_expected() -> None:
+    pool = make_pair(batch=4)
+    pool.cache("p", chain(100))
+    pool.cache("d", chain(90))
+    assert pool.place(2048, digests=chain(128)).best.holder is None
+    pool.index.speculate({"d"}, chain(128), 0.0)
+    assert pool.place(2048, digests=chain(128)).best.holder is None
+
+
+def test_nothing_is_read_where_the_link_is_slower_than_computing() -> None:
+    pool = make_pair(batch=4)
+    pool.cache("d", chain(100))
+    for _ in range(200):
+        pool.costs.transfer("cpu-1", "cpu-1").observe(1e6, 5.0)
+    assert pool.place(2048, digests=chain(128)).best.holder is None
+
+
+def test_an_idle_decode_worker_saves_the_handoff_of_a_short_prompt_only() -> None:
+    assert chosen(make_pair().place(4)) == ("d", "d")
+    assert chosen(make_pair().place(512)) == ("p", "d"), "it would stall the next request"
+    assert chosen(make_pair(local_prefill=False).place(4)) == ("p", "d")
+
+
+def test_without_prefill_workers_decode_workers_do_it_all() -> None:
+    pool = Pool(local_prefill=False)
+    pool.add("d", Role.DECODE)
+    assert chosen(pool.place(2048)) == ("d", "d")
+
+
+def test_only_missing_blocks_count_as_transfer() -> None:
+    pool = make_pair(batch=8)
+    for bandwidth_sample in range(50):  # a slow link, so that bytes matter
+        pool.costs.transfer("cpu-1", "cpu-1").observe(
+            1e6 * (1 + bandwidth_sample % 5), 1e-2 * (1 + bandwidth_sample % 5)
+        )
+    cold = pool.place(2048)
+    pool.cache("d", chain(64))
+    warm = pool.place(2048, digests=chain(64))
+    assert chosen(cold) == ("p", "d")
+    pair = warm.best if warm.best.is_pair else warm.runner_up
+    assert pair is not None
+    assert pair.terms.transfer_s <= cold.best.terms.transfer_s
+    link = pool.costs.transfer("cpu-1", "cpu-1")
+    assert pair.terms.transfer_s <= link.costs.transfer_s(64 * 16 * 23_040)
+
+
+def test_goes_to_the_worker_with_the_prefix_until_its_queue_outweighs_it() -> None:
+    pool = Pool()
+    for worker_id in ("a", "b"):
+        pool.add(worker_id, Role.COLOCATED)
+    pool.cache("b", chain(32))
+    assert chosen(pool.place(600, digests=chain(32))) == ("b", "b")
+    pool.book("b", "b", new=4000, kv=4000)
+    placement = pool.place(600, digests=chain(32))
+    assert chosen(placement) == ("a", "a")
+    assert placement.best.terms.queue_s == 0
+
+
+def test_the_last_prompt_token_is_computed_even_on_a_full_hit() -> None:
+    pool = Pool()
+    pool.add("a", Role.COLOCATED)
+    pool.cache("a", chain(4))
+    placement = pool.place(64, digests=chain(4))
+    assert (placement.best.num_cached_tokens, placement.num_new_tokens) == (63, 1)
+
+
+def test_ties_go_to_the_worker_with_the_least_work_done() -> None:
+    pool = Pool()
+    for worker_id in ("a", "b", "c"):
+        pool.add(worker_id, Role.COLOCATED)
+    order = []
+    for _ in range(6):
+        best = pool.place(100).best
+        order.append(best.decode.worker_id)
+        pool.registry.reserve(RequestLoad(order[-1], order[-1], 100, 0, 200)).release()
+    assert order == ["a", "b", "c", "a", "b", "c"]
+
+
+def test_a_decode_worker_without_room_is_avoided() -> None:
+    pool = Pool()
+    pool.add("p", Role.PREFILL)
+    pool.add("full", Role.DECODE, num_blocks=128)
+    pool.add("free", Role.DECODE, num_blocks=128)
+    pool.book("p", "full", kv=2000, done=True)
+    pool.book("p", "free", kv=200, done=True)
+    pool.book("p", "free", kv=200, done=True)
+    placement = pool.place(1000)
+    assert placement.best.decode.worker_id == "free"
+    assert placement.best.terms.memory_s == 0
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.COLOCATED])
+def test_a_worker_without_a_free_seat_is_avoided(role: Role) -> None:
+    pool = Pool()
+    pool.add("p", Role.PREFILL)
+    pool.add("full", role, max_num_seqs=2)
+    pool.add("free", role, max_num_seqs=8)
+    for worker_id, num_seqs in (("full", 2), ("free", 5)):
+        for _ in range(num_seqs):
+            pool.book("p", worker_id, kv=200, done=True)
+    placement = pool.placer.place(1000, [], 100, now=0.0, num_others=9)
+    assert placement.best.decode.worker_id == "free"
+    assert placement.best.terms.memory_s == 0
+    (wait_s,) = {other.terms.memory_s for other in placement.others if other.decode.worker_id == "full"}
+    lifetime_s = 100 * pool.costs.steps("cpu-1").costs.step_s(2, 400)
+    assert wait_s == pytest.approx(lifetime_s / 2), "of two, one ends after half of a lifetime"
+
+
+def test_how_many_seats_a_worker_has_may_be_unknown() -> None:
+    pool = Pool()
+    pool.add("a", Role.COLOCATED)
+    for _ in range(1000):
+        pool.book("a", "a", kv=20, done=True)
+    assert pool.place(100).best.terms.memory_s == 0
+
+
+def test_nothing_to_serve_says_why() -> None:
+    pool = Pool()
+    with pytest.raises(NoWorker, match="none is connected"):
+        pool.place(10)
+    assert not pool.placer.can_place
+    pool.add("p", Role.PREFILL)
+    pool.add("small", Role.DECODE, num_blocks=4)
+    pool.add("leaving", Role.DECODE)
+    pool.registry.set_state("leaving", WorkerState.DRAINING, "test")
+    with pytest.raises(NoWorker, match="1 draining, 1 too small, 1 prefill only"):
+        pool.place(64)
+    assert chosen(pool.place(63)) == ("p", "small")
+
+
+def test_explains_itself_in_seconds() -> None:
+    placement = make_pair(batch=4).place(2048)
+    assert placement.runner_up is not None
+    winner, loser = placement.best.explain(), placement.runner_up.explain()
+    assert winner["prefill_worker"] == "p"
+    terms = [value for name, value in winner.items() if name.endswith("_s") and name != "total_s"]
+    assert winner["total_s"] == pytest.approx(sum(terms))  # type: ignore[arg-type]
+    assert winner["total_s"] < loser["total_s"]  # type: ignore[operator]
+
+
+def test_shows_the_next_best_where_asked() -> None:
+    pool = make_pair(batch=4)
+    pool.add("q", Role.PREFILL)
+    pool.book("q", "d", new=512)
+    placement = pool.placer.place(2048, [], 100, 0.0, num_others=4)
+    others = [(c.prefill.worker_id, c.decode.worker_id) for c in placement.others]
+    assert (chosen(placement), others) == (("p", "d"), [("q", "d"), ("d", "d")])
+    assert pool.place(2048).others == ()
+
+
+def test_what_is_held_for_a_worker_counts_as_its_queue() -> None:
+    pool = Pool()
+    for worker_id in ("a", "b"):
+        pool.add(worker_id, Role.COLOCATED)
+    assert chosen(pool.placer.place(100, [], 10, 0.0, held={"a": Held(1.0)})) == ("b", "b")
+    both = pool.placer.place(100, [], 10, 0.0, held={"a": Held(1.0), "b": Held(2.0)})
+    assert (chosen(both), both.best.terms.queue_s) == (("a", "a"), 1.0)
+
+
+def test_a_prompt_goes_where_loading_it_is_sooner_than_computing_it_elsewhere() -> None:
+    pool, digests = Pool(), chain(100)
+    for worker_id in ("a", "b"):
+        pool.add(worker_id, Role.COLOCATED)
+    pool.add_tier("b", TierLoad(name="host", block_s=1e-4), digests)
+    placement = pool.place(1600, digests=digests)
+    assert (chosen(placement), placement.best.tier, placement.best.num_cached_tokens) == (("b", "b"), "host", 1599)
+    assert placement.best.terms.fetch_s == pytest.approx(100 * 1e-4)
+    assert placement.best.explain()["kv_tier"] == "host"
+
+
+def test_a_tier_slower_than_computing_or_out_of_reach_attracts_nothing() -> None:
+    for block_s in (1.0, math.inf):
+        pool, digests = Pool(), chain(100)
+        for worker_id in ("a", "b"):
+            pool.add(worker_id, Role.COLOCATED)
+        pool.add_tier("b", TierLoad(name="object", block_s=block_s), digests)
+        pool.book("b", "b", new=1)  # hardly busier
+        placement = pool.place(1600, digests=digests)
+        assert (chosen(placement), placement.best.tier) == (("a", "a"), "")
+
+
+def test_the_faster_of_two_tiers_is_taken_unless_the_slower_one_has_much_more() -> None:
+    for num_blocks, expected in ((50, "disk"), (99, "host")):
+        pool, digests = Pool(), chain(100)
+        pool.add("a", Role.COLOCATED)
+        pool.add_tier("a", TierLoad(name="host", block_s=1e-5), digests[:num_blocks])
+        pool.add_tier("a", TierLoad(name="disk", block_s=2e-3), digests)
+        assert pool.place(1600, digests=digests).best.tier == expected
+
+
+def test_what_a_peer_has_in_host_memory_can_be_read_and_what_it_has_on_disk_cannot() -> None:
+    for name, expected in (("host", "b"), ("disk", None)):
+        pool, digests = Pool(), chain(100)
+        for worker_id in ("a", "b"):
+            pool.add(worker_id, Role.COLOCATED)
+        pool.add_tier("b", TierLoad(name=name, block_s=1e-4), digests)
+        pool.book("b", "b", new=4000)
+        best = pool.place(1600, digests=digests).best
+        assert (best.prefill.worker_id, best.holder and best.holder.worker.worker_id) == ("a", expected)
+
+
+def random_pool(rng: random.Random, num_workers: int, digests: list[bytes]) -> tuple[Pool, list[Booking]]:
+    """Workers of two kinds in all roles and states; caches, bookings, measured steps and links."""
+    pool = Pool(local_prefill=rng.random() < 0.7)
+    roles = rng.choice([[Role.PREFILL, Role.DECODE], [Role.COLOCATED], list(Role)])
+    kinds = rng.choice([["cpu-1"], ["cpu-1", "NVIDIA H200"]])
+    chunks, namespaces = rng.choice([[512], [512, 2048]]), rng.choice([[b"n" * 16], [b"n" * 16, b"n" * 16, b"o" * 16]])
+    bookings = []
+    for i in range(num_workers):
+        worker_id, role, kind = f"w{i}", rng.choice(roles), rng.choice(kinds)
+        num_blocks, chunk, namespace = rng.choice([64, 300, 4096]), rng.choice(chunks), rng.choice(namespaces)
+        num_seats = rng.choice([0, 0, 1, 4, 16])
+        card = make_card(
+            worker_id,
+            role,
+            kind=kind,
+            num_blocks=num_blocks,
+            max_num_batched_tokens=chunk,
+            namespace=namespace,
+            max_num_seqs=num_seats,
+        )
+        add_ready(pool.registry, card)
+        pool.index.add_worker(worker_id, epoch=1)
+        if rng.random() < 0.6:
+            pool.cache(worker_id, digests[: rng.choice([0, 2, len(digests) // 2, len(digests)])])
+        for name in ("host", "disk"):
+            if rng.random() < 0.3:
+                block_s = rng.choice([1e-5, 1e-3, 2e-2, math.inf])
+                tier = TierLoad(name=name, latency_s=rng.choice([0.0, 0.1]), block_s=block_s)
+                pool.add_tier(worker_id, tier, digests[: rng.choice([2, len(digests) // 3, len(digests)])])
+        if rng.random() < 0.1:
+            pool.index.speculate({worker_id}, digests, 0.0)
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            num_new, num_kv = rng.choice([10, 100, 1000]), rng.choice([200, 3000])
+            other_id = f"w{rng.randrange(i + 1)}"
+            turn = Turn(order=rng.choice([0.0, 0.5, 2.0]))
+            bookings.append(pool.registry.reserve(RequestLoad(worker_id, other_id, num_new, 0, num_kv), turn))
+        if rng.random() < 0.1:
+            pool.registry.set_state(worker_id, WorkerState.DRAINING, "test")
+    return pool, bookings
+
+
+def random_held(rng: random.Random) -> Held:
+    return Held(rng.random(), rng.randrange(3), rng.randrange(5000))
+
+
+def shake(rng: random.Random, pool: Pool, bookings: list[Booking]) -> None:
+    """Some of what happens between two decisions."""
+    for booking in rng.sample(bookings, len(bookings) // 3):
+        rng.choice([booking.prefill_done, booking.release])()
+    worker_ids = [worker.worker_id for worker in pool.registry]
+    for worker_id in rng.sample(worker_ids, len(worker_ids) // 3):
+        pool.registry.note_step(worker_id, StepStats(duration_s=0.1, num_prefill_tokens=rng.choice([0, 7, 512])))
+    change = rng.randrange(4) if worker_ids else 2
+    if change == 0:
+        pool.registry.set_role(worker_ids[0], rng.choice(list(Role)))
+    if change == 1:
+        pool.registry.set_state(worker_ids[-1], WorkerState.DEAD, "test")
+        for holder in (worker_ids[-1], f"{worker_ids[-1]}/host", f"{worker_ids[-1]}/disk"):
+            pool.index.remove_worker(holder)
+    if change == 2:
+        pool.costs.steps("cpu-1").observe(StepStats(duration_s=0.5, num_prefill_tokens=512, num_decode_seqs=1))
+        pool.costs.transfer("cpu-1", "cpu-1").observe(1e8, rng.choice([1e-3, 1.0]))
+
+
+def test_tenants_and_adapters_keep_to_their_workers_and_the_others_are_counted() -> None:
+    pool = Pool()
+    for worker_id, role, adapters in [
+        ("prefill-0", Role.PREFILL, ["sql"]),
+        ("prefill-1", Role.PREFILL, []),
+        ("decode-0", Role.DECODE, ["sql", "chat"]),
+        ("decode-1", Role.DECODE, ["chat"]),
+    ]:
+        add_ready(pool.registry, make_card(worker_id, role, adapters=adapters))
+        pool.index.add_worker(worker_id, epoch=1)
+    pool.book("decode-0", "decode-0", new=5000)
+
+    def place(*workers: str, adapter: str = "") -> Placement:
+        return pool.placer.place(2048, [], 100, 0.0, needs=Needs("acme", workers, adapter))
+
+    assert (chosen(place()), place().skipped) == (("prefill-0", "decode-1"), {})
+    limited = place("prefill-1", "decode-[0]")
+    assert (chosen(limited), limited.skipped) == (("prefill-1", "decode-0"), {"not for this tenant": 2})
+    adapted = place(adapter="sql")
+    assert (chosen(adapted), adapted.skipped) == (("prefill-0", "decode-0"), {"without the adapter": 2})
+    both = place("*-1", adapter="chat")
+    assert chosen(both) == ("decode-1", "decode-1")
+    assert both.skipped == {"not for this tenant": 2, "without the adapter": 1}
+    with pytest.raises(NoWorker, match="of tenant 'acme': 3 not for this tenant, 1 prefill only"):
+        place("prefill-0")
+    with pytest.raises(
+        NoWorker, match="of tenant 'acme' for adapter 'x': 2 not for this tenant, 2 without the adapter"
+    ):
+        place("*-0", adapter="x")
+
+
+def test_a_tenants_workers_are_those_that_are_there_now() -> None:
+    pool = make_pair()
+    needs = Needs("acme", ("d*",))
+    assert chosen(pool.placer.place(4, [], 100, 0.0, needs=needs)) == ("d", "d")
+    pool.add("d2", Role.DECODE)
+    pool.book("d", "d", new=5000)
+    assert chosen(pool.placer.place(4, [], 100, 0.0, needs=needs)) == ("d2", "d2")
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 10**6), num_workers=st.integers(2, 14), num_prompt_tokens=st.integers(1, 3000))
+def test_decides_as_one_does_who_looks_at_every_candidate(seed: int, num_workers: int, num_prompt_tokens: int) -> None:
+    rng = random.Random(seed)
+    digests = chain(num_prompt_tokens // 16)
+    pool, bookings = random_pool(rng, num_workers, digests)
+    naive = NaivePlacer(pool.registry, pool.index, pool.costs, local_prefill=pool.local_prefill)
+    for _ in range(3):
+        held = {f"w{i}": random_held(rng) for i in range(num_workers) if rng.random() < 0.2}
+        order = rng.choice([-1.0, 0.0, 1.0, math.inf])
+        excluded = {f"w{i}" for i in range(num_workers) if rng.random() < 0.1}
+        asked = (num_prompt_tokens, digests, rng.choice([1, 100]), 0.0)
+        expected = naive.candidates(*asked, in_router=held, order=order, excluded=excluded)
+        try:
+            placement = pool.placer.place(*asked, held=held, order=order, excluded=excluded, num_others=3)
+        except NoWorker:
+            assert not expected
+        else:
+            first = expected[0]
+            assert preference(placement.best) == pytest.approx(preference(first), rel=1e-12)
+            same = [c for c in expected if preference(c) == preference(first)]
+            assert placement.best in same
+            if len(same) == 1:
+                assert placement.best == first
+            others = [c for c in expected if c.is_pair != placement.best.is_pair]
+            assert (placement.runner_up is None) == (not others)
+            if placement.runner_up is not None:
+                assert preference(placement.runner_up) == pytest.approx(preference(others[0]), rel=1e-12)
+            assert all(other in expected for other in placement.others)
+        shake(rng, pool, bookings)
+
+
+def naive_reason(worker: Worker, num_prompt_tokens: int, needs: Needs) -> str | None:
+    """Why this worker cannot take the request, if it cannot: the first that applies."""
+    if worker.state is not WorkerState.READY:
+        return worker.state.value
+    if needs.workers and not any(fnmatchcase(worker.worker_id, pattern) for pattern in needs.workers):
+        return "not for this tenant"
+    if needs.adapter and needs.adapter not in worker.card.adapters:
+        return "without the adapter"
+    if num_prompt_tokens >= min(worker.card.num_blocks * worker.card.block_size, worker.card.max_model_len):
+        return "too small"
+    return None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_reasons_are_counted_as_worker_by_worker(seed: int) -> None:
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    pool = Pool()
+    for number in range(40):
+        card = make_card(
+            f"{rng.choice('ab')}-{number}",
+            rng.choice(list(Role)),
+            num_blocks=rng.choice([64, 4096]),
+            adapters=rng.sample(["sql", "chat"], rng.randrange(3)),
+        )
+        worker = add_ready(pool.registry, card)
+        pool.index.add_worker(worker.worker_id, epoch=1)
+    for _ in range(50):
+        worker = rng.choice(list(pool.registry))
+        pool.registry.set_state(worker.worker_id, rng.choice([WorkerState.READY, WorkerState.DRAINING]), "test")
+        workers = list(pool.registry)
+        excluded = [one.worker_id for one in rng.sample(workers, rng.choice([0, 3]))] + ["gone"]
+        needs = Needs("acme", rng.choice([(), ("a-*",), ("a-*", "b-1?")]), rng.choice(["", "sql", "unknown"]))
+        num_tokens = rng.choice([10, 1024, 2000])
+        reasons = [naive_reason(one, num_tokens, needs) for one in workers if one.worker_id not in excluded]
+        counts = Counter(reason for reason in reasons if reason is not None)
+        try:
+            skipped = pool.placer.place(num_tokens, [], 10, 0.0, excluded=excluded, needs=needs).skipped
+        except NoWorker as error:
+            told = re.findall(r"(\d+) (draining|not for this tenant|without the adapter|too small)", str(error))
+            skipped = {reason: int(count) for count, reason in told}
+        assert skipped == counts

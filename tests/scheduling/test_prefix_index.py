@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.protocol.messages import BlockEvents, BlockSnapshot
+from tandem.scheduling.prefix_index import PrefixIndex
+
+
+def chain(name: str, num_blocks: int) -> list[bytes]:
+    return [f"{name}/{i}".encode() for i in range(num_blocks)]
+
+
+def make_events(
+    sequence: int,
+    *,
+    stored: list[bytes] | None = None,
+    removed: list[bytes] | None = None,
+    worker_id: str = "w0",
+    epoch: int = 1,
+) -> BlockEvents:
+    return BlockEvents(worker_id=worker_id, epoch=epoch, sequence=sequence, stored=stored or [], removed=removed or [])
+
+
+def make_snapshot(sequence: int, digests: list[bytes], *, worker_id: str = "w0", epoch: int = 1) -> BlockSnapshot:
+    return BlockSnapshot(worker_id=worker_id, epoch=epoch, sequence=sequence, digests=digests)
+
+
+def make_index(*worker_ids: str) -> PrefixIndex:
+    index = PrefixIndex()
+    for worker_id in worker_ids:
+        index.add_worker(worker_id, epoch=1)
+    return index
+
+
+def test_finds_the_longest_prefix_of_every_worker() -> None:
+    index = make_index("w0", "w1", "w2")
+    prompt = chain("a", 7)
+    index.apply(make_events(1, stored=prompt[:3]))
+    index.apply(make_events(1, stored=prompt, worker_id="w1"))
+    assert index.longest_prefix(prompt, now=0.0) == {"w0": 3, "w1": 7}
+    assert index.longest_prefix(prompt[:2], now=0.0) == {"w0": 2, "w1": 2}
+    assert index.longest_prefix(chain("b", 2), now=0.0) == {}
+    assert index.longest_prefix([], now=0.0) == {}
+
+
+def test_what_is_only_expected_is_not_held() -> None:
+    index = make_index("w0", "w1")
+    prompt = chain("a", 7)
+    index.apply(make_events(1, stored=prompt[:3]))
+    index.speculate({"w0", "w1"}, prompt, 0.0)
+    assert index.longest_prefix(prompt, now=0.0) == {"w0": 7, "w1": 7}
+    assert [index.count_held(worker_id, prompt, 7) for worker_id in ("w0", "w1", "unknown")] == [3, 0, 0]
+    assert [index.count_held("w0", prompt, num) for num in range(5)] == [0, 1, 2, 3, 3]
+
+
+def test_a_gap_asks_for_a_snapshot_until_it_came() -> None:
+    index = make_index("w0")
+    blocks = chain("a", 4)
+    assert not index.apply(make_events(1, stored=blocks[:1]))
+    assert index.apply(make_events(3, stored=blocks[2:3]))
+    assert index.apply(make_events(4, stored=blocks[3:]))
+    assert index.longest_prefix(blocks, now=0.0) == {"w0": 1}
+    index.apply_snapshot(make_snapshot(4, blocks))
+    assert not index.apply(make_events(4, removed=blocks))  # contained in the snapshot
+    assert not index.apply(make_events(5, removed=blocks[3:]))
+    assert index.longest_prefix(blocks, now=0.0) == {"w0": 3}
+
+
+def test_duplicates_and_late_snapshots_change_nothing() -> None:
+    index = make_index("w0")
+    blocks = chain("a", 2)
+    index.apply(make_events(1, stored=blocks[:1]))
+    index.apply(make_events(2, stored=blocks[1:]))
+    assert not index.apply(make_events(1, stored=chain("b", 1)))
+    index.apply_snapshot(make_snapshot(1, blocks[:1]))
+    assert index.longest_prefix(blocks, now=0.0) == {"w0": 2}
+    assert len(index) == 2
+
+
+def test_a_new_epoch_forgets_the_old_one() -> None:
+    index = make_index("w0")
+    blocks = chain("a", 2)
+    index.apply(make_events(1, stored=blocks))
+    assert index.apply(make_events(7, stored=[], epoch=2))
+    assert len(index) == 0
+    assert not index.apply(make_events(2, stored=blocks, epoch=1))
+    index.apply_snapshot(make_snapshot(7, blocks[:1], epoch=2))
+    assert index.longest_prefix(blocks, now=0.0) == {"w0": 1}
+
+
+def test_a_worker_that_leaves_takes_everything_with_it_and_its_bit_is_reused() -> None:
+    index = make_index("w0", "w1")
+    blocks = chain("a", 3)
+    index.apply(make_events(1, stored=blocks))
+    index.apply(make_events(1, stored=blocks[:1], worker_id="w1"))
+    index.speculate({"w0"}, chain("b", 2), now=0.0)
+    index.remove_worker("w0")
+    assert not index.apply(make_events(2, stored=chain("c", 2)))  # late news does not bring it back
+    assert len(index) == 1
+    index.add_worker("w2", epoch=1)
+    assert index.longest_prefix(blocks, now=0.0) == {"w1": 1}
+    assert index.longest_prefix(chain("b", 2), now=0.0) == {}
+    assert index.num_blocks("w0") == 0
+
+
+def test_siblings_see_a_decision_for_a_short_while() -> None:
+    index = make_index("w0", "w1")
+    prompt = chain("a", 4)
+    index.apply(make_events(1, stored=prompt[:1], worker_id="w1"))
+    index.speculate({"w0"}, prompt, now=10.0)
+    assert index.longest_prefix(prompt, now=10.9) == {"w0": 4, "w1": 1}
+    assert index.longest_prefix(prompt, now=12.1) == {"w1": 1}
+    assert len(index) == 1
+
+
+class NaiveIndex:
+    """One set per worker, walked block by block."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, set[bytes]] = {}
+
+    def longest_prefix(self, digests: list[bytes]) -> dict[str, int]:
+        depths: dict[str, int] = {}
+        for worker_id, held in self.blocks.items():
+            depth = 0
+            while depth < len(digests) and digests[depth] in held:
+                depth += 1
+            if depth:
+                depths[worker_id] = depth
+        return depths
+
+
+class FakeWorker:
+    """Holds a prefix of each chain and reports changes, over a channel that may lose, repeat and reorder."""
+
+    def __init__(self, worker_id: str) -> None:
+        self.worker_id = worker_id
+        self.depths = dict.fromkeys("abc", 0)
+        self.epoch = 1
+        self.sequence = 0
+        self.in_flight: list[BlockEvents] = []
+
+    def set_depth(self, name: str, depth: int) -> None:
+        old, self.depths[name] = self.depths[name], depth
+        blocks = chain(name, 8)
+        self.sequence += 1
+        self.in_flight.append(
+            make_events(
+                self.sequence,
+                stored=blocks[old:depth],
+                removed=blocks[depth:old],
+                worker_id=self.worker_id,
+                epoch=self.epoch,
+            )
+        )
+
+    def restart(self) -> None:
+        self.depths = dict.fromkeys("abc", 0)
+        self.epoch += 1
+        self.sequence = 0
+        self.in_flight.clear()
+
+    def held(self) -> set[bytes]:
+        return {block for name, depth in self.depths.items() for block in chain(name, depth)}
+
+    def snapshot(self) -> BlockSnapshot:
+        return make_snapshot(self.sequence, sorted(self.held()), worker_id=self.worker_id, epoch=self.epoch)
+
+
+WORKERS = ("w0", "w1", "w2")
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("set"), st.sampled_from(WORKERS), st.sampled_from("abc"), st.integers(0, 8)),
+        st.tuples(
+            st.sampled_from(["deliver", "lose", "repeat", "swap", "restart", "leave"]),
+            st.sampled_from(WORKERS),
+            st.just("a"),
+            st.just(0),
+        ),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps=STEPS)
+def test_equals_the_naive_index_once_snapshots_are_answered(steps: list[tuple[str, str, str, int]]) -> None:
+    index = make_index(*WORKERS)
+    workers = {worker_id: FakeWorker(worker_id) for worker_id in WORKERS}
+
+    def deliver(worker: FakeWorker, events: BlockEvents) -> None:
+        if index.apply(events):
+            index.apply_snapshot(worker.snapshot())
+
+    for action, worker_id, name, depth in steps:
+        worker = workers[worker_id]
+        channel = worker.in_flight
+        if action == "set":
+            worker.set_depth(name, depth)
+        elif action == "restart":
+            worker.restart()
+        elif action == "leave":
+            worker.restart()
+            index.add_worker(worker_id, worker.epoch)
+        elif action == "swap":
+            channel[:2] = reversed(channel[:2])
+        elif channel:
+            events = channel[0] if action == "repeat" else channel.pop(0)
+            if action != "lose":
+                deliver(worker, events)
+    for worker in workers.values():
+        worker.set_depth("a", 1)  # whatever was lost shows as a gap at the next event
+        for events in worker.in_flight:
+            deliver(worker, events)
+
+    naive = NaiveIndex()
+    naive.blocks = {worker_id: worker.held() for worker_id, worker in workers.items()}
+    for name in "abc":
+        for length in range(9):
+            prompt = chain(name, length)
+            assert index.longest_prefix(prompt, now=0.0) == naive.longest_prefix(prompt)
+    assert len(index) == len(set().union(*naive.blocks.values()))
+    assert {w: index.num_blocks(w) for w in WORKERS} == {w: len(held) for w, held in naive.blocks.items()}

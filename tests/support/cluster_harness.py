@@ -1,0 +1,263 @@
+"""A whole cluster in one process: real workers on threads, in-process KV, a real router over loopback sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import UnionType
+from typing import Any
+
+import msgspec
+import zmq
+
+from tandem.engine.engine import Engine
+from tandem.kv_transfer.transport.in_process import InProcessHub, Verdict, Write
+from tandem.protocol.config import EngineConfig, RouterConfig, TierConfig, TransferConfig, WorkerConfig
+from tandem.protocol.digest import EVERYONE
+from tandem.protocol.messages import FinishReason, Message, Role, decode_message, encode_message
+from tandem.protocol.sampling import SamplingParams
+from tandem.router.backend import GenerateRequest
+from tandem.router.workers.client import WorkerClient
+from tandem.router.workers.flow import RequestFlow
+from tandem.runtime.trust import KeyPair, connect_to_worker, make_keys
+from tandem.scheduling.cache_sizing import CacheSizing
+from tandem.scheduling.cost_model import CostModel
+from tandem.scheduling.placement import Placer
+from tandem.scheduling.prefix_index import PrefixIndex
+from tandem.scheduling.registry import Registry
+from tandem.scheduling.tenants import Tenants
+from tandem.worker.loop import Worker
+
+BLOCK_SIZE = 16
+BLOCK_BYTES = 2 * 2 * BLOCK_SIZE * 2 * 16 * 4  # layers, keys and values, tokens, heads, head_dim, float32
+DEADLINE_S = 20.0  # of any wait; generous, as the machine may be busy
+ROUTER_KEYS = make_keys()  # of every router here, bare sockets included
+PAIR = {"p": Role.PREFILL, "d": Role.DECODE}
+
+
+@dataclass(frozen=True)
+class Answer:
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    num_cached_tokens: int
+
+
+def engine_config(model: Path, *, num_blocks: int = 256, block_size: int = BLOCK_SIZE, **fields: Any) -> EngineConfig:
+    return EngineConfig(
+        model=str(model),
+        served_model_name="tiny",
+        device="cpu",
+        block_size=block_size,
+        pool_bytes=num_blocks * BLOCK_BYTES * block_size // BLOCK_SIZE,
+        **{"dtype": "float32", "num_threads": 1, "max_num_batched_tokens": 64, "max_num_seqs": 32} | fields,
+    )
+
+
+class RunningWorker:
+    """A worker whose loop runs on a thread."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.failure: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name=worker.config.worker_id)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.worker.run()
+        except BaseException as exc:
+            self.failure = exc
+
+    def stop(self) -> None:
+        self.worker.stop()
+        self.thread.join(DEADLINE_S)
+        assert not self.thread.is_alive(), f"{self.worker.config.worker_id} does not stop"
+
+
+@dataclass
+class Cluster:
+    hub: InProcessHub
+    registry: Registry
+    client: WorkerClient
+    index: PrefixIndex
+    costs: CostModel
+    flow: RequestFlow
+    workers: dict[str, RunningWorker] = field(default_factory=dict)
+    num_requests: int = 0
+
+    def worker(self, worker_id: str) -> Worker:
+        return self.workers[worker_id].worker
+
+    async def add(self, config: WorkerConfig, *, hub: InProcessHub | None = None) -> Worker:
+        worker = await asyncio.to_thread(Worker, config, hub=hub or self.hub)
+        self.workers[config.worker_id] = RunningWorker(worker)
+        await self.client.add_worker(worker.address)
+        return worker
+
+    def request(self, token_ids: Sequence[int], **sampling: Any) -> GenerateRequest:
+        self.num_requests += 1
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8} | sampling)
+        return GenerateRequest(f"r{self.num_requests}", list(token_ids), params, EVERYONE)
+
+    async def generate(self, token_ids: Sequence[int], **sampling: Any) -> Answer:
+        return await self.serve(self.request(token_ids, **sampling))
+
+    async def serve(self, request: GenerateRequest, *, cancel_after: int | None = None) -> Answer:
+        """The whole answer, or what came before `cancel_after` deltas had come and the client left."""
+        out: list[int] = []
+        num_cached, reason, num_deltas = 0, None, 0
+        async with asyncio.timeout(DEADLINE_S), aclosing(self.flow.serve(request)) as deltas:
+            async for delta in deltas:
+                out += delta.token_ids
+                num_cached = num_cached if delta.num_cached_tokens is None else delta.num_cached_tokens
+                reason = delta.finish_reason
+                num_deltas += 1
+                if num_deltas == cancel_after:
+                    break
+        return Answer(out, reason, num_cached)
+
+    async def call(self, worker_id: str, function: Callable[[], Any]) -> Any:
+        return await asyncio.to_thread(self.worker(worker_id).call, function)
+
+    async def becomes_idle(self, *worker_ids: str) -> None:
+        """Every worker's books (or those of the named) say that nothing is held, and so do the router's."""
+        deadline = time.monotonic() + DEADLINE_S
+        while problem := await self._what_is_held(worker_ids or tuple(self.workers)):
+            assert time.monotonic() < deadline, problem
+            await asyncio.sleep(0.01)
+
+    async def _what_is_held(self, worker_ids: tuple[str, ...]) -> str:
+        for worker_id in worker_ids:
+            worker = self.worker(worker_id)
+            try:
+                await asyncio.to_thread(worker.call, lambda worker=worker: worker.check_integrity(idle=True))
+            except AssertionError as exc:
+                return f"{worker_id}: {exc}"
+        held = f"{self.registry.num_bookings} bookings, {self.client.num_open_legs} open legs"
+        return "" if held == "0 bookings, 0 open legs" else held
+
+
+async def eventually(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def running_cluster(
+    model: Path,
+    roles: dict[str, Role] | None = None,
+    *,
+    engine: dict[str, Any] | None = None,
+    transfer: dict[str, Any] | None = None,
+    router: dict[str, Any] | None = None,
+    judge: Callable[[Write], Verdict] | None = None,
+    overrides: dict[str, dict[str, Any]] | None = None,
+    tiers: TierConfig | None = None,
+    tenants: Tenants = Tenants(),
+) -> AsyncIterator[Cluster]:
+    """Workers of these roles behind a router that always pairs them. `overrides`: engine fields by worker id."""
+    registry, index, costs = Registry(), PrefixIndex(), CostModel()
+    config = RouterConfig(**{"local_prefill": False} | (router or {}))
+    client = WorkerClient(registry, index, costs, config, keys=ROUTER_KEYS)
+    placer = Placer(registry, index, costs, config)
+    flow = RequestFlow(
+        model="tiny",
+        registry=registry,
+        index=index,
+        costs=costs,
+        placer=placer,
+        sizing=CacheSizing(registry),
+        workers=client,
+        config=config,
+        tenants=tenants,
+    )
+    cluster = Cluster(InProcessHub(judge), registry, client, index, costs, flow)
+    await client.start()
+    try:
+        for worker_id, role in (roles or PAIR).items():
+            fields = (engine or {}) | (overrides or {}).get(worker_id, {})
+            await cluster.add(worker_config(model, worker_id, role, transfer, tiers, **fields))
+        yield cluster
+    finally:
+        await client.close()
+        for running in cluster.workers.values():
+            with suppress(Exception):
+                await asyncio.to_thread(running.stop)
+
+
+def worker_config(
+    model: Path,
+    worker_id: str,
+    role: Role,
+    transfer: dict[str, Any] | None = None,
+    tiers: TierConfig | None = None,
+    **engine: Any,
+) -> WorkerConfig:
+    defaults = {"transport": "in_process", "heartbeat_interval_s": 0.1, "lease_ttl_s": 5.0}
+    return WorkerConfig(
+        worker_id=worker_id,
+        role=role,
+        engine=engine_config(engine.pop("model", model), **engine),
+        transfer=TransferConfig(**defaults | (transfer or {})),
+        tiers=tiers or TierConfig(),
+        router_key=ROUTER_KEYS.public,
+    )
+
+
+class Client:
+    """A router's bare socket; with other keys that of a peer, or of anybody."""
+
+    def __init__(self, worker: Worker, keys: KeyPair = ROUTER_KEYS) -> None:
+        self._context = zmq.Context()
+        self._socket, self._heartbeats = connect_to_worker(self._context, keys, worker.address, max_queued=0)
+
+    def send(self, message: Message) -> None:
+        self.send_bytes(encode_message(message))
+
+    def poll(self, timeout_ms: int) -> int:
+        """Whether there is anything to receive."""
+        return int(self._socket.poll(timeout_ms))
+
+    def send_bytes(self, data: bytes) -> None:
+        self._socket.send(data)
+
+    def send_raw(self, message: dict[str, Any]) -> None:
+        """A message that no `Message` can be."""
+        self.send_bytes(msgspec.msgpack.encode(message))
+
+    def receive(self, kind: type[Any] | UnionType) -> Any:
+        """The next message of this kind, or of one of these; others are skipped."""
+        while self._socket.poll(DEADLINE_S * 1000):
+            message = decode_message(self._socket.recv())
+            if isinstance(message, kind):
+                return message
+        raise AssertionError(f"no {kind} came")
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class Oracle:
+    """One engine alone: what every way of serving must give, token for token."""
+
+    def __init__(self, model: Path) -> None:
+        self._engine = Engine(engine_config(model))
+        self._num_requests = 0
+
+    def answer(self, token_ids: Sequence[int], **sampling: Any) -> list[int]:
+        self._num_requests += 1
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8} | sampling)
+        # A salt of its own keeps the oracle from ever using its cache.
+        salt = str(self._num_requests)
+        sequence = self._engine.make_sequence(salt, list(token_ids), params, cache_salt=salt)
+        self._engine.add(sequence)
+        while sequence.finish_reason is None:
+            self._engine.step()
+        return sequence.token_ids[sequence.num_prompt_tokens :]

@@ -1,0 +1,122 @@
+"""`tandem serve` as a user starts it: a process of its own, stopped by the signal a terminal sends."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+REPOSITORY = Path(__file__).parents[2]
+START_S = 180.0  # deadlines, several times what a quiet machine needs
+STOP_S = 45.0
+URL = re.compile(r"Serving .* on (http://\S+)")
+
+
+class Server:
+    """Started at once; use `running` or call `wait_ready`."""
+
+    def __init__(self, model: Path | str, folder: Path, *flags: str, env: dict[str, str] | None = None) -> None:
+        self.log = folder / f"serve-{time.monotonic_ns()}.log"
+        command = [sys.executable, "-m", "tandem", "serve", "--model", str(model), "--port", "0", *flags]
+        self.scratch = Path(tempfile.mkdtemp(prefix="t-"))  # short: Ray puts sockets in it
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env=environment
+                | {"PYTHONUNBUFFERED": "1", "COLUMNS": "400", "TMPDIR": str(self.scratch)}
+                | (env or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.url = ""
+        self._seen: set[psutil.Process] = set()
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def wait_ready(self) -> Server:
+        until(lambda: URL.search(self.output) or self.process.poll() is not None, START_S, lambda: self.output)
+        match = URL.search(self.output)
+        assert match is not None, f"it ended with {self.process.returncode}: {self.output}"
+        self.url = match[1]
+        self.children()
+        return self
+
+    def children(self) -> set[psutil.Process]:
+        """All processes below ours, ever seen, by handle: a reused pid is another process."""
+        with suppress(psutil.NoSuchProcess):
+            self._seen |= set(psutil.Process(self.process.pid).children(recursive=True))
+        return self._seen
+
+    def worker(self, role: str) -> dict[str, Any]:
+        workers = httpx.get(f"{self.url}/v1/pools", timeout=30).json()["roles"][role]
+        return workers[0] if workers else {}
+
+    def is_ready(self) -> bool:
+        return httpx.get(f"{self.url}/ready", timeout=30).status_code == 200
+
+    def wait_recovered(self, role: str, old_epoch: int) -> None:
+        until(lambda: self.worker(role).get("epoch", old_epoch) != old_epoch, START_S, lambda: self.output)
+        until(self.is_ready, START_S, lambda: self.output)
+        self.children()
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        """The exit code, after checking that nothing it started is left."""
+        children = self.children()
+        self.process.send_signal(number)
+        return self.wait_ended(children)
+
+    def wait_ended(self, children: set[psutil.Process] | None = None) -> int:
+        code = self.process.wait(STOP_S)
+        _, alive = psutil.wait_procs(children or self._seen, timeout=5.0)
+        assert not alive, f"left running: {alive}"
+        left = list(self.scratch.iterdir())
+        assert not left, f"left behind: {left}"
+        return code
+
+    def kill(self) -> None:
+        """For the end of a test that failed."""
+        for process in self.children():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+@contextmanager
+def started(model: Path | str, folder: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+    server = Server(model, folder, *flags, env=env)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                server.process.wait(STOP_S)
+        server.kill()
+
+
+def until(condition: Callable[[], Any], timeout_s: float, explain: Callable[[], str] = str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s. {explain()}"
+        time.sleep(0.05)

@@ -1,0 +1,23 @@
+"""A child of a `ProcessGroup` that does what its setup says: serve, hang (before it is ready), refuse."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tandem.cluster.processes import ParentPipe
+
+
+async def main() -> None:
+    pipe = ParentPipe()
+    word = pipe.setup.decode().strip()
+    if word == "refuse":
+        pipe.say("error: it does not want to")
+        return
+    async with pipe.obeying() as (stop, _):
+        if word == "serve":
+            pipe.say("ready")
+        await stop.wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

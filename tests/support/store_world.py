@@ -1,0 +1,197 @@
+"""Stores of every kind for the tests of tiers, and blocks whose bytes follow from their digests."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import httpx
+import numpy as np
+import obstore
+from obstore.store import from_url
+
+from tandem.kv_transfer.eviction.lru import LRU
+from tandem.kv_transfer.tiers import (
+    Block,
+    BlockName,
+    BlockStore,
+    DiskStore,
+    Failure,
+    MemoryStore,
+    ObjectStore,
+    StoreKey,
+    Tier,
+)
+from tandem.kv_transfer.tiers.base import file_name
+
+KINDS = ["memory", "disk", "object-file", "object-s3"]
+PERSISTENT = KINDS[1:]
+BLOCK_BYTES = 5000
+NAMESPACE = bytes(range(16))
+KEY = StoreKey(bytes(range(32)))
+DEADLINE_S = 20.0
+S3_TIMEOUT_S = 0.5
+
+
+def name_of(number: int, parent: int | None = None) -> BlockName:
+    return BlockName(digest_of(number), None if parent is None else digest_of(parent))
+
+
+def digest_of(number: int) -> bytes:
+    return number.to_bytes(16, "big")[::-1]  # the first byte differs, by which disk folders are chosen
+
+
+def chain(*numbers: int) -> list[BlockName]:
+    """Names of blocks that hang from each other in this order."""
+    return [name_of(number, parent) for number, parent in zip(numbers, (None, *numbers[:-1]), strict=True)]
+
+
+def content(name: BlockName, size: int = BLOCK_BYTES) -> Block:
+    """The bytes a block of this digest has."""
+    return np.random.default_rng(list(name.digest)).integers(0, 256, size, dtype=np.uint8)
+
+
+def zeros(count: int = 1) -> Block:
+    return np.zeros((count, BLOCK_BYTES), np.uint8)
+
+
+def read(store: BlockStore, name: BlockName) -> Failure | bool:
+    """Whether the block's bytes are right, or why it could not be read."""
+    data = store.read(name, np.zeros(store.block_bytes, np.uint8))
+    return data if isinstance(data, Failure) else np.array_equal(data, content(name, store.block_bytes))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class S3Server:
+    """An S3 server in a process of its own."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.start()
+
+    def start(self) -> None:
+        """Begin with an empty bucket; again on the same port after `kill`."""
+        script = Path(__file__).with_name("s3_server.py")
+        self._process = subprocess.Popen([sys.executable, script, str(self.port)], stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.port = int(self._process.stdout.readline())
+        httpx.put(f"{self.endpoint}/bucket", timeout=DEADLINE_S).raise_for_status()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def options(self) -> dict[str, str]:
+        return {
+            "endpoint": self.endpoint,
+            "access_key_id": "tandem",
+            "secret_access_key": "secret",
+            "region": "us-east-1",
+        }
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(DEADLINE_S)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+class World:
+    """A place where a store of one kind lies. It can be opened again, as after a restart, and its bytes damaged."""
+
+    def __init__(self, kind: str, folder: Path, server: S3Server | None = None) -> None:
+        self.kind = kind
+        self._folder = folder
+        self._server = server
+        self._url = f"s3://bucket/{folder.name}" if kind == "object-s3" else f"file://{folder}/objects"
+
+    def open(
+        self,
+        num_blocks: int = 100,
+        namespace: bytes = NAMESPACE,
+        block_bytes: int = BLOCK_BYTES,
+        key: StoreKey = KEY,
+    ) -> BlockStore:
+        if self.kind == "memory":
+            return MemoryStore(block_bytes, num_blocks)
+        if self.kind == "disk":
+            return DiskStore(self._folder / "blocks", namespace, block_bytes, key)
+        options = self._server.options if self._server is not None and self.kind == "object-s3" else {}
+        return ObjectStore(self._url, namespace, block_bytes, key, timeout_s=S3_TIMEOUT_S, options=options)
+
+    def change(self, name: BlockName, change: Callable[[bytes], bytes]) -> None:
+        """Replace what is stored for a block, behind the store's back."""
+        if self.kind == "object-s3":
+            assert self._server is not None
+            bucket = from_url(self._url, config=self._server.options, client_options={"allow_http": True})
+            path = f"{KEY.folder_name(NAMESPACE)}/{file_name(name)}"
+            obstore.put(bucket, path, change(bytes(obstore.get(bucket, path).bytes())))
+        else:
+            path = self.path(name)
+            path.write_bytes(change(path.read_bytes()))
+
+    def path(self, name: BlockName) -> Path:
+        """The block's file."""
+        (path,) = self._folder.rglob(file_name(name))
+        return path
+
+
+def make_tier(
+    store: BlockStore,
+    *,
+    capacity: int = 100,
+    num_threads: int = 1,
+    clock: Callable[[], float] = time.monotonic,
+    **more: float,
+) -> Tier:
+    """A tier that has finished its first scan."""
+    tier = Tier(
+        "test",
+        store,
+        LRU(capacity),
+        capacity_blocks=capacity,
+        num_threads=num_threads,
+        clock=clock,
+        max_queued_stores=int(more.pop("max_queued_stores", 256)),
+        **more,
+    )
+    poll_until(tier, lambda: not tier.is_scanning)
+    return tier
+
+
+def poll_until(tier: Tier, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        tier.poll()
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {tier.stats()}"
+
+
+def put(tier: Tier, names: Sequence[BlockName]) -> None:
+    """Store blocks and wait for them."""
+    writes = [tier.store(*name, content(name)) for name in names]
+    poll_until(tier, lambda: all(write is None or write.is_done for write in writes))
+
+
+def get(tier: Tier, names: Sequence[BlockName]) -> int:
+    """Load blocks and wait for them; how many have come, each with its bytes."""
+    buffers = zeros(len(names))
+    load = tier.load([name.digest for name in names], buffers)
+    poll_until(tier, lambda: load.is_done)
+    for name, buffer in zip(names[: load.num_loaded], buffers, strict=False):
+        assert np.array_equal(buffer, content(name)), f"{name.digest.hex()} has other bytes"
+    return load.num_loaded

@@ -1,0 +1,370 @@
+"""One engine with tiers below its pool: the same tokens, less computing, and never slower for long."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.engine.engine import Engine
+from tandem.engine.sequence import Sequence
+from tandem.kv_transfer.codec import create_codec
+from tandem.kv_transfer.eviction import create_policy
+from tandem.kv_transfer.tiers import MemoryStore, ThrottledStore, Tier
+from tandem.protocol.config import TierConfig
+from tandem.protocol.sampling import SamplingParams
+from tandem.scheduling.cost_model import CostModel
+from tandem.worker.kv.cached_tier import CachedTier
+from tandem.worker.kv.host_copy import HostCopy
+from tandem.worker.kv.kv_source import LoadPrior
+from tandem.worker.kv.tiered_cache import TieredCache, create_tiers
+from tests.support.answers import Expects
+from tests.support.cluster_harness import BLOCK_BYTES, BLOCK_SIZE, DEADLINE_S, engine_config
+
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+NUM_BLOCKS = 40
+
+
+class Machine:
+    """An engine and its tiers, stepped by hand.
+
+    Unless it `learns`, the cost model is not told of the steps: it goes on believing in a model of 135 M parameters, at
+    a ms per token, where the tiny one computes faster than most tiers load.
+    """
+
+    def __init__(self, engine: Engine, tiers: list[CachedTier], *, learns: bool = False) -> None:
+        self.engine = engine
+        self._learns = learns
+        self.cache = TieredCache(engine, tiers, CostModel().steps("cpu-1"))
+        self._num_requests = 0
+
+    def serve(self, token_ids: list[int]) -> Sequence:
+        """Generate; the finished sequence."""
+        self._num_requests += 1
+        sequence = self.engine.make_sequence(f"r{self._num_requests}", token_ids, GREEDY)
+        self.engine.add(sequence)
+        self.run_until(lambda: sequence.finish_reason is not None)
+        return sequence
+
+    def run_until(self, condition: Any) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, "it does not come to an end"
+            self.cache.pump(time.monotonic())
+            result = self.engine.step()
+            if result is not None and self._learns:
+                self.cache.after_step(result.stats)
+
+    def settle(self) -> None:
+        """Until all stores are through."""
+        self.run_until(lambda: not self.cache.is_busy)
+
+    def flood(self, rng: random.Random) -> None:
+        """Fill the pool with something else."""
+        self.flood_unsettled(rng)
+        self.settle()
+
+    def flood_unsettled(self, rng: random.Random) -> None:
+        for _ in range(3):
+            self.serve(prompt(rng, NUM_BLOCKS // 2))
+
+    def close(self) -> None:
+        self.cache.check_integrity(idle=True)
+        self.engine.check_integrity(idle=True)
+        self.cache.close()
+
+
+def prompt(rng: random.Random, num_blocks: int) -> list[int]:
+    return [rng.randrange(5, 250) for _ in range(num_blocks * BLOCK_SIZE + 3)]
+
+
+def cached_kv(engine: Engine, digests: list[bytes]) -> Tensor:
+    """A copy of these blocks."""
+    blocks = engine.pool.acquire_cached(digests)
+    assert len(blocks) == len(digests)
+    kv = engine.kv[blocks].clone()
+    engine.pool.release(blocks)
+    return kv
+
+
+def make_engine(model: Path, kv_codec: str = "raw") -> Engine:
+    return Engine(engine_config(model, num_blocks=NUM_BLOCKS), kv_codec=kv_codec)
+
+
+def tier_config(kind: str, folder: Path, codec: str = "raw") -> TierConfig:
+    size_gb = 1000 * BLOCK_BYTES / 1e9
+    fields: dict[str, dict[str, Any]] = {
+        "host": {"host_cache_gb": size_gb, "host_cache_codec": codec},
+        "disk": {"disk_cache_path": str(folder), "disk_cache_gb": size_gb, "disk_cache_codec": codec},
+        "object": {
+            "object_cache_url": folder.as_uri(),
+            "object_cache_gb": size_gb,
+            "object_cache_codec": codec,
+        },
+    }
+    return TierConfig(**fields[kind])
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads are waited for, however busy the machine is: what was planned is what happens."""
+    monkeypatch.setattr("tandem.worker.kv.fetcher._LATE_SLACK_S", DEADLINE_S)
+
+
+@pytest.fixture(params=["host", "disk", "object"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_evicted_prompt_comes_back_from_a_tier_with_the_same_tokens(
+    kind: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    rng = random.Random(7)
+    engine = make_engine(tiny_model)
+    machine = Machine(engine, create_tiers(tier_config(kind, tmp_path), engine))
+    first_prompt = prompt(rng, 20)
+    first = machine.serve(first_prompt)
+    machine.settle()
+    machine.flood(rng)
+    assert engine.pool.count_cached(first.digests) == 0, "the pool was to forget it"
+    again = machine.serve(first_prompt)
+    assert again.token_ids == first.token_ids
+    record = machine.cache.fetcher.records[-1]
+    assert record.outcome == "loaded"
+    # A tier with some latency leaves the first few blocks to be computed meanwhile.
+    assert record.num_loaded_blocks == 20 - record.loads[0].first_block >= 15
+    assert again.num_cached_tokens == record.num_loaded_blocks * BLOCK_SIZE
+    assert record.predicted_s < record.recompute_s
+    machine.close()
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_is_kept_on_disk_outlives_the_worker(tiny_model: Path, tmp_path: Path) -> None:
+    rng = random.Random(8)
+    config = tier_config("disk", tmp_path)
+    engine = make_engine(tiny_model)
+    machine = Machine(engine, create_tiers(config, engine))
+    first = machine.serve(first_prompt := prompt(rng, 12))
+    machine.settle()
+    machine.close()
+    engine = make_engine(tiny_model)
+    restarted = Machine(engine, create_tiers(config, engine))
+    restarted.settle()
+    again = restarted.serve(first_prompt)
+    assert (again.token_ids, again.num_cached_tokens) == (first.token_ids, 12 * BLOCK_SIZE)
+    restarted.close()
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("codec", ["fp8", "int8", "int4"])
+def test_a_lossy_tier_has_a_chain_of_its_own_and_comes_back_nearly_the_same(
+    codec: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    rng = random.Random(9)
+    config = tier_config("host", tmp_path, codec)
+    engine = make_engine(tiny_model, config.codec_identity)
+    assert engine.namespace != make_engine(tiny_model).namespace
+    machine = Machine(engine, create_tiers(config, engine))
+    first = machine.serve(first_prompt := prompt(rng, 10))
+    exact = cached_kv(engine, first.digests[:10])
+    machine.settle()
+    machine.flood(rng)
+    again = machine.serve(first_prompt)
+    assert again.num_cached_tokens == 10 * BLOCK_SIZE
+    error = float((cached_kv(engine, again.digests[:10]) - exact).norm() / exact.norm())
+    assert 0 < error < {"fp8": 0.05, "int8": 0.02, "int4": 0.2}[codec]
+    machine.close()
+
+
+class Throttled:
+    """A machine with one tier of host memory whose speed can be changed."""
+
+    def __init__(self, model: Path, *, learns: bool = False) -> None:
+        engine = make_engine(model)
+        codec = create_codec("raw")
+        block_bytes = codec.encoded_bytes(engine.kv.shape[1:], engine.kv.dtype)
+        self.store = ThrottledStore(MemoryStore(block_bytes, 1000))
+        tier = Tier("host", self.store, create_policy("lru", 1000), capacity_blocks=1000)
+        prior = LoadPrior(50e-6, 10e9)
+        self.tier = CachedTier(tier, codec, block_bytes, num_threads=1, prior=prior)
+        self.machine = Machine(engine, [self.tier], learns=learns)
+
+    def outcome(self, token_ids: list[int], rng: random.Random) -> str:
+        """What became of the fetch of a prompt that is in the tier only."""
+        latency_s, self.store.latency_s = self.store.latency_s, 0.0
+        self.machine.flood(rng)
+        self.store.latency_s = latency_s
+        self.machine.serve(token_ids)
+        return self.machine.cache.fetcher.records[-1].outcome
+
+
+def test_a_slow_tier_is_overtaken_then_left_alone_and_comes_back(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.worker.kv.fetcher._PROBE_INTERVAL_S", 0.0)
+    rng = random.Random(10)
+    throttled = Throttled(tiny_model, learns=True)
+    token_ids = prompt(rng, 20)
+    throttled.machine.serve(token_ids)
+    throttled.machine.settle()
+    assert throttled.outcome(token_ids, rng) == "loaded"
+    # 50 ms per block of 16 tokens: many times what computing them takes.
+    throttled.store.latency_s = 0.05
+    outcomes = [throttled.outcome(token_ids, rng) for _ in range(6)]
+    assert outcomes[0] == "overtaken"
+    assert outcomes[-1] == "computed", f"it still waits for a slow tier: {outcomes}"
+    throttled.store.latency_s = 0.0
+    for _ in range(10):
+        if throttled.outcome(token_ids, rng) == "loaded":
+            break
+    else:
+        raise AssertionError("it did not come back")
+    throttled.machine.close()
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_tier_that_loses_a_block_costs_only_time(tiny_model: Path, tmp_path: Path) -> None:
+    rng = random.Random(11)
+    engine = make_engine(tiny_model)
+    machine = Machine(engine, create_tiers(tier_config("disk", tmp_path), engine))
+    first = machine.serve(first_prompt := prompt(rng, 20))
+    machine.settle()
+    machine.flood(rng)
+    for path in tmp_path.rglob(f"{first.digests[7].hex()}*"):
+        data = bytearray(path.read_bytes())
+        data[100] ^= 1
+        path.write_bytes(data)
+    again = machine.serve(first_prompt)
+    assert again.token_ids == first.token_ids
+    assert machine.cache.fetcher.records[-1].outcome == "failed"
+    assert sum(machine.cache.tiers[0].tier.stats().num_misses.values()) > 0
+    machine.close()
+
+
+def test_a_request_that_is_cancelled_while_it_loads_leaves_nothing(tiny_model: Path) -> None:
+    rng = random.Random(12)
+    throttled = Throttled(tiny_model)
+    machine, engine = throttled.machine, throttled.machine.engine
+    machine.serve(token_ids := prompt(rng, 20))
+    machine.settle()
+    machine.flood(rng)
+    throttled.store.latency_s = 0.05
+    engine.add(engine.make_sequence("gone", token_ids, GREEDY))
+    machine.run_until(lambda: machine.cache.fetcher.is_loading)
+    assert engine.abort("gone")
+    machine.run_until(lambda: not machine.cache.fetcher.is_loading)
+    assert machine.cache.fetcher.records[-1].outcome == "withdrawn"
+    machine.close()
+
+
+def test_a_received_prompt_goes_down_a_little_at_a_time(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or its next token would be late."""
+    monkeypatch.setattr("tandem.worker.kv.offload._BATCH_BYTES", 2 * BLOCK_BYTES)
+    rng = random.Random(15)
+    engine = make_engine(tiny_model)
+    machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine))
+    (cached,) = machine.cache.tiers
+    alone = engine.make_sequence("r", prompt(rng, 20), GREEDY)
+    engine.add(alone)
+    while alone.num_output_tokens < 2:
+        engine.step()
+    offered = []
+    while alone.finish_reason is None:
+        machine.cache.pump(time.monotonic())
+        offered.append(sum(digest in cached.tier for digest in alone.digests))
+        engine.step()
+    assert 2 <= offered[0] <= 6
+    assert offered[0] < offered[-1] < 20
+    machine.settle()
+    assert cached.tier.count_present(alone.digests) == 20
+    machine.close()
+
+
+def test_blocks_that_are_evicted_before_their_turn_are_not_kept(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.worker.kv.offload._BATCH_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("tandem.worker.kv.offload._BACKLOG_SHARE", 0.0)
+    rng = random.Random(16)
+    engine = make_engine(tiny_model)
+    machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine))
+    (cached,) = machine.cache.tiers
+    sequences = [machine.serve(prompt(rng, 20)) for _ in range(6)]
+    machine.settle()
+    assert cached.tier.stats().num_drops["evicted before its turn"] > 10
+    monkeypatch.undo()
+    for sequence in sequences:
+        num_present = cached.tier.count_present(sequence.digests)
+        assert machine.serve(sequence.token_ids[:323]).token_ids == sequence.token_ids, num_present
+    machine.settle()
+    machine.close()
+
+
+class SlowCopy(HostCopy):
+    """As on a GPU: the bytes are there some time later."""
+
+    arrived = False
+
+    @property
+    def is_done(self) -> bool:
+        return SlowCopy.arrived
+
+
+def test_blocks_that_are_still_on_the_device_are_bounded_and_stored_when_they_arrive(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.worker.kv.offload.HostCopy", SlowCopy)
+    monkeypatch.setattr("tandem.worker.kv.offload._MAX_IN_FLIGHT_BYTES", 15 * BLOCK_BYTES)
+    monkeypatch.setattr(SlowCopy, "arrived", False)
+    rng = random.Random(14)
+    engine = make_engine(tiny_model)
+    machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine))
+    (cached,) = machine.cache.tiers
+    sequence = machine.serve(prompt(rng, 20))
+    assert (len(cached.tier.digests()), machine.cache.is_busy) == (0, True)
+    assert cached.tier.stats().num_drops == {"offload queue full": 5}
+    exact = cached_kv(engine, sequence.digests[:15])
+    machine.flood_unsettled(rng)
+    monkeypatch.setattr(SlowCopy, "arrived", True)
+    machine.settle()
+    assert cached.tier.count_present(sequence.digests) == 15
+    data = torch.empty(15, cached.block_bytes, dtype=torch.uint8)
+    load = cached.tier.load(sequence.digests[:15], data.numpy())
+    machine.run_until(lambda: load.is_done)
+    blocks = engine.pool.try_allocate(15)
+    assert blocks is not None
+    cached.decode_into(engine.kv, blocks, data)
+    assert torch.equal(engine.kv[blocks], exact), "a block changed on its way"
+    engine.pool.release(blocks)
+    machine.close()
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_preempted_sequence_comes_back_from_the_tier(tiny_model: Path, tmp_path: Path) -> None:
+    rng = random.Random(13)
+    engine = make_engine(tiny_model)
+    engine.scheduler.lengths = Expects(1)
+    machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine))
+    long = SamplingParams(max_tokens=8 * BLOCK_SIZE, temperature=0.0, ignore_eos=True)
+    sequences = [engine.make_sequence(f"s{idx}", prompt(rng, 8), long) for idx in range(4)]
+    for sequence in sequences:
+        engine.add(sequence)
+    machine.run_until(lambda: all(sequence.finish_reason for sequence in sequences))
+    assert engine.scheduler.num_preemptions > 0
+    assert any(record.num_loaded_blocks > 8 for record in machine.cache.fetcher.records), "no answer came back"
+    alone = Engine(engine_config(tiny_model))
+    for sequence in sequences:
+        expected = alone.make_sequence(sequence.request_id, sequence.token_ids[: sequence.num_prompt_tokens], long)
+        alone.add(expected)
+        while expected.finish_reason is None:
+            alone.step()
+        assert sequence.token_ids == expected.token_ids
+    machine.close()

@@ -1,0 +1,609 @@
+"""A worker's loop: control calls, failures, heartbeats, events, late and repeated messages."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.engine.engine import Engine
+from tandem.engine.sampling.sampler import Sampler
+from tandem.engine.sequence import Sequence
+from tandem.kv_transfer.transport.base import Notification
+from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport, Verdict, Write
+from tandem.protocol.errors import ServingError, WorkerError
+from tandem.protocol.messages import (
+    INVALID_REQUEST,
+    WIRE_VERSION,
+    BlockEvents,
+    BlockSnapshot,
+    Cancel,
+    Decode,
+    Generate,
+    Heartbeat,
+    Hello,
+    Introduce,
+    LeaseClosed,
+    LeaseGrant,
+    LeaseRefused,
+    LeaseRequest,
+    LeaseRevoked,
+    Message,
+    PeerAddress,
+    PeerHello,
+    PeerRefused,
+    Prefill,
+    ReadRequest,
+    RequestFailed,
+    Role,
+    SnapshotRequest,
+    StepOutput,
+    Welcome,
+    WorkerState,
+)
+from tandem.protocol.sampling import SamplingParams
+from tandem.runtime.trust import make_keys
+from tandem.worker.loop import Worker
+from tests.support.cluster_harness import (
+    DEADLINE_S,
+    PAIR,
+    Client,
+    Cluster,
+    Oracle,
+    RunningWorker,
+    eventually,
+    running_cluster,
+    worker_config,
+)
+from tests.worker.test_roles import make_prompt
+
+GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def worker(tiny_model: Path) -> Any:
+    running = RunningWorker(Worker(worker_config(tiny_model, "w", Role.COLOCATED), hub=InProcessHub()))
+    yield running.worker
+    running.stop()
+
+
+@pytest.fixture
+def client(worker: Worker) -> Any:
+    client = Client(worker)
+    yield client
+    client.close()
+
+
+def test_a_router_of_another_wire_version_is_refused(client: Client) -> None:
+    client.send(Hello(router_id="r", wire_version=WIRE_VERSION + 1))
+    welcome = client.receive(Welcome)
+    assert welcome.refusal == f"wire version {WIRE_VERSION + 1} there, {WIRE_VERSION} here"
+
+
+def test_a_prompt_that_does_not_fit_is_refused_by_the_worker_too(client: Client) -> None:
+    client.send(Generate(request_id="a", token_ids=[1] * 512, sampling=GREEDY))
+    failed = client.receive(RequestFailed)
+    assert (failed.request_id, failed.code) == ("a", "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"token_ids": [-1]}, {"token_ids": [10**9]}, {"token_ids": [2**63]}, {"sampling": {"stop_token_ids": [10**6]}}],
+    ids=str,
+)
+def test_token_ids_that_the_model_does_not_know_are_the_clients_error(client: Client, wrong: dict[str, Any]) -> None:
+    sampling = {"max_tokens": 3} | wrong.get("sampling", {})
+    token_ids = [5, 6, *wrong.get("token_ids", [])]
+    client.send_raw({"type": "Generate", "request_id": "a", "token_ids": token_ids, "sampling": sampling})
+    failed = client.receive(RequestFailed)
+    assert (failed.request_id, failed.code) == ("a", INVALID_REQUEST)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"repetition_penalty": 1e-40, "min_p": 0.5}, {"num_logprobs": 1_000_000}, {"temperature": float("nan")}],
+    ids=str,
+)
+def test_a_message_with_odd_sampling_is_dropped(worker: Worker, client: Client, odd: dict[str, Any]) -> None:
+    sampling = {"max_tokens": 4, **odd}
+    client.send_raw({"type": "Generate", "request_id": "a", "token_ids": [5] * 20, "sampling": sampling})
+    assert_serves(worker, client)
+
+
+def test_a_request_that_bans_every_token_is_answered(worker: Worker, client: Client) -> None:
+    every = tuple(range(worker._engine.model.vocab_size))
+    banned = SamplingParams(max_tokens=4, min_tokens=4, stop_token_ids=every, logit_bias=dict.fromkeys(every, -100.0))
+    client.send(Hello(router_id="r"))
+    client.send(Generate(request_id="a", token_ids=[5] * 20, sampling=banned))
+    while not any(delta.finish_reason for delta in client.receive(StepOutput).deltas):
+        pass
+    assert_serves(worker, client)
+
+
+def assert_serves(worker: Worker, client: Client) -> None:
+    """Another request is answered, and nothing is left behind."""
+    client.send(Generate(request_id="other", token_ids=[6] * 20, sampling=GREEDY))
+    while True:
+        for delta in client.receive(StepOutput).deltas:
+            if delta.request_id == "other" and delta.finish_reason is not None:
+                worker.call(lambda: worker.check_integrity(idle=True))
+                return
+
+
+@pytest.mark.parametrize("name", ["make_sequence", "add"])
+def test_a_request_that_cannot_be_taken_in_fails_alone(
+    name: str, worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(Engine, name)
+
+    def raise_for_bad(engine: Engine, *arguments: Any, **fields: Any) -> Any:
+        if "bad" in (arguments[0], getattr(arguments[0], "request_id", "")):
+            raise ZeroDivisionError
+        return original(engine, *arguments, **fields)
+
+    monkeypatch.setattr(Engine, name, raise_for_bad)
+    peer = PeerAddress("peer", 1, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9")
+    prompt = [5] * 20
+    for message in (
+        Generate(request_id="bad", token_ids=prompt, sampling=GREEDY),
+        Prefill(request_id="bad", token_ids=prompt, sampling=GREEDY, decode_worker=peer),
+    ):
+        client.send(message)
+        failed = client.receive(RequestFailed)
+        assert (failed.request_id, failed.code) == ("bad", "internal_error")
+        assert "ZeroDivisionError" in failed.message
+    assert_serves(worker, client)
+    assert worker.call(worker.status).load.num_errors == 2
+
+
+@pytest.mark.parametrize("phase", ["whole", "prefill"])
+def test_a_request_that_fails_in_a_step_fails_alone(
+    phase: str, worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Sampler._sample_row
+
+    def raise_for_bad(sampler: Sampler, raw: torch.Tensor, sequence: Sequence) -> Any:
+        if sequence.request_id == "bad":
+            raise ZeroDivisionError
+        return original(sampler, raw, sequence)
+
+    monkeypatch.setattr(Sampler, "_sample_row", raise_for_bad)
+    drawn = SamplingParams(max_tokens=3)
+    peer = PeerAddress("peer", 1, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9")
+    if phase == "whole":
+        client.send(Generate(request_id="bad", token_ids=[5] * 20, sampling=drawn))
+    else:
+        client.send(Prefill(request_id="bad", token_ids=[5] * 20, sampling=drawn, decode_worker=peer))
+    failed = client.receive(RequestFailed)
+    assert (failed.request_id, failed.code) == ("bad", "internal_error")
+    assert_serves(worker, client)
+
+
+def test_a_prompt_whose_loads_cannot_be_planned_is_computed(
+    worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker._cache.fetcher, "_plan", lambda _: 1 / 0)
+    client.send(Hello(router_id="r"))
+    assert_serves(worker, client)
+
+
+def test_a_handler_that_raises_ends_nothing_else(
+    worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    client.send(Hello(router_id="r"))
+    client.send(Generate(request_id="a", token_ids=[5] * 40, sampling=SamplingParams(max_tokens=400, ignore_eos=True)))
+    client.receive(StepOutput)
+    keys = make_keys()
+    peer = PeerAddress("peer", 1, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", keys.public)
+    client.send(Introduce(peers=[peer]))
+    monkeypatch.setattr(worker._prefill, "revoked", fail)
+    monkeypatch.setattr(worker._decode, "notified", fail)
+    with contextlib.closing(Client(worker, keys)) as other:
+        other.send(LeaseRevoked(sender=peer, request_id="a", generation=1))
+        failed = client.receive(RequestFailed)
+    assert (failed.request_id, failed.code) == ("a", "internal_error")
+    worker.call(lambda: worker._notifications.append(Notification("peer", 1, b"x")))
+    assert_serves(worker, client)
+    assert worker.call(worker.status).load.num_errors == 2
+
+
+def test_a_second_request_of_the_same_id_does_not_touch_the_first(worker: Worker, client: Client) -> None:
+    client.send(Hello(router_id="r"))
+    client.send(Generate(request_id="a", token_ids=[5] * 40, sampling=SamplingParams(max_tokens=60, ignore_eos=True)))
+    client.send(Generate(request_id="a", token_ids=[6], sampling=GREEDY))
+    num_tokens, failures = 0, []
+    while num_tokens < 60 or not failures:  # the first request may have begun before the second one is read
+        message = client.receive(RequestFailed | StepOutput)
+        if isinstance(message, RequestFailed):
+            failures.append(message.message)
+        else:
+            num_tokens += sum(len(delta.token_ids) for delta in message.deltas)
+    assert num_tokens == 60
+    assert "in use" in failures[0]
+    worker.call(lambda: worker.check_integrity(idle=True))
+
+
+def test_events_have_no_gap_and_a_snapshot_holds_them_all(client: Client) -> None:
+    client.send(Hello(router_id="r"))
+    stored: list[bytes] = []
+    for number in (1, 2, 3):
+        client.send(Generate(request_id=str(number), token_ids=[number] * 33, sampling=GREEDY))
+        events = client.receive(BlockEvents)
+        assert events.sequence == number
+        stored += events.stored
+    client.send(SnapshotRequest(places=["pool"]))
+    snapshot = client.receive(BlockSnapshot)
+    assert snapshot.sequence == 3
+    assert sorted(snapshot.digests) == sorted(stored)
+    assert len(stored) == 6
+
+
+def test_late_and_unknown_messages_change_nothing(worker: Worker, client: Client) -> None:
+    keys = make_keys()
+    peer = PeerAddress("peer", 1, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", keys.public)
+    client.send(Introduce(peers=[peer]))
+    with contextlib.closing(Client(worker, keys)) as other:
+        for message in (
+            LeaseGrant(sender=peer, request_id="x", generation=1, first_block=0, block_ids=[0], ttl_s=0.1),
+            LeaseRefused(sender=peer, request_id="x", reason="?"),
+            LeaseRevoked(sender=peer, request_id="x", generation=9),
+            LeaseClosed(sender=peer, request_id="x", generation=9),
+            PeerRefused(sender=peer, reason="?"),
+            Heartbeat(worker_id="x", epoch=1, step_age_s=0, load=worker.status().load, handoffs=[("x", 9)]),
+        ):
+            other.send(message)
+            other.send(message)
+        for message in (Cancel(request_id="x"), Welcome(card=worker.card)):
+            client.send(message)
+            client.send(message)
+        client.send(Hello(router_id="r"))
+        client.receive(Welcome)
+        deadline = time.monotonic() + DEADLINE_S
+        while worker._dropped.counts != {"malformed": 4}:  # nobody says a heartbeat or a welcome to a worker's ROUTER
+            assert time.monotonic() < deadline, worker._dropped.counts
+            time.sleep(0.01)
+    worker.call(lambda: worker.check_integrity(idle=True))
+
+
+def test_a_call_runs_in_the_loop_and_passes_its_error_on(worker: Worker) -> None:
+    assert worker.call(threading.current_thread).name == "w"
+    with pytest.raises(ZeroDivisionError):
+        worker.call(lambda: 1 // 0)
+    worker.stop()
+    with pytest.raises(WorkerError, match="has stopped"):
+        worker.call(lambda: None)
+
+
+def test_stop_and_wake_are_harmless_after_the_end(tiny_model: Path) -> None:
+    running = RunningWorker(Worker(worker_config(tiny_model, "w", Role.COLOCATED), hub=InProcessHub()))
+    running.stop()
+    running.stop()
+    assert running.failure is None
+
+
+def break_step(cluster: Cluster, worker_id: str) -> None:
+    def run(chunks: object) -> None:
+        raise torch.AcceleratorError("injected")
+
+    cluster.worker(worker_id)._engine.runner.run = run  # type: ignore[assignment,method-assign]
+
+
+@pytest.mark.parametrize("broken", ["p", "d"])
+def test_an_error_of_the_device_ends_the_worker_and_tells_every_request(tiny_model: Path, broken: str) -> None:
+    async def scenario() -> None:
+        # All go to the worker at once: those that wait in the router are served by others.
+        async with running_cluster(tiny_model, router={"max_worker_queue_s": 60.0}) as cluster:
+            await cluster.generate(make_prompt(5))
+            break_step(cluster, broken)
+            requests = [cluster.generate(make_prompt(20, seed), ignore_eos=True) for seed in range(5)]
+            for result in await asyncio.gather(*requests, return_exceptions=True):
+                assert isinstance(result, ServingError), result
+            await eventually(lambda: not cluster.workers[broken].thread.is_alive())
+            assert isinstance(cluster.workers[broken].failure, torch.AcceleratorError)
+            (survivor,) = set(PAIR) - {broken}
+            worker = cluster.worker(survivor)
+            await cluster.call(survivor, lambda: worker.peer_died(cluster.worker(broken).address))
+            await cluster.becomes_idle(survivor)
+
+    asyncio.run(scenario())
+
+
+def test_the_place_of_a_dead_worker_is_taken_by_a_new_epoch(tiny_model: Path, oracle: Oracle) -> None:
+    async def scenario() -> None:
+        async with running_cluster(tiny_model) as cluster:
+            for worker_id, role in PAIR.items():
+                old = cluster.worker(worker_id)
+                await cluster.generate(make_prompt(40))
+                await asyncio.to_thread(cluster.workers[worker_id].stop)
+                cluster.client.mark_dead(worker_id, "test")
+                await cluster.add(worker_config(tiny_model, worker_id, role))
+                (other,) = set(PAIR) - {worker_id}
+                peer = cluster.worker(other)
+                await cluster.call(other, lambda peer=peer, old=old: peer.peer_died(old.address))
+                prompt = make_prompt(70)
+                assert (await cluster.generate(prompt)).token_ids == oracle.answer(prompt)
+            await cluster.becomes_idle()
+
+    asyncio.run(scenario())
+
+
+def test_the_death_of_the_sender_frees_the_blocks_it_might_have_written(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        async with running_cluster(tiny_model, judge=lambda _: Verdict.HOLD) as cluster:
+            request = asyncio.create_task(cluster.generate(make_prompt(100)))
+            await eventually(lambda: cluster.hub.held)
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
+            decode = cluster.worker("d")
+            assert (await cluster.call("d", decode.status)).num_open_leases == 1
+            await cluster.call("d", lambda: decode.peer_given_up(cluster.worker("p").address))
+            assert (await cluster.call("d", decode.status)).num_open_leases == 1, "it may still write"
+            assert len(cluster.hub.held) > 0
+            await asyncio.to_thread(cluster.workers["p"].stop)
+            await cluster.call("d", lambda: decode.peer_died(cluster.worker("p").address))
+            await cluster.becomes_idle("d")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("verdict", [Verdict.LOSE, Verdict.HOLD], ids=["flap", "stuck write"])
+def test_a_link_that_breaks_or_sticks_heals_without_a_death_and_shows_in_the_metrics(
+    tiny_model: Path, verdict: Verdict
+) -> None:
+    is_broken = True
+
+    def judge(write: Write) -> Verdict:
+        return verdict if is_broken and write.local_block_ids else Verdict.DELIVER
+
+    async def scenario() -> None:
+        nonlocal is_broken
+        transfer = {"lease_ttl_s": 0.5, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 1.0}
+        async with running_cluster(tiny_model, judge=judge, transfer=transfer) as cluster:
+            request = asyncio.create_task(cluster.generate(make_prompt(100)))
+            told = lambda: {worker.worker_id: worker for worker in cluster.registry}  # noqa: E731
+            if verdict is Verdict.HOLD:
+                await eventually(lambda: told()["d"].load.num_open_leases == 1)
+                await eventually(lambda: told()["d"].load.num_quarantined_blocks == 7)
+            with pytest.raises(ServingError):
+                await request
+            is_broken = False
+            await cluster.becomes_idle()
+            await eventually(lambda: told()["p"].links and told()["p"].links[0].num_lost)
+            assert told()["p"].links[0].num_resets == (1 if verdict is Verdict.HOLD else 0)
+            await eventually(
+                lambda: not told()["d"].load.num_open_leases and not told()["d"].load.num_quarantined_blocks
+            )
+            assert (await cluster.flow.pools())["roles"]["decode"][0]["num_quarantined_blocks"] == 0
+            again = await cluster.generate(make_prompt(100, seed=1))
+            assert len(again.token_ids) == 8, "over the same link, open again"
+            await cluster.becomes_idle()
+
+    asyncio.run(scenario())
+
+
+def test_a_silent_sender_costs_its_lease_and_the_request_in_bounded_time(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        transfer = {"lease_ttl_s": 0.5, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 1.0}
+        async with running_cluster(tiny_model, transfer=transfer, judge=lambda _: Verdict.HOLD) as cluster:
+            request = asyncio.create_task(cluster.generate(make_prompt(100)))
+            await eventually(lambda: cluster.hub.held)
+            prefill = cluster.worker("p")
+            prefill._heartbeat._stopped.set()  # as if the process were suspended
+            with pytest.raises(ServingError, match="did not arrive in time"):
+                await request
+            decode = cluster.worker("d")
+            assert (await cluster.call("d", decode.status)).num_open_leases == 1, "in quarantine: it may still land"
+            cluster.hub.judge = None
+            cluster.hub.release_held()
+            await cluster.becomes_idle()
+
+    asyncio.run(scenario())
+
+
+def test_heartbeats_keep_a_lease_through_a_step_longer_than_it(tiny_model: Path, oracle: Oracle) -> None:
+    go_on, is_stuck = threading.Event(), threading.Event()
+
+    async def scenario() -> None:
+        transfer = {"lease_ttl_s": 0.6, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 3.0}
+        async with running_cluster(tiny_model, transfer=transfer) as cluster:
+            await cluster.generate(make_prompt(5))  # the link is up
+            runner = cluster.worker("p")._engine.runner
+            run, steps = runner.run, 0
+
+            def slow_run(chunks: Any) -> Any:
+                nonlocal steps
+                steps += 1
+                if steps == 3:  # by now the lease is granted and known to the sender
+                    is_stuck.set()
+                    go_on.wait(DEADLINE_S)
+                return run(chunks)
+
+            runner.run = slow_run  # type: ignore[method-assign]
+            prompt = make_prompt(250)  # four steps
+            request = asyncio.create_task(cluster.generate(prompt))
+            await eventually(is_stuck.is_set)
+            state = cluster.registry.get("p")
+            assert state is not None
+            await eventually(lambda: state.step_age_s > 2.0)  # more than three leases long
+            go_on.set()
+            assert (await request).token_ids == oracle.answer(prompt)
+            await cluster.becomes_idle()
+
+    asyncio.run(scenario())
+
+
+def test_a_flip_keeps_the_cache(tiny_model: Path, oracle: Oracle) -> None:
+    async def scenario() -> None:
+        roles = {"p": Role.PREFILL, "x": Role.PREFILL, "d": Role.DECODE}
+        async with running_cluster(tiny_model, roles) as cluster:
+            prompts = [make_prompt(80, seed) for seed in range(4)]
+            await asyncio.gather(*(cluster.generate(prompt) for prompt in prompts))
+            await cluster.becomes_idle()
+            cached = cluster.index.num_blocks("x")
+            assert cached > 0
+            for worker_id, role in {"x": Role.DECODE, "d": Role.PREFILL}.items():
+                worker = cluster.worker(worker_id)
+                cluster.registry.set_state(worker_id, WorkerState.DRAINING, "flip")
+                await cluster.call(worker_id, lambda worker=worker, role=role: worker.set_role(role))
+                cluster.registry.set_role(worker_id, role)
+                cluster.registry.set_state(worker_id, WorkerState.READY, "flip")
+            assert cluster.index.num_blocks("x") == cached
+            for prompt in prompts:
+                answer = await cluster.generate(prompt)
+                assert answer.token_ids == oracle.answer(prompt)
+                assert answer.num_cached_tokens == 64
+            await cluster.becomes_idle()
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_ends_with_its_first_token_fails_nowhere(tiny_model: Path) -> None:
+    """The decode worker must not report what it was told is finished: that would race the answer to the router."""
+
+    async def scenario() -> None:
+        async with running_cluster(tiny_model) as cluster:
+            failed: list[str] = []
+            decode = cluster.worker("d")
+            decode._decode._on_failed = lambda request_id, *_: failed.append(request_id)
+            prefill = cluster.worker("p")
+            client, other = Client(prefill), Client(decode)
+            try:
+                one = SamplingParams(max_tokens=1, temperature=0.0)
+                prompt = make_prompt(100)
+                other.send(Decode(request_id="a", token_ids=prompt, sampling=one, prefill_worker=prefill.address))
+                client.send(Prefill(request_id="a", token_ids=prompt, sampling=one, decode_worker=decode.address))
+                client.receive(StepOutput)
+                await eventually(lambda: decode._decode.num_open == 0)
+                assert failed == []
+            finally:
+                client.close()
+                other.close()
+
+    asyncio.run(scenario())
+
+
+class LongSteps:
+    """A worker whose turns the test plays. A step takes 40 s, and all that comes meanwhile lies unread."""
+
+    def __init__(self, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        clock = SimpleNamespace(monotonic=lambda: self.now, time_ns=time.time_ns)
+        monkeypatch.setattr("tandem.worker.loop.time", clock)
+        hub = InProcessHub()
+        config = worker_config(tiny_model, "w", Role.COLOCATED, transfer={"handoff_timeout_s": 30.0})
+        self.worker = worker = Worker(config, hub=hub)
+        self.peer = PeerAddress("peer", 1, "", "")
+        self.coming: list[Message] = []
+        self.unread: list[tuple[bytes, Message]] = []
+        self.replies: list[Message] = []
+        monkeypatch.setattr(worker._sockets, "receive", self.receive)
+        monkeypatch.setattr(worker._sockets, "reply", lambda identity, message: self.replies.append(message))
+        monkeypatch.setattr(worker._links, "_send", lambda peer, message: None)
+        monkeypatch.setattr(worker._engine, "step", self.step)
+        other = InProcessTransport("peer", 1, torch.zeros_like(worker._engine.kv), hub)
+        self.step_engine = type(worker._engine).step
+        worker._links.connect(self.peer, 0.0)
+        fields = worker._links._compatibility
+        hello = PeerHello(
+            sender=self.peer, compatibility=fields, transport_metadata=other.local_metadata(), is_reply=True
+        )
+        worker._link_changed(worker._links.hello(hello), 0.0)
+
+    def receive(self, timeout_ms: int) -> list[tuple[bytes, Message]]:
+        unread, self.unread = self.unread, []
+        return unread
+
+    def step(self) -> Any:
+        result = self.step_engine(self.worker._engine)
+        if result is not None:
+            self.now += 40.0
+            self.unread += [(b"", message) for message in self.coming]
+            self.coming = []
+        return result
+
+    def turn(self, *messages: Message) -> None:
+        self.unread += [(b"router", message) for message in messages]
+        self.worker._turn()
+
+    def failures(self) -> list[str]:
+        return [reply.message for reply in self.replies if isinstance(reply, RequestFailed)]
+
+
+@pytest.fixture
+def long_steps(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    side = LongSteps(tiny_model, monkeypatch)
+    yield side
+    side.worker._close()
+
+
+def test_a_holder_counts_from_after_a_request_came_however_long_it_waited_for_it(long_steps: LongSteps) -> None:
+    worker = long_steps.worker
+    receive = worker._sockets.receive
+
+    def wait_and_receive(timeout_ms: int) -> list[tuple[bytes, Message]]:
+        long_steps.now += 0.2  # the wait, at whose end the request is sent
+        return receive(timeout_ms)
+
+    worker._sockets.receive = wait_and_receive  # type: ignore[method-assign]
+    long_steps.turn(ReadRequest(sender=long_steps.peer, read_id=1, digests=[b"d" * 16], ttl_s=5.0))
+    (held,) = worker._holder._held.values()
+    assert held.deadline >= 0.2 + 5.0
+
+
+def test_a_call_between_two_turns_makes_nothing_late_that_lies_unread(long_steps: LongSteps) -> None:
+    worker, peer = long_steps.worker, long_steps.peer
+    heartbeat = Heartbeat(
+        worker_id=peer.worker_id, epoch=peer.epoch, step_age_s=0.0, load=worker._load, handoffs=[("r", 0)]
+    )
+    long_steps.turn(Decode(request_id="r", token_ids=make_prompt(20), sampling=GREEDY, prefill_worker=peer))
+
+    def take_long() -> None:
+        long_steps.now += 40.0
+        long_steps.unread.append((b"", heartbeat))
+
+    worker._calls.put(take_long)
+    long_steps.turn()
+    long_steps.turn()
+    assert long_steps.failures() == []
+    worker.peer_died(peer)
+
+
+def test_a_grant_that_came_during_a_long_step_is_in_time(long_steps: LongSteps) -> None:
+    grant = LeaseGrant(
+        sender=long_steps.peer, request_id="r", generation=1, first_block=0, block_ids=[0, 1], ttl_s=30.0
+    )
+    long_steps.coming.append(grant)
+    tokens = make_prompt(20)
+    long_steps.turn(Prefill(request_id="r", token_ids=tokens, sampling=GREEDY, decode_worker=long_steps.peer))
+    assert long_steps.now == 40.0, "it was computed"
+    long_steps.turn()
+    assert long_steps.failures() == []
+    assert long_steps.worker._prefill.num_open == 0, "delivered"
+
+
+def test_a_heartbeat_that_came_during_a_long_step_is_in_time(long_steps: LongSteps) -> None:
+    worker, peer = long_steps.worker, long_steps.peer
+    heartbeat = Heartbeat(
+        worker_id=peer.worker_id, epoch=peer.epoch, step_age_s=0.0, load=worker._load, handoffs=[("r", 0)]
+    )
+    long_steps.coming += [heartbeat, LeaseRequest(sender=peer, request_id="r")]
+    tokens = make_prompt(20)
+    long_steps.turn(
+        Decode(request_id="r", token_ids=tokens, sampling=GREEDY, prefill_worker=peer),
+        Generate(request_id="other", token_ids=make_prompt(20, seed=1), sampling=GREEDY),
+    )
+    long_steps.turn()
+    assert long_steps.failures() == []
+    assert worker._decode.num_leases == 1
+    worker.peer_died(peer)
+    worker._decode.check_integrity(idle=True)

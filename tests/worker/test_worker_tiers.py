@@ -1,0 +1,94 @@
+"""Workers with tiers behind a real router: what it is told, and what prompts get out of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from tandem.protocol.config import TierConfig
+from tandem.protocol.messages import Role
+from tandem.scheduling.registry import Registry
+from tests.support.cluster_harness import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    DEADLINE_S,
+    Cluster,
+    Oracle,
+    eventually,
+    running_cluster,
+)
+
+NUM_BLOCKS = 48
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model computes faster than anything loads: believe in a slow one, and wait for its loads."""
+    monkeypatch.setattr("tandem.worker.kv.fetcher._LATE_SLACK_S", DEADLINE_S)
+    monkeypatch.setattr("tandem.worker.kv.fetcher.Fetcher.after_step", lambda self, stats: None)
+
+
+def prompt(rng: random.Random, num_blocks: int) -> list[int]:
+    return [rng.randrange(5, 250) for _ in range(num_blocks * BLOCK_SIZE + 3)]
+
+
+async def flood(cluster: Cluster, rng: random.Random) -> None:
+    for _ in range(5):
+        await cluster.generate(prompt(rng, 12))
+    await cluster.becomes_idle()
+
+
+def test_the_router_knows_what_is_in_host_memory(tiny_model: Path, oracle: Oracle) -> None:
+    tiers = TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9)
+
+    async def run() -> None:
+        rng = random.Random(1)
+        async with running_cluster(
+            tiny_model, {"c": Role.COLOCATED}, engine={"num_blocks": NUM_BLOCKS}, tiers=tiers
+        ) as cluster:
+            first = await cluster.generate(tokens := prompt(rng, 12))
+            await flood(cluster, rng)
+            await eventually(lambda: cluster.index.num_blocks("c/host") > NUM_BLOCKS)
+            assert cluster.index.num_blocks("c") <= NUM_BLOCKS
+            again = await cluster.generate(tokens)
+            assert again.token_ids == first.token_ids == oracle.answer(tokens)
+            assert again.num_cached_tokens == 12 * BLOCK_SIZE
+            for place, holder in (("pool", "c"), ("host", "c/host")):
+                held = await cluster.call("c", lambda place=place: cluster.worker("c")._cache.digests(place))
+                await eventually(lambda holder=holder, held=held: cluster.index.num_blocks(holder) == len(held))
+
+    asyncio.run(run())
+
+
+def readers(registry: Registry) -> list[list[int]]:
+    """Rows of the workers that read from the same store, by store."""
+    return [sorted(rows) for costs in registry.table.tiers.values() for rows in costs.readers.values()]
+
+
+def test_a_pair_shares_what_is_on_disk_and_finds_it_after_a_restart(
+    tiny_model: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    tiers = TierConfig(disk_cache_path=str(tmp_path), disk_cache_gb=500 * BLOCK_BYTES / 1e9)
+    rng = random.Random(2)
+    tokens = prompt(rng, 12)
+
+    async def run(*, is_cached: bool) -> None:
+        async with running_cluster(tiny_model, engine={"num_blocks": NUM_BLOCKS}, tiers=tiers) as cluster:
+            scanned = [lambda w=w: not w.worker._cache.is_busy for w in cluster.workers.values()]
+            await eventually(lambda: all(is_done() for is_done in scanned))
+            answer = await cluster.generate(tokens)
+            assert answer.token_ids == oracle.answer(tokens)
+            assert answer.num_cached_tokens == (12 * BLOCK_SIZE if is_cached else 0)
+            await cluster.becomes_idle()
+            await eventually(lambda: cluster.registry.get("p").fetches is not None)
+            await eventually(lambda: not cluster.worker("p")._cache.is_busy)
+            # One of the two tells the router what is on the disk that they share.
+            await eventually(lambda: cluster.index.num_blocks("p/disk") + cluster.index.num_blocks("d/disk") >= 12)
+            assert min(cluster.index.num_blocks("p/disk"), cluster.index.num_blocks("d/disk")) == 0
+            await eventually(lambda: readers(cluster.registry) == [[0, 1]])
+
+    asyncio.run(run(is_cached=False))
+    asyncio.run(run(is_cached=True))

@@ -1,0 +1,115 @@
+"""A KV tier as a source of a prompt's blocks: its codec, and what its loads cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.engine.device import DeviceQueue
+from tandem.engine.sequence import Sequence as EngineSequence
+from tandem.kv_transfer.codec import Codec
+from tandem.kv_transfer.fetch_planner import Source
+from tandem.kv_transfer.tiers import Load, Tier
+from tandem.worker.kv.host_copy import host_buffer
+from tandem.worker.kv.kv_source import KvSource, LoadCost, LoadPrior, OpenSource, Piece
+
+__all__ = ["CachedTier"]
+
+
+class CachedTier(KvSource):
+    """A tier with the codec its blocks are kept in, and what its loads cost.
+
+    `store` names what it shares with tiers of other workers, "" where it is this worker's own.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        codec: Codec,
+        block_bytes: int,
+        *,
+        num_threads: int,
+        prior: LoadPrior,
+        store: str = "",
+        device_queue: DeviceQueue = DeviceQueue(torch.device("cpu")),
+    ) -> None:
+        self.tier = tier
+        self.store = store
+        self.codec = codec
+        self.block_bytes = block_bytes  # encoded
+        self.num_threads = num_threads
+        self.name = self.kind = tier.name
+        self.cost = LoadCost(prior, block_bytes)
+        self.device_queue = device_queue
+
+    def look_up(self, first_block: int, digests: Sequence[bytes]) -> Source:
+        """What could be loaded from `first_block` on. No I/O."""
+        num_present = self.tier.count_present(digests[first_block:])
+        cost = self.cost
+        return Source(self.name, first_block + num_present, cost.latency_s, cost.block_s, self.tier.num_queued_loads)
+
+    def open(self, digests: Sequence[bytes], first_block: int, end_block: int, now: float) -> OpenSource:
+        """Nothing begins before a piece is asked for."""
+        return _OpenTier(self, digests, end_block)
+
+    def begin_load(self, digests: Sequence[bytes]) -> tuple[Tensor, Load]:
+        """Begin to load blocks into a new buffer [num_blocks, encoded bytes], uint8, which is the load's until done."""
+        data = host_buffer(len(digests), self.block_bytes, self.device_queue.device)
+        return data, self.tier.load(digests, data.numpy())
+
+    def learn(self, load: Load) -> None:
+        """Learn from a load of this tier what blocks cost. Its time in the store is summed over the threads."""
+        if load.num_loaded:
+            self.cost.observe(load.num_loaded, load.read_s / self.num_threads)
+
+    def decode_into(self, kv: Tensor, blocks: Sequence[int], data: Tensor) -> None:
+        """Copy encoded blocks into these blocks of the pool."""
+        self.codec.scatter(data.to(kv.device, non_blocking=True), kv, torch.tensor(blocks, device=kv.device))
+        self.device_queue.wait()
+
+
+class _OpenTier(OpenSource):
+    def __init__(self, cached: CachedTier, digests: Sequence[bytes], end_block: int) -> None:
+        self.kind = cached.kind
+        self.end_block = end_block
+        self._cached = cached
+        self._digests = digests
+
+    def begin(self, first_block: int, end_block: int, now: float) -> Piece:
+        return _TierPiece(self._cached, self._digests, first_block, end_block, now)
+
+
+class _TierPiece(Piece):
+    """Blocks that arrive in a buffer and are decoded into the pool."""
+
+    def __init__(
+        self, cached: CachedTier, digests: Sequence[bytes], first_block: int, end_block: int, now: float
+    ) -> None:
+        super().__init__(first_block, end_block, now)
+        self.kind = cached.kind
+        self._cached = cached
+        self._data, self._load = cached.begin_load(digests[first_block:end_block])
+
+    @property
+    def is_done(self) -> bool:
+        return self._load.is_done
+
+    @property
+    def is_complete(self) -> bool:
+        return self._load.is_complete
+
+    def learn(self) -> None:
+        self._cached.learn(self._load)
+
+    def learn_late(self, now: float) -> None:
+        self._cached.cost.observe_at_least(self.num_blocks, now - self.begun_at)
+
+    def place(self, sequence: EngineSequence, first_block: int, kv: Tensor) -> int:
+        blocks = sequence.blocks[first_block : self.end_block]
+        self._cached.decode_into(kv, blocks, self._data[first_block - self.first_block :])
+        return len(blocks) * kv[0].numel() * kv.element_size()
+
+    def drop(self) -> None:
+        self._load.abandon()

@@ -1,0 +1,308 @@
+"""Fetch or recompute, carried out: what a prompt takes from tiers and peers instead of computing it.
+
+A prompt is planned when it is admitted (`tandem.kv_transfer.fetch_planner`). Its loads come in from the back, piece by
+piece, and computing goes on from the front whenever they are late. Runs in the worker's loop and never waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tandem.engine.engine import Engine
+from tandem.engine.sequence import Onboarding
+from tandem.engine.sequence import Sequence as EngineSequence
+from tandem.kv_transfer.fetch_planner import FetchPlan, LoadRange, plan_fetch
+from tandem.protocol.messages import FetchStats, KvHolder, StepStats
+from tandem.scheduling.cost_model import StepModel
+from tandem.worker.kv.kv_source import KvSource, OpenSource, Piece
+from tandem.worker.kv.peer_reads import PeerReader
+
+__all__ = ["FetchRecord", "Fetcher"]
+
+logger = logging.getLogger(__name__)
+
+_PIECE_BLOCKS = 32  # of one load: 12 MB of this project's default model, a few ms from memory
+_PIECES_IN_FLIGHT = 4  # per prompt
+_LANDED_BYTES_PER_TURN = 32 << 20  # copied into the pool between two steps: about 10 ms
+_LATE_FACTOR = 2.0  # a load that takes this much longer than predicted is not waited for
+_LATE_SLACK_S = 0.02
+_PROBE_INTERVAL_S = 5.0  # how often a tier that is not worth using is tried, to notice when it is
+_PROBE_BLOCKS = 4
+_NUM_RECORDS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchRecord:
+    """One decision, with what became of it. Seconds."""
+
+    request_id: str
+    num_cached_blocks: int  # in the pool
+    loads: tuple[LoadRange, ...]
+    num_loaded_blocks: int
+    predicted_s: float
+    recompute_s: float
+    load_s: float  # predicted, of the loads alone
+    actual_load_s: float
+    outcome: str  # loaded, overtaken, failed, withdrawn, computed
+
+
+@dataclass(eq=False, slots=True)
+class _Fetch:
+    """A prompt whose blocks are on their way."""
+
+    sequence: EngineSequence
+    plan: FetchPlan
+    num_cached_blocks: int
+    begun_at: float
+    late_at: float = 0.0
+    next_end: int = 0  # blocks from here on are loaded or asked for
+    onboarding: Onboarding = field(default_factory=lambda: Onboarding(0, 0, None))
+    opened: dict[str, OpenSource] = field(default_factory=dict)
+    pieces: deque[Piece] = field(default_factory=deque)
+    num_loaded_blocks: int = 0
+
+
+class Fetcher:
+    """Brings a prompt's blocks from tiers and peers into its sequence. Registers itself with the engine's scheduler."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tiers: Sequence[KvSource],
+        steps: StepModel,
+        peers: PeerReader | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._tiers = list(tiers)
+        self._steps = steps
+        self._peers = peers
+        self._clock = clock
+        self._fetches: list[_Fetch] = []
+        self._probes: list[tuple[OpenSource, Piece]] = []
+        self.records: deque[FetchRecord] = deque(maxlen=_NUM_RECORDS)
+        self._num_prompts: Counter[str] = Counter()
+        self._num_loaded_blocks: Counter[str] = Counter()
+        self._predicted_load_s = self._actual_load_s = self._saved_s = 0.0
+        engine.scheduler.on_admitted = self._admitted
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether pumping often makes a prompt go on sooner."""
+        return bool(self._fetches)
+
+    def after_step(self, stats: StepStats) -> None:
+        """Learn what computing costs."""
+        self._steps.observe(stats)
+
+    def pump(self, now: float) -> None:
+        """Put what has arrived in place, ask for more, give up what is late."""
+        room = _LANDED_BYTES_PER_TURN
+        for fetch in list(self._fetches):
+            room = self._advance(fetch, now, room)
+        for probe in list(self._probes):
+            if probe[1].is_done:
+                self._probes.remove(probe)
+                _end_probe(*probe)
+
+    def stats(self, num_lent_blocks: int = 0) -> FetchStats:
+        """What was decided so far."""
+        return FetchStats(
+            num_prompts=dict(self._num_prompts),
+            num_loaded_blocks=dict(self._num_loaded_blocks),
+            num_lent_blocks=num_lent_blocks,
+            predicted_load_s=self._predicted_load_s,
+            actual_load_s=self._actual_load_s,
+            saved_s=self._saved_s,
+        )
+
+    def close(self) -> None:
+        """Give up all loads."""
+        for fetch in list(self._fetches):
+            self._end(fetch, "withdrawn", self._clock())
+
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """With `idle`, raise AssertionError if anything is being fetched."""
+        assert not (idle and self._fetches), f"{len(self._fetches)} prompts are still being fetched"
+
+    def _admitted(self, sequence: EngineSequence) -> None:
+        try:
+            self._plan(sequence)
+        except Exception:  # in the middle of a step; all of the prompt can still be computed
+            logger.exception("request %s: nothing is loaded for it", sequence.request_id)
+
+    def _plan(self, sequence: EngineSequence) -> None:
+        """Decide what of a prompt to load, and begin."""
+        size, now = self._engine.config.block_size, self._clock()
+        num_tokens = len(sequence.token_ids)
+        digests = sequence.digests[: (num_tokens - 1) // size]
+        first_block = -(-sequence.num_computed_tokens // size)
+        if first_block >= len(digests):
+            return
+        found = {source.name: (source, source.look_up(first_block, digests)) for source in self._sources(sequence)}
+        if all(offer.end_block <= first_block for _, offer in found.values()):
+            return
+        plan = plan_fetch(
+            [offer for _, offer in found.values()],
+            first_block=first_block,
+            num_tokens=num_tokens,
+            block_size=size,
+            compute_s=self._compute_s,
+            queue_s=self._queue_s(sequence),
+        )
+        used = {load.source for load in plan.loads}
+        for source, offer in found.values():
+            if source.name not in used:
+                self._probe(source, first_block, offer.end_block, digests, now)
+        fetch = _Fetch(sequence, plan, first_block, now)
+        if not plan.loads:
+            self._record(fetch, "computed", now)
+            return
+        end = plan.loads[-1].end_block
+        fetch.next_end = end
+        fetch.late_at = now + _LATE_FACTOR * plan.load_s + _LATE_SLACK_S
+        fetch.onboarding = Onboarding(start=end * size, end=end * size, hold_at=plan.loads[0].first_block * size)
+        for name, first, end in plan.loads:
+            fetch.opened[name] = found[name][0].open(digests, first, end, now)
+        sequence.onboarding = fetch.onboarding
+        self._fetches.append(fetch)
+        self._ask(fetch, now)
+
+    def _sources(self, sequence: EngineSequence) -> list[KvSource]:
+        if self._peers is None or sequence.kv_holder is None:
+            return self._tiers
+        # Whoever the prompt goes back to needs its own copy for that.
+        is_moved = sequence.kv_holder.worker != sequence.kv_receiver
+        return [*self._tiers, self._peers.source(sequence.kv_holder, is_moved=is_moved)]
+
+    def _advance(self, fetch: _Fetch, now: float, room: int) -> int:
+        """One fetch's turn; the bytes that may still be copied in this one."""
+        sequence = fetch.sequence
+        while fetch.pieces and fetch.pieces[0].is_done and room > 0:
+            if sequence.onboarding is not fetch.onboarding:
+                break
+            piece = fetch.pieces.popleft()
+            piece.learn()
+            if not piece.is_complete:
+                piece.drop()
+                self._fail(fetch, now)
+                return room
+            room -= self._land(fetch, piece)
+        if sequence.onboarding is not fetch.onboarding:
+            self._end(fetch, _outcome(fetch), now)
+            return room
+        if now >= fetch.late_at:
+            fetch.onboarding.hold_at = None
+        self._ask(fetch, now)
+        if not fetch.pieces:  # all that was worth loading is in place
+            self._engine.scheduler.end_onboarding(sequence)
+        return room
+
+    def _front(self, sequence: EngineSequence) -> int:
+        """First block that computing has not touched."""
+        return -(-sequence.num_computed_tokens // self._engine.config.block_size)
+
+    def _ask(self, fetch: _Fetch, now: float) -> None:
+        """Ask for the pieces before those that are loaded or asked for, as far as computing has not got there."""
+        front = self._front(fetch.sequence)
+        for load in reversed(fetch.plan.loads):
+            first = max(load.first_block, front)
+            while fetch.next_end > first and len(fetch.pieces) < _PIECES_IN_FLIGHT:
+                begin = max(first, fetch.next_end - _PIECE_BLOCKS)
+                fetch.pieces.append(fetch.opened[load.source].begin(begin, fetch.next_end, now))
+                fetch.next_end = begin
+
+    def _land(self, fetch: _Fetch, piece: Piece) -> int:
+        """Put a piece in place, less what was computed meanwhile; the bytes copied."""
+        size, sequence = self._engine.config.block_size, fetch.sequence
+        first = max(piece.first_block, self._front(sequence))
+        if first >= piece.end_block:
+            piece.drop()
+            return 0
+        num_bytes = piece.place(sequence, first, self._engine.kv)
+        self._engine.scheduler.onboard(sequence, first * size, piece.end_block * size)
+        fetch.num_loaded_blocks += piece.end_block - first
+        self._num_loaded_blocks[piece.kind] += piece.end_block - first
+        return num_bytes
+
+    def _fail(self, fetch: _Fetch, now: float) -> None:
+        """A source has not what it was said to have. What a peer does have is still worth a new plan."""
+        sequence, holder = fetch.sequence, fetch.sequence.kv_holder
+        self._end(fetch, "failed", now)
+        if holder is None:
+            return
+        num_blocks = min((opened.end_block for opened in fetch.opened.values() if opened.kind == "peer"), default=0)
+        is_less = self._front(sequence) < num_blocks < holder.num_blocks
+        sequence.kv_holder = KvHolder(holder.worker, num_blocks) if is_less else None
+        if is_less and sequence.onboarding is None:
+            self._admitted(sequence)
+
+    def _end(self, fetch: _Fetch, outcome: str, now: float) -> None:
+        """Nothing more is loaded for this prompt."""
+        for piece in fetch.pieces:
+            if outcome == "overtaken" and not piece.is_done:
+                piece.learn_late(now)
+            piece.drop()
+        fetch.pieces.clear()
+        for opened in fetch.opened.values():
+            opened.close()
+        self._fetches.remove(fetch)
+        if fetch.sequence.onboarding is fetch.onboarding:
+            self._engine.scheduler.end_onboarding(fetch.sequence)
+        self._record(fetch, outcome, now)
+
+    def _record(self, fetch: _Fetch, outcome: str, now: float) -> None:
+        plan = fetch.plan
+        record = FetchRecord(
+            request_id=fetch.sequence.request_id,
+            num_cached_blocks=fetch.num_cached_blocks,
+            loads=plan.loads,
+            num_loaded_blocks=fetch.num_loaded_blocks,
+            predicted_s=plan.predicted_s,
+            recompute_s=plan.recompute_s,
+            load_s=plan.load_s,
+            actual_load_s=now - fetch.begun_at,
+            outcome=outcome,
+        )
+        logger.info("%s", record)
+        self.records.append(record)
+        self._num_prompts[outcome] += 1
+        if outcome == "loaded":
+            self._predicted_load_s += record.load_s
+            self._actual_load_s += record.actual_load_s
+            self._saved_s += record.recompute_s - record.predicted_s
+
+    def _probe(self, source: KvSource, first_block: int, end_block: int, digests: Sequence[bytes], now: float) -> None:
+        """Load a few blocks for nothing from a source that has some and is not used, now and then."""
+        end_block = min(end_block, first_block + _PROBE_BLOCKS)
+        if end_block <= first_block or now < source.cost.probed_at + _PROBE_INTERVAL_S:
+            return
+        source.cost.probed_at = now
+        opened = source.open(digests, first_block, end_block, now)
+        self._probes.append((opened, opened.begin(first_block, end_block, now)))
+
+    def _compute_s(self, start: int, end: int) -> float:
+        """Predicted time to compute tokens [start, end)."""
+        return self._steps.prefill_s(end - start, start, self._engine.config.max_num_batched_tokens)
+
+    def _queue_s(self, sequence: EngineSequence) -> float:
+        """Predicted time until the prompts admitted before this one are computed."""
+        others = (s for s in self._engine.scheduler.running if s is not sequence and not s.is_decoding)
+        return sum(self._compute_s(s.num_computed_tokens, len(s.token_ids)) for s in others)
+
+
+def _outcome(fetch: _Fetch) -> str:
+    """What became of a fetch whose sequence expects no more."""
+    if fetch.sequence.num_computed_tokens < fetch.onboarding.end:
+        return "withdrawn"  # aborted or preempted
+    return "loaded" if fetch.num_loaded_blocks else "overtaken"
+
+
+def _end_probe(opened: OpenSource, piece: Piece) -> None:
+    piece.learn()
+    piece.drop()
+    opened.close()

@@ -1,0 +1,98 @@
+"""The way down: full blocks of the pool are offered to every tier, a few between two steps.
+
+A prompt that was just received may fill a hundred blocks at once; copying all of them would make its next token late.
+So their digests wait here, and blocks that were evicted before their turn came are simply not kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from tandem.engine.engine import Engine
+from tandem.engine.sequence import Sequence as EngineSequence
+from tandem.kv_transfer.tiers.base import BlockName
+from tandem.worker.kv.host_copy import HostCopy
+
+if TYPE_CHECKING:
+    from tandem.worker.kv.cached_tier import CachedTier
+
+__all__ = ["Offloader"]
+
+# Copied between two steps: 4 MiB (a ms on a CPU), or a part of what waits if that is more. Also, glibc gives buffers of
+# this size out of memory it has; larger ones are fresh pages, which take five times as long to write.
+_BATCH_BYTES = 4 << 20
+_BACKLOG_SHARE = 1 / 4
+_BATCHES_WHEN_IDLE = 8
+_MAX_IN_FLIGHT_BYTES = 256 << 20  # encoded and not in host memory yet: none on a CPU, about 10 ms of a GPU's link
+
+
+class _Batch(NamedTuple):
+    """Encoded blocks on their way from the device to a tier."""
+
+    cached: CachedTier
+    names: list[BlockName]
+    copy: HostCopy
+
+
+class Offloader:
+    """Registers itself with the engine's scheduler."""
+
+    def __init__(self, engine: Engine, tiers: Sequence[CachedTier]) -> None:
+        self._engine = engine
+        self._tiers = tiers
+        self._backlog: deque[BlockName] = deque()
+        self._in_flight: deque[_Batch] = deque()
+        self._num_bytes_in_flight = 0
+        engine.scheduler.on_published = self._published
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is anything to pump for."""
+        return bool(self._backlog or self._in_flight)
+
+    def pump(self) -> None:
+        """Copy some of what waits, and give to the tiers what has arrived in host memory."""
+        if self._backlog:
+            self._copy_some()
+        while self._in_flight and self._in_flight[0].copy.is_done:
+            cached, names, copy = self._in_flight.popleft()
+            self._num_bytes_in_flight -= copy.num_bytes
+            for name, row in zip(names, copy.host.numpy(), strict=True):
+                cached.tier.store(*name, row)
+
+    def _published(self, sequence: EngineSequence, first: int, end: int) -> None:
+        if not self._tiers:
+            return
+        for idx in range(first, end):
+            self._backlog.append(BlockName(sequence.digests[idx], sequence.digests[idx - 1] if idx else None))
+
+    def _copy_some(self) -> None:
+        per_batch = max(_BATCH_BYTES // self._engine.block_bytes, 1)
+        num_batches = max(int(len(self._backlog) * _BACKLOG_SHARE) // per_batch, 1)
+        if not self._engine.has_work:
+            num_batches = max(num_batches, _BATCHES_WHEN_IDLE)
+        for _ in range(num_batches):
+            names = [self._backlog.popleft() for _ in range(min(per_batch, len(self._backlog)))]
+            for cached in self._tiers:
+                self._copy(cached, [name for name in names if name.digest not in cached.tier])
+
+    def _copy(self, cached: CachedTier, names: list[BlockName]) -> None:
+        """Begin to copy those of these blocks that are still in the pool."""
+        find = self._engine.pool.block_of
+        present = [(name, block) for name in names if (block := find(name.digest)) is not None]
+        cached.tier.note_dropped("evicted before its turn", len(names) - len(present))
+        room = max(_MAX_IN_FLIGHT_BYTES - self._num_bytes_in_flight, 0) // cached.block_bytes
+        cached.tier.note_dropped("offload queue full", max(len(present) - room, 0))
+        if not (present := present[:room]):
+            return
+        queue = self._engine.device_queue
+        blocks = torch.tensor([block for _, block in present], device=queue.device)
+        data = torch.empty(len(present), cached.block_bytes, dtype=torch.uint8, device=queue.device)
+        cached.codec.gather(self._engine.kv, blocks, data)
+        queue.wait()  # a peer may be granted these blocks next, and write past the device's own order
+        self._in_flight.append(_Batch(cached, [name for name, _ in present], HostCopy(data)))
+        self._num_bytes_in_flight += data.numel()

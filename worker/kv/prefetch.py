@@ -1,0 +1,188 @@
+"""Brings the blocks of pinned chains up before a request asks for them: into host memory, or into free pool blocks.
+
+One piece at a time, and none while a prompt waits for its own loads: a piece under way is then given up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tandem.engine.engine import Engine
+from tandem.kv_transfer.tiers import Load
+from tandem.protocol.messages import Prefetch
+from tandem.worker.kv.cached_tier import CachedTier
+from tandem.worker.kv.tiered_cache import TieredCache
+
+__all__ = ["HostBlocks", "Prefetcher"]
+
+_PIECE_BYTES = 8 << 20  # all that is ever in flight; copied between two steps, which takes a few ms
+_RETRY_S = 1.0  # after a load or a store that failed
+
+
+class HostBlocks(Protocol):
+    """The blocks that pins keep in host memory."""
+
+    @property
+    def room(self) -> int:
+        """Blocks that may still be kept."""
+
+    def keep(self, digests: Sequence[bytes]) -> None:
+        """Keep these as well, which pins want and there is room for."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Piece:
+    """Blocks [first_block, first_block + len(data)) of a chain on their way up."""
+
+    pin_id: str
+    chain: tuple[bytes, ...]
+    first_block: int
+    source: CachedTier
+    target: CachedTier | None  # None: the pool
+    data: Tensor  # [num_blocks, encoded bytes], uint8
+    load: Load
+
+
+class Prefetcher:
+    """Loads for pins. Looks for something to load only when told that it may find something."""
+
+    def __init__(self, engine: Engine, cache: TieredCache) -> None:
+        self.num_blocks: Counter[str] = Counter()  # brought up so far, by place
+        self._engine = engine
+        self._cache = cache
+        self._host = cache.tier("host")
+        self._to_host: set[str] = set()  # pins
+        self._to_pool: set[str] = set()  # pins; each until its chain is there as far as it can be
+        self._piece: _Piece | None = None
+        self._look_at = math.inf
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a piece is under way."""
+        return self._piece is not None
+
+    def want(self, pin_id: str, prefetch: Prefetch) -> None:
+        """Bring this pin's blocks up so far from now on; into the pool once."""
+        for wanting, is_wanted in (
+            (self._to_host, prefetch is not Prefetch.NONE),
+            (self._to_pool, prefetch is Prefetch.POOL),
+        ):
+            if is_wanted:
+                wanting.add(pin_id)
+            else:
+                wanting.discard(pin_id)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """There may be something to load."""
+        self._look_at = -math.inf
+
+    def pump(self, chains: Mapping[str, tuple[bytes, ...]], kept: HostBlocks | None, now: float) -> None:
+        """Take in what has arrived and ask for the next piece. `chains` by pin; `kept` is None without host memory."""
+        piece = self._piece
+        if piece is not None and (self._cache.fetcher.is_loading or chains.get(piece.pin_id) is not piece.chain):
+            piece.load.abandon()
+            self._piece = None
+            self._look_at = now
+        elif piece is not None and piece.load.is_done:
+            self._piece = None
+            self._look_at = now if self._land(piece, kept) else now + _RETRY_S
+        if self._piece is None and now >= self._look_at and not self._cache.fetcher.is_loading:
+            self._piece = self._next_piece(chains, 0 if kept is None else kept.room)
+            self._look_at = math.inf
+
+    def _next_piece(self, chains: Mapping[str, tuple[bytes, ...]], host_room: int) -> _Piece | None:
+        self._to_host &= chains.keys()
+        self._to_pool &= chains.keys()
+        for pin_id, chain in chains.items():
+            piece = self._piece_to_host(pin_id, chain, host_room) if pin_id in self._to_host else None
+            if piece is None and pin_id in self._to_pool:
+                piece = self._piece_to_pool(pin_id, chain)
+            if piece is not None:
+                return piece
+        return None
+
+    def _piece_to_host(self, pin_id: str, chain: tuple[bytes, ...], room: int) -> _Piece | None:
+        """The first blocks that are in a tier below host memory and not in it."""
+        host = self._host
+        if host is None or room <= 0:
+            return None
+        below = [cached for cached in self._cache.tiers if cached is not host]
+        for idx, digest in enumerate(chain):
+            if digest in host.tier:
+                continue
+            source = next((cached for cached in below if digest in cached.tier), None)
+            if source is not None:
+                ends = (end for end in range(idx + 1, len(chain)) if chain[end] in host.tier)
+                return self._begin(pin_id, chain, idx, min(next(ends, len(chain)), idx + room), source, host)
+        return None
+
+    def _piece_to_pool(self, pin_id: str, chain: tuple[bytes, ...]) -> _Piece | None:
+        """The blocks behind those in the pool, as long as there are free ones to put them in."""
+        pool = self._engine.pool
+        first, room = pool.count_cached(chain), pool.num_free
+        source = next((c for c in self._cache.tiers if c.tier.count_present(chain[first : first + 1])), None)
+        if source is None or not room:
+            self._to_pool.discard(pin_id)
+            return None
+        return self._begin(pin_id, chain, first, first + room, source, None)
+
+    def _begin(
+        self, pin_id: str, chain: tuple[bytes, ...], first: int, end: int, source: CachedTier, target: CachedTier | None
+    ) -> _Piece:
+        end = min(end, first + max(_PIECE_BYTES // self._engine.block_bytes, 1), len(chain))
+        end = first + max(source.tier.count_present(chain[first:end]), 1)
+        data, load = source.begin_load(chain[first:end])
+        return _Piece(pin_id, chain, first, source, target, data, load)
+
+    def _land(self, piece: _Piece, kept: HostBlocks | None) -> bool:
+        """Put a piece where it belongs. Whether it is worth going on at once."""
+        num_loaded = piece.load.num_loaded
+        if not num_loaded:
+            return False
+        piece.source.learn(piece.load)
+        if piece.target is None or kept is None:
+            return self._land_in_pool(piece, piece.data[:num_loaded])
+        num_fitting = min(num_loaded, kept.room)
+        return num_fitting > 0 and self._land_in_host(piece, piece.data[:num_fitting], piece.target, kept)
+
+    def _land_in_host(self, piece: _Piece, data: Tensor, host: CachedTier, kept: HostBlocks) -> bool:
+        if host.codec.name != piece.source.codec.name:
+            encoded = torch.empty(len(data), host.block_bytes, dtype=torch.uint8, device=self._engine.kv.device)
+            host.codec.encode(self._decoded(piece, data), encoded)
+            data = encoded.cpu()
+        stored = []
+        for idx, row in enumerate(data.numpy(), piece.first_block):
+            parent = piece.chain[idx - 1] if idx else None
+            if host.tier.store(piece.chain[idx], parent, row) is not None:
+                stored.append(piece.chain[idx])
+        kept.keep(stored)  # at once, or the next piece would count on the same room
+        self.num_blocks[host.name] += len(stored)
+        return bool(stored)
+
+    def _land_in_pool(self, piece: _Piece, data: Tensor) -> bool:
+        pool, first = self._engine.pool, piece.first_block
+        num_blocks = min(len(data), pool.num_free)
+        parents = pool.acquire_cached(piece.chain[:first])
+        blocks = pool.try_allocate(num_blocks) if len(parents) == first else None
+        if blocks:
+            piece.source.decode_into(self._engine.kv, blocks, data[:num_blocks])
+            pool.publish_chain(blocks, piece.chain, first)
+            self.num_blocks["pool"] += num_blocks
+        # In one go with the blocks before them, so that leaves stay less recent than what they hang from.
+        pool.release([*parents, *(blocks or ())])
+        return bool(blocks)
+
+    def _decoded(self, piece: _Piece, data: Tensor) -> Tensor:
+        """Blocks [n, *block_shape] on the engine's device."""
+        kv = self._engine.kv
+        content = torch.empty(len(data), *kv.shape[1:], dtype=kv.dtype, device=kv.device)
+        piece.source.codec.decode(data.to(kv.device), content)
+        return content

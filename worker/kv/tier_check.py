@@ -1,0 +1,56 @@
+"""Checks the tiers' settings before anything is started: policy, key, folders, object store. Needs no torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from tandem.protocol.config import TierConfig, cache_folder
+from tandem.protocol.errors import ConfigError
+
+__all__ = ["check_tiers", "store_key_path"]
+
+logger = logging.getLogger(__name__)
+
+
+def check_tiers(config: TierConfig, *, is_local: bool) -> None:
+    """Raise `ConfigError` for settings with which no worker could open its tiers.
+
+    Files and folders are looked at where the workers run on this machine, and are only looked at: none is made.
+    """
+    from tandem.kv_transfer.eviction import (
+        create_policy,  # here: numpy takes a tenth of a second, which --help need not wait
+    )
+
+    create_policy(config.eviction_policy, 1)
+    if is_local and config.kv_key_file:
+        from tandem.kv_transfer.tiers.key import load_key
+
+        load_key(store_key_path(config), may_make=False)
+    if is_local and config.disk_cache_path:
+        _check_folder("disk_cache_path", Path(config.disk_cache_path).expanduser())
+    if config.object_cache_url.startswith("file:"):
+        if is_local:
+            _check_folder("object_cache_url", Path(unquote(urlsplit(config.object_cache_url).path)))
+    elif config.object_cache_url:
+        from tandem.kv_transfer.tiers.object import check_url
+
+        check_url(config.object_cache_url)
+
+
+def store_key_path(config: TierConfig) -> Path:
+    """File of the key of disk and object store."""
+    return Path(config.kv_key_file).expanduser() if config.kv_key_file else cache_folder() / "kv-key"
+
+
+def _check_folder(name: str, folder: Path) -> None:
+    """Raise `ConfigError` unless this user may write to the folder, or make it."""
+    there = folder
+    while not os.path.lexists(there) and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise ConfigError(f"{name}: {folder} cannot be a folder, as {there} is none; choose another place")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{name}: {folder} cannot be written to, as {there} is closed to this user; choose another")

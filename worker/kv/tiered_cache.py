@@ -1,0 +1,196 @@
+"""The KV of one worker beyond its pool: which tiers it has, and what is in them.
+
+Runs in the worker's loop and never waits. Blocks are offered to every tier once they are full
+(`tandem.worker.kv.offload`), so an eviction from the pool costs nothing. How a prompt gets them back is up to
+`tandem.worker.kv.fetcher`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tandem.engine.engine import Engine
+from tandem.kv_transfer.codec import create_codec
+from tandem.kv_transfer.eviction import create_policy
+from tandem.kv_transfer.tiers import BlockStore, DiskStore, MemoryStore, ObjectStore, StoreKey, Tier, load_key
+from tandem.protocol.config import TierConfig
+from tandem.protocol.messages import POOL_PLACE, StepStats, TierLoad
+from tandem.scheduling.cost_model import StepModel
+from tandem.worker.kv.cached_tier import CachedTier
+from tandem.worker.kv.fetcher import Fetcher
+from tandem.worker.kv.kv_source import LoadPrior
+from tandem.worker.kv.offload import Offloader
+from tandem.worker.kv.peer_reads import PeerReader
+from tandem.worker.kv.tier_check import store_key_path
+
+__all__ = ["TieredCache", "create_tiers"]
+
+logger = logging.getLogger(__name__)
+
+_PRIORS = {
+    "host": LoadPrior(50e-6, 10e9),
+    "disk": LoadPrior(1e-3, 1e9),
+    "object": LoadPrior(50e-3, 200e6),
+}
+_NUM_THREADS = {"host": 1, "disk": 2, "object": 8}
+_RESCAN_S = {"disk": 60.0, "object": 60.0}  # other workers add blocks to these
+
+
+class TieredCache:
+    """Keeps the blocks of one engine in tiers, and brings them back.
+
+    `tiers` are ordered from fast to slow. Registers itself with the engine's scheduler.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tiers: Sequence[CachedTier],
+        steps: StepModel,
+        *,
+        peers: PeerReader | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self.tiers = list(tiers)  # from fast to slow
+        self.fetcher = Fetcher(engine, tiers, steps, peers, clock)
+        self._offloader = Offloader(engine, self.tiers)
+        # Told of what `take_events` sees: the place ("pool" or a tier), digests stored there, digests removed.
+        self.on_changed: Callable[[str, list[bytes], list[bytes]], None] = _nothing
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is anything to pump for."""
+        return self._offloader.is_busy or any(cached.tier.is_busy for cached in self.tiers)
+
+    def tier(self, name: str) -> CachedTier | None:
+        """The tier of that name, if it is used."""
+        return next((cached for cached in self.tiers if cached.name == name), None)
+
+    def after_step(self, stats: StepStats) -> None:
+        """Learn what computing costs."""
+        self.fetcher.after_step(stats)
+
+    def pump(self, now: float) -> None:
+        """Take in what the tiers have done, and let the fetches go on."""
+        self._offloader.pump()
+        for cached in self.tiers:
+            cached.tier.poll()
+        self.fetcher.pump(now)
+
+    def loads(self) -> list[TierLoad]:
+        """The tiers as the router is told of them."""
+        return [
+            TierLoad(
+                name=cached.name,
+                latency_s=cached.cost.latency_s,
+                block_s=math.inf if cached.tier.is_paused else cached.cost.block_s,
+                **asdict(cached.tier.stats()),
+            )
+            for cached in self.tiers
+        ]
+
+    def digests(self, place: str) -> list[bytes]:
+        """Every block in a place: the pool, or a tier."""
+        if place == POOL_PLACE:
+            return list(self._engine.pool.cached_digests())
+        cached = self.tier(place)
+        return cached.tier.digests() if cached is not None else []
+
+    def take_events(self) -> dict[str, tuple[list[bytes], list[bytes]]]:
+        """By place, disjoint (stored, removed) digests since the last call; places without any are left out."""
+        found = {POOL_PLACE: self._engine.pool.take_events()}
+        found |= {cached.name: cached.tier.take_events() for cached in self.tiers}
+        for place, events in found.items():
+            self.on_changed(place, *events)
+        return {place: events for place, events in found.items() if any(events)}
+
+    def close(self) -> None:
+        """Give up all loads and close the tiers."""
+        self.fetcher.close()
+        for cached in self.tiers:
+            cached.tier.close()
+
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """Raise AssertionError unless the tiers' books agree; with `idle`, nothing may be fetched."""
+        for cached in self.tiers:
+            cached.tier.check_integrity()
+        self.fetcher.check_integrity(idle=idle)
+
+
+def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
+    """The tiers that are configured, from fast to slow. Raises `ConfigError` for one that cannot be used."""
+    tiers: list[CachedTier] = []
+
+    def add(
+        name: str, codec_name: str, capacity_gb: float, make: Callable[[int, int], BlockStore], store: str = ""
+    ) -> None:
+        codec = create_codec(codec_name)
+        block_bytes = codec.encoded_bytes(engine.kv.shape[1:], engine.kv.dtype)
+        num_blocks = max(int(capacity_gb * 1e9) // block_bytes, 1)
+        num_threads = _NUM_THREADS[name]
+        tier = Tier(
+            name,
+            make(block_bytes, num_blocks),
+            create_policy(config.eviction_policy, num_blocks),
+            capacity_blocks=num_blocks,
+            num_threads=num_threads,
+            rescan_s=_RESCAN_S.get(name, math.inf),
+        )
+        prior = _PRIORS[name]
+        tiers.append(
+            CachedTier(
+                tier,
+                codec,
+                block_bytes,
+                num_threads=num_threads,
+                prior=prior,
+                store=store,
+                device_queue=engine.device_queue,
+            )
+        )
+
+    if config.host_cache_gb:
+        add("host", config.host_cache_codec, config.host_cache_gb, MemoryStore)
+    if not (config.disk_cache_path or config.object_cache_url):
+        return tiers
+    key = _load_key(config)
+    name = key.folder_name(engine.namespace)
+    if config.disk_cache_path:
+        folder = Path(config.disk_cache_path).expanduser() / config.disk_cache_codec
+        add(
+            "disk",
+            config.disk_cache_codec,
+            config.disk_cache_gb,
+            lambda size, _: DiskStore(folder, engine.namespace, size, key),
+            store=f"{socket.gethostname()}:{folder.resolve()}#{name}",
+        )
+    if config.object_cache_url:
+        url = f"{config.object_cache_url.rstrip('/')}/{config.object_cache_codec}"
+        add(
+            "object",
+            config.object_cache_codec,
+            config.object_cache_gb,
+            lambda size, _: ObjectStore(url, engine.namespace, size, key),
+            store=f"{url}#{name}",
+        )
+    return tiers
+
+
+def _load_key(config: TierConfig) -> StoreKey:
+    path = store_key_path(config)
+    if not config.kv_key_file and config.object_cache_url and not config.object_cache_url.startswith("file:"):
+        logger.warning(
+            "only hosts with the key %s find each other's blocks: give all the same with --kv-key-file", path
+        )
+    return load_key(path, may_make=not config.kv_key_file)
+
+
+def _nothing(*_: object) -> None:
+    """Nobody has registered."""
