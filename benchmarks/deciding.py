@@ -34,7 +34,7 @@ from tandem.router.backend import Backend, GenerateRequest
 from tandem.router.processes.hub import EdgeHub
 from tandem.router.processes.remote import RemoteBackend
 from tandem.router.workers.flow import RequestFlow
-from tandem.scheduling.admission import Dispatch, Offer
+from tandem.scheduling.admission import AdmissionRequest, Dispatch
 
 _CONCURRENCY = 64
 _EDGE_ID = "edge"
@@ -95,7 +95,7 @@ def _decide(cluster: VirtualCluster, tenant: str) -> None:
     """One request's life without its tokens, a millisecond after the last one's."""
     cluster.now += 1e-3
     admission, now = cluster.admission, cluster.now
-    offer = Offer(num_prompt_tokens=512, digests=(), expected_output_tokens=32, tenant=tenant)
+    offer = AdmissionRequest(num_prompt_tokens=512, digests=(), expected_output_tokens=32, tenant=tenant)
     admission.enter(offer, admission.forecast(offer, now), now)
     decided = admission.next(now)
     assert isinstance(decided, Dispatch), f"{decided} on idle workers"

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import Overloaded, ServingError
 from tandem.protocol.messages import PeerAddress, Role, StepStats, WorkerCard, WorkerState
-from tandem.scheduling.admission import Admission, Dispatch, Drop, Offer
+from tandem.scheduling.admission import Admission, AdmissionRequest, Dispatch, Drop
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel, StepCosts, prefill_attention
 from tandem.scheduling.placement import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
@@ -142,7 +142,7 @@ class VirtualCluster:
 
     def _arrive(self, job: Job) -> None:
         arrival = job.arrival
-        offer = Offer(
+        offer = AdmissionRequest(
             num_prompt_tokens=arrival.num_prompt_tokens,
             digests=(),
             expected_output_tokens=self.admission.lengths.expected(arrival.tenant, 1 << 16),

@@ -25,12 +25,12 @@ from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.registry import Registry
 from tandem.scheduling.tenants import Tenants
 
-__all__ = ["Front", "drain", "metrics_of", "serve_http"]
+__all__ = ["HttpFrontend", "drain", "metrics_of", "serve_http"]
 
 _LAST_WORDS_S = 2.0  # for clients to read how their answer ended
 
 
-class Front(Protocol):
+class HttpFrontend(Protocol):
     """What answers HTTP, in this process or in others."""
 
     @property
@@ -58,7 +58,7 @@ async def serve_http(
     listener: socket.socket,
     api_keys: dict[bytes, str],
     tenants: Tenants,
-) -> AsyncIterator[tuple[Front, Ready]]:
+) -> AsyncIterator[tuple[HttpFrontend, Ready]]:
     """HTTP for as long as the block runs: here, or in processes of its own where several are asked for."""
     if config.router.router_processes == 1:
         app = create_app(flow, tokenizer, config.router, metrics, api_keys=api_keys, tenants=tenants)
@@ -92,7 +92,7 @@ def metrics_of(flow: RequestFlow, registry: Registry, sizing: CacheSizing) -> Co
 
 
 async def drain(
-    front: Front, stop_now: asyncio.Event, flow: RequestFlow, timeout_s: float, progress: Callable[[str], None]
+    front: HttpFrontend, stop_now: asyncio.Event, flow: RequestFlow, timeout_s: float, progress: Callable[[str], None]
 ) -> None:
     """Accept nothing more and let answers end, for `timeout_s` or until `stop_now`; those left end with an error."""
     front.drain()

@@ -30,13 +30,13 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import ConfigError
 from tandem.router.engines.app import create_engines_app
 from tandem.router.engines.config import EnginesConfig, FleetFile
-from tandem.router.engines.fleet import Fleet
+from tandem.router.engines.fleet import EngineFleet
 from tandem.router.engines.prompts import PromptReader, TokenReader
 from tandem.router.http.app import RouterApp
 from tandem.router.http.listening import listening
 from tandem.router.http.server import serve_until
-from tandem.router.processes.sibling_bus import SiblingBus
-from tandem.router.processes.siblings import Siblings
+from tandem.router.processes.sibling_bus import PeerRouterBus
+from tandem.router.processes.siblings import PeerRouters
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.runtime.signals import stop_events
 from tandem.scheduling.cost_model import CostModel
@@ -165,8 +165,8 @@ def _app(setup: RouterSetup) -> RouterApp:
     """The app of one process, with a fleet of its own. To be made in the event loop it serves in."""
     readers = token_readers(setup.fleet_file.tokenizers)
     registry = Registry()
-    siblings = Siblings(registry, name=str(setup.number), epoch=setup.epoch)
-    fleet = Fleet(
+    siblings = PeerRouters(registry, name=str(setup.number), epoch=setup.epoch)
+    fleet = EngineFleet(
         registry=registry,
         index=PrefixIndex(),
         costs=CostModel(),
@@ -175,7 +175,7 @@ def _app(setup: RouterSetup) -> RouterApp:
         tenants=setup.tenants,
         siblings=siblings,
     )
-    bus = SiblingBus(siblings, setup.bus[setup.number], setup.bus) if setup.bus else None
+    bus = PeerRouterBus(siblings, setup.bus[setup.number], setup.bus) if setup.bus else None
     specs = setup.fleet_file.engines
     return create_engines_app(
         fleet,

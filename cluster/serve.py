@@ -44,7 +44,7 @@ from tandem.scheduling.registry import Registry
 from tandem.scheduling.tenants import Tenants
 
 if TYPE_CHECKING:
-    from tandem.cluster.http_front import Front
+    from tandem.cluster.http_front import HttpFrontend
     from tandem.router.openai.readiness import Ready
     from tandem.router.text.tokenizer import Tokenizer
 
@@ -386,7 +386,7 @@ def _raise_failures(ends: Iterable[asyncio.Future[Any]]) -> None:
             end.result()
 
 
-async def _first_generation(front: Front, readiness: Ready, ends: Iterable[asyncio.Future[Any]]) -> None:
+async def _first_generation(front: HttpFrontend, readiness: Ready, ends: Iterable[asyncio.Future[Any]]) -> None:
     """Wait until the readiness probe has generated a token and HTTP is served."""
     deadline = time.monotonic() + _READY_TIMEOUT_S
     while readiness.reason is not None or not front.is_serving:

@@ -23,7 +23,7 @@ from tandem.engine.sequence import Phase, Sequence, SequenceStatus
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.digest import namespace_digest, root_digest
 from tandem.protocol.errors import ConfigError, ContextLengthExceeded, RequestError
-from tandem.protocol.messages import FinishReason, StepStats, TokenLogprobs, Turn, WorkerLoad
+from tandem.protocol.messages import FinishReason, PrefillPriority, StepStats, TokenLogprobs, WorkerLoad
 from tandem.protocol.sampling import SamplingParams
 
 __all__ = ["Engine", "SequenceFailure", "SequenceOutput", "StepResult"]
@@ -127,7 +127,7 @@ class Engine:
         *,
         cache_salt: str = "",
         phase: Phase = Phase.WHOLE,
-        turn: Turn = Turn(),
+        turn: PrefillPriority = PrefillPriority(),
     ) -> Sequence:
         """A sequence for this engine, not queued yet.
 

@@ -28,7 +28,7 @@ from tandem.engine.block_pool import BlockPool
 from tandem.engine.room import AnswerLengths, Claim, Room
 from tandem.engine.sequence import Phase, Sequence, SequenceStatus
 from tandem.protocol.digest import extend_digests
-from tandem.protocol.messages import Turn
+from tandem.protocol.messages import PrefillPriority
 
 __all__ = ["Reservation", "ScheduledChunk", "Scheduler"]
 
@@ -37,7 +37,7 @@ _MAX_PASSED = 8  # sequences waiting for a prefix or for room that others go pas
 # longer than there is room for.
 _SURE_STEPS = 128
 _NUM_LEADS = 32  # latest leases, to tell how long the next one will take
-_AT_ONCE = Turn(order=-math.inf)
+_AT_ONCE = PrefillPriority(order=-math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ class Scheduler:
         """Without the block of the last token, which is never taken from the cache: its logits are needed."""
         return digests[: (num_tokens - 1) // self.block_size]
 
-    def _turns(self) -> list[tuple[Sequence, Turn]]:
+    def _turns(self) -> list[tuple[Sequence, PrefillPriority]]:
         """The running prompts in the order in which they are computed, each with its turn.
 
         One that computes what a waiting one needs has that one's turn, if it is earlier: else those that come between
@@ -444,7 +444,7 @@ class Scheduler:
     def _preempted(self) -> Iterator[Sequence]:
         return (sequence for sequence in self._begun() if not sequence.blocks)
 
-    def _add_prefill(self, step: _Step, sequence: Sequence, turn: Turn) -> None:
+    def _add_prefill(self, step: _Step, sequence: Sequence, turn: PrefillPriority) -> None:
         num_tokens = min(step.budget, sequence.num_uncomputed_tokens)
         if turn.max_step_tokens:
             num_tokens = min(num_tokens, turn.max_step_tokens - step.num_prompt_tokens)
@@ -531,7 +531,7 @@ def _grows(sequence: Sequence) -> bool:
     return sequence.phase is Phase.WHOLE
 
 
-def _turn(sequence: Sequence) -> Turn:
+def _turn(sequence: Sequence) -> PrefillPriority:
     """Its turn; whoever has its first token is computed at once, in steps of any length."""
     return sequence.turn if sequence.num_output_tokens == 0 else _AT_ONCE
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tandem.protocol.messages import FinishReason, KvHolder, PeerAddress, Turn
+from tandem.protocol.messages import FinishReason, KvHolder, PeerAddress, PrefillPriority
 from tandem.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Sequence:
     sampling: SamplingParams
     root: bytes  # root of the digest chain: namespace and tenant
     phase: Phase = Phase.WHOLE
-    turn: Turn = field(default_factory=Turn)
+    turn: PrefillPriority = field(default_factory=PrefillPriority)
     status: SequenceStatus = SequenceStatus.WAITING
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of full blocks of token_ids

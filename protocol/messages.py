@@ -69,6 +69,7 @@ __all__ = [
     "PinReport",
     "Prefetch",
     "Prefill",
+    "PrefillPriority",
     "Quarantine",
     "ReadDone",
     "ReadGrant",
@@ -82,7 +83,6 @@ __all__ = [
     "StepStats",
     "TierLoad",
     "TokenLogprobs",
-    "Turn",
     "Unpin",
     "Welcome",
     "WorkerCard",
@@ -320,7 +320,7 @@ class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     peers: list[PeerAddress]
 
 
-class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
+class PrefillPriority(msgspec.Struct, frozen=True, omit_defaults=True):
     """When a prompt is computed, of those that one worker has; one that is begun is overtaken between two steps."""
 
     order: Annotated[float, Meta(ge=-1e300)] = 0.0  # the smallest first, equal ones as they came
@@ -335,7 +335,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampling: SamplingParams
     cache_salt: str = ""
     kv_holder: KvHolder | None = None  # if another worker has more of the prompt
-    turn: Turn = Turn()
+    turn: PrefillPriority = PrefillPriority()
 
 
 class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -347,7 +347,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     decode_worker: PeerAddress
     cache_salt: str = ""
     kv_holder: KvHolder | None = None
-    turn: Turn = Turn()
+    turn: PrefillPriority = PrefillPriority()
 
 
 class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):

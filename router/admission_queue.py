@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.protocol.errors import NoWorker, ServingError
-from tandem.protocol.messages import Turn
-from tandem.scheduling.admission import Admission, Dispatch, Drop, Offer, Waiting
+from tandem.protocol.messages import PrefillPriority
+from tandem.scheduling.admission import Admission, AdmissionRequest, Dispatch, Drop, Waiting
 from tandem.scheduling.decisions import Decision, DecisionLog
 from tandem.scheduling.placement import Placement
 from tandem.scheduling.registry import Registry
 
-__all__ = ["Asking", "Booked", "Entered", "Gate"]
+__all__ = ["AdmissionQueue", "AdmittedRequest", "Asking", "Booked"]
 
 NUM_OTHERS = 4  # candidates shown beside the one taken, where they are asked for
 _TIMER_SLACK_S = 1e-3  # a timer may fire a little early
@@ -50,7 +50,7 @@ B = TypeVar("B", bound=Booked)
 
 
 @dataclass(eq=False, slots=True)
-class Entered(Generic[R, B]):
+class AdmittedRequest(Generic[R, B]):
     """A request whose turn it is. Whoever holds it gives its place back, on every path.
 
     That is by `end`, or by releasing `booking` itself where that tells the registry of progress, which wakes the gate.
@@ -59,11 +59,11 @@ class Entered(Generic[R, B]):
     placement: Placement
     booking: B
     decision: Decision
-    _gate: Gate[R, B]
+    _gate: AdmissionQueue[R, B]
     _dispatch: Dispatch
 
     @property
-    def turn(self) -> Turn:
+    def turn(self) -> PrefillPriority:
         """Of its prompt, at the worker that computes it."""
         return self._dispatch.turn
 
@@ -90,10 +90,10 @@ class _Guest(Generic[R, B]):
 
     request: R
     decision: Decision
-    turn: asyncio.Future[Entered[R, B]]
+    turn: asyncio.Future[AdmittedRequest[R, B]]
 
 
-class Gate(Generic[R, B]):
+class AdmissionQueue(Generic[R, B]):
     """Lets requests through as `Admission` decides. `book` is called at once with each decision."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Gate(Generic[R, B]):
         registry.listen(lambda _: self.wake())
         registry.listen_steps(self.wake)
 
-    async def enter(self, request: R, offer: Offer) -> Entered[R, B]:
+    async def enter(self, request: R, offer: AdmissionRequest) -> AdmittedRequest[R, B]:
         """Wait for the request's turn, if it must. Raises a `ServingError`; cancelling it gives the place back."""
         now = self.now()
         decision = Decision(request.request_id, offer.tenant, offer.priority, now)
@@ -172,7 +172,7 @@ class Gate(Generic[R, B]):
             booking = self._book(guest.request, decided)
             decision = guest.decision
             decision.outcome, decision.placement, decision.wait_s = "dispatched", decided.placement, decided.wait_s
-            guest.turn.set_result(Entered(decided.placement, booking, decision, self, decided))
+            guest.turn.set_result(AdmittedRequest(decided.placement, booking, decision, self, decided))
 
     def _leave(self, waiting: Waiting, guest: _Guest[R, B], exc: BaseException) -> None:
         """Give back what the guest has, whatever was decided meanwhile."""

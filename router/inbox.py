@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from tandem.router.arrivals import Arrivals
 
-__all__ = ["Inbox", "Turns"]
+__all__ = ["CallbackScheduler", "Inbox"]
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ LEAST_PER_TURN, MOST_PER_TURN = 1, 8
 _SHARE = 16  # of those that wait, one in so many
 
 
-class Turns:
+class CallbackScheduler:
     """Makes calls in the order they were asked for, some in each turn of the event loop: the more wait, the more."""
 
     def __init__(self, least: int = LEAST_PER_TURN, most: int = MOST_PER_TURN) -> None:
@@ -59,7 +59,7 @@ class Turns:
 class Inbox(Arrivals[T]):
     """Items from any number of senders for one task."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: CallbackScheduler) -> None:
         """`turns` are shared by all inboxes of an event loop."""
         super().__init__()
         self._turns = turns

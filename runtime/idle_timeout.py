@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["SilenceClock", "SilenceWatch", "answered"]
+__all__ = ["IdleClock", "IdleTimeout", "answered"]
 
 LATE_SHARE = 1 / 4  # of the timeout: a look that comes so much later than it was due was kept from looking
 LOOKS = 8  # within a timeout
 
 
-class SilenceClock:
+class IdleClock:
     """How long others have been silent while their watch was awake. Plain values and the time in, no waits.
 
     NOTE: a watch that comes late to every look finds nobody silent, ever: it is the process to be mended then.
@@ -47,7 +47,7 @@ async def answered(answer: asyncio.Future[Any], timeout_s: float) -> bool:
     """Whether the answer is there within the time; it is cancelled neither way."""
     loop = asyncio.get_running_loop()
     asked_s = loop.time()
-    silence = SilenceClock(timeout_s)
+    silence = IdleClock(timeout_s)
     while not answer.done():
         now = loop.time()
         silence.look(now, timeout_s / LOOKS)
@@ -57,7 +57,7 @@ async def answered(answer: asyncio.Future[Any], timeout_s: float) -> bool:
     return True
 
 
-class SilenceWatch:
+class IdleTimeout:
     """Calls back when one wait has lasted `timeout_s`, at most twice that. Whoever makes one closes it.
 
     Without a timer for each wait: `asyncio.timeout` costs as much as a token does.
@@ -68,7 +68,7 @@ class SilenceWatch:
         self._on_silence = on_silence
         self._loop = asyncio.get_running_loop()
         self._since_s = math.inf  # the wait under way began
-        self._silence = SilenceClock(timeout_s)
+        self._silence = IdleClock(timeout_s)
         self._silence.look(self._loop.time(), timeout_s)
         self._timer = self._loop.call_later(timeout_s, self._look)
 

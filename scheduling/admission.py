@@ -20,20 +20,20 @@ from typing import Any, NamedTuple, cast
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import DeadlineUnmet, Overloaded, ServingError
-from tandem.protocol.messages import Role, Turn, WorkerState
+from tandem.protocol.messages import PrefillPriority, Role, WorkerState
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.fair_queue import CREDIT_S, FairQueue, Ticket, Work
 from tandem.scheduling.placement import Held, Needs, Placement, Placer
-from tandem.scheduling.registry import Worker, Workers, can_prefill, queue_s
+from tandem.scheduling.registry import RegisteredWorker, Workers, can_prefill, queue_s
 from tandem.scheduling.tenants import Tenants
 
 __all__ = [
     "WAIT_BUCKETS_S",
     "Admission",
+    "AdmissionRequest",
     "Dispatch",
     "Drop",
     "Forecast",
-    "Offer",
     "OutputLengths",
     "TenantStats",
     "Waiting",
@@ -61,7 +61,7 @@ WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class AdmissionRequest:
     """What is asked, as far as admission is concerned."""
 
     num_prompt_tokens: int
@@ -98,7 +98,7 @@ class Forecast(NamedTuple):
 class Waiting(Ticket):
     """A request in the queue. `payload` is its owner's."""
 
-    offer: Offer
+    offer: AdmissionRequest
     forecast: Forecast  # at its arrival
     placement: Placement  # the latest
     placed_s: float
@@ -119,7 +119,7 @@ class Dispatch(NamedTuple):
     waiting: Waiting
     placement: Placement
     wait_s: float
-    turn: Turn  # at the worker that computes the prompt
+    turn: PrefillPriority  # at the worker that computes the prompt
 
 
 class Drop(NamedTuple):
@@ -189,7 +189,7 @@ class Admission:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def forecast(self, offer: Offer, now: float, *, num_others: int = 0) -> Forecast:
+    def forecast(self, offer: AdmissionRequest, now: float, *, num_others: int = 0) -> Forecast:
         """What would become of this request; changes nothing. Raises `NoWorker`."""
         policy = self._tenants.policy(offer.tenant)
         slo_s = offer.ttft_slo_s if offer.ttft_slo_s is not None else policy.ttft_slo_s
@@ -219,7 +219,7 @@ class Admission:
         error = self._refusal(offer, forecast, policy.max_queue_share)
         return forecast if error is None else forecast._replace(error=error)
 
-    def enter(self, offer: Offer, forecast: Forecast, now: float, payload: Any = None) -> Waiting:
+    def enter(self, offer: AdmissionRequest, forecast: Forecast, now: float, payload: Any = None) -> Waiting:
         """Put a request in the queue, with what was forecast just now; `next` may let it through at once.
 
         Raises `Overloaded` if it is refused.
@@ -314,7 +314,7 @@ class Admission:
         """Count a request that was refused at once."""
         self._of(tenant).rejected[error.code or "other"] += 1
 
-    def needs(self, offer: Offer) -> Needs:
+    def needs(self, offer: AdmissionRequest) -> Needs:
         """What a worker must have for this request, wherever it is placed."""
         return Needs(offer.tenant, self._tenants.policy(offer.tenant).workers, offer.adapter)
 
@@ -375,7 +375,7 @@ class Admission:
         assert held.keys() == found, "what is held is of other workers"
         assert all(self._held.values()), "a tenant without anything held is remembered"
 
-    def _refusal(self, offer: Offer, forecast: Forecast, max_share: float) -> ServingError | None:
+    def _refusal(self, offer: AdmissionRequest, forecast: Forecast, max_share: float) -> ServingError | None:
         """Why the request is not taken in, if it is not."""
         waiting = self._queue.total
         num_new, limit = forecast.work.new_tokens, self._config.max_queued_prompt_tokens
@@ -459,10 +459,10 @@ class Admission:
             return forecast.start_s
         return num_tokens / rate + self._full_step_s(forecast.placement.best.prefill)
 
-    def _queue_s(self, worker: Worker, order: float = math.inf) -> float:
+    def _queue_s(self, worker: RegisteredWorker, order: float = math.inf) -> float:
         return queue_s(worker, self._costs.steps(worker.card.kind), order)
 
-    def _full_step_s(self, worker: Worker) -> float:
+    def _full_step_s(self, worker: RegisteredWorker) -> float:
         """Duration of a step of this worker that is full of prompt."""
         chunk = worker.card.max_num_batched_tokens
         model = self._costs.steps(worker.card.kind)
@@ -470,12 +470,12 @@ class Admission:
             chunk, 0, chunk, num_decode_seqs=worker.num_booked_seqs, num_kv_tokens=worker.booked_kv_tokens
         )
 
-    def _room_s(self, worker: Worker) -> float:
+    def _room_s(self, worker: RegisteredWorker) -> float:
         """Predicted queue up to which a worker is given more."""
         num_steps = ROOM_STEPS_URGENT if self._are_urgencies_mixed else ROOM_STEPS
         return self._config.max_worker_queue_s or num_steps * self._full_step_s(worker)
 
-    def _has_room(self, worker: Worker, order: float) -> bool:
+    def _has_room(self, worker: RegisteredWorker, order: float) -> bool:
         """Whether the worker would soon have computed what goes before a prompt of this order."""
         if worker.state is not WorkerState.READY:
             return False
@@ -540,7 +540,7 @@ class Admission:
         stats.waits[bisect_left(WAIT_BUCKETS_S, wait_s)] += 1
         return Dispatch(waiting, waiting.placement, wait_s, self._turn(waiting, now))
 
-    def _note_rivals(self, offer: Offer, slo_s: float, now: float) -> None:
+    def _note_rivals(self, offer: AdmissionRequest, slo_s: float, now: float) -> None:
         if self._last_tenant not in (None, offer.tenant):
             self._tenants_until_s = now + RIVAL_MEMORY_S
         if slo_s < math.inf or self._priorities.get(offer.tenant, offer.priority) != offer.priority:
@@ -557,16 +557,16 @@ class Admission:
         """
         return now - LEAD_S if slo_s < math.inf or self._queue.is_within_share(start_tag) else now
 
-    def _turn(self, waiting: Waiting, now: float) -> Turn:
+    def _turn(self, waiting: Waiting, now: float) -> PrefillPriority:
         """When its worker computes it. While there are other tenants, one that they may overtake takes short steps."""
         order = self._order(waiting.start_tag, waiting.forecast.slo_s, now)
         if order < now or now >= self._tenants_until_s:
-            return Turn(order=order)
+            return PrefillPriority(order=order)
         card = waiting.placement.best.prefill.card
         costs = self._costs.steps(card.kind).costs
         num_tokens = (1 / SHORT_STEP_LOSS - 1) * costs.base_s / max(costs.prefill_token_s, 1e-12)
         num_tokens = min(max(num_tokens, card.max_num_batched_tokens / 4), card.max_num_batched_tokens)
-        return Turn(order=order, max_step_tokens=math.ceil(num_tokens))
+        return PrefillPriority(order=order, max_step_tokens=math.ceil(num_tokens))
 
     def _next_late(self, now: float) -> Waiting | None:
         """A request that cannot be begun in time any more."""

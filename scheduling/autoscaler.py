@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role, WorkerState
 from tandem.scheduling.cost_model import CostModel, StepCosts
-from tandem.scheduling.registry import Worker, queue_s
+from tandem.scheduling.registry import RegisteredWorker, queue_s
 
 __all__ = [
     "AutoscalerPolicy",
@@ -148,11 +148,11 @@ def decide(
     return Decision(flip, reason, prefill_wait_s, decode_wait_s), AutoscalerState(moving=flip, last_flip_s=now)
 
 
-def observe(workers: Iterable[Worker], costs: CostModel, expected_output_tokens: float) -> Observation:
+def observe(workers: Iterable[RegisteredWorker], costs: CostModel, expected_output_tokens: float) -> Observation:
     """What `decide` needs, from the router's registry and cost model."""
     views: list[WorkerView] = []
-    prefillers: list[Worker] = []
-    decoders: list[Worker] = []
+    prefillers: list[RegisteredWorker] = []
+    decoders: list[RegisteredWorker] = []
     queued = 0
     for worker in workers:
         queued += worker.uncomputed_tokens
@@ -232,7 +232,7 @@ def _decode_wait_s(observation: Observation, num_workers: int) -> float:
     return slower_s + num_without_room / num_slots * lifetime_s
 
 
-def _prefill_tokens_per_s(worker: Worker, costs: CostModel) -> float:
+def _prefill_tokens_per_s(worker: RegisteredWorker, costs: CostModel) -> float:
     """Speed at what is queued there now, or at one full chunk."""
     model = costs.steps(worker.card.kind)
     if worker.uncomputed_tokens > 0:

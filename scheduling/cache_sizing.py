@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tandem.scheduling.miss_ratio import MissRatioCurve
-from tandem.scheduling.registry import Registry, Worker
+from tandem.scheduling.registry import RegisteredWorker, Registry
 
 __all__ = ["CacheSizing"]
 
@@ -110,7 +110,7 @@ class CacheSizing:
         self._num_cached_tokens *= share
 
 
-def _owner(tier: str, worker: Worker) -> str:
+def _owner(tier: str, worker: RegisteredWorker) -> str:
     """Who the tier of this worker belongs to: the worker, its host, or everyone."""
     if tier == "object":
         return ""

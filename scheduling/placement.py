@@ -19,7 +19,7 @@ from tandem.protocol.messages import is_readable, worker_of
 from tandem.scheduling.cost_model import CostModel, Mask, Number, TransferCosts, Vector, prefill_attention
 from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Worker, Workers, WorkerTable, can_decode
+from tandem.scheduling.registry import RegisteredWorker, Workers, WorkerTable, can_decode
 
 __all__ = ["Candidate", "Holder", "Needs", "Placement", "Placer", "Terms"]
 
@@ -77,15 +77,15 @@ class Held(NamedTuple):
 class Holder(NamedTuple):
     """A worker that has leading blocks of the prompt."""
 
-    worker: Worker
+    worker: RegisteredWorker
     num_blocks: int
 
 
 class Candidate(NamedTuple):
     """One way to serve the request: on a pair, or on one worker twice."""
 
-    prefill: Worker
-    decode: Worker
+    prefill: RegisteredWorker
+    decode: RegisteredWorker
     num_cached_tokens: int  # of the prompt, on the prefill side, those it is to fetch included
     holder: Holder | None  # another worker that has more of the prompt, if reading that is worth it
     terms: Terms
@@ -229,12 +229,12 @@ class Placer:
         )
         prefillers = is_usable & table.can_prefill
         pair = request.best_pair(prefillers, decoders)
-        soloists = decoders
+        standalone = decoders
         if pair is not None and not self._config.local_prefill:
-            soloists = decoders & table.is_colocated
-        alone = request.best_alone(soloists)
+            standalone = decoders & table.is_colocated
+        alone = request.best_alone(standalone)
         candidates = sorted((c for c in (pair, alone) if c is not None), key=_preference)
-        others = request.next_best(candidates[0], prefillers, decoders, soloists, num_others)
+        others = request.next_best(candidates[0], prefillers, decoders, standalone, num_others)
         return Placement(
             best=candidates[0],
             runner_up=candidates[1] if len(candidates) > 1 else None,
@@ -338,10 +338,10 @@ class _Request:
         self._prefill = self._prefill_sides()
         self._decode = self._decode_sides()
 
-    def best_alone(self, soloists: Mask) -> Candidate | None:
+    def best_alone(self, standalone: Mask) -> Candidate | None:
         """The cheapest single worker."""
-        row = self._cheapest(_among(soloists, self._prefill.cost_s + self._decode.cost_s))
-        return self._candidate(row, row) if soloists.item(row) else None
+        row = self._cheapest(_among(standalone, self._prefill.cost_s + self._decode.cost_s))
+        return self._candidate(row, row) if standalone.item(row) else None
 
     def best_pair(self, prefillers: Mask, decoders: Mask) -> Candidate | None:
         """The cheapest pair, without looking at all of them.
@@ -367,12 +367,12 @@ class _Request:
         return self._candidate(*best[2:])
 
     def next_best(
-        self, best: Candidate, prefillers: Mask, decoders: Mask, soloists: Mask, num_others: int
+        self, best: Candidate, prefillers: Mask, decoders: Mask, standalone: Mask, num_others: int
     ) -> list[Candidate]:
         """The cheapest candidates behind `best`, of the cheapest workers of each side: to be shown, not exact."""
         if num_others <= 0:
             return []
-        found = [self._candidate(row, row) for row in soloists.nonzero()[0].tolist()]
+        found = [self._candidate(row, row) for row in standalone.nonzero()[0].tolist()]
         for decode in self._by_cost(decoders, self._decode.cost_s)[: num_others + 1]:
             transfer_s = self._transfer_s(decode)
             for prefill in self._by_cost(prefillers, self._prefill.cost_s)[: num_others + 1]:

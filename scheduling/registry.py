@@ -19,11 +19,11 @@ from tandem.protocol.messages import (
     FetchStats,
     LinkLoad,
     PinLoad,
+    PrefillPriority,
     Quarantine,
     Role,
     StepStats,
     TierLoad,
-    Turn,
     WorkerCard,
     WorkerLoad,
     WorkerState,
@@ -34,8 +34,8 @@ from tandem.scheduling.load import RequestLoad
 
 __all__ = [
     "Booking",
+    "RegisteredWorker",
     "Registry",
-    "Worker",
     "WorkerChange",
     "WorkerTable",
     "Workers",
@@ -47,7 +47,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Key = TypeVar("Key", bound=Hashable)
-NO_TELLERS: Mapping[str, str] = {}
+NO_REPORTERS: Mapping[str, str] = {}
 
 _TRANSITIONS: dict[WorkerState, frozenset[WorkerState]] = {
     WorkerState.STARTING: frozenset({WorkerState.READY, WorkerState.DEAD}),
@@ -58,7 +58,7 @@ _TRANSITIONS: dict[WorkerState, frozenset[WorkerState]] = {
 
 
 @dataclass(eq=False, slots=True)
-class Worker:
+class RegisteredWorker:
     """One worker as the router sees it. Only `Registry` and `Booking` change it.
 
     The booked numbers are sums over open bookings, kept so that a decision need not visit every booking.
@@ -149,10 +149,10 @@ class WorkerTable:
     ten. Only `Registry` changes it.
     """
 
-    def __init__(self, workers: Sequence[Worker], tellers: Mapping[str, str] = NO_TELLERS) -> None:
-        """`tellers`: by store that workers share, the worker whose events the index follows."""
+    def __init__(self, workers: Sequence[RegisteredWorker], reporters: Mapping[str, str] = NO_REPORTERS) -> None:
+        """`reporters`: by store that workers share, the worker whose events the index follows."""
         self.workers = workers
-        self._tellers = tellers
+        self._reporters = reporters
         self.rows = {worker.worker_id: row for row, worker in enumerate(workers)}
         cards = [worker.card for worker in workers]
         self.block_size = _vector(card.block_size for card in cards)
@@ -213,7 +213,7 @@ class WorkerTable:
         """Workers that serve this adapter."""
         return self._serving.get(adapter, self._none)
 
-    def update(self, workers: Iterable[Worker]) -> None:
+    def update(self, workers: Iterable[RegisteredWorker]) -> None:
         """Take over what is booked on these workers; those that are gone are ignored."""
         for worker in workers:
             row = self.rows.get(worker.worker_id)
@@ -230,7 +230,7 @@ class WorkerTable:
         """Take over what is booked on all workers from another table, where they are in these rows."""
         np.take(table._loads, rows, axis=1, out=self._loads)
 
-    def note_tiers(self, worker: Worker) -> None:
+    def note_tiers(self, worker: RegisteredWorker) -> None:
         """Take over what it costs this worker to load from its tiers."""
         row = self.rows[worker.worker_id]
         for tier in worker.tiers:
@@ -239,8 +239,8 @@ class WorkerTable:
             costs = self.tiers[tier.name]
             costs.latency_s[row], costs.block_s[row] = tier.latency_s, tier.block_s
             store = worker.card.tiers.get(tier.name, "")
-            teller = self._tellers.get(store, "") if store else worker.worker_id
-            rows = costs.readers.setdefault(holder_name(teller, tier.name), [])
+            reporter = self._reporters.get(store, "") if store else worker.worker_id
+            rows = costs.readers.setdefault(holder_name(reporter, tier.name), [])
             if row not in rows:
                 rows.append(row)
 
@@ -268,7 +268,7 @@ class WorkerTable:
 class Workers(Protocol):
     """What decisions are made from: those of a `Registry`, or a part of them."""
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[RegisteredWorker]:
         """All of them."""
 
     @property
@@ -279,14 +279,14 @@ class Workers(Protocol):
     def table(self) -> WorkerTable:
         """Them as arrays, as they are now: get it anew for each decision."""
 
-    def get(self, worker_id: str) -> Worker | None:
+    def get(self, worker_id: str) -> RegisteredWorker | None:
         """The worker, or None when it is gone."""
 
 
 class WorkerChange(NamedTuple):
     """What listeners are told, after the change. `before` is None for a worker that just joined."""
 
-    worker: Worker
+    worker: RegisteredWorker
     before: WorkerState | None
     reason: str
 
@@ -297,18 +297,18 @@ class Booking:
     def __init__(
         self,
         open_bookings: set[Booking],
-        changed_workers: set[Worker],
-        prefill: Worker,
-        decode: Worker,
+        changed_workers: set[RegisteredWorker],
+        prefill: RegisteredWorker,
+        decode: RegisteredWorker,
         load: RequestLoad,
-        turn: Turn,
+        turn: PrefillPriority,
     ) -> None:
         self.order = turn.order
         self.step_tokens = turn.max_step_tokens or prefill.card.max_num_batched_tokens
         self._open_bookings = open_bookings
         self._changed_workers = changed_workers
-        self._prefill: Worker | None = prefill
-        self._decode: Worker | None = decode
+        self._prefill: RegisteredWorker | None = prefill
+        self._decode: RegisteredWorker | None = decode
         self.num_new_tokens = load.num_new_tokens
         self._attention = prefill_attention(load.num_new_tokens, load.num_context_tokens)
         self._num_kv_tokens = load.num_kv_tokens
@@ -357,16 +357,16 @@ class Registry:
     """All workers that are not dead."""
 
     def __init__(self) -> None:
-        self._workers: dict[str, Worker] = {}
+        self._workers: dict[str, RegisteredWorker] = {}
         self._bookings: set[Booking] = set()
-        self._tellers: dict[str, str] = {}  # by store
+        self._reporters: dict[str, str] = {}  # by store
         self._table: WorkerTable | None = None  # made anew when workers come, go, or change state or role
-        self._changed: set[Worker] = set()  # whose bookings are not in the table yet
+        self._changed: set[RegisteredWorker] = set()  # whose bookings are not in the table yet
         self._listeners: list[Callable[[WorkerChange], None]] = []
         self._step_listeners: list[Callable[[], None]] = []
         self.num_listener_failures = 0  # calls of listeners that raised
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[RegisteredWorker]:
         return iter(self._workers.values())
 
     def __len__(self) -> int:
@@ -386,7 +386,7 @@ class Registry:
     def table(self) -> WorkerTable:
         """All workers as arrays, as they are now: get it anew for each decision."""
         if self._table is None:
-            self._table = WorkerTable(list(self), self._tellers)
+            self._table = WorkerTable(list(self), self._reporters)
         else:
             self._table.update(self._changed)
         self._changed.clear()
@@ -400,15 +400,15 @@ class Registry:
         """Call `listener` after each step that a worker reported: some of its queue may be gone."""
         self._step_listeners.append(listener)
 
-    def get(self, worker_id: str) -> Worker | None:
+    def get(self, worker_id: str) -> RegisteredWorker | None:
         """The worker, or None when it is gone."""
         return self._workers.get(worker_id)
 
-    def add(self, card: WorkerCard, now: float) -> Worker:
+    def add(self, card: WorkerCard, now: float) -> RegisteredWorker:
         """Take in a worker, in state STARTING. An earlier epoch of it must have been declared dead."""
         worker_id = card.address.worker_id
         assert worker_id not in self._workers, f"worker {worker_id} joined twice"
-        worker = Worker(card=card, role=card.role, state=WorkerState.STARTING, last_seen_s=now)
+        worker = RegisteredWorker(card=card, role=card.role, state=WorkerState.STARTING, last_seen_s=now)
         self._workers[worker_id] = worker
         self._table = None
         self._tell(WorkerChange(worker, None, "joined"))
@@ -425,7 +425,7 @@ class Registry:
         self._table = None
         if state == WorkerState.DEAD:
             del self._workers[worker_id]
-            self._tellers = {store: teller for store, teller in self._tellers.items() if teller != worker_id}
+            self._reporters = {store: reporter for store, reporter in self._reporters.items() if reporter != worker_id}
         self._tell(WorkerChange(worker, before, reason))
 
     def set_role(self, worker_id: str, role: Role) -> None:
@@ -456,10 +456,10 @@ class Registry:
 
         One of them is enough: the first that is asked for, until it is gone.
         """
-        if store not in self._tellers:
-            self._tellers[store] = worker_id
+        if store not in self._reporters:
+            self._reporters[store] = worker_id
             self._table = None
-        return self._tellers[store] == worker_id
+        return self._reporters[store] == worker_id
 
     def note_links(self, worker_id: str, links: Sequence[LinkLoad]) -> None:
         """Remember what a worker says of its writes to its peers."""
@@ -502,7 +502,7 @@ class Registry:
             except Exception:
                 self._note_failure(listener)
 
-    def reserve(self, load: RequestLoad, turn: Turn = Turn()) -> Booking:
+    def reserve(self, load: RequestLoad, turn: PrefillPriority = PrefillPriority()) -> Booking:
         """Book a decision's load, at once, so that the next decision sees it."""
         prefill, decode = self._workers[load.prefill], self._workers[load.decode]
         return Booking(self._bookings, self._changed, prefill, decode, load, turn)
@@ -521,22 +521,22 @@ class Registry:
         logger.exception("the listener %r failed", listener)
 
 
-def can_prefill(worker: Worker) -> bool:
+def can_prefill(worker: RegisteredWorker) -> bool:
     """Whether the worker may be given prompts to compute for another worker."""
     return worker.state == WorkerState.READY and worker.role == Role.PREFILL
 
 
-def can_decode(worker: Worker) -> bool:
+def can_decode(worker: RegisteredWorker) -> bool:
     """Whether the worker may be given sequences to decode, alone or behind a handoff."""
     return worker.state == WorkerState.READY and worker.role != Role.PREFILL
 
 
-def queue_s(worker: Worker, model: StepModel, order: float = math.inf) -> float:
+def queue_s(worker: RegisteredWorker, model: StepModel, order: float = math.inf) -> float:
     """Predicted seconds until the prompts booked on the worker are computed that go before one of this order."""
     return _compute_s(worker, model, worker.uncomputed_tokens_before(order))
 
 
-def wait_s(worker: Worker, model: StepModel, order: float = math.inf) -> float:
+def wait_s(worker: RegisteredWorker, model: StepModel, order: float = math.inf) -> float:
     """Predicted seconds until the worker begins a prompt of this order.
 
     That is when those that go before it are computed, and not before the end of the step in progress.
@@ -545,7 +545,7 @@ def wait_s(worker: Worker, model: StepModel, order: float = math.inf) -> float:
     return _compute_s(worker, model, max(num_before, worker.stepping_tokens(order)))
 
 
-def _compute_s(worker: Worker, model: StepModel, num_tokens: int) -> float:
+def _compute_s(worker: RegisteredWorker, model: StepModel, num_tokens: int) -> float:
     """Predicted seconds in which the worker computes so many of its prompt tokens."""
     if num_tokens <= 0:
         return 0.0

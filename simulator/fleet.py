@@ -21,16 +21,16 @@ from tandem.protocol.messages import (
 )
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry, Worker, can_decode
+from tandem.scheduling.registry import RegisteredWorker, Registry, can_decode
 
-__all__ = ["Fleet", "make_card"]
+__all__ = ["SimulatedFleet", "make_card"]
 
 NAMESPACE = b"simulated worker"
 _EPOCH = 1
 
 
 @dataclass(eq=False)
-class Fleet:
+class SimulatedFleet:
     """All workers, as the router knows them, and what it believes of their costs."""
 
     registry: Registry = field(default_factory=Registry)
@@ -39,7 +39,7 @@ class Fleet:
     _num_messages: dict[str, int] = field(default_factory=dict)
     _num_prompts: dict[str, int] = field(default_factory=dict)
 
-    def join(self, card: WorkerCard) -> Worker:
+    def join(self, card: WorkerCard) -> RegisteredWorker:
         """Take in a worker that is ready."""
         worker = self.registry.add(card, now=0.0)
         self.registry.set_state(worker.worker_id, WorkerState.READY, "simulated")
@@ -47,11 +47,11 @@ class Fleet:
         self._num_messages[worker.worker_id] = self._num_prompts[worker.worker_id] = 0
         return worker
 
-    def num_prompts(self, worker: Worker) -> int:
+    def num_prompts(self, worker: RegisteredWorker) -> int:
         """Requests whose first token this worker owes."""
         return self._num_prompts[worker.worker_id]
 
-    def num_in_flight(self, worker: Worker) -> int:
+    def num_in_flight(self, worker: RegisteredWorker) -> int:
         """Requests at this worker: prompts on a prefill worker, else sequences that do not have their last token."""
         return worker.num_booked_seqs if can_decode(worker) else self.num_prompts(worker)
 

@@ -16,8 +16,8 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import BlockEvents
 from tandem.scheduling.placement import Candidate, Placer
 from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Worker, can_decode, can_prefill
-from tandem.simulator.fleet import Fleet
+from tandem.scheduling.registry import RegisteredWorker, can_decode, can_prefill
+from tandem.simulator.fleet import SimulatedFleet
 
 __all__ = ["POLICIES", "Ask", "Choice", "Policy"]
 
@@ -37,8 +37,8 @@ class Ask:
 class Choice:
     """Where a request goes; prefill and decode may be the same worker."""
 
-    prefill: Worker
-    decode: Worker
+    prefill: RegisteredWorker
+    decode: RegisteredWorker
     num_cached_tokens: int  # expected, as booked
     candidate: Candidate | None = None  # our placement's, with all its terms
 
@@ -51,7 +51,7 @@ class Choice:
 class Policy(ABC):
     """Chooses for one request at a time; the caller books the choice before the next."""
 
-    def __init__(self, fleet: Fleet, rng: random.Random) -> None:
+    def __init__(self, fleet: SimulatedFleet, rng: random.Random) -> None:
         self.fleet = fleet
         self.rng = rng
 
@@ -63,7 +63,7 @@ class Policy(ABC):
 class Tandem(Policy):
     """The product's placement: the fewest predicted seconds. See scheduling/placement.py."""
 
-    def __init__(self, fleet: Fleet, rng: random.Random) -> None:
+    def __init__(self, fleet: SimulatedFleet, rng: random.Random) -> None:
         super().__init__(fleet, rng)
         config = RouterConfig(max_queued_prompt_tokens=UNLIMITED_TOKENS)
         self._placer = Placer(fleet.registry, fleet.index, fleet.costs, config)
@@ -88,10 +88,10 @@ class _ByRole(Policy):
         return Choice(prefill, decode, min(num_cached, ask.num_prompt_tokens - 1))
 
     @abstractmethod
-    def pick(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+    def pick(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
         """The worker that computes the prompt. `hits`: leading blocks cached, by worker id."""
 
-    def pick_decode(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+    def pick_decode(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
         """The worker that decodes, where roles are separate."""
         return self.pick(workers, ask, hits)
 
@@ -99,11 +99,11 @@ class _ByRole(Policy):
 class RoundRobin(_ByRole):
     """Each worker in turn. Dynamo's default mode; pools are turned independently, as in vLLM production-stack."""
 
-    def __init__(self, fleet: Fleet, rng: random.Random) -> None:
+    def __init__(self, fleet: SimulatedFleet, rng: random.Random) -> None:
         super().__init__(fleet, rng)
         self._num_picked: dict[bool, int] = {}
 
-    def pick(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+    def pick(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
         """The next one of this pool."""
         pool = can_prefill(workers[0])
         self._num_picked[pool] = self._num_picked.get(pool, -1) + 1
@@ -116,7 +116,7 @@ class LeastLoaded(_ByRole):
     The reference's `ll` with decoding; routers that count requests instead (Dynamo's least-loaded) see less.
     """
 
-    def pick(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+    def pick(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
         """The least of both."""
         return min(workers, key=lambda worker: (worker.uncomputed_tokens, worker.booked_kv_tokens))
 
@@ -127,7 +127,7 @@ class PowerOfTwo(_ByRole):
     Load is uncomputed prompt tokens plus KV tokens of booked sequences.
     """
 
-    def pick(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+    def pick(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
         """Two different ones, or the only one."""
         drawn = self.rng.sample(workers, min(2, len(workers)))
         return min(drawn, key=lambda worker: worker.uncomputed_tokens + worker.booked_kv_tokens)
@@ -145,13 +145,13 @@ class CacheAwareThreshold(_ByRole):
 
     CACHE_THRESHOLD, ABSOLUTE_THRESHOLD, RELATIVE_THRESHOLD = 0.3, 64, 1.5
 
-    def __init__(self, fleet: Fleet, rng: random.Random) -> None:
+    def __init__(self, fleet: SimulatedFleet, rng: random.Random) -> None:
         super().__init__(fleet, rng)
         self._tree = PrefixIndex()
         self._num_inserts: dict[str, int] = {}
         self._decode = PowerOfTwo(fleet, rng)
 
-    def pick(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+    def pick(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
         """By the two thresholds."""
         loads = {worker.worker_id: self.fleet.num_in_flight(worker) for worker in workers}
         least, most = min(loads.values()), max(loads.values())
@@ -165,7 +165,7 @@ class CacheAwareThreshold(_ByRole):
         self._insert(chosen.worker_id, ask.digests)
         return chosen
 
-    def pick_decode(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+    def pick_decode(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
         """By load."""
         return self._decode.pick(workers, ask, hits)
 
@@ -185,10 +185,10 @@ class Dynamo(_ByRole):
     ignores decode blocks; decode counts no overlap, so it goes by load alone.
     """
 
-    def pick(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+    def pick(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
         """The lowest cost."""
 
-        def cost(worker: Worker) -> float:
+        def cost(worker: RegisteredWorker) -> float:
             block_size = worker.card.block_size
             prefill_tokens = worker.queued_prompt_tokens + ask.num_prompt_tokens
             prefill = max(prefill_tokens / block_size - hits.get(worker.worker_id, 0), 0.0)
@@ -196,7 +196,7 @@ class Dynamo(_ByRole):
 
         return _lowest(workers, cost, self.rng)
 
-    def pick_decode(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+    def pick_decode(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
         """Fewest active blocks."""
         return _lowest(workers, lambda worker: worker.booked_kv_tokens, self.rng)
 
@@ -213,12 +213,12 @@ class LlmD(_ByRole):
 
     QUEUE_WEIGHT, KV_WEIGHT, PREFIX_WEIGHT = 2, 2, 3
 
-    def pick(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+    def pick(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
         """The highest score."""
         queues = {worker.worker_id: self.fleet.num_prompts(worker) for worker in workers}
         most, least = max(queues.values()), min(queues.values())
 
-        def negative_score(worker: Worker) -> float:
+        def negative_score(worker: RegisteredWorker) -> float:
             queue = (most - queues[worker.worker_id]) / (most - least) if most > least else 1.0
             usage = worker.booked_kv_tokens / (worker.card.num_blocks * worker.card.block_size)
             prefix = hits.get(worker.worker_id, 0) / max(len(ask.digests), 1)
@@ -226,12 +226,14 @@ class LlmD(_ByRole):
 
         return _lowest(workers, negative_score, self.rng)
 
-    def pick_decode(self, workers: Sequence[Worker], ask: Ask, hits: Mapping[str, int]) -> Worker:
+    def pick_decode(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
         """Fewest sequences."""
         return _lowest(workers, lambda worker: worker.num_booked_seqs, self.rng)
 
 
-def _lowest(workers: Sequence[Worker], cost: Callable[[Worker], float], rng: random.Random) -> Worker:
+def _lowest(
+    workers: Sequence[RegisteredWorker], cost: Callable[[RegisteredWorker], float], rng: random.Random
+) -> RegisteredWorker:
     costs = [cost(worker) for worker in workers]
     lowest = min(costs)
     return rng.choice([worker for worker, value in zip(workers, costs, strict=True) if value == lowest])

@@ -23,7 +23,7 @@ from tandem.scheduling.cost_model import StepCosts
 from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.placement import Placer
 from tandem.scheduling.registry import Booking
-from tandem.simulator.fleet import Fleet, make_card
+from tandem.simulator.fleet import SimulatedFleet, make_card
 from tandem.simulator.measures import quantile
 
 __all__ = ["REFERENCE_POLICIES", "ReferenceResult", "route"]
@@ -87,7 +87,7 @@ class _Worker:
 class _Routing(ABC):
     """A policy under reference semantics. `hits`: leading blocks cached, by worker id."""
 
-    def __init__(self, workers: Sequence[_Worker], fleet: Fleet, tokens_per_s: float) -> None:
+    def __init__(self, workers: Sequence[_Worker], fleet: SimulatedFleet, tokens_per_s: float) -> None:
         self.workers = workers
         self.fleet = fleet
 
@@ -131,7 +131,7 @@ class _Tandem(_Routing):
     Each worker has a namespace of its own: under these semantics no KV can be read from a peer.
     """
 
-    def __init__(self, workers: Sequence[_Worker], fleet: Fleet, tokens_per_s: float) -> None:
+    def __init__(self, workers: Sequence[_Worker], fleet: SimulatedFleet, tokens_per_s: float) -> None:
         super().__init__(workers, fleet, tokens_per_s)
         self._by_id = {worker.worker_id: worker for worker in workers}
         self._tokens_per_s = tokens_per_s
@@ -168,7 +168,7 @@ class _Tandem(_Routing):
             bookings.popleft()[1].release()
 
 
-REFERENCE_POLICIES: dict[str, Callable[[Sequence[_Worker], Fleet, float], _Routing]] = {
+REFERENCE_POLICIES: dict[str, Callable[[Sequence[_Worker], SimulatedFleet, float], _Routing]] = {
     "round_robin": _RoundRobin,
     "least_loaded": _LeastLoaded,
     "cost": _Cost,
@@ -181,7 +181,7 @@ def route(requests: Sequence[TraceRequest], policy: str, *, num_workers: int, ca
     span_s = requests[-1].arrival_s - requests[0].arrival_s
     num_prompt_tokens = sum(request.num_prompt_tokens for request in requests)
     tokens_per_s = num_prompt_tokens / (num_workers * span_s * UTILISATION)
-    fleet = Fleet()
+    fleet = SimulatedFleet()
     workers = [_Worker(f"w{idx}", capacity_blocks) for idx in range(num_workers)]
     for worker in workers:
         fleet.join(_card(worker.worker_id, Role.PREFILL))

@@ -20,7 +20,7 @@ from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.registry import Booking
 from tandem.simulator.clock import Clock
 from tandem.simulator.cluster import Cluster
-from tandem.simulator.fleet import Fleet
+from tandem.simulator.fleet import SimulatedFleet
 from tandem.simulator.policies import POLICIES, Ask, Choice
 from tandem.simulator.steps import Run
 from tandem.simulator.worker import Job, SimulatedWorker
@@ -108,7 +108,7 @@ class _Simulation:
         self._cluster = cluster
         self._machine = cluster.machine
         self._clock = Clock()
-        self._fleet = Fleet()
+        self._fleet = SimulatedFleet()
         self._workers: dict[str, SimulatedWorker] = {}
         for card in cluster.cards():
             self._fleet.join(card)

@@ -19,16 +19,16 @@ from tandem.protocol.errors import ConfigError, ModelNotFound, RequestError, Ser
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.engines.addresses import check_addresses
 from tandem.router.engines.config import EngineSpec, check_tokenizer, spec_from
-from tandem.router.engines.fleet import Fleet
+from tandem.router.engines.fleet import EngineFleet
 from tandem.router.engines.forward import Forwarder, read_object
 from tandem.router.engines.metrics import EngineCollector
 from tandem.router.engines.prompts import PromptReader
-from tandem.router.engines.together import Together
+from tandem.router.engines.together import ClusterView
 from tandem.router.http.app import RouterApp, json_response
 from tandem.router.http.errors import error_body, error_response
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.openai.views import decisions_view, metrics_response, pools_view
-from tandem.router.processes.sibling_bus import SiblingBus
+from tandem.router.processes.sibling_bus import PeerRouterBus
 from tandem.router.text.tokenizer import TokenizerPool
 from tandem.router.workers.metrics import WorkerCollector
 from tandem.runtime.background import BackgroundTasks
@@ -64,13 +64,13 @@ class EngineNotFound(RequestError):
 
 
 def create_engines_app(
-    fleet: Fleet,
+    fleet: EngineFleet,
     specs: Iterable[EngineSpec],
     readers: Mapping[str, PromptReader],
     metrics_registry: CollectorRegistry,
     *,
     admin_token: str = "",
-    bus: SiblingBus | None = None,
+    bus: PeerRouterBus | None = None,
     api_keys: Mapping[bytes, str],
 ) -> RouterApp:
     """The app. It takes the engines of `specs` into the fleet at its start and closes the fleet at its end.
@@ -86,7 +86,7 @@ def create_engines_app(
     metrics_registry.register(EngineCollector(fleet, lambda: forwarder.num_retries))
     metrics_registry.register(WorkerCollector(fleet.registry))
     metrics_registry.register(AdmissionCollector(forwarder.queues))
-    together = Together(fleet, forwarder.queues, metrics_registry, bus)
+    together = ClusterView(fleet, forwarder.queues, metrics_registry, bus)
     first_specs = list(specs)
     fleet.siblings.lasting = {spec.name for spec in first_specs}
     fleet.trusted_urls = frozenset(spec.url for spec in first_specs)
@@ -118,7 +118,7 @@ def _add_generation_routes(app: RouterApp, forwarder: Forwarder) -> None:
         app.add_raw_route(path, partial(forwarder.answer, path))
 
 
-def _add_route_routes(app: FastAPI, forwarder: Forwarder, together: Together) -> None:
+def _add_route_routes(app: FastAPI, forwarder: Forwarder, together: ClusterView) -> None:
     @app.post("/v1/route/explain")
     async def explain(request: Request) -> Response:
         return json_response(await forwarder.explain(request))
@@ -128,7 +128,7 @@ def _add_route_routes(app: FastAPI, forwarder: Forwarder, together: Together) ->
         return json_response({"object": "list", "data": decisions_view(await together.decisions(), request)})
 
 
-def _add_catalog_routes(app: FastAPI, fleet: Fleet) -> None:
+def _add_catalog_routes(app: FastAPI, fleet: EngineFleet) -> None:
     started_at_s = int(time.time())
 
     def card(model: str) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _add_catalog_routes(app: FastAPI, fleet: Fleet) -> None:
         return json_response(card(model_id))
 
 
-def _add_operation_routes(app: FastAPI, fleet: Fleet, together: Together) -> None:
+def _add_operation_routes(app: FastAPI, fleet: EngineFleet, together: ClusterView) -> None:
     @app.get("/health")
     async def health() -> Response:
         return json_response({"status": "ok"})
@@ -171,7 +171,12 @@ def _add_operation_routes(app: FastAPI, fleet: Fleet, together: Together) -> Non
 
 
 def _add_admin_routes(
-    app: FastAPI, fleet: Fleet, together: Together, admin_token: str, known_keys: set[str], tokenizers: Container[str]
+    app: FastAPI,
+    fleet: EngineFleet,
+    together: ClusterView,
+    admin_token: str,
+    known_keys: set[str],
+    tokenizers: Container[str],
 ) -> None:
     removals = BackgroundTasks()
 

@@ -1,6 +1,6 @@
 """One engine at run time: its client, its breaker, and what is known and expected of its cache.
 
-Everything here is of one event loop. `Fleet` changes its life; an `Exchange` counts itself in and out.
+Everything here is of one event loop. `EngineFleet` changes its life; an `Exchange` counts itself in and out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Booking
 
-__all__ = ["Engine", "Exchanging", "digest_root"]
+__all__ = ["Exchanging", "RemoteEngine", "digest_root"]
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_SHADOW_BLOCKS = 8192  # of an engine that does not tell its size
@@ -46,7 +46,7 @@ class Exchanging(Protocol):
         """End it now, with an error that names the engine."""
 
 
-class Engine:
+class RemoteEngine:
     """What the router has of one engine."""
 
     def __init__(self, spec: EngineSpec, config: EnginesConfig, resolve: Resolve | None = None) -> None:

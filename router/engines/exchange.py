@@ -21,15 +21,15 @@ from typing import Any, TypeVar
 import orjson
 
 from tandem.protocol.digest import CacheScope
-from tandem.router.engines.engine import Engine
+from tandem.router.engines.engine import RemoteEngine
 from tandem.router.engines.errors import EngineBusy, EngineFailed, engine_errors
-from tandem.router.engines.fleet import Fleet, Placed
+from tandem.router.engines.fleet import EngineFleet, Placed
 from tandem.router.engines.sse import Event, EventSplitter, first_event, leading_pieces, parse_event, split_events
 from tandem.router.engines.upstream import Reply
 from tandem.router.http.metrics import EdgeMetrics, RequestClock
-from tandem.router.http.request_options import Wishes
-from tandem.router.http.response_writer import Outlet
-from tandem.runtime.idle_timeout import SilenceWatch
+from tandem.router.http.request_options import RequestOptions
+from tandem.router.http.response_writer import ResponseWriter
+from tandem.runtime.idle_timeout import IdleTimeout
 from tandem.scheduling.cost_model import StepModel
 
 __all__ = ["Call", "Exchange"]
@@ -61,7 +61,7 @@ class Call:
     token_ids: list[int]
     cache_scope: CacheScope  # whose cached blocks it may use
     arrived_s: float  # of time.perf_counter
-    wishes: Wishes
+    wishes: RequestOptions
 
     @property
     def is_stream(self) -> bool:
@@ -79,7 +79,7 @@ class Call:
         """Whether the answer is to say why it comes from where it comes."""
         return self.wishes.explains
 
-    def body_for(self, engine: Engine) -> dict[str, Any]:
+    def body_for(self, engine: RemoteEngine) -> dict[str, Any]:
         """What is sent: usage is always asked for, it tells what was cached.
 
         The salt is our name of the scope, never the client's own: an engine shares blocks among requests of one salt.
@@ -98,7 +98,7 @@ class Call:
 class Exchange:
     """Whoever makes one closes it."""
 
-    def __init__(self, fleet: Fleet, placed: Placed, call: Call, metrics: EdgeMetrics) -> None:
+    def __init__(self, fleet: EngineFleet, placed: Placed, call: Call, metrics: EdgeMetrics) -> None:
         self.status = 200
         self.content: bytes | None = None  # a plain answer, or the client's error; None for a stream
         self.content_type = "application/json"
@@ -118,7 +118,7 @@ class Exchange:
         self._aborted: EngineFailed | None = None
         self._broken: EngineFailed | None = None  # by an event, after what came before it
         self._scope: asyncio.Timeout | None = None
-        self._watch: SilenceWatch | None = None  # of a stream
+        self._watch: IdleTimeout | None = None  # of a stream
         self._waits_for = placed.decode
         self._belief: asyncio.TimerHandle | None = None
         self._num_events = 0
@@ -129,7 +129,7 @@ class Exchange:
         self._begin()
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> RemoteEngine:
         """The engine the answer comes from."""
         return self._placed.decode
 
@@ -168,7 +168,7 @@ class Exchange:
             self._trials.pop(engine)
             engine.breaker.succeeded()
 
-    async def relay(self, outlet: Outlet) -> bytes:
+    async def relay(self, outlet: ResponseWriter) -> bytes:
         """Have the events of a stream shown as they came, all that one read brought at a time; returns the last ones.
 
         While the client keeps up they are shown in the callback that brings them: a task's turn for each would cost as
@@ -177,7 +177,7 @@ class Exchange:
         assert self._reply is not None, "it is a stream"
         timeout_s = self._fleet.config.request_timeout_s
         reason = f"sent nothing within request_timeout_s={timeout_s:g}"
-        self._watch = watch = SilenceWatch(timeout_s, lambda: self.abort(reason))
+        self._watch = watch = IdleTimeout(timeout_s, lambda: self.abort(reason))
         take = partial(self._take, outlet, watch)
         try:
             self._pass_on(outlet, self._first)
@@ -279,7 +279,7 @@ class Exchange:
             '\'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\', or give it role both',
         )
 
-    async def _send(self, engine: Engine, body: dict[str, Any]) -> Reply:
+    async def _send(self, engine: RemoteEngine, body: dict[str, Any]) -> Reply:
         if self._reply is not None:
             self._reply.close()
             self._reply = None
@@ -291,7 +291,7 @@ class Exchange:
             self._reply = await engine.upstream.post(self._call.path, content, self._call.request_id)
         return self._reply
 
-    async def _take_plain(self, engine: Engine, reply: Reply) -> None:
+    async def _take_plain(self, engine: RemoteEngine, reply: Reply) -> None:
         """A whole answer: the engine's, or its refusal."""
         with engine_errors(engine.name):
             content = await self._wait(reply.read_all())
@@ -313,7 +313,7 @@ class Exchange:
             self._note_usage(usage if isinstance(usage, dict) else {})
             self._note_end()
 
-    def _refuse(self, engine: Engine, reply: Reply, content: bytes) -> None:
+    def _refuse(self, engine: RemoteEngine, reply: Reply, content: bytes) -> None:
         """Raise for what is the engine's fault or load; what is the client's passes."""
         status = reply.status
         if status == 429 or (status == 503 and "retry-after" in reply.headers):
@@ -328,7 +328,7 @@ class Exchange:
         if status != 200 and not 400 <= status < 500:
             raise EngineFailed(engine.name, f"answered {status}, which is no answer")
 
-    async def _take_first_event(self, engine: Engine, reply: Reply) -> None:
+    async def _take_first_event(self, engine: RemoteEngine, reply: Reply) -> None:
         while (first := first_event(self._first)) is None:  # comments go no further, so none of them are kept
             self._first = await self._wait(self._next_events(reply))
         error = first.error
@@ -349,12 +349,12 @@ class Exchange:
 
     # -- the stream ---------------------------------------------------------------------------------------------
 
-    def _take(self, outlet: Outlet, watch: SilenceWatch, parts: list[bytes]) -> bool:
+    def _take(self, outlet: ResponseWriter, watch: IdleTimeout, parts: list[bytes]) -> bool:
         """Show what came; whether more may come at once."""
         watch.begin()
         return self._pass_on(outlet, self._whole(b"".join(parts)))
 
-    def _pass_on(self, outlet: Outlet, events: bytes) -> bool:
+    def _pass_on(self, outlet: ResponseWriter, events: bytes) -> bool:
         shown = self._seen(events)
         if self._is_done:
             self._last = shown
@@ -447,10 +447,10 @@ class Exchange:
 
     # -- what is learned ------------------------------------------------------------------------------------------
 
-    def _steps(self, engine: Engine) -> StepModel:
+    def _steps(self, engine: RemoteEngine) -> StepModel:
         return self._fleet.costs.steps(engine.spec.cost_kind)
 
-    def _learn_first_token(self, engine: Engine, now: float) -> None:
+    def _learn_first_token(self, engine: RemoteEngine, now: float) -> None:
         placement = self._placed.placement
         self._fleet.learn_first_token(
             engine,
@@ -504,7 +504,7 @@ class Exchange:
         self.on_end(self._lengths[1])
         self._metrics.duration_s.observe(time.perf_counter() - self._call.arrived_s)
 
-    def _report_failure(self, engine: Engine, *, is_absent: bool) -> None:
+    def _report_failure(self, engine: RemoteEngine, *, is_absent: bool) -> None:
         engine.num_failures += 1
         trial = self._trials.pop(engine, 0)
         engine.breaker.failed(self._fleet.clock(), trial=trial, is_absent=is_absent)

@@ -22,21 +22,21 @@ from tandem.protocol.errors import ConfigError, ModelNotFound, NoWorker
 from tandem.protocol.messages import Role, WorkerCard, WorkerLoad, WorkerState
 from tandem.router.engines.addresses import public_addresses
 from tandem.router.engines.config import EnginesConfig, EngineSpec, check_fleet
-from tandem.router.engines.engine import Engine, card_of, digest_root, with_model
+from tandem.router.engines.engine import RemoteEngine, card_of, digest_root, with_model
 from tandem.router.engines.errors import EngineBusy
 from tandem.router.engines.load import EngineLoad, EngineSize, model_of, parse_load, parse_size
 from tandem.router.engines.looks import look
 from tandem.router.processes.sibling_messages import EngineEntry
-from tandem.router.processes.siblings import SharedBooking, Siblings
+from tandem.router.processes.siblings import PeerRouters, SharedBooking
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.placement import Placement, Placer
 from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry, Worker
+from tandem.scheduling.registry import RegisteredWorker, Registry
 from tandem.scheduling.tenants import Tenants
 
-__all__ = ["Fleet", "Placed", "Prompt"]
+__all__ = ["EngineFleet", "Placed", "Prompt"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +74,8 @@ class Placed(NamedTuple):
     """Where a request goes, and what it was counted as."""
 
     placement: Placement
-    prefill: Engine
-    decode: Engine
+    prefill: RemoteEngine
+    decode: RemoteEngine
     digests: list[bytes]
 
     @property
@@ -84,7 +84,7 @@ class Placed(NamedTuple):
         return self.prefill is not self.decode
 
 
-class Fleet:
+class EngineFleet:
     """The engines of one router. Used from one event loop only."""
 
     def __init__(
@@ -96,7 +96,7 @@ class Fleet:
         config: RouterConfig,
         engines: EnginesConfig,
         tenants: Tenants = Tenants(),
-        siblings: Siblings | None = None,
+        siblings: PeerRouters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = registry
@@ -105,21 +105,21 @@ class Fleet:
         self.config = config
         self.engines_config = engines
         self.tenants = tenants
-        self.siblings = siblings or Siblings(registry)  # of which there are none
+        self.siblings = siblings or PeerRouters(registry)  # of which there are none
         self.siblings.listen(self)
         self.clock = clock
         self.trusted_urls: frozenset[str] = frozenset()  # that the operator named; others may not be on this machine
         self.mean_prompt_tokens = FIRST_GUESS_TOKENS
         self.mean_output_tokens = FIRST_GUESS_TOKENS / 2
         self._placer = Placer(registry, index, costs, config)
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, RemoteEngine] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._followers: dict[str, asyncio.Task[None]] = {}  # by name, of engines that siblings changed
         self._background = BackgroundTasks()
         self._context = Context()
 
     @property
-    def engines(self) -> list[Engine]:
+    def engines(self) -> list[RemoteEngine]:
         """All of them, in the order they were added."""
         return list(self._engines.values())
 
@@ -135,7 +135,7 @@ class Fleet:
             engine.state is WorkerState.READY and engine.spec.role is not Role.PREFILL for engine in self.engines
         )
 
-    def get(self, name: str) -> Engine | None:
+    def get(self, name: str) -> RemoteEngine | None:
         """The engine of this name."""
         return self._engines.get(name)
 
@@ -143,7 +143,7 @@ class Fleet:
         """Longest context any engine of the model has; None while none has told."""
         return max((e.card.max_model_len for e in self.engines if e.card and e.spec.model == model), default=None)
 
-    def add(self, spec: EngineSpec) -> Engine:
+    def add(self, spec: EngineSpec) -> RemoteEngine:
         """Take an engine in, here and at the siblings, and begin to probe it.
 
         Raises `ConfigError` when it cannot stand beside the others.
@@ -203,9 +203,9 @@ class Fleet:
 
     def _place_among(
         self,
-        open_to_it: list[Engine],
+        open_to_it: list[RemoteEngine],
         model: str,
-        engines: list[Engine],
+        engines: list[RemoteEngine],
         prompt: Prompt,
         num_outputs: int,
         now: float,
@@ -241,7 +241,13 @@ class Fleet:
         return self.siblings.reserve(placed.placement.load, placed.digests)
 
     def learn_first_token(
-        self, engine: Engine, worker: Worker, *, sent_s: float, num_new_tokens: int, num_cached_tokens: int
+        self,
+        engine: RemoteEngine,
+        worker: RegisteredWorker,
+        *,
+        sent_s: float,
+        num_new_tokens: int,
+        num_cached_tokens: int,
     ) -> None:
         """A prompt sent to the engine then has its first token now."""
         stats = engine.pace.first_token(
@@ -312,7 +318,7 @@ class Fleet:
 
     def _place_in(
         self,
-        members: dict[str, Engine],
+        members: dict[str, RemoteEngine],
         num_prompt_tokens: int,
         prompt: Prompt,
         num_outputs: int,
@@ -324,7 +330,7 @@ class Fleet:
         return self._placer.place(num_prompt_tokens, digests, num_outputs, now, excluded=others, **options)
 
     def _nobody(
-        self, model: str, engines: list[Engine], tried: Collection[str], now: float, refused: dict[str, NoWorker]
+        self, model: str, engines: list[RemoteEngine], tried: Collection[str], now: float, refused: dict[str, NoWorker]
     ) -> NoWorker | EngineBusy:
         reasons = {e.name: "tried" if e.name in tried else e.refusal(now) for e in engines}
         others = dict.fromkeys(e.spec.group for e in engines if not reasons[e.name])
@@ -337,16 +343,16 @@ class Fleet:
 
     # -- life of an engine ------------------------------------------------------------------------------------
 
-    def _start(self, spec: EngineSpec) -> Engine:
+    def _start(self, spec: EngineSpec) -> RemoteEngine:
         is_trusted = self.engines_config.allow_local_engines or spec.url in self.trusted_urls
-        engine = Engine(spec, self.engines_config, None if is_trusted else public_addresses)
+        engine = RemoteEngine(spec, self.engines_config, None if is_trusted else public_addresses)
         self._engines[spec.name] = engine
         self._probes[spec.name] = self._background.keep(
             f"probe of engine {spec.name}", lambda: self._probe_for_ever(engine)
         )
         return engine
 
-    async def _drain(self, engine: Engine) -> None:
+    async def _drain(self, engine: RemoteEngine) -> None:
         if engine.is_removed:
             await engine.is_gone.wait()
             return
@@ -359,7 +365,7 @@ class Fleet:
             logger.warning("engine %s still runs %d requests after draining", engine.name, len(engine.exchanges))
         await self._forget(engine)
 
-    async def _forget(self, engine: Engine) -> None:
+    async def _forget(self, engine: RemoteEngine) -> None:
         probe = self._probes.pop(engine.name)
         probe.cancel()
         await asyncio.gather(probe, return_exceptions=True)
@@ -370,7 +376,7 @@ class Fleet:
         engine.is_gone.set()
         await engine.close()
 
-    async def _probe_for_ever(self, engine: Engine) -> None:
+    async def _probe_for_ever(self, engine: RemoteEngine) -> None:
         num_failed, last_good_s = 0, self.clock()
         while True:
             try:
@@ -384,7 +390,7 @@ class Fleet:
                 logger.exception("probing engine %s failed", engine.name)
             await asyncio.sleep(self.engines_config.probe_interval_s)
 
-    async def _probe(self, engine: Engine) -> None:
+    async def _probe(self, engine: RemoteEngine) -> None:
         timeout_s = self.engines_config.probe_timeout_s
         answer = await look(engine.client, _HEALTH_PATHS[engine.spec.kind], timeout_s)
         if answer.status_code in (401, 403):
@@ -401,18 +407,18 @@ class Fleet:
         engine.has_metrics = load is not None
         self._note_load(engine, load, max(num_known, self._num_on(engine)), now)
 
-    def _num_on(self, engine: Engine) -> int:
+    def _num_on(self, engine: RemoteEngine) -> int:
         """Requests that we and our siblings have there."""
         return len(engine.exchanges) + self.siblings.num_on(engine.name)
 
-    async def _metrics(self, engine: Engine, timeout_s: float) -> str:
+    async def _metrics(self, engine: RemoteEngine, timeout_s: float) -> str:
         """Its `/metrics`, "" where it has none; asked again in each life."""
         if not engine.has_metrics and engine.state is WorkerState.READY:
             return ""
         answer = await look(engine.client, "/metrics", timeout_s)
         return answer.text if answer.status_code == 200 else ""
 
-    async def _join(self, engine: Engine, size: EngineSize, timeout_s: float) -> None:
+    async def _join(self, engine: RemoteEngine, size: EngineSize, timeout_s: float) -> None:
         answer = await look(engine.client, "/v1/models", timeout_s)
         if answer.status_code != 200:
             raise ValueError(f"/v1/models answered {answer.status_code}; is its api_key_env right?")
@@ -427,7 +433,7 @@ class Fleet:
         engine.join(card, self.index, self._context)
         self._set_state(engine, WorkerState.READY, "")
 
-    def _check_block_size(self, engine: Engine, block_size: int) -> None:
+    def _check_block_size(self, engine: RemoteEngine, block_size: int) -> None:
         """One chain of digests is computed for a group. Raises `ValueError` for one that would need another."""
         spec = engine.spec
         for other in self.engines:
@@ -438,7 +444,7 @@ class Fleet:
                     "give one of them a group of its own"
                 )
 
-    def _on_failed_probe(self, engine: Engine, num_failed: int, last_good_s: float, reason: str) -> None:
+    def _on_failed_probe(self, engine: RemoteEngine, num_failed: int, last_good_s: float, reason: str) -> None:
         if num_failed < self.engines_config.max_failed_probes:
             return
         if engine.state is WorkerState.READY:
@@ -451,15 +457,15 @@ class Fleet:
             if is_lost or not exchange.has_answer:
                 exchange.abort(f"it stopped answering ({reason})")
 
-    def _leave(self, engine: Engine, reason: str) -> None:
+    def _leave(self, engine: RemoteEngine, reason: str) -> None:
         engine.leave(self.index)
         self._set_state(engine, WorkerState.DEAD, reason)
 
-    def _set_state(self, engine: Engine, state: WorkerState, reason: str) -> None:
+    def _set_state(self, engine: RemoteEngine, state: WorkerState, reason: str) -> None:
         engine.state, engine.reason = state, reason
         self.registry.set_state(engine.name, state, reason or "answers")
 
-    def _note_load(self, engine: Engine, load: EngineLoad | None, num_known: int, now: float) -> None:
+    def _note_load(self, engine: RemoteEngine, load: EngineLoad | None, num_known: int, now: float) -> None:
         """Remember what the engine tells, and book what others have put on it as if we had.
 
         Nobody tells how long their prompts are: they count as ours on average.
@@ -486,7 +492,7 @@ class Fleet:
             booking.prefill_done()
 
 
-def _room(engine: Engine) -> int:
+def _room(engine: RemoteEngine) -> int:
     """Tokens of the longest context that it has room for."""
     card = engine.card
     return min(card.num_blocks * card.block_size, card.max_model_len) if card is not None else 0

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from tandem.protocol.errors import ModelNotFound, NoWorker, RequestError, ServingError
 from tandem.router.engines.errors import EngineBusy, EngineFailed
 from tandem.router.engines.exchange import Call, Exchange
-from tandem.router.engines.fleet import Fleet, Prompt
+from tandem.router.engines.fleet import EngineFleet, Prompt
 from tandem.router.engines.prompts import PromptReader, TextReader, cache_salt_of, priority_of
 from tandem.router.engines.queues import Queues
 from tandem.router.http.callers import check_json
@@ -27,7 +27,7 @@ from tandem.router.http.json_body import check_brackets
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.presence import while_connected
 from tandem.router.http.request_options import EXPLAIN_HEADER, wishes_of
-from tandem.router.http.response_writer import Outlet
+from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.openai.answer import new_answer_id
 from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
 from tandem.router.text.tokenizer import TokenizerPool
@@ -63,7 +63,7 @@ class Forwarder:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: EngineFleet,
         scopes: CacheScopes,
         readers: Mapping[str, PromptReader],
         pool: TokenizerPool,
@@ -93,7 +93,7 @@ class Forwarder:
         _check_fields(raw, body)
         call = await self._call(request, path, raw, body, arrived_s)
         exchange = None
-        outlet = Outlet(scope, send)
+        outlet = ResponseWriter(scope, send)
         try:
             async with while_connected(receive):
                 exchange, decision = await self._open(call)
@@ -192,7 +192,7 @@ class Forwarder:
             headers[EXPLAIN_HEADER] = json.dumps(decision.to_json(self._fleet.clock()), separators=(",", ":"))
         return headers
 
-    async def _relay(self, exchange: Exchange, headers: dict[str, str], outlet: Outlet) -> None:
+    async def _relay(self, exchange: Exchange, headers: dict[str, str], outlet: ResponseWriter) -> None:
         """Send a stream's events as they come."""
         raw_headers = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         self._metrics.running_requests.inc()

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from tandem.protocol.messages import WorkerState
 from tandem.router.engines.breaker import BreakerState
-from tandem.router.engines.fleet import Fleet
+from tandem.router.engines.fleet import EngineFleet
 
 __all__ = ["EngineCollector"]
 
@@ -16,7 +16,7 @@ __all__ = ["EngineCollector"]
 class EngineCollector:
     """State, circuit and failures of every engine, and how often a request had to be sent elsewhere."""
 
-    def __init__(self, fleet: Fleet, num_retries: Callable[[], int]) -> None:
+    def __init__(self, fleet: EngineFleet, num_retries: Callable[[], int]) -> None:
         self._fleet = fleet
         self._num_retries = num_retries
 

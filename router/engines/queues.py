@@ -14,18 +14,18 @@ import msgspec
 import numpy as np
 
 from tandem.protocol.errors import NoWorker
-from tandem.router.admission_queue import NUM_OTHERS, Gate
+from tandem.router.admission_queue import NUM_OTHERS, AdmissionQueue
 from tandem.router.engines.exchange import Call, Exchange
-from tandem.router.engines.fleet import Fleet, Prompt
+from tandem.router.engines.fleet import EngineFleet, Prompt
 from tandem.router.engines.prompts import max_tokens_of
 from tandem.router.processes.sibling_messages import Waiting
-from tandem.router.processes.siblings import Siblings
-from tandem.scheduling.admission import Admission, Dispatch, Offer, TenantStats
+from tandem.router.processes.siblings import PeerRouters
+from tandem.scheduling.admission import Admission, AdmissionRequest, Dispatch, TenantStats
 from tandem.scheduling.cost_model import Rows
 from tandem.scheduling.decisions import Decision
 from tandem.scheduling.fair_queue import Work
 from tandem.scheduling.placement import Placement, Placer
-from tandem.scheduling.registry import Registry, Worker, Workers, WorkerTable, can_decode
+from tandem.scheduling.registry import RegisteredWorker, Registry, Workers, WorkerTable, can_decode
 
 __all__ = ["ModelQueue", "Queues"]
 
@@ -35,19 +35,19 @@ MAX_OUTPUTS = 1 << 20  # where a request sets no limit
 class ModelQueue:
     """The queue of one model."""
 
-    def __init__(self, fleet: Fleet, model: str, admission: Admission, open_exchange: _OpenExchange) -> None:
+    def __init__(self, fleet: EngineFleet, model: str, admission: Admission, open_exchange: _OpenExchange) -> None:
         self.admission = admission
         self._fleet = fleet
         self._model = model
         self._open_exchange = open_exchange
-        self.gate: Gate[Call, Exchange] = Gate(
+        self.gate: AdmissionQueue[Call, Exchange] = AdmissionQueue(
             admission, fleet.registry, self._begin, timeout_s=fleet.config.request_timeout_s, clock=fleet.clock
         )
 
-    def offer(self, call: Call) -> Offer:
+    def offer(self, call: Call) -> AdmissionRequest:
         """What a request asks of admission."""
         limit = max_tokens_of(call.body) or MAX_OUTPUTS
-        return Offer(
+        return AdmissionRequest(
             num_prompt_tokens=max(1, len(call.token_ids)),
             digests=Prompt(call.token_ids, call.cache_scope),
             expected_output_tokens=self.admission.lengths.expected(call.wishes.tenant, limit),
@@ -64,7 +64,7 @@ class ModelQueue:
         outcome = "rejected" if forecast.error else "admitted"
         return Decision("", offer.tenant, offer.priority, now, forecast, outcome, error=forecast.error).to_json(now)
 
-    def try_elsewhere(self, call: Call, offer: Offer, tried: set[str]) -> tuple[Exchange, Placement]:
+    def try_elsewhere(self, call: Call, offer: AdmissionRequest, tried: set[str]) -> tuple[Exchange, Placement]:
         """A request that had its turn and failed goes elsewhere at once. Raises a `ServingError`."""
         prompt = cast(Prompt, offer.digests)
         now = self._fleet.clock()
@@ -75,7 +75,7 @@ class ModelQueue:
     def _begin(self, call: Call, dispatch: Dispatch) -> Exchange:
         return self._book(call, dispatch.waiting.offer, dispatch.placement)
 
-    def _book(self, call: Call, offer: Offer, placement: Placement) -> Exchange:
+    def _book(self, call: Call, offer: AdmissionRequest, placement: Placement) -> Exchange:
         return self._open_exchange(call, placement, cast(Prompt, offer.digests))
 
 
@@ -85,7 +85,7 @@ _OpenExchange = Callable[[Call, Placement, Prompt], Exchange]
 class Queues:
     """The queues of all models, made when they are first asked for. What is counted, is over all."""
 
-    def __init__(self, fleet: Fleet, open_exchange: _OpenExchange) -> None:
+    def __init__(self, fleet: EngineFleet, open_exchange: _OpenExchange) -> None:
         self._fleet = fleet
         self._open_exchange = open_exchange
         self._queues: dict[str, ModelQueue] = {}
@@ -150,7 +150,7 @@ class Queues:
 class _SharedAdmission(Admission):
     """Admission of one process among several with queues of their own for the same engines."""
 
-    def __init__(self, siblings: Siblings, model: str, *parts: Any) -> None:
+    def __init__(self, siblings: PeerRouters, model: str, *parts: Any) -> None:
         super().__init__(*parts)
         self._siblings = siblings
         self._model = model
@@ -173,7 +173,7 @@ class _ModelWorkers:
         self._table = WorkerTable([])
         self._rows: Rows = np.array([], dtype=np.intp)  # of ours in it
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[RegisteredWorker]:
         return iter(self.table.workers)
 
     @property
@@ -194,7 +194,7 @@ class _ModelWorkers:
             self._table.update_from(table, self._rows)
         return self._table
 
-    def get(self, worker_id: str) -> Worker | None:
+    def get(self, worker_id: str) -> RegisteredWorker | None:
         """The engine, or None when it is gone or of another model."""
         worker = self._registry.get(worker_id)
         return worker if worker is not None and worker.card.model == self._model else None
@@ -203,7 +203,7 @@ class _ModelWorkers:
 class _ModelPlacer(Placer):
     """Places the requests of one model as the fleet does."""
 
-    def __init__(self, fleet: Fleet, workers: Workers, model: str) -> None:
+    def __init__(self, fleet: EngineFleet, workers: Workers, model: str) -> None:
         super().__init__(workers, fleet.index, fleet.costs, fleet.config)
         self._fleet = fleet
         self._workers = workers
@@ -222,5 +222,5 @@ class _ModelPlacer(Placer):
         now: float,
         **options: Any,
     ) -> Placement:
-        """As `Fleet.place`. `digests` are a `Prompt`. Raises a `ServingError`."""
+        """As `EngineFleet.place`. `digests` are a `Prompt`. Raises a `ServingError`."""
         return self._fleet.place(self._model, cast(Prompt, digests), expected_output_tokens, now, **options)

@@ -7,23 +7,25 @@ from typing import Any
 import orjson
 from prometheus_client import CollectorRegistry
 
-from tandem.router.engines.fleet import Fleet
+from tandem.router.engines.fleet import EngineFleet
 from tandem.router.engines.queues import Queues
 from tandem.router.processes.shared_metrics import SharedMetrics
-from tandem.router.processes.sibling_bus import SiblingBus
+from tandem.router.processes.sibling_bus import PeerRouterBus
 from tandem.scheduling.decisions import MAX_DECISIONS
 
-__all__ = ["Together"]
+__all__ = ["ClusterView"]
 
 METRICS, RETIRED_METRICS, POOLS, DECISIONS = "metrics", "retired metrics", "pools", "decisions"
 # Of an engine, what each process has or has counted for itself. State and circuit are shown as this process sees them.
 _SUMMED = ("num_running", "num_requests", "num_failures", "num_circuit_openings")
 
 
-class Together:
+class ClusterView:
     """One process speaking for all. Without a bus it is the only one."""
 
-    def __init__(self, fleet: Fleet, queues: Queues, registry: CollectorRegistry, bus: SiblingBus | None) -> None:
+    def __init__(
+        self, fleet: EngineFleet, queues: Queues, registry: CollectorRegistry, bus: PeerRouterBus | None
+    ) -> None:
         self._fleet = fleet
         self._queues = queues
         self._metrics = SharedMetrics(registry)

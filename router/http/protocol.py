@@ -129,7 +129,7 @@ class _Flow(FlowControl):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. Offers requests the extension that `Outlet` uses.
+    """One connection. Offers requests the extension that `ResponseWriter` uses.
 
     Requests may be pipelined: they are answered in order. While one waits for the one that is answered, nothing more is
     parsed; a bounded number of bytes is read, so that a client that leaves is noticed.

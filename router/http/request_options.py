@@ -10,14 +10,14 @@ from starlette.requests import Request
 from tandem.protocol.errors import RequestError
 from tandem.scheduling.tenants import DEFAULT_TENANT, TENANT_NAME
 
-__all__ = ["EXPLAIN_HEADER", "TENANT_HEADER", "Wishes", "tenant_of", "wishes_of"]
+__all__ = ["EXPLAIN_HEADER", "TENANT_HEADER", "RequestOptions", "tenant_of", "wishes_of"]
 
 TENANT_HEADER = "x-tandem-tenant"
 SLO_HEADER = "x-tandem-ttft-slo-ms"
 EXPLAIN_HEADER = "x-tandem-explain"  # of the request: 1; of the response: the decision as JSON
 
 
-class Wishes(NamedTuple):
+class RequestOptions(NamedTuple):
     """How a request shall be served."""
 
     tenant: str = DEFAULT_TENANT
@@ -26,9 +26,9 @@ class Wishes(NamedTuple):
     explains: bool = False
 
 
-def wishes_of(request: Request, priority: int | None) -> Wishes:
+def wishes_of(request: Request, priority: int | None) -> RequestOptions:
     """The wishes in a request's headers, with the priority of its body. Raises `RequestError`."""
-    return Wishes(tenant_of(request), priority or 0, _slo_s(request), _explains(request))
+    return RequestOptions(tenant_of(request), priority or 0, _slo_s(request), _explains(request))
 
 
 def tenant_of(request: Request) -> str:

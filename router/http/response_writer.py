@@ -9,12 +9,12 @@ from starlette.types import Message, Scope, Send
 from tandem.router.http.errors import ClientDisconnected
 from tandem.router.http.started import Started
 
-__all__ = ["DIRECT_WRITE", "Outlet"]
+__all__ = ["DIRECT_WRITE", "ResponseWriter"]
 
 DIRECT_WRITE = "tandem.direct_write"  # extension of ASGI; its "write" is a `(bytes) -> bool`, see HttpProtocol
 
 
-class Outlet:
+class ResponseWriter:
     """Sends a response from wherever its parts come up, a callback or a task. Whoever makes one closes it.
 
     Where the connection breaks it raises `ClientDisconnected`: no other `OSError` is to be taken for that.

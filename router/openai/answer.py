@@ -25,7 +25,7 @@ from tandem.router.http.errors import ClientDisconnected, internal_error_body, s
 from tandem.router.http.metrics import EdgeMetrics, RequestClock
 from tandem.router.http.presence import while_connected
 from tandem.router.http.request_options import EXPLAIN_HEADER
-from tandem.router.http.response_writer import Outlet
+from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.openai.formats import AnswerFormat, FinishedChoice, Usage
 from tandem.router.openai.generation import ChoiceDelta, ChoicePlan, run_choices
 from tandem.router.streams import Stream
@@ -110,7 +110,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, as an ASGI app."""
         async with aclosing(self._deltas):
-            outlet = Outlet(scope, send)
+            outlet = ResponseWriter(scope, send)
             try:
                 async with while_connected(receive):
                     await self._send(outlet)
@@ -120,7 +120,7 @@ class EventStream(Response):
                 outlet.close()
                 self._metrics.duration_s.observe(time.perf_counter() - self._answer.arrived_s)
 
-    async def _send(self, outlet: Outlet) -> None:
+    async def _send(self, outlet: ResponseWriter) -> None:
         await outlet.start(self.raw_headers)
         try:
             last = await self._send_deltas(outlet)
@@ -135,7 +135,7 @@ class EventStream(Response):
             last = self._error_event(internal_error_body())
         await outlet.end(last)
 
-    async def _send_deltas(self, outlet: Outlet) -> bytes:
+    async def _send_deltas(self, outlet: ResponseWriter) -> bytes:
         """Send what comes, each delta in one piece; the end, which is still to be sent."""
         chunks = _Chunks(self._answer)
 

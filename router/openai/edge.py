@@ -16,7 +16,7 @@ from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import Backend, GenerateRequest
 from tandem.router.http.callers import check_json
 from tandem.router.http.metrics import EdgeMetrics
-from tandem.router.http.request_options import Wishes, tenant_of
+from tandem.router.http.request_options import RequestOptions, tenant_of
 from tandem.router.openai.answer import Answer, new_answer_id
 from tandem.router.openai.formats import AnswerFormat
 from tandem.router.openai.generation import ChoicePlan
@@ -103,7 +103,7 @@ def plan_answer(
     num_logprobs: int | None,
     arrived_s: float,
     conversation_id: str,
-    wishes: Wishes,
+    wishes: RequestOptions,
     cache_scope: CacheScope,
 ) -> Answer:
     """The answer to generate for these prompts, `n` choices each. Raises `RequestError` for what cannot be served."""
@@ -163,7 +163,7 @@ def _choice(
     stops: StopStrings | None,
     fields: GenerationFields,
     conversation_id: str,
-    wishes: Wishes,
+    wishes: RequestOptions,
     cache_scope: CacheScope,
 ) -> ChoicePlan:
     request = GenerateRequest(

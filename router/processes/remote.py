@@ -17,11 +17,11 @@ from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import NoWorker, ServingError, WorkerError
 from tandem.protocol.messages import Prefetch
 from tandem.router.backend import GenerateRequest, PinRequest, PinState, TokenDelta
-from tandem.router.inbox import Inbox, Turns
+from tandem.router.inbox import CallbackScheduler, Inbox
 from tandem.router.processes import wire
 from tandem.router.streams import InboxStream, Stream
 from tandem.runtime.background import BackgroundTasks
-from tandem.runtime.idle_timeout import SilenceClock, answered
+from tandem.runtime.idle_timeout import IdleClock, answered
 from tandem.runtime.message_socket import MessageSocket
 
 __all__ = ["RemoteBackend"]
@@ -51,7 +51,7 @@ class RemoteBackend:
         self._is_silent = False
         self._numbers = itertools.count()
         self._streams: dict[int, Inbox[_Item]] = {}
-        self._turns = Turns()
+        self._turns = CallbackScheduler()
         self._questions: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._background = BackgroundTasks()
@@ -213,7 +213,7 @@ class RemoteBackend:
 
     async def _watch(self) -> None:
         """See whether the hub lives."""
-        silence = SilenceClock(self._timeout_s)
+        silence = IdleClock(self._timeout_s)
         while True:
             now = self._clock()
             silence.look(now, WATCH_INTERVAL_S)

@@ -1,8 +1,8 @@
 """The sockets between the processes of one router: each publishes at its own endpoint and listens to all the others'.
 
-Every process hears everything. What is lost (a peer that connects late or reads too slowly) `Siblings` notices and asks
-for. On one machine the endpoints are Unix sockets in a folder that only the user may enter: who can write there can
-add engines. NOTE: endpoints on a network would need ZeroMQ's CURVE keys for the same reason.
+Every process hears everything. What is lost (a peer that connects late or reads too slowly) `PeerRouters` notices and
+asks for. On one machine the endpoints are Unix sockets in a folder that only the user may enter, because whoever can
+write there can add engines. NOTE: endpoints on a network would need ZeroMQ's CURVE keys for the same reason.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tandem.router.processes.sibling_messages import (
     decode_sibling_message,
     encode_sibling_message,
 )
-from tandem.router.processes.siblings import BEAT_INTERVAL_S, Siblings
+from tandem.router.processes.siblings import BEAT_INTERVAL_S, PeerRouters
 from tandem.runtime.background import BackgroundTasks
 
-__all__ = ["SiblingBus"]
+__all__ = ["PeerRouterBus"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +40,10 @@ _QUEUED_MESSAGES = 100_000  # for a peer that does not read; what is beyond is l
 _RECONNECT_MS = 50
 
 
-class SiblingBus:
-    """Carries the messages of one `Siblings`, and questions to all of them. Belongs to one event loop."""
+class PeerRouterBus:
+    """Carries the messages of one `PeerRouters`, and questions to all of them. Belongs to one event loop."""
 
-    def __init__(self, siblings: Siblings, endpoint: str, peers: Sequence[str]) -> None:
+    def __init__(self, siblings: PeerRouters, endpoint: str, peers: Sequence[str]) -> None:
         """`endpoint` is where we publish, `peers` where the others do."""
         self.answers: Mapping[str, Callable[[], bytes]] = {}  # by topic, what we say when asked
         # By topic, who is told of every answer, to whomever it is: (sender, epoch, content).

@@ -32,11 +32,11 @@ from tandem.router.processes.sibling_messages import (
     Stamp,
     Waiting,
 )
-from tandem.runtime.idle_timeout import SilenceClock
+from tandem.runtime.idle_timeout import IdleClock
 from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.registry import Booking, Registry, WorkerChange
 
-__all__ = ["BEAT_INTERVAL_S", "REMOVED_S", "SILENCE_S", "SharedBooking", "SiblingListener", "Siblings"]
+__all__ = ["BEAT_INTERVAL_S", "REMOVED_S", "SILENCE_S", "PeerRouterListener", "PeerRouters", "SharedBooking"]
 
 BEAT_INTERVAL_S = 0.25
 SILENCE_S = 2.0  # a process that says nothing for so long has nothing open; when it speaks again it is asked
@@ -45,7 +45,7 @@ REMOVED_S = 300.0
 _Change = Opened | FirstToken | Released | EngineSet
 
 
-class SiblingListener(Protocol):
+class PeerRouterListener(Protocol):
     """Who learns from what the other processes see."""
 
     def sibling_opened(self, load: RequestLoad, digests: Sequence[bytes]) -> None:
@@ -89,7 +89,7 @@ class _Sibling:
 class SharedBooking:
     """A booking that the siblings hear of. Whoever reserves it releases it, on every path."""
 
-    def __init__(self, siblings: Siblings, booking_id: int, booking: Booking) -> None:
+    def __init__(self, siblings: PeerRouters, booking_id: int, booking: Booking) -> None:
         self._siblings = siblings
         self._booking_id = booking_id
         self._booking = booking
@@ -105,7 +105,7 @@ class SharedBooking:
         self._siblings.tell_released(self._booking_id, num_prompt_tokens, num_output_tokens)
 
 
-class Siblings:
+class PeerRouters:
     """One process among its siblings. `epoch` is larger in each life of the process of this name."""
 
     def __init__(self, registry: Registry, *, name: str = "0", epoch: int = 0) -> None:
@@ -117,7 +117,7 @@ class Siblings:
         # Names of engines that every process begins with: that they were removed is never forgotten. Set it before all.
         self.lasting: Collection[str] = ()
         self._registry = registry
-        self._listener: SiblingListener | None = None
+        self._listener: PeerRouterListener | None = None
         self._sequence = 0
         self._num_bookings = 0
         self._engines_sum = 0
@@ -125,7 +125,7 @@ class Siblings:
         self._removed_s: dict[str, float] = {}  # engines whose removal will be forgotten, and since when it is known
         self._ours: dict[int, OpenRequest] = {}
         self._siblings: dict[str, _Sibling] = {}
-        self._silence = SilenceClock(SILENCE_S)
+        self._silence = IdleClock(SILENCE_S)
         registry.listen(self._on_worker)
 
     @property
@@ -161,7 +161,7 @@ class Siblings:
         """What waits in the siblings' queues of this name, one for each sibling where anything does."""
         return [sibling.waiting[queue] for sibling in self._siblings.values() if queue in sibling.waiting]
 
-    def listen(self, listener: SiblingListener) -> None:
+    def listen(self, listener: PeerRouterListener) -> None:
         """Tell `listener` what the siblings see."""
         self._listener = listener
 

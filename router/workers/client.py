@@ -64,7 +64,7 @@ from tandem.protocol.messages import (
 from tandem.router.inbox import Inbox
 from tandem.runtime.background import BackgroundTasks
 from tandem.runtime.dropped import DroppedMessages, DropReason
-from tandem.runtime.idle_timeout import LOOKS, SilenceClock, answered
+from tandem.runtime.idle_timeout import LOOKS, IdleClock, answered
 from tandem.runtime.message_socket import MessageSocket
 from tandem.runtime.trust import KeyPair, connect_to_worker, make_keys
 from tandem.scheduling.cost_model import CostModel
@@ -474,7 +474,7 @@ class WorkerClient:
     async def _watch(self) -> None:
         """Give up workers that are silent, and ask again for snapshots that did not come."""
         timeout_s = self._config.worker_timeout_s
-        silence = SilenceClock(timeout_s)
+        silence = IdleClock(timeout_s)
         silence.look(self._clock(), timeout_s / LOOKS)
         while True:
             await asyncio.sleep(timeout_s / LOOKS)

@@ -17,20 +17,20 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import CacheScope, block_digests, root_digest
 from tandem.protocol.errors import NoWorker, ServingError, WorkerError
 from tandem.protocol.messages import Decode, FinishReason, Generate, KvHolder, Prefill, Role, SequenceDelta, WorkerCard
-from tandem.router.admission_queue import NUM_OTHERS, Entered, Gate
+from tandem.router.admission_queue import NUM_OTHERS, AdmissionQueue, AdmittedRequest
 from tandem.router.backend import GenerateRequest, TokenDelta
-from tandem.router.inbox import Inbox, Turns
+from tandem.router.inbox import CallbackScheduler, Inbox
 from tandem.router.streams import InboxStream, Stream
 from tandem.router.workers.client import Leg, LegEvent, WorkerClient
 from tandem.router.workers.pins import Owner, PinService
-from tandem.runtime.idle_timeout import SilenceWatch
-from tandem.scheduling.admission import Admission, Dispatch, Offer
+from tandem.runtime.idle_timeout import IdleTimeout
+from tandem.scheduling.admission import Admission, AdmissionRequest, Dispatch
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.decisions import Decision
 from tandem.scheduling.placement import Placement, Placer
 from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Booking, Registry, Worker, queue_s
+from tandem.scheduling.registry import Booking, RegisteredWorker, Registry, queue_s
 from tandem.scheduling.tenants import Tenants
 
 __all__ = ["DeltaOrder", "RequestFlow"]
@@ -66,7 +66,9 @@ class RequestFlow:
         self._costs = costs
         self._placer = placer
         self.admission = Admission(registry, costs, placer, tenants, config)
-        self._gate = Gate(self.admission, registry, self._book, timeout_s=config.request_timeout_s, clock=clock)
+        self._gate = AdmissionQueue(
+            self.admission, registry, self._book, timeout_s=config.request_timeout_s, clock=clock
+        )
         self._sizing = sizing
         self._workers = workers
         self._config = config
@@ -74,7 +76,9 @@ class RequestFlow:
         self._roots: dict[tuple[bytes, CacheScope, str], bytes] = {}
         self.cache = PinService(registry, index, workers, config, self._digests, clock=clock)
         self._running: set[_Generation] = set()
-        self._turns = Turns() if config.router_processes == 1 else Turns(PER_TURN_OF_HUB, PER_TURN_OF_HUB)
+        self._turns = (
+            CallbackScheduler() if config.router_processes == 1 else CallbackScheduler(PER_TURN_OF_HUB, PER_TURN_OF_HUB)
+        )
         self._is_shut_down = False
         self.num_handoffs = 0  # requests that both workers of a pair sent tokens for
         self.autoscaler_status: dict[str, object] = {}  # set by whoever runs the autoscaler
@@ -180,8 +184,8 @@ class RequestFlow:
             root = self._roots[key] = root_digest(namespace, cache_salt=scope, lora=adapter)
         return root
 
-    def _offer(self, request: GenerateRequest, digests: Sequence[bytes]) -> Offer:
-        return Offer(
+    def _offer(self, request: GenerateRequest, digests: Sequence[bytes]) -> AdmissionRequest:
+        return AdmissionRequest(
             num_prompt_tokens=len(request.token_ids),
             digests=digests,
             expected_output_tokens=self.admission.lengths.expected(request.tenant, request.sampling.max_tokens),
@@ -206,7 +210,7 @@ class RequestFlow:
     def _dispatch(
         self,
         request: GenerateRequest,
-        entered: Entered[GenerateRequest, Booking],
+        entered: AdmittedRequest[GenerateRequest, Booking],
         legs: list[Leg],
         inbox: Inbox[LegEvent],
     ) -> None:
@@ -272,7 +276,7 @@ class RequestFlow:
                 tenant=request.tenant,
             )
 
-    def _worker_state(self, worker: Worker) -> dict[str, object]:
+    def _worker_state(self, worker: RegisteredWorker) -> dict[str, object]:
         card, load = worker.card, worker.load
         return {
             "worker_id": worker.worker_id,
@@ -316,7 +320,7 @@ class _Generation(InboxStream[LegEvent, TokenDelta]):
         super().__init__(inbox)
         self._flow = flow
         self._request = request
-        self._entered: Entered[GenerateRequest, Booking] | None = None
+        self._entered: AdmittedRequest[GenerateRequest, Booking] | None = None
         self._legs: list[Leg] = []  # decode last, or the only one
         self._order = DeltaOrder()
         self._output: list[int] = []
@@ -345,7 +349,7 @@ class _Generation(InboxStream[LegEvent, TokenDelta]):
         self._digests = await flow._digests(request.token_ids, request.cache_scope, request.adapter)
         flow._check_open()
         entered = self._entered = await flow._gate.enter(request, flow._offer(request, self._digests))
-        self._watch = SilenceWatch(flow._config.request_timeout_s, self._fail_silent)
+        self._watch = IdleTimeout(flow._config.request_timeout_s, self._fail_silent)
         flow._check_open()
         flow._note_turn(request, self._digests)
         flow._dispatch(request, entered, self._legs, self._inbox)

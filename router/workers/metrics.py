@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tandem.scheduling.cache_sizing import CacheSizing
-from tandem.scheduling.registry import Registry, Worker
+from tandem.scheduling.registry import RegisteredWorker, Registry
 
 __all__ = ["CacheSizingCollector", "WorkerCollector"]
 
@@ -118,7 +118,7 @@ class CacheSizingCollector:
         )
 
 
-def _tier_metrics(workers: list[Worker]) -> Iterator[Metric]:
+def _tier_metrics(workers: list[RegisteredWorker]) -> Iterator[Metric]:
     tiers = [([worker.worker_id, tier.name], tier) for worker in workers for tier in worker.tiers]
     yield from _fields(GaugeMetricFamily, "tier", _TIER_GAUGES, ["worker", "tier"], tiers)
     yield from _fields(CounterMetricFamily, "tier", _TIER_COUNTERS, ["worker", "tier"], tiers)
@@ -130,7 +130,7 @@ def _tier_metrics(workers: list[Worker]) -> Iterator[Metric]:
         yield counter
 
 
-def _fetch_metrics(workers: list[Worker]) -> Iterator[Metric]:
+def _fetch_metrics(workers: list[RegisteredWorker]) -> Iterator[Metric]:
     fetches = [([worker.worker_id], worker.fetches) for worker in workers if worker.fetches is not None]
     outcomes = CounterMetricFamily(
         "tandem_fetch_prompts", "Prompts whose KV a tier had, by what became of it", labels=["worker", "outcome"]
@@ -149,12 +149,12 @@ def _fetch_metrics(workers: list[Worker]) -> Iterator[Metric]:
     yield from _fields(CounterMetricFamily, "fetch", _FETCH_COUNTERS, ["worker"], fetches)
 
 
-def _link_metrics(workers: list[Worker]) -> Iterator[Metric]:
+def _link_metrics(workers: list[RegisteredWorker]) -> Iterator[Metric]:
     links = [([worker.worker_id, link.peer_id], link) for worker in workers for link in worker.links]
     yield from _fields(CounterMetricFamily, "link", _LINK_COUNTERS, ["worker", "peer"], links)
 
 
-def _dropped_metric(workers: list[Worker]) -> Metric:
+def _dropped_metric(workers: list[RegisteredWorker]) -> Metric:
     dropped = CounterMetricFamily(
         "tandem_dropped_messages",
         "Messages, and connections with all they would have said, that a worker or the router did not act upon",

@@ -20,7 +20,7 @@ from tandem.protocol.messages import Pin, Prefetch, Unpin, WorkerState, is_reada
 from tandem.router.backend import PinRequest, PinState
 from tandem.router.workers.client import WorkerClient
 from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry, Worker, WorkerChange, can_decode, can_prefill
+from tandem.scheduling.registry import RegisteredWorker, Registry, WorkerChange, can_decode, can_prefill
 
 __all__ = ["Conversations", "Owner", "PinService", "PinSummary", "PinTable", "PinnedChain", "max_pinned_blocks"]
 
@@ -315,7 +315,7 @@ class PinService:
             is_target = worker.worker_id in targets
             self._send_to(worker, pin, now, (prefetch or pin.prefetch) if is_target else Prefetch.NONE)
 
-    def _send_to(self, worker: Worker, pin: PinnedChain, now: float, prefetch: Prefetch) -> None:
+    def _send_to(self, worker: RegisteredWorker, pin: PinnedChain, now: float, prefetch: Prefetch) -> None:
         message = Pin(pin_id=pin.pin_id, digests=list(pin.digests), ttl_s=pin.expires_at - now, prefetch=prefetch)
         self._workers.send(worker.worker_id, message)
 

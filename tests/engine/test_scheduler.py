@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.scheduler import Reservation, ScheduledChunk, Scheduler
 from tandem.engine.sequence import Phase, Sequence, SequenceStatus
-from tandem.protocol.messages import Turn
+from tandem.protocol.messages import PrefillPriority
 from tandem.protocol.sampling import SamplingParams
 from tests.support.answers import Expects
 
@@ -44,7 +44,7 @@ def make_sequence(
     """A prompt of `num_tokens`; sequences of one family have the same tokens, others share none."""
     first = 1000 * (sum(name.encode()) if family is None else family)
     tokens = list(range(first, first + num_tokens))
-    turn = Turn(order=order, max_step_tokens=max_step_tokens)
+    turn = PrefillPriority(order=order, max_step_tokens=max_step_tokens)
     sampling = SamplingParams(max_tokens=max_tokens)
     return Sequence(name, tokens, num_tokens, sampling, root=b"root", phase=phase, turn=turn)
 

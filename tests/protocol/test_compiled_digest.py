@@ -15,7 +15,7 @@ import pytest
 
 from tandem.protocol.digest import DIGEST_BYTES, TOKEN_BYTES, python_chain_digests, python_token_bytes
 
-compiled = pytest.importorskip("protocol._digest", reason="not built here: it needs a C compiler and Python's headers")
+compiled = pytest.importorskip("tandem.protocol._digest", reason="not built here: no C compiler or Python headers")
 
 CHAINS = pytest.mark.parametrize("chain_digests", [compiled.chain_digests, python_chain_digests])
 TOKENS = pytest.mark.parametrize("token_bytes", [compiled.token_bytes, python_token_bytes])

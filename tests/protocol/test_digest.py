@@ -135,8 +135,8 @@ def test_tenants_and_namespaces_do_not_share_blocks() -> None:
 
 def test_without_the_compiled_module_digests_are_the_same() -> None:
     code = (
-        "import sys; sys.modules['protocol._digest'] = None\n"
-        "from protocol.digest import IS_COMPILED, block_digests\n"
+        "import sys; sys.modules['tandem.protocol._digest'] = None\n"
+        "from tandem.protocol.digest import IS_COMPILED, block_digests\n"
         "print((IS_COMPILED, block_digests(b'root', range(100), 16)))"
     )
     command = [sys.executable, "-c", code]

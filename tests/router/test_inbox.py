@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.router.inbox import Inbox, Turns
+from tandem.router.inbox import CallbackScheduler, Inbox
 
 pytestmark = pytest.mark.anyio
 
@@ -29,7 +29,7 @@ def noting(made: list[T], item: T) -> bool:
 
 async def test_a_few_calls_are_made_in_a_turn_in_the_order_they_were_asked_for() -> None:
     made: list[int] = []
-    turns = Turns(3, 3)
+    turns = CallbackScheduler(3, 3)
     for number in range(8):
         turns.add(partial(noting, made, number))
     for expected in (0, 3, 6, 8, 8):
@@ -38,7 +38,7 @@ async def test_a_few_calls_are_made_in_a_turn_in_the_order_they_were_asked_for()
 
 
 async def test_what_was_taken_before_its_turn_holds_up_nobody() -> None:
-    turns = Turns(1, 1)
+    turns = CallbackScheduler(1, 1)
     ended: list[Inbox[int]] = [Inbox(turns) for _ in range(100)]
     for inbox in ended:
         inbox.put(1)
@@ -57,7 +57,7 @@ async def test_what_was_taken_before_its_turn_holds_up_nobody() -> None:
 
 async def test_the_more_calls_wait_the_more_are_made_in_a_turn() -> None:
     made: list[int] = []
-    turns = Turns(least=1, most=4)
+    turns = CallbackScheduler(least=1, most=4)
     for number in range(100):
         turns.add(partial(noting, made, number))
     sizes = []
@@ -71,7 +71,7 @@ async def test_the_more_calls_wait_the_more_are_made_in_a_turn() -> None:
 
 async def test_calls_may_ask_for_more_and_no_turn_is_lost() -> None:
     made: list[str] = []
-    turns = Turns(1, 1)
+    turns = CallbackScheduler(1, 1)
 
     def again(name: str) -> bool:
         made.append(name)
@@ -89,7 +89,7 @@ async def test_calls_may_ask_for_more_and_no_turn_is_lost() -> None:
 
 
 async def test_a_first_item_waits_for_no_turn_and_later_ones_come_together() -> None:
-    turns = Turns(1, 1)
+    turns = CallbackScheduler(1, 1)
     inboxes: list[Inbox[str]] = [Inbox(turns) for _ in range(3)]
     taken: list[tuple[int, list[str]]] = []
 
@@ -117,7 +117,7 @@ async def test_a_first_item_waits_for_no_turn_and_later_ones_come_together() -> 
 
 
 async def test_items_before_anyone_waits_and_after_a_cancelled_wait_are_kept() -> None:
-    inbox: Inbox[int] = Inbox(Turns())
+    inbox: Inbox[int] = Inbox(CallbackScheduler())
     inbox.put(1)
     inbox.put(2)
     assert await inbox.take() == [1, 2]
@@ -136,7 +136,7 @@ async def test_a_call_that_raises_stops_nobody_else() -> None:
     told: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
     made: list[str] = []
-    turns = Turns(2, 2)
+    turns = CallbackScheduler(2, 2)
 
     def fail() -> bool:
         raise RuntimeError("as told")
@@ -150,7 +150,7 @@ async def test_a_call_that_raises_stops_nobody_else() -> None:
 
 
 async def test_whatever_a_sink_raises_reaches_its_reader() -> None:
-    inbox: Inbox[int] = Inbox(Turns())
+    inbox: Inbox[int] = Inbox(CallbackScheduler())
     pouring = asyncio.create_task(inbox.pour(lambda _: next(iter(()))))
     await turn()
     inbox.put(1)
@@ -161,7 +161,7 @@ async def test_whatever_a_sink_raises_reaches_its_reader() -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60), st.integers(1, 4))
 def test_every_item_is_taken_once_and_in_order(puts: list[tuple[int, bool]], per_turn: int) -> None:
     async def scenario() -> None:
-        turns = Turns(per_turn, per_turn)
+        turns = CallbackScheduler(per_turn, per_turn)
         inboxes: list[Inbox[int]] = [Inbox(turns) for _ in range(4)]
         taken: list[list[int]] = [[] for _ in inboxes]
 

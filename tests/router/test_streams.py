@@ -13,7 +13,7 @@ from tandem.protocol.errors import WorkerError
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest, TokenDelta
 from tandem.router.http.metrics import EdgeMetrics, RequestClock
-from tandem.router.inbox import Inbox, Turns
+from tandem.router.inbox import CallbackScheduler, Inbox
 from tandem.router.openai.generation import ChoiceDelta, ChoicePlan, run_choices
 from tandem.router.streams import GeneratorStream, InboxStream, Stream
 from tandem.router.text.detokenizer import StopStrings
@@ -29,7 +29,7 @@ FAIL = -2
 class Doubled(InboxStream[int, int]):
     """Twice each number, until END ends it or FAIL fails it; notes what is asked of it."""
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: CallbackScheduler) -> None:
         self.inbox: Inbox[int] = Inbox(turns)
         super().__init__(self.inbox)
         self.num_begun = self.num_closed = 0
@@ -71,7 +71,7 @@ async def pour_all(stream: Stream[int], into: Callable[[int], bool]) -> int:
 
 
 async def test_items_are_handed_over_without_the_readers_task() -> None:
-    stream = Doubled(Turns())
+    stream = Doubled(CallbackScheduler())
     got: list[tuple[int, asyncio.Task[None] | None]] = []
 
     def into(item: int) -> bool:
@@ -93,7 +93,7 @@ async def test_items_are_handed_over_without_the_readers_task() -> None:
 
 
 async def test_a_reader_that_says_no_gets_the_rest_when_it_asks_again() -> None:
-    stream = Doubled(Turns())
+    stream = Doubled(CallbackScheduler())
     got: list[int] = []
 
     def into(item: int) -> bool:
@@ -114,7 +114,7 @@ async def test_a_reader_that_says_no_gets_the_rest_when_it_asks_again() -> None:
 
 @pytest.mark.parametrize("is_poured", [True, False])
 async def test_an_error_comes_behind_what_came_before_it_and_closes(is_poured: bool) -> None:
-    stream = Doubled(Turns())
+    stream = Doubled(CallbackScheduler())
     got: list[int] = []
     stream.inbox.put(1)
     stream.inbox.put(FAIL)
@@ -132,7 +132,7 @@ async def test_an_error_comes_behind_what_came_before_it_and_closes(is_poured: b
 
 
 async def test_what_the_reader_raises_in_the_callback_comes_out_of_its_task() -> None:
-    stream = Doubled(Turns())
+    stream = Doubled(CallbackScheduler())
 
     def into(_: int) -> bool:
         raise RuntimeError("the reader's own")
@@ -147,7 +147,7 @@ async def test_what_the_reader_raises_in_the_callback_comes_out_of_its_task() ->
 
 @pytest.mark.parametrize("is_poured", [True, False])
 async def test_a_cancelled_reader_closes_it(is_poured: bool) -> None:
-    stream = Doubled(Turns())
+    stream = Doubled(CallbackScheduler())
     work = stream.pour(lambda _: True) if is_poured else anext(stream)
     reading = asyncio.ensure_future(work)
     await turns_pass()
@@ -160,7 +160,7 @@ async def test_a_cancelled_reader_closes_it(is_poured: bool) -> None:
 
 
 async def test_closed_before_it_began_it_never_begins() -> None:
-    stream = Doubled(Turns())
+    stream = Doubled(CallbackScheduler())
     await stream.aclose()
     assert [item async for item in stream] == []
     assert stream.num_begun == 0
@@ -188,7 +188,7 @@ async def test_a_generator_is_a_stream_too() -> None:
 @given(st.lists(st.sampled_from(["put", "turn", "pour", "next"]), max_size=40), st.integers(1, 5))
 def test_however_it_is_read_all_comes_once_and_in_order(steps: list[str], every: int) -> None:
     async def scenario() -> None:
-        stream = Doubled(Turns(1, 1))
+        stream = Doubled(CallbackScheduler(1, 1))
         got: list[int] = []
         num_put = 0
 
@@ -217,7 +217,7 @@ def test_however_it_is_read_all_comes_once_and_in_order(steps: list[str], every:
 
 
 async def test_an_error_behind_what_the_reader_has_taken_is_for_its_next_call() -> None:
-    stream = Doubled(Turns())
+    stream = Doubled(CallbackScheduler())
     pouring = asyncio.create_task(stream.pour(lambda _: False))  # a slow reader
     await turns_pass()
     stream.inbox.put(1)
@@ -229,7 +229,7 @@ async def test_an_error_behind_what_the_reader_has_taken_is_for_its_next_call() 
 
 
 async def test_read_to_its_end_it_is_closed() -> None:
-    stream = Doubled(Turns())
+    stream = Doubled(CallbackScheduler())
     pouring = asyncio.create_task(stream.pour(lambda _: False))
     await turns_pass()
     stream.inbox.put(1)
@@ -255,7 +255,7 @@ async def test_an_answer_ended_by_a_stop_string_has_no_error_behind_it(tokenizer
         def close(self) -> None:
             self.num_closed += 1
 
-    inbox: Inbox[TokenDelta | WorkerError] = Inbox(Turns())
+    inbox: Inbox[TokenDelta | WorkerError] = Inbox(CallbackScheduler())
     tokens = Tokens(inbox)
     backend = FakeBackend(tokenizer)
     backend.serve = lambda _: tokens  # type: ignore[method-assign]

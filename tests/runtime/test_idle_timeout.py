@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from tandem.runtime.idle_timeout import LATE_SHARE, LOOKS, SilenceClock, SilenceWatch, answered
+from tandem.runtime.idle_timeout import LATE_SHARE, LOOKS, IdleClock, IdleTimeout, answered
 from tests.support.fake_worker import until
 
 
 def test_a_wait_that_lasts_too_long_is_told_once() -> None:
     async def scenario() -> None:
         told: list[str] = []
-        watch = SilenceWatch(0.02, lambda: told.append("silent"))
+        watch = IdleTimeout(0.02, lambda: told.append("silent"))
         watch.begin()
         await until(lambda: bool(told))
         watch.close()
@@ -26,7 +26,7 @@ def test_short_waits_are_not_silence_however_many() -> None:
     async def scenario() -> None:
         told: list[str] = []
         loop = asyncio.get_running_loop()
-        watch = SilenceWatch(0.05, lambda: told.append("silent"))
+        watch = IdleTimeout(0.05, lambda: told.append("silent"))
         end_s = loop.time() + 0.25
         while loop.time() < end_s:
             watch.begin()
@@ -41,8 +41,8 @@ def test_short_waits_are_not_silence_however_many() -> None:
 def test_who_waits_for_nothing_is_not_told() -> None:
     async def scenario() -> None:
         told: list[str] = []
-        watch = SilenceWatch(0.01, lambda: told.append("silent"))
-        other = SilenceWatch(0.05, lambda: told.append("waited"))
+        watch = IdleTimeout(0.01, lambda: told.append("silent"))
+        other = IdleTimeout(0.05, lambda: told.append("waited"))
         other.begin()
         await until(lambda: bool(told))
         watch.close()
@@ -58,7 +58,7 @@ def test_in_a_random_world_who_speaks_is_never_silent_and_who_does_not_is_found_
     rng = random.Random(seed)
     timeout_s, now = 8.0, 0.0
     interval_s = timeout_s / LOOKS
-    clock = SilenceClock(timeout_s)
+    clock = IdleClock(timeout_s)
     heard_s = {"speaks": 0.0, "dead": 0.0}
     dead_from_s = rng.uniform(0, 50)
     num_sleeps, looked_s, awake_since_s, found_s = 0, now, now, None
@@ -88,7 +88,7 @@ def test_in_a_random_world_who_speaks_is_never_silent_and_who_does_not_is_found_
 
 
 def test_a_little_late_is_on_time() -> None:
-    clock = SilenceClock(8.0)
+    clock = IdleClock(8.0)
     clock.look(0.0, 1.0)
     clock.look(1.0 + 8.0 * LATE_SHARE, 1.0)
     assert clock.silence_s(0.0, 3.0) == 3.0
@@ -124,7 +124,7 @@ def test_a_wait_through_which_the_loop_stood_still_begins_again() -> None:
     async def scenario() -> None:
         told: list[float] = []
         loop = asyncio.get_running_loop()
-        watch = SilenceWatch(0.1, lambda: told.append(loop.time()))
+        watch = IdleTimeout(0.1, lambda: told.append(loop.time()))
         watch.begin()
         await asyncio.sleep(0)
         time.sleep(0.3)  # noqa: ASYNC251 - the same

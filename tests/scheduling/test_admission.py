@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from benchmarks.virtual_cluster import Arrival, VirtualCluster, poisson
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import DeadlineUnmet, NoWorker, Overloaded
-from tandem.protocol.messages import Role, StepStats, Turn, WorkerState
+from tandem.protocol.messages import PrefillPriority, Role, StepStats, WorkerState
 from tandem.scheduling.admission import (
     LEAD_S,
     MAX_SCANNED,
     Admission,
+    AdmissionRequest,
     Dispatch,
     Drop,
-    Offer,
     OutputLengths,
     Waiting,
     fill_level,
@@ -67,9 +67,9 @@ class Desk:
         self.registry.note_step(worker_id, StepStats(duration_s=0.4, num_prefill_tokens=num_tokens))
 
 
-def make_offer(num_tokens: int = 512, **fields: object) -> Offer:
+def make_offer(num_tokens: int = 512, **fields: object) -> AdmissionRequest:
     defaults = {"num_prompt_tokens": num_tokens, "digests": (), "expected_output_tokens": 32, "tenant": "default"}
-    return Offer(**(defaults | fields))  # type: ignore[arg-type]
+    return AdmissionRequest(**(defaults | fields))  # type: ignore[arg-type]
 
 
 def make_desk(
@@ -207,10 +207,10 @@ def test_what_is_not_looked_past_in_deciding_is_counted_in_the_forecast() -> Non
 def test_only_the_step_in_progress_is_waited_for() -> None:
     registry, model = Registry(), StepModel(CPU_PRIOR)
     worker = add_ready(registry, make_card("w0"))
-    registry.reserve(RequestLoad("w0", "w0", 2048, 0, 2048), Turn(order=20.0, max_step_tokens=64))
+    registry.reserve(RequestLoad("w0", "w0", 2048, 0, 2048), PrefillPriority(order=20.0, max_step_tokens=64))
     short_s = wait_s(worker, model, order=10.0)
     assert 0 < short_s < wait_s(worker, model, order=30.0) / 16
-    registry.reserve(RequestLoad("w0", "w0", 2048, 0, 2048), Turn(order=21.0))  # has not begun
+    registry.reserve(RequestLoad("w0", "w0", 2048, 0, 2048), PrefillPriority(order=21.0))  # has not begun
     assert wait_s(worker, model, order=10.0) == pytest.approx(short_s, rel=0.1)
     assert queue_s(worker, model, order=10.0) == 0
 
@@ -231,7 +231,7 @@ def test_a_deadline_goes_where_there_is_room_for_it_but_not_for_the_first_in_lin
     hurried = desk.enter(ttft_slo_s=5.0, now=20.0)
     (decided,) = desk.decide(22.5)  # too late if it were to wait for the 4000 tokens
     assert isinstance(decided, Dispatch)
-    assert (decided.waiting, decided.turn) == (hurried, Turn(order=22.5 - LEAD_S))
+    assert (decided.waiting, decided.turn) == (hurried, PrefillPriority(order=22.5 - LEAD_S))
     desk.enter(ttft_slo_s=9.0, now=22.5)
     assert desk.decide(22.5) == [], "the worker has one of that order"
     desk.computes("w0", 1024)
@@ -241,7 +241,7 @@ def test_a_deadline_goes_where_there_is_room_for_it_but_not_for_the_first_in_lin
 def test_who_has_waited_long_is_not_overtaken_by_a_deadline() -> None:
     desk = make_desk()
     no_room(desk)
-    desk.registry.reserve(RequestLoad("w0", "w0", 1024, 0, 1024), Turn(order=28.0))
+    desk.registry.reserve(RequestLoad("w0", "w0", 1024, 0, 1024), PrefillPriority(order=28.0))
     desk.bookings[0].release()
     hurried = desk.enter(ttft_slo_s=60.0, now=28.0)
     assert desk.decide(20.0 + LEAD_S) == []
@@ -292,12 +292,14 @@ def test_what_others_may_overtake_takes_short_steps_while_there_are_others() -> 
     desk.computes("w0", 1536)
     greedy = [decided for decided in desk.decide(21.0) if isinstance(decided, Dispatch)]
     assert isinstance(modest, Dispatch)
-    assert modest.turn == Turn(order=20.0 - LEAD_S)
-    assert {decided.turn for decided in greedy} == {Turn(order=21.0, max_step_tokens=240)}, "20 ms of 200 are fixed"
+    assert modest.turn == PrefillPriority(order=20.0 - LEAD_S)
+    assert {decided.turn for decided in greedy} == {PrefillPriority(order=21.0, max_step_tokens=240)}, (
+        "20 ms of 200 are fixed"
+    )
     desk.computes("w0", 10_000)
     (last,) = desk.decide(100.0)
     assert isinstance(last, Dispatch)
-    assert last.turn == Turn(order=100.0), "the other tenant came over a minute ago"
+    assert last.turn == PrefillPriority(order=100.0), "the other tenant came over a minute ago"
 
 
 @pytest.mark.parametrize("max_worker_queue_s", [0.0, 1e9])
@@ -349,7 +351,7 @@ def test_one_that_waits_for_its_prefix_does_not_block_the_others() -> None:
     chain = [b"%d" % i for i in range(240)]
     desk.index.speculate({"w0"}, chain, 0.0)
     for worker_id, num in (("w0", 1000), ("w1", 500)):
-        desk.registry.reserve(RequestLoad(worker_id, worker_id, num, 0, num), Turn(order=-LEAD_S))
+        desk.registry.reserve(RequestLoad(worker_id, worker_id, num, 0, num), PrefillPriority(order=-LEAD_S))
     cached, other = desk.enter(240 * 16, digests=chain), desk.enter(16)
     assert desk.decide() == []
     desk.computes("w1", 500)

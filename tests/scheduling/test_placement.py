@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import NoWorker
-from tandem.protocol.messages import POOL_PLACE, BlockEvents, Role, StepStats, TierLoad, Turn, WorkerState
+from tandem.protocol.messages import POOL_PLACE, BlockEvents, PrefillPriority, Role, StepStats, TierLoad, WorkerState
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.placement import Held, Needs, Placement, Placer
 from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Booking, Registry, Worker
+from tandem.scheduling.registry import Booking, RegisteredWorker, Registry
 from tests.support.builders import add_ready, make_card
 from tests.support.naive_placer import NaivePlacer, preference
 
@@ -352,7 +352,7 @@ def random_pool(rng: random.Random, num_workers: int, digests: list[bytes]) -> t
         for _ in range(rng.choice([0, 0, 1, 3])):
             num_new, num_kv = rng.choice([10, 100, 1000]), rng.choice([200, 3000])
             other_id = f"w{rng.randrange(i + 1)}"
-            turn = Turn(order=rng.choice([0.0, 0.5, 2.0]))
+            turn = PrefillPriority(order=rng.choice([0.0, 0.5, 2.0]))
             bookings.append(pool.registry.reserve(RequestLoad(worker_id, other_id, num_new, 0, num_kv), turn))
         if rng.random() < 0.1:
             pool.registry.set_state(worker_id, WorkerState.DRAINING, "test")
@@ -454,7 +454,7 @@ def test_decides_as_one_does_who_looks_at_every_candidate(seed: int, num_workers
         shake(rng, pool, bookings)
 
 
-def naive_reason(worker: Worker, num_prompt_tokens: int, needs: Needs) -> str | None:
+def naive_reason(worker: RegisteredWorker, num_prompt_tokens: int, needs: Needs) -> str | None:
     """Why this worker cannot take the request, if it cannot: the first that applies."""
     if worker.state is not WorkerState.READY:
         return worker.state.value

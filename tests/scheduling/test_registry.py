@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 from tandem.protocol.messages import Role, StepStats, WorkerLoad, WorkerState
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel, StepModel
 from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.registry import Booking, Registry, Worker, WorkerChange, can_decode, can_prefill, queue_s
+from tandem.scheduling.registry import (
+    Booking,
+    RegisteredWorker,
+    Registry,
+    WorkerChange,
+    can_decode,
+    can_prefill,
+    queue_s,
+)
 from tests.support.builders import add_ready, make_card
 
 
@@ -18,7 +26,7 @@ def make_registry(*worker_ids: str) -> Registry:
     return registry
 
 
-def get(registry: Registry, worker_id: str) -> Worker:
+def get(registry: Registry, worker_id: str) -> RegisteredWorker:
     worker = registry.get(worker_id)
     assert worker is not None
     return worker
@@ -28,7 +36,7 @@ def reserve(registry: Registry, prefill: str, decode: str, *, new: int = 100, co
     return registry.reserve(RequestLoad(prefill, decode, new, context, new + context + 50))
 
 
-def booked(worker: Worker) -> tuple[float, ...]:
+def booked(worker: RegisteredWorker) -> tuple[float, ...]:
     return (
         worker.queued_prompt_tokens,
         worker.queued_attention,

@@ -8,20 +8,20 @@ import pytest
 
 from tandem.protocol.messages import Role
 from tandem.scheduling.load import RequestLoad
-from tandem.simulator.fleet import Fleet, make_card
+from tandem.simulator.fleet import SimulatedFleet, make_card
 from tandem.simulator.policies import POLICIES, Ask, Policy
 
 BLOCK_SIZE = 512
 
 
-def make_fleet(num_workers: int = 3, role: Role = Role.COLOCATED, name: str = "w") -> Fleet:
-    fleet = Fleet()
+def make_fleet(num_workers: int = 3, role: Role = Role.COLOCATED, name: str = "w") -> SimulatedFleet:
+    fleet = SimulatedFleet()
     for idx in range(num_workers):
         join(fleet, f"{name}{idx}", role)
     return fleet
 
 
-def join(fleet: Fleet, worker_id: str, role: Role) -> None:
+def join(fleet: SimulatedFleet, worker_id: str, role: Role) -> None:
     card = make_card(
         worker_id,
         role,
@@ -34,7 +34,7 @@ def join(fleet: Fleet, worker_id: str, role: Role) -> None:
     fleet.join(card)
 
 
-def make_policy(name: str, fleet: Fleet) -> Policy:
+def make_policy(name: str, fleet: SimulatedFleet) -> Policy:
     return POLICIES[name](fleet, random.Random(0))
 
 
@@ -43,13 +43,13 @@ def make_ask(num_blocks: int = 10) -> Ask:
     return Ask(num_blocks * BLOCK_SIZE + 1, 100, digests)
 
 
-def book(fleet: Fleet, worker_id: str, *, new: int = 0, kv: int = 0, times: int = 1) -> None:
+def book(fleet: SimulatedFleet, worker_id: str, *, new: int = 0, kv: int = 0, times: int = 1) -> None:
     for _ in range(times):
         fleet.registry.reserve(RequestLoad(worker_id, worker_id, new, 0, kv))
         fleet.add_prompts(worker_id, 1)
 
 
-def cache(fleet: Fleet, worker_id: str, num_blocks: int) -> None:
+def cache(fleet: SimulatedFleet, worker_id: str, num_blocks: int) -> None:
     fleet.announce(worker_id, list(make_ask().digests)[:num_blocks], [])
 
 

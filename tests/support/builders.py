@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.protocol.messages import PeerAddress, Role, WorkerCard, WorkerState
-from tandem.scheduling.registry import Registry, Worker
+from tandem.scheduling.registry import RegisteredWorker, Registry
 
 NAMESPACE = b"n" * 16
 
@@ -42,7 +42,7 @@ def make_card(
     )
 
 
-def add_ready(registry: Registry, card: WorkerCard) -> Worker:
+def add_ready(registry: Registry, card: WorkerCard) -> RegisteredWorker:
     worker = registry.add(card, now=0.0)
     registry.set_state(worker.worker_id, WorkerState.READY, "test")
     return worker

@@ -18,11 +18,11 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import WorkerState
 from tandem.router.engines.app import create_engines_app
 from tandem.router.engines.config import EnginesConfig, EngineSpec, spec_from
-from tandem.router.engines.fleet import Fleet
+from tandem.router.engines.fleet import EngineFleet
 from tandem.router.engines.prompts import PromptReader
 from tandem.router.http.api_keys import key_digest
-from tandem.router.processes.sibling_bus import SiblingBus
-from tandem.router.processes.siblings import Siblings
+from tandem.router.processes.sibling_bus import PeerRouterBus
+from tandem.router.processes.siblings import PeerRouters
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Registry
@@ -36,7 +36,7 @@ CHAT = "/v1/chat/completions"
 @dataclass
 class Router:
     app: FastAPI
-    fleet: Fleet
+    fleet: EngineFleet
     client: httpx.AsyncClient
 
     def engine(self, name: str) -> Any:
@@ -96,8 +96,8 @@ async def routing(
     With a `bus` it is this number among the processes that publish at those endpoints. `api_keys` are tenants by key.
     """
     registry = Registry()
-    siblings = Siblings(registry, name=str(number), epoch=time.time_ns())
-    fleet = Fleet(
+    siblings = PeerRouters(registry, name=str(number), epoch=time.time_ns())
+    fleet = EngineFleet(
         registry=registry,
         index=PrefixIndex(),
         costs=CostModel(),
@@ -113,7 +113,7 @@ async def routing(
         readers or {},
         CollectorRegistry(),
         admin_token=admin_token,
-        bus=SiblingBus(siblings, bus[number], bus) if bus else None,
+        bus=PeerRouterBus(siblings, bus[number], bus) if bus else None,
         api_keys={key_digest(key): tenant for key, tenant in (api_keys or {}).items()},
     )
     async with (

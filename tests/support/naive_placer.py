@@ -9,7 +9,7 @@ from tandem.protocol.messages import Role, WorkerState
 from tandem.scheduling.cost_model import CostModel, prefill_attention
 from tandem.scheduling.placement import Candidate, Held, Holder, Terms
 from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry, Worker, can_decode, can_prefill, wait_s
+from tandem.scheduling.registry import RegisteredWorker, Registry, can_decode, can_prefill, wait_s
 
 
 class NaivePlacer:
@@ -78,7 +78,9 @@ class _NaiveRequest:
         self.in_router = in_router
         self.order = order
 
-    def candidate(self, prefill: Worker, decode: Worker, others: Sequence[Worker]) -> Candidate:
+    def candidate(
+        self, prefill: RegisteredWorker, decode: RegisteredWorker, others: Sequence[RegisteredWorker]
+    ) -> Candidate:
         """Prompt on one worker, answer on the other or the same."""
         best, *sources = self.prefill_options(prefill, others)
         must_beat_s = 0.95 * best[-1][2]  # reading must save 5 % of computing, as predictions are not that exact
@@ -91,7 +93,7 @@ class _NaiveRequest:
         return Candidate(prefill, decode, hit, holder, terms, tier)
 
     def prefill_options(
-        self, worker: Worker, others: Sequence[Worker]
+        self, worker: RegisteredWorker, others: Sequence[RegisteredWorker]
     ) -> Iterator[tuple[int, Holder | None, str, tuple[float, float, float, float]]]:
         """Cached tokens, where some are read from, seconds of queue, fetch, prefill, delay: first without reading."""
         block_size = worker.card.block_size
@@ -120,7 +122,9 @@ class _NaiveRequest:
             self.prefill_terms(worker, hit, self.read_s(holder, worker, num_bytes)),
         )
 
-    def prefill_terms(self, worker: Worker, num_cached: int, fetch_s: float) -> tuple[float, float, float, float]:
+    def prefill_terms(
+        self, worker: RegisteredWorker, num_cached: int, fetch_s: float
+    ) -> tuple[float, float, float, float]:
         costs = self.costs.steps(worker.card.kind).costs
         num_new = self.num_prompt_tokens - num_cached
         work_s = costs.prefill_work_s(num_new, prefill_attention(num_new, num_cached))
@@ -130,20 +134,20 @@ class _NaiveRequest:
         waits_s += self.in_router.get(worker.worker_id, Held()).prefill_s
         return waits_s, fetch_s, num_steps * self.step_s(worker) + work_s, num_stalled * work_s
 
-    def read_s(self, holder: Worker, reader: Worker, num_bytes: float) -> float:
+    def read_s(self, holder: RegisteredWorker, reader: RegisteredWorker, num_bytes: float) -> float:
         costs = self.costs.steps(holder.card.kind).costs
         num_tokens = min(holder.uncomputed_tokens, holder.card.max_num_batched_tokens)
         link = self.costs.transfer(holder.card.kind, reader.card.kind).costs
         return self.step_s(holder) + costs.prefill_work_s(num_tokens, 0) + link.transfer_s(num_bytes)
 
-    def transfer_s(self, prefill: Worker, decode: Worker, prefill_s: float) -> float:
+    def transfer_s(self, prefill: RegisteredWorker, decode: RegisteredWorker, prefill_s: float) -> float:
         card, hit = decode.card, self.usable(self.hits.get(decode.worker_id, 0) * decode.card.block_size)
         num_bytes = math.ceil((self.num_prompt_tokens - hit) / card.block_size) * card.block_bytes
         chunk_bytes = prefill.card.max_num_batched_tokens * (card.block_bytes / card.block_size)
         link = self.costs.transfer(prefill.card.kind, card.kind).costs
         return link.exposed_s(num_bytes, chunk_bytes, prefill_s)
 
-    def memory_s(self, worker: Worker) -> float:
+    def memory_s(self, worker: RegisteredWorker) -> float:
         capacity = worker.card.num_blocks * worker.card.block_size
         booked = self.kv_tokens(worker)
         if booked == 0:
@@ -155,19 +159,19 @@ class _NaiveRequest:
         lifetime_s = self.num_outputs * costs.step_s(self.num_seqs(worker), booked)
         return max(share, 0.0) * lifetime_s
 
-    def decode_s(self, worker: Worker) -> float:
+    def decode_s(self, worker: RegisteredWorker) -> float:
         mean_tokens = self.num_prompt_tokens + self.num_outputs / 2
         costs = self.costs.steps(worker.card.kind).costs
         step_s = costs.step_s(self.num_seqs(worker), self.kv_tokens(worker))
         return costs.added_decode_s(step_s, self.num_seqs(worker), mean_tokens, self.num_outputs)
 
-    def num_seqs(self, worker: Worker) -> int:
+    def num_seqs(self, worker: RegisteredWorker) -> int:
         return worker.num_booked_seqs + self.in_router.get(worker.worker_id, Held()).num_seqs
 
-    def kv_tokens(self, worker: Worker) -> int:
+    def kv_tokens(self, worker: RegisteredWorker) -> int:
         return worker.booked_kv_tokens + self.in_router.get(worker.worker_id, Held()).kv_tokens
 
-    def step_s(self, worker: Worker) -> float:
+    def step_s(self, worker: RegisteredWorker) -> float:
         return self.costs.steps(worker.card.kind).costs.step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
 
     def usable(self, num_tokens: int) -> int:

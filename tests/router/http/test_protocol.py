@@ -22,7 +22,7 @@ from tandem.router.http import server as http_server_module
 from tandem.router.http.app import RouterApp
 from tandem.router.http.listening import listening
 from tandem.router.http.metrics import EdgeMetrics
-from tandem.router.http.response_writer import Outlet
+from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.http.server import http_server
 
 pytestmark = pytest.mark.anyio
@@ -30,12 +30,12 @@ PART = b"data: %d\n\n"
 
 
 @asynccontextmanager
-async def serving(answer: Callable[[Outlet], Awaitable[None]]) -> AsyncIterator[int]:
+async def serving(answer: Callable[[ResponseWriter], Awaitable[None]]) -> AsyncIterator[int]:
     """The port of a server whose requests are answered so."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            await answer(Outlet(scope, send))
+            await answer(ResponseWriter(scope, send))
 
     async with serving_app(app) as port:
         yield port
@@ -120,7 +120,7 @@ async def read_chunked(reader: asyncio.StreamReader) -> tuple[bytes, list[bytes]
 async def test_parts_are_chunks_of_a_body_and_the_connection_goes_on() -> None:
     ways: list[bool] = []
 
-    async def answer(outlet: Outlet) -> None:
+    async def answer(outlet: ResponseWriter) -> None:
         ways.append(outlet._write(b"too early"))
         await outlet.start([(b"content-type", b"text/event-stream")])
         for number in range(20):
@@ -145,7 +145,7 @@ async def test_a_client_that_does_not_read_holds_the_stream_back_and_gets_all_of
     part, num_parts = b"x" * 65_536, 400
     num_waits = 0
 
-    async def answer(outlet: Outlet) -> None:
+    async def answer(outlet: ResponseWriter) -> None:
         nonlocal num_waits
         await outlet.start([])
         for number in range(num_parts):
@@ -171,7 +171,7 @@ async def test_a_client_that_left_is_written_to_no_more() -> None:
     left, shown = asyncio.Event(), asyncio.Event()
     ways: list[bool] = []
 
-    async def answer(outlet: Outlet) -> None:
+    async def answer(outlet: ResponseWriter) -> None:
         await outlet.start([])
         outlet.show(b"one")
         await left.wait()
@@ -196,7 +196,7 @@ async def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.Monke
     monkeypatch.setattr(http_protocol_module, "_STALL_S", 0.3)
     ended = asyncio.Event()
 
-    async def answer(outlet: Outlet) -> None:
+    async def answer(outlet: ResponseWriter) -> None:
         try:
             await outlet.start([])
             while outlet._write(b"x" * 65_536):
@@ -216,7 +216,7 @@ async def test_an_app_that_does_not_notice_holds_up_the_end_for_a_bounded_time(m
     monkeypatch.setattr(http_server_module, "_CLOSE_TIMEOUT_S", 0.2)
     asked, never = asyncio.Event(), asyncio.Event()
 
-    async def answer(_: Outlet) -> None:
+    async def answer(_: ResponseWriter) -> None:
         asked.set()
         await never.wait()
 
@@ -431,7 +431,7 @@ async def test_a_request_that_came_as_a_whole_is_not_late_for_waiting_its_turn(s
 
 @pytest.mark.parametrize("headers", [b"", b"host: h\r\n", b"connection: keep-alive\r\n"])
 async def test_a_client_of_http_1_0_gets_a_stream_without_chunks_that_ends_with_the_connection(headers: bytes) -> None:
-    async def answer(outlet: Outlet) -> None:
+    async def answer(outlet: ResponseWriter) -> None:
         await outlet.start([(b"content-type", b"text/event-stream")])
         for number in range(3):
             outlet.show(PART % number)

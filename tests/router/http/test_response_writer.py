@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tandem.router.http.errors import ClientDisconnected
-from tandem.router.http.response_writer import DIRECT_WRITE, Outlet
+from tandem.router.http.response_writer import DIRECT_WRITE, ResponseWriter
 
 pytestmark = pytest.mark.anyio
 
@@ -23,7 +23,7 @@ class Server:
         scope: dict[str, Any] = {"type": "http"}
         if write is not None:
             scope["extensions"] = {DIRECT_WRITE: {"write": write}}
-        self.outlet = Outlet(scope, self._send)
+        self.outlet = ResponseWriter(scope, self._send)
 
     async def _send(self, message: Any) -> None:
         await self.room.wait()

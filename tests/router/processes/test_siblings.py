@@ -20,7 +20,7 @@ from tandem.router.processes.sibling_messages import (
     decode_sibling_message,
     encode_sibling_message,
 )
-from tandem.router.processes.siblings import BEAT_INTERVAL_S, REMOVED_S, SILENCE_S, SharedBooking, Siblings
+from tandem.router.processes.siblings import BEAT_INTERVAL_S, REMOVED_S, SILENCE_S, PeerRouters, SharedBooking
 from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.registry import Registry
 from tests.support.builders import make_card
@@ -33,7 +33,7 @@ class Process:
 
     def __init__(self, name: str, epoch: int, net: Net) -> None:
         self.registry = Registry()
-        self.siblings = Siblings(self.registry, name=name, epoch=epoch)
+        self.siblings = PeerRouters(self.registry, name=name, epoch=epoch)
         self.siblings.send = lambda message: net.send(name, message)
         self.siblings.lasting = {"y"}
         self.siblings.listen(self)

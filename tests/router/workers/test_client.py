@@ -25,7 +25,7 @@ from tandem.protocol.messages import (
     encode_message,
 )
 from tandem.protocol.sampling import SamplingParams
-from tandem.router.inbox import Inbox, Turns
+from tandem.router.inbox import CallbackScheduler, Inbox
 from tandem.router.workers.client import LEARN_INTERVAL_S, LegEvent
 from tandem.runtime import background
 from tandem.runtime.trust import make_keys
@@ -169,7 +169,7 @@ def test_beats_teach_what_handoffs_cost_each_of_them_once() -> None:
 def test_deltas_reach_the_request_they_belong_to() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent) as cluster:
-            turns = Turns()
+            turns = CallbackScheduler()
             inboxes: dict[str, Inbox[LegEvent]] = {"a": Inbox(turns), "b": Inbox(turns)}
             for request_id, inbox in inboxes.items():
                 cluster.client.open_leg("d", make_generate(request_id), inbox)
@@ -221,7 +221,7 @@ def test_a_message_that_cannot_be_handled_ends_its_own_requests(monkeypatch: pyt
     async def scenario() -> None:
         async with fake_cluster(decode=silent) as cluster:
             worker = cluster.workers["d"]
-            inboxes: dict[str, Inbox[LegEvent]] = {name: Inbox(Turns()) for name in ("a", "b")}
+            inboxes: dict[str, Inbox[LegEvent]] = {name: Inbox(CallbackScheduler()) for name in ("a", "b")}
             for request_id, inbox in inboxes.items():
                 cluster.client.open_leg("d", make_generate(request_id), inbox)
             with monkeypatch.context() as patch:
@@ -263,7 +263,7 @@ def test_an_address_that_is_none_is_told(change: dict[str, str]) -> None:
 def test_a_dead_worker_fails_all_its_requests_at_once_and_leaves_nothing() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent) as cluster:
-            inbox: Inbox[LegEvent] = Inbox(Turns())
+            inbox: Inbox[LegEvent] = Inbox(CallbackScheduler())
             for i in range(3):
                 cluster.client.open_leg("d", make_generate(f"r{i}"), inbox)
             cluster.workers["d"].send(make_events(1, [b"a"]))
@@ -284,7 +284,7 @@ def test_a_silent_worker_is_given_up() -> None:
     async def scenario() -> None:
         config = RouterConfig(worker_timeout_s=0.3)
         async with fake_cluster(decode=silent, config=config) as cluster:
-            inbox: Inbox[LegEvent] = Inbox(Turns())
+            inbox: Inbox[LegEvent] = Inbox(CallbackScheduler())
             cluster.client.open_leg("d", make_generate("r0"), inbox)
             (event,) = await asyncio.wait_for(inbox.take(), 5)
             assert "silent for" in str(event.item)
@@ -311,7 +311,7 @@ def test_whatever_raises_when_a_worker_leaves_its_requests_end_and_the_watch_goe
             else:
                 monkeypatch.setattr(cluster.index, "remove_worker", raise_for_d)
             cluster.registry.listen(lambda change: heard.append(change.worker.state))
-            inbox: Inbox[LegEvent] = Inbox(Turns())
+            inbox: Inbox[LegEvent] = Inbox(CallbackScheduler())
             for worker_id in cluster.workers:
                 cluster.client.open_leg(worker_id, make_generate(f"r-{worker_id}"), inbox)
             errors = []
@@ -331,7 +331,7 @@ def test_a_restarted_worker_replaces_its_earlier_epoch() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent) as cluster:
             old = cluster.workers["d"]
-            inbox: Inbox[LegEvent] = Inbox(Turns())
+            inbox: Inbox[LegEvent] = Inbox(CallbackScheduler())
             cluster.client.open_leg("d", make_generate("r0"), inbox)
             await cluster.add(FakeWorker("d", Role.DECODE, epoch=2))
             (event,) = await inbox.take()
@@ -375,7 +375,7 @@ def test_a_worker_that_does_not_answer_or_dies_while_joining_is_not_waited_for()
 def test_removing_a_worker_waits_for_what_it_runs() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent) as cluster:
-            inbox: Inbox[LegEvent] = Inbox(Turns())
+            inbox: Inbox[LegEvent] = Inbox(CallbackScheduler())
             leg = cluster.client.open_leg("d", make_generate("r0"), inbox)
             removing = asyncio.create_task(cluster.client.remove_worker("d"))
             state = cluster.registry.get("d")
@@ -393,7 +393,7 @@ def test_removing_a_worker_waits_for_what_it_runs() -> None:
 def test_removing_a_worker_waits_no_longer_than_the_drain_timeout() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent, config=RouterConfig(drain_timeout_s=0.1)) as cluster:
-            inbox: Inbox[LegEvent] = Inbox(Turns())
+            inbox: Inbox[LegEvent] = Inbox(CallbackScheduler())
             cluster.client.open_leg("d", make_generate("r0"), inbox)
             started_s = time.monotonic()
             await cluster.client.remove_worker("d")
