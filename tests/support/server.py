@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,24 @@ URL = re.compile(r"Serving .* on (http://\S+)")
 class Server:
     """Started at once; use `running` or call `wait_ready`."""
 
-    def __init__(self, model: Path | str, folder: Path, *flags: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        model: Path | str,
+        folder: Path,
+        *flags: str,
+        env: dict[str, str] | None = None,
+        tandem: Sequence[str] = (sys.executable, "-m", "tandem"),
+        cwd: Path = REPOSITORY,
+    ) -> None:
+        """`tandem` is the command as words; it runs in `cwd` and logs into `folder`."""
         self.log = folder / f"serve-{time.monotonic_ns()}.log"
-        command = [sys.executable, "-m", "tandem", "serve", "--model", str(model), "--port", "0", *flags]
+        command = [*tandem, "serve", "--model", str(model), "--port", "0", *flags]
         self.scratch = Path(tempfile.mkdtemp(prefix="t-"))  # short: Ray puts sockets in it
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
-                cwd=REPOSITORY,
+                cwd=cwd,
                 env=environment
                 | {"PYTHONUNBUFFERED": "1", "COLUMNS": "400", "TMPDIR": str(self.scratch)}
                 | (env or {}),
@@ -103,8 +112,9 @@ class Server:
 
 
 @contextmanager
-def started(model: Path | str, folder: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    server = Server(model, folder, *flags, env=env)
+def started(model: Path | str, folder: Path, *flags: str, **options: Any) -> Iterator[Server]:
+    """A server that is stopped at the end; `options` are those of `Server`."""
+    server = Server(model, folder, *flags, **options)
     try:
         yield server
     finally:

@@ -1,0 +1,105 @@
+"""The wheel holds all that runs, under one name, and serves from a folder that has modules named like ours."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.server import REPOSITORY, started
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+NOT_COPIED = (".*", "build", "dist", "*.egg-info", "*.so", "__pycache__", "bench-results")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: a build leaves folders behind, which the next one would take for sources."""
+    folder = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(REPOSITORY, folder / "source", symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(folder / "source"))
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tandem(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The command of a new environment which has the wheel and, from this environment, what the wheel depends on."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = str(folder / "bin" / "python")
+    paths = {"base": str(folder), "platbase": str(folder)}
+    (packages,) = {Path(sysconfig.get_path(name, vars=paths)) for name in ("purelib", "platlib")}
+    pip("--python", python, "install", "--no-deps", "--no-index", str(wheel))
+    # A path file in the middle of a search path is not read: an editable Tandem there stays out of sight.
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return str(folder / "bin" / "tandem")
+
+
+@pytest.fixture
+def folder_of_the_user(tmp_path: Path) -> Path:
+    """A project with names like ours, each of which ends whoever imports it."""
+    folder = tmp_path / "project"
+    names = [path.parent.name for path in (REPOSITORY / "tandem").glob("*/__init__.py")]
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text(f"raise SystemExit('{name} of the user was imported')\n")
+    shutil.rmtree(folder / "protocol")
+    (folder / "protocol.py").write_text("raise SystemExit('protocol of the user was imported')\n")
+    return folder
+
+
+def pip(*arguments: str) -> None:
+    """Not told of the source tree: pip would take its metadata for an installed Tandem."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-m", "pip", *arguments]
+    finished = subprocess.run(
+        command, env=environment, cwd="/", capture_output=True, text=True, timeout=300, check=False
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+def test_its_one_top_level_name_is_tandem_and_nothing_is_missing(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if not name.split("/")[0].endswith(".dist-info")}
+        licenses = [name for name in archive.namelist() if name.endswith("/licenses/LICENSE")]
+    assert {name.split("/")[0] for name in names} == {"tandem"}
+    assert licenses
+    folders = {path.name for path in (REPOSITORY / "tandem").iterdir() if path.is_symlink()}
+    sources = {
+        str(Path("tandem", path.relative_to(REPOSITORY)))
+        for folder in folders
+        for path in (REPOSITORY / folder).rglob("*")
+        if path.is_file() and path.suffix in {".py", ".pyi", ".c", ".cpp", ".h", ".yaml", ".tpl", ".json"}
+    }
+    assert sources - names == set()
+    assert {"tandem/py.typed", "tandem/helm/tandem/Chart.yaml", "tandem/engine/cpu/common.h"} <= names
+
+
+def test_router_and_workers_start_beside_modules_of_the_same_names(
+    tandem: str, folder_of_the_user: Path, text_model: Path, tmp_path: Path
+) -> None:
+    with started(
+        text_model,
+        tmp_path,
+        "--pool-bytes",
+        "20000000",
+        tandem=[tandem],
+        cwd=folder_of_the_user,
+        env={"PYTHONPATH": ""},
+    ) as server:
+        server.wait_ready()
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert {server.worker(role)["state"] for role in ("prefill", "decode")} == {"ready"}
+        assert server.stop() == 0
