@@ -21,13 +21,14 @@ from tandem.cluster.model_store import resolve_model
 from tandem.engine.engine import Engine
 from tandem.kv_transfer.codec import create_codec
 from tandem.kv_transfer.eviction import create_policy
-from tandem.kv_transfer.tiers import MemoryStore, ThrottledStore, Tier
+from tandem.kv_transfer.tiers import MemoryStore, Tier
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.sampling import SamplingParams
 from tandem.scheduling.cost_model import CostModel
 from tandem.worker.kv.cached_tier import CachedTier
 from tandem.worker.kv.kv_source import LoadPrior
 from tandem.worker.kv.tiered_cache import TieredCache
+from tests.support.throttled_store import ThrottledStore
 
 _TOKEN_IDS = range(1000, 4000)
 _AIM = 1.1

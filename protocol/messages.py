@@ -103,7 +103,7 @@ __all__ = [
     "worker_of",
 ]
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 POOL_PLACE = "pool"  # where a worker has blocks: its pool, or one of its tiers by name
 HOST_TIER = "host"  # its own memory: the tier that peers can read from, too
 

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tandem.kv_transfer.eviction.arc import ARC
 from tandem.kv_transfer.eviction.base import EvictionPolicy
 from tandem.kv_transfer.eviction.hit_density import HitDensity
-from tandem.kv_transfer.eviction.lfu import LFUAging
 from tandem.kv_transfer.eviction.lru import LRU
 from tandem.kv_transfer.eviction.s3fifo import S3FIFO
-from tandem.kv_transfer.eviction.sieve import Sieve
 from tandem.protocol.errors import ConfigError
 
 __all__ = ["POLICIES", "EvictionPolicy", "create_policy"]
 
 POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {
-    "arc": ARC,
     "hit-density": HitDensity,
-    "lfu": LFUAging,
     "lru": LRU,
     "s3-fifo": S3FIFO,
-    "sieve": Sieve,
 }
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -150,6 +151,16 @@ class EvictionPolicy(ABC):
         """The key to evict next: an unpinned leaf, the same one until something changes; None if there is none."""
         node = self._choose()
         return None if node is None else node.key
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless children and queue sizes are counted right."""
+        children = Counter(node.parent_key for node in self._nodes.values() if node.parent_key is not None)
+        for key, node in self._nodes.items():
+            assert node.key == key, f"{node.key!r} is filed under {key!r}"
+            assert node.num_children == children.pop(key, 0), f"children of {key!r} are miscounted"
+        assert dict(children) == self._orphans, "children of absent keys are miscounted"
+        queues = Counter(node.queue for node in self._nodes.values())
+        assert [queues[queue] for queue in range(self.num_queues)] == self._sizes, "queue sizes are miscounted"
 
     @abstractmethod
     def _on_hit(self, node: Node) -> None:

@@ -7,7 +7,6 @@ from tandem.kv_transfer.tiers.disk import DiskStore
 from tandem.kv_transfer.tiers.key import StoreKey, load_key
 from tandem.kv_transfer.tiers.memory import MemoryStore
 from tandem.kv_transfer.tiers.object import ObjectStore
-from tandem.kv_transfer.tiers.throttled import ThrottledStore
 from tandem.kv_transfer.tiers.tier import Load, Tier, TierStats, Write
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "MemoryStore",
     "ObjectStore",
     "StoreKey",
-    "ThrottledStore",
     "Tier",
     "TierStats",
     "Write",

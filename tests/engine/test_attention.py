@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.engine.attention.context import StepContext
 from tandem.engine.attention.cpu import CpuAttention
 from tandem.engine.attention.interface import PagedStep, paged_attention_forward
-from tandem.engine.attention.reference import ReferenceAttention
+from tests.support.reference_attention import ReferenceAttention
 
 NUM_LAYERS = 2
 

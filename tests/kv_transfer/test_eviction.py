@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 from collections import Counter
 
@@ -8,7 +9,6 @@ import pytest
 
 from benchmarks.eviction import CAPACITIES, TRACES, load, optimal, replay
 from tandem.kv_transfer.eviction import POLICIES, EvictionPolicy, create_policy
-from tandem.kv_transfer.eviction.arc import ARC
 from tandem.kv_transfer.eviction.hit_density import HitDensity
 from tandem.kv_transfer.eviction.lru import LRU
 from tandem.kv_transfer.eviction.s3fifo import S3FIFO
@@ -95,13 +95,13 @@ def test_any_sequence_of_calls_keeps_the_forest(name: str, seed: int) -> None:
             policy.remove(victim)
             del model.parent_of[victim]
         assert set(policy) == set(model.parent_of)
-        assert len(policy) == len(model.parent_of) == sum(policy._sizes)
+        policy.check_integrity()
     for key, count in model.pins.items():
         for _ in range(count):
             policy.unpin(key)
     assert None not in evict(policy, len(policy))
     assert len(policy) == 0
-    assert policy._orphans == {}
+    policy.check_integrity()
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -140,16 +140,8 @@ def test_bookkeeping_is_bounded(name: str) -> None:
         policy.touch(f"{idx}b")
         evict(policy, len(policy) - 50)
         if idx in (5999, 11_999):
-            sizes.append(_num_held(policy))
+            sizes.append(len(pickle.dumps(policy)))
     assert sizes[1] <= 1.1 * sizes[0]
-
-
-def _num_held(policy: EvictionPolicy) -> int:
-    """Entries in all containers of a policy."""
-    values = list(vars(policy).values())
-    values += [ghosts for value in values if isinstance(value, tuple) for ghosts in value]
-    heaps = [queue._heap for queue in policy._queues]
-    return sum(len(value) for value in (*values, *heaps) if isinstance(value, dict | list))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -161,7 +153,7 @@ def test_a_chain_longer_than_the_tier_keeps_its_start(name: str) -> None:
 
 
 def test_an_unknown_policy_is_named_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"'fifo' is unknown; choose one of arc, hit-density, lfu, lru"):
+    with pytest.raises(ConfigError, match=r"'fifo' is unknown; choose one of hit-density, lru, s3-fifo"):
         create_policy("fifo", 10)
 
 
@@ -189,9 +181,8 @@ def test_lru_keeps_a_shared_root_until_its_last_child_is_gone() -> None:
     assert evict(policy, 3) == ["a", "b", "root"]
 
 
-@pytest.mark.parametrize("name", ["s3-fifo", "arc", "sieve"])
-def test_what_was_used_again_survives_a_scan(name: str) -> None:
-    policy = create_policy(name, 20)
+def test_s3_fifo_keeps_what_was_used_again_through_a_scan() -> None:
+    policy = S3FIFO(20)
     store(policy, "x", "y", "z")
     store(policy, "x", "y", "z")
     for idx in range(100):
@@ -210,38 +201,18 @@ def test_lru_does_not_survive_that_scan() -> None:
     assert not {"x", "y", "z"} & set(policy)
 
 
-def test_lfu_forgets_what_was_popular_once() -> None:
-    policy = create_policy("lfu", 4)
-    for _ in range(5):
-        store(policy, "old")
-    for idx in range(60):
-        store(policy, idx // 2)
-        store(policy, idx // 2)
-        evict(policy, len(policy) - 4)
-    assert "old" not in policy
-
-
-@pytest.mark.parametrize("policy", [S3FIFO(10), ARC(10)], ids=["s3-fifo", "arc"])
-def test_what_comes_back_after_its_eviction_skips_probation(policy: S3FIFO | ARC) -> None:
+def test_s3_fifo_puts_a_key_that_returns_after_its_eviction_into_the_main_queue() -> None:
+    policy = S3FIFO(10)
     store(policy, "a", "b")
     for idx in range(9):
         store(policy, idx)
     evict(policy, 2)
     assert not {"a", "b"} & set(policy)
     store(policy, "a", "b")
-    assert policy._sizes[1] == 2
-
-
-def test_arc_moves_its_boundary_to_where_it_missed() -> None:
-    policy = ARC(4)
-    store(policy, "a")
-    store(policy, "a")
-    for key in ("b", "c", "d", "e"):
-        store(policy, key)
-        evict(policy, len(policy) - 4)
-    assert "b" not in policy
-    store(policy, "b")
-    assert policy._recent_target == 1.0
+    for idx in range(9, 100):
+        store(policy, idx)
+        evict(policy, len(policy) - 10)
+    assert {"a", "b"} <= set(policy)
 
 
 def replay_conversations(policy: EvictionPolicy, num_turns: int, num_conversations: int) -> float:

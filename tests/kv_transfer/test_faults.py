@@ -19,7 +19,7 @@ from tandem.kv_transfer.checksum import block_checksums, seal, unseal, wrong_blo
 from tandem.kv_transfer.links import LinkState, PeerLinks
 from tandem.kv_transfer.outbox import LeaseEnded, Outbox
 from tandem.kv_transfer.transport.base import Notification, TransferState
-from tandem.kv_transfer.transport.faulty import Fault, FaultyTransport
+from tests.support.faulty_transport import Fault, FaultyTransport
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport
 from tandem.prefill_worker import PrefillRole
 from tandem.protocol.config import EngineConfig, TransferConfig

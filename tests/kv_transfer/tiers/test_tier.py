@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
-from tandem.kv_transfer.tiers import Block, BlockName, Failure, Load, MemoryStore, ThrottledStore, Tier
+from tandem.kv_transfer.tiers import Block, BlockName, Failure, Load, MemoryStore, Tier
 from tests.support.store_world import (
     BLOCK_BYTES,
     DEADLINE_S,
@@ -29,6 +29,7 @@ from tests.support.store_world import (
     put,
     zeros,
 )
+from tests.support.throttled_store import ThrottledStore
 
 every_kind = pytest.mark.parametrize("world", KINDS, indirect=True)
 

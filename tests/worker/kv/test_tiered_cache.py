@@ -15,7 +15,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence
 from tandem.kv_transfer.codec import create_codec
 from tandem.kv_transfer.eviction import create_policy
-from tandem.kv_transfer.tiers import MemoryStore, ThrottledStore, Tier
+from tandem.kv_transfer.tiers import MemoryStore, Tier
 from tandem.protocol.config import TierConfig
 from tandem.protocol.sampling import SamplingParams
 from tandem.scheduling.cost_model import CostModel
@@ -25,6 +25,7 @@ from tandem.worker.kv.kv_source import LoadPrior
 from tandem.worker.kv.tiered_cache import TieredCache, create_tiers
 from tests.support.answers import Expects
 from tests.support.cluster_harness import BLOCK_BYTES, BLOCK_SIZE, DEADLINE_S, engine_config
+from tests.support.throttled_store import ThrottledStore
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 NUM_BLOCKS = 40

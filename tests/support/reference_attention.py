@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: the oracle of the tests, and the fallback where no compiler is found.
+"""Paged attention in plain torch: the oracle of the attention tests.
 
 Exact in the mathematical sense, but not bitwise independent of how a prompt was cut into chunks.
 """
