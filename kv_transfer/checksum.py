@@ -10,9 +10,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-__all__ = ["CHECKED_SHARE", "CHECKSUM_BYTES", "block_checksums", "seal", "unseal", "wrong_blocks"]
+__all__ = ["CHECKED_SHARE", "block_checksums", "seal", "unseal", "wrong_blocks"]
 
-CHECKSUM_BYTES = 9  # a letter for the kind, and 64 bits
 # Share of the blocks that travel with a checksum, by `TransferConfig.checksums`.
 CHECKED_SHARE: dict[str, float] = {"off": 0.0, "sample": 1 / 16, "all": 1.0}
 _SEAL_BYTES = 8
