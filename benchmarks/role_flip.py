@@ -161,7 +161,7 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
         moves = "; ".join(f"{move['after_s']} s: {move['roles']}" for move in result["roles"])
         console.print(f"{name}, workers per role: {moves}", markup=False)
     flips = results[_ON.name]["flips"]
-    fields = ("worker", "from", "to", "drained_after_s", "serving_after_s", "failed", "reason")
+    fields = ("worker", "from", "to", "drained_after_s", "serving_after_s", "not_drained", "failed", "reason")
     print_table("Flips, in seconds after the decision", fields, [[flip.get(f, "-") for f in fields] for flip in flips])
 
 

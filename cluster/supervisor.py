@@ -122,6 +122,11 @@ class Supervisor:
         """Ends, with an error that says why, when nothing can be served any more: no worker lives or will come back."""
         return self._failure
 
+    @property
+    def flips(self) -> list[dict[str, object]]:
+        """The latest flips, oldest first, as `/v1/pools` shows them."""
+        return list(self._flips)
+
     def ray_died(self, error: WorkerError) -> None:
         """Nothing can be asked of Ray any more, which would only block: give up. Call it in the event loop."""
         self._is_stopping = self._is_ray_dead = True
@@ -162,25 +167,43 @@ class Supervisor:
         member, worker = self._members[flip.worker_id], self._registry.get(flip.worker_id)
         if worker is None:
             return
-        started, old_role = time.monotonic(), worker.role
-        record: dict[str, object] = {"worker": flip.worker_id, "from": old_role, "to": flip.to_role, "reason": reason}
+        started = time.monotonic()
+        record: dict[str, object] = {
+            "worker": flip.worker_id,
+            "from": worker.role,
+            "to": flip.to_role,
+            "reason": reason,
+        }
         self._flips.append(record)
-        self._registry.set_state(flip.worker_id, WorkerState.DRAINING, reason)
         try:
-            await _call(member.actor.set_role, flip.to_role)
-            self._registry.set_role(flip.worker_id, flip.to_role)
-            member.config = replace(member.config, role=flip.to_role)
-            left = (await self._status(member)).request_ids
-            self._registry.set_state(flip.worker_id, WorkerState.READY, "it plays its new role")
-            record["serving_after_s"] = round(time.monotonic() - started, 4)
-            await self._finished(member, left)
-            record["drained_after_s"] = round(time.monotonic() - started, 4)
+            left = await self._play(member, flip.to_role, reason)
         except (RayError, ServingError, TimeoutError, KeyError) as exc:
             logger.warning("%s did not flip to %s: %s", flip.worker_id, flip.to_role, exc)
             record["failed"] = str(exc) or type(exc).__name__
+            return
+        record["serving_after_s"] = round(time.monotonic() - started, 4)
+        try:
+            await self._finished(member, left)
+        except (RayError, ServingError, TimeoutError) as exc:
+            logger.warning("%s serves as %s, but is not drained: %s", flip.worker_id, flip.to_role, exc)
+            record["not_drained"] = str(exc) or type(exc).__name__
+        else:
+            record["drained_after_s"] = round(time.monotonic() - started, 4)
+
+    async def _play(self, member: _Member, role: Role, reason: str) -> frozenset[str]:
+        """Let a worker serve in this role from now on; the requests that it still has from the old one."""
+        worker_id = member.config.worker_id
+        self._registry.set_state(worker_id, WorkerState.DRAINING, reason)
+        outcome = "the flip failed"
+        try:
+            await _call(member.actor.set_role, role)
+            self._registry.set_role(worker_id, role)
+            member.config = replace(member.config, role=role)
+            left = (await self._status(member)).request_ids
+            outcome = "it plays its new role"
+            return left
         finally:
-            if "serving_after_s" not in record:  # else it may be draining for another reason by now
-                self._registry.set_state(flip.worker_id, WorkerState.READY, "the flip is over")
+            self._registry.set_state(worker_id, WorkerState.READY, outcome)
 
     async def _all_up(self) -> None:
         for member in self._members.values():
@@ -385,7 +408,7 @@ class Supervisor:
             "reason": decision.reason,
             "prefill_wait_s": decision.prefill_wait_s,
             "decode_wait_s": decision.decode_wait_s,
-            "flips": list(self._flips),
+            "flips": self.flips,
         }
 
     async def _watch_quarantines(self) -> None:

@@ -401,6 +401,51 @@ def test_the_end_of_a_flip_gives_no_work_to_a_worker_that_is_to_be_replaced(monk
     asyncio.run(run())
 
 
+def test_a_flip_that_serves_but_is_not_drained_in_time_is_told_as_that(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tandem.cluster.supervisor._DRAIN_TIMEOUT_S", 0.0)
+
+    async def run() -> None:
+        async with supervised(monkeypatch, num_prefill=2, num_decode=1) as cluster:
+
+            async def status() -> SimpleNamespace:
+                return SimpleNamespace(request_ids=frozenset({"r"}))
+
+            monkeypatch.setattr(cluster.ray.latest("prefill-0"), "status", SimpleNamespace(remote=status))
+            await cluster.supervisor.flip(Flip("prefill-0", Role.DECODE), "a test")
+            worker = cluster.registry.get("prefill-0")
+            assert worker is not None
+            assert (worker.role, worker.state) == (Role.DECODE, WorkerState.READY)
+            [flip] = cluster.supervisor.flips
+            assert flip.keys() == {"worker", "from", "to", "reason", "serving_after_s", "not_drained"}
+
+    asyncio.run(run())
+    assert "prefill-0 serves as decode, but is not drained" in caplog.text
+    assert "did not flip" not in caplog.text
+
+
+def test_a_flip_that_the_worker_refuses_has_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        async with supervised(monkeypatch, num_prefill=2, num_decode=1) as cluster:
+
+            async def set_role(_: Role) -> None:
+                raise WorkerError("it did not answer in 10 s")
+
+            monkeypatch.setattr(cluster.ray.latest("prefill-0"), "set_role", SimpleNamespace(remote=set_role))
+            await cluster.supervisor.flip(Flip("prefill-0", Role.DECODE), "a test")
+            worker = cluster.registry.get("prefill-0")
+            assert worker is not None
+            assert (worker.role, worker.state) == (Role.PREFILL, WorkerState.READY)
+            [flip] = cluster.supervisor.flips
+            assert flip["failed"] == "it did not answer in 10 s"
+
+    asyncio.run(run())
+    assert "prefill-0 did not flip to decode" in caplog.text
+
+
 def test_a_sender_whose_lost_writes_take_too_much_of_a_pool_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.cluster.supervisor._LOOK_AT_QUARANTINES_S", 0.01)
 
