@@ -33,7 +33,7 @@ from rich.table import Table
 from tandem.cli.version import commit, machine, product_version
 from tandem.cluster.model_store import DEFAULT_MODEL, served_name
 from tandem.loadtest.client import MeasuringClient, run_measured
-from tandem.runtime.signals import give_children_their_signals
+from tandem.runtime.signals import restore_child_signals
 
 __all__ = [
     "COLOCATED",
@@ -106,7 +106,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
     From here on SIGTERM ends this process as SIGINT does: what it started is stopped.
     """
-    give_children_their_signals()  # servers are stopped with SIGINT
+    restore_child_signals()  # servers are stopped with SIGINT
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="as of `tandem serve` (default: %(default)s)")

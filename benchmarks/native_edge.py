@@ -54,11 +54,11 @@ from tandem.router.http.listening import listening
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
+from tandem.runtime.curve import KeyAuthenticator, KeyPair, connect_to_worker, listening_socket
 from tandem.runtime.dropped import DroppedMessages
-from tandem.runtime.gc_tuning import settle_heap
+from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.message_socket import MessageSocket
-from tandem.runtime.signals import first_of
-from tandem.runtime.trust import GuestList, KeyPair, connect_to_worker, listening_socket
+from tandem.runtime.signals import wait_for_any
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement import Placer
@@ -263,8 +263,8 @@ def _run_workers(endpoints: list[str]) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     tokenizer = Tokenizer(resolve_model())
     answer = tokenizer.encode(expected_text(_FIRST_WORDS), add_special_tokens=False)
-    guests = GuestList(context, DroppedMessages())
-    guests.admit(_CLIENT_KEYS.public)
+    authenticator = KeyAuthenticator(context, DroppedMessages())
+    authenticator.allow(_CLIENT_KEYS.public)
     workers = [_Worker(context, endpoint, answer) for endpoint in endpoints]
     poller = zmq.Poller()
     for worker in workers:
@@ -298,8 +298,8 @@ async def _run_edge(port: int, model: str, num_processes: int, endpoints: list[s
             await client.add_worker(address_of(endpoint))
         with listening(router.host, port) as listener:
             async with serve_http(flow, Tokenizer(folder), metrics, config, listener, {}, Tenants()) as (front, _):
-                settle_heap()
-                await first_of(front.serving, stop)
+                freeze_startup_heap()
+                await wait_for_any(front.serving, stop)
     finally:
         await client.close()
 

@@ -21,8 +21,8 @@ import zmq
 from zmq.constants import SocketType
 
 from tandem.protocol.messages import SequenceDelta, StepOutput, StepStats, WorkerLoad, encode_message
+from tandem.runtime.curve import KeyAuthenticator, listening_socket, make_keys
 from tandem.runtime.dropped import DroppedMessages
-from tandem.runtime.trust import GuestList, listening_socket, make_keys
 
 _SEQUENCES = (1, 16, 64)
 
@@ -41,8 +41,8 @@ def connected(endpoint: str, *, is_secured: bool) -> Iterator[tuple[Any, Any, by
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     keys, router_keys = make_keys(), make_keys()
     if is_secured:
-        guests = GuestList(context, DroppedMessages())
-        guests.admit(router_keys.public)
+        authenticator = KeyAuthenticator(context, DroppedMessages())
+        authenticator.allow(router_keys.public)
         worker = listening_socket(context, SocketType.ROUTER, keys, max_queued=0)
     else:
         worker = context.socket(SocketType.ROUTER)

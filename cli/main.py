@@ -13,7 +13,7 @@ from typer import rich_utils
 
 from tandem.cli import bench, chat, model, replay, route, serve, version
 from tandem.protocol.errors import ServingError
-from tandem.runtime.signals import give_children_their_signals
+from tandem.runtime.signals import restore_child_signals
 
 __all__ = ["app", "main", "run"]
 
@@ -67,7 +67,7 @@ app.command()(version.version)
 
 def main() -> None:
     """Entry point of the `tandem` command."""
-    give_children_their_signals()
+    restore_child_signals()
     sys.exit(run(sys.argv[1:]))
 
 

@@ -18,7 +18,7 @@ from tandem.cluster.process_end import ProcessIdentity, own_identity
 from tandem.protocol.config import WorkerConfig
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import PeerAddress, Role
-from tandem.runtime.gc_tuning import settle_heap
+from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.worker.status import WorkerStatus
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class WorkerActor:
         except BaseException as exc:
             started.set_exception(exc)
             return
-        settle_heap()
+        freeze_startup_heap()
         started.set_result(worker)
         try:
             worker.run()

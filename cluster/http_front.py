@@ -20,7 +20,7 @@ from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.workers.flow import RequestFlow
 from tandem.router.workers.metrics import CacheSizingCollector, WorkerCollector
 from tandem.router.workers.pin_metrics import PinCollector
-from tandem.runtime.signals import first_of
+from tandem.runtime.signals import wait_for_any
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.registry import Registry
 from tandem.scheduling.tenants import Tenants
@@ -99,7 +99,7 @@ async def drain(
     if num_running := front.num_running:
         answers = "1 answer" if num_running == 1 else f"{num_running} answers"
         progress(f"stopping: waiting up to {timeout_s:g} s for {answers} (Ctrl-C again stops now)")
-        await first_of(front.serving, stop_now, timeout_s=timeout_s)
+        await wait_for_any(front.serving, stop_now, timeout_s=timeout_s)
     else:
         progress("stopping")
     flow.shut_down()

@@ -20,7 +20,7 @@ from typing import Any
 
 from tandem.protocol.errors import ConfigError
 from tandem.runtime.background import BackgroundTasks
-from tandem.runtime.idle_timeout import answered
+from tandem.runtime.idle_timeout import answered_in_time
 from tandem.runtime.signals import stop_events
 
 __all__ = ["ParentPipe", "ProcessGroup"]
@@ -166,7 +166,7 @@ class ProcessGroup:
         while True:
             word = asyncio.create_task(_next_word(child))
             try:
-                if not await answered(word, self._silence_timeout_s):
+                if not await answered_in_time(word, self._silence_timeout_s):
                     return True
                 if not await word:
                     return False

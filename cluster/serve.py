@@ -34,8 +34,8 @@ from tandem.protocol.messages import Role
 from tandem.router.http.listening import listening
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
-from tandem.runtime.gc_tuning import settle_heap
-from tandem.runtime.signals import first_of, interrupted_afterwards, stop_events
+from tandem.runtime.gc_tuning import freeze_startup_heap
+from tandem.runtime.signals import defer_keyboard_interrupt, stop_events, wait_for_any
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement import Placer
@@ -215,7 +215,7 @@ def _private_ray(folder: Path, progress: Callable[[str], None]) -> Iterator[list
         _require_loopback_and_token()
         daemons: list[_Daemon] = []
         stack.callback(_leave_ray, daemons)  # what of it does not end, ends with the folder
-        with interrupted_afterwards():  # it forks
+        with defer_keyboard_interrupt():  # it forks
             ray.init(
                 address="local",
                 num_cpus=len(os.sched_getaffinity(0)),
@@ -347,10 +347,10 @@ async def _serve(
             ends = (front.serving, supervisor.failure)
             is_ready = await _unless(stop, _first_generation(front, readiness, ends), progress)
             if is_ready:
-                settle_heap()
+                freeze_startup_heap()
                 progress("the first generation succeeded")
                 _print_welcome(config, listener.getsockname()[1], console, needs_key=bool(api_keys))
-            await first_of(*ends, stop)
+            await wait_for_any(*ends, stop)
             _raise_failures(ends)
             await http.drain(front, stop_now, flow, config.router.drain_timeout_s, progress)
     return 0

@@ -27,7 +27,7 @@ from tandem.protocol.messages import PeerAddress, Role, WorkerState
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
 from tandem.runtime.background import BackgroundTasks
-from tandem.runtime.idle_timeout import answered
+from tandem.runtime.idle_timeout import answered_in_time
 from tandem.scheduling.autoscaler import AutoscalerState, Decision, Flip, decide, observe
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.registry import Registry, WorkerChange
@@ -321,7 +321,7 @@ class Supervisor:
             while not (await asyncio.wait({start}, timeout=_LOOK_AT_START_S))[0]:
                 answer = asyncio.ensure_future(_call(member.actor.identity, timeout_s=_START_TIMEOUT_S))
                 try:
-                    if not await answered(answer, _SILENT_START_S):
+                    if not await answered_in_time(answer, _SILENT_START_S):
                         raise WorkerError(f"it said nothing for {_SILENT_START_S:g} s while it loaded its model")
                     await answer
                 finally:

@@ -157,7 +157,7 @@ class PrefillRole:
             request.sampling,
             cache_salt=request.cache_salt,
             phase=Phase.PREFILL_ONLY,
-            turn=request.turn,
+            turn=request.priority,
         )
         sequence.kv_holder, sequence.kv_receiver = request.kv_holder, receiver
         self._links.connect(receiver, now)

@@ -174,7 +174,7 @@ class PeerAddress(msgspec.Struct, frozen=True):
     epoch: Number
     endpoint: Name  # ZMQ ROUTER socket for requests and peer messages
     heartbeat_endpoint: Name  # ZMQ PUB socket
-    public_key: Name = ""  # who answers there: see runtime/trust.py
+    public_key: Name = ""  # who answers there: see runtime/curve.py
 
 
 class KvHolder(msgspec.Struct, frozen=True):
@@ -335,7 +335,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampling: SamplingParams
     cache_salt: str = ""
     kv_holder: KvHolder | None = None  # if another worker has more of the prompt
-    turn: PrefillPriority = PrefillPriority()
+    priority: PrefillPriority = PrefillPriority()
 
 
 class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -347,7 +347,7 @@ class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     decode_worker: PeerAddress
     cache_salt: str = ""
     kv_holder: KvHolder | None = None
-    turn: PrefillPriority = PrefillPriority()
+    priority: PrefillPriority = PrefillPriority()
 
 
 class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 
-__all__ = ["settle_heap"]
+__all__ = ["freeze_startup_heap"]
 
 YOUNG_OBJECTS = 10_000  # made before they are looked through; by default 700, which takes 2 % more of a busy router
 
 
-def settle_heap() -> None:
+def freeze_startup_heap() -> None:
     """Take all that start-up has made out of the garbage collector's sight. To be called once a process serves.
 
     Modules, code and configuration are some hundred thousand objects that live as long as the process. A full

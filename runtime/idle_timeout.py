@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["IdleClock", "IdleTimeout", "answered"]
+__all__ = ["IdleClock", "IdleTimeout", "answered_in_time"]
 
 LATE_SHARE = 1 / 4  # of the timeout: a look that comes so much later than it was due was kept from looking
 LOOKS = 8  # within a timeout
@@ -34,16 +34,16 @@ class IdleClock:
             self._awake_since_s = now
         self._due_s = now + next_s
 
-    def silence_s(self, heard_s: float, now: float) -> float:
+    def idle_s(self, heard_s: float, now: float) -> float:
         """How long somebody has been silent who was heard then: what was slept through does not count."""
         return now - max(heard_s, self._awake_since_s)
 
-    def is_silent(self, heard_s: float, now: float) -> bool:
+    def is_idle(self, heard_s: float, now: float) -> bool:
         """Whether that is too long."""
-        return self.silence_s(heard_s, now) > self._timeout_s
+        return self.idle_s(heard_s, now) > self._timeout_s
 
 
-async def answered(answer: asyncio.Future[Any], timeout_s: float) -> bool:
+async def answered_in_time(answer: asyncio.Future[Any], timeout_s: float) -> bool:
     """Whether the answer is there within the time; it is cancelled neither way."""
     loop = asyncio.get_running_loop()
     asked_s = loop.time()
@@ -51,7 +51,7 @@ async def answered(answer: asyncio.Future[Any], timeout_s: float) -> bool:
     while not answer.done():
         now = loop.time()
         silence.look(now, timeout_s / LOOKS)
-        if silence.is_silent(asked_s, now):
+        if silence.is_idle(asked_s, now):
             return False
         await asyncio.wait((answer,), timeout=timeout_s / LOOKS)
     return True
@@ -88,7 +88,7 @@ class IdleTimeout:
     def _look(self) -> None:
         now = self._loop.time()
         self._silence.look(now, 0)
-        left_s = self._timeout_s - self._silence.silence_s(self._since_s, now)
+        left_s = self._timeout_s - self._silence.idle_s(self._since_s, now)
         if left_s <= 0:
             self._on_silence()
         else:

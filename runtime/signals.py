@@ -8,10 +8,10 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["first_of", "give_children_their_signals", "interrupted_afterwards", "stop_events"]
+__all__ = ["defer_keyboard_interrupt", "restore_child_signals", "stop_events", "wait_for_any"]
 
 
-async def first_of(*awaited: asyncio.Future[Any] | asyncio.Event, timeout_s: float | None = None) -> None:
+async def wait_for_any(*awaited: asyncio.Future[Any] | asyncio.Event, timeout_s: float | None = None) -> None:
     """Return when one of these works has ended or events is set, or the time is over. Cancels and raises nothing."""
     works = {one for one in awaited if isinstance(one, asyncio.Future)}
     happened = {asyncio.create_task(one.wait()) for one in awaited if isinstance(one, asyncio.Event)}
@@ -20,7 +20,7 @@ async def first_of(*awaited: asyncio.Future[Any] | asyncio.Event, timeout_s: flo
         one.cancel()
 
 
-def give_children_their_signals() -> None:
+def restore_child_signals() -> None:
     """Let the processes that this one starts from here on react to signals, whatever this one inherited.
 
     A shell starts a background job of a script with SIGINT and SIGQUIT ignored. The job keeps ignoring them: the user
@@ -38,7 +38,7 @@ def give_children_their_signals() -> None:
 
 
 @contextlib.contextmanager
-def interrupted_afterwards() -> Iterator[None]:
+def defer_keyboard_interrupt() -> Iterator[None]:
     """The first Ctrl-C within the block takes effect at its end, a second one at once.
 
     Python raises KeyboardInterrupt wherever the main thread is. In what it runs around a fork, the error is dropped

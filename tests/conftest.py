@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tandem.runtime.signals import give_children_their_signals
+from tandem.runtime.signals import restore_child_signals
 
 if TYPE_CHECKING:
     from tests.support.cluster_harness import Oracle
     from tests.support.fake_openai import FakeServer
 
-give_children_their_signals()  # tests stop what they start with SIGINT, and may themselves run as a background job
+restore_child_signals()  # tests stop what they start with SIGINT, and may themselves run as a background job
 
 
 @pytest.fixture

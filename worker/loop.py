@@ -77,8 +77,8 @@ from tandem.protocol.messages import (
     WorkerCard,
     WorkerLoad,
 )
+from tandem.runtime.curve import make_keys
 from tandem.runtime.dropped import DroppedMessages, DropReason
-from tandem.runtime.trust import make_keys
 from tandem.scheduling.cost_model import CostModel
 from tandem.worker.kv.peer_reads import PeerHolder, PeerReader
 from tandem.worker.kv.pins import WorkerPins
@@ -483,7 +483,7 @@ class Worker:
                     request.token_ids,
                     request.sampling,
                     cache_salt=request.cache_salt,
-                    turn=request.turn,
+                    turn=request.priority,
                 )
                 sequence.kv_holder = request.kv_holder
                 self._engine.add(sequence)

@@ -28,8 +28,8 @@ from tandem.protocol.messages import (
     encode_message,
     request_id_of,
 )
+from tandem.runtime.curve import KeyAuthenticator, KeyPair, connect_to_worker, listening_socket
 from tandem.runtime.dropped import DroppedMessages, DropReason
-from tandem.runtime.trust import GuestList, KeyPair, connect_to_worker, listening_socket
 
 __all__ = ["HeartbeatThread", "WorkerSockets", "socket_endpoint"]
 
@@ -76,9 +76,9 @@ class WorkerSockets:
         self._dropped = dropped
         self._introduced: dict[str, PeerAddress] = {}  # by public key
         self._gone: set[tuple[str, int]] = set()  # worker and epoch; a late request may still name them
-        self._guests = GuestList(context, dropped)
+        self._authenticator = KeyAuthenticator(context, dropped)
         if router_key:
-            self._guests.admit(router_key)
+            self._authenticator.allow(router_key)
         self._router = listening_socket(context, SocketType.ROUTER, keys, max_queued=_SEND_QUEUE_MESSAGES)
         self._router.bind(endpoint)
         self.endpoint: str = self._router.last_endpoint.decode().rstrip("\0")
@@ -125,7 +125,7 @@ class WorkerSockets:
         """Let this peer connect, and take what it says from now on. Only the router's word introduces a peer."""
         if peer.public_key and (peer.worker_id, peer.epoch) not in self._gone:
             self._introduced[peer.public_key] = peer
-            self._guests.admit(peer.public_key)
+            self._authenticator.allow(peer.public_key)
 
     def reply(self, identity: bytes, message: Message) -> None:
         """Send to whoever connected under this identity; dropped if it is gone."""
@@ -153,7 +153,7 @@ class WorkerSockets:
         """Close the way to this epoch of a peer, and listen to it no more."""
         self._gone.add((peer.worker_id, peer.epoch))
         self._introduced.pop(peer.public_key, None)
-        self._guests.dismiss(peer.public_key)
+        self._authenticator.revoke(peer.public_key)
         way = self._ways.pop((peer.worker_id, peer.epoch), None)
         if way is not None:
             self._poller.unregister(way.heartbeats)

@@ -27,7 +27,7 @@ from tandem.router.engines.together import ClusterView
 from tandem.router.http.app import RouterApp, json_response
 from tandem.router.http.errors import error_body, error_response
 from tandem.router.http.metrics import EdgeMetrics
-from tandem.router.openai.views import decisions_view, metrics_response, pools_view
+from tandem.router.openai.visibility import metrics_response, visible_decisions, visible_pools
 from tandem.router.processes.sibling_bus import PeerRouterBus
 from tandem.router.text.tokenizer import TokenizerPool
 from tandem.router.workers.metrics import WorkerCollector
@@ -125,7 +125,7 @@ def _add_route_routes(app: FastAPI, forwarder: Forwarder, together: ClusterView)
 
     @app.get("/v1/route/decisions")
     async def decisions(request: Request) -> Response:
-        return json_response({"object": "list", "data": decisions_view(await together.decisions(), request)})
+        return json_response({"object": "list", "data": visible_decisions(await together.decisions(), request)})
 
 
 def _add_catalog_routes(app: FastAPI, fleet: EngineFleet) -> None:
@@ -167,7 +167,7 @@ def _add_operation_routes(app: FastAPI, fleet: EngineFleet, together: ClusterVie
 
     @app.get("/v1/pools")
     async def show_pools(request: Request) -> Response:
-        return json_response(pools_view(await together.pools(), request))
+        return json_response(visible_pools(await together.pools(), request))
 
 
 def _add_admin_routes(

@@ -21,12 +21,12 @@ from tandem.router.engines.exchange import Call, Exchange
 from tandem.router.engines.fleet import EngineFleet, Prompt
 from tandem.router.engines.prompts import PromptReader, TextReader, cache_salt_of, priority_of
 from tandem.router.engines.queues import Queues
-from tandem.router.http.callers import check_json
+from tandem.router.http.disconnect import cancel_on_disconnect
 from tandem.router.http.errors import ClientDisconnected, serving_error_body
 from tandem.router.http.json_body import check_brackets
 from tandem.router.http.metrics import EdgeMetrics
-from tandem.router.http.presence import while_connected
-from tandem.router.http.request_options import EXPLAIN_HEADER, wishes_of
+from tandem.router.http.origin_checks import check_content_type
+from tandem.router.http.request_options import EXPLAIN_HEADER, request_options
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.openai.answer import new_answer_id
 from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
@@ -95,7 +95,7 @@ class Forwarder:
         exchange = None
         outlet = ResponseWriter(scope, send)
         try:
-            async with while_connected(receive):
+            async with cancel_on_disconnect(receive):
                 exchange, decision = await self._open(call)
                 headers = self._headers(call, exchange, decision)
                 if exchange.content is None:
@@ -114,7 +114,7 @@ class Forwarder:
 
     async def _call(self, request: Request, path: str, raw: bytes, body: dict[str, Any], arrived_s: float) -> Call:
         model = self._model_of(body)
-        wishes = wishes_of(request, priority_of(body))
+        wishes = request_options(request, priority_of(body))
         scope = self._scopes.of(wishes.tenant, cache_salt_of(body))
         reader = self._readers.get(model, self._text)
         max_tokens = self._fleet.max_model_len(model) or UNKNOWN_CONTEXT_TOKENS
@@ -213,7 +213,7 @@ def _whole(exchange: Exchange, headers: dict[str, str]) -> Response:
 
 async def read_object(request: Request) -> tuple[bytes, dict[str, Any]]:
     """The JSON object of a request, raw and decoded. Raises `RequestError`."""
-    check_json(request)
+    check_content_type(request)
     raw = await request.body()
     check_brackets(raw)
     try:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import httpx
 
-from tandem.runtime.idle_timeout import answered
+from tandem.runtime.idle_timeout import answered_in_time
 
 __all__ = ["Resolve", "look", "looking_client"]
 
@@ -32,7 +32,7 @@ async def look(client: httpx.AsyncClient, path: str, timeout_s: float) -> httpx.
     # Without a timer of httpx: where it was this process that stood still, all of them are over at once.
     asking = asyncio.create_task(client.get(path, timeout=None))
     try:
-        if not await answered(asking, timeout_s):
+        if not await answered_in_time(asking, timeout_s):
             raise httpx.ReadTimeout(f"no whole answer within {timeout_s:g} s")
         return asking.result()
     finally:

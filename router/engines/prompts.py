@@ -15,7 +15,7 @@ import orjson
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import RequestError
 from tandem.router.openai.chat import template_messages, template_options
-from tandem.router.openai.limits import check_messages
+from tandem.router.openai.request_limits import check_messages
 from tandem.router.openai.schema import ChatRequest, check_cache_salt, decode_body
 from tandem.router.text.token_lengths import PromptLimit
 from tandem.router.text.tokenizer import Tokenizer

@@ -14,10 +14,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem.protocol.config import RouterConfig
-from tandem.router.http.callers import hosts_allowed
 from tandem.router.http.errors import http_exception_response
 from tandem.router.http.metrics import EdgeMetrics
-from tandem.router.http.middleware import Layer, Rules
+from tandem.router.http.middleware import EdgeMiddleware, MiddlewareSettings
+from tandem.router.http.origin_checks import hosts_allowed
 
 __all__ = ["RouterApp", "json_response"]
 
@@ -34,14 +34,16 @@ class RouterApp(FastAPI):
     ) -> None:
         """`api_keys` are tenants by digest. `options` are FastAPI's."""
         super().__init__(title="Tandem", **options)
-        self._rules = Rules(metrics, api_keys, config.max_body_bytes, config.cors_allow_origins, hosts_allowed(config))
-        self._raw: dict[str, Layer] = {}
-        self.add_middleware(Layer, rules=self._rules)
+        self._rules = MiddlewareSettings(
+            metrics, api_keys, config.max_body_bytes, config.cors_allow_origins, hosts_allowed(config)
+        )
+        self._raw: dict[str, EdgeMiddleware] = {}
+        self.add_middleware(EdgeMiddleware, rules=self._rules)
         self.add_exception_handler(HTTPException, http_exception_response)
 
     def add_raw_route(self, path: str, answer: ASGIApp) -> None:
         """Have POSTs to this path answered by an ASGI app, with none of FastAPI's layers in between."""
-        self._raw[path] = Layer(answer, self._rules, path)
+        self._raw[path] = EdgeMiddleware(answer, self._rules, path)
         # FastAPI has it too: for other methods, which it refuses, and for paths with a slash at their end.
         self.router.routes.append(Route(path, _RawRoute(path, answer), methods=["POST"]))
 

@@ -13,12 +13,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.protocol.errors import ServingError
-from tandem.router.http.callers import check_caller
+from tandem.router.http.authentication import authenticate
 from tandem.router.http.errors import BodyTooLarge, ClientDisconnected, internal_error_response, serving_error_response
-from tandem.router.http.keys import check_key
 from tandem.router.http.metrics import EdgeMetrics
+from tandem.router.http.origin_checks import check_host_and_origin
 
-__all__ = ["Layer", "Rules"]
+__all__ = ["EdgeMiddleware", "MiddlewareSettings"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _VARY = (b"vary", b"Origin")
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class MiddlewareSettings:
     """What holds for every request of an app."""
 
     metrics: EdgeMetrics
@@ -37,13 +37,13 @@ class Rules:
     allow_hosts: Collection[str] | None = None  # None = any
 
 
-class Layer:
+class EdgeMiddleware:
     """Lets an app, or one of its routes, have the requests that keep the rules, and answers for it where it raises.
 
     It is one layer, as each costs a call for every chunk of a stream. Refusals get CORS headers and are counted too.
     """
 
-    def __init__(self, app: ASGIApp, rules: Rules, path: str = "") -> None:
+    def __init__(self, app: ASGIApp, rules: MiddlewareSettings, path: str = "") -> None:
         """`path` is what requests are counted under; "" = the path of the route that the app found."""
         self._app = app
         self._rules = rules
@@ -89,8 +89,10 @@ class Layer:
     def _check(self, scope: Scope) -> None:
         """Raise a `RequestError` for what can be refused before the body is read."""
         headers = dict(scope["headers"])
-        check_caller(headers, scope["method"], scope["path"], self._rules.allow_hosts, self._rules.allow_origins)
-        check_key(scope, self._rules.tenants)
+        check_host_and_origin(
+            headers, scope["method"], scope["path"], self._rules.allow_hosts, self._rules.allow_origins
+        )
+        authenticate(scope, self._rules.tenants)
         declared = headers.get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > self._rules.max_body_bytes:
             raise self._too_large()

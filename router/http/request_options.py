@@ -10,7 +10,7 @@ from starlette.requests import Request
 from tandem.protocol.errors import RequestError
 from tandem.scheduling.tenants import DEFAULT_TENANT, TENANT_NAME
 
-__all__ = ["EXPLAIN_HEADER", "TENANT_HEADER", "RequestOptions", "tenant_of", "wishes_of"]
+__all__ = ["EXPLAIN_HEADER", "TENANT_HEADER", "RequestOptions", "request_options", "tenant_of"]
 
 TENANT_HEADER = "x-tandem-tenant"
 SLO_HEADER = "x-tandem-ttft-slo-ms"
@@ -26,7 +26,7 @@ class RequestOptions(NamedTuple):
     explains: bool = False
 
 
-def wishes_of(request: Request, priority: int | None) -> RequestOptions:
+def request_options(request: Request, priority: int | None) -> RequestOptions:
     """The wishes in a request's headers, with the priority of its body. Raises `RequestError`."""
     return RequestOptions(tenant_of(request), priority or 0, _slo_s(request), _explains(request))
 

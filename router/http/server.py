@@ -15,8 +15,8 @@ import uvicorn
 
 from tandem.protocol.config import RouterConfig
 from tandem.router.http.protocol import NUM_RESERVED, Connections, HttpProtocol
-from tandem.runtime.gc_tuning import settle_heap
-from tandem.runtime.signals import first_of
+from tandem.runtime.gc_tuning import freeze_startup_heap
+from tandem.runtime.signals import wait_for_any
 
 __all__ = ["HttpServer", "http_server", "serve_until"]
 
@@ -67,7 +67,7 @@ class HttpServer(uvicorn.Server):
 
     async def started_serving(self) -> None:
         """Return when it listens, or has ended without."""
-        await first_of(self.serving, self._has_started)
+        await wait_for_any(self.serving, self._has_started)
 
     @property
     def num_running(self) -> int:
@@ -121,11 +121,11 @@ async def serve_until(
     async with http_server(app, config, listener) as server:
         await server.started_serving()
         if server.is_serving:
-            settle_heap()
+            freeze_startup_heap()
             on_serving()
-        await first_of(server.serving, stop, stop_now)
+        await wait_for_any(server.serving, stop, stop_now)
         server.drain()
-        await first_of(server.serving, stop_now, timeout_s=drain_timeout_s)
+        await wait_for_any(server.serving, stop_now, timeout_s=drain_timeout_s)
     server.serving.result()
 
 

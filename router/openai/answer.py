@@ -21,9 +21,9 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.protocol.errors import ServingError
 from tandem.router.backend import Backend
+from tandem.router.http.disconnect import cancel_on_disconnect
 from tandem.router.http.errors import ClientDisconnected, internal_error_body, serving_error_body
 from tandem.router.http.metrics import EdgeMetrics, RequestClock
-from tandem.router.http.presence import while_connected
 from tandem.router.http.request_options import EXPLAIN_HEADER
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.openai.formats import AnswerFormat, FinishedChoice, Usage
@@ -70,11 +70,11 @@ async def answer_request(
     headers = {"x-request-id": answer.answer_id}
     try:
         if answer.is_stream:
-            async with while_connected(request.receive):
+            async with cancel_on_disconnect(request.receive):
                 first = await anext(deltas)
             headers |= STREAM_HEADERS | _explanation(first.decision)
             return EventStream(answer, first, deltas, metrics, headers)
-        async with while_connected(request.receive):
+        async with cancel_on_disconnect(request.receive):
             body, decision = await _collect(answer, deltas)
         headers |= _explanation(decision)
     except BaseException as exc:
@@ -112,7 +112,7 @@ class EventStream(Response):
         async with aclosing(self._deltas):
             outlet = ResponseWriter(scope, send)
             try:
-                async with while_connected(receive):
+                async with cancel_on_disconnect(receive):
                     await self._send(outlet)
             except ClientDisconnected:
                 self._metrics.client_disconnects.inc()

@@ -16,18 +16,18 @@ from starlette.types import Receive, Scope, Send
 from tandem.protocol.config import RouterConfig
 from tandem.router.backend import Backend
 from tandem.router.http.app import RouterApp, json_response
+from tandem.router.http.authentication import check_operator
 from tandem.router.http.errors import error_body, error_response
-from tandem.router.http.keys import check_operator
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.openai.cache import list_pins, pin_prefix, prefetch_pin, unpin_prefix
-from tandem.router.openai.catalog import detokenize, model_card, model_list, tokenize
 from tandem.router.openai.chat import create_chat_completion
 from tandem.router.openai.completions import create_completion
-from tandem.router.openai.edge import Edge, read_body
+from tandem.router.openai.models import detokenize, model_card, model_list, tokenize
 from tandem.router.openai.readiness import Readiness, Ready
-from tandem.router.openai.route import explain_route, list_decisions
+from tandem.router.openai.route_decisions import explain_route, list_decisions
 from tandem.router.openai.schema import DetokenizeRequest
-from tandem.router.openai.views import metrics_response, pools_view
+from tandem.router.openai.serving_context import ServingContext, read_body
+from tandem.router.openai.visibility import metrics_response, visible_pools
 from tandem.router.text.tokenizer import Tokenizer, TokenizerPool
 from tandem.scheduling.tenants import CacheScopes, Tenants
 
@@ -56,7 +56,7 @@ def create_app(
     `load_api_keys` gives them; `tenants` say who shares cached prefixes.
     """
     metrics = EdgeMetrics(registry)
-    edge = Edge(
+    context = ServingContext(
         backend,
         tokenizer,
         TokenizerPool(config.tokenizer_threads),
@@ -72,79 +72,79 @@ def create_app(
             async with prober or nullcontext():
                 yield
         finally:
-            edge.pool.close()
+            context.pool.close()
 
     async def scrape_registry() -> bytes:
         return bytes(generate_latest(registry))
 
     app = RouterApp(config, metrics, api_keys, version=_version(), lifespan=lifespan)
-    _add_generation_routes(app, edge)
-    _add_catalog_routes(app, edge)
-    _add_cache_routes(app, edge)
-    _add_route_routes(app, edge)
+    _add_generation_routes(app, context)
+    _add_catalog_routes(app, context)
+    _add_cache_routes(app, context)
+    _add_route_routes(app, context)
     app.state.readiness = readiness or prober
     _add_operation_routes(app, backend, app.state.readiness, scrape or scrape_registry)
     return app
 
 
-def _add_generation_routes(app: RouterApp, edge: Edge) -> None:
+def _add_generation_routes(app: RouterApp, context: ServingContext) -> None:
     async def chat_completions(scope: Scope, receive: Receive, send: Send) -> None:
-        response = await create_chat_completion(edge, Request(scope, receive))
+        response = await create_chat_completion(context, Request(scope, receive))
         await response(scope, receive, send)
 
     async def completions(scope: Scope, receive: Receive, send: Send) -> None:
-        response = await create_completion(edge, Request(scope, receive))
+        response = await create_completion(context, Request(scope, receive))
         await response(scope, receive, send)
 
     app.add_raw_route("/v1/chat/completions", chat_completions)
     app.add_raw_route("/v1/completions", completions)
 
 
-def _add_catalog_routes(app: FastAPI, edge: Edge) -> None:
+def _add_catalog_routes(app: FastAPI, context: ServingContext) -> None:
     @app.get("/v1/models")
     async def list_models() -> Response:
-        return json_response(model_list(edge))
+        return json_response(model_list(context))
 
     @app.get("/v1/models/{model_id:path}")
     async def retrieve_model(model_id: str) -> Response:
-        return json_response(model_card(edge, model_id))
+        return json_response(model_card(context, model_id))
 
     @app.post("/tokenize")
     async def tokenize_prompt(request: Request) -> Response:
-        return json_response(await tokenize(edge, request))
+        return json_response(await tokenize(context, request))
 
     @app.post("/detokenize")
     async def detokenize_ids(request: Request) -> Response:
         _, fields = await read_body(request, DetokenizeRequest)
-        return json_response(await detokenize(edge, fields))
+        return json_response(await detokenize(context, fields))
 
 
-def _add_cache_routes(app: FastAPI, edge: Edge) -> None:
+def _add_cache_routes(app: FastAPI, context: ServingContext) -> None:
     @app.post("/v1/cache/pin")
     async def pin(request: Request) -> Response:
-        return json_response(await pin_prefix(edge, request))
+        return json_response(await pin_prefix(context, request))
 
     @app.post("/v1/cache/unpin")
     async def unpin(request: Request) -> Response:
-        return json_response(await unpin_prefix(edge, request))
+        return json_response(await unpin_prefix(context, request))
 
     @app.post("/v1/cache/prefetch")
     async def prefetch(request: Request) -> Response:
-        return json_response(await prefetch_pin(edge, request))
+        return json_response(await prefetch_pin(context, request))
 
     @app.get("/v1/cache/pins")
     async def pins(request: Request) -> Response:
-        return json_response(await list_pins(edge, request))
+        return json_response(await list_pins(context, request))
 
 
-def _add_route_routes(app: FastAPI, edge: Edge) -> None:
+def _add_route_routes(app: FastAPI, context: ServingContext) -> None:
     @app.post("/v1/route/explain")
     async def explain(request: Request) -> Response:
-        return json_response(await explain_route(edge, request))
+        return json_response(await explain_route(context, request))
 
     @app.get("/v1/route/decisions")
     async def decisions(request: Request) -> Response:
-        return json_response(await list_decisions(edge, request))
+        return json_response(await list_decisions(context, request))
 
 
 def _add_operation_routes(app: FastAPI, backend: Backend, readiness: Ready, scrape: Scrape) -> None:
@@ -165,7 +165,7 @@ def _add_operation_routes(app: FastAPI, backend: Backend, readiness: Ready, scra
 
     @app.get("/v1/pools")
     async def show_pools(request: Request) -> Response:
-        return json_response(pools_view(await backend.pools(), request))
+        return json_response(visible_pools(await backend.pools(), request))
 
     @app.post("/v1/pools/check")
     async def check_pools(request: Request) -> Response:

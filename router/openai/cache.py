@@ -11,72 +11,72 @@ from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import RequestError
 from tandem.protocol.messages import Prefetch
 from tandem.router.backend import PinRequest, PinState
-from tandem.router.http.keys import seen_by
+from tandem.router.http.authentication import visible_tenant
 from tandem.router.http.request_options import tenant_of
 from tandem.router.openai.chat import tokenize_chat
 from tandem.router.openai.completions import check_prompt, tokenize_prompt
-from tandem.router.openai.edge import Edge, read_body
 from tandem.router.openai.schema import PinFields, PrefetchFields, UnpinFields, refuse_unserved
+from tandem.router.openai.serving_context import ServingContext, read_body
 
 __all__ = ["list_pins", "pin_prefix", "prefetch_pin", "unpin_prefix"]
 
 SOURCES = ("messages", "prompt", "conversation_id")
 
 
-async def pin_prefix(edge: Edge, request: Request) -> dict[str, Any]:
+async def pin_prefix(context: ServingContext, request: Request) -> dict[str, Any]:
     """Body of `POST /v1/cache/pin`: the pin, and how much of it is where now. Raises a `ServingError`."""
     body, fields = await read_body(request, PinFields)
-    edge.check_model(fields.model)
+    context.check_model(fields.model)
     refuse_unserved(body, fields)
     given = [name for name in SOURCES if getattr(fields, name) is not None]
     if len(given) != 1:
         raise RequestError(f"Give exactly one of {', '.join(SOURCES)}; got {len(given)}.", param=SOURCES[0])
-    scope = edge.cache_scope(request, fields.cache_salt)
+    scope = context.cache_scope(request, fields.cache_salt)
     pinned = PinRequest(
-        token_ids=None if fields.conversation_id else await _token_ids(edge, fields, scope),
+        token_ids=None if fields.conversation_id else await _token_ids(context, fields, scope),
         conversation_id=fields.conversation_id or "",
         cache_scope=scope,
         tenant=tenant_of(request),
         ttl_s=fields.ttl_s,
         prefetch=Prefetch(fields.prefetch or Prefetch.HOST),
     )
-    return _pin_json(await edge.backend.cache.pin(pinned))
+    return _pin_json(await context.backend.cache.pin(pinned))
 
 
-async def unpin_prefix(edge: Edge, request: Request) -> dict[str, Any]:
+async def unpin_prefix(context: ServingContext, request: Request) -> dict[str, Any]:
     """Body of `POST /v1/cache/unpin`. Raises `PinNotFound`."""
     _, fields = await read_body(request, UnpinFields)
-    await edge.backend.cache.unpin(fields.id, seen_by(request))
+    await context.backend.cache.unpin(fields.id, visible_tenant(request))
     return {"id": fields.id, "object": "cache.pin", "deleted": True}
 
 
-async def prefetch_pin(edge: Edge, request: Request) -> dict[str, Any]:
+async def prefetch_pin(context: ServingContext, request: Request) -> dict[str, Any]:
     """Body of `POST /v1/cache/prefetch`: the pin as it is before its blocks have come up. Raises `PinNotFound`."""
     _, fields = await read_body(request, PrefetchFields)
     to = Prefetch(fields.to or Prefetch.POOL)
-    return _pin_json(await edge.backend.cache.prefetch(fields.id, to, seen_by(request)))
+    return _pin_json(await context.backend.cache.prefetch(fields.id, to, visible_tenant(request)))
 
 
-async def list_pins(edge: Edge, request: Request) -> dict[str, Any]:
+async def list_pins(context: ServingContext, request: Request) -> dict[str, Any]:
     """Body of `GET /v1/cache/pins`: the live pins of a tenant, or all of them for an operator.
 
     Without API keys a salt is what tells clients apart, so only the pins with the salt that is given are shown, as
     only who knows it can give it.
     """
-    tenant, cache_salt = seen_by(request), request.query_params.get("cache_salt")
-    is_all = edge.scopes.has_keys and (tenant is None or cache_salt is None)
-    scope = None if is_all else edge.cache_scope(request, cache_salt)
-    return {"object": "list", "data": [_pin_json(pin) for pin in await edge.backend.cache.pins(tenant, scope)]}
+    tenant, cache_salt = visible_tenant(request), request.query_params.get("cache_salt")
+    is_all = context.scopes.has_keys and (tenant is None or cache_salt is None)
+    scope = None if is_all else context.cache_scope(request, cache_salt)
+    return {"object": "list", "data": [_pin_json(pin) for pin in await context.backend.cache.pins(tenant, scope)]}
 
 
-async def _token_ids(edge: Edge, fields: PinFields, scope: CacheScope) -> list[int]:
+async def _token_ids(context: ServingContext, fields: PinFields, scope: CacheScope) -> list[int]:
     """The prefix as a request with this prompt or these messages would have it."""
-    tokenizer = edge.tokenizer
+    tokenizer = context.tokenizer
     if fields.prompt is not None:
         prompt, add_special_tokens = fields.prompt, fields.add_special_tokens is not False
-        limit = edge.prompt_limit("prompt")
+        limit = context.prompt_limit("prompt")
         check_prompt(prompt, tokenizer, limit)
-        return await edge.pool.run(
+        return await context.pool.run(
             lambda: tokenize_prompt(prompt, tokenizer, limit, add_special_tokens=add_special_tokens)
         )
     given = fields.messages or []
@@ -86,7 +86,7 @@ async def _token_ids(edge: Edge, fields: PinFields, scope: CacheScope) -> list[i
         opens_answer = given[-1].role in ("user", "tool")
     with_special = bool(fields.add_special_tokens)
     return await tokenize_chat(
-        edge, given, fields.chat_template_kwargs, opens_answer, scope, add_special_tokens=with_special
+        context, given, fields.chat_template_kwargs, opens_answer, scope, add_special_tokens=with_special
     )
 
 

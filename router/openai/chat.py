@@ -13,12 +13,12 @@ from starlette.responses import Response
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import RequestError
 from tandem.router.http.json_body import check_brackets
-from tandem.router.http.request_options import wishes_of
+from tandem.router.http.request_options import request_options
 from tandem.router.openai.answer import Answer, answer_request
-from tandem.router.openai.edge import Edge, Prompt, conversation_of, plan_answer, read_body
 from tandem.router.openai.formats import ChatFormat
-from tandem.router.openai.limits import check_fields, check_messages
+from tandem.router.openai.request_limits import check_fields, check_messages
 from tandem.router.openai.schema import ChatMessage, ChatRequest, refuse_unserved
+from tandem.router.openai.serving_context import Prompt, ServingContext, conversation_of, plan_answer, read_body
 from tandem.router.text.tokenizer import MIN_THREAD_BYTES
 
 __all__ = ["create_chat_completion", "plan_chat", "template_messages", "template_options", "tokenize_chat"]
@@ -27,24 +27,24 @@ ROLES = {"system", "developer", "user", "assistant", "tool"}
 RESERVED_OPTIONS = {"chat_template", "conversation", "messages", "tokenize", "tools"}
 
 
-async def create_chat_completion(edge: Edge, request: Request) -> Response:
+async def create_chat_completion(context: ServingContext, request: Request) -> Response:
     """Answer a conversation. Raises a `ServingError`."""
-    answer = await plan_chat(edge, request, time.perf_counter())
-    return await answer_request(request, answer, edge.backend, edge.tokenizer, edge.metrics)
+    answer = await plan_chat(context, request, time.perf_counter())
+    return await answer_request(request, answer, context.backend, context.tokenizer, context.metrics)
 
 
-async def plan_chat(edge: Edge, request: Request, arrived_s: float) -> Answer:
+async def plan_chat(context: ServingContext, request: Request, arrived_s: float) -> Answer:
     """What a conversation is to be answered with. Raises a `ServingError`."""
     body, fields = await read_body(request, ChatRequest)
-    edge.check_model(fields.model)
+    context.check_model(fields.model)
     refuse_unserved(body, fields)
     requested_tokens = _requested_tokens(fields)
     num_logprobs = _num_logprobs(fields)
     check_fields(fields, 1, num_logprobs)
-    wishes = wishes_of(request, fields.priority)
-    scope = edge.scopes.of(wishes.tenant, fields.cache_salt or "")
+    wishes = request_options(request, fields.priority)
+    scope = context.scopes.of(wishes.tenant, fields.cache_salt or "")
     token_ids = await tokenize_chat(
-        edge,
+        context,
         fields.messages,
         fields.chat_template_kwargs,
         fields.add_generation_prompt,
@@ -55,7 +55,7 @@ async def plan_chat(edge: Edge, request: Request, arrived_s: float) -> Answer:
     if not token_ids:
         raise RequestError("The messages make an empty prompt.", param="messages")
     return plan_answer(
-        edge,
+        context,
         fields,
         [Prompt(token_ids)],
         ChatFormat(num_logprobs),
@@ -70,7 +70,7 @@ async def plan_chat(edge: Edge, request: Request, arrived_s: float) -> Answer:
 
 
 async def tokenize_chat(
-    edge: Edge,
+    context: ServingContext,
     messages: Sequence[ChatMessage],
     template_kwargs: dict[str, Any] | None,
     add_generation_prompt: bool | None,
@@ -84,15 +84,15 @@ async def tokenize_chat(
     options = template_options(template_kwargs, add_generation_prompt)
 
     def encode() -> list[int]:
-        return edge.tokenizer.encode_chat(
+        return context.tokenizer.encode_chat(
             template_messages(messages),
             options,
             scope,
             add_special_tokens=add_special_tokens,
-            limit=edge.prompt_limit("messages"),
+            limit=context.prompt_limit("messages"),
         )
 
-    return await edge.pool.run(encode, num_bytes=num_bytes)
+    return await context.pool.run(encode, num_bytes=num_bytes)
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

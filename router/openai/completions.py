@@ -9,13 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.protocol.errors import RequestError
-from tandem.router.http.request_options import wishes_of
+from tandem.router.http.request_options import request_options
 from tandem.router.openai.answer import Answer, answer_request
-from tandem.router.openai.edge import Edge, Prompt, conversation_of, plan_answer, read_body
 from tandem.router.openai.formats import CompletionFormat
-from tandem.router.openai.limits import check_echo, check_fields
+from tandem.router.openai.request_limits import check_echo, check_fields
 from tandem.router.openai.sampling import check_token_ids
 from tandem.router.openai.schema import CompletionRequest, refuse_unserved
+from tandem.router.openai.serving_context import Prompt, ServingContext, conversation_of, plan_answer, read_body
 from tandem.router.text.token_lengths import PromptLimit
 from tandem.router.text.tokenizer import Tokenizer
 
@@ -24,35 +24,35 @@ __all__ = ["create_completion", "plan_completion", "tokenize_prompt"]
 DEFAULT_MAX_TOKENS = 16
 
 
-async def create_completion(edge: Edge, request: Request) -> Response:
+async def create_completion(context: ServingContext, request: Request) -> Response:
     """Continue each prompt. Raises a `ServingError`."""
-    answer = await plan_completion(edge, request, time.perf_counter())
-    return await answer_request(request, answer, edge.backend, edge.tokenizer, edge.metrics)
+    answer = await plan_completion(context, request, time.perf_counter())
+    return await answer_request(request, answer, context.backend, context.tokenizer, context.metrics)
 
 
-async def plan_completion(edge: Edge, request: Request, arrived_s: float) -> Answer:
+async def plan_completion(context: ServingContext, request: Request, arrived_s: float) -> Answer:
     """What each prompt is to be continued with. Raises a `ServingError`."""
     body, fields = await read_body(request, CompletionRequest)
-    edge.check_model(fields.model)
+    context.check_model(fields.model)
     refuse_unserved(body, fields)
     if fields.echo and fields.logprobs is not None:
         raise RequestError("'logprobs' with 'echo' is not supported by this server.", param="logprobs")
     if fields.max_tokens == 0 and not fields.echo:
         raise RequestError("Invalid value for 'max_tokens': expected at least 1.", param="max_tokens")
-    wishes = wishes_of(request, fields.priority)
-    limit = edge.prompt_limit("prompt")
+    wishes = request_options(request, fields.priority)
+    limit = context.prompt_limit("prompt")
     given = _separate_prompts(fields, limit)
     check_fields(fields, len(given), fields.logprobs)
     for prompt in given:
-        check_prompt(prompt, edge.tokenizer, limit)
-    prompts = await edge.pool.run(
-        lambda: [_tokenize(prompt, fields, edge.tokenizer, limit) for prompt in given], num_bytes=len(body)
+        check_prompt(prompt, context.tokenizer, limit)
+    prompts = await context.pool.run(
+        lambda: [_tokenize(prompt, fields, context.tokenizer, limit) for prompt in given], num_bytes=len(body)
     )
     if fields.echo:
         check_echo((prompt.echo for prompt in prompts), fields.n or 1)
     echoes = [prompt.echo for prompt in prompts for _ in range(fields.n or 1)] if fields.echo else []
     return plan_answer(
-        edge,
+        context,
         fields,
         prompts,
         CompletionFormat(fields.logprobs, echoes),
@@ -62,7 +62,7 @@ async def plan_completion(edge: Edge, request: Request, arrived_s: float) -> Ans
         arrived_s=arrived_s,
         conversation_id=conversation_of(request, fields),
         wishes=wishes,
-        cache_scope=edge.scopes.of(wishes.tenant, fields.cache_salt or ""),
+        cache_scope=context.scopes.of(wishes.tenant, fields.cache_salt or ""),
     )
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from tandem.protocol.errors import ContextLengthExceeded, RequestError
 from tandem.protocol.sampling import MAX_COUNT, SamplingParams
-from tandem.router.openai.limits import check_stops
+from tandem.router.openai.request_limits import check_stops
 from tandem.router.openai.schema import GenerationFields
 from tandem.router.text.detokenizer import StopStrings
 

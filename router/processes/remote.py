@@ -21,7 +21,7 @@ from tandem.router.inbox import CallbackScheduler, Inbox
 from tandem.router.processes import wire
 from tandem.router.streams import InboxStream, Stream
 from tandem.runtime.background import BackgroundTasks
-from tandem.runtime.idle_timeout import IdleClock, answered
+from tandem.runtime.idle_timeout import IdleClock, answered_in_time
 from tandem.runtime.message_socket import MessageSocket
 
 __all__ = ["RemoteBackend"]
@@ -66,7 +66,7 @@ class RemoteBackend:
         """Join the hub. Raises `WorkerError` when it does not answer in time."""
         self._background.keep("watch of the deciding process", self._watch)
         self._send(wire.Join())
-        if not await answered(self._joined, self._timeout_s):
+        if not await answered_in_time(self._joined, self._timeout_s):
             raise WorkerError(f"the deciding process did not answer within {self._timeout_s:g} s")
 
     async def close(self) -> None:
@@ -217,11 +217,11 @@ class RemoteBackend:
         while True:
             now = self._clock()
             silence.look(now, WATCH_INTERVAL_S)
-            if silence.is_silent(self._heard_s, now) and not self._is_silent:
-                silence_s = silence.silence_s(self._heard_s, now)
-                logger.warning("the deciding process has been silent for %.1f s", silence_s)
+            if silence.is_idle(self._heard_s, now) and not self._is_silent:
+                idle_s = silence.idle_s(self._heard_s, now)
+                logger.warning("the deciding process has been silent for %.1f s", idle_s)
                 self._is_silent = True
-                self._fail_all(f"the deciding process has been silent for {silence_s:.1f} s")
+                self._fail_all(f"the deciding process has been silent for {idle_s:.1f} s")
             await asyncio.sleep(WATCH_INTERVAL_S)
 
 

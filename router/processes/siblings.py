@@ -201,7 +201,7 @@ class PeerRouters:
         self._beat()
         self._silence.look(now, BEAT_INTERVAL_S)
         for name, sibling in list(self._siblings.items()):
-            if self._silence.is_silent(sibling.heard_s, now):
+            if self._silence.is_idle(sibling.heard_s, now):
                 self._forget(name)
         self._forget_removed(now)
 

@@ -63,10 +63,10 @@ from tandem.protocol.messages import (
 )
 from tandem.router.inbox import Inbox
 from tandem.runtime.background import BackgroundTasks
+from tandem.runtime.curve import KeyPair, connect_to_worker, make_keys
 from tandem.runtime.dropped import DroppedMessages, DropReason
-from tandem.runtime.idle_timeout import LOOKS, IdleClock, answered
+from tandem.runtime.idle_timeout import LOOKS, IdleClock, answered_in_time
 from tandem.runtime.message_socket import MessageSocket
-from tandem.runtime.trust import KeyPair, connect_to_worker, make_keys
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Registry
@@ -257,7 +257,7 @@ class WorkerClient:
         link.send(Hello(router_id=self._router_id))
         timeout_s = self._config.worker_timeout_s
         try:
-            if not await answered(link.welcome, timeout_s):
+            if not await answered_in_time(link.welcome, timeout_s):
                 raise WorkerError(
                     f"worker {address.worker_id} at {address.endpoint} did not answer within "
                     f"worker_timeout_s={timeout_s}"
@@ -481,8 +481,8 @@ class WorkerClient:
             now = self._clock()
             silence.look(now, timeout_s / LOOKS)
             for worker in list(self._registry):
-                if silence.is_silent(worker.last_seen_s, now):
-                    self.mark_dead(worker.worker_id, f"silent for {silence.silence_s(worker.last_seen_s, now):.1f} s")
+                if silence.is_idle(worker.last_seen_s, now):
+                    self.mark_dead(worker.worker_id, f"silent for {silence.idle_s(worker.last_seen_s, now):.1f} s")
             for link in self._links.values():
                 if link.snapshots_due and now - link.snapshot_asked_s > timeout_s:
                     overdue, link.snapshots_due = link.snapshots_due, set()

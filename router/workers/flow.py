@@ -226,7 +226,7 @@ class RequestFlow:
                 sampling=sampling,
                 cache_salt=request.cache_scope,
                 kv_holder=kv_holder,
-                turn=entered.turn,
+                priority=entered.turn,
             )
             legs.append(self._workers.open_leg(decode.worker_id, whole, inbox))
             return
@@ -237,7 +237,7 @@ class RequestFlow:
             decode_worker=decode,
             cache_salt=request.cache_scope,
             kv_holder=kv_holder,
-            turn=entered.turn,
+            priority=entered.turn,
         )
         rest = Decode(
             request_id=request_id,

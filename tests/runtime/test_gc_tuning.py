@@ -1,4 +1,4 @@
-"""What `settle_heap` leaves the collector to look at, in a process of its own: it cannot be taken back in parts."""
+"""What `freeze_startup_heap` leaves for the collector, tried in a process of its own: it cannot be undone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 _SCRIPT = """
 import gc, weakref
-from tandem.runtime.gc_tuning import settle_heap
+from tandem.runtime.gc_tuning import freeze_startup_heap
 
 class Node:
     pass
@@ -17,7 +17,7 @@ node.itself = node
 is_gone = weakref.ref(node)
 lasting = [[i] for i in range(50_000)]
 del node
-settle_heap()
+freeze_startup_heap()
 after = [[i] for i in range(100)]
 seen = gc.get_objects()
 print(is_gone() is None, gc.get_freeze_count() > 50_000, len(seen) < 10_000, any(o is after for o in seen))

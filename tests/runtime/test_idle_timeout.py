@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tandem.runtime.idle_timeout import LATE_SHARE, LOOKS, IdleClock, IdleTimeout, answered
+from tandem.runtime.idle_timeout import LATE_SHARE, LOOKS, IdleClock, IdleTimeout, answered_in_time
 from tests.support.fake_worker import until
 
 
@@ -73,8 +73,8 @@ def test_in_a_random_world_who_speaks_is_never_silent_and_who_does_not_is_found_
             awake_since_s = now
         looked_s = now
         clock.look(now, interval_s)
-        assert not clock.is_silent(heard_s["speaks"], now), f"at {now:.1f} s"
-        if clock.is_silent(heard_s["dead"], now):
+        assert not clock.is_idle(heard_s["speaks"], now), f"at {now:.1f} s"
+        if clock.is_idle(heard_s["dead"], now):
             assert now - heard_s["dead"] > timeout_s
             found_s = found_s or now
         else:
@@ -91,16 +91,16 @@ def test_a_little_late_is_on_time() -> None:
     clock = IdleClock(8.0)
     clock.look(0.0, 1.0)
     clock.look(1.0 + 8.0 * LATE_SHARE, 1.0)
-    assert clock.silence_s(0.0, 3.0) == 3.0
+    assert clock.idle_s(0.0, 3.0) == 3.0
     clock.look(3.0 + 1.01 + 8.0 * LATE_SHARE, 1.0)
-    assert clock.silence_s(0.0, 7.0) == pytest.approx(7.0 - 6.01)
+    assert clock.idle_s(0.0, 7.0) == pytest.approx(7.0 - 6.01)
 
 
 def test_whoever_answered_while_the_loop_stood_still_has_answered() -> None:
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         answer = loop.create_future()
-        waiting = asyncio.create_task(answered(answer, 0.1))
+        waiting = asyncio.create_task(answered_in_time(answer, 0.1))
         await asyncio.sleep(0)
         loop.call_later(0.25, answer.set_result, None)  # said meanwhile, read a little later
         time.sleep(0.2)  # noqa: ASYNC251 - it is this event loop that stands still
@@ -113,7 +113,7 @@ def test_no_answer_is_told_in_time_and_not_before() -> None:
     async def scenario() -> None:
         answer = asyncio.get_running_loop().create_future()
         started_s = time.monotonic()
-        assert not await answered(answer, 0.1)
+        assert not await answered_in_time(answer, 0.1)
         assert time.monotonic() - started_s >= 0.1
         assert not answer.done()
 

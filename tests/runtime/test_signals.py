@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tandem.runtime.signals import interrupted_afterwards
+from tandem.runtime.signals import defer_keyboard_interrupt
 
 ROOT = Path(__file__).parents[2]
 IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD)
 # Prints the signals its child finds ignored and blocked, once the child has ended with 3.
 PARENT = """
 import subprocess, sys
-from tandem.runtime.signals import give_children_their_signals
-give_children_their_signals()
+from tandem.runtime.signals import restore_child_signals
+restore_child_signals()
 child = '''
 import signal
 of = lambda numbers: " ".join(sorted(signal.Signals(n).name for n in numbers))
@@ -31,9 +31,9 @@ print("code:", subprocess.run([sys.executable, "-c", child]).returncode, flush=T
 # Says on what it stops.
 STOPPING = """
 import asyncio, signal, sys
-from tandem.runtime.signals import give_children_their_signals, stop_events
+from tandem.runtime.signals import restore_child_signals, stop_events
 if sys.argv[1] == "main":
-    give_children_their_signals()
+    restore_child_signals()
 async def wait():
     stop, stop_now = stop_events(signal.SIGINT, signal.SIGTERM)
     print("waiting", flush=True)
@@ -87,7 +87,7 @@ def python_interrupts() -> Iterator[None]:
 
 
 def run_interrupted(done: list[str], num_interrupts: int, error: Exception | None = None) -> None:
-    with interrupted_afterwards():
+    with defer_keyboard_interrupt():
         for number in range(num_interrupts):
             signal.raise_signal(signal.SIGINT)
             done.append(f"after {number}")

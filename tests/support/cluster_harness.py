@@ -24,7 +24,7 @@ from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
-from tandem.runtime.trust import KeyPair, connect_to_worker, make_keys
+from tandem.runtime.curve import KeyPair, connect_to_worker, make_keys
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement import Placer

@@ -43,7 +43,7 @@ from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
-from tandem.runtime.trust import make_keys
+from tandem.runtime.curve import make_keys
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement import Placer

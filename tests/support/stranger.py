@@ -25,7 +25,7 @@ from tandem.protocol.messages import (
     encode_message,
 )
 from tandem.protocol.sampling import SamplingParams
-from tandem.runtime.trust import KeyPair, make_keys
+from tandem.runtime.curve import KeyPair, make_keys
 
 PATIENCE_S = 1.5
 ME = PeerAddress("stranger", 1, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9")

@@ -206,7 +206,11 @@ def test_a_prompt_that_waits_for_room_here_holds_none_there(tiny_model: Path) ->
     for request_id, num_blocks, order in (("waits", 24, 10.0), ("overtakes", 6, 1.0)):
         tokens = random.Random(request_id).choices(range(5, 250), k=num_blocks * BLOCK_SIZE)
         prompt = Prefill(
-            request_id=request_id, token_ids=tokens, sampling=GREEDY, decode_worker=D, turn=PrefillPriority(order=order)
+            request_id=request_id,
+            token_ids=tokens,
+            sampling=GREEDY,
+            decode_worker=D,
+            priority=PrefillPriority(order=order),
         )
         sender.prefill.accept(prompt, sender.now)
         receiver.receive(request_id, num_blocks * BLOCK_SIZE)

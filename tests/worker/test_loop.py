@@ -49,7 +49,7 @@ from tandem.protocol.messages import (
     WorkerState,
 )
 from tandem.protocol.sampling import SamplingParams
-from tandem.runtime.trust import make_keys
+from tandem.runtime.curve import make_keys
 from tandem.worker.loop import Worker
 from tests.support.cluster_harness import (
     DEADLINE_S,

@@ -27,8 +27,8 @@ from tandem.protocol.messages import (
     encode_message,
 )
 from tandem.protocol.sampling import SamplingParams
+from tandem.runtime.curve import KeyPair, connect_to_worker, make_keys
 from tandem.runtime.dropped import DroppedMessages
-from tandem.runtime.trust import KeyPair, connect_to_worker, make_keys
 from tandem.worker.sockets import HeartbeatThread, WorkerSockets, socket_endpoint
 from tests.support.builders import make_card
 

@@ -40,7 +40,7 @@ from tandem.protocol.messages import (
     encode_message,
 )
 from tandem.protocol.sampling import SamplingParams
-from tandem.runtime.trust import KeyPair, make_keys
+from tandem.runtime.curve import KeyPair, make_keys
 from tandem.worker.loop import Worker
 from tests.protocol.test_messages import EXAMPLES
 from tests.support.cluster_harness import DEADLINE_S, ROUTER_KEYS, Client, RunningWorker, worker_config

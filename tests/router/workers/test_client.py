@@ -28,7 +28,7 @@ from tandem.protocol.sampling import SamplingParams
 from tandem.router.inbox import CallbackScheduler, Inbox
 from tandem.router.workers.client import LEARN_INTERVAL_S, LegEvent
 from tandem.runtime import background
-from tandem.runtime.trust import make_keys
+from tandem.runtime.curve import make_keys
 from tests.support.fake_worker import FakeWorker, digests, fake_cluster, silent, until
 
 

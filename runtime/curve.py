@@ -2,7 +2,7 @@
 
 Each process makes a key pair when it starts; the secret key never leaves it. A socket that connects names the public
 key it expects to find, and proves that it holds its own secret key. A socket that listens lets in only keys that its
-`GuestList` holds. Everything behind that handshake is encrypted. A key that is not on the list gets no answer at all.
+`KeyAuthenticator` allows. Everything after that handshake is encrypted. An unknown key gets no answer at all.
 
 The lists come from the one process that starts the workers: it gives each worker the router's key, and its router
 introduces the workers to each other (`tandem.protocol.messages.Introduce`).
@@ -25,7 +25,7 @@ from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import PeerAddress
 from tandem.runtime.dropped import DroppedMessages, DropReason
 
-__all__ = ["GuestList", "KeyPair", "connect_to_worker", "listening_socket", "make_keys"]
+__all__ = ["KeyAuthenticator", "KeyPair", "connect_to_worker", "listening_socket", "make_keys"]
 
 # The longest message is the snapshot of a large tier: 18 bytes for each of up to some 60 million blocks. A prompt of a
 # million tokens has 5 MB. Without a bound four bytes would make the receiver allocate what they say.
@@ -59,7 +59,7 @@ def make_keys() -> KeyPair:
 
 
 def listening_socket(context: zmq.Context[Any], kind: SocketType, keys: KeyPair, *, max_queued: int) -> Any:
-    """A socket to bind. Nobody gets in while its context has no `GuestList`."""
+    """A socket to bind. Nobody gets in while its context has no `KeyAuthenticator`."""
     socket = _socket(context, kind, keys, max_queued)
     socket.setsockopt(SocketOption.CURVE_SERVER, 1)
     socket.setsockopt_string(SocketOption.ZAP_DOMAIN, _ZAP_DOMAIN)
@@ -103,7 +103,7 @@ def _socket(context: zmq.Context[Any], kind: SocketType, keys: KeyPair, max_queu
     return socket
 
 
-class GuestList:
+class KeyAuthenticator:
     """The public keys that may connect to the listening sockets of a context.
 
     ZeroMQ asks it about each connection, on a thread that ends with the context. A key that is not on the list yet is
@@ -121,20 +121,20 @@ class GuestList:
         socket.bind(_ZAP_ENDPOINT)
         threading.Thread(target=self._answer_all, args=(socket,), name="guest-list", daemon=True).start()
 
-    def admit(self, key: str) -> None:
+    def allow(self, key: str) -> None:
         """Let whoever holds this key connect."""
         self._keys.add(key)
 
-    def dismiss(self, key: str) -> None:
+    def revoke(self, key: str) -> None:
         """Let it connect no more."""
         self._keys.discard(key)
 
     def _answer_all(self, socket: Any) -> None:
-        waiting: list[_Knock] = []
+        waiting: list[_ZapRequest] = []
         with contextlib.suppress(ZMQError), contextlib.closing(socket):  # it raises when the context ends
             while True:
                 if socket.poll(_LOOK_AGAIN_MS if waiting else None):
-                    waiting.append(_knock(socket.recv_multipart(), time.monotonic() + _PATIENCE_S))
+                    waiting.append(_parse_request(socket.recv_multipart(), time.monotonic() + _PATIENCE_S))
                 admitted = [knock for knock in waiting if knock.key in self._keys]
                 for knock in admitted:
                     socket.send_multipart([*knock.envelope, b"200", b"OK", knock.key.encode(), b""])
@@ -151,7 +151,7 @@ class GuestList:
                 waiting = [knock for knock in waiting if knock not in gone]
 
 
-class _Knock(NamedTuple):
+class _ZapRequest(NamedTuple):
     """ZeroMQ's question whether a key may come in."""
 
     envelope: tuple[bytes, ...]  # what its answer begins with
@@ -160,7 +160,7 @@ class _Knock(NamedTuple):
     deadline: float
 
 
-def _knock(frames: list[bytes], deadline: float) -> _Knock:
+def _parse_request(frames: list[bytes], deadline: float) -> _ZapRequest:
     connection, delimiter, version, number, _domain, address, _identity, mechanism, *credentials = frames
     key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" else ""
-    return _Knock((connection, delimiter, version, number), key, address.decode() or "this machine", deadline)
+    return _ZapRequest((connection, delimiter, version, number), key, address.decode() or "this machine", deadline)

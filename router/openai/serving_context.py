@@ -14,13 +14,13 @@ from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import ModelNotFound, RequestError
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import Backend, GenerateRequest
-from tandem.router.http.callers import check_json
 from tandem.router.http.metrics import EdgeMetrics
+from tandem.router.http.origin_checks import check_content_type
 from tandem.router.http.request_options import RequestOptions, tenant_of
 from tandem.router.openai.answer import Answer, new_answer_id
 from tandem.router.openai.formats import AnswerFormat
 from tandem.router.openai.generation import ChoicePlan
-from tandem.router.openai.limits import check_held_logprobs, check_prompt_tokens
+from tandem.router.openai.request_limits import check_held_logprobs, check_prompt_tokens
 from tandem.router.openai.sampling import (
     UNKNOWN_CONTEXT_TOKENS,
     max_tokens_for,
@@ -35,7 +35,7 @@ from tandem.router.text.token_lengths import PromptLimit
 from tandem.router.text.tokenizer import Tokenizer, TokenizerPool
 from tandem.scheduling.tenants import CacheScopes
 
-__all__ = ["Edge", "Prompt", "conversation_of", "plan_answer", "read_body"]
+__all__ = ["Prompt", "ServingContext", "conversation_of", "plan_answer", "read_body"]
 
 CONVERSATION_HEADER = "x-tandem-conversation"
 
@@ -43,7 +43,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class ServingContext:
     """The parts of one app."""
 
     backend: Backend
@@ -76,7 +76,7 @@ class Prompt(NamedTuple):
 
 async def read_body(request: Request, request_type: type[R]) -> tuple[bytes, R]:
     """The body of a request, raw and decoded. Raises `RequestError`."""
-    check_json(request)
+    check_content_type(request)
     body = await request.body()
     return body, decode_body(body, request_type)
 
@@ -93,7 +93,7 @@ def conversation_of(request: Request, fields: GenerationFields) -> str:
 
 
 def plan_answer(
-    edge: Edge,
+    context: ServingContext,
     fields: GenerationFields,
     prompts: Sequence[Prompt],
     answer_format: AnswerFormat,
@@ -121,12 +121,12 @@ def plan_answer(
             len(prompt.token_ids),
             requested_tokens,
             default_tokens,
-            edge.backend.max_model_len,
+            context.backend.max_model_len,
             prompt_field=answer_format.prompt_field,
         )
         if params is None:
             params = sampling_params(
-                fields, max_tokens=max_tokens, num_logprobs=num_logprobs, vocab_size=edge.tokenizer.vocab_size
+                fields, max_tokens=max_tokens, num_logprobs=num_logprobs, vocab_size=context.tokenizer.vocab_size
             )
         else:
             params = other_prompt(params, fields, max_tokens)
@@ -138,12 +138,12 @@ def plan_answer(
                     len(choices), answer_id, prompt, params, sibling, stops, fields, conversation, wishes, cache_scope
                 )
             )
-    if num_logprobs is not None and not fields.stream and edge.backend.max_model_len is not None:
+    if num_logprobs is not None and not fields.stream and context.backend.max_model_len is not None:
         num_tokens = sum(choice.request.sampling.max_tokens for choice in choices)
         check_held_logprobs(num_tokens, num_logprobs)
     return Answer(
         answer_id=answer_id,
-        model=fields.model or edge.backend.model,
+        model=fields.model or context.backend.model,
         arrived_s=arrived_s,
         format=answer_format,
         choices=choices,

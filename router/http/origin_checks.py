@@ -17,7 +17,7 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import RequestError
 from tandem.router.http.errors import UnsupportedMediaType
 
-__all__ = ["CallerRefused", "check_caller", "check_json", "hosts_allowed"]
+__all__ = ["CallerNotAllowed", "check_content_type", "check_host_and_origin", "hosts_allowed"]
 
 _LOCALHOST = "localhost"
 _READING = {"GET", "HEAD", "OPTIONS"}
@@ -25,7 +25,7 @@ _ANY = "*"
 _PROBED = {"/health", "/ready"}  # under any name: a probe knows an address alone, and they tell nothing
 
 
-class CallerRefused(RequestError):
+class CallerNotAllowed(RequestError):
     """The request is sent under a name, or from a web page, that is not allowed."""
 
     status = 403
@@ -40,26 +40,26 @@ def hosts_allowed(config: RouterConfig) -> frozenset[str] | None:
     return frozenset(_name_of(host.encode()) for host in (*config.allowed_hosts, config.host)) | {_LOCALHOST}
 
 
-def check_caller(
+def check_host_and_origin(
     headers: Mapping[bytes, bytes], method: str, path: str, hosts: Collection[str] | None, origins: Collection[str]
 ) -> None:
-    """Raise `CallerRefused` unless the request's Host is allowed, and its Origin where it changes something."""
+    """Raise `CallerNotAllowed` unless the request's Host is allowed, and its Origin where it changes something."""
     host = headers.get(b"host", b"")
     if hosts is not None and host and _name_of(host) not in hosts and path not in _PROBED:
         # A page whose name was made to point here (DNS rebinding) would count as this server's own.
         shown = host.decode("latin-1")[:200]
-        raise CallerRefused(f"The host '{shown}' is not allowed; start the server with --allowed-hosts to allow it.")
+        raise CallerNotAllowed(f"The host '{shown}' is not allowed; start the server with --allowed-hosts to allow it.")
     origin = headers.get(b"origin")
     if origin is None or method in _READING or (host and origin.partition(b"://")[2] == host):
         return
     shown = origin.decode("latin-1")
     if shown not in origins and _ANY not in origins:
-        raise CallerRefused(
+        raise CallerNotAllowed(
             f"Pages of '{shown[:200]}' may not call this server; start it with --cors-allow-origins to allow it."
         )
 
 
-def check_json(request: Request) -> None:
+def check_content_type(request: Request) -> None:
     """Raise `UnsupportedMediaType` unless the body is declared as JSON."""
     content_type = request.headers.get("content-type", "")
     media_type = content_type.partition(";")[0].strip().lower()

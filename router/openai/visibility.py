@@ -11,23 +11,23 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.router.http.keys import seen_by
+from tandem.router.http.authentication import visible_tenant
 
-__all__ = ["decisions_view", "metrics_response", "pools_view"]
+__all__ = ["metrics_response", "visible_decisions", "visible_pools"]
 
 _MEMBER_FIELDS = ("worker_id", "name", "model", "state")  # of a worker or an engine, those that tell no load
 _OF_A_TENANT = re.compile(rb'^.*\btenant=".*\n', re.MULTILINE)
 
 
-def decisions_view(decisions: list[dict[str, Any]], request: Request) -> list[dict[str, Any]]:
+def visible_decisions(decisions: list[dict[str, Any]], request: Request) -> list[dict[str, Any]]:
     """The decisions that a request may see."""
-    tenant = seen_by(request)
+    tenant = visible_tenant(request)
     return [one for one in decisions if tenant is None or one["tenant"] == tenant]
 
 
-def pools_view(pools: dict[str, Any], request: Request) -> dict[str, Any]:
+def visible_pools(pools: dict[str, Any], request: Request) -> dict[str, Any]:
     """The part of `/v1/pools` that a request may see: of tenants' keys, only who is there."""
-    if seen_by(request) is None:
+    if visible_tenant(request) is None:
         return pools
     if "engines" in pools:
         return {"engines": _members(pools["engines"])}
@@ -36,7 +36,7 @@ def pools_view(pools: dict[str, Any], request: Request) -> dict[str, Any]:
 
 def metrics_response(exposition: bytes, request: Request) -> Response:
     """Prometheus' text; the samples of single tenants are for operators."""
-    if seen_by(request) is not None:
+    if visible_tenant(request) is not None:
         exposition = _OF_A_TENANT.sub(b"", exposition)
     return Response(exposition, headers={"content-type": CONTENT_TYPE_LATEST})
 

@@ -15,7 +15,7 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import ConfigError
 from tandem.router.http.api_keys import key_digest, load_api_keys
 from tandem.router.http.app import RouterApp
-from tandem.router.http.keys import check_operator, seen_by
+from tandem.router.http.authentication import check_operator, visible_tenant
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.request_options import tenant_of
 
@@ -89,7 +89,7 @@ async def test_probes_are_open_and_the_admin_routes_have_their_own_token(tmp_pat
 
 
 async def test_what_a_request_may_see_is_its_keys_tenant(tmp_path: Path) -> None:
-    async with app_with(tmp_path, "ops *\nours search\nplain\n", tells=seen_by) as client:
+    async with app_with(tmp_path, "ops *\nours search\nplain\n", tells=visible_tenant) as client:
         for path in ("/v1/pools", "/metrics"):
             for headers, seen in [
                 (bearer("ops"), None),
@@ -104,7 +104,7 @@ async def test_what_a_request_may_see_is_its_keys_tenant(tmp_path: Path) -> None
 
 
 async def test_where_no_key_is_asked_for_everything_is_seen() -> None:
-    async with client_of({}, seen_by) as client:
+    async with client_of({}, visible_tenant) as client:
         assert (await client.get("/v1/pools", headers={"x-tandem-tenant": "batch"})).json() is None
 
 

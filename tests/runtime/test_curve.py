@@ -10,8 +10,8 @@ from zmq.constants import SocketType
 
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import PeerAddress
+from tandem.runtime.curve import KeyAuthenticator, KeyPair, connect_to_worker, listening_socket, make_keys
 from tandem.runtime.dropped import DroppedMessages, DropReason
-from tandem.runtime.trust import GuestList, KeyPair, connect_to_worker, listening_socket, make_keys
 
 DEADLINE_S = 10.0
 
@@ -60,10 +60,10 @@ def test_without_a_guest_list_nobody_gets_in(context: zmq.Context) -> None:
 
 
 def test_guests_get_in_and_their_messages_bear_their_key(context: zmq.Context) -> None:
-    guests = GuestList(context, DroppedMessages())
+    authenticator = KeyAuthenticator(context, DroppedMessages())
     socket, address = listener(context)
     keys = make_keys()
-    guests.admit(keys.public)
+    authenticator.allow(keys.public)
     with closing(socket), calling(address, keys):
         assert socket.poll(DEADLINE_S * 1000)
         assert socket.recv_multipart(copy=False)[-1].get("User-Id") == keys.public
@@ -71,13 +71,13 @@ def test_guests_get_in_and_their_messages_bear_their_key(context: zmq.Context) -
 
 def test_an_early_guest_waits_at_the_door_and_a_stranger_is_counted(context: zmq.Context) -> None:
     dropped = DroppedMessages()
-    guests = GuestList(context, dropped)
+    authenticator = KeyAuthenticator(context, dropped)
     socket, address = listener(context)
     early, stranger = make_keys(), make_keys()
     with closing(socket), calling(address, early), calling(address, stranger):
         started = time.monotonic()
         assert not socket.poll(100)
-        guests.admit(early.public)
+        authenticator.allow(early.public)
         assert socket.poll(DEADLINE_S * 1000)
         assert time.monotonic() - started < 1.5, "it did not have to knock again"
         assert socket.recv_multipart(copy=False)[-1].get("User-Id") == early.public
@@ -89,10 +89,10 @@ def test_an_early_guest_waits_at_the_door_and_a_stranger_is_counted(context: zmq
 
 def test_a_flood_of_strangers_keeps_no_guest_out(context: zmq.Context) -> None:
     dropped = DroppedMessages()
-    guests = GuestList(context, dropped)
+    authenticator = KeyAuthenticator(context, dropped)
     socket, address = listener(context)
     guest = make_keys()
-    guests.admit(guest.public)
+    authenticator.allow(guest.public)
     with closing(socket), ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(calling(address, make_keys()))
@@ -119,11 +119,11 @@ def test_a_flood_of_drops_is_counted_and_logged_once(caplog: pytest.LogCaptureFi
 
 
 def test_a_message_that_is_too_long_is_not_taken_in(context: zmq.Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.runtime.trust._MAX_MESSAGE_BYTES", 1000)
-    guests = GuestList(context, DroppedMessages())
+    monkeypatch.setattr("tandem.runtime.curve._MAX_MESSAGE_BYTES", 1000)
+    authenticator = KeyAuthenticator(context, DroppedMessages())
     socket, address = listener(context)
     keys = make_keys()
-    guests.admit(keys.public)
+    authenticator.allow(keys.public)
     with closing(socket), calling(address, keys) as dealer:
         assert socket.poll(DEADLINE_S * 1000)
         assert socket.recv_multipart()[-1] == b"let me in"

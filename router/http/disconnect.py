@@ -9,11 +9,11 @@ from starlette.types import Receive
 
 from tandem.router.http.errors import ClientDisconnected
 
-__all__ = ["while_connected"]
+__all__ = ["cancel_on_disconnect"]
 
 
-class while_connected:  # used like asyncio.timeout, and built like it
-    """`async with while_connected(receive):` cancels the block when the client leaves; raises `ClientDisconnected`.
+class cancel_on_disconnect:  # used like asyncio.timeout, and built like it
+    """`async with cancel_on_disconnect(receive):` cancels the block when the client leaves.
 
     The request's body must have been read. One task of its own listens; the block stays in its caller's.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.protocol.config import RouterConfig
-from tandem.router.http.callers import CallerRefused, check_caller, hosts_allowed
+from tandem.router.http.origin_checks import CallerNotAllowed, check_host_and_origin, hosts_allowed
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing
 
@@ -53,7 +53,7 @@ def test_hosts_are_checked_on_loopback_and_where_some_are_named(
     ],
 )
 def test_a_server_answers_to_its_names_with_any_port(host: str) -> None:
-    check_caller({b"host": host.encode()} if host else {}, "POST", COMPLETIONS, OWN, ())
+    check_host_and_origin({b"host": host.encode()} if host else {}, "POST", COMPLETIONS, OWN, ())
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_a_server_answers_to_its_names_with_any_port(host: str) -> None:
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_other_names_are_refused_with_the_remedy(host: str, method: str) -> None:
     headers = {b"host": host.encode("latin-1"), b"origin": f"http://{host}".encode("latin-1")}
-    check_caller({b"host": headers[b"host"]}, "GET", "/health", OWN, ())
-    with pytest.raises(CallerRefused, match="--allowed-hosts"):
-        check_caller(headers, method, COMPLETIONS, OWN, ("*",))
+    check_host_and_origin({b"host": headers[b"host"]}, "GET", "/health", OWN, ())
+    with pytest.raises(CallerNotAllowed, match="--allowed-hosts"):
+        check_host_and_origin(headers, method, COMPLETIONS, OWN, ("*",))
 
 
 @pytest.mark.parametrize(
@@ -100,13 +100,13 @@ def test_a_page_may_change_something_only_where_its_origin_is_allowed(
 ) -> None:
     headers = {b"host": b"localhost:8000", b"origin": origin.encode()}
     for method in ("GET", "HEAD", "OPTIONS"):  # the browser does not show it the answer
-        check_caller(headers, method, COMPLETIONS, OWN, origins)
+        check_host_and_origin(headers, method, COMPLETIONS, OWN, origins)
     for method in ("POST", "DELETE", "PUT", "PATCH"):
         if is_allowed:
-            check_caller(headers, method, COMPLETIONS, OWN, origins)
+            check_host_and_origin(headers, method, COMPLETIONS, OWN, origins)
         else:
-            with pytest.raises(CallerRefused, match="--cors-allow-origins"):
-                check_caller(headers, method, COMPLETIONS, OWN, origins)
+            with pytest.raises(CallerNotAllowed, match="--cors-allow-origins"):
+                check_host_and_origin(headers, method, COMPLETIONS, OWN, origins)
 
 
 async def test_what_a_page_can_send_unasked_reaches_no_worker(tokenizer: Tokenizer) -> None:

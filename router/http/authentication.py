@@ -12,7 +12,7 @@ from tandem.protocol.errors import RequestError
 from tandem.router.http.api_keys import ANY_TENANT, key_digest
 from tandem.router.http.request_options import TENANT_HEADER
 
-__all__ = ["InvalidApiKey", "OperatorsOnly", "check_key", "check_operator", "seen_by"]
+__all__ = ["InvalidApiKey", "OperatorKeyRequired", "authenticate", "check_operator", "visible_tenant"]
 
 # For load balancers and Prometheus. The admin routes ask for a token of their own, in the same header.
 _OPEN_PATHS = {"/health", "/ready", "/metrics"}
@@ -28,14 +28,14 @@ class InvalidApiKey(RequestError):
     code = "invalid_api_key"
 
 
-class OperatorsOnly(RequestError):
+class OperatorKeyRequired(RequestError):
     """The request's key is a tenant's, and what it asks for concerns all tenants."""
 
     status = 403
     code = "operator_key_required"
 
 
-def check_key(scope: Scope, tenants: Mapping[bytes, str]) -> None:
+def authenticate(scope: Scope, tenants: Mapping[bytes, str]) -> None:
     """Note what a request may see, and make it its key's tenant's. Raises `InvalidApiKey`, `RequestError`.
 
     `tenants` are by digest of their keys. Where there are none, no key is asked for and everyone sees everything.
@@ -62,16 +62,16 @@ def check_key(scope: Scope, tenants: Mapping[bytes, str]) -> None:
         scope["headers"] = [*others, (_TENANT_HEADER, tenant.encode())]
 
 
-def seen_by(request: Request) -> str | None:
+def visible_tenant(request: Request) -> str | None:
     """The tenant whose requests and pins this one may see; None = all tenants'."""
     tenant: str | None = request.scope[_SEES]
     return tenant
 
 
 def check_operator(request: Request) -> None:
-    """Raise `OperatorsOnly` for a request that may see one tenant only."""
-    if seen_by(request) is not None:
-        raise OperatorsOnly(
+    """Raise `OperatorKeyRequired` for a request that may see one tenant only."""
+    if visible_tenant(request) is not None:
+        raise OperatorKeyRequired(
             f"{request.url.path} concerns all tenants: send the key of an operator, one with {ANY_TENANT} in the file "
             f"of keys, without the header {TENANT_HEADER}."
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tandem.router.openai import limits
+from tandem.router.openai import request_limits
 from tandem.router.openai.schema import LARGE_BODY_BYTES, CompletionRequest, decode_body
 from tandem.router.text.detokenizer import StopStrings
 from tandem.router.text.tokenizer import Tokenizer
@@ -25,51 +25,57 @@ TEXT_PART = {"type": "text", "text": "a"}
 @pytest.mark.parametrize(
     ("path", "body", "value", "limit", "param"),
     [
-        (COMPLETIONS, {"prompt": ["a"] * 17, "n": 128}, 2176, limits.MAX_SEQUENCES, "n"),
-        (COMPLETIONS, {"prompt": ["a"] * 2049}, 2049, limits.MAX_SEQUENCES, "prompt"),
-        (COMPLETIONS, {"prompt": [[1]] * 2049}, 2049, limits.MAX_SEQUENCES, "prompt"),
-        (COMPLETIONS, {"prompt": "a", "stop": ["a"] * 1025}, 1025, limits.MAX_STOPS, "stop"),
-        (COMPLETIONS, {"prompt": "a", "stop": "a" * 4097}, 4097, limits.MAX_STOP_CHARS, "stop"),
-        (COMPLETIONS, {"prompt": "a", "stop": ["é" * 4096] * 5}, 20480, limits.MAX_STOPS_CHARS, "stop"),
+        (COMPLETIONS, {"prompt": ["a"] * 17, "n": 128}, 2176, request_limits.MAX_SEQUENCES, "n"),
+        (COMPLETIONS, {"prompt": ["a"] * 2049}, 2049, request_limits.MAX_SEQUENCES, "prompt"),
+        (COMPLETIONS, {"prompt": [[1]] * 2049}, 2049, request_limits.MAX_SEQUENCES, "prompt"),
+        (COMPLETIONS, {"prompt": "a", "stop": ["a"] * 1025}, 1025, request_limits.MAX_STOPS, "stop"),
+        (COMPLETIONS, {"prompt": "a", "stop": "a" * 4097}, 4097, request_limits.MAX_STOP_CHARS, "stop"),
+        (COMPLETIONS, {"prompt": "a", "stop": ["é" * 4096] * 5}, 20480, request_limits.MAX_STOPS_CHARS, "stop"),
         (
             COMPLETIONS,
             {"prompt": ["a"] * 16, "n": 128, "logit_bias": {str(i): 1 for i in range(33)}},
             33 * 2048,
-            limits.MAX_TOKEN_RULES,
+            request_limits.MAX_TOKEN_RULES,
             "logit_bias",
         ),
         (
             COMPLETIONS,
             {"prompt": ["a"] * 66, "stop_token_ids": [1] * 1000},
             66_000,
-            limits.MAX_TOKEN_RULES,
+            request_limits.MAX_TOKEN_RULES,
             "stop_token_ids",
         ),
-        (COMPLETIONS, {"prompt": ["a"] * 16, "n": 128, "logprobs": 2}, 6144, limits.MAX_STEP_LOGPROBS, "logprobs"),
-        (CHAT, {"messages": [USER] * 16385}, 16385, limits.MAX_MESSAGES, "messages"),
+        (
+            COMPLETIONS,
+            {"prompt": ["a"] * 16, "n": 128, "logprobs": 2},
+            6144,
+            request_limits.MAX_STEP_LOGPROBS,
+            "logprobs",
+        ),
+        (CHAT, {"messages": [USER] * 16385}, 16385, request_limits.MAX_MESSAGES, "messages"),
         (
             CHAT,
             {"messages": [{"role": "user", "content": [TEXT_PART] * 40_000}] * 2},
             80_000,
-            limits.MAX_MESSAGE_PARTS,
+            request_limits.MAX_MESSAGE_PARTS,
             "messages",
         ),
         (
             CHAT,
             {"messages": [{"role": "assistant", "tool_calls": [{}] * 65537}]},
             65537,
-            limits.MAX_MESSAGE_PARTS,
+            request_limits.MAX_MESSAGE_PARTS,
             "messages",
         ),
         (
             CHAT,
             {"messages": [USER], "chat_template_kwargs": {str(i): 1 for i in range(65)}},
             65,
-            limits.MAX_TEMPLATE_OPTIONS,
+            request_limits.MAX_TEMPLATE_OPTIONS,
             "chat_template_kwargs",
         ),
-        ("/tokenize", {"messages": [USER] * 16385}, 16385, limits.MAX_MESSAGES, "messages"),
-        ("/v1/cache/pin", {"messages": [USER] * 16385}, 16385, limits.MAX_MESSAGES, "messages"),
+        ("/tokenize", {"messages": [USER] * 16385}, 16385, request_limits.MAX_MESSAGES, "messages"),
+        ("/v1/cache/pin", {"messages": [USER] * 16385}, 16385, request_limits.MAX_MESSAGES, "messages"),
     ],
 )
 async def test_too_much_is_refused_with_value_limit_and_field(
@@ -102,8 +108,8 @@ async def test_what_is_at_the_limit_is_served(tokenizer: Tokenizer, fields: dict
 async def test_prompts_of_all_sequences_are_bounded_together(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "MAX_PROMPT_TOKENS", 100)
-    monkeypatch.setattr(limits, "MAX_ECHO_CHARS", 50)
+    monkeypatch.setattr(request_limits, "MAX_PROMPT_TOKENS", 100)
+    monkeypatch.setattr(request_limits, "MAX_ECHO_CHARS", 50)
     async with closing(FakeBackend(tokenizer)) as client:
         fits = await client.post(COMPLETIONS, json={"prompt": "x" * 24, "n": 4})  # and <s>
         longer = await client.post(COMPLETIONS, json={"prompt": "x" * 25, "n": 4})
@@ -116,7 +122,7 @@ async def test_prompts_of_all_sequences_are_bounded_together(
 async def test_log_probabilities_that_are_held_are_bounded_and_those_streamed_are_not(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "MAX_HELD_LOGPROBS", 59)
+    monkeypatch.setattr(request_limits, "MAX_HELD_LOGPROBS", 59)
     body = {"messages": [USER], "n": 2, "max_tokens": 10, "logprobs": True, "top_logprobs": 2}
     async with closing(FakeBackend(tokenizer)) as client:
         plain = await client.post(CHAT, json=body)
