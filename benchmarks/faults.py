@@ -34,7 +34,6 @@ from tandem.decode_worker import DecodeRole
 from tandem.engine.engine import Engine, SequenceOutput
 from tandem.kv_transfer.handshake import compatibility_fields
 from tandem.kv_transfer.links import LinkChange, LinkState, PeerLinks
-from tests.support.faulty_transport import Fault, FaultyTransport
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport
 from tandem.prefill_worker import PrefillRole
 from tandem.protocol.config import EngineConfig, TransferConfig
@@ -60,6 +59,7 @@ from tandem.protocol.messages import (
     encode_message,
 )
 from tandem.protocol.sampling import SamplingParams
+from tests.support.faulty_transport import Fault, FaultyTransport
 
 __all__ = ["Faults", "Report", "run", "save_tiny_model"]
 

@@ -19,7 +19,6 @@ from tandem.kv_transfer.checksum import block_checksums, seal, unseal, wrong_blo
 from tandem.kv_transfer.links import LinkState, PeerLinks
 from tandem.kv_transfer.outbox import LeaseEnded, Outbox
 from tandem.kv_transfer.transport.base import Notification, TransferState
-from tests.support.faulty_transport import Fault, FaultyTransport
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport
 from tandem.prefill_worker import PrefillRole
 from tandem.protocol.config import EngineConfig, TransferConfig
@@ -38,6 +37,7 @@ from tandem.protocol.messages import (
     decode_message,
 )
 from tandem.protocol.sampling import SamplingParams
+from tests.support.faulty_transport import Fault, FaultyTransport
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 BLOCK_SIZE = 8
