@@ -85,7 +85,7 @@ def test_the_admin_token_is_the_files_or_the_environments(tmp_path: Path, monkey
 def routing_process(path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command with torch and Ray out of reach, and its URL."""
     code = (
-        "import sys; sys.modules.update(dict.fromkeys(['torch', 'ray', 'nixl'])); from cli.main import run; "
+        "import sys; sys.modules.update(dict.fromkeys(['torch', 'ray', 'nixl'])); from tandem.cli.main import run; "
         f"sys.exit(run(['route', '--engines', {str(path)!r}, '--port', '0', '--probe-interval-s', '0.05']))"
     )
     root = Path(__file__).parents[2]

@@ -117,7 +117,7 @@ def status_of(process: psutil.Process, number: int) -> str:
 def test_a_server_that_ends_leaves_nothing_and_its_guard_does_nothing(tmp_path: Path) -> None:
     """Though the server itself still writes into a file of the folder, as Ray does."""
     then = (
-        "import cluster.cleanup; cluster.cleanup._GRACE_S = 0.1; (folder / 'ray').mkdir(); "
+        "import tandem.cluster.cleanup as cleanup; cleanup._GRACE_S = 0.1; (folder / 'ray').mkdir(); "
         "log = (folder / 'ray/log').open('w')"
     )
     server, _ = start_server(tmp_path, then)

@@ -168,7 +168,7 @@ def table_sizes(*roots: object) -> dict[str, int]:
 
 
 def _attributes(found: object) -> Iterator[tuple[str, object]]:
-    if not type(found).__module__.startswith(("router", "protocol", "collections")):
+    if not type(found).__module__.startswith(("tandem", "collections")):
         return
     yield from getattr(found, "__dict__", {}).items()
     for kind in type(found).__mro__:
