@@ -1,6 +1,6 @@
 """One engine at run time: its client, its breaker, and what is known and expected of its cache.
 
-Everything here is of one event loop. `EngineFleet` changes its life; an `Exchange` counts itself in and out.
+Everything here is of one event loop. `EngineFleet` changes its life; an `Attempt` counts itself in and out.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tandem.router.engines.breaker import Breaker
 from tandem.router.engines.config import EnginesConfig, EngineSpec
 from tandem.router.engines.kv_events import BlockTranslator, KvEventFeed
 from tandem.router.engines.looks import Resolve, looking_client
-from tandem.router.engines.pace import EnginePace
 from tandem.router.engines.shadow import ShadowCache
+from tandem.router.engines.step_timing import StepTiming
 from tandem.router.engines.upstream import Upstream
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Booking
 
-__all__ = ["Exchanging", "RemoteEngine", "digest_root"]
+__all__ = ["RemoteEngine", "RunningRequest", "digest_root"]
 
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_SHADOW_BLOCKS = 8192  # of an engine that does not tell its size
@@ -35,7 +35,7 @@ DEFAULT_BATCHED_TOKENS = 2048  # vLLM's, and SGLang's is of that order
 MAX_RETRY_AFTER_S = 60.0
 
 
-class Exchanging(Protocol):
+class RunningRequest(Protocol):
     """A request under way on an engine."""
 
     @property
@@ -61,7 +61,7 @@ class RemoteEngine:
             max_failures=config.breaker_failures, open_s=config.breaker_open_s, max_open_s=config.breaker_max_open_s
         )
         self.busy_until_s = 0.0
-        self.exchanges: set[Exchanging] = set()
+        self.running: set[RunningRequest] = set()
         self.idle = asyncio.Event()
         self.idle.set()
         self.foreign: list[Booking] = []  # load that others put on it
@@ -70,7 +70,7 @@ class RemoteEngine:
         self.num_failures = 0
         self.epoch = 0
         self.card: WorkerCard | None = None
-        self.pace = EnginePace(DEFAULT_BATCHED_TOKENS)
+        self.step_timing = StepTiming(DEFAULT_BATCHED_TOKENS)
         self.feed: KvEventFeed | None = None
         self._shadow: ShadowCache | None = None
         self._translator: BlockTranslator | None = None
@@ -95,16 +95,16 @@ class RemoteEngine:
             return f"circuit {self.breaker.state(now).value}"
         return f"busy for {self.busy_until_s - now:.1f} s more" if now < self.busy_until_s else ""
 
-    def begin(self, exchange: Exchanging) -> None:
+    def begin(self, request: RunningRequest) -> None:
         """Count a request in."""
-        self.exchanges.add(exchange)
+        self.running.add(request)
         self.num_requests += 1
         self.idle.clear()
 
-    def end(self, exchange: Exchanging) -> None:
+    def end(self, request: RunningRequest) -> None:
         """Count a request out; again changes nothing."""
-        self.exchanges.discard(exchange)
-        if not self.exchanges:
+        self.running.discard(request)
+        if not self.running:
             self.idle.set()
 
     def hold_back(self, retry_after_s: float, now: float) -> None:
@@ -114,7 +114,7 @@ class RemoteEngine:
     def join(self, card: WorkerCard, index: PrefixIndex, context: Context) -> None:
         """Begin a life: an empty cache, as far as we know, and its events from here on."""
         self.card = card
-        self.pace = EnginePace(card.max_num_batched_tokens)
+        self.step_timing = StepTiming(card.max_num_batched_tokens)
         self._sequence = 0
         index.add_worker(self.name, self.epoch)
         if not self.spec.kv_events:
@@ -171,7 +171,7 @@ class RemoteEngine:
             "refusal": self.refusal(now),
             "circuit": self.breaker.state(now).value,
             "num_circuit_openings": self.breaker.num_opened,
-            "num_running": len(self.exchanges),
+            "num_running": len(self.running),
             "num_foreign": len(self.foreign),
             "num_requests": self.num_requests,
             "num_failures": self.num_failures,

@@ -83,6 +83,11 @@ class Placed(NamedTuple):
         """Whether KV is handed over from one engine to another."""
         return self.prefill is not self.decode
 
+    @property
+    def engines(self) -> tuple[RemoteEngine, ...]:
+        """Each engine it uses, once."""
+        return (self.prefill, self.decode) if self.is_pair else (self.decode,)
+
 
 class EngineFleet:
     """The engines of one router. Used from one event loop only."""
@@ -236,7 +241,7 @@ class EngineFleet:
     def book(self, placed: Placed) -> SharedBooking:
         """Let the next decision see this one, here and at the siblings."""
         now = self.clock()
-        for engine in dict.fromkeys((placed.prefill, placed.decode)):
+        for engine in placed.engines:
             engine.expect_cached(placed.digests, self.index, now)
         return self.siblings.reserve(placed.placement.load, placed.digests)
 
@@ -250,7 +255,7 @@ class EngineFleet:
         num_cached_tokens: int,
     ) -> None:
         """A prompt sent to the engine then has its first token now."""
-        stats = engine.pace.first_token(
+        stats = engine.step_timing.first_token(
             sent_s=sent_s,
             now=self.clock(),
             num_new_tokens=num_new_tokens,
@@ -362,15 +367,15 @@ class EngineFleet:
             async with asyncio.timeout(self.config.drain_timeout_s):
                 await engine.idle.wait()
         except TimeoutError:
-            logger.warning("engine %s still runs %d requests after draining", engine.name, len(engine.exchanges))
+            logger.warning("engine %s still runs %d requests after draining", engine.name, len(engine.running))
         await self._forget(engine)
 
     async def _forget(self, engine: RemoteEngine) -> None:
         probe = self._probes.pop(engine.name)
         probe.cancel()
         await asyncio.gather(probe, return_exceptions=True)
-        for exchange in list(engine.exchanges):
-            exchange.abort("it was removed")
+        for request in list(engine.running):
+            request.abort("it was removed")
         self._leave(engine, "removed")
         del self._engines[engine.name]
         engine.is_gone.set()
@@ -409,7 +414,7 @@ class EngineFleet:
 
     def _num_on(self, engine: RemoteEngine) -> int:
         """Requests that we and our siblings have there."""
-        return len(engine.exchanges) + self.siblings.num_on(engine.name)
+        return len(engine.running) + self.siblings.num_on(engine.name)
 
     async def _metrics(self, engine: RemoteEngine, timeout_s: float) -> str:
         """Its `/metrics`, "" where it has none; asked again in each life."""
@@ -453,9 +458,9 @@ class EngineFleet:
         engine.reason = reason
         # What waits for its first byte goes elsewhere at once; running answers get as long as our own workers do.
         is_lost = self.clock() - last_good_s > self.config.worker_timeout_s
-        for exchange in list(engine.exchanges):
-            if is_lost or not exchange.has_answer:
-                exchange.abort(f"it stopped answering ({reason})")
+        for request in list(engine.running):
+            if is_lost or not request.has_answer:
+                request.abort(f"it stopped answering ({reason})")
 
     def _leave(self, engine: RemoteEngine, reason: str) -> None:
         engine.leave(self.index)

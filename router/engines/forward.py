@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
@@ -16,8 +16,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tandem.protocol.errors import ModelNotFound, NoWorker, RequestError, ServingError
+from tandem.router.engines.attempt import Attempt
+from tandem.router.engines.client_request import ClientRequest
 from tandem.router.engines.errors import EngineBusy, EngineFailed
-from tandem.router.engines.exchange import Call, Exchange
 from tandem.router.engines.fleet import EngineFleet, Prompt
 from tandem.router.engines.prompts import PromptReader, TextReader, cache_salt_of, priority_of
 from tandem.router.engines.queues import Queues
@@ -75,51 +76,54 @@ class Forwarder:
         self._text = TextReader()
         self._pool = pool
         self._metrics = metrics
-        self.queues = Queues(fleet, self._exchange)
+        self.queues = Queues(fleet, self._book)
         self.num_retries = 0
 
     async def explain(self, request: Request) -> dict[str, Any]:
         """Body of `POST /v1/route/explain`: what would be decided now. Nothing is sent or booked."""
         raw, body = await read_object(request)
         _check_fields(raw, body)
-        call = await self._call(request, "", raw, body, time.perf_counter())
-        return {"object": "list", "data": [self.queues.of(call.model).explain(call)]}
+        asked = await self._read(request, "", raw, body, time.perf_counter())
+        return {"object": "list", "data": [self.queues.of(asked.model).explain(asked)]}
 
     async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request. Raises a `ServingError` for what goes wrong before the first byte."""
+        """Answer one request. Raises a `ServingError` for a failure before the first byte."""
         arrived_s = time.perf_counter()
-        request = Request(scope, receive)
-        raw, body = await read_object(request)
+        http_request = Request(scope, receive)
+        raw, body = await read_object(http_request)
         _check_fields(raw, body)
-        call = await self._call(request, path, raw, body, arrived_s)
-        exchange = None
-        outlet = ResponseWriter(scope, send)
+        request = await self._read(http_request, path, raw, body, arrived_s)
+        attempt = None
+        writer = ResponseWriter(scope, send)
         try:
             async with cancel_on_disconnect(receive):
-                exchange, decision = await self._open(call)
-                headers = self._headers(call, exchange, decision)
-                if exchange.content is None:
-                    await self._relay(exchange, headers, outlet)
+                attempt, decision = await self._open(request)
+                headers = self._headers(request, attempt, decision)
+                if attempt.content is None:
+                    await self._relay(attempt, headers, writer)
                 else:
-                    exchange.close()
-                    await _whole(exchange, headers)(scope, receive, outlet.send)
+                    attempt.close()
+                    response = Response(attempt.content, attempt.status, headers, attempt.content_type)
+                    await response(scope, receive, writer.send)
         except ClientDisconnected:
             self._metrics.client_disconnects.inc()
-            if exchange is None:
+            if attempt is None:
                 raise
         finally:
-            outlet.close()
-            if exchange is not None:
-                exchange.close()
+            writer.close()
+            if attempt is not None:
+                attempt.close()
 
-    async def _call(self, request: Request, path: str, raw: bytes, body: dict[str, Any], arrived_s: float) -> Call:
+    async def _read(
+        self, http_request: Request, path: str, raw: bytes, body: dict[str, Any], arrived_s: float
+    ) -> ClientRequest:
         model = self._model_of(body)
-        wishes = request_options(request, priority_of(body))
-        scope = self._scopes.of(wishes.tenant, cache_salt_of(body))
+        options = request_options(http_request, priority_of(body))
+        scope = self._scopes.of(options.tenant, cache_salt_of(body))
         reader = self._readers.get(model, self._text)
         max_tokens = self._fleet.max_model_len(model) or UNKNOWN_CONTEXT_TOKENS
         token_ids = await self._pool.run(lambda: reader.read(body, scope, max_tokens), num_bytes=len(raw))
-        return Call(
+        return ClientRequest(
             request_id=new_answer_id("req-"),
             path=path,
             body=body,
@@ -127,7 +131,7 @@ class Forwarder:
             token_ids=token_ids,
             cache_scope=scope,
             arrived_s=arrived_s,
-            wishes=wishes,
+            options=options,
         )
 
     def _model_of(self, body: dict[str, Any]) -> str:
@@ -148,67 +152,62 @@ class Forwarder:
         body["model"] = known[0]
         return known[0]
 
-    async def _open(self, call: Call) -> tuple[Exchange, Decision]:
-        """The exchange that answers, after its turn came and as many attempts as it takes and may take."""
-        queue = self.queues.of(call.model)
-        offer = queue.offer(call)
-        entered = await queue.gate.enter(call, offer)
-        exchange, decision = entered.booking, entered.decision
+    async def _open(self, request: ClientRequest) -> tuple[Attempt, Decision]:
+        """The attempt that answers, after waiting in the queue and up to `max_attempts` attempts."""
+        queue = self.queues.of(request.model)
+        offer = queue.offer(request)
+        admitted = await queue.gate.enter(request, offer)
+        attempt, decision = admitted.booking, admitted.decision
         tried: set[str] = set()
         while True:
-            exchange.on_first_token = entered.first_token
-            exchange.on_end = lambda length: queue.admission.lengths.note(offer.tenant, length)
             try:
-                await exchange.open()
+                await attempt.open(admitted.first_token)
             except (EngineFailed, EngineBusy) as exc:
-                exchange.close()
+                attempt.close()
                 last: EngineFailed | EngineBusy = exc
                 tried.add(exc.engine)
-            except BaseException:
-                exchange.close()
+            except BaseException:  # raised again: whatever ends the request gives its booking back
+                attempt.close()
                 raise
             else:
-                return exchange, decision
+                return attempt, decision
             if len(tried) == self._fleet.engines_config.max_attempts:
                 raise last
             try:
-                exchange, decision.placement = queue.try_elsewhere(call, offer, tried)
+                attempt, decision.placement = queue.try_elsewhere(request, offer, tried)
             except (NoWorker, EngineBusy):
                 if isinstance(last, EngineFailed):
-                    raise last from None  # says more than that nobody is left
+                    raise last from None  # it says more than that no engine is left
                 raise
             self.num_retries += 1
 
-    def _exchange(self, call: Call, placement: Placement, prompt: Prompt) -> Exchange:
-        return Exchange(self._fleet, self._fleet.placed(placement, prompt), call, self._metrics)
+    def _book(
+        self, request: ClientRequest, placement: Placement, prompt: Prompt, on_end: Callable[[int], None]
+    ) -> Attempt:
+        return Attempt(self._fleet, self._fleet.placed(placement, prompt), request, self._metrics, on_end)
 
-    def _headers(self, call: Call, exchange: Exchange, decision: Decision) -> dict[str, str]:
+    def _headers(self, request: ClientRequest, attempt: Attempt, decision: Decision) -> dict[str, str]:
         headers = {
-            "x-request-id": call.request_id,
-            "x-tandem-engine": exchange.engine.name,
-            "x-tandem-expected-cached-tokens": str(exchange.num_expected_cached_tokens),
+            "x-request-id": request.request_id,
+            "x-tandem-engine": attempt.engine.name,
+            "x-tandem-expected-cached-tokens": str(attempt.num_expected_cached_tokens),
         }
-        if call.explains:
+        if request.explains:
             headers[EXPLAIN_HEADER] = json.dumps(decision.to_json(self._fleet.clock()), separators=(",", ":"))
         return headers
 
-    async def _relay(self, exchange: Exchange, headers: dict[str, str], outlet: ResponseWriter) -> None:
-        """Send a stream's events as they come."""
+    async def _relay(self, attempt: Attempt, headers: dict[str, str], writer: ResponseWriter) -> None:
         raw_headers = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         self._metrics.running_requests.inc()
         try:
-            await outlet.start(raw_headers + _STREAM_HEADERS)
-            last = await exchange.relay(outlet)
+            await writer.start(raw_headers + _STREAM_HEADERS)
+            last = await attempt.relay(writer)
         except ServingError as exc:
             self._metrics.stream_errors.inc()
             last = b"data: " + orjson.dumps(serving_error_body(exc)) + b"\n\n"
         finally:
             self._metrics.running_requests.dec()
-        await outlet.end(last)
-
-
-def _whole(exchange: Exchange, headers: dict[str, str]) -> Response:
-    return Response(exchange.content, exchange.status, headers, exchange.content_type)
+        await writer.end(last)
 
 
 async def read_object(request: Request) -> tuple[bytes, dict[str, Any]]:

@@ -34,7 +34,7 @@ class EngineCollector:
             name = [engine.name]
             ready.add_metric(name, engine.state is WorkerState.READY)
             circuit.add_metric(name, engine.breaker.state(now) is BreakerState.OPEN)
-            running.add_metric(name, len(engine.exchanges))
+            running.add_metric(name, len(engine.running))
             requests.add_metric(name, engine.num_requests)
             failures.add_metric(name, engine.num_failures)
             openings.add_metric(name, engine.breaker.num_opened)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -15,7 +16,8 @@ import numpy as np
 
 from tandem.protocol.errors import NoWorker
 from tandem.router.admission_queue import NUM_OTHERS, AdmissionQueue
-from tandem.router.engines.exchange import Call, Exchange
+from tandem.router.engines.attempt import Attempt
+from tandem.router.engines.client_request import ClientRequest
 from tandem.router.engines.fleet import EngineFleet, Prompt
 from tandem.router.engines.prompts import max_tokens_of
 from tandem.router.processes.sibling_messages import Waiting
@@ -35,59 +37,63 @@ MAX_OUTPUTS = 1 << 20  # where a request sets no limit
 class ModelQueue:
     """The queue of one model."""
 
-    def __init__(self, fleet: EngineFleet, model: str, admission: Admission, open_exchange: _OpenExchange) -> None:
+    def __init__(self, fleet: EngineFleet, model: str, admission: Admission, make_attempt: _AttemptFactory) -> None:
         self.admission = admission
         self._fleet = fleet
         self._model = model
-        self._open_exchange = open_exchange
-        self.gate: AdmissionQueue[Call, Exchange] = AdmissionQueue(
+        self._make_attempt = make_attempt
+        self.gate: AdmissionQueue[ClientRequest, Attempt] = AdmissionQueue(
             admission, fleet.registry, self._begin, timeout_s=fleet.config.request_timeout_s, clock=fleet.clock
         )
 
-    def offer(self, call: Call) -> AdmissionRequest:
+    def offer(self, request: ClientRequest) -> AdmissionRequest:
         """What a request asks of admission."""
-        limit = max_tokens_of(call.body) or MAX_OUTPUTS
+        limit = max_tokens_of(request.body) or MAX_OUTPUTS
         return AdmissionRequest(
-            num_prompt_tokens=max(1, len(call.token_ids)),
-            digests=Prompt(call.token_ids, call.cache_scope),
-            expected_output_tokens=self.admission.lengths.expected(call.wishes.tenant, limit),
-            tenant=call.wishes.tenant,
-            priority=call.wishes.priority,
-            ttft_slo_s=call.wishes.ttft_slo_s,
+            num_prompt_tokens=max(1, len(request.token_ids)),
+            digests=Prompt(request.token_ids, request.cache_scope),
+            expected_output_tokens=self.admission.lengths.expected(request.options.tenant, limit),
+            tenant=request.options.tenant,
+            priority=request.options.priority,
+            ttft_slo_s=request.options.ttft_slo_s,
         )
 
-    def explain(self, call: Call) -> dict[str, Any]:
+    def explain(self, request: ClientRequest) -> dict[str, Any]:
         """What would be decided for this request now, as JSON; nothing is sent or booked. Raises a `ServingError`."""
         now = self._fleet.clock()
-        offer = self.offer(call)
+        offer = self.offer(request)
         forecast = self.admission.forecast(offer, now, num_others=NUM_OTHERS)
         outcome = "rejected" if forecast.error else "admitted"
         return Decision("", offer.tenant, offer.priority, now, forecast, outcome, error=forecast.error).to_json(now)
 
-    def try_elsewhere(self, call: Call, offer: AdmissionRequest, tried: set[str]) -> tuple[Exchange, Placement]:
+    def try_elsewhere(
+        self, request: ClientRequest, offer: AdmissionRequest, tried: set[str]
+    ) -> tuple[Attempt, Placement]:
         """A request that had its turn and failed goes elsewhere at once. Raises a `ServingError`."""
         prompt = cast(Prompt, offer.digests)
         now = self._fleet.clock()
         needs = self.admission.needs(offer)
         placement = self._fleet.place(self._model, prompt, offer.expected_output_tokens, now, tried, needs=needs)
-        return self._book(call, offer, placement), placement
+        return self._book(request, offer, placement), placement
 
-    def _begin(self, call: Call, dispatch: Dispatch) -> Exchange:
-        return self._book(call, dispatch.waiting.offer, dispatch.placement)
+    def _begin(self, request: ClientRequest, dispatch: Dispatch) -> Attempt:
+        return self._book(request, dispatch.waiting.offer, dispatch.placement)
 
-    def _book(self, call: Call, offer: AdmissionRequest, placement: Placement) -> Exchange:
-        return self._open_exchange(call, placement, cast(Prompt, offer.digests))
+    def _book(self, request: ClientRequest, offer: AdmissionRequest, placement: Placement) -> Attempt:
+        on_end = partial(self.admission.lengths.note, offer.tenant)
+        return self._make_attempt(request, placement, cast(Prompt, offer.digests), on_end)
 
 
-_OpenExchange = Callable[[Call, Placement, Prompt], Exchange]
+# Books a placed request; the last argument is called with the length of a complete answer.
+_AttemptFactory = Callable[[ClientRequest, Placement, Prompt, Callable[[int], None]], Attempt]
 
 
 class Queues:
     """The queues of all models, made when they are first asked for. What is counted, is over all."""
 
-    def __init__(self, fleet: EngineFleet, open_exchange: _OpenExchange) -> None:
+    def __init__(self, fleet: EngineFleet, make_attempt: _AttemptFactory) -> None:
         self._fleet = fleet
-        self._open_exchange = open_exchange
+        self._make_attempt = make_attempt
         self._queues: dict[str, ModelQueue] = {}
         fleet.siblings.waiting = self.waiting
 
@@ -101,7 +107,7 @@ class Queues:
             # Where prompts may go the placer knows, group by group; to admission every engine with room is one.
             config = replace(fleet.config, local_prefill=True)
             admission = _SharedAdmission(fleet.siblings, model, workers, fleet.costs, placer, fleet.tenants, config)
-            queue = self._queues[model] = ModelQueue(fleet, model, admission, self._open_exchange)
+            queue = self._queues[model] = ModelQueue(fleet, model, admission, self._make_attempt)
         return queue
 
     @property

@@ -98,7 +98,7 @@ class ClusterView:
             "engines": [engine.to_json(now) for engine in fleet.engines],
             "costs": fleet.costs.export(),
             "queued_prompt_tokens": fleet.registry.queued_prompt_tokens,
-            "num_requests": sum(len(engine.exchanges) for engine in fleet.engines),
+            "num_requests": sum(len(engine.running) for engine in fleet.engines),
             "num_indexed_blocks": len(fleet.index),
             "mean_output_tokens": fleet.mean_output_tokens,
             "admission": self._queues.report(),

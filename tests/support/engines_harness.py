@@ -48,10 +48,10 @@ class Router:
         await until(lambda: all(self.engine(name).state is WorkerState.READY for name in names))
 
     def assert_nothing_left(self) -> None:
-        """Every load is off again: bookings, exchanges, trials."""
+        """Every load is off again: bookings, attempts, trials."""
         assert self.fleet.registry.num_bookings == sum(len(engine.foreign) for engine in self.fleet.engines)
         for engine in self.fleet.engines:
-            assert not engine.exchanges
+            assert not engine.running
             assert engine.idle.is_set()
 
 
@@ -124,6 +124,6 @@ async def routing(
         if wait:
             await router.all_ready(*(spec.name for spec in specs))
         yield router
-        await until(lambda: not any(engine.exchanges for engine in fleet.engines))
+        await until(lambda: not any(engine.running for engine in fleet.engines))
         await until(lambda: not any(map(siblings.num_open, siblings.living)))
         router.assert_nothing_left()

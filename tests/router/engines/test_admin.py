@@ -55,7 +55,7 @@ async def test_engines_come_and_go_at_run_time(fake_a: FakeServer) -> None:
         assert (await router.client.post(COMPLETIONS, json=completion())).status_code == 200
         fake_a.pause.clear()
         running = asyncio.create_task(router.client.post(COMPLETIONS, json=completion(stream=True)))
-        await until(lambda: any(exchange.has_answer for exchange in router.engine("a").exchanges))
+        await until(lambda: any(request.has_answer for request in router.engine("a").running))
         removed = await router.client.delete("/v1/engines/a", headers=TOKEN)
         assert (removed.status_code, removed.json()["state"]) == (202, "draining")
         refused = await router.client.post(COMPLETIONS, json=completion())

@@ -16,9 +16,9 @@ import pytest
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import WorkerState
 from tandem.router.engines import upstream as upstream_module
+from tandem.router.engines.attempt import Attempt
 from tandem.router.engines.breaker import BreakerState
 from tandem.router.engines.config import spec_from
-from tandem.router.engines.exchange import Exchange
 from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, dead_url, routing, spec_of, until
 from tests.support.fake_backend import RawClient, events
 from tests.support.fake_openai import FakeServer
@@ -326,7 +326,7 @@ async def test_a_running_stream_of_an_engine_that_hangs_ends_in_an_error(fake_a:
     config = RouterConfig(worker_timeout_s=0.2)
     async with routing(spec_of(fake_a, "a"), config=config, probe_timeout_s=0.5) as router:
         request = asyncio.create_task(router.client.post(COMPLETIONS, json=completion(stream=True)))
-        await until(lambda: any(exchange.has_answer for exchange in router.engine("a").exchanges))
+        await until(lambda: any(request.has_answer for request in router.engine("a").running))
         fake_a.health_pause.clear()
         last = events(await request)[-1]
         assert "engine a: it stopped answering" in last["error"]["message"]
@@ -344,7 +344,7 @@ async def test_a_client_that_leaves_ends_it_at_the_engine(fake_a: FakeServer, wh
         await until(lambda: bool(fake_a.requests))
         client.leave()
         await asyncio.wait_for(client.task, 5)
-        assert not router.engine("a").exchanges
+        assert not router.engine("a").running
         assert router.engine("a").num_failures == 0
         fake_a.resume()
         if when == "within":
@@ -399,7 +399,7 @@ async def test_a_slow_client_that_leaves_ends_it_at_the_engine(fake_a: FakeServe
         await until(lambda: client.is_full)
         client.leave()
         await asyncio.wait_for(client.task, 5)
-        assert not router.engine("a").exchanges
+        assert not router.engine("a").running
         fake_a.resume()
         await until(lambda: fake_a.num_running == 0)
         assert await num_left(router) == 1
@@ -426,7 +426,7 @@ async def test_no_error_of_ours_is_taken_for_a_client_that_left(
     def broken(*_: Any) -> None:
         raise TimeoutError("ours")
 
-    monkeypatch.setattr(Exchange, name, broken)
+    monkeypatch.setattr(Attempt, name, broken)
     async with routing(spec_of(fake_a, "a")) as router:
         client = RawClient(router.app, COMPLETIONS, completion(stream=True))
         await asyncio.wait({client.task}, timeout=5)

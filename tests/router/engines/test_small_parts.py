@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.protocol.messages import StepStats
-from tandem.router.engines.exchange import Exchange
 from tandem.router.engines.load import EngineLoad, EngineSize, model_of, parse_load, parse_size
-from tandem.router.engines.pace import EnginePace
 from tandem.router.engines.prompts import TextReader, TokenReader, max_tokens_of
+from tandem.router.engines.relay import StreamRelay
 from tandem.router.engines.sse import EventSplitter, leading_pieces, parse_event, split_events
+from tandem.router.engines.step_timing import StepTiming
+from tandem.router.engines.upstream import Reply
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.scheduling.cost_model import CPU_PRIOR, StepModel
 
@@ -119,18 +120,19 @@ def test_only_the_end_of_a_stream_is_looked_into() -> None:
     assert leading_pieces(b"") == (0, 0)
 
 
-class Reading(Exchange):
-    """As much of an exchange as reads events."""
+class Counting:
+    """An observer that counts tokens."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self._broken = None
-        self._is_done = False
 
-    def _note_tokens(self, count: int) -> None:
+    def saw_tokens(self, count: int) -> None:
         self.num_tokens += count
 
-    def _note_end(self) -> None:
+    def saw_usage(self, usage: dict[str, Any], *, is_total: bool) -> None:
+        pass
+
+    def ended(self) -> None:
         pass
 
 
@@ -145,8 +147,9 @@ class Reading(Exchange):
 def test_pieces_that_are_no_strict_json_are_passed_on_whatever_they_come_with(piece: bytes) -> None:
     ping, done = b": ping\n\n", b"data: [DONE]\n\n"
     for events, shown in ((piece, piece), (piece + done, piece + done), (ping + piece, piece), (piece + ping, piece)):
-        reading = Reading()
-        assert (reading._seen(events), reading.num_tokens) == (shown, 1)
+        observer = Counting()
+        relay = StreamRelay("a", Reply(cast(Any, None)), observer, shows_usage=False)
+        assert (relay.visible(events), observer.num_tokens) == (shown, 1)
 
 
 def test_parts_of_events() -> None:
@@ -163,7 +166,7 @@ def observe_all(model: StepModel, stats: StepStats | None) -> None:
 
 def test_first_tokens_one_behind_the_other_teach_the_cost_of_a_token() -> None:
     """Prompts sent together to an engine that computes them in order: the second waits for the first."""
-    model, pace, now = StepModel(CPU_PRIOR), EnginePace(2048), 0.0
+    model, timing, now = StepModel(CPU_PRIOR), StepTiming(2048), 0.0
     for i in range(200):
         sizes = (100 + 13 * i % 900, 500)
         sent_s = now = now + 10.0
@@ -171,7 +174,7 @@ def test_first_tokens_one_behind_the_other_teach_the_cost_of_a_token() -> None:
             now += 0.05 + 0.002 * num_tokens
             observe_all(
                 model,
-                pace.first_token(
+                timing.first_token(
                     sent_s=sent_s,
                     now=now,
                     num_new_tokens=num_tokens,
@@ -184,35 +187,35 @@ def test_first_tokens_one_behind_the_other_teach_the_cost_of_a_token() -> None:
         assert model.prefill_s(num_tokens, 0, 2048) == pytest.approx(0.05 + 0.002 * num_tokens, rel=0.1)
 
 
-def first_token(pace: EnginePace, now: float, num_tokens: int, sent_s: float = 0.0) -> StepStats | None:
-    return pace.first_token(
+def first_token(timing: StepTiming, now: float, num_tokens: int, sent_s: float = 0.0) -> StepStats | None:
+    return timing.first_token(
         sent_s=sent_s, now=now, num_new_tokens=num_tokens, num_cached_tokens=0, num_decode_seqs=2, num_kv_tokens=9
     )
 
 
 def test_prompts_of_one_step_are_one_span() -> None:
-    pace = EnginePace(2048)
-    assert first_token(pace, 1.0, 100) is None
-    assert first_token(pace, 1.001, 60) is None
-    stats = first_token(pace, 2.0, 10)
+    timing = StepTiming(2048)
+    assert first_token(timing, 1.0, 100) is None
+    assert first_token(timing, 1.001, 60) is None
+    stats = first_token(timing, 2.0, 10)
     assert stats is not None
     assert (stats.duration_s, stats.num_prefill_tokens, stats.num_decode_seqs) == (1.0, 160, 2)
 
 
 def test_a_prompt_of_several_steps_is_taught_as_their_mean() -> None:
-    pace = EnginePace(64)
-    first_token(pace, 0.5, 256, sent_s=0.1)
-    stats = first_token(pace, 9.0, 1)
+    timing = StepTiming(64)
+    first_token(timing, 0.5, 256, sent_s=0.1)
+    stats = first_token(timing, 9.0, 1)
     assert stats is not None
     assert stats.duration_s == pytest.approx(0.1)
     assert (stats.num_prefill_tokens, stats.prefill_attention) == (64, 256 * 128 / 4)
 
 
 def test_one_gap_counts_in_a_while_and_bursts_do_not() -> None:
-    pace = EnginePace(64)
+    timing = StepTiming(64)
 
     def gap(duration_s: float, now: float) -> StepStats | None:
-        return pace.gap(duration_s=duration_s, now=now, num_decode_seqs=0, num_kv_tokens=5)
+        return timing.gap(duration_s=duration_s, now=now, num_decode_seqs=0, num_kv_tokens=5)
 
     stats = gap(0.03, 1.0)
     assert stats is not None

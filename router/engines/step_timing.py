@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from tandem.protocol.messages import StepStats
 from tandem.scheduling.cost_model import prefill_attention
 
-__all__ = ["EnginePace"]
+__all__ = ["StepTiming"]
 
 GAP_INTERVAL_S = 0.1
 TOGETHER_S = 0.004  # first tokens this close are of one step
@@ -39,7 +39,7 @@ class _Span:
     num_kv_tokens: int
 
 
-class EnginePace:
+class StepTiming:
     """Turns what is seen of one engine into steps. Pure; all times are of the same clock, in seconds."""
 
     def __init__(self, max_num_batched_tokens: int) -> None:

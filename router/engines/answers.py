@@ -1,0 +1,88 @@
+"""What an engine's answer means: an answer for the client, the engine's failure, or its refusal. Pure functions."""
+
+from __future__ import annotations
+
+import email.utils
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from tandem.router.engines.errors import EngineBusy, EngineFailed
+
+__all__ = ["as_count", "as_dict", "error_text", "parse_answer"]
+
+DEFAULT_RETRY_AFTER_S = 1.0
+MAX_ERROR_CHARS = 500  # of an engine's own message
+
+
+def parse_answer(engine: str, status: int, headers: Mapping[str, str], content: bytes) -> dict[str, Any]:
+    """The JSON of an answer that the client may get: the engine's, or the client's own error (4xx).
+
+    Raises `EngineBusy` for a refusal, and `EngineFailed` for everything else that is not an answer.
+    """
+    _check_status(engine, status, headers, content)
+    try:
+        answer = orjson.loads(content)
+    except orjson.JSONDecodeError as exc:
+        raise EngineFailed(engine, f"answered {status} with something that is no JSON") from exc
+    if not isinstance(answer, dict) or (status == 200 and not _has_choices(answer)):
+        raise EngineFailed(engine, f"answered {status} without choices")
+    return answer
+
+
+def error_text(error: Any) -> str:
+    """The message of an error object that an engine sent, shortened."""
+    text = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+    return str(text or "no message")[:MAX_ERROR_CHARS]
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    """`value` if it is an object, else an empty one: engines may send anything."""
+    return value if isinstance(value, dict) else {}
+
+
+def as_count(value: Any) -> int:
+    """`value` if it is a positive integer, else 0."""
+    return value if isinstance(value, int) and value > 0 else 0
+
+
+def _check_status(engine: str, status: int, headers: Mapping[str, str], content: bytes) -> None:
+    """Raise for a status that shows the engine's fault or load; 200 and the client's own errors pass."""
+    if status == 429 or (status == 503 and "retry-after" in headers):
+        retry_after_s = _retry_after_s(headers.get("retry-after", ""))
+        raise EngineBusy(f"engine {engine} is busy: {_message(content)}", retry_after_s=retry_after_s, engine=engine)
+    if status in (401, 403):
+        raise EngineFailed(engine, f"refused our key ({status}); check its api_key_env")
+    if status >= 500:
+        raise EngineFailed(engine, f"answered {status}: {_message(content)}")
+    if status != 200 and not 400 <= status < 500:
+        raise EngineFailed(engine, f"answered {status}, which is no answer")
+
+
+def _retry_after_s(header: str) -> float:
+    """Seconds of a Retry-After header, which is a number or a date."""
+    try:
+        seconds = float(header)
+    except ValueError:
+        try:
+            seconds = email.utils.parsedate_to_datetime(header).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return DEFAULT_RETRY_AFTER_S
+    return max(seconds, 0.0) if math.isfinite(seconds) else DEFAULT_RETRY_AFTER_S
+
+
+def _message(content: bytes) -> str:
+    """The error message in an answer's body."""
+    try:
+        body = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return error_text(content.decode(errors="replace"))
+    return error_text(body.get("error", body) if isinstance(body, dict) else body)
+
+
+def _has_choices(answer: dict[str, Any]) -> bool:
+    choices = answer.get("choices")
+    return isinstance(choices, list) and bool(choices) and all(isinstance(choice, dict) for choice in choices)

@@ -1,0 +1,159 @@
+"""From an engine's stream to the client: events are forwarded as they came, and read only as far as needed.
+
+All events of one read are forwarded in one write, in the callback that received them: waking a task for each would cost
+as much as everything else that is done with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from tandem.router.engines.answers import error_text
+from tandem.router.engines.errors import EngineFailed, engine_errors
+from tandem.router.engines.sse import Event, EventSplitter, first_event, leading_pieces, parse_event, split_events
+from tandem.router.engines.upstream import Reply
+from tandem.router.http.response_writer import ResponseWriter
+from tandem.runtime.idle_timeout import IdleTimeout
+
+__all__ = ["StreamObserver", "StreamRelay"]
+
+
+class StreamObserver(Protocol):
+    """Is told what a stream contains."""
+
+    def saw_tokens(self, count: int) -> None:
+        """Tokens came just now."""
+
+    def saw_usage(self, usage: dict[str, Any], *, is_total: bool) -> None:
+        """The engine reported usage, of the answer so far or in total."""
+
+    def ended(self) -> None:
+        """The answer is complete."""
+
+
+class StreamRelay:
+    """One stream on its way to the client."""
+
+    def __init__(
+        self,
+        engine: str,
+        reply: Reply,
+        observer: StreamObserver,
+        *,
+        shows_usage: bool,
+        correct_usage: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    ) -> None:
+        """`shows_usage`: the client asked for the usage event. `correct_usage` replaces the engine's usage."""
+        self.is_done = False  # `[DONE]` has come
+        self._engine = engine
+        self._reply = reply
+        self._observer = observer
+        self._shows_usage = shows_usage
+        self._correct_usage = correct_usage
+        self._splitter = EventSplitter()
+        self._pending = b""  # events that came before `run`
+        self._last = b""  # events that came with the end
+        self._failure: EngineFailed | None = None  # raised once the events before it are forwarded
+
+    @property
+    def first_event(self) -> Event | None:
+        """The first event that says anything, once it is there."""
+        return first_event(self._pending)
+
+    async def read_more(self) -> None:
+        """Read on before `run`, which is possible until the first event is there: comments are not kept."""
+        with engine_errors(self._engine):
+            data = await self._reply.read()
+        if not data:
+            raise self._ended_early()
+        self._pending = self._complete_events(data)
+
+    async def run(self, writer: ResponseWriter, timeout_s: float, abort: Callable[[str], None]) -> bytes:
+        """Forward the stream; returns its last events, which are not sent yet.
+
+        Calls `abort` with a reason when the engine is silent for too long. Raises `EngineFailed`, and what `writer`
+        raises.
+        """
+        idle = IdleTimeout(timeout_s, lambda: abort(f"sent nothing within request_timeout_s={timeout_s:g}"))
+        try:
+            self._forward(writer, self._pending)
+            while not self.is_done:
+                await writer.drained()
+                if self._failure is not None:
+                    raise self._failure
+                idle.begin()
+                with engine_errors(self._engine):
+                    has_ended = await self._reply.pour(partial(self._on_parts, writer, idle))
+                idle.end()
+                if has_ended:
+                    raise self._ended_early()
+            return self._last
+        finally:
+            idle.close()
+
+    def visible(self, events: bytes) -> bytes:
+        """The part of these events that the client gets, all of which the observer is told of.
+
+        Comments that keep a connection alive go no further.
+        """
+        num_pieces, end = leading_pieces(events)
+        if num_pieces:
+            self._observer.saw_tokens(num_pieces)
+        if end == len(events):
+            return events
+        shown = [events[:end]]
+        for raw in split_events(events[end:]):
+            if leading_pieces(raw)[0]:  # NOTE: not parsed; Python's servers send NaN, which is no JSON
+                self._observer.saw_tokens(1)
+                shown.append(raw)
+                continue
+            event = parse_event(raw)
+            if event.error is not None:
+                message = f"failed in the middle: {error_text(event.error)}"
+                self._failure = EngineFailed(self._engine, message)
+                break
+            if event.has_data and (visible := self._visible_event(event)) is not None:
+                shown.append(visible.raw)
+            if event.is_done:
+                break
+        return b"".join(shown)
+
+    def _visible_event(self, event: Event) -> Event | None:
+        if event.is_done:
+            self.is_done = True
+            self._observer.ended()
+        if event.has_choices:
+            self._observer.saw_tokens(1)
+        usage = event.usage
+        if usage is None or event.body is None:
+            return event
+        if self._correct_usage is not None:
+            usage = self._correct_usage(usage)
+            event = event.with_body(event.body | {"usage": usage})
+        self._observer.saw_usage(usage, is_total=not event.has_choices)
+        return event if event.has_choices or self._shows_usage else None
+
+    def _on_parts(self, writer: ResponseWriter, idle: IdleTimeout, parts: list[bytes]) -> bool:
+        """Forward what one read brought. Returns whether more may follow at once."""
+        idle.begin()
+        return self._forward(writer, self._complete_events(b"".join(parts)))
+
+    def _forward(self, writer: ResponseWriter, events: bytes) -> bool:
+        shown = self.visible(events)
+        if self.is_done:
+            self._last = shown
+            return False
+        if shown and not writer.show(shown):
+            return False
+        return self._failure is None
+
+    def _complete_events(self, data: bytes) -> bytes:
+        try:
+            return self._splitter.push(data)
+        except ValueError as exc:
+            raise EngineFailed(self._engine, f"sent {exc}") from exc
+
+    def _ended_early(self) -> EngineFailed:
+        return EngineFailed(self._engine, "ended its stream in the middle")
