@@ -31,8 +31,9 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import EVERYONE
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import Backend, GenerateRequest
+from tandem.router.processes.backend_service import BackendService
 from tandem.router.processes.hub import EdgeHub
-from tandem.router.processes.remote import RemoteBackend
+from tandem.router.processes.remote_backend import RemoteBackend
 from tandem.router.workers.flow import RequestFlow
 from tandem.scheduling.admission import AdmissionRequest, Dispatch
 
@@ -116,7 +117,7 @@ async def _hub(num_tokens: int, step_ms: int, seconds: float, seed: int) -> tupl
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
         endpoint = f"ipc://{folder}/hub"
         async with _served() as flow:
-            hub = EdgeHub(flow, _Ready(), lambda: b"", endpoint)
+            hub = EdgeHub(BackendService(flow, _Ready(), lambda: b""), endpoint)
             hub.expect(_EDGE_ID)
             hub.start()
             try:

@@ -68,7 +68,7 @@ async def _serve(settings: EdgeSettings, pipe: ParentPipe, listener: socket.sock
 
     from tandem.router.http.server import serve_until
     from tandem.router.openai.app import create_app
-    from tandem.router.processes.remote import RemoteBackend
+    from tandem.router.processes.remote_backend import RemoteBackend
     from tandem.router.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(settings.model)

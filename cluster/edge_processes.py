@@ -22,6 +22,7 @@ from tandem.cluster.processes import ProcessGroup
 from tandem.protocol.config import RouterConfig
 from tandem.router.backend import Backend
 from tandem.router.openai.readiness import Ready
+from tandem.router.processes.backend_service import BackendService
 from tandem.router.processes.hub import EdgeHub
 from tandem.scheduling.tenants import Tenants
 
@@ -46,7 +47,7 @@ async def edge_processes(
     # A folder with a short name: there is a socket in it, whose path must not be long.
     with tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as folder:
         endpoint = f"ipc://{folder}/hub"
-        hub = EdgeHub(backend, readiness, scrape, endpoint)
+        hub = EdgeHub(BackendService(backend, readiness, scrape), endpoint)
         # Set after the parent's bind, which was refused had anyone been there.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         settings = EdgeSettings(

@@ -1,144 +1,98 @@
-"""What edge processes and the hub say to each other. Both are of one version: the hub's process starts the others."""
+"""What edge processes and the hub send each other. Both run the same version: the hub's process starts the others.
+
+    edge -> hub    Join; Open, Notes, Close of a call; Ask
+    hub -> edge    News; Items, Failed of a call; Answered
+
+A call is a request that lasts: the hub sends items of it, and may be sent notes about it. What requests, notes, items,
+questions and news are depends on the service (`WireFormat`).
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
+from typing_extensions import Buffer
 
 from tandem.protocol.decoding import safe_decoder
-from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import Overloaded, ServingError
-from tandem.protocol.messages import Prefetch
-from tandem.router.backend import GenerateRequest, PinRequest, PinState, TokenDelta
 
 __all__ = [
     "Answered",
     "Ask",
-    "Check",
+    "Batch",
     "Close",
-    "Decisions",
-    "Deltas",
-    "EndPin",
-    "Explain",
     "Failed",
-    "FetchPin",
+    "Items",
     "Join",
-    "ListPins",
-    "MakePin",
+    "News",
+    "Notes",
     "Open",
-    "Pools",
-    "Question",
-    "Scrape",
-    "Status",
     "WireError",
-    "decode_for_edge",
-    "decode_for_hub",
+    "WireFormat",
     "encode",
     "error_of",
     "wire_error",
 ]
+
+T = TypeVar("T")
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
 
-# -- questions of an edge process, each with one answer ------------------------------------------------------------
-
-
-class Explain(_Message, frozen=True):
-    """`Backend.explain`."""
-
-    request: GenerateRequest
-
-
-class Decisions(_Message, frozen=True):
-    """`Backend.decisions`."""
-
-
-class Pools(_Message, frozen=True):
-    """`Backend.pools`."""
-
-
-class Check(_Message, frozen=True):
-    """`Backend.check`."""
-
-
-class Scrape(_Message, frozen=True):
-    """The metrics of the hub's process, as Prometheus reads them."""
-
-
-class MakePin(_Message, frozen=True):
-    """`Pins.pin`."""
-
-    request: PinRequest
-
-
-class EndPin(_Message, frozen=True):
-    """`Pins.unpin`."""
-
-    pin_id: str
-    tenant: str | None
-
-
-class FetchPin(_Message, frozen=True):
-    """`Pins.prefetch`."""
-
-    pin_id: str
-    prefetch: Prefetch
-    tenant: str | None
-
-
-class ListPins(_Message, frozen=True):
-    """`Pins.pins`."""
-
-    tenant: str | None
-    cache_scope: CacheScope | None
-
-
-Question = Explain | Decisions | Pools | Check | Scrape | MakePin | EndPin | FetchPin | ListPins
-Answer = dict[str, Any] | list[Any] | str | PinState | list[PinState] | None
-
-
 # -- to the hub ----------------------------------------------------------------------------------------------------
 
 
 class Join(_Message, frozen=True):
-    """The first message: asks for `Status` from now on."""
+    """The first message: the sender wants news from now on."""
 
 
-class Open(_Message, frozen=True):
-    """Generate. `call` is a number of the edge process' own, never used again."""
+class Open(_Message, Generic[T], frozen=True):
+    """Begin a call. `call` is a number that the edge process never uses again."""
 
     call: int
-    request: GenerateRequest
+    request: T
+
+
+class Notes(_Message, Generic[T], frozen=True):
+    """What happened to any number of calls: one message for all notes of one turn of the event loop."""
+
+    items: list[tuple[int, T]]
 
 
 class Close(_Message, frozen=True):
-    """The client is gone."""
+    """The call is over, or nobody waits for it any more."""
 
     call: int
 
 
-class Ask(_Message, frozen=True):
-    """A question; `call` as in `Open`."""
+class Ask(_Message, Generic[T], frozen=True):
+    """A question, which gets one answer; `call` as in `Open`."""
 
     call: int
-    question: Question
+    question: T
 
 
 # -- to an edge process --------------------------------------------------------------------------------------------
 
 
-class Status(_Message, frozen=True):
-    """What every request needs to know. Sent at once to a new edge process, then at an interval: silence is death."""
+class News(_Message, Generic[T], frozen=True):
+    """What every request needs to know. Sent when an edge process joins, when it changes, and at an interval.
 
-    model: str
-    max_model_len: int | None
-    unready: str | None  # why requests should not be sent here now
-    can_serve: bool  # whether workers are there at all
+    A hub that sends none is dead or hangs.
+    """
+
+    news: T
+
+
+class Items(_Message, Generic[T], frozen=True):
+    """What is new of any number of calls: one message for all items of one turn of the event loop."""
+
+    items: list[tuple[int, T]]
 
 
 class WireError(msgspec.Struct, frozen=True, array_like=True):
@@ -151,44 +105,68 @@ class WireError(msgspec.Struct, frozen=True, array_like=True):
     retry_after_s: float
 
 
-class Deltas(_Message, frozen=True):
-    """New tokens of any number of calls: one message for all that came at once."""
-
-    items: list[tuple[int, TokenDelta]]
-
-
 class Failed(_Message, frozen=True):
-    """The end of a call."""
+    """A call or a question ended with an error."""
 
     call: int
     error: WireError
 
 
 class Answered(_Message, frozen=True):
-    """The answer to a question, encoded: its type is the question's matter."""
+    """The answer to a question, encoded: its type depends on the question."""
 
     call: int
     answer: msgspec.Raw
 
 
-ToHub = Join | Open | Close | Ask
-ToEdge = Status | Deltas | Failed | Answered
+class WireFormat:
+    """The decoders of one service's messages. They raise `msgspec.DecodeError`."""
+
+    def __init__(self, *, request: Any, question: Any, item: Any, news: Any, note: Any = None) -> None:
+        to_hub = Join | Open[request] | Notes[note] | Close | Ask[question]
+        to_edge = News[news] | Items[item] | Failed | Answered
+        self.decode_for_hub: Callable[[Buffer], Any] = safe_decoder(to_hub)
+        self.decode_for_edge: Callable[[Buffer], Any] = safe_decoder(to_edge)
+
 
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: ToHub | ToEdge | Answer) -> bytes:
-    """The message as bytes."""
+def encode(message: Any) -> bytes:
+    """The message, or an answer, as bytes."""
     return _encoder.encode(message)
 
 
-# Of an edge process and of the hub. Both raise `msgspec.DecodeError`.
-decode_for_hub: Callable[[bytes], ToHub] = safe_decoder(ToHub)
-decode_for_edge: Callable[[bytes], ToEdge] = safe_decoder(ToEdge)
+class Batch(Generic[T]):
+    """Collects what is said about calls and sends it as one message at the end of the event loop's turn.
+
+    A worker's step, or one read from a socket, brings many items at once.
+    """
+
+    def __init__(self, send: Callable[[bytes], object], kind: type[Items[T]] | type[Notes[T]]) -> None:
+        self._send = send
+        self._kind = kind
+        self._items: list[tuple[int, T]] = []
+
+    def add(self, call: int, item: T) -> None:
+        """Send this with all others of this turn."""
+        if not self._items:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._items.append((call, item))
+
+    def send(self, message: Any) -> None:
+        """Send another message, behind what was added before."""
+        self._flush()
+        self._send(encode(message))
+
+    def _flush(self) -> None:
+        if self._items:
+            items, self._items = self._items, []
+            self._send(encode(self._kind(items)))
 
 
 def wire_error(exc: ServingError) -> WireError:
-    """The error as it travels."""
+    """The error as it is sent."""
     retry_after_s = exc.retry_after_s if isinstance(exc, Overloaded) else 0.0
     return WireError(type(exc).__name__, exc.message, exc.param, exc.code, retry_after_s)
 
@@ -196,7 +174,7 @@ def wire_error(exc: ServingError) -> WireError:
 def error_of(wire: WireError) -> ServingError:
     """The error as it was raised: its class decides how a client sees it."""
     kind = next((kind for kind in _kinds(ServingError) if kind.__name__ == wire.kind), ServingError)
-    error = kind.__new__(kind)  # a subclass may be made of other things than a message
+    error = kind.__new__(kind)  # a subclass's constructor may take other arguments
     ServingError.__init__(error, wire.message, param=wire.param)
     error.code = wire.code
     if isinstance(error, Overloaded):

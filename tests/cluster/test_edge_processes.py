@@ -25,6 +25,7 @@ from tandem.protocol.digest import cache_scope
 from tandem.protocol.errors import ConfigError
 from tandem.router.http.api_keys import key_digest
 from tandem.router.http.listening import listening
+from tandem.router.processes.backend_service import BackendService
 from tandem.router.processes.hub import EdgeHub
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.scheduling.tenants import TenantPolicy, Tenants
@@ -222,7 +223,8 @@ def test_a_process_whose_parent_is_gone_ends(tmp_path: Path) -> None:
     async def scenario() -> None:
         with listening("127.0.0.1", 0) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            hub = EdgeHub(FakeBackend(Tokenizer(build_tokenizer(tmp_path))), Always(), bytes, f"ipc://{tmp_path}/hub")
+            backend = FakeBackend(Tokenizer(build_tokenizer(tmp_path)))
+            hub = EdgeHub(BackendService(backend, Always(), bytes), f"ipc://{tmp_path}/hub")
             hub.start()
             hub.expect("edge")
             settings = EdgeSettings(

@@ -18,8 +18,9 @@ from tandem.protocol.digest import cache_scope
 from tandem.protocol.messages import Role
 from tandem.router.http.api_keys import key_digest
 from tandem.router.openai.app import create_app
+from tandem.router.processes.backend_service import BackendService
 from tandem.router.processes.hub import EdgeHub
-from tandem.router.processes.remote import RemoteBackend
+from tandem.router.processes.remote_backend import RemoteBackend
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.scheduling.tenants import TenantPolicy, Tenants
 from tests.support.cluster_harness import running_cluster
@@ -101,7 +102,7 @@ async def serving(model: Path, folder: Path | None = None, *, keys: dict[str, st
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
                 yield Server(client, tokenizer)
             return
-        hub = EdgeHub(cluster.flow, Always(), lambda: generate_latest(shown), f"ipc://{folder}/hub")
+        hub = EdgeHub(BackendService(cluster.flow, Always(), lambda: generate_latest(shown)), f"ipc://{folder}/hub")
         hub.start()
         hub.expect("edge")
         edge = RemoteBackend(f"ipc://{folder}/hub", "edge", timeout_s=20.0)

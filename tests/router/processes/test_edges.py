@@ -30,10 +30,10 @@ from tandem.router.backend import GenerateRequest, PinRequest, TokenDelta
 from tandem.router.engines.errors import EngineFailed
 from tandem.router.openai.app import create_app
 from tandem.router.processes import hub as hub_module
-from tandem.router.processes import remote as remote_module
-from tandem.router.processes import wire
+from tandem.router.processes import hub_client, wire
+from tandem.router.processes.backend_service import WIRE_FORMAT, BackendService, Status
 from tandem.router.processes.hub import EdgeHub
-from tandem.router.processes.remote import RemoteBackend
+from tandem.router.processes.remote_backend import RemoteBackend
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, events, until
 
@@ -54,7 +54,7 @@ class Line:
     def __init__(self, backend: FakeBackend, endpoint: str, stack: AsyncExitStack) -> None:
         self.backend = backend
         self.readiness = Always()
-        self.hub = EdgeHub(backend, self.readiness, lambda: b"tandem_worker_running 1.0\n", endpoint)
+        self.hub = EdgeHub(BackendService(backend, self.readiness, lambda: b"tandem_worker_running 1.0\n"), endpoint)
         self.hub.start()
         self._endpoint = endpoint
         self._stack = stack
@@ -140,11 +140,11 @@ async def test_deltas_of_one_turn_travel_in_one_message(tokenizer: Tokenizer, tm
         await until(lambda: here.backend.num_open == 20)
         sent: list[bytes] = []
         known = here.hub._edges["edge"]
-        send = known._send
-        known._send = lambda data: (sent.append(data), send(data))
+        send = known.out._send
+        known.out._send = lambda data: (sent.append(data), send(data))
         step.set()
         num_steps = len((await serving)[0])
-        messages = [message for message in map(wire.decode_for_edge, sent) if isinstance(message, wire.Deltas)]
+        messages = [message for message in map(WIRE_FORMAT.decode_for_edge, sent) if isinstance(message, wire.Items)]
         assert sum(len(message.items) for message in messages) == 20 * num_steps
         assert len(messages) <= 2 * num_steps
 
@@ -218,8 +218,8 @@ async def test_what_a_dropped_edge_sent_starts_nothing_when_it_is_read_late(
     async with line(tokenizer, tmp_path) as here:
         edge = await here.edge()
         here.hub.drop("edge")
-        edge._send(wire.Open(0, REQUEST))
-        edge._socket.send(b"\x93nonsense")
+        edge._hub._out.send(wire.Open(0, REQUEST))
+        edge._hub._socket.send(b"\x93nonsense")
         await until(lambda: "is no message" in caplog.text)  # and what was sent before it has been read
         assert here.backend.requests == []
         assert (here.hub.num_running, here.hub._edges) == (0, {})
@@ -228,7 +228,7 @@ async def test_what_a_dropped_edge_sent_starts_nothing_when_it_is_read_late(
 async def test_a_hub_that_is_silent_fails_calls_and_is_taken_back_when_it_speaks(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_module, "WATCH_INTERVAL_S", 0.01)
+    monkeypatch.setattr(hub_client, "WATCH_INTERVAL_S", 0.01)
     monkeypatch.setattr(hub_module, "STATUS_INTERVAL_S", 0.01)
     now = [100.0]
     async with line(tokenizer, tmp_path) as here:
@@ -240,7 +240,7 @@ async def test_a_hub_that_is_silent_fails_calls_and_is_taken_back_when_it_speaks
         waiting = asyncio.create_task(collect(edge.serve(REQUEST)))
         await until(lambda: here.backend.num_open == 1)
         with monkeypatch.context() as deaf:
-            deaf.setattr(edge, "_on_message", lambda _: None)
+            deaf.setattr(edge._hub, "_on_message", lambda _: None)
             await until(lambda: _advance(now) and edge.reason is not None)
             with pytest.raises(NoWorker, match="silent for"):
                 await waiting
@@ -316,7 +316,7 @@ async def test_what_is_no_message_is_told_and_harms_nothing(
 ) -> None:
     async with line(tokenizer, tmp_path) as here:
         edge = await here.edge()
-        edge._socket.send(b"\x93nonsense")
+        edge._hub._socket.send(b"\x93nonsense")
         assert await edge.pools() == {"workers": []}
         assert "is no message" in caplog.text
 
@@ -329,12 +329,13 @@ async def test_a_fault_of_ours_ends_neither_side(
         edge = await here.edge()
         faults = [ValueError("in the hub")]
 
-        def status() -> wire.Status:
+        def status() -> Status:
             if faults:
                 raise faults.pop()
             return known()
 
-        known, here.hub._status = here.hub._status, status  # type: ignore[method-assign]
+        known = here.hub._service.status
+        monkeypatch.setattr(here.hub._service, "status", status)
         await until(lambda: not faults)
         here.readiness.reason = "warming up"
         await until(lambda: edge.reason == "warming up")  # status is still told
@@ -345,7 +346,7 @@ async def test_a_fault_of_ours_ends_neither_side(
                 await collect(edge.serve(REQUEST))
         with monkeypatch.context() as patch:
             patch.setattr(here.hub, "_dispatch", lambda *_: 1 / 0)
-            edge._send(wire.Close(0))
+            edge._hub._out.send(wire.Close(0))
             await until(lambda: "a message could not be handled" in caplog.text)
         assert await edge.pools() == {"workers": []}
 
@@ -357,7 +358,7 @@ async def test_what_cannot_be_encoded_leaves_nothing_behind(tokenizer: Tokenizer
             await collect(edge.serve(replace(REQUEST, tenant=object())))  # type: ignore[arg-type]
         with pytest.raises(TypeError):
             await edge.unpin(object())  # type: ignore[arg-type]
-        assert (edge._streams, edge._questions) == ({}, {})
+        assert edge._hub.num_open == 0
 
 
 async def test_nothing_is_kept_of_calls_that_ended(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -371,6 +372,5 @@ async def test_nothing_is_kept_of_calls_that_ended(tokenizer: Tokenizer, tmp_pat
             await asyncio.gather(collect(edge.serve(replace(REQUEST, request_id=name))), return_exceptions=True)
         gc.collect()
         await until(lambda: here.hub.num_running == 0)
-        assert not edge._streams
-        assert not edge._questions
+        assert edge._hub.num_open == 0
         assert not any(known.calls for known in here.hub._edges.values())

@@ -1,0 +1,171 @@
+"""A `Backend` served to edge processes: what they may ask of it, and what they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from tandem.protocol.digest import CacheScope
+from tandem.protocol.messages import Prefetch
+from tandem.router.backend import Backend, GenerateRequest, PinRequest, PinState, TokenDelta
+from tandem.router.openai.readiness import Ready
+from tandem.router.processes.wire import WireFormat
+
+__all__ = [
+    "WIRE_FORMAT",
+    "BackendService",
+    "Check",
+    "Decisions",
+    "EndPin",
+    "Explain",
+    "FetchPin",
+    "ListPins",
+    "MakePin",
+    "Pools",
+    "Question",
+    "Scrape",
+    "Status",
+]
+
+
+class _Question(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class Explain(_Question, frozen=True):
+    """`Backend.explain`."""
+
+    request: GenerateRequest
+
+
+class Decisions(_Question, frozen=True):
+    """`Backend.decisions`."""
+
+
+class Pools(_Question, frozen=True):
+    """`Backend.pools`."""
+
+
+class Check(_Question, frozen=True):
+    """`Backend.check`."""
+
+
+class Scrape(_Question, frozen=True):
+    """The metrics of the hub's process, as Prometheus reads them."""
+
+
+class MakePin(_Question, frozen=True):
+    """`Pins.pin`."""
+
+    request: PinRequest
+
+
+class EndPin(_Question, frozen=True):
+    """`Pins.unpin`."""
+
+    pin_id: str
+    tenant: str | None
+
+
+class FetchPin(_Question, frozen=True):
+    """`Pins.prefetch`."""
+
+    pin_id: str
+    prefetch: Prefetch
+    tenant: str | None
+
+
+class ListPins(_Question, frozen=True):
+    """`Pins.pins`."""
+
+    tenant: str | None
+    cache_scope: CacheScope | None
+
+
+Question = Explain | Decisions | Pools | Check | Scrape | MakePin | EndPin | FetchPin | ListPins
+Answer = dict[str, Any] | list[Any] | str | PinState | list[PinState] | None
+
+
+class Status(msgspec.Struct, frozen=True, array_like=True):
+    """The news: what every request needs to know of the backend."""
+
+    model: str
+    max_model_len: int | None
+    unready: str | None  # why requests should not be sent here now
+    can_serve: bool  # whether workers are there at all
+
+
+WIRE_FORMAT = WireFormat(request=GenerateRequest, question=Question, item=TokenDelta, news=Status)
+
+
+class BackendService:
+    """The `HubService` of `tandem serve`."""
+
+    wire_format = WIRE_FORMAT
+
+    def __init__(self, backend: Backend, readiness: Ready, scrape: Callable[[], bytes]) -> None:
+        self._backend = backend
+        self._readiness = readiness
+        self._scrape = scrape
+
+    def open(self, request: GenerateRequest, put: Callable[[TokenDelta], None]) -> _Generation:
+        """Generate, when it runs."""
+        return _Generation(self._backend, request, put)
+
+    async def answer(self, question: Question) -> Answer:
+        """Ask the backend. Raises a `ServingError`."""
+        backend = self._backend
+        match question:
+            case Explain(request):
+                return await backend.explain(request)
+            case Decisions():
+                return await backend.decisions()
+            case Pools():
+                return await backend.pools()
+            case Check():
+                return dict(await backend.check())
+            case Scrape():
+                return self._scrape().decode()
+            case MakePin(pin):
+                return await backend.cache.pin(pin)
+            case EndPin(pin_id, tenant):
+                await backend.cache.unpin(pin_id, tenant)
+                return None
+            case FetchPin(pin_id, prefetch, tenant):
+                return await backend.cache.prefetch(pin_id, prefetch, tenant)
+            case ListPins(tenant, cache_scope):
+                return await backend.cache.pins(tenant, cache_scope)
+
+    def welcome(self) -> Sequence[Status]:
+        """The status."""
+        return [self.status()]
+
+    def status(self) -> Status:
+        """As it is now."""
+        backend = self._backend
+        return Status(backend.model, backend.max_model_len, self._readiness.reason, backend.ready)
+
+
+class _Generation:
+    """One sequence that is generated for an edge process."""
+
+    def __init__(self, backend: Backend, request: GenerateRequest, put: Callable[[TokenDelta], None]) -> None:
+        self._backend = backend
+        self._request = request
+        self._put = put
+
+    async def run(self) -> None:
+        """Generate it."""
+
+        def put(delta: TokenDelta) -> bool:
+            self._put(delta)
+            return True
+
+        async with aclosing(self._backend.serve(self._request)) as deltas:
+            await deltas.pour(put)
+
+    def note(self, note: None) -> None:
+        """Edge processes have nothing to tell about a generation."""

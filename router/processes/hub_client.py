@@ -1,0 +1,169 @@
+"""An edge process' connection to the hub: calls, questions, news, and a watch over the hub's silence."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+from zmq.constants import SocketType
+
+from tandem.protocol.errors import NoWorker, WorkerError
+from tandem.router.processes import wire
+from tandem.runtime.background import BackgroundTasks
+from tandem.runtime.idle_timeout import IdleClock, answered_in_time
+from tandem.runtime.message_socket import MessageSocket
+
+__all__ = ["HubClient"]
+
+logger = logging.getLogger(__name__)
+
+WATCH_INTERVAL_S = 0.5
+ASK_TIMEOUT_S = 30.0  # the integrity check waits for every worker
+
+T = TypeVar("T")
+
+
+class HubClient:
+    """Used from one event loop only. A hub that sends nothing for `timeout_s` fails every call and every question."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        edge_id: str,
+        wire_format: wire.WireFormat,
+        on_news: Callable[[Any], None],
+        *,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.is_silent = False
+        self._decode = wire_format.decode_for_edge
+        self._on_news = on_news
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._heard_s = clock()
+        self._numbers = itertools.count()
+        self._calls: dict[int, Callable[[Any], None]] = {}
+        self._questions: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._background = BackgroundTasks()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = self._context.socket(SocketType.DEALER)
+        socket.identity = edge_id.encode()
+        socket.sndhwm = socket.rcvhwm = 0  # the watch ends a connection to a hub that does not read
+        socket.connect(endpoint)
+        self._socket = MessageSocket(socket, lambda frames: self._on_message(frames[0]))
+        self._out: wire.Batch[Any] = wire.Batch(self._socket.send, wire.Notes)
+
+    @property
+    def num_open(self) -> int:
+        """Calls and questions in progress."""
+        return len(self._calls) + len(self._questions)
+
+    async def start(self) -> None:
+        """Join the hub. Raises `WorkerError` when it does not answer in time."""
+        self._background.keep("watch of the deciding process", self._watch)
+        self._out.send(wire.Join())
+        if not await answered_in_time(self._joined, self._timeout_s):
+            raise WorkerError(f"the deciding process did not answer within {self._timeout_s:g} s")
+
+    async def close(self) -> None:
+        """Fail what still runs and leave."""
+        self._fail_all("the edge process is closing")
+        await self._background.close()
+        self._socket.close()
+        self._context.term()
+
+    def open(self, request: Any, receive: Callable[[Any], None]) -> int:
+        """Begin a call: `receive` gets its items, or a `ServingError`, which is the last. Returns the call's number.
+
+        The caller ends it by `close_call`. Raises `NoWorker` when the hub is silent.
+        """
+        number = self._begin()
+        self._out.send(wire.Open(number, request))
+        self._calls[number] = receive
+        return number
+
+    def note(self, number: int, note: Any) -> None:
+        """Tell the hub what happened to a call."""
+        self._out.add(number, note)
+
+    def close_call(self, number: int, *, is_over: bool = False) -> None:
+        """Expect nothing more of a call, and end it in the hub. `is_over`: its last item has come."""
+        if self._calls.pop(number, None) is not None and not is_over:
+            self._out.send(wire.Close(number))
+
+    async def ask(self, question: Any, answer_type: type[T]) -> T:
+        """The hub's answer. Raises a `ServingError`: the hub's own, or that there is none."""
+        number = self._begin()
+        answer = self._questions[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._out.send(wire.Ask(number, question))
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                return msgspec.msgpack.decode(await answer, type=answer_type)
+        except TimeoutError:
+            self._out.send(wire.Close(number))
+            raise WorkerError(f"the deciding process did not answer within {ASK_TIMEOUT_S:g} s") from None
+        finally:
+            del self._questions[number]
+
+    def _begin(self) -> int:
+        if self.is_silent:
+            raise NoWorker("the deciding process does not answer")
+        return next(self._numbers)
+
+    def _on_message(self, data: bytes) -> None:
+        self._heard_s, self.is_silent = self._clock(), False
+        try:
+            self._dispatch(self._decode(data))
+        except Exception:  # a bug: whichever call the message was for would wait for ever
+            logger.exception("a message of the deciding process could not be handled")
+            self._fail_all("a message of the deciding process could not be handled")
+
+    def _dispatch(self, message: Any) -> None:
+        match message:
+            case wire.Items(items):
+                for number, item in items:
+                    if (receive := self._calls.get(number)) is not None:  # else its client has left
+                        receive(item)
+            case wire.Failed(number, error):
+                if (receive := self._calls.get(number)) is not None:
+                    receive(wire.error_of(error))
+                    self._calls.pop(number, None)  # it is over in the hub
+                elif (asked := self._questions.get(number)) is not None and not asked.done():
+                    asked.set_exception(wire.error_of(error))
+            case wire.Answered(number, answer):
+                if (asked := self._questions.get(number)) is not None and not asked.done():
+                    asked.set_result(answer)
+            case wire.News(news):
+                self._on_news(news)
+                if not self._joined.done():
+                    self._joined.set_result(None)
+
+    def _fail_all(self, message: str) -> None:
+        """Fail what waits for the hub. Calls are ended by their owners; the hub may answer again."""
+        for receive in list(self._calls.values()):
+            receive(NoWorker(message))
+        for number, asked in self._questions.items():
+            if not asked.done():
+                asked.set_exception(NoWorker(message))
+            self._out.send(wire.Close(number))
+
+    async def _watch(self) -> None:
+        """Notice that the hub is silent."""
+        silence = IdleClock(self._timeout_s)
+        while True:
+            now = self._clock()
+            silence.look(now, WATCH_INTERVAL_S)
+            if silence.is_idle(self._heard_s, now) and not self.is_silent:
+                idle_s = silence.idle_s(self._heard_s, now)
+                logger.warning("the deciding process has been silent for %.1f s", idle_s)
+                self.is_silent = True
+                self._fail_all(f"the deciding process has been silent for {idle_s:.1f} s")
+            await asyncio.sleep(WATCH_INTERVAL_S)

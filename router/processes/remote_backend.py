@@ -1,0 +1,148 @@
+"""An edge process' `Backend`: the one that the hub serves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tandem.protocol.digest import CacheScope
+from tandem.protocol.errors import ServingError
+from tandem.protocol.messages import Prefetch
+from tandem.router.backend import GenerateRequest, PinRequest, PinState, TokenDelta
+from tandem.router.inbox import CallbackScheduler, Inbox
+from tandem.router.processes import backend_service as service
+from tandem.router.processes.hub_client import HubClient
+from tandem.router.streams import InboxStream, Stream
+
+__all__ = ["RemoteBackend"]
+
+_Item = TokenDelta | ServingError
+
+
+class RemoteBackend:
+    """The backend of `BackendService`, with its readiness and its pins. Used from one event loop only.
+
+    A hub that sends nothing for `timeout_s` fails every call.
+    """
+
+    def __init__(
+        self, endpoint: str, edge_id: str, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._status: service.Status | None = None
+        self._turns = CallbackScheduler()
+        self._hub = HubClient(endpoint, edge_id, service.WIRE_FORMAT, self._on_news, timeout_s=timeout_s, clock=clock)
+
+    async def start(self) -> None:
+        """Join the hub. Raises `WorkerError` when it does not answer in time."""
+        await self._hub.start()
+
+    async def close(self) -> None:
+        """Fail what still runs and leave."""
+        await self._hub.close()
+
+    # -- Backend --------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> str:
+        """Name the model is served under."""
+        return self._status.model if self._status else ""
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Shortest context of the workers; None while there is no worker."""
+        return self._status.max_model_len if self._status else None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request could be placed now."""
+        return bool(self._status and self._status.can_serve and not self._hub.is_silent)
+
+    @property
+    def cache(self) -> RemoteBackend:
+        """What clients may say about the KV cache."""
+        return self
+
+    def serve(self, request: GenerateRequest) -> Stream[TokenDelta]:
+        """Generate, ending with a delta that has a `finish_reason`. The stream raises a `ServingError`."""
+        return _RemoteStream(self._hub, request, Inbox(self._turns))
+
+    async def explain(self, request: GenerateRequest) -> dict[str, Any]:
+        """What would be decided for this request now, as JSON. Raises a `ServingError`."""
+        return await self._hub.ask(service.Explain(request), dict[str, Any])
+
+    async def decisions(self) -> list[dict[str, Any]]:
+        """The latest decisions, newest first, as JSON."""
+        return await self._hub.ask(service.Decisions(), list[dict[str, Any]])
+
+    async def pools(self) -> dict[str, Any]:
+        """State of the worker pools, as JSON."""
+        return await self._hub.ask(service.Pools(), dict[str, Any])
+
+    async def check(self) -> dict[str, str]:
+        """What is wrong with, or held by, each worker that should be idle."""
+        return await self._hub.ask(service.Check(), dict[str, str])
+
+    # -- Pins -----------------------------------------------------------------------------------------------------
+
+    async def pin(self, request: PinRequest) -> PinState:
+        """Keep a prefix. Raises a `ServingError`."""
+        return await self._hub.ask(service.MakePin(request), PinState)
+
+    async def unpin(self, pin_id: str, tenant: str | None) -> None:
+        """End a pin now. Raises `PinNotFound`."""
+        await self._hub.ask(service.EndPin(pin_id, tenant), type(None))
+
+    async def prefetch(self, pin_id: str, prefetch: Prefetch, tenant: str | None) -> PinState:
+        """Bring a pin's blocks up now. Raises `PinNotFound`."""
+        return await self._hub.ask(service.FetchPin(pin_id, prefetch, tenant), PinState)
+
+    async def pins(self, tenant: str | None, cache_scope: CacheScope | None) -> list[PinState]:
+        """The live pins, oldest first; of one scope, or (None) of all."""
+        return await self._hub.ask(service.ListPins(tenant, cache_scope), list[PinState])
+
+    # -- readiness and metrics of the hub's process ---------------------------------------------------------------
+
+    @property
+    def reason(self) -> str | None:
+        """Why requests should not be sent here now; None when they should."""
+        if self._status is None or self._hub.is_silent:
+            return "The deciding process does not answer."
+        return self._status.unready
+
+    async def scrape(self) -> bytes:
+        """The metrics of the hub's process."""
+        return (await self._hub.ask(service.Scrape(), str)).encode()
+
+    def _on_news(self, status: service.Status) -> None:
+        self._status = status
+
+
+class _RemoteStream(InboxStream[_Item, TokenDelta]):
+    """One request that the hub serves."""
+
+    def __init__(self, hub: HubClient, request: GenerateRequest, inbox: Inbox[_Item]) -> None:
+        super().__init__(inbox)
+        self._hub = hub
+        self._request = request
+        self._call: int | None = None
+        self._is_over = False  # its last delta has come
+
+    def close(self) -> None:
+        """Expect nothing more; the hub is told unless it knows."""
+        call, self._call = self._call, None
+        if call is not None:
+            self._hub.close_call(call, is_over=self._is_over)
+
+    async def _begin(self) -> None:
+        self._call = self._hub.open(self._request, self._inbox.put)
+
+    def _make(self, items: list[_Item]) -> None:
+        for item in items:
+            if isinstance(item, ServingError):
+                self._error = item
+                return
+            self._due.append(item)
+            if item.finish_reason is not None:
+                self._has_ended = self._is_over = True
+                return
