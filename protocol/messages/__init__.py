@@ -1,0 +1,195 @@
+"""Every message between processes, as frozen msgspec structs in tagged unions.
+
+    router -> worker   router_to_worker.py                                (ZMQ DEALER -> ROUTER)
+    worker -> router   worker_to_router.py                                (same sockets, back)
+    worker -> worker   worker_to_worker.py                                (ZMQ DEALER -> ROUTER)
+                       ChunkArrived, HandoffDone                          (notifications of the KV transport)
+    worker -> all      Heartbeat                                          (ZMQ PUB, from its own thread)
+
+Each direction has its own decoder, so no process can send a message that only another may send. Decoding checks lengths
+and bounds: values of harmful size, NaN and negative counts do not decode. The receiver checks what depends on its
+context, such as block ids of its pool and tokens of its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+from typing_extensions import Buffer
+
+from tandem.protocol.decoding import safe_decoder
+from tandem.protocol.messages.fields import WIRE_VERSION, Name
+from tandem.protocol.messages.places import HOST_TIER, POOL_PLACE, holder_name, is_readable, worker_of
+from tandem.protocol.messages.router_to_worker import (
+    Cancel,
+    Decode,
+    Generate,
+    Hello,
+    Introduce,
+    Pin,
+    PinQuery,
+    Prefetch,
+    Prefill,
+    PrefillPriority,
+    SnapshotRequest,
+    Unpin,
+)
+from tandem.protocol.messages.worker import (
+    FetchStats,
+    Heartbeat,
+    KvHolder,
+    LinkLoad,
+    PeerAddress,
+    PinLoad,
+    Quarantine,
+    Role,
+    StepStats,
+    TierLoad,
+    WorkerCard,
+    WorkerLoad,
+    WorkerState,
+)
+from tandem.protocol.messages.worker_to_router import (
+    INVALID_REQUEST,
+    BlockEvents,
+    BlockSnapshot,
+    FinishReason,
+    PinReport,
+    RequestFailed,
+    SequenceDelta,
+    StepOutput,
+    TokenLogprobs,
+    Welcome,
+)
+from tandem.protocol.messages.worker_to_worker import (
+    FINISHED_EARLY,
+    ChunkArrived,
+    HandoffDone,
+    LeaseClosed,
+    LeaseGrant,
+    LeaseQueued,
+    LeaseRefused,
+    LeaseRequest,
+    LeaseRevoked,
+    PeerHello,
+    PeerRefused,
+    ReadDone,
+    ReadGrant,
+    ReadRequest,
+)
+
+__all__ = [
+    "FINISHED_EARLY",
+    "HOST_TIER",
+    "INVALID_REQUEST",
+    "POOL_PLACE",
+    "WIRE_VERSION",
+    "BlockEvents",
+    "BlockSnapshot",
+    "Cancel",
+    "ChunkArrived",
+    "Decode",
+    "FetchStats",
+    "FinishReason",
+    "Generate",
+    "HandoffDone",
+    "Heartbeat",
+    "Hello",
+    "Introduce",
+    "KvHolder",
+    "LeaseClosed",
+    "LeaseGrant",
+    "LeaseQueued",
+    "LeaseRefused",
+    "LeaseRequest",
+    "LeaseRevoked",
+    "LinkLoad",
+    "Message",
+    "PeerAddress",
+    "PeerHello",
+    "PeerMessage",
+    "PeerRefused",
+    "Pin",
+    "PinLoad",
+    "PinQuery",
+    "PinReport",
+    "Prefetch",
+    "Prefill",
+    "PrefillPriority",
+    "Quarantine",
+    "ReadDone",
+    "ReadGrant",
+    "ReadRequest",
+    "RequestFailed",
+    "Role",
+    "RouterMessage",
+    "SequenceDelta",
+    "SnapshotRequest",
+    "StepOutput",
+    "StepStats",
+    "TierLoad",
+    "TokenLogprobs",
+    "Unpin",
+    "Welcome",
+    "WorkerCard",
+    "WorkerLoad",
+    "WorkerMessage",
+    "WorkerState",
+    "WriteMessage",
+    "decode_heartbeat",
+    "decode_message",
+    "decode_peer_message",
+    "decode_router_message",
+    "decode_worker_message",
+    "decode_write_message",
+    "encode_message",
+    "holder_name",
+    "is_readable",
+    "request_id_of",
+    "worker_of",
+]
+
+RouterMessage = Hello | Introduce | Generate | Prefill | Decode | Cancel | SnapshotRequest | Pin | Unpin | PinQuery
+WorkerMessage = Welcome | StepOutput | RequestFailed | BlockEvents | BlockSnapshot | PinReport
+PeerMessage = (
+    PeerHello
+    | PeerRefused
+    | LeaseRequest
+    | LeaseQueued
+    | LeaseGrant
+    | LeaseRefused
+    | LeaseRevoked
+    | LeaseClosed
+    | ReadRequest
+    | ReadGrant
+    | ReadDone
+)
+WriteMessage = ChunkArrived | HandoffDone
+Message = RouterMessage | WorkerMessage | PeerMessage | WriteMessage | Heartbeat
+
+
+class _Request(msgspec.Struct):
+    type: Literal["Generate", "Prefill", "Decode"]
+    request_id: Name
+
+
+encode_message: Callable[[Message], bytes] = msgspec.msgpack.Encoder().encode
+_decode_request: Callable[[Buffer], _Request] = safe_decoder(_Request)
+
+# Decoders take bytes or a memoryview and raise `msgspec.DecodeError` for anything but a valid message of their kind.
+decode_message: Callable[[Buffer], Message] = safe_decoder(Message)
+decode_router_message: Callable[[Buffer], RouterMessage] = safe_decoder(RouterMessage)
+decode_worker_message: Callable[[Buffer], WorkerMessage] = safe_decoder(WorkerMessage)
+decode_peer_message: Callable[[Buffer], PeerMessage] = safe_decoder(PeerMessage)
+decode_write_message: Callable[[Buffer], WriteMessage] = safe_decoder(WriteMessage)
+decode_heartbeat: Callable[[Buffer], Heartbeat] = safe_decoder(Heartbeat)
+
+
+def request_id_of(data: Buffer) -> str | None:
+    """The request that an invalid message would have started, if it was meant to start one."""
+    try:
+        return _decode_request(data).request_id
+    except msgspec.DecodeError:
+        return None

@@ -1,0 +1,127 @@
+"""Messages from a router to a worker."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tandem.protocol.messages.fields import WIRE_VERSION, Digests, Name, Names, Number, TokenIds
+from tandem.protocol.messages.worker import KvHolder, PeerAddress
+from tandem.protocol.sampling import SamplingParams
+
+__all__ = [
+    "Cancel",
+    "Decode",
+    "Generate",
+    "Hello",
+    "Introduce",
+    "Pin",
+    "PinQuery",
+    "Prefetch",
+    "Prefill",
+    "PrefillPriority",
+    "SnapshotRequest",
+    "Unpin",
+]
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """First message of a router. The worker answers `Welcome` and sends its events to this router from then on."""
+
+    router_id: Name
+    wire_version: Number = WIRE_VERSION
+
+
+class Introduce(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """These workers belong to the cluster: accept their connections and the messages in their own name."""
+
+    peers: list[PeerAddress]
+
+
+class PrefillPriority(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Order in which one worker computes its prompts; an earlier one overtakes a running one between two steps."""
+
+    order: Annotated[float, Meta(ge=-1e300)] = 0.0  # smallest first; first come, first served among equals
+    # It joins no step with more prompt tokens than this, so that it can soon be overtaken; 0 = any step.
+    max_step_tokens: Number = 0
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Do the whole request on this worker: prefill and decode."""
+
+    request_id: Name
+    token_ids: TokenIds
+    sampling: SamplingParams
+    cache_salt: str = ""
+    kv_holder: KvHolder | None = None  # another worker that has more of the prompt, if there is one
+    priority: PrefillPriority = PrefillPriority()
+
+
+class Prefill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Compute the prompt, send the first token to the router and the KV to `decode_worker`."""
+
+    request_id: Name
+    token_ids: TokenIds
+    sampling: SamplingParams
+    decode_worker: PeerAddress
+    cache_salt: str = ""
+    kv_holder: KvHolder | None = None
+    priority: PrefillPriority = PrefillPriority()
+
+
+class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Reserve room for the prompt's KV, let `prefill_worker` fill it, then decode."""
+
+    request_id: Name
+    token_ids: TokenIds
+    sampling: SamplingParams
+    prefill_worker: PeerAddress
+    cache_salt: str = ""
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Stop working on the request and free what it holds. Unknown ids are ignored."""
+
+    request_id: Name
+
+
+class SnapshotRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask for all digests in these places of a worker, after a gap in its events."""
+
+    places: Names
+
+
+class Prefetch(enum.StrEnum):
+    """How far up a worker brings the blocks of a pin before a request asks for them."""
+
+    NONE = "none"
+    HOST = "host"  # into host memory, from disk or object store
+    POOL = "pool"  # into host memory, and once into free blocks of the pool
+
+
+class Pin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Protect the leading blocks of this chain from eviction for `ttl_s`, including blocks that are cached later.
+
+    Sent again with the same id, it replaces the chain and the time. A worker's own bound limits how much it keeps.
+    """
+
+    pin_id: Name
+    digests: Digests
+    ttl_s: Annotated[float, Meta(ge=-1e9, lt=1e9)]
+    prefetch: Prefetch = Prefetch.NONE
+
+
+class Unpin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End a pin before its time. Unknown ids are ignored."""
+
+    pin_id: Name
+
+
+class PinQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ask how many blocks of some pins are here. Answered by `PinReport`."""
+
+    query_id: Name
+    pin_ids: Names

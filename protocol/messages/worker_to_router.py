@@ -1,0 +1,124 @@
+"""Messages from a worker to a router."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from tandem.protocol.messages.fields import Digests, Name, Number, Text, TokenIds
+from tandem.protocol.messages.places import POOL_PLACE, holder_name
+from tandem.protocol.messages.worker import StepStats, WorkerCard, WorkerLoad
+
+__all__ = [
+    "INVALID_REQUEST",
+    "BlockEvents",
+    "BlockSnapshot",
+    "FinishReason",
+    "PinReport",
+    "RequestFailed",
+    "SequenceDelta",
+    "StepOutput",
+    "TokenLogprobs",
+    "Welcome",
+]
+
+INVALID_REQUEST = "invalid_request"  # `RequestFailed.code` of a request that no worker could serve
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to `Hello`. A worker with another wire version sets `refusal`."""
+
+    card: WorkerCard
+    refusal: Text = ""
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended in the engine. The router handles stop strings, as it sees text."""
+
+    STOP = "stop"  # end-of-sequence or stop token
+    LENGTH = "length"  # max_tokens or the model's context
+    ABORT = "abort"  # cancelled
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probability of one chosen token and of the best alternatives, best first."""
+
+    token_id: Number
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class SequenceDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """New tokens of one request. `offset` counts the output tokens before these.
+
+    The first token comes from the prefill worker and the rest from the decode worker, over two sockets:
+    the offset lets the router put them in order.
+    """
+
+    request_id: Name
+    offset: Number
+    token_ids: TokenIds
+    finish_reason: FinishReason | None = None
+    stop_token_id: Number | None = None
+    num_cached_tokens: Number | None = None  # with the first token: prompt tokens that were not computed
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Everything that one engine step produced for this router, in one message.
+
+    It also carries first tokens that were held until their prompts had a lease; `stats` then describes no work.
+    """
+
+    worker_id: Name
+    epoch: Number
+    deltas: list[SequenceDelta]
+    stats: StepStats
+    load: WorkerLoad
+
+
+class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The worker gave the request up and holds nothing of it any more."""
+
+    request_id: Name
+    message: Text
+    code: Name
+
+
+class BlockEvents(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Blocks added to and removed from a place. `sequence` counts the messages of a place in an epoch, from 1."""
+
+    worker_id: Name
+    epoch: Number
+    sequence: Number
+    stored: Digests
+    removed: Digests
+    place: Name = POOL_PLACE
+
+    @property
+    def holder(self) -> str:
+        """Name of the place in the prefix index."""
+        return holder_name(self.worker_id, self.place)
+
+
+class BlockSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All digests in a place now. It includes the events up to and including `sequence`."""
+
+    worker_id: Name
+    epoch: Number
+    sequence: Number
+    digests: Digests
+    place: Name = POOL_PLACE
+
+    @property
+    def holder(self) -> str:
+        """Name of the place in the prefix index."""
+        return holder_name(self.worker_id, self.place)
+
+
+class PinReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answer to `PinQuery`: leading blocks of each pin's chain, by place ("pool" or a tier). Omits unknown ids."""
+
+    query_id: Name
+    held: dict[Name, dict[Name, Number]]

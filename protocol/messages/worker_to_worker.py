@@ -1,0 +1,167 @@
+"""Messages between workers: links, leases and reads, and the notes that the KV transport delivers with its writes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tandem.protocol.messages.fields import (
+    WIRE_VERSION,
+    BlockIds,
+    Checksums,
+    Digest,
+    Digests,
+    Lifetime,
+    Name,
+    Names,
+    Number,
+    Text,
+)
+from tandem.protocol.messages.worker import PeerAddress
+
+__all__ = [
+    "FINISHED_EARLY",
+    "ChunkArrived",
+    "HandoffDone",
+    "LeaseClosed",
+    "LeaseGrant",
+    "LeaseQueued",
+    "LeaseRefused",
+    "LeaseRequest",
+    "LeaseRevoked",
+    "PeerHello",
+    "PeerRefused",
+    "ReadDone",
+    "ReadGrant",
+    "ReadRequest",
+]
+
+# `LeaseClosed.reason` of a request that ended with its first token: there is nothing to hand over, and nothing failed.
+FINISHED_EARLY = "finished with the first token"
+
+
+class PeerHello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Opens a link: who I am, what must agree, and (only once it agrees) how my pool is reached."""
+
+    sender: PeerAddress
+    compatibility: Annotated[dict[Name, Name], Meta(max_length=64)]
+    wire_version: Number = WIRE_VERSION
+    transport_metadata: Annotated[bytes, Meta(max_length=1 << 20)] = b""
+    is_reply: bool = False
+
+
+class PeerRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The link is refused. `reason` names each field that differs, without its value."""
+
+    sender: PeerAddress
+    reason: Text
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Prefill -> decode: lend blocks for this prompt's KV. May arrive before the `Decode` of the same request."""
+
+    sender: PeerAddress
+    request_id: Name
+
+
+class LeaseQueued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Decode -> prefill: these lease requests wait for room. Sent repeatedly while they do."""
+
+    sender: PeerAddress
+    request_ids: Names
+
+
+class LeaseGrant(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Decode -> prefill: write the prompt's blocks from `first_block` on into `block_ids`, before `ttl_s` is over."""
+
+    sender: PeerAddress
+    request_id: Name
+    generation: Number
+    first_block: Number  # blocks before this one are already cached at the receiver
+    block_ids: BlockIds
+    ttl_s: Lifetime
+
+
+class LeaseRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Decode -> prefill: this request gets no lease; drop it."""
+
+    sender: PeerAddress
+    request_id: Name
+    reason: Text
+
+
+class LeaseRevoked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Decode -> prefill: stop writing under this lease and answer `LeaseClosed`."""
+
+    sender: PeerAddress
+    request_id: Name
+    generation: Number
+
+
+class LeaseClosed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Prefill -> decode: no write under this lease is in flight or will be started.
+
+    `first_token_id` is set if everything was written and `HandoffDone` was sent: the receiver may have missed it.
+    """
+
+    sender: PeerAddress
+    request_id: Name
+    generation: Number
+    reason: Text = ""
+    first_token_id: Number | None = None
+
+
+class ReadRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Reader -> holder: keep the blocks of this chain that you have for `ttl_s`, and say where they are."""
+
+    sender: PeerAddress
+    read_id: Number
+    digests: Digests
+    parent: Digest | None = None  # digest of the block before them
+    ttl_s: Lifetime
+
+
+class ReadGrant(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Holder -> reader: the leading blocks asked for are in `block_ids`, and stay unchanged for `ttl_s` from now on.
+
+    `checksums` are as in `ChunkArrived`.
+    """
+
+    sender: PeerAddress
+    read_id: Number
+    block_ids: BlockIds
+    checksums: Checksums = []
+
+
+class ReadDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Reader -> holder: nothing of this read is in flight any more.
+
+    With `has_copy` the reader keeps what it read, so the holder may drop its own copy.
+    """
+
+    sender: PeerAddress
+    read_id: Number
+    has_copy: bool = False
+
+
+class ChunkArrived(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Delivered with a write: these blocks (indices within the prompt) are in place now.
+
+    `checksums` has one digest per block, of its bytes; it is empty when checking is off.
+    """
+
+    request_id: Name
+    generation: Number
+    first_block: Number
+    num_blocks: Number
+    checksums: Checksums = []
+
+
+class HandoffDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Delivered after the last write: prefill is complete. The router already has this first token."""
+
+    request_id: Name
+    generation: Number
+    first_token_id: Number
