@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 
 from benchmarks.common import ONE_PAIR_ALWAYS, Server, Setup, arguments, ms, print_table, ratio, serving, write_result
-from tandem.kv_transfer.fetch_planner import Source, plan_fetch
+from tandem.kv_transfer.fetch_planner import FetchSource, plan_fetch
 from tandem.loadtest.client import run_measured
 from tandem.loadtest.prompts import random_prompts
 
@@ -187,7 +187,7 @@ def _formula() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for num_tokens in (10_000, 100_000, 1_000_000):
         for name, bytes_per_s in _BIG_TIERS.items():
-            source = Source(name, num_tokens // 16, 1e-4, 16 * _BIG_TOKEN_BYTES / bytes_per_s)
+            source = FetchSource(name, num_tokens // 16, 1e-4, 16 * _BIG_TOKEN_BYTES / bytes_per_s)
             plan = plan_fetch(
                 [source], first_block=0, num_tokens=num_tokens + 1, block_size=16, compute_s=_big_compute_s
             )

@@ -16,8 +16,8 @@ import msgspec
 
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence
-from tandem.kv_transfer.checksum import unseal, wrong_blocks
-from tandem.kv_transfer.leases import Lease, LeaseTable, Received, Released
+from tandem.kv_transfer.checksum import strip_checksum, wrong_blocks
+from tandem.kv_transfer.leases import Lease, LeaseReceived, LeaseReleased, LeaseTable
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.base import Notification
 from tandem.protocol.config import TransferConfig
@@ -198,7 +198,7 @@ class DecodeRole:
             )
             return
         ended = self._leases.handoff_done(message.request_id, message.generation, message.first_token_id, now=now)
-        if isinstance(ended, Received):
+        if isinstance(ended, LeaseReceived):
             self._join(ended)
         elif ended is not None:
             self._release(ended, first_token_id=message.first_token_id)
@@ -299,7 +299,7 @@ class DecodeRole:
         )
         self._links.send(lease.sender_id, lease.sender_epoch, grant)
 
-    def _join(self, received: Received) -> None:
+    def _join(self, received: LeaseReceived) -> None:
         """The sender is done: if all arrived as sent, publish the blocks and let the scheduler have the sequence."""
         lease = received.lease
         wrong = wrong_blocks(self._engine.kv, lease.block_ids, received.checksums)
@@ -333,7 +333,7 @@ class DecodeRole:
         self._engine.add(sequence)
 
     def _release(
-        self, released: Released, *, code: str | None = TransferError.code, first_token_id: int | None = None
+        self, released: LeaseReleased, *, code: str | None = TransferError.code, first_token_id: int | None = None
     ) -> None:
         """Free the lease's blocks. A request that waited for them is computed here if its first token is known."""
         lease = released.lease
@@ -384,7 +384,7 @@ class DecodeRole:
 
 def _decode(notification: Notification) -> WriteMessage | None:
     """The message a sender attached to its write, or None if it is not what was sent."""
-    payload = unseal(notification.payload)
+    payload = strip_checksum(notification.payload)
     try:
         return None if payload is None else decode_write_message(payload)
     except msgspec.MsgspecError:

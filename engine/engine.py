@@ -127,7 +127,7 @@ class Engine:
         *,
         cache_salt: str = "",
         phase: Phase = Phase.WHOLE,
-        turn: PrefillPriority = PrefillPriority(),
+        priority: PrefillPriority = PrefillPriority(),
     ) -> Sequence:
         """A sequence for this engine, not queued yet.
 
@@ -151,7 +151,7 @@ class Engine:
             sampling=sampling,
             root=root_digest(self.namespace, cache_salt=cache_salt),
             phase=phase,
-            turn=turn,
+            priority=priority,
         )
 
     def add(self, sequence: Sequence) -> None:

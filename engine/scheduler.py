@@ -6,8 +6,9 @@ far stays. A prompt that another one waits for, to share its prefix, is computed
 When a decoding sequence finds no block, the prompt whose turn comes last is preempted, or where all decode the sequence
 that came last: its blocks go back and it is computed again later (mostly from the cache).
 
-So that this is rare, blocks are promised in one place (`Room`) to all who will grow, in this order: sequences that were
-preempted, prompts that a peer has computed and that ask for room to receive them (`asking`), prompts to compute here.
+So that this is rare, blocks are promised in one place (`PoolForecast`) to all who will grow, in this order: sequences
+that were preempted, prompts that a peer has computed and that ask for room to receive them (`asking`), prompts to
+compute here.
 Whoever lacks room is passed by those that do not make it wait longer, and by no more than a pool's worth of them. One
 that was received has its room: it needs at most a block, and waits for nobody.
 
@@ -25,7 +26,8 @@ from itertools import islice, takewhile
 from typing import NamedTuple
 
 from tandem.engine.block_pool import BlockPool
-from tandem.engine.room import AnswerLengths, Claim, Room
+from tandem.engine.output_lengths import OutputLengths
+from tandem.engine.pool_forecast import BlockDemand, PoolForecast
 from tandem.engine.sequence import Phase, Sequence, SequenceStatus
 from tandem.protocol.digest import extend_digests
 from tandem.protocol.messages import PrefillPriority
@@ -53,7 +55,7 @@ class ScheduledChunk:
     samples: bool
 
 
-class _Promise(NamedTuple):
+class _ReceivingPrompt(NamedTuple):
     """What a prompt that is being received was promised, beside a seat."""
 
     num_blocks: int  # cached ones included
@@ -78,7 +80,7 @@ class _Step:
     # the step. A seat each is kept for them, and for the latter the blocks they will lack.
     num_passed: int = 0
     num_refused: int = 0  # of these, those that do not wait for a seat or a block alone
-    room: Room | None = None  # once somebody needs some
+    room: PoolForecast | None = None  # once somebody needs some
     has_counted_asking: bool = False
 
 
@@ -93,8 +95,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()  # by order, then by arrival
         self.running: list[Sequence] = []  # in order of admission
         self.asking: dict[Sequence, None] = {}  # for room to receive their KV, in order
-        self.receiving: dict[Sequence, _Promise] = {}  # have that room
-        self.lengths = AnswerLengths()
+        self.receiving: dict[Sequence, _ReceivingPrompt] = {}  # have that room
+        self.lengths = OutputLengths()
         self.num_preemptions = 0
         self.lost_blocks: dict[str, int] = {}  # by who holds them and tells: nobody can say when they will be free
         self._num_arrived = 0
@@ -102,7 +104,7 @@ class Scheduler:
         self._leads: deque[int] = deque(maxlen=_NUM_LEADS)  # steps from a reservation until its KV was here
         self._lacks_seats = False  # those that ask, as of the latest `reserve`
         self._reserved_at: tuple[tuple[int, ...], int] = ((), 0)
-        self._head: Sequence | None = None  # the first in line that finds no room, of the latest `Room`
+        self._head: Sequence | None = None  # the first in line that finds no room, of the latest `PoolForecast`
         # Whoever keeps KV beyond the pool. `on_admitted`: the sequence has just got its blocks and computes nothing
         # before the call returns; it may be given an onboarding. `on_published`: its blocks [first, end) hold their
         # final KV.
@@ -175,7 +177,7 @@ class Scheduler:
             if self._find_room(room, sequence):
                 del self.asking[sequence]
                 reserved.append(Reservation(sequence, self._take_blocks(room, sequence)))
-                self.receiving[sequence] = _Promise(self._num_blocks(sequence), self._step_number)
+                self.receiving[sequence] = _ReceivingPrompt(self._num_blocks(sequence), self._step_number)
             elif not self._is_hopeless(sequence) and (num_refused := num_refused + 1) > _MAX_PASSED:
                 break
         return reserved
@@ -236,9 +238,9 @@ class Scheduler:
         self._step_number += bool(chunks)
         step = _Step(chunks, self.max_num_batched_tokens - len(chunks))
         self._admit_received(step)
-        for sequence, turn in self._turns():
-            self._admit(step, before=turn.order)
-            self._add_prefill(step, sequence, turn)
+        for sequence, priority in self._turns():
+            self._admit(step, before=priority.order)
+            self._add_prefill(step, sequence, priority)
         self._admit(step, before=math.inf)
         return chunks
 
@@ -307,7 +309,7 @@ class Scheduler:
         the two would overtake both, and short steps would hold up the one they are meant to let through.
         """
         turns = {sequence: _turn(sequence) for sequence in self.running if not sequence.is_decoding}
-        last = max((turn.order for turn in turns.values()), default=-math.inf)
+        last = max((priority.order for priority in turns.values()), default=-math.inf)
         for sequence in islice(self.waiting, _MAX_PASSED):
             if sequence.order >= last:
                 break
@@ -385,21 +387,21 @@ class Scheduler:
         self.running.append(sequence)
         self._add_prefill(step, sequence, _turn(sequence))
 
-    def _open_room(self) -> Room:
+    def _open_room(self) -> PoolForecast:
         """The pool now, with what all that hold blocks are still promised."""
         holding = [*self.running, *(sequence for sequence in self._begun() if sequence.blocks)]
         holders = [
-            Claim(self._num_steps(sequence), self.pool.count_own(sequence.blocks))
+            BlockDemand(self._num_steps(sequence), self.pool.count_own(sequence.blocks))
             for sequence in holding
             if _grows(sequence)
         ]
-        holders += [Claim(self._num_steps(one), promise.num_blocks) for one, promise in self.receiving.items()]
-        return Room(self.pool.num_blocks, self.pool.num_used, holders, block_size=self.block_size)
+        holders += [BlockDemand(self._num_steps(one), promise.num_blocks) for one, promise in self.receiving.items()]
+        return PoolForecast(self.pool.num_blocks, self.pool.num_used, holders, block_size=self.block_size)
 
-    def _claim(self, sequence: Sequence, num_shared: int = 0) -> Claim:
+    def _claim(self, sequence: Sequence, num_shared: int = 0) -> BlockDemand:
         """What a sequence without blocks needs, at least `num_shared` of whose blocks others will hold."""
         num_used = self.pool.count_used(self._usable_digests(sequence.digests, len(sequence.token_ids)))
-        return Claim(self._num_steps(sequence), self._num_blocks(sequence) - max(num_used, num_shared))
+        return BlockDemand(self._num_steps(sequence), self._num_blocks(sequence) - max(num_used, num_shared))
 
     def _num_steps(self, sequence: Sequence) -> int:
         """Steps in which the sequence is expected to need room for one more token each."""
@@ -407,7 +409,7 @@ class Scheduler:
         num_rest = self.lengths.expected_rest(num_output_tokens, sequence.sampling.max_tokens)
         return num_rest if num_output_tokens else num_rest - 1  # the KV of the last token is never computed
 
-    def _find_room(self, room: Room, sequence: Sequence, num_shared: int = 0) -> bool:
+    def _find_room(self, room: PoolForecast, sequence: Sequence, num_shared: int = 0) -> bool:
         """Whether there is room for a sequence, behind those in line before it."""
         if self._is_hopeless(sequence):
             return False
@@ -427,7 +429,7 @@ class Scheduler:
         """Whether it would not fit if all others had ended. Nobody waits for it meanwhile."""
         return self._num_blocks(sequence) > self.pool.num_blocks - self.num_lost_blocks
 
-    def _take_blocks(self, room: Room, sequence: Sequence) -> list[int]:
+    def _take_blocks(self, room: PoolForecast, sequence: Sequence) -> list[int]:
         """Give a sequence that there is room for its cached prefix; fresh blocks for all its other tokens so far."""
         num_available = self.pool.num_available
         sequence.blocks = self.match_prefix(sequence.digests, len(sequence.token_ids))
@@ -444,10 +446,10 @@ class Scheduler:
     def _preempted(self) -> Iterator[Sequence]:
         return (sequence for sequence in self._begun() if not sequence.blocks)
 
-    def _add_prefill(self, step: _Step, sequence: Sequence, turn: PrefillPriority) -> None:
+    def _add_prefill(self, step: _Step, sequence: Sequence, priority: PrefillPriority) -> None:
         num_tokens = min(step.budget, sequence.num_uncomputed_tokens)
-        if turn.max_step_tokens:
-            num_tokens = min(num_tokens, turn.max_step_tokens - step.num_prompt_tokens)
+        if priority.max_step_tokens:
+            num_tokens = min(num_tokens, priority.max_step_tokens - step.num_prompt_tokens)
         onboarding = sequence.onboarding
         if onboarding is not None:
             limit = onboarding.start if onboarding.hold_at is None else min(onboarding.hold_at, onboarding.start)
@@ -533,7 +535,7 @@ def _grows(sequence: Sequence) -> bool:
 
 def _turn(sequence: Sequence) -> PrefillPriority:
     """Its turn; whoever has its first token is computed at once, in steps of any length."""
-    return sequence.turn if sequence.num_output_tokens == 0 else _AT_ONCE
+    return sequence.priority if sequence.num_output_tokens == 0 else _AT_ONCE
 
 
 def _num_shared(digests: list[bytes], others: list[bytes]) -> int:

@@ -62,7 +62,7 @@ class Sequence:
     sampling: SamplingParams
     root: bytes  # root of the digest chain: namespace and tenant
     phase: Phase = Phase.WHOLE
-    turn: PrefillPriority = field(default_factory=PrefillPriority)
+    priority: PrefillPriority = field(default_factory=PrefillPriority)
     status: SequenceStatus = SequenceStatus.WAITING
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of full blocks of token_ids
@@ -92,7 +92,7 @@ class Sequence:
     @property
     def order(self) -> float:
         """Its place among those that wait or are computed; whoever has its first token goes before all who lack it."""
-        return self.turn.order if self.num_output_tokens == 0 else -math.inf
+        return self.priority.order if self.num_output_tokens == 0 else -math.inf
 
     @property
     def is_decoding(self) -> bool:

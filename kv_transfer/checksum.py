@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-__all__ = ["CHECKED_SHARE", "block_checksums", "seal", "unseal", "wrong_blocks"]
+__all__ = ["CHECKED_SHARE", "append_checksum", "block_checksums", "strip_checksum", "wrong_blocks"]
 
 # Share of the blocks that travel with a checksum, by `TransferConfig.checksums`.
 CHECKED_SHARE: dict[str, float] = {"off": 0.0, "sample": 1 / 16, "all": 1.0}
@@ -57,7 +57,7 @@ def wrong_blocks(pool: Tensor, block_ids: Sequence[int], checksums: Sequence[byt
     return [block for block, checksum in pairs if (block, checksum) not in right]
 
 
-def seal(message: bytes) -> bytes:
+def append_checksum(message: bytes) -> bytes:
     """The message with its 64-bit XXH3 behind it.
 
     Control messages travel over TCP, which checks them; a notification goes wherever the transport's blocks go. A
@@ -66,7 +66,7 @@ def seal(message: bytes) -> bytes:
     return message + xxhash.xxh3_64_digest(message)
 
 
-def unseal(sealed: bytes) -> bytes | None:
+def strip_checksum(sealed: bytes) -> bytes | None:
     """The message that was sealed, or None if it is not what was sent."""
     message, checksum = sealed[:-_SEAL_BYTES], sealed[-_SEAL_BYTES:]
     return message if checksum == xxhash.xxh3_64_digest(message) else None

@@ -18,14 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["FetchPlan", "LoadRange", "Source", "plan_fetch"]
+__all__ = ["FetchPlan", "FetchSource", "LoadRange", "plan_fetch"]
 
 # A plan must promise this share of recomputing to be worth it: predictions are not that exact, and a load that only
 # breaks even takes bandwidth from others.
 _MIN_GAIN = 0.05
 
 
-class Source(NamedTuple):
+class FetchSource(NamedTuple):
     """A tier or a peer that has leading blocks of the chain, beyond those in the pool."""
 
     name: str
@@ -59,7 +59,7 @@ class FetchPlan:
 
 
 def plan_fetch(
-    sources: Sequence[Source],
+    sources: Sequence[FetchSource],
     *,
     first_block: int,
     num_tokens: int,
@@ -94,12 +94,12 @@ def plan_fetch(
 
 
 class _Segment(NamedTuple):
-    source: Source
+    source: FetchSource
     first_block: int
     end_block: int
 
 
-def _segments(sources: Sequence[Source], first_block: int) -> list[_Segment]:
+def _segments(sources: Sequence[FetchSource], first_block: int) -> list[_Segment]:
     """Consecutive runs of blocks, each with the fastest source that has it."""
     ends = sorted({source.end_block for source in sources if source.end_block > first_block})
     segments: list[_Segment] = []

@@ -8,8 +8,8 @@
                                                                     │
                        sender confirms, is done, or is dead ────────┴──► Released
 
-A block belongs to the table from `grant` until it is named by a `Received` or a `Released`, and by exactly one of
-them. Messages that name no such lease are late, repeated or foreign: they change nothing and are counted.
+A block belongs to the table from `grant` until exactly one `LeaseReceived` or `LeaseReleased` names it. Messages that
+name no such lease are late, repeated or foreign: they change nothing and are counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Fenced", "Lease", "LeaseTable", "Received", "Released"]
+__all__ = ["Lease", "LeaseFenced", "LeaseReceived", "LeaseReleased", "LeaseTable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Lease:
     ttl_s: float
 
 
-class Received(NamedTuple):
+class LeaseReceived(NamedTuple):
     """The sender wrote everything: the blocks are the caller's, and nobody writes them any more.
 
     Notifications of one link keep their order. So when the sender is done, a chunk that was not announced never will
@@ -52,14 +52,14 @@ class Received(NamedTuple):
         return len(self.lease.block_ids) - len(self.checksums)
 
 
-class Fenced(NamedTuple):
+class LeaseFenced(NamedTuple):
     """The lease ended without its KV. Its blocks stay with the table; send the sender `LeaseRevoked`."""
 
     lease: Lease
     reason: str
 
 
-class Released(NamedTuple):
+class LeaseReleased(NamedTuple):
     """The lease's blocks are the caller's to free: no write to them is or will be in flight."""
 
     lease: Lease
@@ -67,7 +67,7 @@ class Released(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class _Entry:
+class _LeaseState:
     lease: Lease
     deadline: float
     is_fenced: bool = False
@@ -80,7 +80,7 @@ class LeaseTable:
     def __init__(self, *, first_generation: int = 1) -> None:
         """Start from something that grows with each start of the process, so that no old message fits a new lease."""
         self._next_generation = first_generation
-        self._entries: dict[int, _Entry] = {}  # by generation; live and fenced
+        self._entries: dict[int, _LeaseState] = {}  # by generation; live and fenced
         self._live: dict[str, int] = {}  # request id -> generation
         self.ignored: Counter[str] = Counter()
 
@@ -104,7 +104,8 @@ class LeaseTable:
         assert request_id not in self._live, f"{request_id} has the live lease {self._live.get(request_id)}"
         lease = Lease(request_id, self._next_generation, first_block, tuple(block_ids), sender_id, sender_epoch, ttl_s)
         self._next_generation += 1
-        self._entries[lease.generation] = _Entry(lease, deadline=now + (ttl_s if first_ttl_s is None else first_ttl_s))
+        deadline = now + (ttl_s if first_ttl_s is None else first_ttl_s)
+        self._entries[lease.generation] = _LeaseState(lease, deadline)
         self._live[request_id] = lease.generation
         return lease
 
@@ -144,7 +145,7 @@ class LeaseTable:
 
     def handoff_done(
         self, request_id: str, generation: int, first_token_id: int, *, now: float
-    ) -> Received | Released | None:
+    ) -> LeaseReceived | LeaseReleased | None:
         """The sender wrote everything: what was received. For a fenced lease this confirms that no write is left."""
         entry = self._find(request_id, generation, "done")
         if entry is None:
@@ -155,7 +156,7 @@ class LeaseTable:
             return None
         self._remove(entry)
         checksums = [entry.checksums[index] for index in sorted(entry.checksums)]
-        return Received(entry.lease, first_token_id, checksums)
+        return LeaseReceived(entry.lease, first_token_id, checksums)
 
     def extend(self, sender_id: str, sender_epoch: int, handoffs: Iterable[tuple[str, int]], *, now: float) -> None:
         """Heartbeat: the sender still works on these (request id, generation). A lease that ended stays ended."""
@@ -167,19 +168,19 @@ class LeaseTable:
             if (lease.request_id, lease.sender_id, lease.sender_epoch) == (request_id, sender_id, sender_epoch):
                 entry.deadline = now + lease.ttl_s
 
-    def expire(self, now: float) -> list[Fenced]:
+    def expire(self, now: float) -> list[LeaseFenced]:
         """Fence the live leases whose deadline has passed."""
         late = [entry for entry in self._entries.values() if not entry.is_fenced and now >= entry.deadline]
         return [self._fence(entry, "the lease expired") for entry in late]
 
-    def cancel(self, request_id: str, reason: str = "cancelled") -> Fenced | None:
+    def cancel(self, request_id: str, reason: str = "cancelled") -> LeaseFenced | None:
         """Fence the request's live lease, if there is one."""
         generation = self._live.get(request_id)
         return None if generation is None else self._fence(self._entries[generation], reason)
 
     def lease_closed(
         self, request_id: str, generation: int, sender_id: str, sender_epoch: int, reason: str = ""
-    ) -> Released | None:
+    ) -> LeaseReleased | None:
         """The sender confirms that no write under this lease is in flight or will be started."""
         entry = self._find(request_id, generation, "closed")
         if entry is None:
@@ -189,12 +190,12 @@ class LeaseTable:
             return None
         return self._release(entry, reason or "closed by the sender")
 
-    def give_up_sender(self, sender_id: str, sender_epoch: int) -> list[Fenced]:
+    def give_up_sender(self, sender_id: str, sender_epoch: int) -> list[LeaseFenced]:
         """Fence all live leases of a sender that is to be ended. Until it is gone for certain it may write."""
         given_up = [entry for entry in self._of_sender(sender_id, sender_epoch) if not entry.is_fenced]
         return [self._fence(entry, f"{sender_id} was given up") for entry in given_up]
 
-    def sender_lost(self, sender_id: str, sender_epoch: int) -> list[Released]:
+    def sender_lost(self, sender_id: str, sender_epoch: int) -> list[LeaseReleased]:
         """End all leases of a sender whose process is gone.
 
         NOTE: neither silence nor somebody's word is that. A process that was only stopped may run on and write; give
@@ -236,33 +237,33 @@ class LeaseTable:
             assert lease.generation == generation, f"{lease} is filed under {generation}"
             assert all(index in expected for index in entry.checksums), f"{lease} has blocks {sorted(entry.checksums)}"
 
-    def _of_sender(self, sender_id: str, sender_epoch: int) -> list[_Entry]:
+    def _of_sender(self, sender_id: str, sender_epoch: int) -> list[_LeaseState]:
         sender = (sender_id, sender_epoch)
         return [e for e in self._entries.values() if (e.lease.sender_id, e.lease.sender_epoch) == sender]
 
-    def _find(self, request_id: str, generation: int, what: str) -> _Entry | None:
+    def _find(self, request_id: str, generation: int, what: str) -> _LeaseState | None:
         entry = self._entries.get(generation)
         if entry is None or entry.lease.request_id != request_id:
             self.ignored[f"{what} of no lease"] += 1
             return None
         return entry
 
-    def _is_usable(self, entry: _Entry, now: float, what: str) -> bool:
+    def _is_usable(self, entry: _LeaseState, now: float, what: str) -> bool:
         if entry.is_fenced or now >= entry.deadline:
             self.ignored[f"{what} too late"] += 1
             return False
         return True
 
-    def _fence(self, entry: _Entry, reason: str) -> Fenced:
+    def _fence(self, entry: _LeaseState, reason: str) -> LeaseFenced:
         entry.is_fenced = True
         del self._live[entry.lease.request_id]
-        return Fenced(entry.lease, reason)
+        return LeaseFenced(entry.lease, reason)
 
-    def _release(self, entry: _Entry, reason: str) -> Released:
+    def _release(self, entry: _LeaseState, reason: str) -> LeaseReleased:
         self._remove(entry)
-        return Released(entry.lease, reason)
+        return LeaseReleased(entry.lease, reason)
 
-    def _remove(self, entry: _Entry) -> None:
+    def _remove(self, entry: _LeaseState) -> None:
         del self._entries[entry.lease.generation]
         if not entry.is_fenced:
             del self._live[entry.lease.request_id]

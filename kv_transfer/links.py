@@ -40,7 +40,7 @@ class LinkChange:
 
 
 @dataclass(eq=False, slots=True)
-class _Link:
+class _PeerLink:
     peer: PeerAddress
     state: LinkState
     deadline: float
@@ -64,7 +64,7 @@ class PeerLinks:
         self._transport = transport
         self._send = send
         self._timeout_s = timeout_s
-        self._links: dict[str, _Link] = {}
+        self._links: dict[str, _PeerLink] = {}
         self._known: dict[tuple[str, int], PeerAddress] = {}
 
     def connect(self, peer: PeerAddress, now: float) -> None:
@@ -77,7 +77,7 @@ class PeerLinks:
             return
         if link is not None and link.peer.epoch == peer.epoch and link.state is not LinkState.REFUSED:
             return
-        self._links[peer.worker_id] = _Link(peer, LinkState.CONNECTING, now + self._timeout_s)
+        self._links[peer.worker_id] = _PeerLink(peer, LinkState.CONNECTING, now + self._timeout_s)
         self.remember(peer)
         self._send(peer, PeerHello(sender=self.me, compatibility=self._compatibility))
 
@@ -176,6 +176,6 @@ class PeerLinks:
         link.state = LinkState.READY
         return LinkChange(link.peer, LinkState.READY)
 
-    def _refuse(self, link: _Link, reason: str) -> LinkChange:
+    def _refuse(self, link: _PeerLink, reason: str) -> LinkChange:
         link.state, link.reason = LinkState.REFUSED, reason
         return LinkChange(link.peer, LinkState.REFUSED, f"{link.peer.worker_id} cannot be written to: {reason}")

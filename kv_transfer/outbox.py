@@ -10,9 +10,9 @@ granted and computed it is written; behind the last one goes `HandoffDone`.
     [computed, num_blocks)        prefill still runs
 
 A handoff ends when nothing of it is in flight and it was delivered or has failed. Only then may its local blocks be
-unpinned, and only then is the receiver told that its blocks are safe. A write that was lost may still land: its lease
-is not confirmed before the transport can prove that nothing of it will (`vouch`). Without that proof the receiver keeps
-the blocks until this process is gone.
+unpinned, and only then is the receiver told that its blocks are safe. A lost write may still land: its lease is
+confirmed once the transport proves that it cannot any more (`confirm_lost_writes`). Without that proof the receiver
+keeps the blocks until this process is gone.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Grant(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class _Handoff:
+class _OutgoingHandoff:
     handoff_id: int
     key: _HandoffKey
     num_blocks: int
@@ -106,7 +106,7 @@ class BlockWrite:
     local_block_ids: list[int]
     remote_block_ids: list[int]
     notification: ChunkArrived | HandoffDone  # add the checksums of `local_block_ids`, if they are on
-    handoff: _Handoff
+    handoff: _OutgoingHandoff
 
     @property
     def receiver_epoch(self) -> int:
@@ -119,9 +119,9 @@ class Outbox:
 
     def __init__(self) -> None:
         self._num_opened = 0
-        self._active: dict[_HandoffKey, _Handoff] = {}  # until delivered or failed
-        self._by_request: dict[str, list[_Handoff]] = {}  # the same, mostly one to a request
-        self._by_lease: dict[_LeaseKey, _Handoff] = {}  # granted, until ended
+        self._active: dict[_HandoffKey, _OutgoingHandoff] = {}  # until delivered or failed
+        self._by_request: dict[str, list[_OutgoingHandoff]] = {}  # the same, mostly one to a request
+        self._by_lease: dict[_LeaseKey, _OutgoingHandoff] = {}  # granted, until ended
         self._early_grants: dict[_HandoffKey, _Grant] = {}  # came before their `open`
         self._past: OrderedDict[_LeaseKey, int | None] = OrderedDict()  # the first token of those delivered
         self._ungranted: OrderedDict[_HandoffKey, str] = OrderedDict()  # ended before their grant came: why
@@ -145,7 +145,7 @@ class Outbox:
         if key in self._active:
             raise TransferError(f"{request_id} is already being handed off to {receiver_id}")
         self._num_opened += 1
-        handoff = _Handoff(self._num_opened, key, num_blocks, grant_deadline)
+        handoff = _OutgoingHandoff(self._num_opened, key, num_blocks, grant_deadline)
         self._active[key] = handoff
         self._by_request.setdefault(request_id, []).append(handoff)
         self._ungranted.pop(key, None)
@@ -250,11 +250,11 @@ class Outbox:
         self._unsure = {lease: key for lease, key in self._unsure.items() if lease[:2] != receiver}
 
     @property
-    def unsure_receivers(self) -> set[tuple[str, int]]:
+    def receivers_with_lost_writes(self) -> set[tuple[str, int]]:
         """Receivers (and their epochs) of leases that are not confirmed, as writes under them were lost."""
         return {(lease.receiver_id, lease.receiver_epoch) for lease in self._unsure}
 
-    def vouch(self, receiver_id: str, receiver_epoch: int) -> None:
+    def confirm_lost_writes(self, receiver_id: str, receiver_epoch: int) -> None:
         """Nothing that was lost on the way to this receiver can land any more: confirm those leases."""
         for lease, key in list(self._unsure.items()):
             if (lease.receiver_id, lease.receiver_epoch) == (receiver_id, receiver_epoch):
@@ -323,10 +323,10 @@ class Outbox:
             assert lease not in self._past, f"{lease} is past and open"
             assert handoff.num_in_flight > 0 or handoff.key in self._active, f"{handoff} should have ended"
 
-    def _of_request(self, request_id: str) -> list[_Handoff]:
+    def _of_request(self, request_id: str) -> list[_OutgoingHandoff]:
         return list(self._by_request.get(request_id, ()))  # a copy: those that fail are taken out
 
-    def _apply_grant(self, handoff: _Handoff, grant: _Grant) -> None:
+    def _apply_grant(self, handoff: _OutgoingHandoff, grant: _Grant) -> None:
         handoff.grant = grant
         handoff.num_submitted = grant.first_block
         self._by_lease[grant.lease] = handoff
@@ -336,12 +336,12 @@ class Outbox:
                 f"granted {len(grant.block_ids)} blocks from {grant.first_block} on for {handoff.num_blocks} blocks",
             )
 
-    def _fail(self, handoff: _Handoff, reason: str) -> None:
+    def _fail(self, handoff: _OutgoingHandoff, reason: str) -> None:
         handoff.failure = handoff.failure or reason
         self._deactivate(handoff)
         self._end_if_settled(handoff)
 
-    def _end_if_settled(self, handoff: _Handoff) -> None:
+    def _end_if_settled(self, handoff: _OutgoingHandoff) -> None:
         is_over = handoff.failure or handoff.is_done_settled
         if handoff.num_in_flight > 0 or handoff.is_ended or not is_over:
             return
@@ -358,7 +358,7 @@ class Outbox:
             )
         )
 
-    def _end_grant(self, handoff: _Handoff, lease: _LeaseKey, is_delivered: bool) -> None:
+    def _end_grant(self, handoff: _OutgoingHandoff, lease: _LeaseKey, is_delivered: bool) -> None:
         del self._by_lease[lease]
         if handoff.is_receiver_lost:
             return
@@ -369,7 +369,7 @@ class Outbox:
         else:
             self._end_lease(handoff.key, lease, handoff.failure, handoff.first_token_id if is_delivered else None)
 
-    def _deactivate(self, handoff: _Handoff) -> None:
+    def _deactivate(self, handoff: _OutgoingHandoff) -> None:
         if self._active.get(handoff.key) is handoff:  # a later handoff may have taken the key
             del self._active[handoff.key]
             siblings = self._by_request[handoff.key.request_id]
@@ -389,7 +389,7 @@ def _remember(memory: OrderedDict[_Key, _Value], key: _Key, value: _Value) -> No
         memory.popitem(last=False)
 
 
-def _next_writes(handoff: _Handoff, grant: _Grant) -> list[BlockWrite]:
+def _next_writes(handoff: _OutgoingHandoff, grant: _Grant) -> list[BlockWrite]:
     """What can go now: the blocks computed since the last write, and `HandoffDone` behind the last block."""
     request_id, generation = handoff.key.request_id, grant.lease.generation
     writes: list[BlockWrite] = []

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from tandem.engine.engine import Engine, SequenceOutput, StepResult
 from tandem.engine.sequence import Phase, Sequence
-from tandem.kv_transfer.checksum import CHECKED_SHARE, block_checksums, seal
+from tandem.kv_transfer.checksum import CHECKED_SHARE, append_checksum, block_checksums
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.outbox import BlockWrite, HandoffEnded, Outbox
 from tandem.kv_transfer.transport.base import Transfer, TransferState, Transport
@@ -157,7 +157,7 @@ class PrefillRole:
             request.sampling,
             cache_salt=request.cache_salt,
             phase=Phase.PREFILL_ONLY,
-            turn=request.priority,
+            priority=request.priority,
         )
         sequence.kv_holder, sequence.kv_receiver = request.kv_holder, receiver
         self._links.connect(receiver, now)
@@ -354,7 +354,7 @@ class PrefillRole:
                 num_blocks=notification.num_blocks,
                 checksums=block_checksums(self._engine.kv, write.local_block_ids, share=share, draw=self._draw),
             )
-        payload = seal(encode_message(notification))
+        payload = append_checksum(encode_message(notification))
         try:
             transfer = self._transport.write_blocks(
                 write.receiver_id, write.local_block_ids, write.remote_block_ids, payload
@@ -432,10 +432,10 @@ class PrefillRole:
         if now < self._vouch_at:
             return
         self._vouch_at = now + _VOUCH_INTERVAL_S
-        for worker_id, epoch in self._outbox.unsure_receivers:
+        for worker_id, epoch in self._outbox.receivers_with_lost_writes:
             self._links.reopen(worker_id, epoch, now)
             if self._transport.is_quiet(worker_id):
-                self._outbox.vouch(worker_id, epoch)
+                self._outbox.confirm_lost_writes(worker_id, epoch)
 
     def _finish(self, ended: HandoffEnded) -> None:
         handoff = self._handoffs.pop(ended.request_id)

@@ -483,7 +483,7 @@ class Worker:
                     request.token_ids,
                     request.sampling,
                     cache_salt=request.cache_salt,
-                    turn=request.priority,
+                    priority=request.priority,
                 )
                 sequence.kv_holder = request.kv_holder
                 self._engine.add(sequence)

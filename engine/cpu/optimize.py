@@ -84,7 +84,7 @@ class _SharedProduct:
         return out
 
 
-class _Sibling(nn.Module):
+class _MergedLinear(nn.Module):
     """Stands where one of the sibling linear layers stood."""
 
     def __init__(self, product: _SharedProduct, idx: int) -> None:
@@ -197,7 +197,7 @@ def _merge_siblings(module: nn.Module) -> None:
         if linears is not None:
             product = _SharedProduct(linears)
             for idx, name in enumerate(names):
-                setattr(module, name, _Sibling(product, idx))
+                setattr(module, name, _MergedLinear(product, idx))
 
 
 def _replace_gated_mlp(module: nn.Module) -> None:

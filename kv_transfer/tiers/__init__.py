@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure
+from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure
 from tandem.kv_transfer.tiers.disk import DiskStore
 from tandem.kv_transfer.tiers.key import StoreKey, load_key
 from tandem.kv_transfer.tiers.memory import MemoryStore
 from tandem.kv_transfer.tiers.object import ObjectStore
-from tandem.kv_transfer.tiers.tier import Load, Tier, TierStats, Write
+from tandem.kv_transfer.tiers.tier import Tier, TierRead, TierStats, TierWrite
 
 __all__ = [
     "Block",
     "BlockName",
     "BlockStore",
     "DiskStore",
-    "Failure",
-    "Load",
     "MemoryStore",
     "ObjectStore",
+    "StoreFailure",
     "StoreKey",
     "Tier",
+    "TierRead",
     "TierStats",
-    "Write",
+    "TierWrite",
     "load_key",
 ]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tandem.protocol.digest import DIGEST_BYTES
 
-__all__ = ["Block", "BlockName", "BlockStore", "Failure", "file_name", "parse_file_name"]
+__all__ = ["Block", "BlockName", "BlockStore", "StoreFailure", "file_name", "parse_file_name"]
 
 Block: TypeAlias = npt.NDArray[np.uint8]  # [block_bytes], contiguous; `Tensor.numpy()` shares a host tensor's memory
 
@@ -28,7 +28,7 @@ class BlockName(NamedTuple):
     parent: bytes | None  # digest of the block before it; None for the first of a chain
 
 
-class Failure(enum.Enum):
+class StoreFailure(enum.Enum):
     """Why a block was not read or written. The first two say that the block is not there any more."""
 
     ABSENT = "absent"
@@ -48,7 +48,7 @@ class BlockStore(abc.ABC):
         self.block_bytes = block_bytes
 
     @abc.abstractmethod
-    def read(self, name: BlockName, scratch: Block) -> Block | Failure:
+    def read(self, name: BlockName, scratch: Block) -> Block | StoreFailure:
         """The block's bytes: in `scratch`, which is the caller's, or where the store holds them.
 
         They are the bytes that were written, or it is a failure. The caller only reads them, before `scratch` is used
@@ -56,7 +56,7 @@ class BlockStore(abc.ABC):
         """
 
     @abc.abstractmethod
-    def write(self, name: BlockName, data: Block) -> Failure | None:
+    def write(self, name: BlockName, data: Block) -> StoreFailure | None:
         """Keep a copy of the block: whole, or not at all. A block that is there already is left as it is."""
 
     @abc.abstractmethod
@@ -64,7 +64,7 @@ class BlockStore(abc.ABC):
         """Forget the block, if it is there."""
 
     @abc.abstractmethod
-    def scan(self) -> Sequence[BlockName] | Failure:
+    def scan(self) -> Sequence[BlockName] | StoreFailure:
         """Names of all blocks that are there, oldest first, without looking at their bytes."""
 
     def close(self) -> None:  # noqa: B027  (most have nothing to let go of)

@@ -29,8 +29,8 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure, file_name, parse_file_name
-from tandem.kv_transfer.tiers.footer import FOOTER_BYTES, Seal
+from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure, file_name, parse_file_name
+from tandem.kv_transfer.tiers.footer import FOOTER_BYTES, BlockAuthenticator
 from tandem.kv_transfer.tiers.key import StoreKey
 from tandem.protocol.errors import ConfigError
 
@@ -53,43 +53,43 @@ class DiskStore(BlockStore):
     def __init__(self, folder: Path, namespace: bytes, block_bytes: int, key: StoreKey) -> None:
         super().__init__(block_bytes)
         self._folder = folder / key.folder_name(namespace)
-        self._seal = Seal(key)
+        self._seal = BlockAuthenticator(key)
         make_private(self._folder)
 
     @override
-    def read(self, name: BlockName, scratch: Block) -> Block | Failure:
+    def read(self, name: BlockName, scratch: Block) -> Block | StoreFailure:
         footer = bytearray(FOOTER_BYTES)
         try:
             with self._shard(_shard_of(name)) as shard:
                 num_bytes = _read_file(shard, file_name(name), scratch.data, footer)
         except FileNotFoundError:
-            return Failure.ABSENT
+            return StoreFailure.ABSENT
         except OSError as exc:
             if exc.errno in _NO_RESOURCES:
-                return Failure.UNREACHABLE
+                return StoreFailure.UNREACHABLE
             logger.warning("block %s cannot be read: %s", name.digest.hex(), exc)
             num_bytes = 0
         if num_bytes != self.block_bytes + FOOTER_BYTES or not self._seal.is_genuine(name, scratch, footer):
             self.delete(name)
-            return Failure.CORRUPT
+            return StoreFailure.CORRUPT
         return scratch
 
     @override
-    def write(self, name: BlockName, data: Block) -> Failure | None:
+    def write(self, name: BlockName, data: Block) -> StoreFailure | None:
         try:
             with self._shard(_shard_of(name), is_made=True) as shard:
                 return self._write_in(shard, name, data)
         except OSError as exc:
             if exc.errno in _NO_ROOM:
-                return Failure.FULL
+                return StoreFailure.FULL
             logger.warning("block %s cannot be written: %s", name.digest.hex(), exc)
-            return Failure.OCCUPIED if exc.errno in _STRAY else Failure.UNREACHABLE
+            return StoreFailure.OCCUPIED if exc.errno in _STRAY else StoreFailure.UNREACHABLE
 
-    def _write_in(self, shard: int, name: BlockName, data: Block) -> Failure | None:
+    def _write_in(self, shard: int, name: BlockName, data: Block) -> StoreFailure | None:
         path = file_name(name)
         with contextlib.suppress(FileNotFoundError):
             # Another worker's, most times; replacing a file would make ext4 flush the new one.
-            return None if _is_ours(os.stat(path, dir_fd=shard, follow_symlinks=False)) else Failure.OCCUPIED
+            return None if _is_ours(os.stat(path, dir_fd=shard, follow_symlinks=False)) else StoreFailure.OCCUPIED
         unfinished = f"{path}.{secrets.token_hex(4)}.tmp"
         try:
             if _write_file(shard, unfinished, data.data, self._seal.make(name, data)) == data.nbytes + FOOTER_BYTES:
@@ -99,7 +99,7 @@ class DiskStore(BlockStore):
             _unlink(shard, unfinished)
             raise
         _unlink(shard, unfinished)
-        return Failure.FULL  # only a full disk takes a part
+        return StoreFailure.FULL  # only a full disk takes a part
 
     @override
     def delete(self, name: BlockName) -> None:
@@ -113,7 +113,7 @@ class DiskStore(BlockStore):
             logger.warning("block %s cannot be deleted: %s", name.digest.hex(), exc)
 
     @override
-    def scan(self) -> Sequence[BlockName] | Failure:
+    def scan(self) -> Sequence[BlockName] | StoreFailure:
         """Names of the blocks, oldest file first. Removes what writers that were killed have left behind."""
         found: list[tuple[int, BlockName]] = []
         try:
@@ -121,7 +121,7 @@ class DiskStore(BlockStore):
                 found += self._scan_shard(shard)
         except OSError as exc:
             logger.warning("%s cannot be listed: %s", self._folder, exc)
-            return Failure.UNREACHABLE
+            return StoreFailure.UNREACHABLE
         found.sort(key=itemgetter(0))
         return [name for _, name in found]
 

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from tandem.kv_transfer.tiers.base import Block, BlockName
 from tandem.kv_transfer.tiers.key import StoreKey
 
-__all__ = ["FOOTER_BYTES", "Seal"]
+__all__ = ["FOOTER_BYTES", "BlockAuthenticator"]
 
 _NAME = struct.Struct("<16s16sQ")  # digest, parent, number of bytes before the footer
 _TAG_BYTES = 16
@@ -24,7 +24,7 @@ _NONCE_BYTES = 12  # random: two of 2^32 blocks have the same with a chance of 2
 FOOTER_BYTES = _FOOTER.size
 
 
-class Seal:
+class BlockAuthenticator:
     """Makes and checks footers with a key: the block's name in AES-256-GCM, with the block's bytes authenticated.
 
     The bytes themselves are not encrypted. One of 360 KB takes 13 us here (28 GB/s), where XXH3, which proves nothing

@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 from typing_extensions import override
 
-from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure
+from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure
 from tandem.protocol.errors import ConfigError
 
 __all__ = ["MemoryStore"]
@@ -32,18 +32,18 @@ class MemoryStore(BlockStore):
         self._lock = threading.Lock()  # of the two above; bytes are copied outside of it
 
     @override
-    def read(self, name: BlockName, scratch: Block) -> Block | Failure:
+    def read(self, name: BlockName, scratch: Block) -> Block | StoreFailure:
         with self._lock:
             slot = self._slot_of.get(name)
-        return Failure.ABSENT if slot is None else self._slab[slot]
+        return StoreFailure.ABSENT if slot is None else self._slab[slot]
 
     @override
-    def write(self, name: BlockName, data: Block) -> Failure | None:
+    def write(self, name: BlockName, data: Block) -> StoreFailure | None:
         with self._lock:
             if name in self._slot_of:
                 return None
             if not self._free:
-                return Failure.FULL
+                return StoreFailure.FULL
             slot = self._free.pop()
         np.copyto(self._slab[slot], data)
         with self._lock:

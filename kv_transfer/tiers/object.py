@@ -13,9 +13,9 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 from typing_extensions import override
 
-from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure, file_name, parse_file_name
+from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure, file_name, parse_file_name
 from tandem.kv_transfer.tiers.disk import make_private
-from tandem.kv_transfer.tiers.footer import FOOTER_BYTES, Seal
+from tandem.kv_transfer.tiers.footer import FOOTER_BYTES, BlockAuthenticator
 from tandem.kv_transfer.tiers.key import StoreKey
 from tandem.protocol.errors import ConfigError
 
@@ -50,30 +50,30 @@ class ObjectStore(BlockStore):
         self._absent_errors = (self._obstore.exceptions.NotFoundError, FileNotFoundError)
         self._url = url
         self._folder = key.folder_name(namespace)
-        self._seal = Seal(key)
+        self._seal = BlockAuthenticator(key)
         self._store = _open(self._obstore, url, timeout_s, options or {})
         if url.startswith("file:"):
             make_private(Path(unquote(urlsplit(url).path)) / self._folder)
 
     @override
-    def read(self, name: BlockName, scratch: Block) -> Block | Failure:
+    def read(self, name: BlockName, scratch: Block) -> Block | StoreFailure:
         try:
             found = self._obstore.get(self._store, self._path(name))
             is_whole = found.meta["size"] == self.block_bytes + FOOTER_BYTES
             content = found.bytes() if is_whole else b""  # another size is not ours, and may not fit into memory
         except self._errors as exc:
             if isinstance(exc, self._absent_errors):
-                return Failure.ABSENT
+                return StoreFailure.ABSENT
             return self._unreachable("cannot read a block", exc)
         stored = np.frombuffer(content, np.uint8)
         data, footer = stored[: self.block_bytes], stored[self.block_bytes :]
         if not is_whole or not self._seal.is_genuine(name, data, footer.tobytes()):
             self.delete(name)
-            return Failure.CORRUPT
+            return StoreFailure.CORRUPT
         return data
 
     @override
-    def write(self, name: BlockName, data: Block) -> Failure | None:
+    def write(self, name: BlockName, data: Block) -> StoreFailure | None:
         content = np.empty(data.nbytes + FOOTER_BYTES, np.uint8)
         np.copyto(content[: data.nbytes], data)  # lets go of the interpreter lock, unlike joining bytes
         content[data.nbytes :] = np.frombuffer(self._seal.make(name, data), np.uint8)
@@ -92,7 +92,7 @@ class ObjectStore(BlockStore):
                 self._unreachable("cannot delete a block", exc)
 
     @override
-    def scan(self) -> Sequence[BlockName] | Failure:
+    def scan(self) -> Sequence[BlockName] | StoreFailure:
         found: list[tuple[datetime, BlockName]] = []
         try:
             for page in self._obstore.list(self._store, self._folder, chunk_size=1000):
@@ -107,9 +107,9 @@ class ObjectStore(BlockStore):
     def _path(self, name: BlockName) -> str:
         return f"{self._folder}/{file_name(name)}"
 
-    def _unreachable(self, what: str, exc: Exception) -> Failure:
+    def _unreachable(self, what: str, exc: Exception) -> StoreFailure:
         logger.warning("%s: %s: %s", self._url, what, str(exc).partition("\n")[0])
-        return Failure.UNREACHABLE
+        return StoreFailure.UNREACHABLE
 
 
 def check_url(url: str) -> None:

@@ -18,9 +18,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from tandem.kv_transfer.eviction.base import EvictionPolicy
-from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure
+from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure
 
-__all__ = ["Load", "Tier", "TierStats", "Write"]
+__all__ = ["Tier", "TierRead", "TierStats", "TierWrite"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _RECONCILED_PER_POLL = 512  # blocks of a scan that one poll compares with the i
 
 
 @dataclass(eq=False, slots=True)
-class _Entry:
+class _StoredBlock:
     """A block that is there. A load keeps hold of its entries, so that one that was forgotten meanwhile is known."""
 
     name: BlockName
@@ -36,13 +36,13 @@ class _Entry:
     is_forgotten: bool = False
 
 
-class Load:
+class TierRead:
     """Blocks on their way up. Changes only inside calls of its tier; there is nothing to release."""
 
-    def __init__(self, entries: list[_Entry], buffers: list[Block], begun_at: float, deadline: float) -> None:
+    def __init__(self, entries: list[_StoredBlock], buffers: list[Block], begun_at: float, deadline: float) -> None:
         self.is_done = False  # from then on nobody touches the buffers any more
         self.num_loaded = 0  # leading buffers that hold their blocks; the others hold anything
-        self.failure = ""  # why not all are loaded: a `Failure`, or "late", "abandoned", "closed"
+        self.failure = ""  # why not all are loaded: a `StoreFailure`, or "late", "abandoned", "closed"
         self.read_s = 0.0  # in the store, over all blocks and threads: what the load cost, without waiting for a turn
         self._entries = entries
         self._buffers = buffers
@@ -72,7 +72,7 @@ class Load:
         self._deadline = self._begun_at
 
 
-class Write:
+class TierWrite:
     """A block on its way down. Its buffer must stay as it is until `is_done`."""
 
     def __init__(self, name: BlockName, data: Block) -> None:
@@ -101,20 +101,20 @@ class TierStats:
 
 
 class _ReadDone(NamedTuple):
-    load: Load
+    load: TierRead
     position: int
-    failure: Failure | None
+    failure: StoreFailure | None
     seconds: float
 
 
 class _WriteDone(NamedTuple):
-    write: Write
-    failure: Failure | None
+    write: TierWrite
+    failure: StoreFailure | None
     seconds: float
 
 
 class _ScanDone(NamedTuple):
-    found: Sequence[BlockName] | Failure
+    found: Sequence[BlockName] | StoreFailure
 
 
 _Done: TypeAlias = _ReadDone | _WriteDone | _ScanDone
@@ -167,9 +167,9 @@ class Tier:
         self._rescan_s = rescan_s
         self._clock = clock
 
-        self._index: dict[bytes, _Entry] = {}
-        self._writes: dict[bytes, Write] = {}
-        self._live: list[Load] = []
+        self._index: dict[bytes, _StoredBlock] = {}
+        self._writes: dict[bytes, TierWrite] = {}
+        self._live: list[TierRead] = []
         self._pinned: set[bytes] = set()  # there or not
         self._changed: dict[bytes, None] = {}  # digests whose presence changed since they were last taken
         self._counts = _Counters()
@@ -182,7 +182,7 @@ class Tier:
         self._is_closed = False
 
         self._work = threading.Condition()  # of the two below and of the loads' fields that say so
-        self._loads: deque[Load] = deque()
+        self._loads: deque[TierRead] = deque()
         self._jobs: deque[_Job] = deque()
         self._done: deque[_Done] = deque()
         self._threads = [
@@ -225,7 +225,7 @@ class Tier:
                 return count
         return len(digests)
 
-    def load(self, digests: Sequence[bytes], buffers: Iterable[Block], *, timeout_s: float | None = None) -> Load:
+    def load(self, digests: Sequence[bytes], buffers: Iterable[Block], *, timeout_s: float | None = None) -> TierRead:
         """Begin to copy blocks into buffers of the same number, first block first.
 
         The buffers are the tier's until the load is done. That is after `timeout_s` at the latest, with the leading
@@ -237,7 +237,7 @@ class Tier:
             self._check_size(buffer)
         now = self._clock()
         entries = [self._index[digest] for digest in digests[: self.count_present(digests)]]
-        load = Load(entries, buffers, now, now + (self._load_timeout_s if timeout_s is None else timeout_s))
+        load = TierRead(entries, buffers, now, now + (self._load_timeout_s if timeout_s is None else timeout_s))
         if entries:
             self._policy.touch(entries[-1].name.digest)
             for entry in entries:
@@ -251,7 +251,7 @@ class Tier:
         self._settle(load, now)
         return load
 
-    def store(self, digest: bytes, parent: bytes | None, data: Block) -> Write | None:
+    def store(self, digest: bytes, parent: bytes | None, data: Block) -> TierWrite | None:
         """Begin to keep a block, evicting others if need be. None if it is there already or is dropped.
 
         With None the buffer is free at once.
@@ -268,7 +268,7 @@ class Tier:
             self._counts.drops["not worth it"] += 1
             return None
         self._policy.pin(digest)
-        write = self._writes[digest] = Write(name, data)
+        write = self._writes[digest] = TierWrite(name, data)
         if self._store.is_instant:
             self._write_done(self._write(write, evicted), self._clock())
         else:
@@ -392,7 +392,7 @@ class Tier:
         """Why a block is not present."""
         if self._is_closed:
             return "closed"
-        return Failure.UNREACHABLE.value if self.is_paused else Failure.ABSENT.value
+        return StoreFailure.UNREACHABLE.value if self.is_paused else StoreFailure.ABSENT.value
 
     def _check_size(self, buffer: Block) -> None:
         expected = (np.dtype(np.uint8), (self._store.block_bytes,))
@@ -417,14 +417,14 @@ class Tier:
             load._arrived.add(done.position)
             return
         load._num_expected = min(load._num_expected, done.position)
-        if load.failure in ("", Failure.ABSENT.value):
+        if load.failure in ("", StoreFailure.ABSENT.value):
             load.failure = done.failure.value
-        if done.failure is Failure.UNREACHABLE:
+        if done.failure is StoreFailure.UNREACHABLE:
             self._pause(now)
         elif not entry.is_forgotten:
             self._forget(entry)
 
-    def _settle(self, load: Load, now: float) -> None:
+    def _settle(self, load: TierRead, now: float) -> None:
         """End the load if everything has arrived that can, or the time is up."""
         while load.num_loaded in load._arrived:
             load.num_loaded += 1
@@ -450,9 +450,9 @@ class Tier:
         write = done.write
         if done.failure is not None:
             self._drop(write, done.failure.value)
-            if done.failure is Failure.UNREACHABLE:
+            if done.failure is StoreFailure.UNREACHABLE:
                 self._pause(now)
-            elif done.failure is Failure.FULL and (victim := self._victim()):
+            elif done.failure is StoreFailure.FULL and (victim := self._victim()):
                 self._delete(
                     [self._evict(victim)]
                 )  # there is less room than we were told; the next one shall find some
@@ -463,7 +463,7 @@ class Tier:
         self._policy.unpin(write.name.digest)
         self._publish(write.name)
 
-    def _drop(self, write: Write, reason: str) -> None:
+    def _drop(self, write: TierWrite, reason: str) -> None:
         del self._writes[write.name.digest]
         write.is_done = True
         self._policy.remove(write.name.digest)
@@ -476,9 +476,9 @@ class Tier:
         self._gone.clear()
         self._submit(lambda _: self._scan())
 
-    def _reconcile(self, found: Sequence[BlockName] | Failure, now: float) -> Iterator[None]:
+    def _reconcile(self, found: Sequence[BlockName] | StoreFailure, now: float) -> Iterator[None]:
         """Bring the index in line with a scan, a piece at a time."""
-        if isinstance(found, Failure):
+        if isinstance(found, StoreFailure):
             self._is_scanning = False
             self._pause(now)
             return
@@ -510,12 +510,12 @@ class Tier:
             self._delete(evicted)
 
     def _publish(self, name: BlockName) -> None:
-        self._index[name.digest] = _Entry(name, self._num_scans)
+        self._index[name.digest] = _StoredBlock(name, self._num_scans)
         if name.digest in self._pinned:
             self._policy.pin(name.digest)
         self._changed[name.digest] = None
 
-    def _forget(self, entry: _Entry) -> None:
+    def _forget(self, entry: _StoredBlock) -> None:
         """The block is not there any more. Pins of its loads end with it."""
         entry.is_forgotten = True
         if self._is_scanning:
@@ -583,14 +583,14 @@ class Tier:
                     return None
                 self._work.wait()
 
-    def _is_wanted(self, load: Load, position: int) -> bool:
+    def _is_wanted(self, load: TierRead, position: int) -> bool:
         return position < load._limit and not load._is_ended and not self._is_closed
 
-    def _read(self, load: Load, position: int, scratch: Block) -> _Done | None:
+    def _read(self, load: TierRead, position: int, scratch: Block) -> _Done | None:
         begun_at = time.monotonic()
         data = self._store.read(load._entries[position].name, scratch)
         with self._work:
-            if isinstance(data, Failure):
+            if isinstance(data, StoreFailure):
                 load._limit = min(load._limit, position)
                 return _ReadDone(load, position, data, time.monotonic() - begun_at)
             if not self._is_wanted(load, position):
@@ -603,7 +603,7 @@ class Tier:
             load._num_copying -= 1
         return _ReadDone(load, position, None, time.monotonic() - begun_at)
 
-    def _write(self, write: Write, evicted: list[BlockName]) -> _WriteDone:
+    def _write(self, write: TierWrite, evicted: list[BlockName]) -> _WriteDone:
         begun_at = time.monotonic()
         self._delete_all(evicted)
         failure = self._store.write(write.name, write._data)

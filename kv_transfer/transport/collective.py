@@ -52,7 +52,7 @@ _SET_UP_TIMEOUT_S = 30.0  # for a peer that lives but does not poll
 _JOIN_TIMEOUT_S = 1.0  # in `close`, for all threads together
 
 
-class _Metadata(msgspec.Struct, frozen=True, array_like=True):
+class _CollectiveMetadata(msgspec.Struct, frozen=True, array_like=True):
     worker_id: str
     epoch: int
     host: str
@@ -102,10 +102,10 @@ class _Landed(msgspec.Struct, frozen=True, array_like=True, tag="landed"):
 _Message = _Hello | _Welcome | _Rendezvous | _CopyOrder | _Landed
 _encode = msgspec.msgpack.Encoder().encode
 _decode: Callable[[bytes], _Message] = safe_decoder(_Message)
-_metadata_of = safe_decoder(_Metadata)
+_metadata_of = safe_decoder(_CollectiveMetadata)
 
 
-class _Copy(Transfer):
+class _CollectiveTransfer(Transfer):
     """A transfer of ours: done when our side of the copy is and, if it is a write, the peer said so."""
 
     __slots__ = ("is_read", "number", "ours")
@@ -117,7 +117,7 @@ class _Copy(Transfer):
         self.ours: PairCopy | None = None
 
 
-class _Link:
+class _PairLink:
     """What both ends of a link have in common."""
 
     def __init__(self, stream: MessageStream, channel: PairChannel, name: str) -> None:
@@ -170,14 +170,14 @@ class _Link:
                 self._put(_Rendezvous(key, self.channel.store.get(key)))
 
 
-class _Opened(_Link):
+class _OutgoingLink(_PairLink):
     """A link to a peer that we may write to and read from."""
 
-    def __init__(self, stream: MessageStream, channel: PairChannel, peer: _Metadata, hello: _Hello) -> None:
+    def __init__(self, stream: MessageStream, channel: PairChannel, peer: _CollectiveMetadata, hello: _Hello) -> None:
         super().__init__(stream, channel, f"{peer.worker_id} epoch {peer.epoch}")
         self.epoch = peer.epoch
         self.shape = PoolShape(peer.num_blocks, peer.block_bytes)
-        self._in_flight: deque[_Copy] = deque()
+        self._in_flight: deque[_CollectiveTransfer] = deque()
         self._num_copies = 0
         self._last_landed = 0
         self._has_begun = False
@@ -185,11 +185,13 @@ class _Opened(_Link):
         self._set_up_deadline = time.monotonic() + _SET_UP_TIMEOUT_S
         self._put(hello)
 
-    def start(self, local: Sequence[int], remote: Sequence[int], notification: bytes, *, is_read: bool) -> _Copy:
+    def start(
+        self, local: Sequence[int], remote: Sequence[int], notification: bytes, *, is_read: bool
+    ) -> _CollectiveTransfer:
         """Order a copy; `drive` sends the order."""
         runs = block_runs(local, remote)
         self._num_copies += 1
-        copy = _Copy(len(local) * self.shape.block_bytes, self._num_copies, is_read=is_read)
+        copy = _CollectiveTransfer(len(local) * self.shape.block_bytes, self._num_copies, is_read=is_read)
         if runs:
             copy.ours = self.channel.submit([LocalRun(run.local, run.num_blocks) for run in runs], is_send=not is_read)
         self._in_flight.append(copy)
@@ -228,11 +230,11 @@ class _Opened(_Link):
         if self._in_flight:
             self._in_flight[0].begin()
 
-    def _is_done(self, copy: _Copy) -> bool:
+    def _is_done(self, copy: _CollectiveTransfer) -> bool:
         return (copy.ours is None or copy.ours.is_done) and (copy.is_read or copy.number <= self._last_landed)
 
 
-class _Accepted(_Link):
+class _IncomingLink(_PairLink):
     """A link that a peer opened, to write to our pool and read from it."""
 
     def __init__(
@@ -309,8 +311,8 @@ class CollectiveTransport(Transport):
         self._host = host
         self._secret = secrets.token_bytes(16)
         self._listener = listen(host)
-        self._opened: dict[str, _Opened] = {}
-        self._accepted: list[_Accepted] = []
+        self._opened: dict[str, _OutgoingLink] = {}
+        self._accepted: list[_IncomingLink] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._num_opened = 0
@@ -321,7 +323,7 @@ class CollectiveTransport(Transport):
         port = self._listener.getsockname()[1]
         device_type = self._pool.device.type
         return msgspec.msgpack.encode(
-            _Metadata(self._worker_id, self._epoch, self._host, port, self._secret, device_type, *self._shape)
+            _CollectiveMetadata(self._worker_id, self._epoch, self._host, port, self._secret, device_type, *self._shape)
         )
 
     @override
@@ -337,7 +339,7 @@ class CollectiveTransport(Transport):
         stream = connect(theirs.host, theirs.port)
         self._num_opened += 1
         hello = _Hello(theirs.secret, self._worker_id, self._epoch, self._num_opened)
-        link = _Opened(stream, PairChannel(0, self._pool, self._host), theirs, hello)
+        link = _OutgoingLink(stream, PairChannel(0, self._pool, self._host), theirs, hello)
         self._opened[worker_id] = link
         self._selector.register(stream, selectors.EVENT_READ, link)
         self._attend(link, link.drive)
@@ -402,7 +404,7 @@ class CollectiveTransport(Transport):
         for link in links:
             link.channel.join(max(0.0, deadline - time.monotonic()))
 
-    def _check_peer(self, worker_id: str, epoch: int, theirs: _Metadata) -> None:
+    def _check_peer(self, worker_id: str, epoch: int, theirs: _CollectiveMetadata) -> None:
         if (theirs.worker_id, theirs.epoch) != (worker_id, epoch):
             raise TransferError(
                 f"metadata of {worker_id} epoch {epoch} describes {theirs.worker_id} epoch {theirs.epoch}"
@@ -437,7 +439,7 @@ class CollectiveTransport(Transport):
             return
         stream = MessageStream(connection)
         channel = PairChannel(1, self._pool, self._host)
-        link = _Accepted(stream, channel, self._shape.num_blocks, self._secret, self._replace_links)
+        link = _IncomingLink(stream, channel, self._shape.num_blocks, self._secret, self._replace_links)
         self._accepted.append(link)
         self._selector.register(stream, selectors.EVENT_READ, link)
 
@@ -451,29 +453,29 @@ class CollectiveTransport(Transport):
                     raise TransferError(f"link {hello.number} was replaced by link {link.hello.number}")
                 self._close(link)
 
-    def _attend(self, link: _Link, action: Callable[[], None]) -> None:
+    def _attend(self, link: _PairLink, action: Callable[[], None]) -> None:
         if link.is_closed:
             return
         try:
             action()
         except TransferError as exc:
             # That an opener leaves is its business; that a peer we opened a link to does is a failure.
-            level = logging.WARNING if isinstance(link, _Opened) else logging.INFO
+            level = logging.WARNING if isinstance(link, _OutgoingLink) else logging.INFO
             logger.log(level, "link with %s is lost: %s", link.name, exc.message)
             self._close(link)
 
-    def _close(self, link: _Link) -> None:
+    def _close(self, link: _PairLink) -> None:
         if link.is_closed:
             return
         self._selector.unregister(link.stream)
         link.close()
-        if isinstance(link, _Accepted):
+        if isinstance(link, _IncomingLink):
             self._accepted.remove(link)
 
 
-def _decode_metadata(metadata: bytes) -> _Metadata:
+def _decode_metadata(metadata: bytes) -> _CollectiveMetadata:
     try:
-        described: _Metadata = _metadata_of(metadata)
+        described: _CollectiveMetadata = _metadata_of(metadata)
     except msgspec.MsgspecError as exc:
         raise TransferError(f"transport metadata cannot be read: {exc}") from exc
     return described

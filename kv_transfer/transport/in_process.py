@@ -26,7 +26,7 @@ from tandem.kv_transfer.transport.base import (
 )
 from tandem.protocol.errors import IncompatiblePeer, PeerLost, TransferError
 
-__all__ = ["InProcessHub", "InProcessTransport", "Verdict", "Write"]
+__all__ = ["InProcessHub", "InProcessTransport", "InProcessWrite", "Verdict"]
 
 
 class Verdict(enum.Enum):
@@ -39,7 +39,7 @@ class Verdict(enum.Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Write:
+class InProcessWrite:
     """One write of `sender` into the pool of `receiver`; with `is_read`, a read of `sender` from that pool."""
 
     sender: InProcessTransport
@@ -57,14 +57,14 @@ class InProcessHub:
     `judge` decides the fate of each write; `held` lists the links' undelivered writes. Both are for tests.
     """
 
-    def __init__(self, judge: Callable[[Write], Verdict] | None = None) -> None:
+    def __init__(self, judge: Callable[[InProcessWrite], Verdict] | None = None) -> None:
         self.judge = judge
         self.lock = threading.RLock()
         self._transports: dict[str, InProcessTransport] = {}
-        self._held: dict[tuple[InProcessTransport, InProcessTransport], deque[Write]] = {}
+        self._held: dict[tuple[InProcessTransport, InProcessTransport], deque[InProcessWrite]] = {}
 
     @property
-    def held(self) -> list[Write]:
+    def held(self) -> list[InProcessWrite]:
         """Writes held back, oldest first per link."""
         with self.lock:
             return [write for queue in self._held.values() for write in queue]
@@ -98,7 +98,7 @@ class InProcessHub:
             transport = self._transports.get(worker_id)
             return transport if transport is not None and transport.epoch == epoch else None
 
-    def cut(self, is_cut: Callable[[Write], bool]) -> None:
+    def cut(self, is_cut: Callable[[InProcessWrite], bool]) -> None:
         """Lose the held writes that `is_cut` picks."""
         with self.lock:
             for link, queue in list(self._held.items()):
@@ -108,7 +108,7 @@ class InProcessHub:
                 if not queue:
                     del self._held[link]
 
-    def submit(self, write: Write) -> None:
+    def submit(self, write: InProcessWrite) -> None:
         """Judge a write and do what was decided."""
         with self.lock:
             verdict = self.judge(write) if self.judge else Verdict.DELIVER
@@ -125,7 +125,7 @@ class InProcessHub:
                 _deliver(write)
 
 
-class _Metadata(msgspec.Struct, frozen=True, array_like=True):
+class _InProcessMetadata(msgspec.Struct, frozen=True, array_like=True):
     worker_id: str
     epoch: int
     num_blocks: int
@@ -149,7 +149,7 @@ class InProcessTransport(Transport):
 
     @override
     def local_metadata(self) -> bytes:
-        return msgspec.msgpack.encode(_Metadata(self.worker_id, self.epoch, *self.shape))
+        return msgspec.msgpack.encode(_InProcessMetadata(self.worker_id, self.epoch, *self.shape))
 
     @override
     def add_peer(self, worker_id: str, epoch: int, metadata: bytes) -> None:
@@ -232,25 +232,25 @@ class InProcessTransport(Transport):
         check_block_ids(local_block_ids, remote_block_ids, self.shape, peer.shape, is_read=is_read)
         transfer = Transfer(len(local_block_ids) * self.shape.block_bytes)
         local_block_ids, remote_block_ids = list(local_block_ids), list(remote_block_ids)
-        self._hub.submit(Write(self, peer, local_block_ids, remote_block_ids, notification, transfer, is_read))
+        self._hub.submit(InProcessWrite(self, peer, local_block_ids, remote_block_ids, notification, transfer, is_read))
         return transfer
 
 
-def _decode_metadata(metadata: bytes) -> _Metadata:
+def _decode_metadata(metadata: bytes) -> _InProcessMetadata:
     try:
-        return msgspec.msgpack.decode(metadata, type=_Metadata)
+        return msgspec.msgpack.decode(metadata, type=_InProcessMetadata)
     except msgspec.MsgspecError as exc:
         raise TransferError(f"transport metadata cannot be read: {exc}") from exc
 
 
-def _deliver(write: Write) -> None:
+def _deliver(write: InProcessWrite) -> None:
     _copy_blocks(write, count=len(write.local_block_ids))
     if write.notification:
         write.receiver.inbox.append(Notification(write.sender.worker_id, write.sender.epoch, write.notification))
     write.transfer.settle(TransferState.DONE)
 
 
-def _copy_blocks(write: Write, count: int) -> None:
+def _copy_blocks(write: InProcessWrite, count: int) -> None:
     """Copy the first `count` blocks as bytes: two pools may see the same bytes as different shapes."""
     for local_id, remote_id in zip(write.local_block_ids[:count], write.remote_block_ids[:count], strict=True):
         source, target = write.sender.pool[local_id].view(-1), write.receiver.pool[remote_id].view(-1)

@@ -36,7 +36,7 @@ from msgspec import Meta
 from torch import Tensor
 from typing_extensions import override
 
-from tandem.kv_transfer.checksum import seal, unseal
+from tandem.kv_transfer.checksum import append_checksum, strip_checksum
 from tandem.kv_transfer.transport.base import (
     Notification,
     PoolShape,
@@ -47,7 +47,13 @@ from tandem.kv_transfer.transport.base import (
     is_loopback,
     pool_shape,
 )
-from tandem.kv_transfer.transport.one_machine import UCX_TLS, Mailbox, MailboxAddress, Way, can_copy_between_processes
+from tandem.kv_transfer.transport.one_machine import (
+    UCX_TLS,
+    Mailbox,
+    MailboxAddress,
+    MailboxSender,
+    can_copy_between_processes,
+)
 from tandem.protocol.decoding import safe_decoder
 from tandem.protocol.errors import ConfigError, IncompatiblePeer, PeerLost, TransferError
 
@@ -102,7 +108,7 @@ def _nixl_errors(doing: str) -> Iterator[None]:
         raise TransferError(f"{doing}: {type(exc).__name__} {exc}") from exc
 
 
-class _Metadata(msgspec.Struct, frozen=True, array_like=True):
+class _NixlMetadata(msgspec.Struct, frozen=True, array_like=True):
     agent_metadata: Annotated[bytes, Meta(min_length=1, max_length=1 << 20)]
     address: Annotated[int, Meta(ge=1)]
     device_id: Annotated[int, Meta(ge=0, lt=1024)]
@@ -112,10 +118,10 @@ class _Metadata(msgspec.Struct, frozen=True, array_like=True):
     mailbox: MailboxAddress | None  # None: it takes notifications from UCX
 
 
-_metadata_of = safe_decoder(_Metadata)
+_metadata_of = safe_decoder(_NixlMetadata)
 
 
-class _Copy(Transfer):
+class _NixlTransfer(Transfer):
     """A write or read and what has to happen when it is done. `handle` is None for a pure notification."""
 
     __slots__ = ("handle", "is_read", "notification", "worker_id")
@@ -129,14 +135,14 @@ class _Copy(Transfer):
 
 
 @dataclass(eq=False, slots=True)
-class _Peer:
+class _NixlPeer:
     worker_id: str
     epoch: int
     shape: PoolShape
     remote_blocks: Any  # NIXL's prepared list of the peer's whole pool; a transfer picks from it by index
     link: int
-    way: Way | None  # of its notifications, past UCX
-    in_flight: deque[_Copy] = field(default_factory=deque)
+    mailbox: MailboxSender | None  # of its notifications, past UCX
+    in_flight: deque[_NixlTransfer] = field(default_factory=deque)
     num_notifications: int = 0
     is_lost: bool = False
 
@@ -157,7 +163,7 @@ class _Inbox:
 
         One that was damaged is lost, and those behind it do not wait for it; nor do too many wait for any other.
         """
-        message = unseal(sealed)
+        message = strip_checksum(sealed)
         if message is None or len(message) < _HEADER.size:
             self.num_damaged += 1
             self.num_dropped += 1
@@ -202,10 +208,10 @@ class NixlTransport(Transport):
         self._pool = pool  # keeps the registered memory alive
         self._memory_type: Literal["DRAM", "VRAM"] = "VRAM" if pool.is_cuda else "DRAM"
         self._device_id = max(pool.get_device(), 0)  # -1 on the CPU
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _NixlPeer] = {}
         self._inboxes: dict[str, _Inbox] = {}  # by agent name
         self._links = itertools.count(1)
-        self._stuck: list[_Copy] = []  # of lost links; NIXL could not cancel them yet
+        self._stuck: list[_NixlTransfer] = []  # of lost links; NIXL could not cancel them yet
         self._is_closed = False
         name = _agent_name(worker_id, epoch)
         needs_no_port = bool(mailbox) and _needs_no_port(pool)
@@ -223,7 +229,7 @@ class NixlTransport(Transport):
     @override
     def local_metadata(self) -> bytes:
         return msgspec.msgpack.encode(
-            _Metadata(
+            _NixlMetadata(
                 self._agent_metadata,
                 self._pool.data_ptr(),
                 self._device_id,
@@ -246,15 +252,15 @@ class NixlTransport(Transport):
         self.remove_peer(worker_id)
         shape = PoolShape(theirs.num_blocks, theirs.block_bytes)
         name = _agent_name(worker_id, epoch)
-        way = self._open_way(worker_id, theirs.mailbox)
-        with _closing_on_errors(way), _nixl_errors(f"adding {name}"):
+        mailbox = self._open_mailbox(worker_id, theirs.mailbox)
+        with _closing_on_errors(mailbox), _nixl_errors(f"adding {name}"):
             found = self._agent.add_remote_agent(theirs.agent_metadata).decode()
             if found != name:
                 self._agent.remove_remote_agent(found)
                 raise TransferError(f"metadata of {name} describes {found}")
             self._agent.make_connection(name)  # the first write then does not pay for it
             remote_blocks = self._prepare_blocks(name, shape, theirs.address, theirs.device_id, theirs.memory_type)
-        self._peers[worker_id] = _Peer(worker_id, epoch, shape, remote_blocks, next(self._links), way)
+        self._peers[worker_id] = _NixlPeer(worker_id, epoch, shape, remote_blocks, next(self._links), mailbox)
         # NOTE: an inbox outlives `remove_peer`, as the peer's own link to us goes on counting; only a restart ends it.
         for former in list(self._inboxes):
             if former != name and _worker_of(former)[0] == worker_id:
@@ -366,7 +372,7 @@ class NixlTransport(Transport):
             if self._mailbox is not None:
                 self._mailbox.close()
 
-    def _open_way(self, worker_id: str, theirs: MailboxAddress | None) -> Way | None:
+    def _open_mailbox(self, worker_id: str, theirs: MailboxAddress | None) -> MailboxSender | None:
         if (theirs is None) != (self._mailbox is None):
             raise IncompatiblePeer(
                 f"UCX has a port here or at {worker_id}, but not at both; is UCX_TLS set for one worker alone?"
@@ -391,7 +397,7 @@ class NixlTransport(Transport):
             raise PeerLost(f"{worker_id} is unknown or gone")
         check_block_ids(local_block_ids, remote_block_ids, self._shape, peer.shape, is_read=operation == "READ")
         num_bytes = len(local_block_ids) * self._shape.block_bytes
-        copy = _Copy(worker_id, num_bytes, notification, is_read=operation == "READ")
+        copy = _NixlTransfer(worker_id, num_bytes, notification, is_read=operation == "READ")
         peer.in_flight.append(copy)
         try:
             _check_alive(peer)  # else its number may be another process' by now, and CMA knows only the number
@@ -404,8 +410,8 @@ class NixlTransport(Transport):
 
     def _start(
         self,
-        peer: _Peer,
-        copy: _Copy,
+        peer: _NixlPeer,
+        copy: _NixlTransfer,
         operation: str,
         local_block_ids: Sequence[int],
         remote_block_ids: Sequence[int],
@@ -418,14 +424,14 @@ class NixlTransport(Transport):
             )
             self._agent.transfer(copy.handle)
 
-    def _progress(self, peer: _Peer) -> None:
+    def _progress(self, peer: _NixlPeer) -> None:
         """Settle finished transfers, oldest first: a write's notification waits for those before it."""
         while peer.in_flight and self._try_finish(peer, peer.in_flight[0]):
             peer.in_flight.popleft().settle(TransferState.DONE)
             if peer.in_flight:
                 peer.in_flight[0].begin()
 
-    def _try_finish(self, peer: _Peer, copy: _Copy) -> bool:
+    def _try_finish(self, peer: _NixlPeer, copy: _NixlTransfer) -> bool:
         """Whether it is done; if so its notification was sent."""
         with _nixl_errors(f"transfer with {peer.worker_id}"):
             if copy.handle is not None:
@@ -438,20 +444,20 @@ class NixlTransport(Transport):
                 copy.handle = None
             return not copy.notification or self._try_notify(peer, copy.notification)
 
-    def _try_notify(self, peer: _Peer, notification: bytes) -> bool:
-        message = seal(_HEADER.pack(peer.link, peer.num_notifications) + notification)
-        if peer.way is None:
+    def _try_notify(self, peer: _NixlPeer, notification: bytes) -> bool:
+        message = append_checksum(_HEADER.pack(peer.link, peer.num_notifications) + notification)
+        if peer.mailbox is None:
             self._agent.send_notif(_agent_name(peer.worker_id, peer.epoch), message)
-        elif not peer.way.send(message):
+        elif not peer.mailbox.send(message):
             return False
         peer.num_notifications += 1
         return True
 
-    def _lose(self, peer: _Peer, reason: TransferError) -> None:
+    def _lose(self, peer: _NixlPeer, reason: TransferError) -> None:
         logger.warning("link to %s epoch %d is lost: %s", peer.worker_id, peer.epoch, reason.message)
         self._disconnect(peer)
 
-    def _disconnect(self, peer: _Peer) -> None:
+    def _disconnect(self, peer: _NixlPeer) -> None:
         """Let go of what NIXL holds for this peer and lose the transfers with it.
 
         A read that cannot be cancelled may still land in our pool: it is lost only once it can.
@@ -465,8 +471,8 @@ class NixlTransport(Transport):
         if peer.is_lost:
             return
         peer.is_lost = True
-        if peer.way is not None:
-            peer.way.close()
+        if peer.mailbox is not None:
+            peer.mailbox.close()
         try:
             with _nixl_errors(f"removing {peer.worker_id}"):
                 peer.remote_blocks.release()
@@ -482,7 +488,7 @@ class NixlTransport(Transport):
             elif not copy.is_settled:
                 copy.settle(TransferState.LOST)
 
-    def _try_release(self, copy: _Copy) -> bool:
+    def _try_release(self, copy: _NixlTransfer) -> bool:
         """Whether NIXL holds nothing for it any more."""
         if copy.handle is not None:
             # A copy between processes that has begun goes on after its release: it is waited for.
@@ -532,17 +538,17 @@ def _make_agent(name: str, needs_no_port: bool) -> Any:
 
 
 @contextmanager
-def _closing_on_errors(way: Way | None) -> Iterator[None]:
+def _closing_on_errors(mailbox: MailboxSender | None) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if way is not None:
-            way.close()
+        if mailbox is not None:
+            mailbox.close()
         raise
 
 
-def _check_alive(peer: _Peer) -> None:
-    if peer.way is not None and peer.way.is_dead:
+def _check_alive(peer: _NixlPeer) -> None:
+    if peer.mailbox is not None and peer.mailbox.is_dead:
         raise PeerLost(f"the process of {peer.worker_id} has ended")
 
 
@@ -562,9 +568,9 @@ def _worker_of(agent_name: str) -> tuple[str, int]:
     return worker_id, int(epoch)
 
 
-def _decode_metadata(metadata: bytes) -> _Metadata:
+def _decode_metadata(metadata: bytes) -> _NixlMetadata:
     try:
-        described: _Metadata = _metadata_of(metadata)
+        described: _NixlMetadata = _metadata_of(metadata)
     except msgspec.MsgspecError as exc:
         raise TransferError(f"transport metadata cannot be read: {exc}") from exc
     return described

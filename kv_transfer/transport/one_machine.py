@@ -26,7 +26,7 @@ from zmq.error import Again
 from tandem.protocol.errors import PeerLost, TransferError
 from tandem.protocol.process import ProcessId, has_ended, own_process
 
-__all__ = ["UCX_TLS", "Mailbox", "MailboxAddress", "Way", "can_copy_between_processes"]
+__all__ = ["UCX_TLS", "Mailbox", "MailboxAddress", "MailboxSender", "can_copy_between_processes"]
 
 UCX_TLS = "^tcp,sysv"
 
@@ -73,7 +73,7 @@ class Mailbox:
         self._socket.bind(endpoint)
         self.address = MailboxAddress(endpoint, own_process())
 
-    def open(self, theirs: MailboxAddress) -> Way:
+    def open(self, theirs: MailboxAddress) -> MailboxSender:
         """The way to a peer's mailbox.
 
         Raises `TransferError` if it is not one of our folder and machine, `PeerLost` if its process has ended.
@@ -87,7 +87,7 @@ class Mailbox:
         socket.setsockopt(SocketOption.SNDHWM, _MAX_QUEUED)
         socket.setsockopt(SocketOption.LINGER, 0)
         socket.connect(theirs.endpoint)
-        return Way(self._agent_name.encode(), socket, descriptor)
+        return MailboxSender(self._agent_name.encode(), socket, descriptor)
 
     def take(self) -> dict[str, list[bytes]]:
         """What arrived, oldest first, by the name of the agent that sent it."""
@@ -105,7 +105,7 @@ class Mailbox:
         self._context.destroy(linger=0)
 
 
-class Way:
+class MailboxSender:
     """To one peer's mailbox, and what knows whether that peer's process lives."""
 
     def __init__(self, agent_name: bytes, socket: Any, descriptor: int) -> None:

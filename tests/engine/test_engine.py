@@ -189,10 +189,10 @@ def test_a_prefix_hit_gives_what_no_hit_gives(length: int, dtype: str, build_eng
     assert again.num_cached_tokens == (length - 1) // 16 * 16
     assert output(again) == first
     longer = prompt + first + make_prompt(5)
-    turn = add(engine, "turn", longer)
+    priority = add(engine, "turn", longer)
     drain(engine)
-    assert turn.num_cached_tokens == (length + 9) // 16 * 16  # all but the last output token has KV
-    assert [output(turn)] == generate(build_engine(dtype=dtype), [longer])
+    assert priority.num_cached_tokens == (length + 9) // 16 * 16  # all but the last output token has KV
+    assert [output(priority)] == generate(build_engine(dtype=dtype), [longer])
     engine.check_integrity(idle=True)
 
 
@@ -227,8 +227,8 @@ def test_being_overtaken_changes_nothing(dtype: str, build_engine: BuildEngine) 
     engine = build_engine(dtype=dtype, max_num_batched_tokens=16)
     sequences = []
     for i, prompt in enumerate(prompts):  # each overtakes those before it
-        turn = PrefillPriority(order=-float(i), max_step_tokens=7)
-        sequences.append(engine.make_sequence(str(i), prompt, make_sampling(), turn=turn))
+        priority = PrefillPriority(order=-float(i), max_step_tokens=7)
+        sequences.append(engine.make_sequence(str(i), prompt, make_sampling(), priority=priority))
         engine.add(sequences[-1])
         engine.step()
     assert [sequence.num_computed_tokens for sequence in sequences] == [7, 7, 7], "all are begun"

@@ -44,9 +44,9 @@ def make_sequence(
     """A prompt of `num_tokens`; sequences of one family have the same tokens, others share none."""
     first = 1000 * (sum(name.encode()) if family is None else family)
     tokens = list(range(first, first + num_tokens))
-    turn = PrefillPriority(order=order, max_step_tokens=max_step_tokens)
+    priority = PrefillPriority(order=order, max_step_tokens=max_step_tokens)
     sampling = SamplingParams(max_tokens=max_tokens)
-    return Sequence(name, tokens, num_tokens, sampling, root=b"root", phase=phase, turn=turn)
+    return Sequence(name, tokens, num_tokens, sampling, root=b"root", phase=phase, priority=priority)
 
 
 def make_received(scheduler: Scheduler, num_prompt_tokens: int, **options: object) -> Sequence | None:
@@ -512,8 +512,8 @@ def test_every_mix_of_arrivals_drains(
             handed.append(sequence)
         scheduler.add(sequence)
 
-    for i, (kind, number, max_tokens, family, num_steps, turn) in enumerate(events):
-        name, options = f"s{i}", {"order": turn[0], "max_step_tokens": turn[1]}
+    for i, (kind, number, max_tokens, family, num_steps, priority) in enumerate(events):
+        name, options = f"s{i}", {"order": priority[0], "max_step_tokens": priority[1]}
         queued = [*scheduler.waiting, *scheduler.running]
         if kind == "prompt":
             add(make_sequence(number, name=name, family=family, max_tokens=max_tokens, **options))

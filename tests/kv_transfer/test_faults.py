@@ -15,7 +15,7 @@ import torch
 from benchmarks.faults import Faults, run, save_tiny_model
 from tandem.decode_worker import DecodeRole
 from tandem.engine.engine import Engine
-from tandem.kv_transfer.checksum import block_checksums, seal, unseal, wrong_blocks
+from tandem.kv_transfer.checksum import append_checksum, block_checksums, strip_checksum, wrong_blocks
 from tandem.kv_transfer.links import LinkState, PeerLinks
 from tandem.kv_transfer.outbox import LeaseEnded, Outbox
 from tandem.kv_transfer.transport.base import Notification, TransferState
@@ -186,14 +186,14 @@ def test_a_stuck_write_holds_up_its_link_until_that_is_reset() -> None:
 
 def test_a_sealed_message_shows_every_flipped_bit_and_every_cut() -> None:
     message = b"the first token is 42"
-    sealed = seal(message)
-    assert unseal(sealed) == message
+    sealed = append_checksum(message)
+    assert strip_checksum(sealed) == message
     for position in range(len(sealed)):
-        assert unseal(sealed[:position]) is None
+        assert strip_checksum(sealed[:position]) is None
         for bit in range(8):
             flipped = bytearray(sealed)
             flipped[position] ^= 1 << bit
-            assert unseal(bytes(flipped)) is None
+            assert strip_checksum(bytes(flipped)) is None
 
 
 @pytest.mark.parametrize(("checksums", "low", "high"), [("off", 0, 0), ("sample", 5, 60), ("all", 320, 320)])
@@ -313,7 +313,7 @@ class SenderSide:
         self.prefill(request_id, prompt)
         self.grant(request_id, -(-len(prompt) // BLOCK_SIZE))
         self.role.pump(self.now)
-        messages = [decode_message(unseal(n.payload) or b"") for n in self.receiver.poll()]
+        messages = [decode_message(strip_checksum(n.payload) or b"") for n in self.receiver.poll()]
         return [message for message in messages if isinstance(message, ChunkArrived)]
 
 
@@ -405,7 +405,7 @@ def test_wherever_a_link_flaps_every_lease_is_confirmed_after_it_healed(model: P
         sender.answer_hello()
         sender.transport.poll()
         sender.role.pump(now)
-    notifications = [decode_message(unseal(n.payload) or b"") for n in sender.receiver.poll()]
+    notifications = [decode_message(strip_checksum(n.payload) or b"") for n in sender.receiver.poll()]
     done = {message.generation for message in notifications if isinstance(message, HandoffDone)}
     assert sorted({*done, *closed_leases(sender)}) == [1, 2, 3]
     assert not done & set(closed_leases(sender))
@@ -464,7 +464,7 @@ def test_no_lease_is_granted_to_a_sender_that_is_known_to_be_dead(model: Path) -
     engine.check_integrity(idle=True)
 
 
-@pytest.mark.parametrize("payload", [b"", b"garbage", seal(b"garbage"), seal(b"")], ids=str)
+@pytest.mark.parametrize("payload", [b"", b"garbage", append_checksum(b"garbage"), append_checksum(b"")], ids=str)
 def test_a_notification_that_cannot_be_read_is_dropped(model: Path, payload: bytes) -> None:
     role, engine = make_receiver(model)
     role.accept(Decode(request_id="r", token_ids=[7] * 20, sampling=GREEDY, prefill_worker=address("p")), 0.0)

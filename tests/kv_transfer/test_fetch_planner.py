@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.kv_transfer.fetch_planner import FetchPlan, LoadRange, Source, plan_fetch
+from tandem.kv_transfer.fetch_planner import FetchPlan, FetchSource, LoadRange, plan_fetch
 
 SIZE = 16
 TOKEN_S = 2e-3  # one CPU core
@@ -18,13 +18,15 @@ def compute_s(start: int, end: int) -> float:
     return TOKEN_S * (end - start) + 1e-7 * (end - start) * (start + end) / 2 + (0.02 if end > start else 0.0)
 
 
-def plan(*sources: Source, first: int = 0, tokens: int = 4001, queue_s: float = 0.0) -> FetchPlan:
+def plan(*sources: FetchSource, first: int = 0, tokens: int = 4001, queue_s: float = 0.0) -> FetchPlan:
     return plan_fetch(
         sources, first_block=first, num_tokens=tokens, block_size=SIZE, compute_s=compute_s, queue_s=queue_s
     )
 
 
-def total_s(loads: list[tuple[Source, int, int]], meet: int, end: int, tokens: int, first: int, queue: float) -> float:
+def total_s(
+    loads: list[tuple[FetchSource, int, int]], meet: int, end: int, tokens: int, first: int, queue: float
+) -> float:
     """The formula of the module's docstring, written down once more."""
     by_source = [
         s.latency_s + s.block_s * (s.queued_blocks + b - max(a, meet)) for s, a, b in loads if b > max(a, meet)
@@ -34,21 +36,21 @@ def total_s(loads: list[tuple[Source, int, int]], meet: int, end: int, tokens: i
 
 
 def test_a_fast_tier_gives_everything_it_has() -> None:
-    fast = Source("host", 250, 1e-4, 2e-4)
+    fast = FetchSource("host", 250, 1e-4, 2e-4)
     result = plan(fast, first=10)
     assert result.loads == (LoadRange("host", 10, 250),)
     assert result.predicted_s < result.recompute_s / 15
 
 
 def test_a_tier_slower_than_computing_is_left_alone_when_it_adds_little() -> None:
-    slow = Source("object", 250, 0.05, 100 * SIZE * TOKEN_S)
+    slow = FetchSource("object", 250, 0.05, 100 * SIZE * TOKEN_S)
     result = plan(slow)
     assert result.loads == ()
     assert result.predicted_s == result.recompute_s
 
 
 def test_a_tier_as_fast_as_computing_takes_the_back_half() -> None:
-    even = Source("disk", 250, 0.0, SIZE * TOKEN_S)
+    even = FetchSource("disk", 250, 0.0, SIZE * TOKEN_S)
     result = plan(even)
     assert result.first_block is not None
     assert result.first_block == pytest.approx(125, abs=8)
@@ -56,34 +58,38 @@ def test_a_tier_as_fast_as_computing_takes_the_back_half() -> None:
 
 
 def test_each_block_comes_from_the_fastest_source_that_has_it() -> None:
-    sources = (Source("disk", 200, 1e-3, 5e-4), Source("host", 120, 1e-4, 1e-4), Source("peer", 90, 1e-3, 1e-3))
+    sources = (
+        FetchSource("disk", 200, 1e-3, 5e-4),
+        FetchSource("host", 120, 1e-4, 1e-4),
+        FetchSource("peer", 90, 1e-3, 1e-3),
+    )
     assert plan(*sources, first=20).loads == (LoadRange("host", 20, 120), LoadRange("disk", 120, 200))
 
 
 def test_a_busy_engine_makes_loading_worth_more() -> None:
-    slowish = Source("object", 100, 0.5, 1.5 * SIZE * TOKEN_S)
+    slowish = FetchSource("object", 100, 0.5, 1.5 * SIZE * TOKEN_S)
     idle, busy = plan(slowish), plan(slowish, queue_s=30.0)
     assert (idle.first_block or 100) > 0
     assert busy.first_block == 0  # all of it is there before the engine is free
 
 
 def test_a_queue_at_the_tier_counts() -> None:
-    free = Source("disk", 250, 1e-3, 1e-3)
+    free = FetchSource("disk", 250, 1e-3, 1e-3)
     assert plan(free._replace(queued_blocks=100_000)).loads == ()
     assert plan(free).loads
 
 
 def test_nothing_to_load_is_no_plan() -> None:
     assert plan().loads == ()
-    assert plan(Source("host", 10, 0.0, 0.0), first=10).loads == ()
-    assert plan(Source("host", 5, 0.0, 0.0), first=10).loads == ()
+    assert plan(FetchSource("host", 10, 0.0, 0.0), first=10).loads == ()
+    assert plan(FetchSource("host", 5, 0.0, 0.0), first=10).loads == ()
 
 
 @given(
     first=st.integers(0, 5),
     sources=st.lists(
         st.builds(
-            Source,
+            FetchSource,
             name=st.sampled_from(["host", "disk", "object", "peer"]),
             end_block=st.integers(0, 24),
             latency_s=st.floats(0, 0.5),
@@ -95,12 +101,12 @@ def test_nothing_to_load_is_no_plan() -> None:
     ),
     queue_s=st.floats(0, 2.0),
 )
-def test_no_other_split_is_better(first: int, sources: list[Source], queue_s: float) -> None:
+def test_no_other_split_is_better(first: int, sources: list[FetchSource], queue_s: float) -> None:
     tokens = 24 * SIZE + 5
     result = plan(*sources, first=first, tokens=tokens, queue_s=queue_s)
     assert result.recompute_s == pytest.approx(queue_s + compute_s(first * SIZE, tokens))
     ends = sorted({source.end_block for source in sources if source.end_block > first})
-    loads: list[tuple[Source, int, int]] = []
+    loads: list[tuple[FetchSource, int, int]] = []
     best = result.recompute_s
     for start, end in itertools.pairwise([first, *ends]):
         source = min((s for s in sources if s.end_block >= end), key=lambda s: (s.block_s, s.latency_s))
@@ -122,7 +128,7 @@ def test_on_a_gpu_the_formula_says_when_a_tier_pays() -> None:
 
     def share(bytes_per_s: float) -> float:
         result = plan_fetch(
-            [Source("tier", 625, 1e-3, SIZE * token_bytes / bytes_per_s)],
+            [FetchSource("tier", 625, 1e-3, SIZE * token_bytes / bytes_per_s)],
             first_block=0,
             num_tokens=10_001,
             block_size=SIZE,

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tandem.kv_transfer.leases import Fenced, LeaseTable, Received, Released
+from tandem.kv_transfer.leases import LeaseFenced, LeaseReceived, LeaseReleased, LeaseTable
 from tandem.kv_transfer.outbox import BlockWrite, HandoffEnded, LeaseEnded, Outbox
 from tandem.kv_transfer.transport.base import TransferState
 from tandem.protocol.messages import ChunkArrived
@@ -132,7 +132,7 @@ class World:
         if self.bounds.can_vouch and self.strays:
             actions.append(("strays land", World.land_strays))
         elif self.bounds.can_vouch and self.outbox._unsure:
-            actions.append(("nothing lost can land", World.vouch))
+            actions.append(("nothing lost can land", World.confirm_lost_writes))
         elif (
             any(lease.sender_epoch == self.sender_epoch for lease in self.table.fenced)
             and self.outbox._unsure
@@ -304,9 +304,9 @@ class World:
             require(lent == stray.generation, f"a lost write of {stray.generation} lands in {stray.block_id} of {lent}")
         self.strays = frozenset()
 
-    def vouch(self) -> None:
-        for receiver in self.outbox.unsure_receivers:
-            self.outbox.vouch(*receiver)
+    def confirm_lost_writes(self) -> None:
+        for receiver in self.outbox.receivers_with_lost_writes:
+            self.outbox.confirm_lost_writes(*receiver)
 
     def restore_link(self) -> None:
         self.is_link_up = True
@@ -404,12 +404,12 @@ class World:
     def _send(self, message: Message) -> None:
         self.network |= {message}
 
-    def _end(self, end: Received | Released | Fenced | None) -> None:
+    def _end(self, end: LeaseReceived | LeaseReleased | LeaseFenced | None) -> None:
         """What the receiver's shell does with what the table says."""
-        if end is None or isinstance(end, Fenced):
+        if end is None or isinstance(end, LeaseFenced):
             return
         lease = end.lease
-        if isinstance(end, Received) and not end.num_missing:
+        if isinstance(end, LeaseReceived) and not end.num_missing:
             self.num_received += 1
             arrived = [self.content.get(block) for block in lease.block_ids]
             whole = [(lease.generation, index) for index in range(len(lease.block_ids))]
@@ -672,7 +672,7 @@ class RepeatsGenerations(LeaseTable):
 class HidesMissingChunks(LeaseTable):
     def handoff_done(self, *args: Any, **fields: Any) -> Any:
         ended = super().handoff_done(*args, **fields)
-        is_received = isinstance(ended, Received)
+        is_received = isinstance(ended, LeaseReceived)
         return ended._replace(checksums=[b""] * len(ended.lease.block_ids)) if is_received else ended
 
 
@@ -682,7 +682,7 @@ class FreesLateLeases(LeaseTable):
 
 
 class KeepsLeasesOfTheDead(LeaseTable):
-    def sender_lost(self, sender_id: str, sender_epoch: int) -> list[Released]:
+    def sender_lost(self, sender_id: str, sender_epoch: int) -> list[LeaseReleased]:
         return []
 
 

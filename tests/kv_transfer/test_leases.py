@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.kv_transfer.leases import Fenced, Lease, LeaseTable, Received, Released
+from tandem.kv_transfer.leases import Lease, LeaseFenced, LeaseReceived, LeaseReleased, LeaseTable
 
 
 def grant(
@@ -23,7 +23,7 @@ def test_blocks_are_received_once_all_arrived_and_the_sender_is_done() -> None:
     lease = grant(table)
     table.chunk_arrived("r", lease.generation, 2, 2, [b"a", b"b"], now=1)
     table.chunk_arrived("r", lease.generation, 4, 1, [b"c"], now=2)
-    assert table.handoff_done("r", lease.generation, 42, now=3) == Received(lease, 42, [b"a", b"b", b"c"])
+    assert table.handoff_done("r", lease.generation, 42, now=3) == LeaseReceived(lease, 42, [b"a", b"b", b"c"])
     assert table.held_block_ids == []
     table.check_integrity()
 
@@ -33,7 +33,7 @@ def test_chunks_may_come_in_any_order() -> None:
     lease = grant(table)
     table.chunk_arrived("r", lease.generation, 4, 1, [], now=1)
     table.chunk_arrived("r", lease.generation, 2, 2, [b"a", b"b"], now=1)
-    assert table.handoff_done("r", lease.generation, 42, now=1) == Received(lease, 42, [b"a", b"b", b""])
+    assert table.handoff_done("r", lease.generation, 42, now=1) == LeaseReceived(lease, 42, [b"a", b"b", b""])
 
 
 def test_a_chunk_that_was_not_announced_when_the_sender_is_done_is_missing() -> None:
@@ -41,8 +41,8 @@ def test_a_chunk_that_was_not_announced_when_the_sender_is_done_is_missing() -> 
     lease = grant(table)
     table.chunk_arrived("r", lease.generation, 4, 1, [b"c"], now=1)
     received = table.handoff_done("r", lease.generation, 42, now=1)
-    assert received == Received(lease, 42, [b"c"])
-    assert isinstance(received, Received)
+    assert received == LeaseReceived(lease, 42, [b"c"])
+    assert isinstance(received, LeaseReceived)
     assert received.num_missing == 2
     table.chunk_arrived("r", lease.generation, 2, 2, [b"a", b"b"], now=1)
     assert table.ignored == {"chunk of no lease": 1}
@@ -53,7 +53,7 @@ def test_a_chunk_that_was_not_announced_when_the_sender_is_done_is_missing() -> 
 def test_a_fully_cached_prompt_needs_only_done() -> None:
     table = LeaseTable()
     lease = grant(table, block_ids=())
-    assert table.handoff_done("r", lease.generation, 42, now=1) == Received(lease, 42, [])
+    assert table.handoff_done("r", lease.generation, 42, now=1) == LeaseReceived(lease, 42, [])
 
 
 def test_generations_are_unique_and_grow() -> None:
@@ -66,13 +66,13 @@ def test_an_expired_lease_keeps_its_blocks_until_the_sender_confirms() -> None:
     table = LeaseTable()
     lease = grant(table)
     assert table.expire(9.9) == []
-    assert table.expire(10.0) == [Fenced(lease, "the lease expired")]
+    assert table.expire(10.0) == [LeaseFenced(lease, "the lease expired")]
     assert table.expire(99.0) == []
     assert table.fenced == [lease]
     assert table.held_block_ids == [7, 8, 9]
     assert table.num_quarantined_blocks == 3
     released = table.lease_closed("r", lease.generation, "p", 1)
-    assert released == Released(lease, reason="closed by the sender")
+    assert released == LeaseReleased(lease, reason="closed by the sender")
     assert table.held_block_ids == []
 
 
@@ -82,7 +82,7 @@ def test_done_of_a_fenced_lease_confirms_that_no_write_is_left() -> None:
     table.chunk_arrived("r", lease.generation, 2, 3, [], now=1)
     table.expire(10)
     released = table.handoff_done("r", lease.generation, 42, now=11)
-    assert isinstance(released, Released)
+    assert isinstance(released, LeaseReleased)
 
 
 def test_nothing_is_received_after_the_deadline_even_before_expire_ran() -> None:
@@ -138,13 +138,13 @@ def test_repeated_foreign_and_misplaced_messages_are_ignored_and_counted() -> No
         "closed of no lease": 1,
     }
     assert table.held_block_ids == [7, 8, 9]
-    assert table.handoff_done("r", generation, 42, now=1) == Received(lease, 42, [b"", b""])
+    assert table.handoff_done("r", generation, 42, now=1) == LeaseReceived(lease, 42, [b"", b""])
 
 
 def test_a_sender_that_gives_up_releases_a_live_lease() -> None:
     table = LeaseTable()
     lease = grant(table)
-    assert table.lease_closed("r", lease.generation, "p", 1, "cancelled") == Released(lease, "cancelled")
+    assert table.lease_closed("r", lease.generation, "p", 1, "cancelled") == LeaseReleased(lease, "cancelled")
     assert table.num_live == 0
 
 
@@ -153,7 +153,7 @@ def test_the_death_of_a_sender_releases_its_leases_and_no_others() -> None:
     live, fenced = grant(table, "a", (1,)), grant(table, "b", (2,))
     other = table.grant("c", [3], first_block=0, sender_id="p", sender_epoch=2, now=0, ttl_s=10)
     table.cancel("b")
-    assert table.sender_lost("p", 1) == [Released(live, "p died"), Released(fenced, "p died")]
+    assert table.sender_lost("p", 1) == [LeaseReleased(live, "p died"), LeaseReleased(fenced, "p died")]
     assert table.held_block_ids == [3]
     assert other.generation
 
@@ -163,11 +163,11 @@ def test_the_leases_of_a_sender_that_is_given_up_are_fenced_until_it_is_gone() -
     live, fenced = grant(table, "a", (1,)), grant(table, "b", (2,))
     other = table.grant("c", [3], first_block=0, sender_id="p", sender_epoch=2, now=0, ttl_s=10)
     table.cancel("b")
-    assert table.give_up_sender("p", 1) == [Fenced(live, "p was given up")]
+    assert table.give_up_sender("p", 1) == [LeaseFenced(live, "p was given up")]
     assert table.give_up_sender("p", 1) == []
     assert (table.fenced, table.num_live, table.num_quarantined_blocks) == ([live, fenced], 1, 2)
     table.chunk_arrived("a", live.generation, 2, 1, [], now=1)
-    assert table.sender_lost("p", 1) == [Released(live, "p died"), Released(fenced, "p died")]
+    assert table.sender_lost("p", 1) == [LeaseReleased(live, "p died"), LeaseReleased(fenced, "p died")]
     assert table.held_block_ids == [3]
     assert other.generation
 
@@ -175,14 +175,14 @@ def test_the_leases_of_a_sender_that_is_given_up_are_fenced_until_it_is_gone() -
 def test_a_request_can_be_granted_again_while_its_old_lease_is_fenced() -> None:
     table = LeaseTable()
     old = grant(table, block_ids=(1,))
-    assert table.cancel("r") == Fenced(old, "cancelled")
+    assert table.cancel("r") == LeaseFenced(old, "cancelled")
     assert table.cancel("r") is None
     new = grant(table, block_ids=(2,))
     table.check_integrity()
     table.chunk_arrived("r", old.generation, 2, 1, [b"old"], now=1)
     table.chunk_arrived("r", new.generation, 2, 1, [b"new"], now=1)
-    assert isinstance(table.handoff_done("r", old.generation, 42, now=1), Released)
-    assert table.handoff_done("r", new.generation, 42, now=1) == Received(new, 42, [b"new"])
+    assert isinstance(table.handoff_done("r", old.generation, 42, now=1), LeaseReleased)
+    assert table.handoff_done("r", new.generation, 42, now=1) == LeaseReceived(new, 42, [b"new"])
 
 
 def test_a_second_live_lease_of_a_request_is_our_own_bug() -> None:
@@ -198,7 +198,7 @@ def test_the_first_deadline_gives_the_sender_time_to_read_the_grant() -> None:
     assert table.expire(29.9) == []
     table.extend("p", 1, [("r", lease.generation)], now=29.9)
     assert table.expire(30.8) == [], "a heartbeat that names it gives it ttl_s"
-    assert table.expire(30.9) == [Fenced(lease, "the lease expired")]
+    assert table.expire(30.9) == [LeaseFenced(lease, "the lease expired")]
 
 
 def test_from_the_first_chunk_on_heartbeats_vouch_for_a_lease() -> None:

@@ -11,14 +11,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tandem.kv_transfer.checksum import seal
+from tandem.kv_transfer.checksum import append_checksum
 from tandem.kv_transfer.transport import nixl
 from tandem.kv_transfer.transport.base import TransferState
-from tandem.kv_transfer.transport.nixl import _HEADER, _MAX_AHEAD, _MAX_EARLY, NixlTransport, _bindings, _Copy, _Inbox
+from tandem.kv_transfer.transport.nixl import (
+    _HEADER,
+    _MAX_AHEAD,
+    _MAX_EARLY,
+    NixlTransport,
+    _bindings,
+    _Inbox,
+    _NixlTransfer,
+)
 
 
 def make_message(sequence: int, link: int = 1) -> bytes:
-    return seal(_HEADER.pack(link, sequence) + b"%d" % sequence)
+    return append_checksum(_HEADER.pack(link, sequence) + b"%d" % sequence)
 
 
 def take(inbox: _Inbox, *messages: bytes) -> list[int]:
@@ -71,7 +79,7 @@ def test_early_notifications_are_bounded_in_bytes_and_in_how_far_ahead_they_are(
     monkeypatch.setattr(nixl, "_MAX_EARLY_BYTES", 1000)
     inbox = _Inbox()
     for sequence in random.Random(1).sample(range(1, 10_000), 5000):
-        list(inbox.take(seal(_HEADER.pack(1, sequence) + b"x" * 100)))
+        list(inbox.take(append_checksum(_HEADER.pack(1, sequence) + b"x" * 100)))
         assert inbox.num_early_bytes == sum(map(len, inbox.early.values())) <= 1000
     inbox = _Inbox()
     assert take(inbox, make_message(_MAX_AHEAD), make_message(2**63), make_message(2**64 - 1)) == []
@@ -114,7 +122,7 @@ def test_a_read_that_cannot_be_cancelled_is_lost_only_when_it_can() -> None:
     transport, other = (NixlTransport(name, 1, torch.zeros(4, 64)) for name in ("a", "b"))
     try:
         transport.add_peer("b", 1, other.local_metadata())
-        read, write = (_Copy("b", 256, b"", is_read=is_read) for is_read in (True, False))
+        read, write = (_NixlTransfer("b", 256, b"", is_read=is_read) for is_read in (True, False))
         read.handle, write.handle = handles = Handle(), Handle()
         transport._peers["b"].in_flight += [read, write]
         transport.remove_peer("b")

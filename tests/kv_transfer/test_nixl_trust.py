@@ -16,7 +16,7 @@ import pytest
 import torch
 import zmq
 
-from tandem.kv_transfer.checksum import seal
+from tandem.kv_transfer.checksum import append_checksum
 from tandem.kv_transfer.transport import Transport, create_transport
 from tandem.kv_transfer.transport.nixl import _HEADER
 from tandem.protocol.errors import IncompatiblePeer, PeerLost, TransferError
@@ -175,7 +175,7 @@ def test_what_a_mailbox_holds_that_no_worker_sent_is_dropped(folder: Path) -> No
         stranger.connect(f"ipc://{folder}/a")
         for frames in ([b""], [b"b#1"], [b"b#1", b"x", b"y"], [b"\xff#1", b"x" * 40], [b"b#1", b"x" * 40]):
             stranger.send_multipart(frames)
-        stranger.send_multipart([b"c#1", seal(_HEADER.pack(1, 0) + b"heard")])
+        stranger.send_multipart([b"c#1", append_checksum(_HEADER.pack(1, 0) + b"heard")])
         arrived: list[Any] = []
         deadline = time.monotonic() + 20
         while not arrived and time.monotonic() < deadline:

@@ -1,11 +1,11 @@
 """Expectations of answers' lengths that a test chooses, where the scheduler would learn them."""
 
-from tandem.engine.room import AnswerLengths
+from tandem.engine.output_lengths import OutputLengths
 
 __all__ = ["Expects"]
 
 
-class Expects(AnswerLengths):
+class Expects(OutputLengths):
     """Every answer is expected to get this many more tokens, however many it has. Of 1, what has room now is let in."""
 
     def __init__(self, num_tokens: int) -> None:

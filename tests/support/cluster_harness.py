@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from tandem.engine.engine import Engine
-from tandem.kv_transfer.transport.in_process import InProcessHub, Verdict, Write
+from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessWrite, Verdict
 from tandem.protocol.config import EngineConfig, RouterConfig, TierConfig, TransferConfig, WorkerConfig
 from tandem.protocol.digest import EVERYONE
 from tandem.protocol.messages import FinishReason, Message, Role, decode_message, encode_message
@@ -157,7 +157,7 @@ async def running_cluster(
     engine: dict[str, Any] | None = None,
     transfer: dict[str, Any] | None = None,
     router: dict[str, Any] | None = None,
-    judge: Callable[[Write], Verdict] | None = None,
+    judge: Callable[[InProcessWrite], Verdict] | None = None,
     overrides: dict[str, dict[str, Any]] | None = None,
     tiers: TierConfig | None = None,
     tenants: Tenants = Tenants(),

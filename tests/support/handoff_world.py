@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tandem.kv_transfer.leases import Fenced, LeaseTable, Received, Released
+from tandem.kv_transfer.leases import LeaseFenced, LeaseReceived, LeaseReleased, LeaseTable
 from tandem.kv_transfer.outbox import BlockWrite, HandoffEnded, LeaseEnded, Outbox
 from tandem.kv_transfer.transport.base import TransferState
 from tandem.protocol.messages import ChunkArrived, HandoffDone
@@ -187,7 +187,7 @@ class World:
             self._land(write, position)
         sender.stray.clear()
         sender.is_link_up = True
-        sender.outbox.vouch("d", self.receiver_epoch)
+        sender.outbox.confirm_lost_writes("d", self.receiver_epoch)
 
     def heartbeat(self) -> None:
         sender = self.senders[self.pick(2)]
@@ -312,15 +312,15 @@ class World:
                 self.leases.handoff_done(message.request_id, message.generation, message.first_token_id, now=self.now)
             )
 
-    def _end(self, end: Received | Released | Fenced | None) -> None:
+    def _end(self, end: LeaseReceived | LeaseReleased | LeaseFenced | None) -> None:
         """What the receiver's shell does with what the table says."""
         if end is None:
             return
         lease = end.lease
-        if isinstance(end, Fenced):
+        if isinstance(end, LeaseFenced):
             self._send_revoked(lease.sender_id, lease.sender_epoch, lease.request_id, lease.generation)
             return
-        if isinstance(end, Received) and not end.num_missing:
+        if isinstance(end, LeaseReceived) and not end.num_missing:
             self.num_received += 1
             expected = [
                 (lease.request_id, lease.generation, lease.first_block + i) for i in range(len(lease.block_ids))

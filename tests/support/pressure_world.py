@@ -14,7 +14,7 @@ from tandem.decode_worker import DecodeRole
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Sequence
-from tandem.kv_transfer.checksum import seal
+from tandem.kv_transfer.checksum import append_checksum
 from tandem.kv_transfer.transport.base import Notification
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.messages import (
@@ -183,7 +183,7 @@ class PressureWorld:
         )
         self.handoffs.pop(request_id, None)
         for message in (chunk, HandoffDone(request_id=request_id, generation=generation, first_token_id=7)):
-            self.role.notified(Notification("p", 1, seal(encode_message(message))), self.now)
+            self.role.notified(Notification("p", 1, append_checksum(encode_message(message))), self.now)
 
     def _sample(self, sequence: Sequence) -> None:
         sequence.token_ids.append(7)

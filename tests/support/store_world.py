@@ -20,9 +20,9 @@ from tandem.kv_transfer.tiers import (
     BlockName,
     BlockStore,
     DiskStore,
-    Failure,
     MemoryStore,
     ObjectStore,
+    StoreFailure,
     StoreKey,
     Tier,
 )
@@ -59,10 +59,10 @@ def zeros(count: int = 1) -> Block:
     return np.zeros((count, BLOCK_BYTES), np.uint8)
 
 
-def read(store: BlockStore, name: BlockName) -> Failure | bool:
+def read(store: BlockStore, name: BlockName) -> StoreFailure | bool:
     """Whether the block's bytes are right, or why it could not be read."""
     data = store.read(name, np.zeros(store.block_bytes, np.uint8))
-    return data if isinstance(data, Failure) else np.array_equal(data, content(name, store.block_bytes))
+    return data if isinstance(data, StoreFailure) else np.array_equal(data, content(name, store.block_bytes))
 
 
 class Clock:

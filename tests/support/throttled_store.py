@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from typing_extensions import override
 
-from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, Failure
+from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure
 
 __all__ = ["ThrottledStore"]
 
@@ -28,12 +28,12 @@ class ThrottledStore(BlockStore):
         self._lock = threading.Lock()
 
     @override
-    def read(self, name: BlockName, scratch: Block) -> Block | Failure:
+    def read(self, name: BlockName, scratch: Block) -> Block | StoreFailure:
         self._wait()
         return self._store.read(name, scratch)
 
     @override
-    def write(self, name: BlockName, data: Block) -> Failure | None:
+    def write(self, name: BlockName, data: Block) -> StoreFailure | None:
         self._wait()
         return self._store.write(name, data)
 
@@ -42,7 +42,7 @@ class ThrottledStore(BlockStore):
         self._store.delete(name)
 
     @override
-    def scan(self) -> Sequence[BlockName] | Failure:
+    def scan(self) -> Sequence[BlockName] | StoreFailure:
         return self._store.scan()
 
     @override

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.kv_transfer.transport.in_process import Verdict, Write
+from tandem.kv_transfer.transport.in_process import InProcessWrite, Verdict
 from tandem.protocol.config import TierConfig
 from tandem.protocol.messages import KvHolder, Role
 from tests.support.cluster_harness import BLOCK_BYTES, PAIR, Cluster, Oracle, eventually, running_cluster
@@ -17,7 +17,7 @@ from tests.worker.kv.test_peer_reads import NUM_BLOCKS, TWO, ask, prompt
 from tests.worker.test_roles import make_prompt
 
 
-def no_garbage(write: Write) -> Verdict:
+def no_garbage(write: InProcessWrite) -> Verdict:
     """Deliver, but never blocks that are not computed, nor over blocks that the device still writes."""
     pools = (write.sender.pool, write.local_block_ids), (write.receiver.pool, write.remote_block_ids)
     for pool, blocks in pools:

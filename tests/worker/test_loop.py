@@ -17,7 +17,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.sampling.sampler import Sampler
 from tandem.engine.sequence import Sequence
 from tandem.kv_transfer.transport.base import Notification
-from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport, Verdict, Write
+from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport, InProcessWrite, Verdict
 from tandem.protocol.errors import ServingError, WorkerError
 from tandem.protocol.messages import (
     INVALID_REQUEST,
@@ -362,7 +362,7 @@ def test_a_link_that_breaks_or_sticks_heals_without_a_death_and_shows_in_the_met
 ) -> None:
     is_broken = True
 
-    def judge(write: Write) -> Verdict:
+    def judge(write: InProcessWrite) -> Verdict:
         return verdict if is_broken and write.local_block_ids else Verdict.DELIVER
 
     async def scenario() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.kv_transfer.transport.base import Notification
-from tandem.kv_transfer.transport.in_process import Verdict, Write
+from tandem.kv_transfer.transport.in_process import InProcessWrite, Verdict
 from tandem.protocol.errors import NoWorker, ServingError, TransferError, TransferTimeout
 from tandem.protocol.messages import FinishReason, Role
 from tests.support.cluster_harness import (
@@ -89,7 +89,7 @@ def test_prefix_hits_on_either_side_change_no_token(tiny_model: Path, oracle: Or
 def test_blocks_the_decode_worker_has_are_not_sent(tiny_model: Path) -> None:
     sent: list[int] = []
 
-    def judge(write: Write) -> Verdict:
+    def judge(write: InProcessWrite) -> Verdict:
         sent.extend(write.local_block_ids)
         return Verdict.DELIVER
 
@@ -300,11 +300,11 @@ def swap_blocks(pool: Tensor, blocks: list[int]) -> None:
     pool[blocks[:2]] = pool[blocks[1::-1]]
 
 
-def is_a_chunk(write: Write) -> bool:
+def is_a_chunk(write: InProcessWrite) -> bool:
     return bool(write.local_block_ids)
 
 
-def is_the_last_word(write: Write) -> bool:
+def is_the_last_word(write: InProcessWrite) -> bool:
     return not write.local_block_ids
 
 
@@ -315,7 +315,7 @@ def test_what_was_damaged_on_the_way_is_never_decoded_from(
 ) -> None:
     """A link that damages everything costs time, and neither an answer nor a token of one."""
 
-    def judge(write: Write) -> Verdict:
+    def judge(write: InProcessWrite) -> Verdict:
         if write.local_block_ids:  # they are copied here, and then nothing is left to copy
             write.receiver.pool[write.remote_block_ids] = write.sender.pool[write.local_block_ids]
             damage(write.receiver.pool, write.remote_block_ids)
@@ -343,9 +343,9 @@ async def num_recomputed(cluster: Cluster) -> int:
 @pytest.mark.parametrize("checksums", ["off", "all"])
 @pytest.mark.parametrize("is_damaged", [is_a_chunk, is_the_last_word, lambda _: True], ids=["chunk", "done", "all"])
 def test_a_prompt_whose_notification_was_damaged_is_computed_again(
-    tiny_model: Path, oracle: Oracle, checksums: str, is_damaged: Callable[[Write], bool]
+    tiny_model: Path, oracle: Oracle, checksums: str, is_damaged: Callable[[InProcessWrite], bool]
 ) -> None:
-    def judge(write: Write) -> Verdict:
+    def judge(write: InProcessWrite) -> Verdict:
         if is_damaged(write):
             write.notification = bytes([write.notification[0] ^ 1, *write.notification[1:]])
         return Verdict.DELIVER
@@ -367,7 +367,7 @@ def test_a_sender_that_says_nothing_more_of_a_late_prompt_fails_it(tiny_model: P
     """Its last word was damaged, and it does not answer the question for it either."""
     transfer = {"lease_ttl_s": 0.6, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 0.6}
 
-    def judge(write: Write) -> Verdict:
+    def judge(write: InProcessWrite) -> Verdict:
         write.notification = b"garbage"
         return Verdict.DELIVER
 
@@ -387,7 +387,7 @@ def test_a_notification_that_comes_again_changes_nothing(tiny_model: Path, oracl
     """At once, and while another request with other blocks is under way."""
     former: list[Notification] = []
 
-    def judge(write: Write) -> Verdict:
+    def judge(write: InProcessWrite) -> Verdict:
         write.receiver.inbox.extend(former)
         former.append(Notification(write.sender.worker_id, write.sender.epoch, write.notification))
         return Verdict.DELIVER
@@ -536,7 +536,7 @@ def test_a_storm_of_faults_and_cancels_leaves_nothing_behind(tiny_model: Path, o
     random_ = random.Random(seed)
     is_stormy = True
 
-    def judge(write: Write) -> Verdict:
+    def judge(write: InProcessWrite) -> Verdict:
         if not is_stormy:
             return Verdict.DELIVER
         return random_.choices([Verdict.DELIVER, Verdict.HOLD, Verdict.FAIL], [90, 6, 4])[0]

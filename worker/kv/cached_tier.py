@@ -10,8 +10,8 @@ from torch import Tensor
 from tandem.engine.device import DeviceQueue
 from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.codec import Codec
-from tandem.kv_transfer.fetch_planner import Source
-from tandem.kv_transfer.tiers import Load, Tier
+from tandem.kv_transfer.fetch_planner import FetchSource
+from tandem.kv_transfer.tiers import Tier, TierRead
 from tandem.worker.kv.host_copy import host_buffer
 from tandem.worker.kv.kv_source import KvSource, LoadCost, LoadPrior, OpenSource, Piece
 
@@ -44,22 +44,22 @@ class CachedTier(KvSource):
         self.cost = LoadCost(prior, block_bytes)
         self.device_queue = device_queue
 
-    def look_up(self, first_block: int, digests: Sequence[bytes]) -> Source:
+    def look_up(self, first_block: int, digests: Sequence[bytes]) -> FetchSource:
         """What could be loaded from `first_block` on. No I/O."""
         num_present = self.tier.count_present(digests[first_block:])
-        cost = self.cost
-        return Source(self.name, first_block + num_present, cost.latency_s, cost.block_s, self.tier.num_queued_loads)
+        cost, num_queued = self.cost, self.tier.num_queued_loads
+        return FetchSource(self.name, first_block + num_present, cost.latency_s, cost.block_s, num_queued)
 
     def open(self, digests: Sequence[bytes], first_block: int, end_block: int, now: float) -> OpenSource:
         """Nothing begins before a piece is asked for."""
         return _OpenTier(self, digests, end_block)
 
-    def begin_load(self, digests: Sequence[bytes]) -> tuple[Tensor, Load]:
+    def begin_load(self, digests: Sequence[bytes]) -> tuple[Tensor, TierRead]:
         """Begin to load blocks into a new buffer [num_blocks, encoded bytes], uint8, which is the load's until done."""
         data = host_buffer(len(digests), self.block_bytes, self.device_queue.device)
         return data, self.tier.load(digests, data.numpy())
 
-    def learn(self, load: Load) -> None:
+    def learn(self, load: TierRead) -> None:
         """Learn from a load of this tier what blocks cost. Its time in the store is summed over the threads."""
         if load.num_loaded:
             self.cost.observe(load.num_loaded, load.read_s / self.num_threads)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tandem.engine.sequence import Sequence as EngineSequence
-from tandem.kv_transfer.fetch_planner import Source
+from tandem.kv_transfer.fetch_planner import FetchSource
 
 __all__ = ["KvSource", "LoadCost", "LoadPrior", "OpenSource", "Piece"]
 
@@ -116,7 +116,7 @@ class KvSource(abc.ABC):
     cost: LoadCost
 
     @abc.abstractmethod
-    def look_up(self, first_block: int, digests: Sequence[bytes]) -> Source:
+    def look_up(self, first_block: int, digests: Sequence[bytes]) -> FetchSource:
         """What it has of a chain from `first_block` on, for the planner."""
 
     @abc.abstractmethod

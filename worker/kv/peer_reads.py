@@ -38,9 +38,9 @@ from torch import Tensor
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.checksum import CHECKED_SHARE, block_checksums, wrong_blocks
-from tandem.kv_transfer.fetch_planner import Source
+from tandem.kv_transfer.fetch_planner import FetchSource
 from tandem.kv_transfer.links import PeerLinks
-from tandem.kv_transfer.tiers import Load
+from tandem.kv_transfer.tiers import TierRead
 from tandem.kv_transfer.transport.base import Transfer, TransferState, Transport
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.errors import PeerLost, TransferError
@@ -183,9 +183,9 @@ class _PeerSource(KvSource):
         self._holder = holder
         self._is_moved = is_moved
 
-    def look_up(self, first_block: int, digests: Sequence[bytes]) -> Source:
+    def look_up(self, first_block: int, digests: Sequence[bytes]) -> FetchSource:
         end_block = min(self._holder.num_blocks, len(digests))
-        return Source(self.name, max(end_block, first_block), self.cost.latency_s, self.cost.block_s)
+        return FetchSource(self.name, max(end_block, first_block), self.cost.latency_s, self.cost.block_s)
 
     def open(self, digests: Sequence[bytes], first_block: int, end_block: int, now: float) -> OpenSource:
         peer = self._holder.worker
@@ -402,7 +402,7 @@ class _Held:
     deadline: float
     ttl_s: float
     num_resident: int
-    load: Load | None = None
+    load: TierRead | None = None
     data: Tensor = field(default_factory=lambda: torch.empty(0))
 
 

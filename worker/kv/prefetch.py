@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.engine import Engine
-from tandem.kv_transfer.tiers import Load
+from tandem.kv_transfer.tiers import TierRead
 from tandem.protocol.messages import Prefetch
 from tandem.worker.kv.cached_tier import CachedTier
 from tandem.worker.kv.tiered_cache import TieredCache
@@ -47,7 +47,7 @@ class _Piece:
     source: CachedTier
     target: CachedTier | None  # None: the pool
     data: Tensor  # [num_blocks, encoded bytes], uint8
-    load: Load
+    load: TierRead
 
 
 class Prefetcher:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.kv_transfer.tiers import DiskStore, Failure
+from tandem.kv_transfer.tiers import DiskStore, StoreFailure
 from tandem.protocol.errors import ConfigError
 from tests.support.store_world import (
     BLOCK_BYTES,
@@ -119,7 +119,7 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, NAMESPACE, LARGE_BYTES, KEY)
     writers = [start_writer(tmp_path, 0, 20) for _ in range(2)]
     deadline = time.monotonic() + 30
-    results: list[Failure | bool] = []
+    results: list[StoreFailure | bool] = []
     while any(writer.poll() is None for writer in writers):
         assert time.monotonic() < deadline
         results += [read(store, name_of(number)) for number in range(0, 20, 5)]
@@ -127,7 +127,7 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
     for writer in writers:
         assert writer.stdout is not None
         writer.stdout.close()
-    assert set(results) <= {True, Failure.ABSENT}
+    assert set(results) <= {True, StoreFailure.ABSENT}
     assert sorted(store.scan()) == sorted(name_of(number) for number in range(20))
     assert all(read(store, name_of(number)) is True for number in range(20))
 
@@ -148,7 +148,7 @@ def test_a_folder_in_place_of_the_file_is_a_miss(world: World) -> None:
     path = world.path(name_of(1))
     path.unlink()
     path.mkdir()
-    assert read(store, name_of(1)) is Failure.CORRUPT
+    assert read(store, name_of(1)) is StoreFailure.CORRUPT
 
 
 def test_foreign_files_are_not_blocks(world: World, tmp_path: Path) -> None:
@@ -171,9 +171,9 @@ def test_a_write_that_fails_drops_the_block(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "writev", fail)
-        expected = Failure.UNREACHABLE if code == errno.EIO else Failure.FULL
+        expected = StoreFailure.UNREACHABLE if code == errno.EIO else StoreFailure.FULL
         assert store.write(name_of(1), content(name_of(1))) is expected
-    assert read(store, name_of(1)) is Failure.ABSENT
+    assert read(store, name_of(1)) is StoreFailure.ABSENT
     assert unfinished_files(tmp_path) == []
     assert store.write(name_of(1), content(name_of(1))) is None
 
@@ -192,9 +192,9 @@ def test_an_error_of_the_file_is_not_one_of_this_process(
         patch.setattr(os, "preadv", fail)
         failure = read(store, name_of(1))
     if code == errno.EIO:
-        assert (failure, read(store, name_of(1))) == (Failure.CORRUPT, Failure.ABSENT)
+        assert (failure, read(store, name_of(1))) == (StoreFailure.CORRUPT, StoreFailure.ABSENT)
     else:
-        assert (failure, read(store, name_of(1))) == (Failure.UNREACHABLE, True)
+        assert (failure, read(store, name_of(1))) == (StoreFailure.UNREACHABLE, True)
 
 
 def test_a_full_disk_keeps_what_it_has(tiny_disk: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_full_disk_keeps_what_it_has(tiny_disk: Path) -> None:
     results = [store.write(name_of(number), content(name_of(number))) for number in range(20)]
     num_stored = results.count(None)
     assert 0 < num_stored < 20
-    assert set(results) == {None, Failure.FULL}
+    assert set(results) == {None, StoreFailure.FULL}
     assert unfinished_files(tiny_disk) == []
     found = store.scan()
     assert len(found) == num_stored
@@ -320,8 +320,8 @@ def test_what_is_not_ours_is_neither_used_nor_removed_and_pauses_nothing(
 
     store = world.open()
     assert set(store.scan()) == set(names[1:])
-    assert read(store, names[0]) in (Failure.CORRUPT, Failure.ABSENT)
-    assert store.write(names[0], content(names[0])) is (None if is_plain_folder else Failure.OCCUPIED)
+    assert read(store, names[0]) in (StoreFailure.CORRUPT, StoreFailure.ABSENT)
+    assert store.write(names[0], content(names[0])) is (None if is_plain_folder else StoreFailure.OCCUPIED)
     store.delete(names[0])
 
     tier = make_tier(store)
@@ -363,7 +363,7 @@ def test_a_block_cannot_be_read_and_is_ours(world: World) -> None:
     store = world.open()
     store.write(name_of(1), content(name_of(1)))
     world.path(name_of(1)).chmod(0)
-    assert read(store, name_of(1)) in ((True,) if os.geteuid() == 0 else (Failure.CORRUPT,))  # root reads anything
+    assert read(store, name_of(1)) in ((True,) if os.geteuid() == 0 else (StoreFailure.CORRUPT,))  # root reads anything
 
 
 def test_a_huge_file_under_a_blocks_name_is_read_as_far_as_a_block_goes(world: World) -> None:
@@ -372,5 +372,5 @@ def test_a_huge_file_under_a_blocks_name_is_read_as_far_as_a_block_goes(world: W
     with world.path(name_of(1)).open("r+b") as file:
         file.write(b"x")
         file.truncate(10**12)
-    assert read(store, name_of(1)) is Failure.CORRUPT
-    assert read(store, name_of(1)) is Failure.ABSENT
+    assert read(store, name_of(1)) is StoreFailure.CORRUPT
+    assert read(store, name_of(1)) is StoreFailure.ABSENT

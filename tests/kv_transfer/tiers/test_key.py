@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tandem.kv_transfer.tiers import StoreKey, load_key
-from tandem.kv_transfer.tiers.footer import Seal
+from tandem.kv_transfer.tiers.footer import BlockAuthenticator
 from tandem.protocol.errors import ConfigError
 from tests.support.store_world import KEY, NAMESPACE, content, name_of
 
@@ -82,12 +82,12 @@ def test_the_secret_is_in_no_name_and_no_log() -> None:
 
 
 def test_a_seal_is_for_one_key_one_name_and_these_bytes() -> None:
-    seal, name = Seal(KEY), name_of(1)
+    seal, name = BlockAuthenticator(KEY), name_of(1)
     data = content(name)
     footer = seal.make(name, data)
     assert seal.is_genuine(name, data, footer)
     assert seal.make(name, data) != footer, "a nonce that comes twice would give the key away"
-    assert not Seal(StoreKey(bytes(32))).is_genuine(name, data, footer)
+    assert not BlockAuthenticator(StoreKey(bytes(32))).is_genuine(name, data, footer)
     assert not seal.is_genuine(name_of(2), data, footer)
     assert not seal.is_genuine(name_of(1, parent=2), data, footer)
     assert not seal.is_genuine(name, data[:-1], footer)

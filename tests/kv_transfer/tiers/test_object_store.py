@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.kv_transfer.tiers import Failure, ObjectStore
+from tandem.kv_transfer.tiers import ObjectStore, StoreFailure
 from tandem.protocol.errors import ConfigError
 from tests.support.store_world import (
     BLOCK_BYTES,
@@ -48,7 +48,7 @@ def test_a_hanging_server_is_a_bounded_failure(s3_server: S3Server, tmp_path: Pa
     s3_server.signal(signal.SIGSTOP)
     for call in (lambda: read(store, name_of(1)), lambda: store.write(name_of(2), content(name_of(2))), store.scan):
         begun_at = time.monotonic()
-        assert call() is Failure.UNREACHABLE
+        assert call() is StoreFailure.UNREACHABLE
         assert time.monotonic() - begun_at < BOUND_S
     s3_server.signal(signal.SIGCONT)
     assert read(store, name_of(1)) is True
@@ -114,5 +114,5 @@ def test_a_huge_object_under_a_blocks_name_is_not_brought_into_memory(tmp_path: 
     store.write(name_of(1), content(name_of(1)))
     with world.path(name_of(1)).open("r+b") as file:
         file.truncate(10**13)
-    assert read(store, name_of(1)) is Failure.CORRUPT
-    assert read(store, name_of(1)) is Failure.ABSENT
+    assert read(store, name_of(1)) is StoreFailure.CORRUPT
+    assert read(store, name_of(1)) is StoreFailure.ABSENT

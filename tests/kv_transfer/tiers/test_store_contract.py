@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tandem.kv_transfer.tiers import BlockName, Failure, MemoryStore, StoreKey
-from tandem.kv_transfer.tiers.footer import FOOTER_BYTES, Seal
+from tandem.kv_transfer.tiers import BlockName, MemoryStore, StoreFailure, StoreKey
+from tandem.kv_transfer.tiers.footer import FOOTER_BYTES, BlockAuthenticator
 from tandem.protocol.errors import ConfigError
 from tests.support.store_world import BLOCK_BYTES, KINDS, PERSISTENT, World, chain, content, name_of, read
 
@@ -22,7 +22,7 @@ def test_bytes_come_back_under_their_name_alone(world: World) -> None:
     store = world.open()
     names = chain(1, 2, 3)
     assert [store.write(name, content(name)) for name in names[:2]] == [None, None]
-    assert [read(store, name) for name in names] == [True, True, Failure.ABSENT]
+    assert [read(store, name) for name in names] == [True, True, StoreFailure.ABSENT]
 
 
 @every_kind
@@ -59,7 +59,7 @@ def test_a_deleted_block_is_absent(world: World) -> None:
         store.write(name, content(name))
     for _ in range(2):
         store.delete(name_of(1))
-    assert read(store, name_of(1)) is Failure.ABSENT
+    assert read(store, name_of(1)) is StoreFailure.ABSENT
     assert store.scan() == [name_of(2, parent=1)]
 
 
@@ -106,7 +106,7 @@ def test_blocks_outlive_the_store(world: World) -> None:
 def test_namespaces_do_not_mix(world: World) -> None:
     store, other = world.open(), world.open(namespace=bytes(16))
     store.write(name_of(1), content(name_of(1)))
-    assert read(other, name_of(1)) is Failure.ABSENT
+    assert read(other, name_of(1)) is StoreFailure.ABSENT
     assert other.scan() == []
 
 
@@ -115,7 +115,7 @@ def test_a_store_of_another_key_is_another_store(world: World) -> None:
     """Nobody deletes what another key made: two hosts that were given different ones would empty each other's store."""
     store, other = world.open(), world.open(key=StoreKey(bytes(32)))
     store.write(name_of(1), content(name_of(1)))
-    assert read(other, name_of(1)) is Failure.ABSENT
+    assert read(other, name_of(1)) is StoreFailure.ABSENT
     assert other.scan() == []
     assert read(store, name_of(1)) is True
 
@@ -123,13 +123,13 @@ def test_a_store_of_another_key_is_another_store(world: World) -> None:
 @every_persistent_kind
 def test_a_block_of_somebody_without_the_key_is_a_miss(world: World) -> None:
     """Who may write to the store but has another key: the bytes are right for that key, and the place is ours."""
-    store, forger = world.open(), Seal(StoreKey(bytes(32)))
+    store, forger = world.open(), BlockAuthenticator(StoreKey(bytes(32)))
     name = name_of(1)
     store.write(name, content(name))
     poison = content(name_of(666))
     world.change(name, lambda _: poison.tobytes() + forger.make(name, poison))
-    assert read(store, name) is Failure.CORRUPT
-    assert read(store, name) is Failure.ABSENT
+    assert read(store, name) is StoreFailure.CORRUPT
+    assert read(store, name) is StoreFailure.ABSENT
 
 
 def flip(position: int) -> Callable[[bytes], bytes]:
@@ -164,8 +164,8 @@ def test_damaged_bytes_are_a_miss_and_the_block_is_gone(world: World, damage: st
     for name in chain(1, 2):
         store.write(name, content(name))
     world.change(name_of(1), DAMAGES[damage])
-    assert read(store, name_of(1)) is Failure.CORRUPT
-    assert read(store, name_of(1)) is Failure.ABSENT
+    assert read(store, name_of(1)) is StoreFailure.CORRUPT
+    assert read(store, name_of(1)) is StoreFailure.ABSENT
     assert store.scan() == [name_of(2, parent=1)]
     assert store.write(name_of(1), content(name_of(1))) is None
     assert read(store, name_of(1)) is True
@@ -180,12 +180,12 @@ def test_a_block_under_another_name_is_a_miss(world: World, other: BlockName) ->
         store.write(name, content(name))
     world.change(name_of(1), lambda stored: (taken.extend(stored), stored)[1])
     world.change(other, lambda _: bytes(taken))
-    assert read(store, other) is Failure.CORRUPT
+    assert read(store, other) is StoreFailure.CORRUPT
 
 
 def test_a_full_slab_takes_a_block_again_after_one_was_deleted() -> None:
     store = World("memory", None).open(num_blocks=2)
-    assert [store.write(name, content(name)) for name in chain(1, 2, 3)] == [None, None, Failure.FULL]
+    assert [store.write(name, content(name)) for name in chain(1, 2, 3)] == [None, None, StoreFailure.FULL]
     store.delete(name_of(1))
     assert store.write(name_of(4), content(name_of(4))) is None
     assert [read(store, name) for name in (name_of(2, parent=1), name_of(4))] == [True, True]

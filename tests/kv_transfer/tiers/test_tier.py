@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
-from tandem.kv_transfer.tiers import Block, BlockName, Failure, Load, MemoryStore, Tier
+from tandem.kv_transfer.tiers import Block, BlockName, MemoryStore, StoreFailure, Tier, TierRead
 from tests.support.store_world import (
     BLOCK_BYTES,
     DEADLINE_S,
@@ -41,18 +41,18 @@ class ScriptedStore(MemoryStore):
 
     def __init__(self) -> None:
         super().__init__(BLOCK_BYTES, 100)
-        self.failures: dict[bytes, Failure] = {}  # by digest
+        self.failures: dict[bytes, StoreFailure] = {}  # by digest
         self.go = threading.Event()
         self.go.set()
         self.calls: list[tuple[str, bytes]] = []
 
     @override
-    def read(self, name: BlockName, scratch: Block) -> Block | Failure:
+    def read(self, name: BlockName, scratch: Block) -> Block | StoreFailure:
         self._pass("read", name)
         return self.failures.get(name.digest) or super().read(name, scratch)
 
     @override
-    def write(self, name: BlockName, data: Block) -> Failure | None:
+    def write(self, name: BlockName, data: Block) -> StoreFailure | None:
         self._pass("write", name)
         return self.failures.get(name.digest) or super().write(name, data)
 
@@ -65,7 +65,7 @@ def digests(*numbers: int) -> list[bytes]:
     return [digest_of(number) for number in numbers]
 
 
-def hold(tier: Tier, store: ScriptedStore, number: int = 1) -> tuple[Load, Block]:
+def hold(tier: Tier, store: ScriptedStore, number: int = 1) -> tuple[TierRead, Block]:
     """A load of one block in whose read a thread hangs until `store.go` is set."""
     store.go.clear()
     num_calls = len(store.calls)
@@ -146,7 +146,7 @@ def test_random_loads_and_stores_never_bring_wrong_bytes(world: World) -> None:
     capacity = 12
     tier = make_tier(world.open(num_blocks=capacity), capacity=capacity, num_threads=4, max_queued_stores=6)
     chains = [chain(*range(10 * number, 10 * number + 6)) for number in range(1, 6)]
-    loads: list[tuple[Load, list[BlockName], Block]] = []
+    loads: list[tuple[TierRead, list[BlockName], Block]] = []
     num_asked = num_checked = 0
     for _ in range(300):
         names = rng.choice(chains)[: rng.randint(1, 6)]
@@ -180,7 +180,7 @@ def test_a_load_is_whole_or_says_why_not() -> None:
     tier = make_tier(store)
     put(tier, chain(1, 2, 3, 4))
     tier.take_events()
-    store.failures[digest_of(3)] = Failure.CORRUPT
+    store.failures[digest_of(3)] = StoreFailure.CORRUPT
     load = tier.load(digests(1, 2, 3, 4), zeros(4))
     poll_until(tier, lambda: load.is_done)
     assert (load.num_loaded, load.failure, load.is_complete) == (2, "corrupt", False)
@@ -320,7 +320,7 @@ def test_a_pin_outlives_its_block() -> None:
     tier = make_tier(store, capacity=2)
     put(tier, [name_of(1)])
     tier.pin(digests(1))
-    store.failures[digest_of(1)] = Failure.CORRUPT
+    store.failures[digest_of(1)] = StoreFailure.CORRUPT
     assert get(tier, [name_of(1)]) == 0
     assert digest_of(1) not in tier
     store.failures.clear()
@@ -364,7 +364,7 @@ def test_a_full_store_makes_room_by_itself() -> None:
     store = ScriptedStore()
     tier = make_tier(store, capacity=10)
     put(tier, chain(1, 2, 3))
-    store.failures[digest_of(9)] = Failure.FULL
+    store.failures[digest_of(9)] = StoreFailure.FULL
     put(tier, chain(9))
     assert tier.digests() == digests(1, 2)
     stats = tier.stats()
@@ -378,7 +378,7 @@ def test_an_unreachable_store_is_left_alone_for_a_while() -> None:
     store, clock = ScriptedStore(), Clock()
     tier = make_tier(store, clock=clock, pause_s=3.0)
     put(tier, chain(1, 2, 3))
-    store.failures[digest_of(2)] = Failure.UNREACHABLE
+    store.failures[digest_of(2)] = StoreFailure.UNREACHABLE
     assert get(tier, chain(1, 2, 3)) == 1
     assert tier.count_present(digests(1)) == 0
     assert get(tier, chain(1)) == 0

@@ -16,7 +16,7 @@ import torch
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.scheduler import Scheduler
-from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport, Verdict, Write
+from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport, InProcessWrite, Verdict
 from tandem.protocol.config import TierConfig, TransferConfig
 from tandem.protocol.messages import (
     Cancel,
@@ -259,7 +259,7 @@ def test_a_peer_that_is_gone_costs_only_time(tiny_model: Path, oracle: Oracle) -
     asyncio.run(run())
 
 
-def only_reads(verdict: Verdict) -> Callable[[Write], Verdict]:
+def only_reads(verdict: Verdict) -> Callable[[InProcessWrite], Verdict]:
     return lambda write: verdict if write.is_read else Verdict.DELIVER
 
 
@@ -286,7 +286,7 @@ def test_a_read_that_fails_is_computed(tiny_model: Path, oracle: Oracle, verdict
 
 @pytest.mark.usefixtures("patient")
 def test_damaged_blocks_are_not_used(tiny_model: Path, oracle: Oracle) -> None:
-    def flip(write: Write) -> Verdict:
+    def flip(write: InProcessWrite) -> Verdict:
         if write.is_read:
             write.receiver.pool[write.remote_block_ids[3]] += 1
         return Verdict.DELIVER

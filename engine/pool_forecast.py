@@ -1,0 +1,104 @@
+"""Forecasts the pool's use: which sequences may take blocks now without stopping those that already hold some.
+
+A sequence that is let in takes the blocks of its tokens now, and one more every `block_size` steps until it ends. Its
+end is predicted from the lengths of recent answers. So the forecast use grows with all running sequences, and
+falls by all blocks of each sequence that ends.
+
+    blocks                     the highest peak must fit the pool
+      |          /|  /|
+      |    /|   / | / |/|
+      |   / |  /  |/    |__
+      |__/  |_/         |__ held by others: handed over, lent to readers, in quarantine
+      +-----------------------> steps; each fall is an end
+
+Plain values; knows no sequence, no clock and no tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from typing import NamedTuple
+
+__all__ = ["BlockDemand", "PoolForecast"]
+
+
+class BlockDemand(NamedTuple):
+    """What one sequence takes of the pool."""
+
+    num_steps: int  # until it ends; each step needs room for one token
+    num_blocks: int  # taken now or held already; free again when it ends
+
+
+class PoolForecast:
+    """The forecast at one moment. Ask for each waiting sequence in order; those let in are counted at once."""
+
+    def __init__(self, num_blocks: int, num_used: int, holders: list[BlockDemand], *, block_size: int) -> None:
+        """`holders` are sequences that hold blocks, which are part of `num_used`, and will need more."""
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._num_used = num_used
+        self._holders = sorted(holders)
+        self._head: BlockDemand | None = None  # the first that did not fit
+        self._head_start: float = 0
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a sequence did not fit."""
+        return self._head is not None
+
+    @property
+    def num_spare(self) -> int:
+        """Blocks that no sequence let in so far is expected to need; 0 if one did not fit."""
+        return 0 if self.has_head else max(self._num_blocks - self._peak(self._holders, self._num_used), 0)
+
+    def try_take(
+        self, demand: BlockDemand, *, grows: bool = True, may_pass: bool = True, num_sure_steps: int | None = None
+    ) -> bool:
+        """Whether a sequence may take its blocks now, beside those let in before it.
+
+        With `num_sure_steps` it only needs room for that many steps, otherwise until its end. The first sequence that
+        does not fit is the head. Later ones are let in only if they `may_pass` and do not make the head begin later:
+        they end before it can begin, or fit beside it.
+        """
+        num_used, holders = self._num_used + demand.num_blocks, self._holders
+        if grows:
+            holders = holders.copy()
+            insort(holders, demand)
+        # A sequence that is alone may use all of the pool.
+        peak = self._peak(holders, num_used, num_sure_steps) if self._holders else num_used
+        fits = peak <= self._num_blocks
+        if fits and self._head is not None:
+            fits = may_pass and self._start(self._head, holders, num_used) <= self._head_start
+        if fits:
+            self._holders, self._num_used = holders, num_used
+        elif self._head is None:
+            self._head, self._head_start = demand, self._start(demand, self._holders, self._num_used)
+        return fits
+
+    def _peak(self, holders: list[BlockDemand], num_used: int, num_sure_steps: int | None = None) -> int:
+        """The most blocks that will be used at any step."""
+        peak, num_left = num_used, len(holders)
+        for num_steps, num_blocks in holders:
+            if num_sure_steps is not None and num_steps >= num_sure_steps:
+                return max(peak, num_used + num_left * self._grown(num_sure_steps))
+            peak = max(peak, num_used + num_left * self._grown(num_steps))
+            num_used -= num_blocks
+            num_left -= 1
+        return peak
+
+    def _start(self, demand: BlockDemand, holders: list[BlockDemand], num_used: int) -> float:
+        """Steps until the demanded blocks are free and stay free without it; inf if the forecast shows no such step."""
+        limit = self._num_blocks - demand.num_blocks
+        num_used -= sum(num_blocks for _, num_blocks in holders)  # when all have ended
+        if num_used > limit:
+            return math.inf
+        for num_left, (num_steps, num_blocks) in enumerate(reversed(holders), 1):
+            num_used += num_blocks
+            if num_used + num_left * self._grown(num_steps) > limit:
+                return num_steps
+        return 0
+
+    def _grown(self, num_steps: int) -> int:
+        """The most blocks that a sequence takes in this many steps."""
+        return -(-num_steps // self._block_size)
