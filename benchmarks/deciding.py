@@ -35,7 +35,8 @@ from tandem.router.processes.backend_service import BackendService
 from tandem.router.processes.hub import EdgeHub
 from tandem.router.processes.remote_backend import RemoteBackend
 from tandem.router.workers.flow import RequestFlow
-from tandem.scheduling.admission import AdmissionRequest, Dispatch
+from tandem.scheduling.admission import Dispatch
+from tandem.scheduling.request import PlacementRequest, ServiceClass
 
 _CONCURRENCY = 64
 _EDGE_ID = "edge"
@@ -96,8 +97,8 @@ def _decide(cluster: VirtualCluster, tenant: str) -> None:
     """One request's life without its tokens, a millisecond after the last one's."""
     cluster.now += 1e-3
     admission, now = cluster.admission, cluster.now
-    offer = AdmissionRequest(num_prompt_tokens=512, digests=(), expected_output_tokens=32, tenant=tenant)
-    admission.enter(offer, admission.forecast(offer, now), now)
+    request = PlacementRequest(num_prompt_tokens=512, expected_output_tokens=32, service_class=ServiceClass(tenant))
+    admission.enter(request, admission.forecast(request, now), now)
     decided = admission.next(now)
     assert isinstance(decided, Dispatch), f"{decided} on idle workers"
     assert admission.next(now) is None

@@ -30,6 +30,7 @@ from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.placement import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Booking, Registry
+from tandem.scheduling.request import CommonDigests, PlacementRequest
 
 _BLOCK_SIZE = 16
 _EVENT_BLOCKS = 32  # of one message: a chunk of 512 tokens
@@ -112,7 +113,10 @@ class _Router:
         started = time.perf_counter()
         digests = block_digests(_ROOT, token_ids, _BLOCK_SIZE)
         hashed = time.perf_counter()
-        self.placer.place(len(token_ids), digests, 128, 1e6)
+        request = PlacementRequest(
+            num_prompt_tokens=len(token_ids), expected_output_tokens=128, digests=CommonDigests(digests)
+        )
+        self.placer.place(request, 1e6)
         return _Seconds(time.perf_counter() - started, hashed - started)
 
 

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import Overloaded, ServingError
 from tandem.protocol.messages import PeerAddress, Role, StepStats, WorkerCard, WorkerState
-from tandem.scheduling.admission import Admission, AdmissionRequest, Dispatch, Drop
+from tandem.scheduling.admission import Admission, Dispatch, Drop
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel, StepCosts, prefill_attention
 from tandem.scheduling.placement import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Booking, Registry
+from tandem.scheduling.request import NO_DIGESTS, ServiceClass
 from tandem.scheduling.tenants import Tenants
 
 __all__ = ["Arrival", "Job", "VirtualCluster", "poisson"]
@@ -142,17 +143,13 @@ class VirtualCluster:
 
     def _arrive(self, job: Job) -> None:
         arrival = job.arrival
-        offer = AdmissionRequest(
-            num_prompt_tokens=arrival.num_prompt_tokens,
-            digests=(),
-            expected_output_tokens=self.admission.lengths.expected(arrival.tenant, 1 << 16),
-            tenant=arrival.tenant,
-            priority=arrival.priority,
-            ttft_slo_s=arrival.slo_s,
+        service_class = ServiceClass(arrival.tenant, arrival.priority, arrival.slo_s)
+        request = self.admission.request(
+            service_class, num_prompt_tokens=arrival.num_prompt_tokens, digests=NO_DIGESTS, max_tokens=1 << 16
         )
         started_s = time.perf_counter()
         try:
-            waiting = self.admission.enter(offer, self.admission.forecast(offer, self.now), self.now, job)
+            waiting = self.admission.enter(request, self.admission.forecast(request, self.now), self.now, job)
         except ServingError as exc:
             job.decision_s = time.perf_counter() - started_s
             self._refuse(job, exc)

@@ -12,10 +12,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.protocol.errors import NoWorker, ServingError
 from tandem.protocol.messages import PrefillPriority
-from tandem.scheduling.admission import Admission, AdmissionRequest, Dispatch, Drop, Waiting
+from tandem.scheduling.admission import Admission, Dispatch, Drop, Waiting
 from tandem.scheduling.decisions import Decision, DecisionLog
 from tandem.scheduling.placement import Placement
 from tandem.scheduling.registry import Registry
+from tandem.scheduling.request import PlacementRequest
 
 __all__ = ["AdmissionQueue", "AdmittedRequest", "Asking", "Booked"]
 
@@ -114,18 +115,19 @@ class AdmissionQueue(Generic[R, B]):
         registry.listen(lambda _: self.wake())
         registry.listen_steps(self.wake)
 
-    async def enter(self, request: R, offer: AdmissionRequest) -> AdmittedRequest[R, B]:
+    async def enter(self, request: R, placement_request: PlacementRequest) -> AdmittedRequest[R, B]:
         """Wait for the request's turn, if it must. Raises a `ServingError`; cancelling it gives the place back."""
         now = self.now()
-        decision = Decision(request.request_id, offer.tenant, offer.priority, now)
+        decision = Decision(request.request_id, placement_request.service_class, now)
         self.log.add(decision)
         try:
-            decision.forecast = self._admission.forecast(offer, now, num_others=NUM_OTHERS * request.explains)
+            num_others = NUM_OTHERS * request.explains
+            decision.forecast = self._admission.forecast(placement_request, now, num_others=num_others)
             guest: _Guest[R, B] = _Guest(request, decision, asyncio.get_running_loop().create_future())
-            waiting = self._admission.enter(offer, decision.forecast, now, guest)
+            waiting = self._admission.enter(placement_request, decision.forecast, now, guest)
         except ServingError as exc:
             if isinstance(exc, NoWorker):
-                self._admission.reject(offer.tenant, exc)
+                self._admission.reject(placement_request.tenant, exc)
             decision.outcome, decision.error = "rejected", exc
             raise
         try:

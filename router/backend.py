@@ -11,6 +11,7 @@ from tandem.protocol.digest import CacheScope
 from tandem.protocol.messages import FinishReason, Prefetch, TokenLogprobs
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.streams import Stream
+from tandem.scheduling.request import DEFAULT_CLASS, ServiceClass
 from tandem.scheduling.tenants import DEFAULT_TENANT
 
 __all__ = ["Backend", "GenerateRequest", "PinRequest", "PinState", "Pins", "TokenDelta"]
@@ -25,9 +26,7 @@ class GenerateRequest:
     sampling: SamplingParams
     cache_scope: CacheScope  # whose cached blocks it may use
     conversation_id: str = ""  # "" = of none
-    tenant: str = DEFAULT_TENANT
-    priority: int = 0  # lower is more urgent
-    ttft_slo_s: float | None = None  # None = the tenant's; inf = none
+    service_class: ServiceClass = DEFAULT_CLASS
     explains: bool = False  # whether the first delta is to bring the decision
     adapter: str = ""  # LoRA adapter: goes to workers that serve it, and shares blocks with its like only
 

@@ -14,7 +14,7 @@ import heapq
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -23,14 +23,14 @@ from tandem.protocol.errors import DeadlineUnmet, Overloaded, ServingError
 from tandem.protocol.messages import PrefillPriority, Role, WorkerState
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.fair_queue import CREDIT_S, FairQueue, Ticket, Work
-from tandem.scheduling.placement import Held, Needs, Placement, Placer
+from tandem.scheduling.placement import Held, Placement, Placer
 from tandem.scheduling.registry import RegisteredWorker, Workers, can_prefill, queue_s
+from tandem.scheduling.request import PlacementRequest, PromptDigests, ServiceClass
 from tandem.scheduling.tenants import Tenants
 
 __all__ = [
     "WAIT_BUCKETS_S",
     "Admission",
-    "AdmissionRequest",
     "Dispatch",
     "Drop",
     "Forecast",
@@ -60,19 +60,6 @@ MAX_MEANS = 4096  # tenants whose mean length, or latest priority, is remembered
 WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionRequest:
-    """What is asked, as far as admission is concerned."""
-
-    num_prompt_tokens: int
-    digests: Sequence[bytes]
-    expected_output_tokens: int
-    tenant: str
-    priority: int = 0  # lower is more urgent, as in vLLM
-    ttft_slo_s: float | None = None  # None = the tenant's own; inf = none
-    adapter: str = ""
-
-
 class Forecast(NamedTuple):
     """What admission expects of a request that comes now. All in seconds."""
 
@@ -98,7 +85,7 @@ class Forecast(NamedTuple):
 class Waiting(Ticket):
     """A request in the queue. `payload` is its owner's."""
 
-    offer: AdmissionRequest
+    request: PlacementRequest
     forecast: Forecast  # at its arrival
     placement: Placement  # the latest
     placed_s: float
@@ -189,54 +176,69 @@ class Admission:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def forecast(self, offer: AdmissionRequest, now: float, *, num_others: int = 0) -> Forecast:
+    def request(
+        self,
+        service_class: ServiceClass,
+        *,
+        num_prompt_tokens: int,
+        digests: PromptDigests,
+        max_tokens: int,
+        adapter: str = "",
+    ) -> PlacementRequest:
+        """A request with what is known of its tenant: the expected length of its answer, and the workers it may use."""
+        return PlacementRequest(
+            num_prompt_tokens=num_prompt_tokens,
+            expected_output_tokens=self.lengths.expected(service_class.tenant, max_tokens),
+            digests=digests,
+            service_class=service_class,
+            allowed_workers=self._tenants.policy(service_class.tenant).workers,
+            adapter=adapter,
+        )
+
+    def forecast(self, request: PlacementRequest, now: float, *, num_others: int = 0) -> Forecast:
         """What would become of this request; changes nothing. Raises `NoWorker`."""
-        policy = self._tenants.policy(offer.tenant)
-        slo_s = offer.ttft_slo_s if offer.ttft_slo_s is not None else policy.ttft_slo_s
+        tenant, priority = request.tenant, request.service_class.priority
+        policy = self._tenants.policy(tenant)
+        slo_s = request.service_class.ttft_slo_s
+        slo_s = policy.ttft_slo_s if slo_s is None else slo_s
         slo_s = math.inf if slo_s is None else slo_s
-        order = self._order(self._queue.start_tag(offer.tenant, offer.priority), slo_s, now)
+        order = self._order(self._queue.start_tag(tenant, priority), slo_s, now)
         placement = self._placer.place(
-            offer.num_prompt_tokens,
-            offer.digests,
-            offer.expected_output_tokens,
-            now,
-            order=order,
-            held=self._held.get(offer.tenant, _NOTHING_HELD),
-            num_others=num_others,
-            needs=self.needs(offer),
+            request, now, order=order, held=self._held.get(tenant, _NOTHING_HELD), num_others=num_others
         )
         terms = placement.best.terms
         work = work_of(placement, self._costs)
-        ahead = waiting = self._queue.ahead(offer.tenant, offer.priority, now)
+        ahead = waiting = self._queue.ahead(tenant, priority, now)
         start_s = max(terms.queue_s, self._start_s(placement, ahead, order))
         for _ in range(NUM_ROUNDS):  # the longer it waits, the more of others' next requests go first
-            before, ahead = ahead, self._queue.ahead(offer.tenant, offer.priority, now, start_s)
+            before, ahead = ahead, self._queue.ahead(tenant, priority, now, start_s)
             if ahead == before:
                 break
             start_s = max(terms.queue_s, self._start_s(placement, ahead, order))
         ttft_s = start_s + terms.fetch_s + terms.prefill_s
         forecast = Forecast(placement, work, waiting, start_s, ttft_s, slo_s, None)
-        error = self._refusal(offer, forecast, policy.max_queue_share)
+        error = self._refusal(tenant, forecast, policy.max_queue_share)
         return forecast if error is None else forecast._replace(error=error)
 
-    def enter(self, offer: AdmissionRequest, forecast: Forecast, now: float, payload: Any = None) -> Waiting:
+    def enter(self, request: PlacementRequest, forecast: Forecast, now: float, payload: Any = None) -> Waiting:
         """Put a request in the queue, with what was forecast just now; `next` may let it through at once.
 
         Raises `Overloaded` if it is refused.
         """
+        service_class = request.service_class
         if forecast.error is not None:
             # Late for what others have ahead of it: once they have been served, its tenant's next go before theirs.
             if forecast.placement.best.terms.ttft_s <= forecast.slo_s:
-                self._queue.note_asked(offer.tenant, forecast.work, now)
-            self.reject(offer.tenant, forecast.error)
+                self._queue.note_asked(service_class.tenant, forecast.work, now)
+            self.reject(service_class.tenant, forecast.error)
             raise forecast.error
-        self._note_rivals(offer, forecast.slo_s, now)
+        self._note_rivals(service_class, forecast.slo_s, now)
         waiting = Waiting(
-            tenant=offer.tenant,
-            priority=offer.priority,
+            tenant=service_class.tenant,
+            priority=service_class.priority,
             arrived_s=now,
             work=forecast.work,
-            offer=offer,
+            request=request,
             forecast=forecast,
             placement=forecast.placement,
             placed_s=now,
@@ -314,10 +316,6 @@ class Admission:
         """Count a request that was refused at once."""
         self._of(tenant).rejected[error.code or "other"] += 1
 
-    def needs(self, offer: AdmissionRequest) -> Needs:
-        """What a worker must have for this request, wherever it is placed."""
-        return Needs(offer.tenant, self._tenants.policy(offer.tenant).workers, offer.adapter)
-
     def overtime(self, waiting: Waiting, now: float) -> Overloaded:
         """The error for a request that waited longer than anything may."""
         return Overloaded(
@@ -375,7 +373,7 @@ class Admission:
         assert held.keys() == found, "what is held is of other workers"
         assert all(self._held.values()), "a tenant without anything held is remembered"
 
-    def _refusal(self, offer: AdmissionRequest, forecast: Forecast, max_share: float) -> ServingError | None:
+    def _refusal(self, tenant: str, forecast: Forecast, max_share: float) -> ServingError | None:
         """Why the request is not taken in, if it is not."""
         waiting = self._queue.total
         num_new, limit = forecast.work.new_tokens, self._config.max_queued_prompt_tokens
@@ -389,11 +387,11 @@ class Admission:
                 retry_after_s=retry_s,
                 code="queue_full",
             )
-        own = self._queue.waiting(offer.tenant).new_tokens
+        own = self._queue.waiting(tenant).new_tokens
         if own and own + num_new > max_share * limit:
             retry_s = self._drain_s(min(own + num_new - max_share * limit, own), forecast)
             return Overloaded(
-                f"{own} prompt tokens of tenant '{offer.tenant}' are queued and this request adds {num_new}; "
+                f"{own} prompt tokens of tenant '{tenant}' are queued and this request adds {num_new}; "
                 f"max_queue_share={max_share:g} of max_queued_prompt_tokens={limit}. Retry in {retry_s:.1f} s",
                 retry_after_s=retry_s,
                 code="tenant_queue_full",
@@ -508,16 +506,8 @@ class Admission:
 
     def _place_again(self, waiting: Waiting, held: Mapping[str, Held], now: float) -> None:
         """Follow the load; `held` is what goes first."""
-        offer = waiting.offer
-        placement = self._placer.place(
-            offer.num_prompt_tokens,
-            offer.digests,
-            offer.expected_output_tokens,
-            now,
-            held=held,
-            order=self._order(waiting.start_tag, waiting.forecast.slo_s, now),
-            needs=self.needs(offer),
-        )
+        order = self._order(waiting.start_tag, waiting.forecast.slo_s, now)
+        placement = self._placer.place(waiting.request, now, held=held, order=order)
         self._hold(waiting, -1)
         latest_start_s = waiting.latest_start_s
         waiting.placement, waiting.placed_s = placement, now
@@ -540,14 +530,15 @@ class Admission:
         stats.waits[bisect_left(WAIT_BUCKETS_S, wait_s)] += 1
         return Dispatch(waiting, waiting.placement, wait_s, self._turn(waiting, now))
 
-    def _note_rivals(self, offer: AdmissionRequest, slo_s: float, now: float) -> None:
-        if self._last_tenant not in (None, offer.tenant):
+    def _note_rivals(self, service_class: ServiceClass, slo_s: float, now: float) -> None:
+        tenant, priority = service_class.tenant, service_class.priority
+        if self._last_tenant not in (None, tenant):
             self._tenants_until_s = now + RIVAL_MEMORY_S
-        if slo_s < math.inf or self._priorities.get(offer.tenant, offer.priority) != offer.priority:
+        if slo_s < math.inf or self._priorities.get(tenant, priority) != priority:
             self._priorities_until_s = now + RIVAL_MEMORY_S
         if len(self._priorities) >= MAX_MEANS:
             self._priorities.clear()
-        self._last_tenant, self._priorities[offer.tenant] = offer.tenant, offer.priority
+        self._last_tenant, self._priorities[tenant] = tenant, priority
 
     def _order(self, start_tag: float, slo_s: float, now: float) -> float:
         """Place at a worker of what is sent there now. Tenants within their share overtake those that are not.

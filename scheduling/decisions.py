@@ -11,6 +11,7 @@ from typing import Any
 from tandem.protocol.errors import Overloaded, ServingError
 from tandem.scheduling.admission import Forecast
 from tandem.scheduling.placement import Candidate, Placement
+from tandem.scheduling.request import ServiceClass
 
 __all__ = ["MAX_DECISIONS", "Decision", "DecisionLog"]
 
@@ -22,8 +23,7 @@ class Decision:
     """What was decided for one request, and how it went on. Changed as that becomes known."""
 
     request_id: str
-    tenant: str
-    priority: int
+    service_class: ServiceClass
     arrived_s: float  # on the router's clock
     forecast: Forecast | None = None  # None where no worker could take it
     outcome: str = "waiting"  # then "dispatched"; or "rejected" at once, or "dropped" after waiting
@@ -40,8 +40,8 @@ class Decision:
             "request_id": self.request_id,
             "age_s": now - self.arrived_s,
             "outcome": self.outcome,
-            "tenant": self.tenant,
-            "priority": self.priority,
+            "tenant": self.service_class.tenant,
+            "priority": self.service_class.priority,
             "ttft_slo_s": None,
             "predicted_ttft_s": None,
             "actual_ttft_s": self.actual_ttft_s,

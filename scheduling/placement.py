@@ -20,8 +20,9 @@ from tandem.scheduling.cost_model import CostModel, Mask, Number, TransferCosts,
 from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import RegisteredWorker, Workers, WorkerTable, can_decode
+from tandem.scheduling.request import PlacementRequest
 
-__all__ = ["Candidate", "Holder", "Needs", "Placement", "Placer", "Terms"]
+__all__ = ["Candidate", "Holder", "Placement", "Placer", "Terms"]
 
 _MAX_HOLDERS = 4  # looked at more closely
 _NOTHING_HELD: Mapping[str, Held] = {}
@@ -49,17 +50,6 @@ class Terms(NamedTuple):
     def ttft_s(self) -> float:
         """Predicted time to first token: it comes from the prefill side and waits for no transfer."""
         return self.queue_s + self.fetch_s + self.prefill_s
-
-
-class Needs(NamedTuple):
-    """What a worker must have for a request, beside room."""
-
-    tenant: str = ""  # whose it is, to be told where no worker is left
-    workers: tuple[str, ...] = ()  # glob patterns of the ids of those the tenant may use; () = all
-    adapter: str = ""  # LoRA adapter
-
-
-_NO_NEEDS = Needs()
 
 
 class Held(NamedTuple):
@@ -193,59 +183,49 @@ class Placer:
 
     def place(
         self,
-        num_prompt_tokens: int,
-        digests: Sequence[bytes],
-        expected_output_tokens: int,
+        request: PlacementRequest,
         now: float,
         *,
         held: Mapping[str, Held] = _NOTHING_HELD,
         order: float = math.inf,
         num_others: int = 0,
         excluded: Collection[str] = (),
-        needs: Needs = _NO_NEEDS,
     ) -> Placement:
-        """The cheapest candidate without workers whose id is `excluded`, and on demand the next best ones.
+        """The cheapest candidate without the workers whose ids are `excluded`, and the `num_others` next best ones.
 
-        `held`: by worker, what waits in the router for it and goes before this one. `order`: the prompt's place among
-        those at a worker, whose later ones it overtakes.
-        Raises `NoWorker` with the reasons when nothing that has what the request `needs` can take it.
+        `held`: by worker, what waits in the router for it and goes before this request. `order`: the prompt's place
+        among those at a worker; it overtakes those of a later order.
+        The digests are those of the workers that remain, which must all hash alike.
+        Raises `NoWorker` with the reasons when no worker can take the request.
         """
         table = self._registry.table
-        is_usable, skipped = self._usable(table, num_prompt_tokens, excluded, needs)
+        is_usable, skipped = self._usable(table, request, excluded)
         decoders = is_usable & table.can_decode
         if not np.count_nonzero(decoders):
-            raise NoWorker(self._explain_no_worker(int(np.count_nonzero(is_usable)), skipped, needs))
+            raise NoWorker(self._explain_no_worker(request, int(np.count_nonzero(is_usable)), skipped))
+        digests = request.digests.of(table.workers[int(decoders.argmax())].card)
         hits = self._index.longest_prefix(digests, now)
         holder = self._deepest_holder(hits, digests) if table.has_peers else None
-        request = _Request(
-            num_prompt_tokens,
-            expected_output_tokens,
-            table,
-            self._costs,
-            hits=hits,
-            holder=holder,
-            held=held,
-            order=order,
-        )
+        costs = _RequestCosts(request, table, self._costs, hits=hits, holder=holder, held=held, order=order)
         prefillers = is_usable & table.can_prefill
-        pair = request.best_pair(prefillers, decoders)
+        pair = costs.best_pair(prefillers, decoders)
         standalone = decoders
         if pair is not None and not self._config.local_prefill:
             standalone = decoders & table.is_colocated
-        alone = request.best_alone(standalone)
+        alone = costs.best_alone(standalone)
         candidates = sorted((c for c in (pair, alone) if c is not None), key=_preference)
-        others = request.next_best(candidates[0], prefillers, decoders, standalone, num_others)
+        others = costs.next_best(candidates[0], prefillers, decoders, standalone, num_others)
         return Placement(
             best=candidates[0],
             runner_up=candidates[1] if len(candidates) > 1 else None,
             others=tuple(others),
-            num_prompt_tokens=num_prompt_tokens,
-            expected_output_tokens=expected_output_tokens,
+            num_prompt_tokens=request.num_prompt_tokens,
+            expected_output_tokens=request.expected_output_tokens,
             skipped=skipped,
         )
 
     def _usable(
-        self, table: WorkerTable, num_prompt_tokens: int, excluded: Collection[str], needs: Needs
+        self, table: WorkerTable, request: PlacementRequest, excluded: Collection[str]
     ) -> tuple[Mask, dict[str, int]]:
         """Which workers could take the request, and why others could not: reason -> number of workers.
 
@@ -256,22 +236,22 @@ class Placer:
             is_usable = is_usable.copy()
             is_usable[[table.rows[worker_id] for worker_id in excluded if worker_id in table.rows]] = False
         skipped: dict[str, int] = {}
-        for reason, mask in self._conditions(table, num_prompt_tokens, needs):
+        for reason, mask in self._conditions(table, request):
             num_before = int(np.count_nonzero(is_usable))
             is_usable = is_usable & mask
             if num_skipped := num_before - int(np.count_nonzero(is_usable)):
                 skipped[reason] = num_skipped
         return is_usable, skipped
 
-    def _conditions(self, table: WorkerTable, num_prompt_tokens: int, needs: Needs) -> Iterator[tuple[str, Mask]]:
+    def _conditions(self, table: WorkerTable, request: PlacementRequest) -> Iterator[tuple[str, Mask]]:
         """What a worker must meet, and what it is called when it does not."""
         yield from table.not_in_state.items()
-        if needs.workers:
-            yield "not for this tenant", table.named(needs.workers)
-        if needs.adapter:
-            yield "without the adapter", table.serving(needs.adapter)
-        if num_prompt_tokens > table.fits_all_tokens:
-            yield "too small", num_prompt_tokens <= table.max_prompt_tokens
+        if request.allowed_workers:
+            yield "not for this tenant", table.named(request.allowed_workers)
+        if request.adapter:
+            yield "without the adapter", table.serving(request.adapter)
+        if request.num_prompt_tokens > table.fits_all_tokens:
+            yield "too small", request.num_prompt_tokens <= table.max_prompt_tokens
 
     def _deepest_holder(self, hits: Mapping[str, int], digests: Sequence[bytes]) -> Holder | None:
         """The worker with the most of the prompt in its pool or its host memory, to read it from.
@@ -290,16 +270,16 @@ class Placer:
                 deepest = Holder(worker, num_blocks)
         return deepest
 
-    def _explain_no_worker(self, num_fit: int, skipped: Mapping[str, int], needs: Needs) -> str:
+    def _explain_no_worker(self, request: PlacementRequest, num_fit: int, skipped: Mapping[str, int]) -> str:
         reasons = [f"{count} {reason}" for reason, count in sorted(skipped.items())]
         if num_fit:
             reasons.append(f"{num_fit} prefill only")
-        asked = f" of tenant '{needs.tenant}'" if needs.workers else ""
-        asked += f" for adapter '{needs.adapter}'" if needs.adapter else ""
+        asked = f" of tenant '{request.tenant}'" if request.allowed_workers else ""
+        asked += f" for adapter '{request.adapter}'" if request.adapter else ""
         return f"no worker can take this request{asked}: {', '.join(reasons) or 'none is connected'}"
 
 
-class _Request:
+class _RequestCosts:
     """What one request costs on every worker, in seconds, and the best of it.
 
     Workers are rows of the registry's table here. Formulas are those of docs/architecture.md.
@@ -307,8 +287,7 @@ class _Request:
 
     def __init__(
         self,
-        num_prompt_tokens: int,
-        expected_output_tokens: int,
+        request: PlacementRequest,
         table: WorkerTable,
         costs: CostModel,
         *,
@@ -318,8 +297,8 @@ class _Request:
         order: float,
     ) -> None:
         # As floats: numpy takes half as long again to make one of an int, each time.
-        self._num_prompt_tokens = float(num_prompt_tokens)
-        self._num_outputs = float(expected_output_tokens)
+        self._num_prompt_tokens = float(request.num_prompt_tokens)
+        self._num_outputs = float(request.expected_output_tokens)
         self._table = table
         self._costs = costs
         self._steps, self._step_s, self._queue_s = table.pace(costs, order)

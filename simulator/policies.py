@@ -17,6 +17,7 @@ from tandem.protocol.messages import BlockEvents
 from tandem.scheduling.placement import Candidate, Placer
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import RegisteredWorker, can_decode, can_prefill
+from tandem.scheduling.request import CommonDigests, PlacementRequest
 from tandem.simulator.fleet import SimulatedFleet
 
 __all__ = ["POLICIES", "Ask", "Choice", "Policy"]
@@ -70,7 +71,12 @@ class Tandem(Policy):
 
     def choose(self, ask: Ask, now: float) -> Choice:
         """As in production."""
-        best = self._placer.place(ask.num_prompt_tokens, ask.digests, ask.expected_output_tokens, now).best
+        request = PlacementRequest(
+            num_prompt_tokens=ask.num_prompt_tokens,
+            expected_output_tokens=ask.expected_output_tokens,
+            digests=CommonDigests(ask.digests),
+        )
+        best = self._placer.place(request, now).best
         return Choice(best.prefill, best.decode, best.num_cached_tokens, best)
 
 

@@ -23,6 +23,7 @@ from tandem.scheduling.cost_model import StepCosts
 from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.placement import Placer
 from tandem.scheduling.registry import Booking
+from tandem.scheduling.request import CommonDigests, PlacementRequest
 from tandem.simulator.fleet import SimulatedFleet, make_card
 from tandem.simulator.measures import quantile
 
@@ -145,7 +146,10 @@ class _Tandem(_Routing):
     def choose(self, request: TraceRequest, digests: Sequence[bytes], hits: dict[str, int], now: float) -> _Worker:
         for worker in self.workers:
             self._report(worker, now)
-        placement = self._placer.place(request.num_prompt_tokens, digests, 1, now)
+        num_prompt_tokens, common = request.num_prompt_tokens, CommonDigests(digests)
+        placement = self._placer.place(
+            PlacementRequest(num_prompt_tokens=num_prompt_tokens, expected_output_tokens=1, digests=common), now
+        )
         return self._by_id[placement.best.prefill.worker_id]
 
     def note(self, worker: _Worker, num_new_tokens: int, num_cached_tokens: int, now: float) -> None:

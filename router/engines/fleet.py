@@ -34,9 +34,10 @@ from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.placement import Placement, Placer
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import RegisteredWorker, Registry
+from tandem.scheduling.request import PlacementRequest
 from tandem.scheduling.tenants import Tenants
 
-__all__ = ["EngineFleet", "Placed", "Prompt"]
+__all__ = ["EngineDigests", "EngineFleet", "Placed"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,27 +47,21 @@ MEAN_WEIGHT = 0.05  # of the newest request in the mean lengths
 _HEALTH_PATHS = {"openai": "/v1/models", "vllm": "/health", "sglang": "/health", "llamacpp": "/health"}
 
 
-class Prompt(Sequence[bytes]):
-    """A prompt as engines are chosen by it: each group of them has digests of its own. As a sequence those of none."""
+class EngineDigests:
+    """Digests of a prompt's blocks for each model and block size, computed when they are first asked for."""
 
     def __init__(self, token_ids: Sequence[int], scope: CacheScope) -> None:
-        self.token_ids = token_ids
+        self._token_ids = token_ids
         self._scope = scope
         self._digests: dict[tuple[str, int], list[bytes]] = {}
 
-    def __len__(self) -> int:
-        return 0
-
-    def __getitem__(self, index: Any) -> Any:
-        return ()[index]
-
-    def digests(self, card: WorkerCard) -> list[bytes]:
-        """Of its blocks, as an engine with this card has them."""
+    def of(self, card: WorkerCard) -> Sequence[bytes]:
+        """The digests under which an engine with this card caches the prompt."""
         key = (card.model, card.block_size)
         found = self._digests.get(key)
         if found is None:
             root = root_digest(digest_root(*key), cache_salt=self._scope)
-            found = self._digests[key] = block_digests(root, self.token_ids, card.block_size)
+            found = self._digests[key] = block_digests(root, self._token_ids, card.block_size)
         return found
 
 
@@ -76,7 +71,7 @@ class Placed(NamedTuple):
     placement: Placement
     prefill: RemoteEngine
     decode: RemoteEngine
-    digests: list[bytes]
+    digests: Sequence[bytes]
 
     @property
     def is_pair(self) -> bool:
@@ -187,7 +182,7 @@ class EngineFleet:
         self._context.term()
 
     def place(
-        self, model: str, prompt: Prompt, num_outputs: int, now: float, tried: Collection[str] = (), **options: Any
+        self, model: str, request: PlacementRequest, now: float, tried: Collection[str] = (), **options: Any
     ) -> Placement:
         """The cheapest engine or pair for a request, without those it was `tried` on. `options` are the placer's own.
 
@@ -199,44 +194,44 @@ class EngineFleet:
         left = [engine for engine in engines if engine.name not in tried and engine.card is not None]
         open_to_it = [engine for engine in left if not engine.refusal(now)]
         try:
-            return self._place_among(open_to_it, model, engines, prompt, num_outputs, now, tried, options)
+            return self._place_among(open_to_it, model, engines, request, now, tried, options)
         except NoWorker:
             last = [engine for engine in left if not engine.refusal(now, is_last=True)]
             if len(last) == len(open_to_it):
                 raise
-            return self._place_among(last, model, engines, prompt, num_outputs, now, tried, options)
+            return self._place_among(last, model, engines, request, now, tried, options)
 
     def _place_among(
         self,
         open_to_it: list[RemoteEngine],
         model: str,
         engines: list[RemoteEngine],
-        prompt: Prompt,
-        num_outputs: int,
+        request: PlacementRequest,
         now: float,
         tried: Collection[str],
         options: dict[str, Any],
     ) -> Placement:
         decoders = [engine for engine in open_to_it if engine.spec.role is not Role.PREFILL]
         # What is too long for all of them goes there all the same: the engine says so best, in its own 400.
-        num_prompt_tokens = max(1, min(len(prompt.token_ids), max(map(_room, decoders), default=1) - 1))
+        num_prompt_tokens = max(1, min(request.num_prompt_tokens, max(map(_room, decoders), default=1) - 1))
+        request = msgspec.structs.replace(request, num_prompt_tokens=num_prompt_tokens)
         found: list[Placement] = []
         refused: dict[str, NoWorker] = {}  # by group
         for group in dict.fromkeys(engine.spec.group for engine in decoders):
-            members = {engine.name: engine for engine in open_to_it if engine.spec.group == group}
+            members = {engine.name for engine in open_to_it if engine.spec.group == group}
             try:
-                found.append(self._place_in(members, num_prompt_tokens, prompt, num_outputs, now, options))
+                found.append(self._place_in(members, request, now, options))
             except NoWorker as exc:
                 refused[group] = exc
         if not found:
             raise self._nobody(model, engines, tried, now, refused)
         return min(found, key=lambda placement: placement.best.terms.total_s)
 
-    def placed(self, placement: Placement, prompt: Prompt) -> Placed:
+    def placed(self, request: PlacementRequest, placement: Placement) -> Placed:
         """The placement with its engines, which must have been placed on just now."""
         best = placement.best
         prefill, decode = self._engines[best.prefill.worker_id], self._engines[best.decode.worker_id]
-        return Placed(placement, prefill, decode, prompt.digests(best.prefill.card))
+        return Placed(placement, prefill, decode, request.digests.of(best.prefill.card))
 
     def book(self, placed: Placed) -> SharedBooking:
         """Let the next decision see this one, here and at the siblings."""
@@ -322,17 +317,10 @@ class EngineFleet:
             del self._followers[name]
 
     def _place_in(
-        self,
-        members: dict[str, RemoteEngine],
-        num_prompt_tokens: int,
-        prompt: Prompt,
-        num_outputs: int,
-        now: float,
-        options: dict[str, Any],
+        self, members: Collection[str], request: PlacementRequest, now: float, options: dict[str, Any]
     ) -> Placement:
-        others = {worker.worker_id for worker in self.registry} - members.keys()
-        digests = prompt.digests(next(engine.card for engine in members.values() if engine.card is not None))
-        return self._placer.place(num_prompt_tokens, digests, num_outputs, now, excluded=others, **options)
+        others = {worker.worker_id for worker in self.registry} - set(members)
+        return self._placer.place(request, now, excluded=others, **options)
 
     def _nobody(
         self, model: str, engines: list[RemoteEngine], tried: Collection[str], now: float, refused: dict[str, NoWorker]

@@ -19,7 +19,7 @@ from tandem.protocol.errors import ModelNotFound, NoWorker, RequestError, Servin
 from tandem.router.engines.attempt import Attempt
 from tandem.router.engines.client_request import ClientRequest
 from tandem.router.engines.errors import EngineBusy, EngineFailed
-from tandem.router.engines.fleet import EngineFleet, Prompt
+from tandem.router.engines.fleet import EngineFleet
 from tandem.router.engines.prompts import PromptReader, TextReader, cache_salt_of, priority_of
 from tandem.router.engines.queues import Queues
 from tandem.router.http.disconnect import cancel_on_disconnect
@@ -34,6 +34,7 @@ from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
 from tandem.router.text.tokenizer import TokenizerPool
 from tandem.scheduling.decisions import Decision
 from tandem.scheduling.placement import Placement
+from tandem.scheduling.request import PlacementRequest
 from tandem.scheduling.tenants import CacheScopes
 
 __all__ = ["Forwarder", "read_object"]
@@ -119,7 +120,7 @@ class Forwarder:
     ) -> ClientRequest:
         model = self._model_of(body)
         options = request_options(http_request, priority_of(body))
-        scope = self._scopes.of(options.tenant, cache_salt_of(body))
+        scope = self._scopes.of(options.service_class.tenant, cache_salt_of(body))
         reader = self._readers.get(model, self._text)
         max_tokens = self._fleet.max_model_len(model) or UNKNOWN_CONTEXT_TOKENS
         token_ids = await self._pool.run(lambda: reader.read(body, scope, max_tokens), num_bytes=len(raw))
@@ -155,8 +156,8 @@ class Forwarder:
     async def _open(self, request: ClientRequest) -> tuple[Attempt, Decision]:
         """The attempt that answers, after waiting in the queue and up to `max_attempts` attempts."""
         queue = self.queues.of(request.model)
-        offer = queue.offer(request)
-        admitted = await queue.gate.enter(request, offer)
+        placement_request = queue.placement_request(request)
+        admitted = await queue.gate.enter(request, placement_request)
         attempt, decision = admitted.booking, admitted.decision
         tried: set[str] = set()
         while True:
@@ -174,7 +175,7 @@ class Forwarder:
             if len(tried) == self._fleet.engines_config.max_attempts:
                 raise last
             try:
-                attempt, decision.placement = queue.try_elsewhere(request, offer, tried)
+                attempt, decision.placement = queue.try_elsewhere(request, placement_request, tried)
             except (NoWorker, EngineBusy):
                 if isinstance(last, EngineFailed):
                     raise last from None  # it says more than that no engine is left
@@ -182,9 +183,14 @@ class Forwarder:
             self.num_retries += 1
 
     def _book(
-        self, request: ClientRequest, placement: Placement, prompt: Prompt, on_end: Callable[[int], None]
+        self,
+        request: ClientRequest,
+        placement_request: PlacementRequest,
+        placement: Placement,
+        on_end: Callable[[int], None],
     ) -> Attempt:
-        return Attempt(self._fleet, self._fleet.placed(placement, prompt), request, self._metrics, on_end)
+        placed = self._fleet.placed(placement_request, placement)
+        return Attempt(self._fleet, placed, request, self._metrics, on_end)
 
     def _headers(self, request: ClientRequest, attempt: Attempt, decision: Decision) -> dict[str, str]:
         headers = {

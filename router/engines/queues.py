@@ -6,7 +6,7 @@ engines of its model as the workers there are, and places on those that may be g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -18,16 +18,17 @@ from tandem.protocol.errors import NoWorker
 from tandem.router.admission_queue import NUM_OTHERS, AdmissionQueue
 from tandem.router.engines.attempt import Attempt
 from tandem.router.engines.client_request import ClientRequest
-from tandem.router.engines.fleet import EngineFleet, Prompt
+from tandem.router.engines.fleet import EngineDigests, EngineFleet
 from tandem.router.engines.prompts import max_tokens_of
 from tandem.router.processes.sibling_messages import Waiting
 from tandem.router.processes.siblings import PeerRouters
-from tandem.scheduling.admission import Admission, AdmissionRequest, Dispatch, TenantStats
+from tandem.scheduling.admission import Admission, Dispatch, TenantStats
 from tandem.scheduling.cost_model import Rows
 from tandem.scheduling.decisions import Decision
 from tandem.scheduling.fair_queue import Work
 from tandem.scheduling.placement import Placement, Placer
 from tandem.scheduling.registry import RegisteredWorker, Registry, Workers, WorkerTable, can_decode
+from tandem.scheduling.request import PlacementRequest
 
 __all__ = ["ModelQueue", "Queues"]
 
@@ -46,46 +47,40 @@ class ModelQueue:
             admission, fleet.registry, self._begin, timeout_s=fleet.config.request_timeout_s, clock=fleet.clock
         )
 
-    def offer(self, request: ClientRequest) -> AdmissionRequest:
-        """What a request asks of admission."""
-        limit = max_tokens_of(request.body) or MAX_OUTPUTS
-        return AdmissionRequest(
+    def placement_request(self, request: ClientRequest) -> PlacementRequest:
+        """The request as admission and placement know it."""
+        return self.admission.request(
+            request.options.service_class,
             num_prompt_tokens=max(1, len(request.token_ids)),
-            digests=Prompt(request.token_ids, request.cache_scope),
-            expected_output_tokens=self.admission.lengths.expected(request.options.tenant, limit),
-            tenant=request.options.tenant,
-            priority=request.options.priority,
-            ttft_slo_s=request.options.ttft_slo_s,
+            digests=EngineDigests(request.token_ids, request.cache_scope),
+            max_tokens=max_tokens_of(request.body) or MAX_OUTPUTS,
         )
 
     def explain(self, request: ClientRequest) -> dict[str, Any]:
         """What would be decided for this request now, as JSON; nothing is sent or booked. Raises a `ServingError`."""
         now = self._fleet.clock()
-        offer = self.offer(request)
-        forecast = self.admission.forecast(offer, now, num_others=NUM_OTHERS)
+        forecast = self.admission.forecast(self.placement_request(request), now, num_others=NUM_OTHERS)
         outcome = "rejected" if forecast.error else "admitted"
-        return Decision("", offer.tenant, offer.priority, now, forecast, outcome, error=forecast.error).to_json(now)
+        service_class = request.options.service_class
+        return Decision("", service_class, now, forecast, outcome, error=forecast.error).to_json(now)
 
     def try_elsewhere(
-        self, request: ClientRequest, offer: AdmissionRequest, tried: set[str]
+        self, request: ClientRequest, placement_request: PlacementRequest, tried: set[str]
     ) -> tuple[Attempt, Placement]:
         """A request that had its turn and failed goes elsewhere at once. Raises a `ServingError`."""
-        prompt = cast(Prompt, offer.digests)
-        now = self._fleet.clock()
-        needs = self.admission.needs(offer)
-        placement = self._fleet.place(self._model, prompt, offer.expected_output_tokens, now, tried, needs=needs)
-        return self._book(request, offer, placement), placement
+        placement = self._fleet.place(self._model, placement_request, self._fleet.clock(), tried)
+        return self._book(request, placement_request, placement), placement
 
     def _begin(self, request: ClientRequest, dispatch: Dispatch) -> Attempt:
-        return self._book(request, dispatch.waiting.offer, dispatch.placement)
+        return self._book(request, dispatch.waiting.request, dispatch.placement)
 
-    def _book(self, request: ClientRequest, offer: AdmissionRequest, placement: Placement) -> Attempt:
-        on_end = partial(self.admission.lengths.note, offer.tenant)
-        return self._make_attempt(request, placement, cast(Prompt, offer.digests), on_end)
+    def _book(self, request: ClientRequest, placement_request: PlacementRequest, placement: Placement) -> Attempt:
+        on_end = partial(self.admission.lengths.note, placement_request.tenant)
+        return self._make_attempt(request, placement_request, placement, on_end)
 
 
 # Books a placed request; the last argument is called with the length of a complete answer.
-_AttemptFactory = Callable[[ClientRequest, Placement, Prompt, Callable[[int], None]], Attempt]
+_AttemptFactory = Callable[[ClientRequest, PlacementRequest, Placement, Callable[[int], None]], Attempt]
 
 
 class Queues:
@@ -220,13 +215,6 @@ class _ModelPlacer(Placer):
         """Whether there is an engine to decode on."""
         return any(can_decode(worker) for worker in self._workers)
 
-    def place(
-        self,
-        num_prompt_tokens: int,
-        digests: Sequence[bytes],
-        expected_output_tokens: int,
-        now: float,
-        **options: Any,
-    ) -> Placement:
-        """As `EngineFleet.place`. `digests` are a `Prompt`. Raises a `ServingError`."""
-        return self._fleet.place(self._model, cast(Prompt, digests), expected_output_tokens, now, **options)
+    def place(self, request: PlacementRequest, now: float, **options: Any) -> Placement:
+        """As `EngineFleet.place`. Raises a `ServingError`."""
+        return self._fleet.place(self._model, request, now, **options)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from tandem.protocol.errors import RequestError
+from tandem.scheduling.request import DEFAULT_CLASS, ServiceClass
 from tandem.scheduling.tenants import DEFAULT_TENANT, TENANT_NAME
 
 __all__ = ["EXPLAIN_HEADER", "TENANT_HEADER", "RequestOptions", "request_options", "tenant_of"]
@@ -18,17 +19,16 @@ EXPLAIN_HEADER = "x-tandem-explain"  # of the request: 1; of the response: the d
 
 
 class RequestOptions(NamedTuple):
-    """How a request shall be served."""
+    """How a client wants its request served."""
 
-    tenant: str = DEFAULT_TENANT
-    priority: int = 0  # lower is more urgent, as in vLLM
-    ttft_slo_s: float | None = None  # None = the tenant's
-    explains: bool = False
+    service_class: ServiceClass = DEFAULT_CLASS
+    explains: bool = False  # whether the response shall explain the routing decision
 
 
 def request_options(request: Request, priority: int | None) -> RequestOptions:
-    """The wishes in a request's headers, with the priority of its body. Raises `RequestError`."""
-    return RequestOptions(tenant_of(request), priority or 0, _slo_s(request), _explains(request))
+    """The options in a request's headers, with the priority of its body. Raises `RequestError`."""
+    service_class = ServiceClass(tenant_of(request), priority or 0, _slo_s(request))
+    return RequestOptions(service_class, _explains(request))
 
 
 def tenant_of(request: Request) -> str:

@@ -41,8 +41,8 @@ async def plan_chat(context: ServingContext, request: Request, arrived_s: float)
     requested_tokens = _requested_tokens(fields)
     num_logprobs = _num_logprobs(fields)
     check_fields(fields, 1, num_logprobs)
-    wishes = request_options(request, fields.priority)
-    scope = context.scopes.of(wishes.tenant, fields.cache_salt or "")
+    options = request_options(request, fields.priority)
+    scope = context.scopes.of(options.service_class.tenant, fields.cache_salt or "")
     token_ids = await tokenize_chat(
         context,
         fields.messages,
@@ -64,7 +64,7 @@ async def plan_chat(context: ServingContext, request: Request, arrived_s: float)
         num_logprobs=num_logprobs,
         arrived_s=arrived_s,
         conversation_id=conversation_of(request, fields),
-        wishes=wishes,
+        options=options,
         cache_scope=scope,
     )
 

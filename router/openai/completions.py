@@ -39,7 +39,7 @@ async def plan_completion(context: ServingContext, request: Request, arrived_s: 
         raise RequestError("'logprobs' with 'echo' is not supported by this server.", param="logprobs")
     if fields.max_tokens == 0 and not fields.echo:
         raise RequestError("Invalid value for 'max_tokens': expected at least 1.", param="max_tokens")
-    wishes = request_options(request, fields.priority)
+    options = request_options(request, fields.priority)
     limit = context.prompt_limit("prompt")
     given = _separate_prompts(fields, limit)
     check_fields(fields, len(given), fields.logprobs)
@@ -61,8 +61,8 @@ async def plan_completion(context: ServingContext, request: Request, arrived_s: 
         num_logprobs=fields.logprobs,
         arrived_s=arrived_s,
         conversation_id=conversation_of(request, fields),
-        wishes=wishes,
-        cache_scope=context.scopes.of(wishes.tenant, fields.cache_salt or ""),
+        options=options,
+        cache_scope=context.scopes.of(options.service_class.tenant, fields.cache_salt or ""),
     )
 
 

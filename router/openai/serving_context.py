@@ -103,12 +103,12 @@ def plan_answer(
     num_logprobs: int | None,
     arrived_s: float,
     conversation_id: str,
-    wishes: RequestOptions,
+    options: RequestOptions,
     cache_scope: CacheScope,
 ) -> Answer:
     """The answer to generate for these prompts, `n` choices each. Raises `RequestError` for what cannot be served."""
-    options = fields.stream_options
-    if options is not None and not fields.stream:
+    stream_options = fields.stream_options
+    if stream_options is not None and not fields.stream:
         raise RequestError("'stream_options' is only allowed with 'stream'.", param="stream_options")
     num_siblings = fields.n or 1
     check_prompt_tokens((len(prompt.token_ids) for prompt in prompts), num_siblings)
@@ -135,7 +135,7 @@ def plan_answer(
             conversation = "" if choices else conversation_id
             choices.append(
                 _choice(
-                    len(choices), answer_id, prompt, params, sibling, stops, fields, conversation, wishes, cache_scope
+                    len(choices), answer_id, prompt, params, sibling, stops, fields, conversation, options, cache_scope
                 )
             )
     if num_logprobs is not None and not fields.stream and context.backend.max_model_len is not None:
@@ -149,8 +149,10 @@ def plan_answer(
         choices=choices,
         num_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
         is_stream=bool(fields.stream),
-        has_usage=bool(options and options.include_usage),
-        has_running_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+        has_usage=bool(stream_options and stream_options.include_usage),
+        has_running_usage=bool(
+            stream_options and stream_options.include_usage and stream_options.continuous_usage_stats
+        ),
     )
 
 
@@ -163,20 +165,20 @@ def _choice(
     stops: StopStrings | None,
     fields: GenerationFields,
     conversation_id: str,
-    wishes: RequestOptions,
+    options: RequestOptions,
     cache_scope: CacheScope,
 ) -> ChoicePlan:
+    service_class = options.service_class
+    if sibling:  # they start behind the first token of the answer, which is what the SLO is about
+        service_class = msgspec.structs.replace(service_class, ttft_slo_s=math.inf)
     request = GenerateRequest(
         request_id=f"{answer_id}-{index}",
         token_ids=prompt.token_ids,
         sampling=sibling_seed(params, sibling),
         cache_scope=cache_scope,
         conversation_id=conversation_id,
-        tenant=wishes.tenant,
-        priority=wishes.priority,
-        # Siblings start behind the first token of the answer, which is what the SLO is about.
-        ttft_slo_s=wishes.ttft_slo_s if sibling == 0 else math.inf,
-        explains=wishes.explains and index == 0,
+        service_class=service_class,
+        explains=options.explains and index == 0,
     )
     return ChoicePlan(
         index=index,

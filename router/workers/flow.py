@@ -24,13 +24,14 @@ from tandem.router.streams import InboxStream, Stream
 from tandem.router.workers.client import Leg, LegEvent, WorkerClient
 from tandem.router.workers.pins import Owner, PinService
 from tandem.runtime.idle_timeout import IdleTimeout
-from tandem.scheduling.admission import Admission, AdmissionRequest, Dispatch
+from tandem.scheduling.admission import Admission, Dispatch
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.decisions import Decision
 from tandem.scheduling.placement import Placement, Placer
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Booking, RegisteredWorker, Registry, queue_s
+from tandem.scheduling.request import CommonDigests, PlacementRequest
 from tandem.scheduling.tenants import Tenants
 
 __all__ = ["DeltaOrder", "RequestFlow"]
@@ -125,11 +126,11 @@ class RequestFlow:
 
     async def explain(self, request: GenerateRequest) -> dict[str, Any]:
         """What would be decided for this request now, as JSON; nothing is sent or booked. Raises `NoWorker`."""
-        offer = self._offer(request, await self._digests(request.token_ids, request.cache_scope, request.adapter))
+        digests = await self._digests(request.token_ids, request.cache_scope, request.adapter)
         now = self._clock()
-        forecast = self.admission.forecast(offer, now, num_others=NUM_OTHERS)
+        forecast = self.admission.forecast(self._placement_request(request, digests), now, num_others=NUM_OTHERS)
         outcome = "rejected" if forecast.error else "admitted"
-        decision = Decision("", offer.tenant, offer.priority, now, forecast, outcome, error=forecast.error)
+        decision = Decision("", request.service_class, now, forecast, outcome, error=forecast.error)
         return decision.to_json(now)
 
     async def decisions(self) -> list[dict[str, Any]]:
@@ -172,7 +173,7 @@ class RequestFlow:
     def _note_turn(self, request: GenerateRequest, digests: list[bytes]) -> None:
         """The request's conversation, if it is of one, consists of these blocks now."""
         if request.conversation_id:
-            owner = Owner(request.tenant, request.cache_scope)
+            owner = Owner(request.service_class.tenant, request.cache_scope)
             self.cache.note_turn(owner, request.conversation_id, digests)
 
     def _root(self, namespace: bytes, scope: CacheScope, adapter: str) -> bytes:
@@ -184,14 +185,12 @@ class RequestFlow:
             root = self._roots[key] = root_digest(namespace, cache_salt=scope, lora=adapter)
         return root
 
-    def _offer(self, request: GenerateRequest, digests: Sequence[bytes]) -> AdmissionRequest:
-        return AdmissionRequest(
+    def _placement_request(self, request: GenerateRequest, digests: Sequence[bytes]) -> PlacementRequest:
+        return self.admission.request(
+            request.service_class,
             num_prompt_tokens=len(request.token_ids),
-            digests=digests,
-            expected_output_tokens=self.admission.lengths.expected(request.tenant, request.sampling.max_tokens),
-            tenant=request.tenant,
-            priority=request.priority,
-            ttft_slo_s=request.ttft_slo_s,
+            digests=CommonDigests(digests),
+            max_tokens=request.sampling.max_tokens,
             adapter=request.adapter,
         )
 
@@ -204,7 +203,8 @@ class RequestFlow:
         )
         # An answer of one token comes from the prefill worker, and no KV ever reaches the other.
         holders = {prefill_id} if request.sampling.max_tokens == 1 else {prefill_id, decode_id}
-        self._index.speculate(holders, dispatch.waiting.offer.digests, self._clock())
+        digests = dispatch.waiting.request.digests.of(best.prefill.card)
+        self._index.speculate(holders, digests, self._clock())
         return self._registry.reserve(dispatch.placement.load, dispatch.turn)
 
     def _dispatch(
@@ -273,7 +273,7 @@ class RequestFlow:
                 block_size=card.block_size,
                 num_prompt_tokens=len(request.token_ids),
                 num_cached_tokens=num_cached_tokens,
-                tenant=request.tenant,
+                tenant=request.service_class.tenant,
             )
 
     def _worker_state(self, worker: RegisteredWorker) -> dict[str, object]:
@@ -348,7 +348,7 @@ class _Generation(InboxStream[LegEvent, TokenDelta]):
         flow, request = self._flow, self._request
         self._digests = await flow._digests(request.token_ids, request.cache_scope, request.adapter)
         flow._check_open()
-        entered = self._entered = await flow._gate.enter(request, flow._offer(request, self._digests))
+        entered = self._entered = await flow._gate.enter(request, flow._placement_request(request, self._digests))
         self._watch = IdleTimeout(flow._config.request_timeout_s, self._fail_silent)
         flow._check_open()
         flow._note_turn(request, self._digests)
@@ -376,7 +376,7 @@ class _Generation(InboxStream[LegEvent, TokenDelta]):
         self._num_cached_tokens += delta.num_cached_tokens or 0
         if delta.finish_reason is not None:
             self._has_ended, self._error = True, None
-            self._flow.admission.lengths.note(self._request.tenant, self._order.num_tokens)
+            self._flow.admission.lengths.note(self._request.service_class.tenant, self._order.num_tokens)
         return delta
 
     def _begin_wait(self) -> None:

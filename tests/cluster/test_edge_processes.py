@@ -178,7 +178,7 @@ def test_a_replaced_process_has_the_keys_and_the_tenants_of_the_others(tmp_path:
             assert (await here.chat()).status_code == 200
             here.client.headers["authorization"] = "Bearer second"
             assert (await here.chat()).status_code == 200
-            told = [(request.tenant, request.cache_scope) for request in here.backend.requests]
+            told = [(request.service_class.tenant, request.cache_scope) for request in here.backend.requests]
             assert told == [("search", cache_scope("", "search")), ("batch", cache_scope("", ""))]
 
     asyncio.run(scenario())

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,6 @@ from tandem.scheduling.admission import (
     LEAD_S,
     MAX_SCANNED,
     Admission,
-    AdmissionRequest,
     Dispatch,
     Drop,
     OutputLengths,
@@ -31,6 +31,7 @@ from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.placement import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Booking, Registry, queue_s, wait_s
+from tandem.scheduling.request import CommonDigests, PlacementRequest, ServiceClass
 from tandem.scheduling.tenants import TenantPolicy, Tenants
 from tests.support.builders import add_ready, make_card
 
@@ -45,8 +46,8 @@ class Desk:
     bookings: list[Booking]
 
     def enter(self, num_tokens: int = 512, now: float = 0.0, **fields: object) -> Waiting:
-        offer = make_offer(num_tokens, **fields)
-        return self.admission.enter(offer, self.admission.forecast(offer, now), now)
+        request = make_request(num_tokens, **fields)
+        return self.admission.enter(request, self.admission.forecast(request, now), now)
 
     def decide(self, now: float = 0.0) -> list[Dispatch | Drop]:
         decisions: list[Dispatch | Drop] = []
@@ -67,9 +68,16 @@ class Desk:
         self.registry.note_step(worker_id, StepStats(duration_s=0.4, num_prefill_tokens=num_tokens))
 
 
-def make_offer(num_tokens: int = 512, **fields: object) -> AdmissionRequest:
-    defaults = {"num_prompt_tokens": num_tokens, "digests": (), "expected_output_tokens": 32, "tenant": "default"}
-    return AdmissionRequest(**(defaults | fields))  # type: ignore[arg-type]
+def make_request(
+    num_tokens: int = 512, *, expected_output_tokens: int = 32, digests: Sequence[bytes] = (), **service: Any
+) -> PlacementRequest:
+    """`service`: fields of its `ServiceClass`."""
+    return PlacementRequest(
+        num_prompt_tokens=num_tokens,
+        expected_output_tokens=expected_output_tokens,
+        digests=CommonDigests(digests),
+        service_class=ServiceClass(**service),
+    )
 
 
 def make_desk(
@@ -189,7 +197,7 @@ def test_what_waits_for_prefill_workers_does_not_hold_up_what_a_decode_worker_co
     (decided,) = desk.decide(20.5)
     assert isinstance(decided, Dispatch)
     assert decided.waiting is short
-    long = desk.admission.forecast(make_offer(2048), 20.5)
+    long = desk.admission.forecast(make_request(2048), 20.5)
     assert long.placement.best.is_pair
     assert long.start_s >= 2 * desk.full_step_s(), "it is behind them"
 
@@ -272,10 +280,10 @@ def test_looking_for_deadlines_takes_no_time_however_many_wait() -> None:
     desk = make_desk(max_queued_prompt_tokens=10**9)
     no_room(desk)
     for priority, slo_s in ((0, math.inf), (1, 1e6)):
-        offer = make_offer(16, priority=priority, ttft_slo_s=slo_s)
-        forecast = desk.admission.forecast(offer, 20.0)
+        request = make_request(16, priority=priority, ttft_slo_s=slo_s)
+        forecast = desk.admission.forecast(request, 20.0)
         for _ in range(2500):
-            desk.admission.enter(offer, forecast, 20.0)
+            desk.admission.enter(request, forecast, 20.0)
     durations_s = []
     for _ in range(50):
         started_s = time.perf_counter()
@@ -388,7 +396,7 @@ def test_where_all_seats_are_taken_requests_wait_here() -> None:
     for booking in desk.bookings:
         booking.prefill_done()
     assert desk.decide(1.0) == []
-    forecast = desk.admission.forecast(make_offer(10, expected_output_tokens=500), 1.0)
+    forecast = desk.admission.forecast(make_request(10, expected_output_tokens=500), 1.0)
     step_s = desk.registry.table.pace(desk.admission._costs).step_s.item(0)
     assert forecast.start_s == pytest.approx(500 * step_s * 4 / 2), "three go first, and two run"
     desk.bookings[0].release()
@@ -409,7 +417,7 @@ def test_too_much_queued_work_is_refused_with_a_true_retry_after() -> None:
     assert refused.value.code == "queue_full"
     retry_after_s = refused.value.retry_after_s
     assert 0 < retry_after_s < 5
-    rate = 1000 / desk.admission.forecast(make_offer(10), 0.0).placement.best.terms.queue_s
+    rate = 1000 / desk.admission.forecast(make_request(10), 0.0).placement.best.terms.queue_s
     desk.computes("w0", round(rate * retry_after_s) + 1)
     desk.enter(500, now=retry_after_s)
 
@@ -453,7 +461,7 @@ def test_who_is_refused_for_others_is_expected_to_go_first_later(slo_s: float, i
     desk.decide()
 
     def start_s() -> float:
-        return desk.admission.forecast(make_offer(tenant="c"), 0.0).start_s
+        return desk.admission.forecast(make_request(tenant="c"), 0.0).start_s
 
     before_s = start_s()
     for _ in range(10):

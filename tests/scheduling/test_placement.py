@@ -4,6 +4,7 @@ import math
 import random
 import re
 from collections import Counter
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import pytest
@@ -15,9 +16,10 @@ from tandem.protocol.errors import NoWorker
 from tandem.protocol.messages import POOL_PLACE, BlockEvents, PrefillPriority, Role, StepStats, TierLoad, WorkerState
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.placement import Held, Needs, Placement, Placer
+from tandem.scheduling.placement import Held, Placement, Placer
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Booking, RegisteredWorker, Registry
+from tandem.scheduling.request import CommonDigests, PlacementRequest, ServiceClass
 from tests.support.builders import add_ready, make_card
 from tests.support.naive_placer import NaivePlacer, preference
 
@@ -62,7 +64,26 @@ class Pool:
             booking.prefill_done()
 
     def place(self, num_prompt_tokens: int, *, outputs: int = 100, digests: list[bytes] | None = None) -> Placement:
-        return self.placer.place(num_prompt_tokens, digests or [], outputs, now=0.0)
+        return self.placer.place(make_request(num_prompt_tokens, outputs, digests=digests or []), 0.0)
+
+
+def make_request(
+    num_prompt_tokens: int,
+    outputs: int = 100,
+    *,
+    digests: Sequence[bytes] = (),
+    workers: tuple[str, ...] = (),
+    adapter: str = "",
+) -> PlacementRequest:
+    """A request of the tenant acme."""
+    return PlacementRequest(
+        num_prompt_tokens=num_prompt_tokens,
+        expected_output_tokens=outputs,
+        digests=CommonDigests(digests),
+        service_class=ServiceClass("acme"),
+        allowed_workers=workers,
+        adapter=adapter,
+    )
 
 
 def make_pair(*, batch: int = 0, local_prefill: bool = True) -> Pool:
@@ -91,10 +112,10 @@ def test_a_long_prompt_leaves_a_busy_decode_worker_alone() -> None:
 
 def test_excluded_workers_take_nothing_and_are_no_reason() -> None:
     pool = make_pair(batch=4)
-    placement = pool.placer.place(2048, [], 100, 0.0, excluded={"p"})
+    placement = pool.placer.place(make_request(2048), 0.0, excluded={"p"})
     assert (chosen(placement), placement.runner_up, placement.skipped) == (("d", "d"), None, {})
     with pytest.raises(NoWorker):
-        pool.placer.place(2048, [], 100, 0.0, excluded={"p", "d"})
+        pool.placer.place(make_request(2048), 0.0, excluded={"p", "d"})
 
 
 def test_a_short_uncached_tail_stays_on_the_decode_worker() -> None:
@@ -217,7 +238,7 @@ def test_a_worker_without_a_free_seat_is_avoided(role: Role) -> None:
     for worker_id, num_seqs in (("full", 2), ("free", 5)):
         for _ in range(num_seqs):
             pool.book("p", worker_id, kv=200, done=True)
-    placement = pool.placer.place(1000, [], 100, now=0.0, num_others=9)
+    placement = pool.placer.place(make_request(1000), 0.0, num_others=9)
     assert placement.best.decode.worker_id == "free"
     assert placement.best.terms.memory_s == 0
     (wait_s,) = {other.terms.memory_s for other in placement.others if other.decode.worker_id == "full"}
@@ -261,7 +282,7 @@ def test_shows_the_next_best_where_asked() -> None:
     pool = make_pair(batch=4)
     pool.add("q", Role.PREFILL)
     pool.book("q", "d", new=512)
-    placement = pool.placer.place(2048, [], 100, 0.0, num_others=4)
+    placement = pool.placer.place(make_request(2048), 0.0, num_others=4)
     others = [(c.prefill.worker_id, c.decode.worker_id) for c in placement.others]
     assert (chosen(placement), others) == (("p", "d"), [("q", "d"), ("d", "d")])
     assert pool.place(2048).others == ()
@@ -271,8 +292,8 @@ def test_what_is_held_for_a_worker_counts_as_its_queue() -> None:
     pool = Pool()
     for worker_id in ("a", "b"):
         pool.add(worker_id, Role.COLOCATED)
-    assert chosen(pool.placer.place(100, [], 10, 0.0, held={"a": Held(1.0)})) == ("b", "b")
-    both = pool.placer.place(100, [], 10, 0.0, held={"a": Held(1.0), "b": Held(2.0)})
+    assert chosen(pool.placer.place(make_request(100, 10), 0.0, held={"a": Held(1.0)})) == ("b", "b")
+    both = pool.placer.place(make_request(100, 10), 0.0, held={"a": Held(1.0), "b": Held(2.0)})
     assert (chosen(both), both.best.terms.queue_s) == (("a", "a"), 1.0)
 
 
@@ -395,7 +416,7 @@ def test_tenants_and_adapters_keep_to_their_workers_and_the_others_are_counted()
     pool.book("decode-0", "decode-0", new=5000)
 
     def place(*workers: str, adapter: str = "") -> Placement:
-        return pool.placer.place(2048, [], 100, 0.0, needs=Needs("acme", workers, adapter))
+        return pool.placer.place(make_request(2048, workers=workers, adapter=adapter), 0.0)
 
     assert (chosen(place()), place().skipped) == (("prefill-0", "decode-1"), {})
     limited = place("prefill-1", "decode-[0]")
@@ -415,11 +436,11 @@ def test_tenants_and_adapters_keep_to_their_workers_and_the_others_are_counted()
 
 def test_a_tenants_workers_are_those_that_are_there_now() -> None:
     pool = make_pair()
-    needs = Needs("acme", ("d*",))
-    assert chosen(pool.placer.place(4, [], 100, 0.0, needs=needs)) == ("d", "d")
+    request = make_request(4, workers=("d*",))
+    assert chosen(pool.placer.place(request, 0.0)) == ("d", "d")
     pool.add("d2", Role.DECODE)
     pool.book("d", "d", new=5000)
-    assert chosen(pool.placer.place(4, [], 100, 0.0, needs=needs)) == ("d2", "d2")
+    assert chosen(pool.placer.place(request, 0.0)) == ("d2", "d2")
 
 
 @settings(max_examples=300, deadline=None)
@@ -433,10 +454,13 @@ def test_decides_as_one_does_who_looks_at_every_candidate(seed: int, num_workers
         held = {f"w{i}": random_held(rng) for i in range(num_workers) if rng.random() < 0.2}
         order = rng.choice([-1.0, 0.0, 1.0, math.inf])
         excluded = {f"w{i}" for i in range(num_workers) if rng.random() < 0.1}
-        asked = (num_prompt_tokens, digests, rng.choice([1, 100]), 0.0)
-        expected = naive.candidates(*asked, in_router=held, order=order, excluded=excluded)
+        outputs = rng.choice([1, 100])
+        expected = naive.candidates(
+            num_prompt_tokens, digests, outputs, 0.0, in_router=held, order=order, excluded=excluded
+        )
         try:
-            placement = pool.placer.place(*asked, held=held, order=order, excluded=excluded, num_others=3)
+            request = make_request(num_prompt_tokens, outputs, digests=digests)
+            placement = pool.placer.place(request, 0.0, held=held, order=order, excluded=excluded, num_others=3)
         except NoWorker:
             assert not expected
         else:
@@ -454,15 +478,15 @@ def test_decides_as_one_does_who_looks_at_every_candidate(seed: int, num_workers
         shake(rng, pool, bookings)
 
 
-def naive_reason(worker: RegisteredWorker, num_prompt_tokens: int, needs: Needs) -> str | None:
+def naive_reason(worker: RegisteredWorker, request: PlacementRequest) -> str | None:
     """Why this worker cannot take the request, if it cannot: the first that applies."""
     if worker.state is not WorkerState.READY:
         return worker.state.value
-    if needs.workers and not any(fnmatchcase(worker.worker_id, pattern) for pattern in needs.workers):
+    if request.allowed_workers and not any(fnmatchcase(worker.worker_id, one) for one in request.allowed_workers):
         return "not for this tenant"
-    if needs.adapter and needs.adapter not in worker.card.adapters:
+    if request.adapter and request.adapter not in worker.card.adapters:
         return "without the adapter"
-    if num_prompt_tokens >= min(worker.card.num_blocks * worker.card.block_size, worker.card.max_model_len):
+    if request.num_prompt_tokens >= min(worker.card.num_blocks * worker.card.block_size, worker.card.max_model_len):
         return "too small"
     return None
 
@@ -486,12 +510,12 @@ def test_reasons_are_counted_as_worker_by_worker(seed: int) -> None:
         pool.registry.set_state(worker.worker_id, rng.choice([WorkerState.READY, WorkerState.DRAINING]), "test")
         workers = list(pool.registry)
         excluded = [one.worker_id for one in rng.sample(workers, rng.choice([0, 3]))] + ["gone"]
-        needs = Needs("acme", rng.choice([(), ("a-*",), ("a-*", "b-1?")]), rng.choice(["", "sql", "unknown"]))
-        num_tokens = rng.choice([10, 1024, 2000])
-        reasons = [naive_reason(one, num_tokens, needs) for one in workers if one.worker_id not in excluded]
+        allowed, adapter = rng.choice([(), ("a-*",), ("a-*", "b-1?")]), rng.choice(["", "sql", "unknown"])
+        request = make_request(rng.choice([10, 1024, 2000]), 10, workers=allowed, adapter=adapter)
+        reasons = [naive_reason(one, request) for one in workers if one.worker_id not in excluded]
         counts = Counter(reason for reason in reasons if reason is not None)
         try:
-            skipped = pool.placer.place(num_tokens, [], 10, 0.0, excluded=excluded, needs=needs).skipped
+            skipped = pool.placer.place(request, 0.0, excluded=excluded).skipped
         except NoWorker as error:
             told = re.findall(r"(\d+) (draining|not for this tenant|without the adapter|too small)", str(error))
             skipped = {reason: int(count) for count, reason in told}

@@ -113,10 +113,10 @@ class FakeBackend:
 
     async def explain(self, request: GenerateRequest) -> dict[str, Any]:
         self.requests.append(request)
-        return {"outcome": "admitted", "tenant": request.tenant}
+        return {"outcome": "admitted", "tenant": request.service_class.tenant}
 
     async def decisions(self) -> list[dict[str, Any]]:
-        return [{"request_id": one.request_id, "tenant": one.tenant} for one in reversed(self.requests)]
+        return [{"request_id": one.request_id, "tenant": one.service_class.tenant} for one in reversed(self.requests)]
 
     async def pools(self) -> dict[str, Any]:
         return {"workers": []}
@@ -139,7 +139,9 @@ class FakeBackend:
             if sampling.num_logprobs is not None:
                 top = [(0, -2.5), (1, float("-inf"))]
                 logprobs = [TokenLogprobs(i, -0.5, [(i, -0.5), *top][: sampling.num_logprobs]) for i in token_ids]
-            decision = {"outcome": "dispatched", "tenant": request.tenant} if request.explains and start == 0 else None
+            decision = None
+            if request.explains and start == 0:
+                decision = {"outcome": "dispatched", "tenant": request.service_class.tenant}
             steps.append(TokenDelta(token_ids, finish, stop_id, 3 if start == 0 else None, logprobs, decision))
         return steps
 

@@ -32,6 +32,7 @@ from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest
 from tandem.router.workers.client import WorkerClient, _Link
 from tandem.router.workers.flow import RequestFlow
+from tandem.scheduling.request import ServiceClass
 from tests.support.builders import make_card
 from tests.support.fake_worker import FakeCluster
 
@@ -127,13 +128,14 @@ class MemoryWorld:
     async def _one(self) -> None:
         self.num_sent += 1
         number, rng = self.num_sent, self.rng
+        tenant = f"tenant-{number if number % 500 == 0 else number % 50}" if number % 5 == 0 else "default"
         request = GenerateRequest(
             request_id=f"r{number}",
             token_ids=[rng.randrange(1 << 16) for _ in range(rng.randint(1, 40))],
             sampling=SamplingParams(max_tokens=rng.randint(1, 4)),
             cache_scope=cache_scope(f"salt-{number}" if number % 3 else ""),
             conversation_id=f"chat-{number}" if number % 2 else "",
-            tenant=f"tenant-{number if number % 500 == 0 else number % 50}" if number % 5 == 0 else "default",
+            service_class=ServiceClass(tenant),
             explains=number % 50 == 0,
         )
         stream = self.flow.serve(request)

@@ -119,7 +119,7 @@ async def test_tenants_have_their_defaults(fake_a: FakeServer, tmp_path: Path) -
 @pytest.mark.parametrize(
     "headers", [{"x-tandem-tenant": "no such name!"}, {"x-tandem-ttft-slo-ms": "soon"}, {"x-tandem-explain": "2"}]
 )
-async def test_wishes_that_cannot_be_read_are_refused(fake_a: FakeServer, headers: dict[str, str]) -> None:
+async def test_options_that_cannot_be_read_are_refused(fake_a: FakeServer, headers: dict[str, str]) -> None:
     async with routing(small(fake_a, "a")) as router:
         response = await router.client.post(COMPLETIONS, json=completion(), headers=headers)
         assert response.status_code == 400

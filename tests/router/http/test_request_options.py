@@ -12,6 +12,7 @@ import pytest
 
 from tandem.protocol.errors import DeadlineUnmet
 from tandem.router.text.tokenizer import Tokenizer
+from tandem.scheduling.request import ServiceClass
 from tests.support.fake_backend import FakeBackend, closing, events, make_app
 
 pytestmark = pytest.mark.anyio
@@ -27,9 +28,9 @@ async def test_headers_and_body_reach_the_backend(tokenizer: Tokenizer) -> None:
         await client.post(COMPLETIONS, json={"prompt": "a", "n": 2, "priority": -3}, headers=headers)
         await client.post(CHAT, json={"messages": MESSAGES})
     first, sibling, plain = backend.requests
-    assert (first.tenant, first.priority, first.ttft_slo_s, first.explains) == ("search", -3, 0.2505, True)
-    assert (sibling.tenant, sibling.ttft_slo_s, sibling.explains) == ("search", math.inf, False)
-    assert (plain.tenant, plain.priority, plain.ttft_slo_s, plain.explains) == ("default", 0, None, False)
+    assert (first.service_class, first.explains) == (ServiceClass("search", -3, 0.2505), True)
+    assert (sibling.service_class, sibling.explains) == (ServiceClass("search", -3, math.inf), False)
+    assert (plain.service_class, plain.explains) == (ServiceClass("default", 0, None), False)
 
 
 @pytest.mark.parametrize(("path", "prompt"), [(CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "a"})])

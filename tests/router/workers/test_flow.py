@@ -29,6 +29,7 @@ from tandem.protocol.messages import (
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest, TokenDelta
 from tandem.router.workers.flow import DeltaOrder
+from tandem.scheduling.request import ServiceClass
 from tests.support.builders import NAMESPACE
 from tests.support.fake_worker import (
     FakeCluster,
@@ -307,7 +308,9 @@ def test_the_next_turn_is_expected_to_find_the_answer_but_for_its_last_token() -
             prompt = list(range(16))
             for answer, num_found in ((17, 16), (16, 0)):
                 name = str(answer)
-                first = GenerateRequest("r0", prompt, SamplingParams(max_tokens=answer), cache_scope(name), tenant=name)
+                first = GenerateRequest(
+                    "r0", prompt, SamplingParams(max_tokens=answer), cache_scope(name), service_class=ServiceClass(name)
+                )
                 token_ids = [*prompt, *tokens(await collect(cluster, first)), 7]
                 await collect(cluster, replace(first, request_id="r1", token_ids=token_ids))
                 report = (await cluster.flow.pools())["cache_sizing"]["tenants"][name]

@@ -1,0 +1,58 @@
+"""A request as admission and placement know it: prompt, expected answer, and how it is to be served. No text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from tandem.protocol.messages import WorkerCard
+from tandem.scheduling.tenants import DEFAULT_TENANT
+
+__all__ = ["DEFAULT_CLASS", "NO_DIGESTS", "CommonDigests", "PlacementRequest", "PromptDigests", "ServiceClass"]
+
+
+class ServiceClass(msgspec.Struct, frozen=True, array_like=True):
+    """For which tenant a request is served, how urgently, and how soon."""
+
+    tenant: str = DEFAULT_TENANT
+    priority: int = 0  # lower is more urgent, as in vLLM
+    ttft_slo_s: float | None = None  # None = the tenant's own SLO; inf = no SLO
+
+
+class PromptDigests(Protocol):
+    """Digests of a prompt's full blocks, first block first. Workers of different namespaces hash differently."""
+
+    def of(self, card: WorkerCard) -> Sequence[bytes]:
+        """The digests under which a worker with this card caches the prompt."""
+
+
+class CommonDigests(NamedTuple):
+    """All workers hash alike."""
+
+    digests: Sequence[bytes]
+
+    def of(self, card: WorkerCard) -> Sequence[bytes]:
+        """The same for every worker."""
+        return self.digests
+
+
+NO_DIGESTS = CommonDigests(())
+DEFAULT_CLASS = ServiceClass()
+
+
+class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a placement depends on. A struct, because making a frozen dataclass takes ten times as long."""
+
+    num_prompt_tokens: int
+    expected_output_tokens: int
+    digests: PromptDigests = NO_DIGESTS
+    service_class: ServiceClass = DEFAULT_CLASS
+    allowed_workers: tuple[str, ...] = ()  # glob patterns of worker ids; () = all workers
+    adapter: str = ""  # LoRA adapter; "" = none
+
+    @property
+    def tenant(self) -> str:
+        """Whose request it is."""
+        return self.service_class.tenant
