@@ -1,94 +1,117 @@
-"""The bridge between flags and config: a flag has its field's name and its field's default, written once, there."""
+"""Turns the settings of configuration classes into the flags of a command and the keys of its `--config` file."""
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
-from typing import Annotated, Any, TypeVar
+import difflib
+import inspect
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, get_origin
 
 import typer
 
-__all__ = [
-    "HTTP",
-    "LIMITS",
-    "AllowedHosts",
-    "ApiKeyFile",
-    "BodyTimeout",
-    "CorsOrigins",
-    "HeaderTimeout",
-    "Host",
-    "MaxBodyBytes",
-    "MaxConnections",
-    "MaxHeaderBytes",
-    "Port",
-    "TenantsFile",
-    "default_of",
-    "from_flags",
-]
+from tandem.protocol.config import PANELS
+from tandem.protocol.errors import ConfigError
+from tandem.protocol.settings import Field, checked, settings_of
 
-Config = TypeVar("Config")
+__all__ = ["Values", "fields_by_panel", "read_config_file", "with_settings"]
 
-# Panels of `--help`, and the flags that all routers have.
-HTTP = "HTTP"
-LIMITS = "Limits and timeouts"
+Values = dict[str, Any]  # settings by name
 
-Host = Annotated[
-    str, typer.Option(help="Address to listen on; 0.0.0.0 = reachable from outside.", rich_help_panel=HTTP)
-]
-Port = Annotated[int, typer.Option(help="TCP port; 0 = any free one.", rich_help_panel=HTTP)]
-CorsOrigins = Annotated[
-    list[str],
-    typer.Option(
-        help="Web origin whose pages may call, such as http://localhost:3000; give it several times; * = all.",
-        rich_help_panel=HTTP,
-    ),
-]
-AllowedHosts = Annotated[
-    list[str],
-    typer.Option(
-        help="Host name that requests may be sent to; give it several times; * = all. On loopback, localhost and "
-        "the addresses by which a machine reaches itself are allowed without it; elsewhere nothing is checked.",
-        rich_help_panel=HTTP,
-    ),
-]
-ApiKeyFile = Annotated[
-    str,
-    typer.Option(
-        help="File of API keys: one per line, behind it its tenant, or * for an operator; empty = none is asked for.",
-        rich_help_panel=HTTP,
-    ),
-]
-MaxBodyBytes = Annotated[int, typer.Option(help="Largest request body.", rich_help_panel=LIMITS)]
-MaxHeaderBytes = Annotated[int, typer.Option(help="Largest request header, with the URL.", rich_help_panel=LIMITS)]
-MaxConnections = Annotated[
-    int, typer.Option(help="Connections open at once, of each router process.", rich_help_panel=LIMITS)
-]
-HeaderTimeout = Annotated[float, typer.Option(help="Seconds a client has to send a header.", rich_help_panel=LIMITS)]
-BodyTimeout = Annotated[
-    float,
-    typer.Option(help="Seconds it has to send a body, and 1 s more for each 16 KB.", rich_help_panel=LIMITS),
-]
-TenantsFile = Annotated[
-    str,
-    typer.Option(
-        help="TOML file with weight, ttft_slo_ms and max_queue_share of tenants: docs/admission.md; empty = all alike.",
-        rich_help_panel=LIMITS,
-    ),
-]
+_CONFIG_HELP = "TOML file of settings: docs/configuration.md. A flag wins over the file."
 
 
-def default_of(config: type[Any], name: str) -> Any:
-    """Default of this config field. Raises `KeyError` for a field that does not exist or has none."""
-    default = {field.name: field.default for field in fields(config)}[name]
-    if default is MISSING:
-        raise KeyError(f"{config.__name__}.{name} has no default")
-    return default
+def with_settings(
+    fields: Sequence[Field], *, overrides: Mapping[str, Sequence[str]] | None = None
+) -> Callable[[Callable[[Values], int]], Callable[..., int]]:
+    """Make a function of settings a command that has a flag for each of these fields, and `--config`.
+
+    The function gets the settings that were given, those of flags before those of the file. A flag named in `overrides`
+    also replaces these other settings of the file, unless it turns something off.
+    """
+
+    def decorate(run: Callable[[Values], int]) -> Callable[..., int]:
+        def command(ctx: typer.Context, config: str, **flags: Any) -> int:
+            given = {name: value for name, value in flags.items() if _is_given(ctx, name)}
+            from_file = read_config_file(config, fields) if config else {}
+            for name, others in (overrides or {}).items():
+                if given.get(name) not in (None, False):
+                    from_file = {key: value for key, value in from_file.items() if key not in others}
+            return run(from_file | given)
+
+        command.__name__, command.__doc__ = run.__name__, run.__doc__
+        # typer reads a command's flags from its signature, as `inspect.signature` finds it.
+        command.__signature__ = inspect.Signature(list(_parameters(fields)))  # type: ignore[attr-defined]
+        return command
+
+    return decorate
 
 
-def from_flags(config: type[Config], flags: dict[str, Any], **given: Any) -> Config:
-    """A config whose fields come from `given`, then from the flags of the same name, then from its defaults."""
-    taken = {}
-    for field in fields(config):  # type: ignore[arg-type]  # a dataclass, which TypeVar cannot say
-        if field.name in flags:
-            value = flags[field.name]
-            taken[field.name] = tuple(value) if isinstance(value, list) else value
-    return config(**(taken | given))
+def fields_by_panel(*configs: type[Any]) -> list[Field]:
+    """The settings of these classes in the order of `--help`."""
+    return sorted(
+        (field for config in configs for field in settings_of(config)),
+        key=lambda field: PANELS.index(field.setting.panel),
+    )
+
+
+def read_config_file(path: str, fields: Sequence[Field]) -> Values:
+    """The settings in a TOML file. Raises `ConfigError` with file, key, value and remedy."""
+    try:
+        with open(path, "rb") as file:
+            content = tomllib.load(file)
+    except OSError as exc:
+        raise ConfigError(f"config={path!r} cannot be read: {exc.strerror}; give the path of a TOML file") from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"config={path!r} is not valid TOML: {exc}") from exc
+    known = {field.name: field for field in fields}
+    for key, value in content.items():
+        if key not in known:
+            raise ConfigError(f"{path}: unknown key {key!r} with value {value!r}; {_hint(key, value, known)}")
+    return {key: _from_file(known[key], value, f"{path}: ") for key, value in content.items()}
+
+
+def _from_file(field: Field, value: Any, where: str) -> Any:
+    """The value in the field's own type. Raises `ConfigError` that starts with `where`."""
+    if field.setting.flag_type is not None:
+        checked(replace(field, checked_type=field.flag_type), value, where=where)
+    return checked(field, value, where=where)
+
+
+def _hint(key: str, value: object, known: Mapping[str, Field]) -> str:
+    if isinstance(value, dict):
+        return "write all settings at the top level, without tables"
+    word = key.replace("-", "_")
+    named = [field.name for field in known.values() if field.setting.short.lstrip("-").replace("-", "_") == word]
+    close = named or difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else "keys are the names of flags, with _ for -: see --help"
+
+
+def _parameters(fields: Sequence[Field]) -> Iterator[inspect.Parameter]:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    yield inspect.Parameter("ctx", kind, annotation=typer.Context)
+    for field in fields:
+        default = list(field.default) if isinstance(field.default, tuple) else field.default
+        yield inspect.Parameter(field.name, kind, default=default, annotation=Annotated[_type(field), _option(field)])
+    option = typer.Option(help=_CONFIG_HELP, metavar="FILE")
+    yield inspect.Parameter("config", kind, default="", annotation=Annotated[str, option])
+
+
+def _type(field: Field) -> Any:
+    return list[str] if get_origin(field.type) is tuple else field.flag_type
+
+
+def _option(field: Field) -> Any:
+    setting = field.setting
+    return typer.Option(
+        field.flag,
+        help=setting.help,
+        rich_help_panel=setting.panel,
+        metavar=setting.metavar or None,
+    )
+
+
+def _is_given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"

@@ -21,13 +21,12 @@ EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 # Short names of flags. As second names of their options they would take the width that the help needs on a terminal.
 ALIASES = {
-    "prefill": "num-prefill",
-    "decode": "num-decode",
-    "gpus-per-worker": "num-gpus-per-worker",
-    "cpus-per-worker": "num-cpus-per-worker",
+    field.setting.short.lstrip("-"): field.flag.lstrip("-")
+    for field in (*serve.SERVE_FIELDS, *route.ROUTE_FIELDS)
+    if field.setting.short
 }
 
-# Narrower than typer has it, for the same reason: its tables shorten a flag that does not fit into 80 columns.
+# Narrower than typer's own, for the same reason: its tables shorten a flag that does not fit into 80 columns.
 rich_utils.STYLE_OPTIONS_TABLE_PADDING = (0, 1, 0, 0)  # type: ignore[assignment]
 
 app = typer.Typer(

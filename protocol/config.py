@@ -1,7 +1,7 @@
 """Configuration of every component: one frozen dataclass each, each default written once, here.
 
-Command-line flags, config fields and helm values share a name. Values are checked when a config is made; a bad one
-raises `ConfigError` with the name, the value and the remedy.
+Flags, keys of a `--config` file, fields and helm values share a name. Values are checked when a configuration is made:
+a bad one raises `ConfigError` with the name, the value and the remedy. `protocol/settings.py` explains the annotations.
 """
 
 from __future__ import annotations
@@ -10,34 +10,83 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role
+from tandem.protocol.settings import Setting, check_settings
 
 __all__ = [
+    "DEFAULT_MODEL",
+    "PANELS",
     "ClusterConfig",
     "EngineConfig",
+    "ExternalEnginesConfig",
     "RouterConfig",
+    "RouterFiles",
     "TierConfig",
     "TransferConfig",
     "WorkerConfig",
     "cache_folder",
 ]
 
+DEFAULT_MODEL = "smollm2-135m"
+
+# Headings of `--help` and of docs/configuration.md, in their order.
+MODEL = "Model"
+WORKERS = "Workers"
+ENGINES = "Engines"
+HTTP = "HTTP"
+ENGINE = "Engine (of each worker)"
+TRANSFER = "KV transfer"
+TIERS = "KV tiers below the pool"
+PINS = "Pinned prefixes"
+QUEUES = "Queues"
+LIMITS = "Limits and timeouts"
+PANELS = (MODEL, WORKERS, ENGINES, HTTP, ENGINE, TRANSFER, TIERS, PINS, QUEUES, LIMITS)
+
 DType = Literal["auto", "float32", "bfloat16"]
 Codec = Literal["raw", "fp8", "int8", "int4"]
 
-
-_DAY_S = 86_400.0  # no wait of ours is longer
-_MAX_UNITS = 4096  # cores or GPUs of one worker, and threads
-_MAX_WORKERS = 1024
-_MAX_GB = 1e6  # of one pool or tier
-_MAX_COUNT = 2**24  # of tokens, sequences, pins, connections
-_MAX_TTL_S = 366 * _DAY_S
+# Upper bounds only catch typing mistakes, which would otherwise fail much later.
+_DAY_S = 86_400
+_MAX_COUNT = 2**24
 _HOST = re.compile(r"\[[0-9a-fA-F:.]+\](:\d+)?|[^\s/:@*,\[\]]+(:\d+)?|[0-9a-fA-F:.]+")
 _ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://([^\s/@*,\[\]]+|\[[0-9a-fA-F:.]+\](:\d+)?)")
 _RAY_ADDRESS = re.compile(r"(ray://)?[^\s/:@]+:\d{1,5}|(ray://)?\[[0-9a-fA-F:.]+\]:\d{1,5}|auto")
+
+Seconds = Annotated[float, Meta(gt=0, le=_DAY_S)]
+Gigabytes = Annotated[float, Meta(ge=0, le=1_000_000)]  # 10^9 bytes
+Count = Annotated[int, Meta(ge=1, le=_MAX_COUNT)]
+CountOrZero = Annotated[int, Meta(ge=0, le=_MAX_COUNT)]
+NumWorkers = Annotated[int, Meta(ge=0, le=1024)]
+UnitsPerWorker = Annotated[float, Meta(ge=0, le=4096)]
+
+
+def _is_power_of_two(value: int) -> bool:
+    return value & (value - 1) == 0
+
+
+def _is_whole_or_share(value: float) -> bool:
+    return value < 1 or value == int(value)
+
+
+def _is_host(name: str) -> bool:
+    return name == "*" or _HOST.fullmatch(name) is not None
+
+
+def _is_origin(origin: str) -> bool:
+    return origin in ("*", "null") or _ORIGIN.fullmatch(origin) is not None
+
+
+def _is_ray_address(address: str) -> bool:
+    return not address or _RAY_ADDRESS.fullmatch(address) is not None
+
+
+def _is_store_url(url: str) -> bool:
+    return not url or "://" in url
 
 
 def _require(condition: bool, message: str) -> None:
@@ -45,71 +94,86 @@ def _require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _require_seconds(config: object, *names: str) -> None:
-    """Raise ConfigError unless these fields are times: finite (nan is not), above 0 and at most a day."""
-    for name in names:
-        value = getattr(config, name)
-        _require(0 < value <= _DAY_S, f"{name}={value} must be above 0 and at most {_DAY_S:.0f} seconds")
-
-
-def _require_at_most(limit: float, config: object, *names: str) -> None:
-    """Raise ConfigError for a field above the limit: more is a typing mistake, and would only fail much later."""
-    for name in names:
-        value = getattr(config, name)
-        _require(value <= limit, f"{name}={value} must be at most {limit:.0f}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """One paged engine."""
 
-    model: str  # local folder of a transformers model
-    served_model_name: str = ""
-    dtype: DType = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    block_size: int = 16
-    pool_bytes: int = 0  # 0 = derive from free memory
-    max_model_len: int = 0  # 0 = the model's own
-    max_num_seqs: int = 128
-    max_num_batched_tokens: int = 0  # tokens of one step: the chunk size of prefill; 0 = by role and device
-    num_threads: int = 0  # CPU threads of the step; 0 = leave to torch
+    # A worker's is always a local folder: `tandem serve` fetches the model and puts its folder here.
+    model: Annotated[
+        str,
+        Setting(
+            f"A local transformers folder, a hub id (org/name), or the built-in {DEFAULT_MODEL}, which is fetched and "
+            "converted at the first start.",
+            MODEL,
+        ),
+    ] = DEFAULT_MODEL
+    served_model_name: Annotated[str, Setting("Name that clients use; empty = the model's own.", MODEL)] = ""
+    dtype: Annotated[DType, Setting("Type of weights and KV; auto = the model's own.", MODEL)] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Setting("auto = a GPU where there is one.", MODEL)] = "auto"
+    block_size: Annotated[
+        int,
+        Meta(ge=1, le=256),
+        Setting(
+            "Tokens of one KV block: a power of two.",
+            ENGINE,
+            is_valid=_is_power_of_two,
+            rule="a power of two from 1 to 256",
+        ),
+    ] = 16
+    pool_bytes: Annotated[
+        int, Meta(ge=0, le=10**15), Setting("Size of the KV pool in bytes; 0 = from the free memory.", ENGINE)
+    ] = 0
+    max_model_len: Annotated[
+        CountOrZero, Setting("Longest prompt plus answer, in tokens; 0 = the model's own limit.", ENGINE)
+    ] = 0
+    max_num_seqs: Annotated[Count, Setting("Most sequences in one step.", ENGINE)] = 128
+    max_num_batched_tokens: Annotated[
+        CountOrZero,
+        Setting("Most tokens in one step, which is the chunk size of prefill; 0 = by role and device.", ENGINE),
+    ] = 0
+    num_threads: Annotated[
+        int, Meta(ge=0, le=4096), Setting("CPU threads of a step; 0 = as many as torch chooses.", ENGINE)
+    ] = 0
 
     def __post_init__(self) -> None:
-        _require(
-            1 <= self.block_size <= 256 and self.block_size & (self.block_size - 1) == 0,
-            f"block_size={self.block_size} must be a power of two from 1 to 256",
-        )
-        _require(self.pool_bytes >= 0, f"pool_bytes={self.pool_bytes} must not be negative")
-        _require(
-            self.max_model_len >= 0, f"max_model_len={self.max_model_len} must not be negative; 0 is the model's own"
-        )
-        _require(self.num_threads >= 0, f"num_threads={self.num_threads} must not be negative; 0 leaves it to torch")
-        _require(self.max_num_seqs >= 1, f"max_num_seqs={self.max_num_seqs} must be at least 1")
+        check_settings(self)
         _require(
             self.max_num_batched_tokens == 0 or self.max_num_batched_tokens >= self.max_num_seqs,
             f"max_num_batched_tokens={self.max_num_batched_tokens} is smaller than max_num_seqs={self.max_num_seqs}; "
             "raise it or lower max_num_seqs, so that every running sequence gets its token in each step",
         )
-        _require_at_most(_MAX_COUNT, self, "max_model_len", "max_num_seqs", "max_num_batched_tokens")
-        _require_at_most(_MAX_GB * 1e9, self, "pool_bytes")
-        _require_at_most(_MAX_UNITS, self, "num_threads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
     """Handoff of KV between two workers."""
 
-    transport: Literal["nixl", "nccl", "in_process"] = "nixl"
-    lease_ttl_s: float = 10.0  # extended by each heartbeat of the sender
-    heartbeat_interval_s: float = 1.0
-    handoff_timeout_s: float = 30.0  # longest wait for a grant, a peer's hello or a closed lease
-    checksums: Literal["off", "sample", "all"] = "all"  # of KV blocks on their way to another worker
+    transport: Annotated[
+        Literal["nixl", "nccl", "in_process"],
+        Setting(
+            "Library that moves KV; nccl is gloo on CPUs.",
+            TRANSFER,
+            flag_type=Literal["nixl", "nccl"],  # in_process does not reach the worker processes that `serve` starts
+        ),
+    ] = "nixl"
+    checksums: Annotated[
+        Literal["off", "sample", "all"],
+        Setting("Verify KV blocks that arrive from another worker: none, one in 16, or all.", TRANSFER),
+    ] = "all"
+    lease_ttl_s: Annotated[
+        Seconds, Setting("Seconds that lent blocks stay lent after the sender's last heartbeat.", TRANSFER)
+    ] = 10.0
+    heartbeat_interval_s: Annotated[
+        Seconds, Setting("Seconds between two heartbeats; at most a third of the lease.", TRANSFER)
+    ] = 1.0
+    handoff_timeout_s: Annotated[Seconds, Setting("Seconds to wait for another worker's answer.", TRANSFER)] = 30.0
 
     def __post_init__(self) -> None:
-        _require_seconds(self, "lease_ttl_s", "heartbeat_interval_s", "handoff_timeout_s")
+        check_settings(self)
         _require(
-            0 < self.heartbeat_interval_s * 3 <= self.lease_ttl_s,
-            f"lease_ttl_s={self.lease_ttl_s} must be at least three heartbeats ({self.heartbeat_interval_s} s each)",
+            self.heartbeat_interval_s * 3 <= self.lease_ttl_s,
+            f"lease_ttl_s={self.lease_ttl_s} must be at least three heartbeats "
+            f"(heartbeat_interval_s={self.heartbeat_interval_s})",
         )
 
 
@@ -117,27 +181,53 @@ class TransferConfig:
 class TierConfig:
     """KV beyond the pool: host memory (L2), local disk (L3), object store (L4). A size of 0 or no path: not used."""
 
-    host_cache_gb: float = 0.0  # of each worker; GB are 10^9 bytes
-    host_cache_codec: Codec = "raw"
-    disk_cache_path: str = ""  # a folder; workers of one host share it, and it is read again after a restart
-    disk_cache_gb: float = 20.0
-    disk_cache_codec: Codec = "raw"
-    object_cache_url: str = ""  # s3://bucket/prefix, gs://, az://, file:///folder
-    object_cache_gb: float = 1000.0
-    object_cache_codec: Codec = "raw"
-    kv_key_file: str = ""  # secret of disk and object store, equal on all hosts that share one; empty = each host's own
-    eviction_policy: str = "hit-density"  # of every tier
-    pin_share: float = 0.25  # of the pool and of each tier: what pins may keep from eviction
+    host_cache_gb: Annotated[
+        Gigabytes, Setting("GB of host memory, in each worker, for KV that its pool evicts; 0 = none.", TIERS)
+    ] = 0.0
+    host_cache_codec: Annotated[
+        Codec, Setting("Encoding of KV in host memory; all but raw lose a little precision.", TIERS)
+    ] = "raw"
+    disk_cache_path: Annotated[
+        str,
+        Setting(
+            "Folder for KV on a local disk. The workers of a host share it, and read it again after a restart. "
+            "Empty = none.",
+            TIERS,
+            metavar="FOLDER",
+        ),
+    ] = ""
+    disk_cache_gb: Annotated[Gigabytes, Setting("GB that the folder may hold.", TIERS)] = 20.0
+    disk_cache_codec: Annotated[Codec, Setting("Encoding of KV on disk.", TIERS)] = "raw"
+    object_cache_url: Annotated[
+        str,
+        Setting(
+            "Object store for KV, such as s3://bucket/prefix, gs://, az:// or file:///folder; empty = none.",
+            TIERS,
+            metavar="URL",
+            is_valid=_is_store_url,
+            rule="a URL such as s3://bucket/prefix or file:///folder",
+        ),
+    ] = ""
+    object_cache_gb: Annotated[Gigabytes, Setting("GB that the object store may hold.", TIERS)] = 1000.0
+    object_cache_codec: Annotated[Codec, Setting("Encoding of KV in the object store.", TIERS)] = "raw"
+    kv_key_file: Annotated[
+        str,
+        Setting(
+            "File with the secret that proves who wrote a block to disk or object store; all hosts that share a store "
+            "need the same. Empty = kv-key in the model cache, made at the first start.",
+            TIERS,
+            metavar="FILE",
+        ),
+    ] = ""
+    eviction_policy: Annotated[str, Setting("Policy that chooses what a full tier evicts.", TIERS)] = "hit-density"
+    pin_share: Annotated[
+        float,
+        Meta(ge=0, le=0.9),
+        Setting("Share of the pool and of each tier that pinned prefixes may occupy; 0 = no pins.", PINS),
+    ] = 0.25
 
     def __post_init__(self) -> None:
-        _require(0 <= self.pin_share <= 0.9, f"pin_share={self.pin_share} must be from 0 (no pins) to 0.9")
-        for name in ("host_cache_gb", "disk_cache_gb", "object_cache_gb"):
-            _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")
-        _require_at_most(_MAX_GB, self, "host_cache_gb", "disk_cache_gb", "object_cache_gb")
-        _require(
-            not self.object_cache_url or "://" in self.object_cache_url,
-            f"object_cache_url={self.object_cache_url!r} must be a URL such as s3://bucket/prefix or file:///folder",
-        )
+        check_settings(self)
 
     @property
     def is_used(self) -> bool:
@@ -146,7 +236,7 @@ class TierConfig:
 
     @property
     def codec_identity(self) -> str:
-        """What KV of this worker may have been through: part of its identity. "raw" if it comes back as it was."""
+        """Lossy codecs that KV of this worker may have passed through, which is part of its identity; "raw" if none."""
         used = {
             self.host_cache_codec if self.host_cache_gb else "raw",
             self.disk_cache_codec if self.disk_cache_path else "raw",
@@ -165,119 +255,242 @@ class WorkerConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     tiers: TierConfig = field(default_factory=TierConfig)
     host: str = "127.0.0.1"
-    socket_folder: str = ""  # its sockets are files in this private folder; empty = TCP ports of `host`
-    router_key: str = ""  # public key of the router that may connect; empty = nobody may
+    socket_folder: str = ""  # private folder for its sockets; empty = TCP ports of `host`
+    router_key: str = ""  # public key of the router that may connect; empty = no router may
     cpu_cores: tuple[int, ...] = ()  # cores to pin to; empty = no pinning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """The HTTP edge and placement."""
+    """The HTTP frontend and placement."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    max_body_bytes: int = 8 * 1024 * 1024
-    max_queued_prompt_tokens: int = 2_000_000  # waiting in router and workers; above it requests get 429
-    max_worker_queue_s: float = 0.0  # predicted queue of a worker that gets no more prompts; 0 = by its steps
-    local_prefill: bool = True  # a decode worker may compute a prompt itself where that is cheaper
-    router_processes: int = 1  # that share the port; with several, all HTTP and text is theirs
-    tokenizer_threads: int = 2  # of each router process
-    worker_timeout_s: float = 8.0  # silence after which a worker counts as dead
-    request_timeout_s: float = 600.0  # longest silence between two tokens of a request
-    drain_timeout_s: float = 5.0  # wait for running streams when the server stops
-    cors_allow_origins: tuple[str, ...] = ()  # web origins whose pages may call
-    allowed_hosts: tuple[str, ...] = ()  # names in a Host header; on loopback its own names are allowed without
-    max_connections: int = 2048  # open at once, of each router process
-    max_header_bytes: int = 32 * 1024  # of a request's URL and header lines
-    header_timeout_s: float = 10.0  # for a request's header to arrive
-    body_timeout_s: float = 30.0  # for its body; a large one gets longer, by its size
-    max_pins: int = 1024
-    max_pins_per_tenant: int = 128
-    pin_tenant_share: float = 0.5  # of the blocks that may be pinned: what one tenant's pins may cover
-    max_pin_ttl_s: float = 3600.0
+    host: Annotated[str, Setting("Address to listen on; 0.0.0.0 = reachable from outside.", HTTP)] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535), Setting("TCP port; 0 = any free one.", HTTP)] = 8000
+    cors_allow_origins: Annotated[
+        tuple[str, ...],
+        Setting(
+            "Web origin whose pages may call, such as http://localhost:3000; repeat the flag for several; * = all.",
+            HTTP,
+            metavar="ORIGIN",
+            is_valid=_is_origin,
+            rule="a web origin such as http://localhost:3000, with nothing behind the port, or * for any",
+        ),
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Setting(
+            "Host name that requests may be sent to; repeat the flag for several; * = all. A server on loopback "
+            "allows localhost and the machine's own addresses without it; other servers check nothing by default.",
+            HTTP,
+            metavar="HOST",
+            is_valid=_is_host,
+            rule="one host name such as api.example.com, or * for any",
+        ),
+    ] = ()
+    router_processes: Annotated[
+        int,
+        Meta(ge=1, le=64),
+        Setting("Processes that share the HTTP port; more than one is needed beyond about 100 streams.", HTTP),
+    ] = 1
+    local_prefill: Annotated[
+        bool, Setting("Let a decode worker compute a prompt itself where that is cheaper than a handoff.", WORKERS)
+    ] = True
+    max_queued_prompt_tokens: Annotated[
+        int,
+        Meta(ge=1, le=2**40),
+        Setting("Most prompt tokens that may wait for one model; requests beyond it get 429.", QUEUES),
+    ] = 2_000_000
+    max_worker_queue_s: Annotated[
+        float,
+        Meta(ge=0, le=1e12),  # a very large value lets every request through to the workers' own queues
+        Setting(
+            "A worker with more predicted seconds of queued prompts gets no more of them; they wait in the router, "
+            "where their order can change. 0 = two full steps, or half of one while a tenant sends several "
+            "priorities.",
+            QUEUES,
+        ),
+    ] = 0.0
+    pin_tenant_share: Annotated[
+        float,
+        Meta(gt=0, le=1),
+        Setting("Share of --pin-share that the pins of one tenant may occupy.", PINS, own_workers_only=True),
+    ] = 0.5
+    max_pins: Annotated[CountOrZero, Setting("Most pins at one time; 0 = no pins.", PINS, own_workers_only=True)] = 1024
+    max_pins_per_tenant: Annotated[
+        CountOrZero, Setting("Most pins of one tenant at one time; 0 = no pins.", PINS, own_workers_only=True)
+    ] = 128
+    max_pin_ttl_s: Annotated[
+        float,
+        Meta(gt=0, le=366 * _DAY_S),
+        Setting("Longest time that a pin may last, in seconds.", PINS, own_workers_only=True),
+    ] = 3600.0
+    max_body_bytes: Annotated[int, Meta(ge=1, le=2**40), Setting("Largest request body, in bytes.", LIMITS)] = 8 << 20
+    max_header_bytes: Annotated[
+        int,
+        Meta(ge=4096, le=_MAX_COUNT),  # clients need 4 KB for keys and cookies
+        Setting("Largest URL and header lines of a request together, in bytes.", LIMITS),
+    ] = 32 << 10
+    max_connections: Annotated[Count, Setting("Most open connections of each router process.", LIMITS)] = 2048
+    header_timeout_s: Annotated[Seconds, Setting("Seconds a client has to send a header.", LIMITS)] = 10.0
+    body_timeout_s: Annotated[
+        Seconds, Setting("Seconds a client has to send a body, plus 1 s for each 16 KB that has arrived.", LIMITS)
+    ] = 30.0
+    tokenizer_threads: Annotated[
+        int, Meta(ge=1, le=256), Setting("Threads of each router process that tokenize long prompts.", LIMITS)
+    ] = 2
+    worker_timeout_s: Annotated[
+        Seconds, Setting("Seconds of silence after which a worker or an engine counts as dead.", LIMITS)
+    ] = 8.0
+    request_timeout_s: Annotated[
+        Seconds, Setting("Longest time between two tokens of an answer, in seconds.", LIMITS)
+    ] = 600.0
+    drain_timeout_s: Annotated[
+        float, Meta(ge=0, le=_DAY_S), Setting("Seconds that running answers get to finish at Ctrl-C.", LIMITS)
+    ] = 5.0
 
     def __post_init__(self) -> None:
-        _require_seconds(self, "worker_timeout_s", "request_timeout_s", "header_timeout_s", "body_timeout_s")
+        check_settings(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterFiles:
+    """Files that the command reads once, before anything starts. The router gets their content."""
+
+    api_key_file: Annotated[
+        str,
+        Setting(
+            "File of API keys: one key per line, optionally followed by its tenant, or by * for an operator; "
+            "empty = no authentication.",
+            HTTP,
+            metavar="FILE",
+        ),
+    ] = ""
+    tenants: Annotated[
+        str,
+        Setting(
+            "TOML file with the weight, ttft_slo_ms and max_queue_share of each tenant (docs/admission.md); "
+            "empty = all tenants are alike.",
+            QUEUES,
+            metavar="FILE",
+        ),
+    ] = ""
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExternalEnginesConfig:
+    """How `tandem route` treats the engines behind it."""
+
+    allow_local_engines: Annotated[
+        bool,
+        Setting("Let engines added over /v1/engines be on this machine, or at link-local addresses.", ENGINES),
+    ] = False
+    max_attempts: Annotated[
+        int, Meta(gt=0, le=_DAY_S), Setting("Most engines that one request is tried on, before its first byte.", LIMITS)
+    ] = 3
+    connect_timeout_s: Annotated[Seconds, Setting("Seconds to connect to an engine.", LIMITS)] = 2.0
+    probe_interval_s: Annotated[Seconds, Setting("Seconds between two health checks of an engine.", LIMITS)] = 1.0
+    probe_timeout_s: Annotated[Seconds, Setting("Seconds an engine has to answer a health check.", LIMITS)] = 2.0
+    max_failed_probes: Annotated[
+        int,
+        Meta(gt=0, le=_DAY_S),
+        Setting(
+            "Failed health checks in a row after which an engine counts as gone. Requests that wait there for their "
+            "first byte then go elsewhere.",
+            LIMITS,
+        ),
+    ] = 2
+    breaker_failures: Annotated[
+        int, Meta(gt=0, le=_DAY_S), Setting("Failed requests in a row that open an engine's circuit breaker.", LIMITS)
+    ] = 3
+    breaker_open_s: Annotated[
+        Seconds,
+        Setting("Seconds for which the breaker opens at first; they double with each failed trial.", LIMITS),
+    ] = 1.0
+    # Clients give up after 30 s or more: a healthy engine is tried again well before that.
+    breaker_max_open_s: Annotated[Seconds, Setting("Seconds for which it opens at most.", LIMITS)] = 8.0
+
+    def __post_init__(self) -> None:
+        check_settings(self)
         _require(
-            0 <= self.drain_timeout_s <= _DAY_S,
-            f"drain_timeout_s={self.drain_timeout_s} must be from 0 to {_DAY_S:.0f} seconds",
-        )
-        for name in ("max_pins", "max_pins_per_tenant"):
-            _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative; 0 refuses all pins")
-        _require(0 < self.pin_tenant_share <= 1, f"pin_tenant_share={self.pin_tenant_share} must be above 0, at most 1")
-        _require(
-            self.max_queued_prompt_tokens >= 1,
-            f"max_queued_prompt_tokens={self.max_queued_prompt_tokens} must be at least 1",
-        )
-        _require(
-            self.max_worker_queue_s >= 0,
-            f"max_worker_queue_s={self.max_worker_queue_s} must not be negative; 0 goes by the worker's steps",
-        )
-        _require(self.max_pin_ttl_s > 0, f"max_pin_ttl_s={self.max_pin_ttl_s} must be positive")
-        _require_at_most(_MAX_TTL_S, self, "max_pin_ttl_s")
-        _require(
-            1 <= self.tokenizer_threads <= 256, f"tokenizer_threads={self.tokenizer_threads} must be from 1 to 256"
-        )
-        _require(1 <= self.router_processes <= 64, f"router_processes={self.router_processes} must be from 1 to 64")
-        _require(0 <= self.port <= 65535, f"port={self.port} is not a TCP port (0 to 65535)")
-        for name in ("max_body_bytes", "max_connections"):
-            _require(getattr(self, name) > 0, f"{name}={getattr(self, name)} must be positive")
-        _require_at_most(_MAX_COUNT, self, "max_connections", "max_pins", "max_pins_per_tenant", "max_header_bytes")
-        _require_at_most(2**40, self, "max_body_bytes")
-        for host in self.allowed_hosts:
-            _require(
-                host == "*" or _HOST.fullmatch(host) is not None,
-                f"allowed_hosts: {host!r} is no host name; give one such as api.example.com, once for each; * is any",
-            )
-        for origin in self.cors_allow_origins:
-            _require(
-                origin in ("*", "null") or _ORIGIN.fullmatch(origin) is not None,
-                f"cors_allow_origins: {origin!r} is no web origin; give one such as http://localhost:3000 "
-                "(nothing behind the port), once for each; * is any",
-            )
-        _require(
-            self.max_header_bytes >= 4096,
-            f"max_header_bytes={self.max_header_bytes} must be at least 4096; clients need that for keys and cookies",
+            self.breaker_max_open_s >= self.breaker_open_s,
+            f"breaker_max_open_s={self.breaker_max_open_s} is less than breaker_open_s={self.breaker_open_s}",
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """What `tandem serve` starts."""
+    """Everything that `tandem serve` starts."""
 
     engine: EngineConfig
     transfer: TransferConfig = field(default_factory=TransferConfig)
     tiers: TierConfig = field(default_factory=TierConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
-    num_prefill: int = 1
-    num_decode: int = 1
-    colocated: bool = False  # one worker playing both roles
-    autoscale: bool = True  # flip roles by load; needs three workers or more
-    autoscale_interval_s: float = 2.0
-    num_gpus_per_worker: float = 0.0
-    num_cpus_per_worker: float = 0.0  # 0 = share the machine's cores evenly
-    ray_address: str = ""  # "" = a private local Ray; "auto" or an address joins a running cluster
-    max_restarts: int = 3  # of one worker within 300 s of service; beyond them it is restarted only beside others
+    num_prefill: Annotated[
+        NumWorkers, Setting("Workers that start as prefill; short: --prefill.", WORKERS, short="--prefill")
+    ] = 1
+    num_decode: Annotated[
+        NumWorkers, Setting("Workers that start as decode; short: --decode.", WORKERS, short="--decode")
+    ] = 1
+    colocated: Annotated[
+        bool,
+        Setting(
+            "One worker that does both, for small machines and for comparison.",
+            WORKERS,
+            flag="--colocated/--disaggregated",
+        ),
+    ] = False
+    autoscale: Annotated[
+        bool, Setting("Move workers between prefill and decode by load; needs three or more.", WORKERS)
+    ] = True
+    autoscale_interval_s: Annotated[Seconds, Setting("Seconds between two decisions of the autoscaler.", WORKERS)] = 2.0
+    num_gpus_per_worker: Annotated[
+        UnitsPerWorker,
+        Setting(
+            "GPUs that Ray reserves for each worker; 0 = one where there are enough; short: --gpus-per-worker.",
+            WORKERS,
+            short="--gpus-per-worker",
+            is_valid=_is_whole_or_share,
+            rule="a whole number or a share of one, from 0 to 4096",
+        ),
+    ] = 0.0
+    num_cpus_per_worker: Annotated[
+        UnitsPerWorker,
+        Setting(
+            "Cores for each worker; 0 = an even share of the machine's; short: --cpus-per-worker.",
+            WORKERS,
+            short="--cpus-per-worker",
+            is_valid=_is_whole_or_share,
+            rule="a whole number or a share of one, from 0 to 4096",
+        ),
+    ] = 0.0
+    max_restarts: Annotated[
+        int,
+        Meta(ge=0, le=1000),
+        Setting(
+            "Restarts of one worker within 300 s of service; beyond them it is restarted only while others serve.",
+            WORKERS,
+        ),
+    ] = 3
+    ray_address: Annotated[
+        str,
+        Setting(
+            "auto or host:port joins a running Ray cluster; empty = a private one on this machine.",
+            WORKERS,
+            is_valid=_is_ray_address,
+            rule="host:port, ray://host:port or auto; leave it empty to start a private Ray",
+        ),
+    ] = ""
 
     def __post_init__(self) -> None:
+        check_settings(self)
         for name in ("num_prefill", "num_decode"):
             _require(
                 self.colocated or getattr(self, name) >= 1,
                 f"{name}={getattr(self, name)} must be at least 1; use colocated for one worker that does both",
             )
-        _require_at_most(_MAX_WORKERS, self, "num_prefill", "num_decode")
-        _require(
-            not self.ray_address or _RAY_ADDRESS.fullmatch(self.ray_address) is not None,
-            f"ray_address={self.ray_address!r} must be host:port, ray://host:port or auto; empty starts a private Ray",
-        )
-        _require_seconds(self, "autoscale_interval_s")
-        for name in ("num_gpus_per_worker", "num_cpus_per_worker"):
-            value = getattr(self, name)
-            _require(
-                0 <= value <= _MAX_UNITS and (value < 1 or value == int(value)),
-                f"{name}={value} must be a whole number or a share of one, from 0 (derived) to {_MAX_UNITS}",
-            )
-        _require(0 <= self.max_restarts <= 1000, f"max_restarts={self.max_restarts} must be from 0 to 1000")
 
 
 def cache_folder() -> Path:

@@ -20,7 +20,6 @@ from tandem.protocol.messages import Role
 __all__ = [
     "EngineKind",
     "EngineSpec",
-    "EnginesConfig",
     "FleetFile",
     "check_fleet",
     "check_tokenizer",
@@ -80,35 +79,6 @@ class EngineSpec:
                 f"engine {self.name}: api_key_env={self.api_key_env!r} is not set; export the engine's key in it"
             )
         return key
-
-
-_MAX_SETTING = 86_400  # a day, or as many attempts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnginesConfig:
-    """How the router treats engines it does not own. Seconds."""
-
-    connect_timeout_s: float = 2.0
-    probe_interval_s: float = 1.0
-    probe_timeout_s: float = 2.0
-    max_failed_probes: int = 2  # in a row; then what waits there for its first byte goes elsewhere
-    max_attempts: int = 3  # engines one request is tried on, all before its first byte
-    breaker_failures: int = 3  # in a row open the circuit
-    breaker_open_s: float = 1.0  # at first; doubles with each failed trial
-    # Clients give up after 30 s or more: a healthy engine is tried again well before that.
-    breaker_max_open_s: float = 8.0
-    allow_local_engines: bool = False  # whether engines added at run time may be on this machine
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.type != "bool" and not 0 < value <= _MAX_SETTING:  # nan is not
-                raise ConfigError(f"{item.name}={value} must be above 0 and at most {_MAX_SETTING}")
-        if self.breaker_max_open_s < self.breaker_open_s:
-            raise ConfigError(
-                f"breaker_max_open_s={self.breaker_max_open_s} is less than breaker_open_s={self.breaker_open_s}"
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 from zmq.asyncio import Context
 
+from tandem.protocol.config import ExternalEnginesConfig
 from tandem.protocol.digest import root_digest
 from tandem.protocol.messages import BlockEvents, PeerAddress, WorkerCard, WorkerState
 from tandem.router.engines.breaker import Breaker
-from tandem.router.engines.config import EnginesConfig, EngineSpec
+from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.kv_events import BlockTranslator, KvEventFeed
 from tandem.router.engines.looks import Resolve, looking_client
 from tandem.router.engines.shadow import ShadowCache
@@ -49,7 +50,7 @@ class RunningRequest(Protocol):
 class RemoteEngine:
     """What the router has of one engine."""
 
-    def __init__(self, spec: EngineSpec, config: EnginesConfig, resolve: Resolve | None = None) -> None:
+    def __init__(self, spec: EngineSpec, config: ExternalEnginesConfig, resolve: Resolve | None = None) -> None:
         """`resolve` gives the addresses that it may be connected at; None = any its name has."""
         self.configured = spec
         self.spec = spec  # with the model it told

@@ -16,12 +16,12 @@ import httpx
 import msgspec
 from zmq.asyncio import Context
 
-from tandem.protocol.config import RouterConfig
+from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.digest import CacheScope, block_digests, root_digest
 from tandem.protocol.errors import ConfigError, ModelNotFound, NoWorker
 from tandem.protocol.messages import Role, WorkerCard, WorkerLoad, WorkerState
 from tandem.router.engines.addresses import public_addresses
-from tandem.router.engines.config import EnginesConfig, EngineSpec, check_fleet
+from tandem.router.engines.config import EngineSpec, check_fleet
 from tandem.router.engines.engine import RemoteEngine, card_of, digest_root, with_model
 from tandem.router.engines.errors import EngineBusy
 from tandem.router.engines.load import EngineLoad, EngineSize, model_of, parse_load, parse_size
@@ -94,7 +94,7 @@ class EngineFleet:
         index: PrefixIndex,
         costs: CostModel,
         config: RouterConfig,
-        engines: EnginesConfig,
+        engines: ExternalEnginesConfig,
         tenants: Tenants = Tenants(),
         siblings: PeerRouters | None = None,
         clock: Callable[[], float] = time.monotonic,

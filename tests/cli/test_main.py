@@ -54,7 +54,7 @@ def test_every_config_field_is_a_flag_with_the_same_default(config: Any) -> None
 
 def test_every_flag_is_a_config_field() -> None:
     names = {field.name for config in CONFIGS for field in fields(config)}
-    assert set(FLAGS) - names == {"ctx", "pool_gb", "tenants", "api_key_file"}  # files are read at once
+    assert set(FLAGS) - names == {"ctx", "config", "pool_gb", "tenants", "api_key_file"}  # files are read at once
 
 
 def test_serve_hands_every_flag_to_the_launcher(tmp_path: Path, launched: list[ClusterConfig]) -> None:
@@ -96,14 +96,20 @@ def test_tenants_and_keys_are_read_once_before_anything_starts(tmp_path: Path, m
 
 def test_no_flag_means_the_defaults_of_the_config() -> None:
     flags = {name: parameter.default for name, parameter in FLAGS.items() if name != "ctx"}
-    assert build_config(flags | {"model": "m"}) == ClusterConfig(engine=EngineConfig(model="m"))
+    assert (
+        build_config(flags | {"model": "m"})
+        == ClusterConfig(engine=EngineConfig(model="m"))
+        == build_config({"model": "m"})
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         ("serve --block-size 3", "block_size=3 must be a power of two"),
-        ("serve --port 70000", "port=70000 is not a TCP port"),
+        ("serve --port 70000", "port=70000 must be from 0 to 65535"),
+        ("serve --cpus-per-worker -1", "num_cpus_per_worker=-1.0 must be a whole number or a share of one"),
+        ("serve --handoff-timeout-s nan", "handoff_timeout_s=nan must be above 0"),
         ("serve --port x", "'--port'"),
         ("serve --dtype int3", "'--dtype'"),
         ("serve --bogus", "No such option: --bogus"),
@@ -164,7 +170,9 @@ def test_error_of_the_launcher_is_one_line_too(
     assert capsys.readouterr().err == "tandem: pool_bytes=9 is less than one block\n"
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["chat"], ["bench"], ["model"], ["model", "pull"], ["version"]])
+@pytest.mark.parametrize(
+    "command", [[], ["serve"], ["route"], ["chat"], ["bench"], ["replay"], ["model"], ["model", "pull"], ["version"]]
+)
 def test_help_is_there_for_every_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*command, "--help"]) == 0
     assert "Usage: tandem" in capsys.readouterr().out
@@ -175,7 +183,7 @@ def test_help_shows_every_flag_whole(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert run(["serve", "--help"]) == 0
     output = capsys.readouterr().out
     assert "…" not in output
-    for name in set(FLAGS) - {"ctx"}:
+    for name in FLAGS.keys() - {"ctx"}:
         assert f"--{name.replace('_', '-')} " in output
     for alias in ALIASES:
         assert f"--{alias}" in output

@@ -20,20 +20,19 @@ import pytest
 
 from tandem.cli.main import run
 from tandem.cli.route import admin_token, route
-from tandem.protocol.config import RouterConfig
+from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.errors import ConfigError
-from tandem.router.engines.config import EnginesConfig
 from tests.support.fake_openai import FakeServer
 
 FLAGS = inspect.signature(route).parameters
 
 
 def test_every_field_of_the_engines_config_is_a_flag_and_every_flag_a_field() -> None:
-    names = {field.name for config in (EnginesConfig, RouterConfig) for field in fields(config)}
-    assert {field.name for field in fields(EnginesConfig)} <= FLAGS.keys()
-    files = {"engines", "admin_token_file", "tenants", "api_key_file"}  # read at once
+    names = {field.name for config in (ExternalEnginesConfig, RouterConfig) for field in fields(config)}
+    assert {field.name for field in fields(ExternalEnginesConfig)} <= FLAGS.keys()
+    files = {"engines", "admin_token_file", "tenants", "api_key_file", "config"}  # read at once
     assert FLAGS.keys() - names == {"ctx", *files}
-    for config in (EnginesConfig, RouterConfig):
+    for config in (ExternalEnginesConfig, RouterConfig):
         for field in fields(config):
             wanted = list(field.default) if isinstance(field.default, tuple) else field.default
             assert field.name not in FLAGS or FLAGS[field.name].default == wanted
@@ -49,7 +48,7 @@ def test_every_field_of_the_engines_config_is_a_flag_and_every_flag_a_field() ->
         ("route --router-processes 0", "router_processes=0 must be from 1 to 64"),
         ("route --api-key-file /no/such/file", "api_key_file=/no/such/file cannot be read"),
         ("route --tenants /no/such/file", "tenants='/no/such/file' cannot be read"),
-        ("route --port 70000", "port=70000 is not a TCP port"),
+        ("route --port 70000", "port=70000 must be from 0 to 65535"),
         ("route --bogus", "See: tandem route --help"),
     ],
 )
@@ -72,13 +71,13 @@ def test_a_tokenizer_that_cannot_be_loaded_is_one_line(tmp_path: Path, capsys: p
 
 def test_the_admin_token_is_the_files_or_the_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_ADMIN_TOKEN", "of the environment")
-    assert admin_token(None) == "of the environment"
+    assert admin_token("") == "of the environment"
     path = tmp_path / "token"
     path.write_text("of the file\n")
-    assert admin_token(path) == "of the file"
+    assert admin_token(str(path)) == "of the file"
     path.write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
-        admin_token(path)
+        admin_token(str(path))
 
 
 @contextmanager

@@ -14,10 +14,10 @@ import httpx
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from tandem.protocol.config import RouterConfig
+from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.messages import WorkerState
 from tandem.router.engines.app import create_engines_app
-from tandem.router.engines.config import EnginesConfig, EngineSpec, spec_from
+from tandem.router.engines.config import EngineSpec, spec_from
 from tandem.router.engines.fleet import EngineFleet
 from tandem.router.engines.prompts import PromptReader
 from tandem.router.http.api_keys import key_digest
@@ -102,7 +102,7 @@ async def routing(
         index=PrefixIndex(),
         costs=CostModel(),
         config=config or RouterConfig(request_timeout_s=20.0, drain_timeout_s=5.0),
-        engines=EnginesConfig(**({"probe_interval_s": 0.02, "allow_local_engines": True} | engines)),
+        engines=ExternalEnginesConfig(**({"probe_interval_s": 0.02, "allow_local_engines": True} | engines)),
         tenants=tenants,
         siblings=siblings,
         clock=clock,

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from tandem.protocol.config import ExternalEnginesConfig
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role
-from tandem.router.engines.config import EnginesConfig, check_fleet, load_fleet, spec_from
+from tandem.router.engines.config import check_fleet, load_fleet, spec_from
 
 GOOD = """
 [tokenizers]
@@ -133,4 +134,4 @@ def test_prefill_engines_need_someone_to_decode_in_their_group() -> None:
 )
 def test_limits_that_make_no_sense_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(values))):
-        EnginesConfig(**values)
+        ExternalEnginesConfig(**values)

@@ -1,0 +1,162 @@
+"""`--config FILE`: flags win over the file, the file over the defaults, and what is wrong is one clear line."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from tandem.cli.main import run
+from tandem.protocol.config import ClusterConfig, EngineConfig, RouterConfig, TransferConfig
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
+    """The configurations that reach the launcher, which is replaced: no worker starts in these tests."""
+    configs: list[ClusterConfig] = []
+
+    def launch(config: ClusterConfig, *_: object) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setitem(sys.modules, "tandem.cluster.serve", types.SimpleNamespace(serve=launch))
+    return configs
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "toy"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "tandem.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_defaults(
+    tmp_path: Path, model: Path, launched: list[ClusterConfig]
+) -> None:
+    path = write(
+        tmp_path,
+        f"""
+        model = "{model}"
+        port = 0
+        num_decode = 3
+        autoscale = false
+        lease_ttl_s = 20
+        allowed_hosts = ["a.example", "b.example"]
+        block_size = 32
+        """,
+    )
+    assert run(["serve", "--config", path, "--decode", "2", "--autoscale", "--allowed-hosts", "c.example"]) == 0
+    assert launched == [
+        ClusterConfig(
+            engine=EngineConfig(model=str(model), served_model_name="toy", block_size=32),
+            transfer=TransferConfig(lease_ttl_s=20.0),
+            router=RouterConfig(port=0, allowed_hosts=("c.example",)),
+            num_decode=2,
+            autoscale=True,
+        )
+    ]
+
+
+def test_a_flag_with_the_default_value_wins_too(tmp_path: Path, model: Path, launched: list[ClusterConfig]) -> None:
+    path = write(tmp_path, f'model = "{model}"\nport = 0\nnum_decode = 3\n')
+    assert run(["serve", "--config", path, "--num-decode", "1"]) == 0
+    assert launched[0].num_decode == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "expected"),
+    [
+        ("num_prefill = 2", ["--colocated"], {"colocated": True, "num_prefill": 1}),
+        ("num_prefill = 2", ["--disaggregated"], {"colocated": False, "num_prefill": 2}),
+        ("colocated = true", ["--disaggregated", "--prefill", "2"], {"colocated": False, "num_prefill": 2}),
+    ],
+)
+def test_a_flag_also_wins_over_settings_that_exclude_it(
+    text: str,
+    flags: list[str],
+    expected: dict[str, object],
+    tmp_path: Path,
+    model: Path,
+    launched: list[ClusterConfig],
+) -> None:
+    path = write(tmp_path, f'model = "{model}"\nport = 0\n{text}\n')
+    assert run(["serve", "--config", path, *flags]) == 0
+    assert {name: getattr(launched[0], name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(("text", "flag"), [("pool_gb = 2", "--pool-bytes=5"), ("pool_bytes = 7", "--pool-gb=5e-9")])
+def test_the_pools_size_on_the_command_line_wins_in_either_unit(
+    text: str, flag: str, tmp_path: Path, model: Path, launched: list[ClusterConfig]
+) -> None:
+    path = write(tmp_path, f'model = "{model}"\nport = 0\n{text}\n')
+    assert run(["serve", "--config", path, flag]) == 0
+    assert launched[0].engine.pool_bytes == 5
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "expected"),
+    [
+        ("serve", "prot = 8000", "{path}: unknown key 'prot' with value 8000; did you mean 'port'?"),
+        ("serve", "num-decode = 2", "{path}: unknown key 'num-decode' with value 2; did you mean 'num_decode'?"),
+        ("serve", "prefill = 2", "{path}: unknown key 'prefill' with value 2; did you mean 'num_prefill'?"),
+        ("serve", "zzz = 1", "{path}: unknown key 'zzz' with value 1; keys are the names of flags, with _ for -"),
+        ("serve", "[router]\nport = 1", "{path}: unknown key 'router' with value {{'port': 1}}; write all settings at"),
+        ("serve", 'config = "a"', "{path}: unknown key 'config' with value 'a'; "),
+        ("route", "num_decode = 2", "{path}: unknown key 'num_decode' with value 2; "),
+        ("route", "max_pins = 2", "{path}: unknown key 'max_pins' with value 2; "),
+        ("serve", 'port = "80"', "{path}: port='80' must be a whole number from 0 to 65535"),
+        ("serve", "port = 70000", "{path}: port=70000 must be from 0 to 65535"),
+        ("serve", "port = true", "{path}: port=True must be a whole number from 0 to 65535"),
+        ("serve", "port = 1.5", "{path}: port=1.5 must be a whole number from 0 to 65535"),
+        ("serve", "lease_ttl_s = nan", "{path}: lease_ttl_s=nan must be above 0 and at most 86400 seconds"),
+        ("route", "probe_timeout_s = -inf", "{path}: probe_timeout_s=-inf must be above 0 and at most 86400 seconds"),
+        ("serve", 'autoscale = "no"', "{path}: autoscale='no' must be true or false"),
+        ("serve", 'dtype = "int3"', "{path}: dtype='int3' must be one of auto, float32, bfloat16"),
+        ("serve", 'transport = "in_process"', "{path}: transport='in_process' must be one of nixl, nccl"),
+        ("serve", 'allowed_hosts = ["a b"]', "{path}: allowed_hosts: 'a b' must be one host name"),
+        ("serve", 'allowed_hosts = "a"', "{path}: allowed_hosts='a' must be a list of strings"),
+        ("serve", "pool_gb = 1\npool_bytes = 5", "pool_gb and pool_bytes say the same thing"),
+        ("serve", "colocated = true\nnum_decode = 2", "num_decode=2 has no use with it"),
+        ("serve", "lease_ttl_s = 1.0", "lease_ttl_s=1.0 must be at least three heartbeats"),
+        ("serve", "a = ", "config='{path}' is not valid TOML: "),
+        ("serve", "port = 1\nport = 2", "config='{path}' is not valid TOML: "),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_one_line(
+    command: str,
+    text: str,
+    expected: str,
+    tmp_path: Path,
+    launched: list[ClusterConfig],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = write(tmp_path, text)
+    assert run([command, "--config", path]) == 2
+    error = capsys.readouterr().err
+    assert expected.format(path=path) in error
+    assert error.count("\n") == 1
+    assert launched == []
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe")
+    for path, reason in (
+        (tmp_path / "none", "cannot be read: No such file or directory; give the path of a TOML file"),
+        (tmp_path, "cannot be read: Is a directory; give the path of a TOML file"),
+        (binary, "is not valid TOML: "),
+    ):
+        assert run(["serve", "--config", str(path)]) == 2
+        error = capsys.readouterr().err
+        assert f"config={str(path)!r} {reason}" in error
+        assert error.count("\n") == 1
