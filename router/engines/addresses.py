@@ -1,7 +1,8 @@
-"""Where engines may be that are added at run time: whoever adds them is not to reach what only this machine can.
+"""Addresses that engines added at run time may have: none that only this machine can reach.
 
-Names are resolved here, and what they resolve to is what gets connected to: a name cannot point elsewhere between the
-check and the connection, and numbers in other forms (127.1, 0x7f000001, ::ffff:127.0.0.1) are what they resolve to.
+Names are resolved here, and the resolved addresses are connected to. So a name cannot point elsewhere between the check
+and the connection, and other spellings of a number (127.1, 0x7f000001, ::ffff:127.0.0.1) are checked as the address
+that they stand for.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ import asyncio
 import ipaddress
 import re
 import socket
+from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 from tandem.protocol.errors import ConfigError
 from tandem.router.engines.config import EngineSpec
 
-__all__ = ["AddressRefused", "check_addresses", "is_local", "public_addresses"]
+__all__ = ["AddressRefused", "Resolve", "check_addresses", "is_local", "public_addresses"]
 
-# Services that clouds offer to the machine itself, with keys to more: their other addresses are link-local.
+Resolve = Callable[[str, int], Awaitable[list[str]]]  # host, port -> numeric addresses; raises `OSError`
+
+# Metadata services of clouds, which hand out credentials to the machine; their other addresses are link-local.
 _CLOUD_SERVICES = {
     ipaddress.ip_address(text) for text in ("fd00:ec2::254", "fd20:ce::254", "100.100.100.200", "168.63.129.16")
 }
@@ -26,11 +30,11 @@ _NUMERIC_ENDPOINT = re.compile(r"tcp://\[?([0-9a-fA-F.:]+)\]?:\d+")
 
 
 class AddressRefused(OSError):
-    """The engine is at an address that no engine may have that was added at run time."""
+    """An engine added at run time may not be at this address."""
 
 
 def is_local(address: str) -> bool:
-    """Whether a numeric address means this machine, its link or its cloud, however it is wrapped."""
+    """Whether a numeric address is this machine's, its link's or its cloud's, also when IPv6 wraps an IPv4 address."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         wrapped = ip.ipv4_mapped or ip.sixtofour
@@ -49,7 +53,7 @@ def is_local(address: str) -> bool:
 
 
 async def public_addresses(host: str, port: int) -> list[str]:
-    """The numeric addresses of a host. Raises `AddressRefused` where one is local, another `OSError` without any."""
+    """The numeric addresses of a host. Raises `AddressRefused` if one is local, another `OSError` if there is none."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
     for address in addresses:
@@ -63,7 +67,7 @@ async def public_addresses(host: str, port: int) -> list[str]:
 
 
 async def check_addresses(spec: EngineSpec, timeout_s: float) -> None:
-    """Raise `ConfigError` for a spec that leads to local addresses. An unknown name is checked once it is known."""
+    """Raise `ConfigError` for a spec that leads to local addresses. Names that do not resolve yet are checked later."""
     for key in ("kv_events", "kv_replay"):
         endpoint = getattr(spec, key)
         numeric = _NUMERIC_ENDPOINT.fullmatch(endpoint)
@@ -71,7 +75,7 @@ async def check_addresses(spec: EngineSpec, timeout_s: float) -> None:
             is_allowed = not endpoint or (numeric is not None and not is_local(numeric.group(1)))
         except ValueError:
             is_allowed = False
-        if not is_allowed:  # ZMQ resolves names by itself, and again whenever it connects
+        if not is_allowed:  # ZMQ resolves names itself, and again at each connection
             raise ConfigError(
                 f"engine {spec.name}: {key}={endpoint!r} must be tcp:// with a numeric address that is not this "
                 "machine's; name the engine in the --engines file, or start the router with --allow-local-engines"

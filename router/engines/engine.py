@@ -15,11 +15,12 @@ from zmq.asyncio import Context
 from tandem.protocol.config import ExternalEnginesConfig
 from tandem.protocol.digest import root_digest
 from tandem.protocol.messages import BlockEvents, PeerAddress, WorkerCard, WorkerState
+from tandem.router.engines.addresses import Resolve
 from tandem.router.engines.breaker import Breaker
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.kv_events import BlockTranslator, KvEventFeed
-from tandem.router.engines.looks import Resolve, looking_client
-from tandem.router.engines.shadow import ShadowCache
+from tandem.router.engines.probe_client import ProbeClient
+from tandem.router.engines.simulated_cache import SimulatedCache
 from tandem.router.engines.step_timing import StepTiming
 from tandem.router.engines.upstream import Upstream
 from tandem.runtime.background import BackgroundTasks
@@ -29,7 +30,7 @@ from tandem.scheduling.registry import Booking
 __all__ = ["RemoteEngine", "RunningRequest", "digest_root"]
 
 DEFAULT_BLOCK_SIZE = 16
-DEFAULT_SHADOW_BLOCKS = 8192  # of an engine that does not tell its size
+DEFAULT_SIMULATED_BLOCKS = 8192  # of an engine that does not tell its size
 DEFAULT_NUM_BLOCKS = 1 << 16
 DEFAULT_MODEL_LEN = 1 << 20
 DEFAULT_BATCHED_TOKENS = 2048  # vLLM's, and SGLang's is of that order
@@ -73,7 +74,7 @@ class RemoteEngine:
         self.card: WorkerCard | None = None
         self.step_timing = StepTiming(DEFAULT_BATCHED_TOKENS)
         self.feed: KvEventFeed | None = None
-        self._shadow: ShadowCache | None = None
+        self._simulated_cache: SimulatedCache | None = None
         self._translator: BlockTranslator | None = None
         self._sequence = 0
         self._feed_task: asyncio.Task[None] | None = None
@@ -81,7 +82,7 @@ class RemoteEngine:
         key = spec.api_key()
         headers = spec.headers | ({"authorization": f"Bearer {key}"} if key else {})
         self.upstream = Upstream(spec.url, headers, connect_timeout_s=config.connect_timeout_s, resolve=resolve)
-        self.client = looking_client(spec.url, headers, resolve)  # for looks at it; requests go upstream
+        self.probe_client = ProbeClient(spec.url, headers, resolve)
 
     @property
     def name(self) -> str:
@@ -119,7 +120,7 @@ class RemoteEngine:
         self._sequence = 0
         index.add_worker(self.name, self.epoch)
         if not self.spec.kv_events:
-            self._shadow = ShadowCache(self.spec.num_blocks or _told_blocks(card), self.spec.cache_ttl_s)
+            self._simulated_cache = SimulatedCache(self.spec.num_blocks or _told_blocks(card), self.spec.cache_ttl_s)
             return
         self._translator = BlockTranslator(digest_root(self.spec.model, card.block_size), card.block_size)
 
@@ -134,7 +135,7 @@ class RemoteEngine:
         index.remove_worker(self.name)
         if self._feed_task is not None:
             self._feed_task.cancel()
-        self._feed_task = self._shadow = self._translator = None
+        self._feed_task = self._simulated_cache = self._translator = None
         for booking in self.foreign:
             booking.release()
         self.foreign.clear()
@@ -143,18 +144,18 @@ class RemoteEngine:
         """Close its connections and sockets."""
         await self._background.close()
         await self.upstream.close()
-        await self.client.aclose()
+        await self.probe_client.aclose()
 
     def expect_cached(self, digests: Sequence[bytes], index: PrefixIndex, now: float) -> None:
         """A prompt is on its way there: it will be cached, for a while, or until events say more."""
-        if self._shadow is None:
+        if self._simulated_cache is None:
             index.speculate([self.name], digests, now)
         else:
-            self._publish(*self._shadow.touch(digests, now), index)
+            self._publish(*self._simulated_cache.touch(digests, now), index)
 
     def expire(self, index: PrefixIndex, now: float) -> None:
         """Let go of what was not used for long."""
-        if self._shadow is not None and (removed := self._shadow.expire(now)):
+        if self._simulated_cache is not None and (removed := self._simulated_cache.expire(now)):
             self._publish([], removed, index)
 
     def to_json(self, now: float) -> dict[str, Any]:
@@ -239,4 +240,4 @@ def with_model(spec: EngineSpec, model: str) -> EngineSpec:
 
 
 def _told_blocks(card: WorkerCard) -> int:
-    return DEFAULT_SHADOW_BLOCKS if card.num_blocks == DEFAULT_NUM_BLOCKS else card.num_blocks
+    return DEFAULT_SIMULATED_BLOCKS if card.num_blocks == DEFAULT_NUM_BLOCKS else card.num_blocks

@@ -23,9 +23,8 @@ from tandem.protocol.messages import Role, WorkerCard, WorkerLoad, WorkerState
 from tandem.router.engines.addresses import public_addresses
 from tandem.router.engines.config import EngineSpec, check_fleet
 from tandem.router.engines.engine import RemoteEngine, card_of, digest_root, with_model
+from tandem.router.engines.engine_status import CacheSize, ReportedLoad, parse_cache_size, parse_load, served_model
 from tandem.router.engines.errors import EngineBusy
-from tandem.router.engines.load import EngineLoad, EngineSize, model_of, parse_load, parse_size
-from tandem.router.engines.looks import look
 from tandem.router.processes.sibling_messages import EngineEntry
 from tandem.router.processes.siblings import PeerRouters, SharedBooking
 from tandem.runtime.background import BackgroundTasks
@@ -385,7 +384,7 @@ class EngineFleet:
 
     async def _probe(self, engine: RemoteEngine) -> None:
         timeout_s = self.engines_config.probe_timeout_s
-        answer = await look(engine.client, _HEALTH_PATHS[engine.spec.kind], timeout_s)
+        answer = await engine.probe_client.get(_HEALTH_PATHS[engine.spec.kind], timeout_s)
         if answer.status_code in (401, 403):
             raise ValueError(f"its health check refused our key ({answer.status_code}); give api_key_env or headers")
         if answer.status_code != 200:
@@ -393,7 +392,7 @@ class EngineFleet:
         num_known = self._num_on(engine)
         metrics = await self._metrics(engine, timeout_s)
         if engine.state in (WorkerState.STARTING, WorkerState.DEAD) and not engine.is_removed:
-            await self._join(engine, parse_size(metrics), timeout_s)
+            await self._join(engine, parse_cache_size(metrics), timeout_s)
         now = self.clock()
         engine.expire(self.index, now)
         load = parse_load(metrics)
@@ -408,14 +407,14 @@ class EngineFleet:
         """Its `/metrics`, "" where it has none; asked again in each life."""
         if not engine.has_metrics and engine.state is WorkerState.READY:
             return ""
-        answer = await look(engine.client, "/metrics", timeout_s)
+        answer = await engine.probe_client.get("/metrics", timeout_s)
         return answer.text if answer.status_code == 200 else ""
 
-    async def _join(self, engine: RemoteEngine, size: EngineSize, timeout_s: float) -> None:
-        answer = await look(engine.client, "/v1/models", timeout_s)
+    async def _join(self, engine: RemoteEngine, size: CacheSize, timeout_s: float) -> None:
+        answer = await engine.probe_client.get("/v1/models", timeout_s)
         if answer.status_code != 200:
             raise ValueError(f"/v1/models answered {answer.status_code}; is its api_key_env right?")
-        model, length = model_of(answer.json(), engine.spec.model)
+        model, length = served_model(answer.json(), engine.spec.model)
         engine.spec = with_model(engine.spec, model)
         engine.epoch += 1
         card = card_of(
@@ -458,7 +457,7 @@ class EngineFleet:
         engine.state, engine.reason = state, reason
         self.registry.set_state(engine.name, state, reason or "answers")
 
-    def _note_load(self, engine: RemoteEngine, load: EngineLoad | None, num_known: int, now: float) -> None:
+    def _note_load(self, engine: RemoteEngine, load: ReportedLoad | None, num_known: int, now: float) -> None:
         """Remember what the engine tells, and book what others have put on it as if we had.
 
         Nobody tells how long their prompts are: they count as ours on average.
@@ -466,7 +465,7 @@ class EngineFleet:
         card = engine.card
         if card is None or self.registry.get(engine.name) is None:
             return
-        load = load or EngineLoad(0, 0, 0.0)
+        load = load or ReportedLoad(0, 0, 0.0)
         told = WorkerLoad(
             num_waiting=load.num_waiting,
             num_running=load.num_running,

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from tandem.router.arrivals import Arrivals
-from tandem.router.engines.looks import Resolve
+from tandem.router.engines.addresses import Resolve
 
 __all__ = ["AnswerTooLarge", "Reply", "Unreachable", "Upstream"]
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ from tandem.protocol.errors import ConfigError
 from tandem.router.engines import addresses as addresses_module
 from tandem.router.engines.addresses import AddressRefused, check_addresses, is_local, public_addresses
 from tandem.router.engines.config import spec_from
-from tandem.router.engines.looks import look, looking_client
+from tandem.router.engines.probe_client import ProbeClient
 from tandem.router.engines.upstream import Unreachable, Upstream
 from tests.support.engines_harness import routing, spec_of, until
 from tests.support.fake_openai import FakeServer
@@ -93,9 +94,9 @@ async def test_a_name_that_comes_to_mean_this_machine_is_connected_to_no_more(
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(addresses_module, "is_local", local.__contains__)
     url = f"http://engine.example:{port}"
-    async with looking_client(url, {}, public_addresses) as client:
+    async with aclosing(ProbeClient(url, {}, public_addresses)) as client:
         upstream = Upstream(url, {}, connect_timeout_s=5.0, resolve=public_addresses)
-        assert (await look(client, "/health", 5.0)).status_code == 200
+        assert (await client.get("/health", 5.0)).status_code == 200
         reply = await upstream.post("/v1/completions", b'{"prompt": "a", "max_tokens": 1, "stream": false}', "r")
         assert reply.status == 200
         reply.close()
@@ -108,9 +109,9 @@ async def test_a_name_that_comes_to_mean_this_machine_is_connected_to_no_more(
                 await upstream.post("/", b"", "r")
             with pytest.raises(AddressRefused):
                 await public_addresses("engine.example", port)
-    async with looking_client(url, {}, public_addresses) as client:
+    async with aclosing(ProbeClient(url, {}, public_addresses)) as client:
         with pytest.raises(httpx.ConnectError, match="--allow-local-engines"):
-            await look(client, "/health", 5.0)
+            await client.get("/health", 5.0)
 
 
 async def test_a_redirect_is_not_followed(fake_a: FakeServer) -> None:
@@ -119,20 +120,20 @@ async def test_a_redirect_is_not_followed(fake_a: FakeServer) -> None:
         await until(lambda: router.engine("a").reason == "its health check answered 302")
 
 
-async def test_looks_are_bounded_in_size_and_time(fake_a: FakeServer) -> None:
+async def test_probes_are_bounded_in_size_and_time(fake_a: FakeServer) -> None:
     fake_a.metrics = "x" * (9 << 20)
-    async with looking_client(fake_a.url, {}, None) as client:
+    async with aclosing(ProbeClient(fake_a.url, {}, None)) as client:
         with pytest.raises(httpx.ReadError, match="larger than"):
-            await look(client, "/metrics", 10.0)
+            await client.get("/metrics", 10.0)
         fake_a.health_pause.clear()
         with pytest.raises(httpx.ReadTimeout):
-            await look(client, "/health", 0.1)
+            await client.get("/health", 0.1)
         fake_a.resume()
 
 
 async def test_an_engine_that_answered_while_this_process_stood_still_has_answered(fake_a: FakeServer) -> None:
-    async with looking_client(fake_a.url, {}, None) as client:
-        looking = asyncio.create_task(look(client, "/health", 0.3))
+    async with aclosing(ProbeClient(fake_a.url, {}, None)) as client:
+        asking = asyncio.create_task(client.get("/health", 0.3))
         await asyncio.sleep(0)
         time.sleep(0.6)  # noqa: ASYNC251 - it is this event loop that stands still
-        assert (await looking).status_code == 200
+        assert (await asking).status_code == 200

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.protocol.messages import StepStats
-from tandem.router.engines.load import EngineLoad, EngineSize, model_of, parse_load, parse_size
+from tandem.router.engines.engine_status import CacheSize, ReportedLoad, parse_cache_size, parse_load, served_model
 from tandem.router.engines.prompts import TextReader, TokenReader, max_tokens_of
 from tandem.router.engines.relay import StreamRelay
 from tandem.router.engines.sse import EventSplitter, leading_pieces, parse_event, split_events
@@ -36,33 +36,35 @@ LLAMACPP = "llamacpp:requests_processing 1\nllamacpp:requests_deferred 0\n"
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (VLLM, EngineLoad(5, 4, 0.5)),
-        (SGLANG, EngineLoad(1, 2, 0.1)),
-        (LLAMACPP, EngineLoad(1, 0, 0.0)),
+        (VLLM, ReportedLoad(5, 4, 0.5)),
+        (SGLANG, ReportedLoad(1, 2, 0.1)),
+        (LLAMACPP, ReportedLoad(1, 0, 0.0)),
         ("process_cpu_seconds_total 3\n", None),
         ("vllm:num_requests_running{} many\n", None),
+        ('vllm:num_requests_running NaN\nvllm:num_requests_running{a="b} 1\n', None),
+        ("vllm:num_requests_running 2\nvllm:num_requests_waiting +Inf\n", ReportedLoad(2, 0, 0.0)),
         ("", None),
     ],
 )
-def test_load_of_every_kind(text: str, expected: EngineLoad | None) -> None:
+def test_load_of_every_kind(text: str, expected: ReportedLoad | None) -> None:
     assert parse_load(text) == expected
 
 
 def test_size_where_it_is_told() -> None:
-    assert parse_size(VLLM) == EngineSize(128, 364)
-    assert parse_size('vllm:cache_config_info{block_size="None"} 1\n') == EngineSize(0, 0)
-    assert parse_size(SGLANG) == EngineSize(0, 0)
+    assert parse_cache_size(VLLM) == CacheSize(128, 364)
+    assert parse_cache_size('vllm:cache_config_info{block_size="None"} 1\n') == CacheSize(0, 0)
+    assert parse_cache_size(SGLANG) == CacheSize(0, 0)
 
 
 def test_the_model_that_is_wanted_or_the_first() -> None:
     catalog = {"data": [{"id": "a", "max_model_len": 10}, {"id": "b"}]}
-    assert model_of(catalog, "") == ("a", 10)
-    assert model_of(catalog, "b") == ("b", 0)
+    assert served_model(catalog, "") == ("a", 10)
+    assert served_model(catalog, "b") == ("b", 0)
     with pytest.raises(LookupError, match="it serves a, b"):
-        model_of(catalog, "c")
+        served_model(catalog, "c")
     for junk in (None, [], {"data": None}, {"data": [{"id": 3}]}):
         with pytest.raises(LookupError, match="no model"):
-            model_of(junk, "")
+            served_model(junk, "")
 
 
 @settings(max_examples=200, deadline=None)

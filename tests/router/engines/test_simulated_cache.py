@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.router.engines.shadow import ShadowCache
+from tandem.router.engines.simulated_cache import SimulatedCache
 
 
 def chain(*names: str) -> list[bytes]:
@@ -12,7 +12,7 @@ def chain(*names: str) -> list[bytes]:
 
 
 def test_the_tail_of_the_chain_used_longest_ago_leaves_first() -> None:
-    cache = ShadowCache(capacity=4, ttl_s=100.0)
+    cache = SimulatedCache(capacity=4, ttl_s=100.0)
     assert cache.touch(chain("a", "b", "c"), 0.0) == (chain("a", "b", "c"), [])
     stored, removed = cache.touch(chain("x", "y"), 1.0)
     assert (stored, removed) == (chain("x", "y"), [b"a/b/c"])
@@ -21,7 +21,7 @@ def test_the_tail_of_the_chain_used_longest_ago_leaves_first() -> None:
 
 
 def test_what_was_not_used_for_the_time_to_live_leaves() -> None:
-    cache = ShadowCache(capacity=10, ttl_s=5.0)
+    cache = SimulatedCache(capacity=10, ttl_s=5.0)
     cache.touch(chain("a", "b"), 0.0)
     cache.touch(chain("a"), 3.0)
     assert cache.expire(4.9) == []
@@ -31,9 +31,9 @@ def test_what_was_not_used_for_the_time_to_live_leaves() -> None:
 
 
 def test_a_chain_longer_than_the_cache_keeps_its_beginning() -> None:
-    cache = ShadowCache(capacity=2, ttl_s=5.0)
+    cache = SimulatedCache(capacity=2, ttl_s=5.0)
     assert cache.touch(chain("a", "b", "c"), 0.0) == (chain("a", "b"), [])
-    assert ShadowCache(capacity=0, ttl_s=5.0).touch(chain("a"), 0.0) == ([], [])
+    assert SimulatedCache(capacity=0, ttl_s=5.0).touch(chain("a"), 0.0) == ([], [])
 
 
 CHAINS = st.lists(st.sampled_from("ab"), min_size=1, max_size=6).map(lambda names: chain(*names))
@@ -44,7 +44,7 @@ CHAINS = st.lists(st.sampled_from("ab"), min_size=1, max_size=6).map(lambda name
 def test_events_tell_what_it_holds_and_no_block_is_there_without_those_before_it(
     capacity: int, prompts: list[tuple[list[bytes], float]]
 ) -> None:
-    cache, held, now = ShadowCache(capacity, ttl_s=6.0), set[bytes](), 0.0
+    cache, held, now = SimulatedCache(capacity, ttl_s=6.0), set[bytes](), 0.0
     for digests, wait_s in prompts:
         now += wait_s
         stored, removed = cache.touch(digests, now)

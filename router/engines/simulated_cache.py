@@ -1,7 +1,7 @@
-"""What an engine that publishes no KV events probably has cached: an LRU of what was sent there, with expiry.
+"""The prefix cache of an engine that publishes no KV events, simulated: an LRU of the prompts sent there, with expiry.
 
-A pure value: digests in, events out. They go into the same index as those of workers that publish theirs, under the
-same rule: a chain leaves from its tail, so whoever has a block has all before it.
+A pure value: digests in, changes out. The changes go into the same prefix index as the events of other engines, under
+the same rule: blocks leave a chain from its tail, so a cached block implies that all blocks before it are cached.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-__all__ = ["ShadowCache"]
+__all__ = ["SimulatedCache"]
 
 
-class ShadowCache:
-    """Prefix cache of `capacity` blocks as the engine would keep it, least recently used leaves first."""
+class SimulatedCache:
+    """An LRU of `capacity` blocks, each of which expires when it was not used for `ttl_s`."""
 
     def __init__(self, capacity: int, ttl_s: float) -> None:
         self._capacity = capacity
         self._ttl_s = ttl_s
-        # Digest -> when it was last used; oldest first. A chain is touched tail first, so its tail is the older end.
+        # Digest -> when it was last used, oldest first. A chain is touched tail first, so its tail is evicted first.
         self._used_s: OrderedDict[bytes, float] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._used_s)
 
     def touch(self, digests: Sequence[bytes], now: float) -> tuple[list[bytes], list[bytes]]:
-        """A prompt with this chain was computed: (blocks that are new, blocks that left)."""
+        """A prompt with this chain is computed: (blocks that are new, blocks that are evicted)."""
         kept = digests[: self._capacity]
         stored = [digest for digest in kept if digest not in self._used_s]
         for digest in reversed(kept):

@@ -1,43 +1,48 @@
-"""Looks at an engine: small GETs, each with a deadline and a bound on the answer, whatever the engine does."""
+"""HTTP for probes of one engine: small GETs, each with a deadline and a bound on its answer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 
 import httpx
 
+from tandem.router.engines.addresses import Resolve
 from tandem.runtime.idle_timeout import answered_in_time
 
-__all__ = ["Resolve", "look", "looking_client"]
+__all__ = ["ProbeClient"]
 
 MAX_ANSWER_BYTES = 8 * 1024 * 1024  # of a health check, `/metrics` or the list of models
 
-Resolve = Callable[[str, int], Awaitable[list[str]]]  # numeric addresses of a host; raises `OSError`
 
+class ProbeClient:
+    """Asks one engine. Used from one event loop only."""
 
-def looking_client(url: str, headers: Mapping[str, str], resolve: Resolve | None) -> httpx.AsyncClient:
-    """A client of one engine. With `resolve` it connects to what that gives for the engine's name."""
-    return httpx.AsyncClient(
-        base_url=url,
-        headers={**headers, "accept-encoding": "identity"},
-        transport=_Transport(resolve),
-        follow_redirects=False,
-        trust_env=False,
-    )
+    def __init__(self, url: str, headers: Mapping[str, str], resolve: Resolve | None) -> None:
+        """`resolve` gives the addresses that the host may be connected at; None = any that its name has."""
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            headers={**headers, "accept-encoding": "identity"},
+            transport=_Transport(resolve),
+            follow_redirects=False,
+            trust_env=False,
+        )
 
+    async def get(self, path: str, timeout_s: float) -> httpx.Response:
+        """The engine's whole answer. Raises `httpx.HTTPError` if it is late, too large or missing."""
+        # httpx's own timers would all expire at once after a pause of this process itself.
+        request = asyncio.create_task(self._client.get(path, timeout=None))
+        try:
+            if not await answered_in_time(request, timeout_s):
+                raise httpx.ReadTimeout(f"no whole answer within {timeout_s:g} s")
+            return request.result()
+        finally:
+            request.cancel()
+            await asyncio.gather(request, return_exceptions=True)
 
-async def look(client: httpx.AsyncClient, path: str, timeout_s: float) -> httpx.Response:
-    """The engine's whole answer. Raises `httpx.HTTPError` for one that is late, too large or none."""
-    # Without a timer of httpx: where it was this process that stood still, all of them are over at once.
-    asking = asyncio.create_task(client.get(path, timeout=None))
-    try:
-        if not await answered_in_time(asking, timeout_s):
-            raise httpx.ReadTimeout(f"no whole answer within {timeout_s:g} s")
-        return asking.result()
-    finally:
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
+    async def aclose(self) -> None:
+        """Close its connections."""
+        await self._client.aclose()
 
 
 class _Transport(httpx.AsyncBaseTransport):
@@ -58,14 +63,14 @@ class _Transport(httpx.AsyncBaseTransport):
         response = await self._inner.handle_async_request(request)
         assert isinstance(response.stream, httpx.AsyncByteStream), "the transport is asynchronous"
         response.headers.pop("content-encoding", None)  # none was asked for, and one can unpack to any size
-        response.stream = _Bounded(response.stream)
+        response.stream = _BoundedStream(response.stream)
         return response
 
     async def aclose(self) -> None:
         await self._inner.aclose()
 
 
-class _Bounded(httpx.AsyncByteStream):
+class _BoundedStream(httpx.AsyncByteStream):
     def __init__(self, stream: httpx.AsyncByteStream) -> None:
         self._stream = stream
 

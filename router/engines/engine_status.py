@@ -1,0 +1,92 @@
+"""What engines report in `/metrics` and `/v1/models`, as plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+__all__ = ["CacheSize", "ReportedLoad", "parse_cache_size", "parse_load", "served_model"]
+
+# Names in the order of preference; the values of all label sets (data parallel ranks) are added up.
+_RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
+_WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred")
+_USAGE = (
+    "vllm:kv_cache_usage_perc",
+    "vllm:gpu_cache_usage_perc",
+    "sglang:token_usage",
+    "llamacpp:kv_cache_usage_ratio",
+)
+_LOAD_NAMES = (*_RUNNING, *_WAITING, *_USAGE)
+_CACHE_CONFIG = "vllm:cache_config_info"
+
+
+class ReportedLoad(NamedTuple):
+    """Requests that run and wait in an engine, from any client."""
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float  # share of its KV cache in use
+
+
+class CacheSize(NamedTuple):
+    """Size of an engine's KV cache; 0 = not reported."""
+
+    block_size: int
+    num_blocks: int
+
+
+def parse_load(text: str) -> ReportedLoad | None:
+    """The load in a Prometheus exposition; None when it has none of the known names."""
+    values: dict[str, float] = {}
+    for sample in _samples(text, _LOAD_NAMES):
+        known = values.get(sample.name, 0.0)
+        values[sample.name] = max(known, sample.value) if sample.name in _USAGE else known + sample.value
+    running = _first(values, _RUNNING)
+    if running is None:
+        return None
+    return ReportedLoad(int(running), int(_first(values, _WAITING) or 0), _first(values, _USAGE) or 0.0)
+
+
+def parse_cache_size(text: str) -> CacheSize:
+    """Block size and number of blocks, which vLLM reports in the labels of its `cache_config_info`."""
+    for sample in _samples(text, (_CACHE_CONFIG,)):
+        return CacheSize(_whole(sample.labels.get("block_size")), _whole(sample.labels.get("num_gpu_blocks")))
+    return CacheSize(0, 0)
+
+
+def served_model(catalog: Any, wanted: str) -> tuple[str, int]:
+    """(model, its context or 0) in the body of `/v1/models`: the wanted one, or the first. Raises `LookupError`."""
+    cards = catalog.get("data") if isinstance(catalog, dict) else None
+    named = [card for card in cards or () if isinstance(card, dict) and isinstance(card.get("id"), str)]
+    card = next((card for card in named if not wanted or card["id"] == wanted), None)
+    if card is None:
+        raise LookupError(f"it serves {', '.join(card['id'] for card in named) or 'no model'}")
+    length = card.get("max_model_len")
+    return card["id"], length if isinstance(length, int) else 0
+
+
+def _samples(text: str, names: tuple[str, ...]) -> Iterator[Sample]:
+    """The finite samples of these names; lines that cannot be parsed are skipped.
+
+    Only lines that begin with one of the names are parsed: 0.6 ms for the 2,900 lines of a vLLM with eight ranks, which
+    are read once a second, instead of 41 ms for all of them.
+    """
+    for line in text.splitlines():
+        if line.startswith(names):
+            try:
+                [family] = text_string_to_metric_families(line)
+            except ValueError:
+                continue
+            yield from (one for one in family.samples if one.name in names and math.isfinite(one.value))
+
+
+def _first(values: dict[str, float], names: Iterable[str]) -> float | None:
+    return next((values[name] for name in names if name in values), None)
+
+
+def _whole(text: str | None) -> int:
+    return int(text) if text and text.isdecimal() else 0
