@@ -1,4 +1,4 @@
-"""Fair shares and overload, with the real admission, placement and cost model in front of workers in virtual time.
+"""Fair shares and overload: the real admission, placement and cost model in front of workers in virtual time.
 
 `fairness`: nine tenants ask for half of their tenth of the capacity each; a tenth one asks nothing, its share, or ten
 times that.
@@ -24,9 +24,9 @@ from benchmarks.virtual_cluster import Arrival, Job, VirtualCluster, poisson
 from tandem.protocol.config import RouterConfig
 
 NUM_TENANTS = 10
-GREED = 10.0  # times its share
+GREED = 10.0  # times the fair share
 GREEDY = "greedy"
-AT_WORKERS_S = 1e9  # a bound no queue reaches: nothing waits in the router
+AT_WORKERS_S = 1e9  # never reached, so that nothing waits in the router
 WARM_UP_S = 20.0
 SLOS_S = (2.0, 4.0, 8.0)
 PROMPTS = {"as the others'": (64, 1024), "short": (16, 128)}
@@ -36,7 +36,7 @@ OVERLOADED = (2, 2)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a short run that shows that it works; measures nothing")
+    parser.add_argument("--quick", action="store_true", help="a short run that only shows whether the benchmark works")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each cell (default: %(default)s)")
     parser.add_argument("--duration", type=float, default=300.0, help="virtual seconds of each (default: %(default)s)")
     settings = parser.parse_args()
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def fairness(settings: argparse.Namespace) -> list[dict[str, Any]]:
-    """TTFT of the steady tenants beside a tenth one, by what that asks and by what keeps them apart."""
+    """TTFT of the steady tenants beside a tenth one, by the load of the tenth and by the queueing discipline."""
     rows = []
     for pools, prompts in CELLS[: 1 if settings.quick else None]:
         rate = capacity(*pools)
@@ -78,7 +78,7 @@ def fairness(settings: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def overload(settings: argparse.Namespace) -> list[dict[str, Any]]:
-    """What becomes of requests with a TTFT SLO when too many come."""
+    """Outcomes of requests with a TTFT SLO under overload."""
     rows = []
     pools = OVERLOADED
     rate = capacity(*pools)
@@ -130,7 +130,7 @@ def overload(settings: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def capacity(num_prefill: int, num_decode: int) -> float:
-    """First tokens a second of workers that always have something to do."""
+    """First tokens per second of workers that are always busy."""
     cluster = VirtualCluster(num_prefill=num_prefill, num_decode=num_decode)
     jobs = cluster.run(poisson(random.Random(0), "t", 10.0 * num_prefill, 60.0), until_s=60.0)
     return sum(not math.isnan(job.ttft_s) for job in jobs) / 60.0
@@ -156,7 +156,7 @@ def _steady_ttft(
         ]
         steady = set(map(id, arrivals))
         if greed:
-            # A share of the work: more requests where they are shorter.
+            # Shares are of work: shorter requests come more often.
             factor = greed * sum(PROMPTS["as the others'"]) / sum(prompt_tokens)
             arrivals += poisson(rng, GREEDY, share * factor, settings.duration, prompt_tokens=prompt_tokens)
         if order in ("first come", "by priority"):
@@ -167,13 +167,13 @@ def _steady_ttft(
         cluster = VirtualCluster(num_prefill=pools[0], num_decode=pools[1], config=config, seed=seed)
         for job in cluster.run(arrivals, until_s=settings.duration):
             if id(job.arrival) in steady and job.arrival.time_s > WARM_UP_S:
-                # One that is still waiting at the end has waited that long at least.
+                # A request that still waits at the end has waited at least this long.
                 ttfts.append(settings.duration - job.arrival.time_s if math.isnan(job.ttft_s) else job.ttft_s)
     return ttfts
 
 
 def _in_one_line(arrivals: list[Arrival], steady: set[int], *, keeps_priority: bool) -> tuple[set[int], list[Arrival]]:
-    """The same requests, all of one tenant; and which of them are steady."""
+    """The same requests as one tenant's, and which of them are steady."""
     line = [replace(a, tenant="all", priority=int(keeps_priority and a.tenant == GREEDY)) for a in arrivals]
     return {id(new) for old, new in zip(arrivals, line, strict=True) if id(old) in steady}, line
 

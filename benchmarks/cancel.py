@@ -1,4 +1,4 @@
-"""Clients that leave: 64 streams at once, half of them cut at random moments. Are the others right, is nothing held?
+"""Clients that leave: half of 64 simultaneous streams are cut; the others must be right and nothing may leak.
 
 Each round sends 64 requests at once and cuts 32 of them, each at a moment drawn between sending and the time such a
 round takes without cuts. The other 32 have to give the text they gave when asked one at a time before. After each
@@ -97,7 +97,7 @@ async def _round(
     cuts: Sequence[float | None],
     salt: str,
 ) -> dict[str, Any]:
-    """All prompts at once; those with a cut are left after that many seconds. The salt keeps the cache cold."""
+    """Send all prompts at once and abandon those with a cut after its seconds. The salt keeps the cache cold."""
     sends = (_send(server, settings, prompt, salt, cut) for prompt, cut in zip(prompts, cuts, strict=True))
     timings = await asyncio.gather(*sends)
     counts: Counter[str] = Counter()
@@ -118,7 +118,7 @@ async def _round(
 
 
 def _outcome(timing: StreamTiming, reference: StreamTiming, *, is_to_be_cut: bool) -> str:
-    """What became of one stream. What came before a cut has to be right too."""
+    """The outcome of one stream. Tokens received before a cut must be right, too."""
     if timing.error == CUT:
         if not reference.text.startswith(timing.text):
             return "wrong"

@@ -20,7 +20,7 @@ from tandem.loadtest.client import StreamTiming, run_measured
 from tandem.loadtest.prompts import random_messages
 from tandem.loadtest.stats import Distribution
 
-_TOKEN_BYTES = 23_040  # of KV, of the default model
+_TOKEN_BYTES = 23_040  # KV of the default model
 _KV_OVER_POOL = 3
 _Chat = list[dict[str, str]]
 
@@ -40,7 +40,7 @@ def main() -> int:
             with serving(setup, settings.model) as server:
                 chats: list[_Chat] = [[] for _ in range(settings.sessions)]
                 results[setup.name] = run_measured(converse(server, chats, settings))
-        # `setup` and `chats` are the last ones: the folder is there, the processes are new.
+        # `setup` and `chats` are those of the last round: same folder, new processes.
         with serving(setup, settings.model) as server:
             results[f"{setup.name}, restarted"] = run_measured(one_more_turn(server, chats, settings))
     _show(results)
@@ -52,7 +52,7 @@ def _setups(folder: Path, settings: argparse.Namespace) -> list[Setup]:
     num_tokens = settings.sessions * settings.turns * (settings.words * 1.1 + settings.output_tokens + 15)
     pool_gb = num_tokens * _TOKEN_BYTES / _KV_OVER_POOL / 1e9
     common = ("--colocated", f"--pool-gb={pool_gb:.4f}")
-    host = f"--host-cache-gb={2 * pool_gb:.4f}"  # too little for all of it
+    host = f"--host-cache-gb={2 * pool_gb:.4f}"  # too little for all chats
     return [
         Setup("no tiers", common),
         Setup("host", (*common, f"--host-cache-gb={4 * pool_gb:.4f}")),
@@ -61,13 +61,13 @@ def _setups(folder: Path, settings: argparse.Namespace) -> list[Setup]:
 
 
 async def converse(server: Server, chats: list[_Chat], settings: argparse.Namespace) -> dict[str, Any]:
-    """All turns of all chats, in a circle."""
+    """Run all turns of all chats, round robin."""
     rng = random.Random(settings.seed)
     timings = []
     for _ in range(settings.turns):
         for chat in chats:
             timings.append(await _turn(server, chat, rng, settings))
-    return _summary(timings[len(chats) :])  # nothing can hit in a first turn
+    return _summary(timings[len(chats) :])  # first turns cannot hit
 
 
 async def one_more_turn(server: Server, chats: list[_Chat], settings: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What KV codecs cost: bytes, seconds, and how much worse the model predicts text whose prefix went through them.
+"""Cost of KV codecs: bytes, seconds, and how much worse the model predicts text whose prefix was encoded.
 
 Windows of a text that comes with Python (the language reference in `pydoc_data`): the engine computes the KV of a
 prefix, a codec encodes and decodes the blocks in place, and the model is scored on the tokens that follow, teacher
@@ -41,10 +41,10 @@ _REPEATS = 15
 
 @dataclass(slots=True)
 class Scores:
-    """What is added up over the windows, for one codec."""
+    """Sums over the windows, for one codec."""
 
     losses: list[Tensor] = field(default_factory=list)  # of each scored token, nats
-    greedy: list[Tensor] = field(default_factory=list)  # most likely token at the same places
+    greedy: list[Tensor] = field(default_factory=list)  # most likely token at the same positions
     squared_errors: Tensor = field(default_factory=lambda: torch.zeros(2))  # of K and V
     squares: Tensor = field(default_factory=lambda: torch.zeros(2))
 
@@ -123,7 +123,7 @@ def reference_text() -> str:
 
 
 def cut_windows(token_ids: list[int], settings: argparse.Namespace) -> list[list[int]]:
-    """Evenly spaced windows of a prefix, a token that is computed anyway, and the tokens to be scored."""
+    """Evenly spaced windows: a prefix, one token that is always computed, and the tokens to score."""
     length = settings.prefix_tokens + 1 + settings.scored_tokens
     stride = (len(token_ids) - length) // max(1, settings.windows - 1)
     if stride < settings.scored_tokens:
@@ -151,12 +151,12 @@ def computed_prefix(engine: Engine, window: list[int], num_tokens: int) -> Itera
 def score_window(
     engine: Engine, codecs: dict[str, Codec], scores: dict[str, Scores], window: list[int], prefix_tokens: int
 ) -> None:
-    """Add to each codec's scores what it does to one window."""
+    """Score each codec on one window."""
     targets = torch.tensor(window[prefix_tokens + 1 :])
     with computed_prefix(engine, window, prefix_tokens) as sequence:
         prefix = torch.tensor(sequence.blocks[: prefix_tokens // engine.config.block_size])
         kv = engine.kv[prefix]
-        # A chunk for each token, so that each gives its logits; one step, in which each sees those before it.
+        # One chunk per token, so that each yields logits; in one step each token sees those before it.
         chunks = [ScheduledChunk(sequence, place, 1, samples=True) for place in range(prefix_tokens, len(window) - 1)]
         for name, codec in codecs.items():
             decoded = through(codec, kv)
@@ -165,7 +165,7 @@ def score_window(
             assert logits is not None
             scores[name].losses.append(cross_entropy(logits.float(), targets, reduction="none"))
             scores[name].greedy.append(logits.argmax(dim=-1))
-            # [num_blocks, num_layers, 2, ...]: what is left is K and V
+            # [num_blocks, num_layers, 2, ...]: sum over all but K and V
             scores[name].squared_errors += (decoded.float() - kv.float()).square().sum(dim=(0, 1, 3, 4, 5))
             scores[name].squares += kv.float().square().sum(dim=(0, 1, 3, 4, 5))
 
@@ -180,7 +180,7 @@ def through(codec: Codec, blocks: Tensor) -> Tensor:
 
 
 def encoded_buffer(codec: Codec, blocks: Tensor) -> Tensor:
-    """Room for the encoded blocks."""
+    """A buffer for the encoded blocks."""
     return torch.empty(len(blocks), codec.encoded_bytes(blocks.shape[1:], blocks.dtype), dtype=torch.uint8)
 
 
@@ -219,7 +219,7 @@ def time_codec(codec: Codec, blocks: Tensor) -> dict[str, float]:
 
 
 def median_s(call: Callable[[], None]) -> float:
-    """Median seconds of a call, the first one left out."""
+    """Median seconds of a call, without the first."""
     call()
     seconds = []
     for _ in range(_REPEATS):

@@ -1,6 +1,6 @@
-"""What all benchmarks share: servers started and stopped by their own handle, results as a table and as JSON.
+"""Helpers of all benchmarks: servers started and stopped by their own handle, results as a table and as JSON.
 
-A benchmark measures its set-ups one after another in one run, so that what it compares saw the same machine.
+A benchmark measures its set-ups one after another in one run, so all of them see the same machine.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _READY_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 45.0
 _POLL_S = 0.1
 _IDLE_POLL_S = 0.05
-_PORTS = range(20_000, 32_000)  # below those the system hands out: Ray and the workers take many of them meanwhile
+_PORTS = range(20_000, 32_000)  # below the ephemeral ports, of which Ray and the workers take many
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
@@ -93,7 +93,7 @@ class Server:
     name: str
     url: str
     model: str
-    start_s: float  # from its command to ready; NaN for one that was there already
+    start_s: float  # from the command to ready; NaN for a server that was already running
 
     @property
     def client(self) -> MeasuringClient:
@@ -110,7 +110,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="as of `tandem serve` (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a short run that shows that it works; measures nothing")
+    parser.add_argument("--quick", action="store_true", help="a short run that only shows whether the benchmark works")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same requests")
     return parser
 
@@ -128,9 +128,9 @@ def serving(setup: Setup, model: str, *flags: str) -> Iterator[Server]:
 def measure_each(
     servers: Iterable[contextlib.AbstractContextManager[Server]], measure: Callable[[Server], Coroutine[Any, Any, Any]]
 ) -> dict[str, Any]:
-    """What was measured of each server, by name, one server after another.
+    """Measure one server after another; the results by name.
 
-    One that does not start or fails is told and left out: what the others took is not thrown away.
+    A server that does not start, or fails, is reported and left out, so that the others' results are kept.
     """
     results = {}
     for starting in servers:
@@ -144,7 +144,7 @@ def measure_each(
 
 
 async def until_idle(server: Server, timeout_s: float) -> tuple[float, dict[str, str]]:
-    """Seconds until no worker holds anything, and what is still held when the wait is given up."""
+    """Seconds until no worker holds anything, and what is still held at the timeout."""
     began = time.perf_counter()
     while True:
         check = await server.client.request_json("POST", "/v1/pools/check")
@@ -186,7 +186,7 @@ def launched(command: Sequence[str], *, ready: str, env: Mapping[str, str] | Non
 
 @contextlib.contextmanager
 def running(command: Sequence[str]) -> Iterator[None]:
-    """Run a process that nobody has to wait for, for as long as the block runs."""
+    """Run a process for as long as the block runs, without waiting until it is ready."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
         yield
@@ -237,7 +237,7 @@ def _print_end(log: Any) -> None:
 
 
 def free_port() -> int:
-    """A port nobody listens on now, and that the system does not give away before the server has come up."""
+    """A free port outside the ephemeral range, so that it stays free until the server listens on it."""
     while True:
         port = random.choice(_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -251,12 +251,12 @@ def ms(seconds: float) -> str:
 
 
 def ratio(value: float, base: float) -> float:
-    """`value / base`; NaN where that says nothing."""
+    """`value / base`; NaN if either is missing or zero."""
     return value / base if base > 0 else math.nan
 
 
 def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> None:
-    """Rows on screen: the first column to the left, numbers to the right."""
+    """Print a table: first column left-aligned, numbers right-aligned."""
     table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
     for idx, heading in enumerate(headings):
         table.add_column(heading, justify="right" if idx else "left")
@@ -272,7 +272,7 @@ def _cell(value: object) -> str:
 
 
 def write_result(name: str, settings: argparse.Namespace, results: object) -> Path:
-    """Write bench-results/NAME.json with all one needs to repeat the run; NaN becomes null."""
+    """Write bench-results/NAME.json with everything needed to repeat the run; NaN becomes null."""
     path = _ROOT / "bench-results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     report = {

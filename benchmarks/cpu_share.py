@@ -13,14 +13,14 @@ from pathlib import Path
 __all__ = ["cpu_share"]
 
 _ROOT = Path("/sys/fs/cgroup")
-_PERIOD_US = 10_000  # short against an engine step, so that it reads as a slower core and not as pauses
+_PERIOD_US = 10_000  # shorter than an engine step, so that it acts as a slower core and not as pauses
 
 
 @contextlib.contextmanager
 def cpu_share(pids: Iterable[int], share: float) -> Iterator[None]:
     """Hold each of these processes to `share` of a core's time for as long as the block runs.
 
-    Raises RuntimeError where the machine does not let us.
+    Raises RuntimeError if the machine does not allow it.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -32,7 +32,7 @@ def cpu_share(pids: Iterable[int], share: float) -> Iterator[None]:
 
 
 def _limit(pid: int, share: float) -> Path:
-    """Move the process into a group of its own; the group."""
+    """Move the process into a new cgroup and return that."""
     quota_us = round(share * _PERIOD_US)
     is_v1 = (_ROOT / "cpu" / "cpu.shares").exists()
     group = (_ROOT / "cpu" if is_v1 else _ROOT) / f"tandem-bench-{pid}"
@@ -47,7 +47,7 @@ def _limit(pid: int, share: float) -> Path:
 
 
 def _remove(group: Path) -> None:
-    """Give the group's process back to the parent; a group can only be removed empty."""
+    """Move the process back to the parent cgroup: only an empty group can be removed."""
     for pid in (group / "cgroup.procs").read_text().split():
         with contextlib.suppress(ProcessLookupError):
             (group.parent / "cgroup.procs").write_text(pid)

@@ -1,4 +1,4 @@
-"""What a request costs the process that decides: its CPU time, from a request of an edge process to its last token.
+"""CPU time of a request in the deciding process, from an edge process' request to the last token.
 
     python -m benchmarks.deciding
 
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def _admission(num_tenants: int, num_decisions: int, seed: int) -> dict[str, Any]:
-    """A request of one of several tenants that comes to idle workers. All tenants have asked lately."""
+    """Admission of requests from several tenants, all recently active, with idle workers."""
     rng = random.Random(seed)
     tenants = [f"t{number}" for number in range(num_tenants)]
     cluster = VirtualCluster(num_prefill=_NUM_WORKERS, num_decode=_NUM_WORKERS)
@@ -94,7 +94,7 @@ def _admission(num_tenants: int, num_decisions: int, seed: int) -> dict[str, Any
 
 
 def _decide(cluster: VirtualCluster, tenant: str) -> None:
-    """One request's life without its tokens, a millisecond after the last one's."""
+    """The life of one request without its tokens, one millisecond after the previous one."""
     cluster.now += 1e-3
     admission, now = cluster.admission, cluster.now
     request = PlacementRequest(num_prompt_tokens=512, expected_output_tokens=32, service_class=ServiceClass(tenant))
@@ -108,13 +108,13 @@ def _decide(cluster: VirtualCluster, tenant: str) -> None:
 
 
 async def _flow(num_tokens: int, step_ms: int, seconds: float, seed: int) -> tuple[float, float]:
-    """CPU microseconds of a request, and requests a second, with the loop that asks in this process too."""
+    """CPU microseconds per request and requests per second; the client loop runs in this process."""
     async with _served() as flow, _asked(flow, num_tokens, step_ms, seed):
         return await _measured(flow, seconds)
 
 
 async def _hub(num_tokens: int, step_ms: int, seconds: float, seed: int) -> tuple[float, float]:
-    """As `_flow`, asked by an edge process."""
+    """As `_flow`, with an edge process as the client."""
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
         endpoint = f"ipc://{folder}/hub"
         async with _served() as flow:
@@ -140,7 +140,7 @@ async def _hub(num_tokens: int, step_ms: int, seconds: float, seed: int) -> tupl
 
 
 async def _edge(endpoint: str, num_tokens: int, step_ms: int, seed: int) -> None:
-    """Ask until the process is ended."""
+    """Send requests until the process is ended."""
     edge = RemoteBackend(endpoint, _EDGE_ID, timeout_s=20.0)
     await edge.start()
     async with _asked(edge, num_tokens, step_ms, seed):
@@ -185,9 +185,9 @@ async def _asked(backend: Backend, num_tokens: int, step_ms: int, seed: int) -> 
 
 
 async def _measured(flow: RequestFlow, seconds: float) -> tuple[float, float]:
-    """CPU microseconds of this process for each request let through, and how many of those a second."""
+    """CPU microseconds of this process per admitted request, and admitted requests per second."""
     async with asyncio.timeout(_START_TIMEOUT_S):
-        while _num_admitted(flow) < _CONCURRENCY:  # noqa: ASYNC110 - who asks may be another process
+        while _num_admitted(flow) < _CONCURRENCY:  # noqa: ASYNC110 - the client may be another process
             await asyncio.sleep(0.05)
     await asyncio.sleep(_WARM_UP_S)
     started_s, before_s, num_before = time.perf_counter(), time.process_time(), _num_admitted(flow)
@@ -201,7 +201,7 @@ def _num_admitted(flow: RequestFlow) -> int:
 
 
 def _requests(num_tokens: int, step_ms: int, seed: int) -> Iterator[GenerateRequest]:
-    """Requests without end, of prompts that come again."""
+    """An endless sequence of requests whose prompts recur."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(1000, 50_000) for _ in range(_PROMPT_TOKENS)] for _ in range(_NUM_PROMPTS)]
     sampling = SamplingParams(max_tokens=num_tokens, seed=step_ms, temperature=0.0)

@@ -1,4 +1,4 @@
-"""What a routing decision costs the router: digests and placement, block events, memory; no worker and no network.
+"""Cost of a routing decision: digests, placement, block events and memory, without workers or network.
 
 Prompts share prefixes with what several workers hold, and every worker has some load. The index is filled up to each
 size with blocks of other prompts, each held by a prefill and a decode worker, as block events of all workers in turn.
@@ -33,7 +33,7 @@ from tandem.scheduling.registry import Booking, Registry
 from tandem.scheduling.request import CommonDigests, PlacementRequest
 
 _BLOCK_SIZE = 16
-_EVENT_BLOCKS = 32  # of one message: a chunk of 512 tokens
+_EVENT_BLOCKS = 32  # per message: a chunk of 512 tokens
 _NUM_PROMPTS = 20
 _NUM_ROUNDS = 5
 _ROOT = b"root" * 4
@@ -43,7 +43,7 @@ _HASHED_IN = "C" if IS_COMPILED else "Python"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small sizes: shows that it works; measures nothing")
+    parser.add_argument("--quick", action="store_true", help="small sizes: only shows whether the benchmark works")
     parser.add_argument("--workers", type=int, nargs="+", help="only these numbers of workers")
     parser.add_argument("--seed", type=int, default=0, help="same seed, same prompts")
     settings = parser.parse_args()
@@ -62,7 +62,7 @@ class _Seconds(NamedTuple):
 
 
 class _Router:
-    """What a router knows, without its sockets."""
+    """The state of a router, without its sockets."""
 
     def __init__(self, num_workers: int, rng: random.Random) -> None:
         self.rng = rng
@@ -79,7 +79,7 @@ class _Router:
                 self.registry.reserve(RequestLoad(worker_id, worker_id, rng.randrange(4000), 0, 4000))
 
     def store(self, number: int, digests: list[bytes]) -> None:
-        """Let a worker say that it holds these."""
+        """Publish these blocks as held by a worker."""
         self._sequence[number] += 1
         events = BlockEvents(
             worker_id=f"w{number}", epoch=1, sequence=self._sequence[number], stored=digests, removed=[]
@@ -87,7 +87,7 @@ class _Router:
         assert not self.index.apply(events)
 
     def fill(self, num_blocks: int) -> tuple[int, float]:
-        """Apply events until the index has so many blocks: blocks in events applied, and the seconds that took."""
+        """Apply events until the index has that many blocks; returns the blocks applied and the seconds taken."""
         num_applied, seconds = 0, 0.0
         num_workers = len(self._sequence)
         while len(self.index) < num_blocks:
@@ -104,7 +104,7 @@ class _Router:
         return num_applied, seconds
 
     def book(self) -> Booking:
-        """Put some load on two workers."""
+        """Book a request on two workers."""
         prefill, decode = (f"w{self.rng.randrange(len(self._sequence))}" for _ in range(2))
         return self.registry.reserve(RequestLoad(prefill, decode, 1000, 0, 1000))
 
@@ -147,7 +147,7 @@ def measure(num_workers: int, lengths: tuple[int, ...], sizes: tuple[int, ...], 
 
 
 def _prompts(router: _Router, length: int, num_workers: int) -> Iterator[list[int]]:
-    """Prompts of which a few workers hold a part."""
+    """Prompts whose prefixes a few workers hold."""
     for _ in range(_NUM_PROMPTS):
         token_ids = [router.rng.randrange(100_000) for _ in range(length)]
         chain = block_digests(_ROOT, token_ids, _BLOCK_SIZE)
@@ -157,10 +157,10 @@ def _prompts(router: _Router, length: int, num_workers: int) -> Iterator[list[in
 
 
 def _times(router: _Router, prompts: list[list[int]]) -> Iterator[_Seconds]:
-    """What decisions about these prompts took."""
+    """Time the decisions for these prompts."""
     for _ in range(_NUM_ROUNDS):
         for token_ids in prompts:
-            booking = router.book()  # something has always changed since the last decision
+            booking = router.book()  # something always changed since the last decision
             yield router.decide(token_ids)
             booking.release()
 

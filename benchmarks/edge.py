@@ -1,4 +1,4 @@
-"""What a router in front of workers costs: the same requests to workers that compute nothing, directly and through it.
+"""Cost of a router in front of workers: the same requests to workers that compute nothing, directly and through it.
 
     python -m benchmarks.edge [--smg PATH] [--sglang-python PATH] [--vllm-router PATH] [--litellm PATH]
 
@@ -46,7 +46,7 @@ _NO_KEY = {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"}
 _PATH = "/v1/chat/completions"
 _DIRECT, _BARE = "direct", "direct to Tandem's workers"  # with no router
 _NATIVE = [sys.executable, "-m", "benchmarks.native_edge"]
-# Differ between two equal answers.
+# Fields that differ between equal answers.
 _VARIABLE = re.compile(rb'"(id|system_fingerprint)":\s*"[^"]*"|"created":\s*\d+')
 
 
@@ -58,7 +58,7 @@ class Shape:
     num_tokens: int  # mean
     is_stream: bool = True
     step_ms: int = 0  # 0 = as fast as the connections take it
-    is_mixed: bool = False  # lengths from half of that to one and a half: streams do not begin and end together
+    is_mixed: bool = False  # lengths from 0.5 to 1.5 times the mean, so that streams do not begin and end together
 
     def length(self, i: int) -> int:
         """Tokens of the i-th answer."""
@@ -79,7 +79,7 @@ class Measured:
 
     seconds: float = 0.0
     cpu_s: float = 0.0  # of the router's processes
-    first_cpu_s: float = 0.0  # of the first one alone: of several, the one that decides
+    first_cpu_s: float = 0.0  # of the first process alone, which decides where there are several
     client_cpu_s: float = 0.0
     num_chunks: int = 0
     num_answers: int = 0
@@ -89,7 +89,7 @@ class Measured:
     gap_s: list[float] = field(default_factory=list)  # longest time between two reads, of each stream
 
     def to_json(self) -> dict[str, Any]:
-        """The figures of the table, and what they come from."""
+        """The figures of the table, with the raw counts."""
         first, gap = sorted(self.first_s), sorted(self.gap_s)
         return {
             "p50_s": _at(first, 0.5),
@@ -109,7 +109,7 @@ class Measured:
 
 
 class _Checker:
-    """Whether an answer is the expected one. What reads like one that was found right is not parsed again."""
+    """Whether an answer is the expected one. Answers equal to a checked one are not parsed again."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
@@ -140,7 +140,7 @@ class _Checker:
 
 
 class _Client(asyncio.Protocol):
-    """One connection that sends request after request, the next when an answer is complete."""
+    """One connection that sends its next request when an answer is complete."""
 
     def __init__(self, requests: Iterator[tuple[bytes, int]], checker: _Checker) -> None:
         self.measured: Measured | None = None  # set while it counts
@@ -152,7 +152,7 @@ class _Client(asyncio.Protocol):
         self._sent_s = self._first_s = self._last_s = self._longest_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by their class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not inherit from it
         self._send()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -205,7 +205,7 @@ class _Client(asyncio.Protocol):
 
 
 def _requests(url: str, shape: Shape) -> Iterator[tuple[bytes, int]]:
-    """Requests without end: chats with a system prompt in common, each with a question of its own."""
+    """An endless sequence of chats that share a system prompt and ask different questions."""
     host = url.removeprefix("http://")
     system = "You are a careful assistant who answers in few words and never makes anything up. " * 6
     rendered = []
@@ -231,7 +231,7 @@ async def measure(
     seconds: float,
     concurrency: int = CONCURRENCY,
 ) -> Measured:
-    """A closed loop over HTTP. `cpu_s` tells the seconds of all the router's processes, and of the first one, so far.
+    """A closed loop over HTTP. `cpu_s` returns the CPU seconds so far of all router processes, and of the first.
 
     Raises `OSError` when a connection breaks.
     """
@@ -274,7 +274,7 @@ async def measure_bare(endpoints: list[str], shape: Shape, seconds: float, concu
     client = BareClient(endpoints, sampling, concurrency, on_answer)
     try:
         async with asyncio.timeout(30.0):
-            await has_begun.wait()  # the workers may be starting still
+            await has_begun.wait()  # the workers may still be starting
         await asyncio.sleep(min(_WARM_UP_S, seconds))
         measured = Measured()
         started_s = time.perf_counter()
@@ -286,7 +286,7 @@ async def measure_bare(endpoints: list[str], shape: Shape, seconds: float, concu
 
 
 def _cpu_of(pid: int) -> Callable[[], tuple[float, float]]:
-    """CPU seconds of a process and all it started, and of it alone, so far."""
+    """CPU seconds so far of a process with all its descendants, and of the process alone."""
     process = psutil.Process(pid)
 
     def read() -> tuple[float, float]:
@@ -298,7 +298,7 @@ def _cpu_of(pid: int) -> Callable[[], tuple[float, float]]:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Something that answers."""
+    """A router or worker under test."""
 
     name: str
     measure: Callable[[Shape, float, int], Coroutine[Any, Any, Measured]]  # shape, seconds, concurrency

@@ -53,12 +53,12 @@ class Fleet:
 
 @dataclass
 class Load:
-    """What came of closed-loop streams."""
+    """Results of closed-loop streams."""
 
     num_done: int = 0
-    num_broken: int = 0  # after their first byte
+    num_broken: int = 0  # ended by an error after the first byte
     num_refused: int = 0  # before it
-    num_retries: int = 0  # of the router, which no client saw
+    num_retries: int = 0  # by the router, invisible to clients
     ttft_s: list[float] = field(default_factory=list)
     first_bytes_s: list[float] = field(default_factory=list)  # since the load began
     longest_silence_s: float = 0.0  # within one stream
@@ -67,7 +67,7 @@ class Load:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that say where vLLM is."""
+    """Add the flags that locate vLLM."""
     parser.add_argument("--vllm-python", metavar="PATH", required=True, help="Python of an environment with vLLM")
     parser.add_argument("--vllm-eager", action="store_true", help="vLLM without torch.compile")
 
@@ -137,7 +137,7 @@ def _wait_for_all(url: str, count: int) -> None:
 
 
 def measure_answers(fleet: Fleet) -> dict[str, Any]:
-    """Greedy answers through the router, plain and streamed, against the same asked of a vLLM server itself."""
+    """Compare greedy answers through the router, plain and streamed, with those of a vLLM server asked directly."""
     direct = next(reversed(fleet.urls.values()))  # of a pair the decode engine, which can do it alone
     num_equal, different = 0, []
     with httpx.Client(timeout=120.0, trust_env=False) as client:
@@ -163,7 +163,7 @@ def _requests(model: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def measure_turns(fleet: Fleet, *, num_chats: int, num_turns: int) -> list[dict[str, Any]]:
-    """Chats that grow by their answers: what each turn found cached, and what the router's index expected."""
+    """Chats that grow by their answers: tokens found cached in each turn, and those the router's index expected."""
     turns = []
     with httpx.Client(timeout=120.0, trust_env=False) as client:
         messages: list[list[dict[str, str]]] = [[] for _ in range(num_chats)]
@@ -240,7 +240,7 @@ async def _one_stream(client: httpx.AsyncClient, fleet: Fleet, name: str, load: 
 
 
 def _signal_all(pid: int, number: signal.Signals) -> None:
-    """To the server and its engine process."""
+    """Send a signal to the server and its engine process."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         for member in [*process.children(recursive=True), process]:
@@ -321,7 +321,7 @@ def _measure_two(settings: argparse.Namespace, parts: list[str]) -> dict[str, An
 
 
 async def _compare_overhead(fleet: Fleet) -> dict[str, Any]:
-    """TTFT and ITL with and without the router, and what the router's process computes for a request."""
+    """TTFT and ITL with and without the router, and the router's CPU time per request."""
     found: dict[str, Any] = {}
     for name, url in {"vLLM itself": fleet.urls["a"], "through the router": fleet.router_url}.items():
         await _streams(url, fleet.model, 2)
@@ -329,7 +329,7 @@ async def _compare_overhead(fleet: Fleet) -> dict[str, Any]:
         found[name] = await _streams(url, fleet.model, _REQUESTS)
         elapsed_s = time.perf_counter() - started
         found[name] |= {"cpu_share": (_cpu_s(fleet.router_pid) - before_s) / elapsed_s, "elapsed_s": elapsed_s}
-    # What it spends on probes and events goes on while vLLM is asked itself.
+    # Probes and events cost the router CPU time while vLLM is asked directly, too.
     routed, idle = found["through the router"], found["vLLM itself"]
     found["cpu_per_request_s"] = (routed["cpu_share"] - idle["cpu_share"]) * routed["elapsed_s"] / _REQUESTS
     rows = [

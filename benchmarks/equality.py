@@ -67,21 +67,21 @@ class Case:
 
 
 class Answer(NamedTuple):
-    """What came back for one prompt."""
+    """The answer to one prompt."""
 
     text: str
     num_output_tokens: int
     num_cached_tokens: int
-    tokens: tuple[str, ...] | None  # where they were asked for
+    tokens: tuple[str, ...] | None  # if they were requested
 
     def equals(self, reference: Answer) -> bool:
-        """Whether it is the same answer, as far as both can be compared."""
+        """Whether both answers agree in everything that both contain."""
         has_tokens = self.tokens is not None and reference.tokens is not None
         return self[:2] == reference[:2] and (not has_tokens or self.tokens == reference.tokens)
 
 
 class Pass(NamedTuple):
-    """One way through all cases. Passes with the same salt share their cache: the second is warm."""
+    """One pass over all cases. Passes with the same salt share their cache, so the second is warm."""
 
     name: str
     sampling: dict[str, Any]
@@ -115,7 +115,7 @@ def main() -> int:
     references: References = {}
     for setup in (COLOCATED, ONE_PAIR_ALWAYS, ONE_PAIR):
         with serving(setup, settings.model) as server:
-            # Prompts are made once, and the second turns carry the colocated server's answers: all get the same.
+            # All set-ups get the same prompts: second turns carry the colocated server's answers.
             cases = cases or run_measured(make_cases(server, settings))
             results[setup.name] = run_measured(measure(server, settings, cases, references))
     _show(results, cases)
@@ -124,7 +124,7 @@ def main() -> int:
 
 
 async def make_cases(server: Server, settings: argparse.Namespace) -> list[Case]:
-    """All cases, of words that the seed draws."""
+    """All cases; the seed draws their words."""
     lengths = [*_EDGES * settings.repeat, *_CHUNKS, *_TURNS, *_PRIMED]
     prompts = await random_prompts(
         server.client, model=server.model, num_prompts=len(lengths), num_tokens=max(lengths), seed=settings.seed

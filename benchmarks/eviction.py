@@ -78,7 +78,7 @@ def replay(requests: Sequence[TraceRequest], policy_name: str, capacity: int) ->
     num_hit_tokens = 0
     for request in requests:
         block_ids = request.block_ids
-        # Leaf first: what is there of a chain is a prefix of it.
+        # Eviction is leaf first, so the cached part of a chain is a prefix of it.
         num_hits = bisect_left(block_ids, True, key=lambda block_id: block_id not in policy)
         num_hit_tokens += request.num_tokens_in(num_hits)
         parent = block_ids[num_hits - 1] if num_hits else None

@@ -1,8 +1,8 @@
-"""How much of the KV transfer a client waits for: between the first token and the decode worker's first.
+"""The exposed part of the KV transfer: how long a client waits between the first token and the decode worker's first.
 
 One request at a time, always on a pair of workers. The first token comes from the prefill worker; the second from the
 decode worker, once it holds the KV. Exposed is the gap between the two less one decode step (the median gap of the
-rest of that stream), as a share of TTFT. What went over while prefill still computed is not seen, which is the point.
+rest of that stream), as a share of TTFT. Transfers that overlap the prefill are invisible to the client, by design.
 
     python -m benchmarks.exposure
 """
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any]:
-    """All lengths, and what the router has learned from them."""
+    """Measure all lengths, and read what the router learned from them."""
     lengths = {length: await _one_length(server, settings, length) for length in settings.prompt_tokens}
     pools = await server.client.request_json("GET", "/v1/pools")
     return {"lengths": lengths, "transfers": pools["costs"]["transfers"], "num_handoffs": pools["num_handoffs"]}
@@ -83,8 +83,8 @@ async def _one_length(server: Server, settings: argparse.Namespace, num_tokens: 
         if timing.error or len(timing.itl_s) < 2:
             raise RuntimeError(timing.error or f"{len(timing.event_times_s)} events are too few to tell a decode step")
         timings.append(timing)
-        await asyncio.sleep(0.1)  # the server's own end-of-request work is not the next one's
-    timings = timings[1:]  # the first one connects the two workers
+        await asyncio.sleep(0.1)  # keeps the server's end-of-request work out of the next request
+    timings = timings[1:]  # the first request connects the two workers
     return {
         "ttft_s": statistics.median(timing.ttft_s for timing in timings),
         "second_token_s": statistics.median(timing.itl_s[0] for timing in timings),

@@ -128,7 +128,7 @@ class Faults:
 
 @dataclass
 class Report:
-    """What happened. The last three have to be 0."""
+    """Counts of what happened. The last three must be 0."""
 
     handoffs: int = 0
     completed: int = 0
@@ -154,7 +154,7 @@ Checksums = Literal["off", "all"]
 def run(
     model: Path, *, handoffs: int, seed: int, faults: Faults, check_every: int = 250, checksums: Checksums = "all"
 ) -> Report:
-    """Play `handoffs` handoffs; every `check_every` of them all comes to rest and the books are checked."""
+    """Run `handoffs` handoffs; after every `check_every` of them wait until all is idle and check every account."""
     world = _World(model, random.Random(seed), faults, checksums)
     while world.report.handoffs < handoffs:
         world.play(min(check_every, handoffs - world.report.handoffs))
@@ -163,7 +163,7 @@ def run(
 
 
 class _Work(NamedTuple):
-    """A prompt, its sampling, and what an undisturbed engine answers."""
+    """A prompt, its sampling parameters, and the answer of an undisturbed engine."""
 
     token_ids: list[int]
     sampling: SamplingParams
@@ -172,7 +172,7 @@ class _Work(NamedTuple):
 
 @dataclass(eq=False)
 class _Request:
-    """A client's request and what came back so far."""
+    """A client's request and the tokens received so far."""
 
     request_id: str
     work: _Work
@@ -185,7 +185,7 @@ class _Request:
 
 
 class _Worker:
-    """A worker without sockets: what `tandem.worker.loop` does in a turn, in virtual time."""
+    """A worker without sockets: one iteration of `tandem.worker.loop`, in virtual time."""
 
     def __init__(self, world: _World, worker_id: str, epoch: int) -> None:
         self.address = PeerAddress(worker_id, epoch, "", "")
@@ -379,7 +379,7 @@ class _World:
     # -- the run -----------------------------------------------------------------------------------------------
 
     def play(self, handoffs: int) -> None:
-        """Start this many requests, a few at a time, and see them all to their end."""
+        """Start this many requests, a few at a time, and run until all have ended."""
         remaining = handoffs
         while remaining or self._open:
             while remaining and len(self._open) < _NUM_CONCURRENT:
@@ -388,7 +388,7 @@ class _World:
             self._turn()
 
     def come_to_rest(self) -> None:
-        """Let everything under way come to its end without new faults; then nothing may be held by anyone."""
+        """Finish everything under way without new faults; then check that nothing is held."""
         for worker in self.workers.values():
             worker.transport.rates = {}
         self._run_for(_DRAIN_S)
@@ -398,7 +398,7 @@ class _World:
         self.report.checks += 1
 
     def _run_for(self, duration_s: float) -> None:
-        self._is_calm = True  # nothing more happens to messages
+        self._is_calm = True  # no more faults in messages
         until = self.now + duration_s
         while self.now < until:
             self._turn()
@@ -413,7 +413,7 @@ class _World:
                 is_busy |= worker.turn(self.now)
         for request in list(self._open.values()):
             self._check_patience(request)
-        # With nothing to compute, time leaps: what waits, waits for a message or for a timeout.
+        # With nothing to compute, skip to the next message or timeout.
         self.now += _TURN_S * (1 if is_busy else 20 if self._is_calm else 4)
 
     def _check_idle(self, worker: _Worker) -> None:
@@ -442,7 +442,7 @@ class _World:
                 self._after(self.source.uniform(0.0, 0.2), partial(self._kill, victim))
 
     def token(self, request_id: str, offset: int, token_id: int, finish_reason: FinishReason | None) -> None:
-        """A worker computed one. The first comes from the prefill worker, all others from the decode worker."""
+        """Receive a token: the first from the prefill worker, all others from the decode worker."""
         request = self._open.get(request_id)
         if request is None:
             return
@@ -456,7 +456,7 @@ class _World:
                 self._cancel_legs(request)
 
     def fail(self, request_id: str, reason: str) -> None:
-        """A worker gave the request up; the other leg is cancelled."""
+        """Handle a worker's failure: cancel the other leg."""
         request = self._open.get(request_id)
         if request is not None:
             self.report.failed[_kind_of(reason)] += 1
@@ -475,7 +475,7 @@ class _World:
             self._cancel_legs(request)
 
     def _close(self, request: _Request, *, is_complete: bool = False) -> None:
-        """Whatever the client has seen must be the beginning of the right answer, and all of it in the end."""
+        """Check that the client saw a prefix of the right answer, and all of it if the request completed."""
         del self._open[request.request_id]
         self.report.longest_wait_s = max(self.report.longest_wait_s, self.now - request.started)
         seen = request.first + request.rest
@@ -544,7 +544,7 @@ class _World:
         self._after(self.source.uniform(0.0, within_s), arrive)
 
     def _kill(self, worker_id: str) -> None:
-        """The process is gone at once; router, peers and its successor come to know at moments of their own."""
+        """Kill a process at once; router, peers and successor notice at different times."""
         if worker_id in self._dead:
             return
         side = "sender" if worker_id in _PREFILL else "receiver"
@@ -559,7 +559,7 @@ class _World:
             self._after(told_s, partial(self._tell, other_id, address))
 
     def _replace(self, dead: PeerAddress) -> None:
-        """The router fails what ran there, and a new process takes the place."""
+        """Fail the requests that ran there, and start a new process in its place."""
         self.workers[dead.worker_id] = _Worker(self, dead.worker_id, next(self._epochs))
         self._dead.remove(dead.worker_id)
         self.known[dead.worker_id] = self.workers[dead.worker_id].address

@@ -34,7 +34,7 @@ from tandem.loadtest.client import run_measured
 __all__ = ["Outcome", "Report", "attack", "main"]
 
 MAX_STALL_S = 0.5
-_ANSWER_S = 120.0  # longest wait for an answer; several times what the longest takes
+_ANSWER_S = 120.0  # several times the longest answer
 _SILENCE_S = 45.0  # longest wait until a connection that says nothing is closed
 _IDLE_TIMEOUT_S = 30.0  # once all clients are gone
 _AT_ONCE = 8
@@ -45,23 +45,23 @@ _ERROR_IN_STREAM = re.compile(rb'^data: \{"error"', re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one input."""
+    """The outcome of one input."""
 
     name: str
     status: int  # of the last answer on the connection; 0 = closed without one
     duration_s: float
-    fault: str = ""  # why this is the server's fault; "" = it is not
+    fault: str = ""  # why the server is at fault; "" = it is not
 
 
 @dataclass(slots=True)
 class Report:
-    """What became of all of them."""
+    """The outcomes of all inputs."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     stalls: list[tuple[float, str]] = field(default_factory=list)  # seconds, and what was being sent
-    quiet_stall_s: float = 0.0  # the longest wait for /health before anything was sent: what the machine itself does
+    quiet_stall_s: float = 0.0  # longest wait for /health before anything was sent: the machine's own noise
     lost_workers: list[str] = field(default_factory=list)
-    complaints: list[str] = field(default_factory=list)  # books that do not agree, an honest answer that changed
+    complaints: list[str] = field(default_factory=list)  # accounts that disagree, a normal answer that changed
 
     @property
     def faults(self) -> list[Outcome]:
@@ -112,7 +112,7 @@ async def attack(server: Server, seed: int, *, step: int = 1, only: str = "") ->
 async def _send_all(
     server: Server, inputs: Iterator[HostileInput], at_once: int, report: Report, watch: _Watch
 ) -> None:
-    """Send them from `at_once` clients, each the next one as soon as it is done."""
+    """Send them from `at_once` clients; each client sends its next input when the last is done."""
     spans: deque[_Span] = deque(maxlen=8 * at_once)  # the latest
 
     async def client() -> None:
@@ -129,7 +129,7 @@ async def _send_all(
             report.stalls.append((stall_s, ", ".join(names)))
 
     await asyncio.gather(*(client() for _ in range(at_once)))
-    await asyncio.sleep(1.0)  # for what the last ones left behind
+    await asyncio.sleep(1.0)  # for work the last inputs left behind
     note_stalls()
 
 
@@ -158,7 +158,7 @@ async def _send(url: str, hostile: HostileInput) -> Outcome:
     except TimeoutError:
         return Outcome(hostile.name, 0, time.monotonic() - began, f"no end within {limit_s:.0f} s")
     except ConnectionError:
-        pass  # closed on us, which is a fair answer to most of this
+        pass  # the server closed the connection, a fair answer to most inputs
     return Outcome(hostile.name, *_judge(answer, time.monotonic() - began, hostile))
 
 
@@ -167,7 +167,7 @@ async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
         case Manner.SLOW:
             for byte in hostile.data:
                 writer.write(bytes((byte,)))
-                await asyncio.sleep(0.1)  # the input itself: a byte now and then
+                await asyncio.sleep(0.1)  # part of the input: one byte at a time
                 if reader.at_eof() or writer.is_closing():
                     break
         case Manner.LEAVE:
@@ -182,7 +182,7 @@ async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
         case Manner.WHOLE | Manner.SILENT:
             writer.write(hostile.data)
     answer = bytearray()
-    with contextlib.suppress(ConnectionError):  # what came before a reset counts
+    with contextlib.suppress(ConnectionError):  # bytes received before a reset count
         while data := await reader.read(2**20):
             answer += data
     return bytes(answer)
@@ -196,13 +196,13 @@ def _judge(answer: bytes, duration_s: float, hostile: HostileInput) -> tuple[int
     if status == 200 and _ERROR_IN_STREAM.search(answer) and b'"server_error"' in answer:
         return status, duration_s, f"an error within the stream: {answer[-300:].decode(errors='replace')}"
     expects_answer = hostile.manner is Manner.WHOLE
-    if status == 0 and expects_answer and not hostile.is_heavy:  # of a heavy one the reset may overtake the answer
+    if status == 0 and expects_answer and not hostile.is_heavy:  # after a heavy input the reset may overtake the answer
         return status, duration_s, "closed without an answer"
     return status, duration_s, ""
 
 
 class _Watch:
-    """Waits for `/health` that were long, as a process of its own saw them: none of our work delays it."""
+    """Long waits for `/health`, measured in a separate process that the benchmark's own work cannot delay."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe

@@ -1,4 +1,4 @@
-"""What a hostile or broken client may send, as the bytes of whole HTTP requests. The same seed gives the same inputs.
+"""Inputs of hostile or broken clients, as the bytes of whole HTTP requests. The same seed gives the same inputs.
 
 Every input has a name, `group/what`, by which a result is told. Nothing here opens a connection.
 """
@@ -20,19 +20,19 @@ _PROMPT = "a " * 40
 
 
 class Manner(Enum):
-    """How the bytes are sent."""
+    """The way in which the bytes are sent."""
 
     WHOLE = "whole"
     SLOW = "slow"  # one byte at a time, for as long as the server lets us
     LEAVE = "leave"  # close the connection right after sending
     RESET = "reset"  # abort it, after the first bytes of the answer
     HALF_CLOSE = "half-close"  # send no more, and read the answer
-    SILENT = "silent"  # send it and wait: what is missing never comes
+    SILENT = "silent"  # send it and wait; the rest never comes
 
 
 @dataclass(frozen=True, slots=True)
 class HostileInput:
-    """One connection's worth of trouble. A heavy one is sent alone, so that a stall has one cause."""
+    """The input of one connection. A heavy one is sent alone, so that a stall has one cause."""
 
     name: str
     data: bytes
@@ -66,7 +66,7 @@ def hostile_inputs(model: str, seed: int = 0) -> Iterator[HostileInput]:
     )
 
 
-# JSON as text, since some of it is no JSON: Python's NaN and Infinity, numbers beyond any type.
+# Written as text, because some is not JSON: Python's NaN and Infinity, numbers beyond any type.
 _NUMBERS = (
     "0", "-0.0", "1", "-1", "2", "0.5", "1e-40", "1e-320", "1e-9", "1e9", "1e38", "1e300", "1e308", "-1e308", "1e400",
     "NaN", "Infinity", "-Infinity", "2147483648", "-2147483649", "9223372036854775807", "9223372036854775808",
@@ -116,7 +116,7 @@ _EXTREMES: dict[str, tuple[object, ...]] = {
 
 
 def _sampling_mixes(model: str, rng: random.Random) -> Iterator[HostileInput]:
-    """Extremes together: what one field alone survives may end a sampler beside another."""
+    """Extreme values of several fields together: each may be survivable alone."""
     yield HostileInput(
         "mix/inf logit and min_p",
         request(COMPLETIONS, {**_fields(COMPLETIONS, model), "repetition_penalty": 1e-40, "min_p": 0.5}),
@@ -193,7 +193,7 @@ def _nesting(model: str) -> Iterator[HostileInput]:
 
 
 def _multipliers(model: str) -> Iterator[HostileInput]:
-    """Each number is allowed alone; their product is the trouble."""
+    """Numbers that are each allowed, but whose product is too large."""
     fields = _fields(COMPLETIONS, model)
     stops = ["x" * 4_000 + str(idx) for idx in range(1_024)]
     cases: dict[str, dict[str, object]] = {
@@ -268,7 +268,7 @@ def _large_bodies(model: str) -> Iterator[HostileInput]:
 
 
 def _http() -> Iterator[HostileInput]:
-    """Bytes that are hardly HTTP."""
+    """Malformed HTTP."""
     line = f"POST {COMPLETIONS} HTTP/1.1\r\n"
     host, json_type = "Host: localhost\r\n", "Content-Type: application/json\r\n"
     two_bytes = "Content-Length: 2\r\nConnection: close\r\n\r\n{}"

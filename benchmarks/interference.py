@@ -1,4 +1,4 @@
-"""Interference: what long prompts do to streams that are being decoded.
+"""Interference: how long prompts delay streams that are being decoded.
 
 Four steady streams (128 tokens in) decode all the time. In the control phase they are alone; then a prompt of 2,048
 tokens arrives every 3 s, whether or not the last one is answered. Reported are the gaps between the tokens of the
@@ -36,7 +36,7 @@ from tandem.loadtest.client import CUT, StreamTiming
 from tandem.loadtest.prompts import random_prompts
 from tandem.loadtest.stats import Distribution
 
-_STEADY_MAX_TOKENS = 6000  # more than any phase lasts
+_STEADY_MAX_TOKENS = 6000  # longer than any phase
 _SETTLE_S = 1.5  # from the expected first token of the last steady stream to the first gap that counts
 _MAX_START_S = 30.0  # until all steady streams have begun
 
@@ -106,7 +106,7 @@ async def _phase(
         for idx, prompt in enumerate(long_prompts):
             await asyncio.sleep(begun + idx * settings.every_s - time.perf_counter())
             if time.perf_counter() >= begun + duration_s - settings.every_s / 2:
-                break  # its effect would fall out of the phase
+                break  # its effect would lie outside the phase
             long.append(group.create_task(_long(server, settings, prompt)))
     timings = [task.result() for task in steady]
     for timing in timings:
@@ -128,7 +128,7 @@ def gaps_within(timings: Sequence[StreamTiming], begin_s: float, end_s: float) -
 
 
 async def _time_to_start(server: Server, prompts: Sequence[list[int]]) -> float:
-    """How long this many prompts take to all get their first token; a trial with other contents tells."""
+    """Seconds until this many prompts all have their first token, measured by a trial with other contents."""
     trials = [
         server.client.stream_completion(
             prompt, model=server.model, max_tokens=4, ignore_eos=True, temperature=0.0, cache_salt="trial"

@@ -67,7 +67,9 @@ async def measure(server: Server, settings: argparse.Namespace) -> list[dict[str
     mean_tokens = settings.input_tokens + sum(settings.output_tokens) / len(settings.output_tokens) / 2
     num_held = min(num_blocks * _BLOCK_SIZE / mean_tokens, settings.max_num_seqs)
     rows = []
-    await _run(server, settings, max(2, round(num_held / 2)), 3.0, seed=-1)  # kernels and memory of such batches
+    await _run(
+        server, settings, max(2, round(num_held / 2)), 3.0, seed=-1
+    )  # warms up kernels and memory for such batches
     for load in settings.loads:
         num_clients = max(1, round(load * num_held))
         num_before = await _num_preemptions(server)
@@ -80,7 +82,7 @@ async def measure(server: Server, settings: argparse.Namespace) -> list[dict[str
 async def _run(
     server: Server, settings: argparse.Namespace, num_clients: int, duration_s: float, *, seed: int
 ) -> tuple[list[StreamTiming], float]:
-    """Let the clients send for so long, and wait for what is under way."""
+    """Let the clients send for this long, then wait for the requests under way."""
     rng = random.Random(f"{settings.seed}/{seed}")
     timings: list[StreamTiming] = []
     prompts = await random_prompts(
@@ -104,7 +106,7 @@ async def _run(
             )
             timings.append(timing)
             if timing.error:
-                await asyncio.sleep(0.5)  # as a client that is told to come back
+                await asyncio.sleep(0.5)  # as a client that was told to retry
 
     await asyncio.gather(*(send_on() for _ in range(num_clients)))
     return timings, duration_s
@@ -116,7 +118,7 @@ def _row(load: float, num_clients: int, timings: list[StreamTiming], duration_s:
     failed = [timing for timing in timings if timing.error and timing not in refused]
     gaps = Distribution.of(gap for timing in good for gap in timing.itl_s)
     until = min(timing.started_s for timing in timings) + duration_s
-    # Those that came while all clients were sending: the end, when fewer and fewer are left, is not the load.
+    # Count only requests sent while all clients were sending: at the end the load falls.
     num_tokens = sum(
         tokens
         for timing in good

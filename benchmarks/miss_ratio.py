@@ -105,7 +105,7 @@ class ExactCurve:
         self._tree = np.zeros(1 << 12, np.int32)  # Fenwick tree over uses: 1 where a block was used last, 1-based
         self._num_uses = 0
         self._num_tokens = 0
-        self._hit_tokens = np.zeros(1 << 12, np.int64)  # by the capacity that just finds them
+        self._hit_tokens = np.zeros(1 << 12, np.int64)  # by the smallest capacity that finds them
 
     @property
     def num_bytes(self) -> int:
@@ -114,7 +114,7 @@ class ExactCurve:
         return sys.getsizeof(self._last_use) + entries + self._tree.itemsize * self._num_uses
 
     def observe(self, request: TraceRequest, digests: Sequence[bytes]) -> None:
-        """Count a request, then make its blocks the most recent ones, the root last."""
+        """Count a request, then make its blocks the most recently used, the root last."""
         end = self._num_uses + len(digests)
         self._reserve(end)
         last_uses = np.array([self._last_use.get(digest, 0) for digest in digests], np.int64)
@@ -131,7 +131,7 @@ class ExactCurve:
         self._num_uses = end
 
     def curve(self, capacities: Sequence[int]) -> list[float]:
-        """Token hit ratio of LRU caches of so many blocks."""
+        """Token hit ratios of LRU caches with these capacities in blocks."""
         hits = np.cumsum(self._hit_tokens)
         return [float(hits[min(capacity, len(hits) - 1)]) / max(1, self._num_tokens) for capacity in capacities]
 
@@ -150,7 +150,7 @@ class ExactCurve:
             uses = uses[uses < len(self._tree)]
 
     def _count_before(self, uses: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many blocks were last used before each of these uses."""
+        """Number of blocks last used before each of these uses."""
         nodes, counts = uses - 1, np.zeros(len(uses), np.int64)
         while nodes.any():
             counts += self._tree[nodes]  # [0] is 0

@@ -1,4 +1,4 @@
-"""OpenAI-compatible servers that cost next to nothing: what routers are measured in front of.
+"""OpenAI-compatible mock servers that cost next to nothing, to measure routers in front of them.
 
     python -m benchmarks.mock_engine PORT [PORT ...]
 
@@ -22,7 +22,7 @@ import uvloop
 __all__ = ["MODEL", "WORDS", "expected_text", "main"]
 
 MODEL = "mock"
-WORDS = (" the", " of", " and", " to", " in", " is", " that", " for", " was", " on")  # of the answer, over and over
+WORDS = (" the", " of", " and", " to", " in", " is", " that", " for", " was", " on")  # the answer repeats these
 
 _MAX_TOKENS = re.compile(rb'"max_(?:completion_)?tokens":\s*(\d+)')
 _SEED = re.compile(rb'"seed":\s*(\d+)')
@@ -37,7 +37,7 @@ _MAX_UNSENT_BYTES = 16 * 1024  # of one connection
 
 
 def expected_text(num_tokens: int) -> str:
-    """Text of an answer of so many tokens."""
+    """Text of an answer with this many tokens."""
     return "".join(WORDS[i % len(WORDS)] for i in range(num_tokens))
 
 
@@ -83,7 +83,7 @@ _GET = {
     b"/v1/models": _answer(
         orjson.dumps({"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 8192}]})
     ),
-    # What routers of the SGLang family ask for.
+    # Routers of the SGLang family request these.
     b"/get_model_info": _answer(orjson.dumps({"model_path": MODEL, "is_generation": True})),
     b"/model_info": _answer(orjson.dumps({"model_path": MODEL, "is_generation": True})),
     b"/get_server_info": _answer(orjson.dumps({"model_path": MODEL, "served_model_name": MODEL, "dp_size": 1})),
@@ -93,7 +93,7 @@ _NOT_FOUND = b"HTTP/1.1 404 Not Found\r\ncontent-type: application/json\r\nconte
 
 
 class _Steps:
-    """Gives every stream of one pace its next event, all in one go."""
+    """Writes the next event of every stream with the same step length, in one callback."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -112,7 +112,7 @@ class _Steps:
         if not self._streams:
             self._is_ticking = False
         elif all(stream.is_full for stream in self._streams):
-            loop.call_later(max(self._step_s, 0.0005), self._tick)  # nobody reads: no use in spinning
+            loop.call_later(max(self._step_s, 0.0005), self._tick)  # do not spin while nobody reads
         elif self._step_s:
             loop.call_later(self._step_s, self._tick)
         else:
@@ -130,7 +130,7 @@ class _Connection(asyncio.Protocol):
         self.is_full = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by their class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not inherit from it
         self._transport.set_write_buffer_limits(high=_MAX_UNSENT_BYTES)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -154,7 +154,7 @@ class _Connection(asyncio.Protocol):
             self._answer(head, body)
 
     def write_next(self) -> bool:
-        """Write the stream's next event; False when none is left for a later step."""
+        """Write the stream's next event; returns whether more remain for later steps."""
         if self.is_full:
             return True
         if not self._unsent or self._transport.is_closing():

@@ -1,4 +1,4 @@
-"""Tandem's own HTTP edge in front of workers that compute nothing: what the edge itself costs.
+"""Cost of Tandem's own HTTP edge: the edge in front of workers that compute nothing.
 
     python -m benchmarks.native_edge worker ENDPOINT [ENDPOINT ...]
     python -m benchmarks.native_edge edge PORT MODEL PROCESSES ENDPOINT [ENDPOINT ...]
@@ -86,7 +86,7 @@ def address_of(endpoint: str) -> PeerAddress:
 
 
 def _keys_of(endpoint: str) -> KeyPair:
-    """Keys that both sides can work out: no secret, but what encryption costs is in what is measured."""
+    """Keys that both sides derive. They are not secret, but the cost of encryption is measured."""
     secret = z85.encode(hashlib.sha256(endpoint.encode()).digest())
     return KeyPair(zmq.curve_public(secret).decode(), secret)
 
@@ -95,7 +95,7 @@ _CLIENT_KEYS = _keys_of("client")
 
 
 def make_flow(registry: CollectorRegistry, config: RouterConfig) -> tuple[RequestFlow, WorkerClient]:
-    """Everything behind the edge, without workers yet."""
+    """Everything behind the edge except the workers."""
     workers, index, costs = Registry(), PrefixIndex(), CostModel()
     client = WorkerClient(workers, index, costs, config, keys=_CLIENT_KEYS)
     flow = RequestFlow(
@@ -112,7 +112,7 @@ def make_flow(registry: CollectorRegistry, config: RouterConfig) -> tuple[Reques
 
 
 class _Worker:
-    """Answers every request with the ids that its `answer` makes, a token per step."""
+    """Answers every request with the ids from its `answer`, one token per step."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, answer: list[int]) -> None:
         self.address = address_of(endpoint)
@@ -128,7 +128,7 @@ class _Worker:
         self._news: deque[SequenceDelta] = deque()
 
     def receive(self, now: float) -> None:
-        """Take all that has come."""
+        """Receive all pending messages."""
         while True:
             try:
                 self._peer, data = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -138,7 +138,7 @@ class _Worker:
         self._flush()
 
     def step(self, now: float) -> float:
-        """Do the steps that are due; when the next one is."""
+        """Run the steps that are due; returns the time of the next."""
         for step_s, running in self._running.items():
             if running and now >= self._due[step_s]:
                 self._due[step_s] = now + step_s
@@ -148,7 +148,7 @@ class _Worker:
         return min((self._due[step_s] for step_s, running in self._running.items() if running), default=now + 1.0)
 
     def beat(self) -> None:
-        """A sign of life."""
+        """Send a heartbeat."""
         beat = Heartbeat(
             worker_id=self.address.worker_id, epoch=1, step_age_s=0.0, load=WorkerLoad(num_free_blocks=1 << 16)
         )
@@ -230,7 +230,7 @@ class BareClient:
             self._ask(i % len(endpoints))
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the sockets."""
         for worker in self._workers:
             worker.close()
         self._context.term()
@@ -250,7 +250,7 @@ class BareClient:
         now = time.perf_counter()
         for delta in message.deltas:
             if delta.request_id not in self._asked_s:
-                continue  # of a client before this one
+                continue  # for an earlier client
             if delta.offset == 0:
                 self._first_s[delta.request_id] = now - self._asked_s[delta.request_id]
             if delta.finish_reason is not None:

@@ -1,4 +1,4 @@
-"""What keeping a prompt's KV costs the token that comes next: the gap behind the first token, by tiers.
+"""Cost of offloading a prompt's KV for the next token: the gap after the first token, by tiers.
 
 The decode worker receives the whole prompt at once and offers its blocks to every tier it has; its core is the one that
 computes the next token.
@@ -30,7 +30,7 @@ from tandem.loadtest.prompts import random_prompts
 from tandem.loadtest.stats import Distribution
 
 _OUTPUT_TOKENS = 12
-_NUM_EARLY = 5  # gaps behind the first token in which the prompt's blocks may still be on their way down
+_NUM_EARLY = 5  # gaps after the first token during which the prompt's blocks may still be offloading
 
 
 def main() -> int:
@@ -62,7 +62,7 @@ def _setups(folder: Path) -> list[Setup]:
 
 
 async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any]:
-    """Gaps of prompts that come one after another; the first prompt is not counted."""
+    """Gaps of prompts sent one after another; the first prompt is not counted."""
     prompts = await random_prompts(
         server.client,
         model=server.model,

@@ -31,7 +31,7 @@ _FOUR_WORKERS = ("--prefill=2", "--decode=2", "--pool-gb=0.5")
 _ON = Setup("autoscaler on", (*_FOUR_WORKERS, "--autoscale"))
 _OFF = Setup("autoscaler off", (*_FOUR_WORKERS, "--no-autoscale"))
 
-_TOKEN_IDS = range(1000, 4000)  # of any model with a vocabulary of a few thousand
+_TOKEN_IDS = range(1000, 4000)  # valid in any model with a vocabulary of a few thousand
 _POLL_S = 0.5
 
 

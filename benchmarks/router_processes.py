@@ -34,7 +34,7 @@ __all__ = ["main"]
 
 _BURST = 48
 _NUM_BURSTS = 8
-_TOKENS = 16  # of a stream
+_TOKENS = 16  # per stream
 _WARM_UP_S = 1.5
 _EVENT = {"id": "m", "object": "text_completion", "model": "m", "choices": [{"index": 0, "text": "w"}]}
 _LAST = {"id": "m", "choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": _TOKENS}}
@@ -128,7 +128,7 @@ def _mocks(count: int) -> Iterator[tuple[list[int], Connection]]:
 
 @dataclass
 class _Load:
-    """What closed-loop clients saw."""
+    """Results of closed-loop clients."""
 
     latencies_s: list[float] = field(default_factory=list)
     num_failed: int = 0
@@ -182,7 +182,7 @@ def _cpu_s(pid: int | None) -> float:
 
 
 async def _bursts(port: int, mocks: Connection) -> list[int]:
-    """Most requests that one engine got, of each burst."""
+    """The largest number of requests that one engine got, for each burst."""
     most = []
     for burst in range(_NUM_BURSTS):
         async with contextlib.AsyncExitStack() as stack:
@@ -238,7 +238,7 @@ def _spread(most: list[int] | None) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and print; the exit code."""
+    """Measure and print; returns the exit code."""
     parser = arguments(__doc__)
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
     parser.add_argument("--streams", type=int, default=32, help="closed-loop clients")

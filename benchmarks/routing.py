@@ -43,7 +43,7 @@ NO_PEERS = "tandem, no peer reads"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Workers and the objective they are judged by."""
+    """Workers, and the objective that judges them."""
 
     machine: str
     num_prefill: int
@@ -57,7 +57,7 @@ class Setup:
         return f"{self.machine}, {split}"
 
 
-# Shares of prefill and decode workers are those at which both are about equally busy on the conversation trace.
+# The split between prefill and decode workers keeps both about equally busy on the conversation trace.
 SETUPS = (
     Setup("h200-8b", 0, 8, Slo(2.0, 0.05)),
     Setup("h200-8b", 6, 2, Slo(2.0, 0.05)),

@@ -1,4 +1,4 @@
-"""What a message between the router and a worker costs, by how it travels: TCP or a Unix socket, plain or with CURVE.
+"""Cost of a message between the router and a worker: over TCP or a Unix socket, plain or with CURVE.
 
     python -m benchmarks.sockets [--quick]
 
@@ -28,7 +28,7 @@ _SEQUENCES = (1, 16, 64)
 
 
 def step_output(num_sequences: int) -> bytes:
-    """What a worker sends for a step."""
+    """The message a worker sends for one step."""
     deltas = [SequenceDelta(f"chatcmpl-{number:032x}-0", 17, [4711]) for number in range(num_sequences)]
     return encode_message(
         StepOutput(worker_id="decode-0", epoch=1, deltas=deltas, stats=StepStats(duration_s=0.02), load=WorkerLoad())

@@ -1,4 +1,4 @@
-"""A tier that is slower than computing: what it costs a prompt whose KV is in it.
+"""Cost of a tier that is slower than computing, for a prompt whose KV is in it.
 
 One engine with the real model and one tier of host memory whose reads are throttled, in this process. First the tier is
 fast; then, from one prompt to the next, it delivers blocks at the given share of the speed at which they are computed;
@@ -53,7 +53,7 @@ class Bench:
         self._num_requests = 0
 
     def ttft_s(self, prompt: list[int]) -> float:
-        """Until the first token."""
+        """Seconds until the first token."""
         self._num_requests += 1
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         sequence = self.engine.make_sequence(f"r{self._num_requests}", prompt, sampling)
@@ -64,14 +64,14 @@ class Bench:
         return time.perf_counter() - begun
 
     def turn(self) -> None:
-        """One turn of a worker's loop."""
+        """One iteration of a worker's loop."""
         self.cache.pump(time.monotonic())
         result = self.engine.step()
         if result is not None:
             self.cache.after_step(result.stats)
 
     def stores_through(self) -> None:
-        """Wait for what is on its way down, unthrottled."""
+        """Wait until all offloads are done, unthrottled."""
         while self.cache.is_busy:
             self.turn()
 
@@ -112,7 +112,7 @@ def _phase(
         bench.stores_through()
         num_blocks = settings.prompt_tokens // 16
         bench.store.bytes_per_s = speed * num_blocks * bench.engine.block_bytes / recompute_s
-        ttfts.append(bench.ttft_s(prompts[idx % len(prompts)]))  # the other one has pushed it out of the pool
+        ttfts.append(bench.ttft_s(prompts[idx % len(prompts)]))  # the other prompt has evicted it from the pool
         outcomes.append(bench.cache.fetcher.records[-1].outcome)
     return {"ttfts_s": ttfts, "outcomes": outcomes}
 

@@ -72,7 +72,7 @@ async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any
     """All figures of one server."""
     loads = {}
     for concurrency in settings.concurrency:
-        # A warm-up at this concurrency first: compiled kernels and memory of this batch size.
+        # Warm up at this concurrency: kernels and memory for this batch size.
         await _load(server, settings, concurrency, max(_WARMUP_REQUESTS, concurrency), seed=2 * concurrency + 1)
         num_requests = max(8, settings.requests_per_client * concurrency)
         loads[concurrency] = await _load(server, settings, concurrency, num_requests, seed=2 * concurrency)
@@ -123,7 +123,7 @@ async def _prefill_speed(server: Server, settings: argparse.Namespace) -> float:
 
 
 def _keep_better(results: Results, name: str, new: dict[str, Any]) -> None:
-    """Of several rounds on a shared machine the fastest says most about the server."""
+    """The fastest of several rounds: on a shared machine it says most about the server."""
     old = results.setdefault(name, new)
     old["start_s"] = min(old["start_s"], new["start_s"])
     old["prefill_tokens_per_s"] = max(old["prefill_tokens_per_s"], new["prefill_tokens_per_s"])

@@ -29,7 +29,7 @@ from tandem.kv_transfer.fetch_planner import FetchSource, plan_fetch
 from tandem.loadtest.client import run_measured
 from tandem.loadtest.prompts import random_prompts
 
-_TOKEN_BYTES = 23_040  # of KV, of the default model
+_TOKEN_BYTES = 23_040  # KV of the default model
 _RESTART_TIMEOUT_S = 120.0
 _Timed = tuple[float, int]  # TTFT in seconds, tokens that were not computed
 _AIMS = {"host": 1 / 15, "disk": 1 / 10}
@@ -82,7 +82,7 @@ async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any
     prompts = await _prompts(server, settings)
     computed, pool = await _first_round(server, prompts)
     tier = [await _ttft(server, prompt) for prompt in prompts]
-    # The first loads teach the tier's speed, so the later ones may be split otherwise: a third round says so.
+    # The first loads teach the tier's speed and later loads may be split differently: use a third round.
     tier += [await _ttft(server, prompt) for prompt in prompts]
     return _medians(computed, pool, tier, settings)
 

@@ -26,11 +26,11 @@ from torch import Tensor
 from benchmarks.common import arguments, ms, print_table, write_result
 from tandem.kv_transfer.transport import Transfer, TransferState, Transport, create_transport
 
-_WITH_PORT = "nixl with a port"  # as between machines; without one as between the workers of one
+_WITH_PORT = "nixl with a port"  # as between machines; without a port as between workers of one machine
 _TRANSPORTS = ("nixl", _WITH_PORT, "nccl")
 _TIMEOUT_S = 60.0
 _WARM_UP_ROUNDS = 3
-_REST_S = 0.02  # else a system that is not idle gives the less time to those that computed just before
+_REST_S = 0.02  # a busy system gives less time to processes that have just computed
 
 
 def main() -> int:
@@ -87,7 +87,7 @@ def _run_peer(
     connection: Connection, name: str, folder: str, num_blocks: int, block_bytes: int, poll_s: float, shared: Tensor
 ) -> None:
     torch.set_num_threads(1)
-    shared[:, 0].sum()  # mapped here too
+    shared[:, 0].sum()  # maps the pages in this process, too
     transport = _create(name, "d", torch.zeros(num_blocks, block_bytes, dtype=torch.uint8), folder)
     connection.send(transport.local_metadata())
     while not connection.poll(poll_s):
@@ -124,7 +124,7 @@ def _measure_link(transport: Transport, pool: Tensor, shared: Tensor, settings: 
             for kind, value in took.items():
                 seconds[kind].append(value)
     _check_bytes(transport, pool, here, there, settings)
-    # Of each round, as what else runs on the machine changes from one to the next.
+    # Per round, because other load on the machine changes between rounds.
     of_copy = {kind: [copy / took for copy, took in zip(seconds["copy"], seconds[kind], strict=True)] for kind in kinds}
     return {
         "num_bytes": shared.numel(),
@@ -147,7 +147,7 @@ def _finish(transport: Transport, transfer: Transfer, settings: argparse.Namespa
 def _check_bytes(
     transport: Transport, pool: Tensor, here: Sequence[int], there: Sequence[int], settings: argparse.Namespace
 ) -> None:
-    """What was written scattered comes back the same from there."""
+    """Check that blocks written scattered read back unchanged."""
     expected = pool[here].clone()
     _finish(transport, transport.write_blocks("d", here, there), settings)
     pool[here] = 0

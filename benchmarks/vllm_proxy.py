@@ -77,7 +77,7 @@ async def _relay(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def _json() -> dict[str, str]:
-    """One id for both halves of a request, by which the servers' logs can be matched."""
+    """One id for both halves of a request, so that the servers' logs can be matched."""
     return {"content-type": "application/json", "x-request-id": str(uuid.uuid4())}
 
 
