@@ -12,7 +12,7 @@ $(STAMP): pyproject.toml protocol/_digest.c constraints.txt scripts/setup.sh scr
 	@bash scripts/setup.sh
 	@touch $@
 
-.PHONY: help setup serve test test-slow lint types bench bench-all loadtest clean constraints
+.PHONY: help setup serve test test-slow lint types bench bench-all loadtest clean constraints generated
 
 help: ## show this list
 	@echo "Tandem: make <target> [ARGS='flags of the tandem command']"
@@ -55,6 +55,9 @@ bench-NAME: ## one of them: equality cancel second-turn interference exposure ro
 
 loadtest: $(STAMP) ## eight locust users for 30 s against a running server (URL=...)
 	$(BIN)/locust -f loadtest/locustfile.py --headless -u 8 -r 8 -t 30s --host $(URL) $(ARGS)
+
+generated: $(STAMP) ## write the files made from the code: docs/configuration.md, the schema of helm values, ...
+	$(BIN)/python scripts/generate.py
 
 constraints: $(STAMP) ## write constraints.txt from the present environment
 	@{ grep '^#' constraints.txt; $(BIN)/pip freeze --all --exclude-editable | sed -E 's/\+cpu$$|\+cu[0-9]+$$//' | grep -v '^nixl'; } > constraints.tmp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -73,10 +74,11 @@ def read_config_file(path: str, fields: Sequence[Field]) -> Values:
 
 
 def _from_file(field: Field, value: Any, where: str) -> Any:
-    """The value in the field's own type. Raises `ConfigError` that starts with `where`."""
+    """The value in the field's own type, with ~ expanded in a path as a shell does. Raises `ConfigError`."""
     if field.setting.flag_type is not None:
         checked(replace(field, checked_type=field.flag_type), value, where=where)
-    return checked(field, value, where=where)
+    value = checked(field, value, where=where)
+    return os.path.expanduser(value) if field.is_path else value
 
 
 def _hint(key: str, value: object, known: Mapping[str, Field]) -> str:

@@ -101,10 +101,12 @@ class EngineConfig:
     # A worker's is always a local folder: `tandem serve` fetches the model and puts its folder here.
     model: Annotated[
         str,
+        Meta(min_length=1),
         Setting(
             f"A local transformers folder, a hub id (org/name), or the built-in {DEFAULT_MODEL}, which is fetched and "
             "converted at the first start.",
             MODEL,
+            rule="a folder, a hub id or a built-in name",
         ),
     ] = DEFAULT_MODEL
     served_model_name: Annotated[str, Setting("Name that clients use; empty = the model's own.", MODEL)] = ""

@@ -35,7 +35,7 @@ class Setting:
     short: str = ""  # second name of the flag
     flag_type: Any = None  # of flags, files and helm values, where they offer less than the field accepts
     is_valid: Callable[[Any], bool] | None = None  # for a tuple: of each item
-    rule: str = ""  # what a value must be, where `is_valid` decides
+    rule: str = ""  # what a value must be, where type and bounds do not say it
     own_workers_only: bool = False  # `tandem route` does not have it
 
 
@@ -54,6 +54,11 @@ class Field:
         """Name on the command line; for a switch, with the name that turns it off."""
         name = f"--{self.name.replace('_', '-')}"
         return self.setting.flag or (f"{name}/--no-{name[2:]}" if self.type is bool else name)
+
+    @property
+    def is_path(self) -> bool:
+        """Whether the value names a file or a folder."""
+        return self.setting.metavar in ("FILE", "FOLDER")
 
     @property
     def flag_type(self) -> Any:

@@ -103,6 +103,16 @@ def test_the_pools_size_on_the_command_line_wins_in_either_unit(
     assert launched[0].engine.pool_bytes == 5
 
 
+def test_paths_in_the_file_may_begin_with_the_home_folder(
+    tmp_path: Path, model: Path, launched: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "keys").write_text("sk-1\n")
+    path = write(tmp_path, 'model = "~/toy"\nport = 0\napi_key_file = "~/keys"\ndisk_cache_path = "~/kv"\n')
+    assert run(["serve", "--config", path]) == 0
+    assert launched[0].tiers.disk_cache_path == str(tmp_path / "kv")
+
+
 @pytest.mark.parametrize(
     ("command", "text", "expected"),
     [

@@ -3,7 +3,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +10,12 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tandem.protocol.config import ClusterConfig, EngineConfig, RouterConfig, TierConfig, TransferConfig
+from tandem.cli.reference import HELM_COMPONENTS
+from tandem.cli.serve import SERVE_FIELDS
 from tests.support.commands import accept, tandem_commands
 
 CHART = Path(__file__).resolve().parents[2] / "helm" / "tandem"
 HELM = Path(sys.executable).parent / "helm"
-COMPONENTS = {
-    "engine": EngineConfig,
-    "transfer": TransferConfig,
-    "tiers": TierConfig,
-    "router": RouterConfig,
-    "cluster": ClusterConfig,
-}
-NOT_VALUES = {
-    "engine",
-    "transfer",
-    "tiers",
-    "router",
-    "ray_address",
-}  # parts of ClusterConfig, and what the chart itself decides
-FILES = {"router": {"tenants", "api_key_file"}}  # flags that are no config fields: the command reads the files
-
 EVERYTHING = {
     "engine": {"model": "org/big-model", "dtype": "bfloat16", "pool_bytes": 40_000_000_000, "block_size": 32},
     "transfer": {"checksums": "all", "lease_ttl_s": 12.5},
@@ -82,12 +66,24 @@ def test_chart_lints_and_its_manifests_are_valid(values: dict[str, Any]) -> None
     assert ("Secret" in kinds) == (not values)
 
 
-@pytest.mark.parametrize("component", COMPONENTS)
+@pytest.mark.parametrize("component", HELM_COMPONENTS)
 def test_values_have_the_names_of_the_config_fields(component: str) -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())["properties"]
-    names = {field.name for field in fields(COMPONENTS[component])} - NOT_VALUES | FILES.get(component, set())
+    names = {field.name for field in HELM_COMPONENTS[component]}
     assert set(schema[component]["properties"]) == names
     assert set(yaml.safe_load((CHART / "values.yaml").read_text())[component]) <= names
+
+
+def test_every_setting_of_serve_is_a_value_of_the_chart() -> None:
+    values = {field.name for fields in HELM_COMPONENTS.values() for field in fields}
+    settings = {field.name for field in SERVE_FIELDS}
+    assert settings - values == {"ray_address", "pool_gb"}, "the chart joins its own Ray; pool_bytes is the same"
+
+
+@pytest.mark.parametrize("value", ["12.5", "1e1"])
+def test_a_number_may_be_a_string_as_helm_set_makes_it(value: str) -> None:
+    script = find(render({"transfer": {"lease_ttl_s": value}}), "ConfigMap", "release")["data"]["head.sh"]
+    assert accept(tandem_commands(script)[1])["lease_ttl_s"] == float(value)
 
 
 def test_head_runs_a_command_that_the_command_line_accepts() -> None:
@@ -250,6 +246,12 @@ def test_no_port_to_the_outside_is_no_rule_for_all_of_them() -> None:
     [
         {"engine": {"block_sise": 16}},
         {"router": {"port": 0}},
+        {"router": {"tokenizer_threads": 0}},
+        {"engine": {"block_size": 0}},
+        {"engine": {"model": ""}},
+        {"transfer": {"lease_ttl_s": 0}},
+        {"transfer": {"lease_ttl_s": "soon"}},
+        {"transfer": {"transport": "in_process"}},
         {"transfer": {"transport": "pigeon"}},
         {"cluster": {"ray_address": "elsewhere"}},
         {"workers": {}},

@@ -100,6 +100,7 @@ def test_every_setting_is_described(field: Field) -> None:
         ("max_header_bytes", True, "max_header_bytes=True must be a whole number from 4096 to 16777216 bytes"),
         ("block_size", 24, "block_size=24 must be a power of two from 1 to 256"),
         ("dtype", "int3", "dtype='int3' must be one of auto, float32, bfloat16"),
+        ("model", "", "model='' must be a folder, a hub id or a built-in name"),
         ("colocated", 1, "colocated=1 must be true or false"),
         ("allowed_hosts", "a", "allowed_hosts='a' must be a list of strings"),
         ("allowed_hosts", ["a", "b c"], "allowed_hosts: 'b c' must be one host name such as api.example.com"),

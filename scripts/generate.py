@@ -1,0 +1,30 @@
+"""Writes every file that is generated from the code; `make generated` runs it, and a test compares its files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tandem.cli.reference import configuration_page, values_schema
+
+ROOT = Path(__file__).resolve().parents[1]
+_VALUES_SCHEMA = ROOT / "helm" / "tandem" / "values.schema.json"
+
+# Each file, and the function that makes its whole text.
+FILES: dict[Path, Callable[[], str]] = {
+    ROOT / "docs" / "configuration.md": configuration_page,
+    _VALUES_SCHEMA: lambda: values_schema(_VALUES_SCHEMA.read_text()),
+}
+
+
+def main() -> None:
+    """Write the files that differ, and name them."""
+    for path, make_text in FILES.items():
+        text = make_text()
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            print(f"written: {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

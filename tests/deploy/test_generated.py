@@ -1,0 +1,43 @@
+"""Generated files are what the code generates now, and name what the code reads."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def generated_files() -> dict[Path, Callable[[], str]]:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "scripts" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    files: dict[Path, Callable[[], str]] = module.FILES
+    return files
+
+
+@pytest.mark.parametrize("path", generated_files(), ids=lambda path: path.name)
+def test_a_committed_file_is_what_the_code_generates(path: Path) -> None:
+    assert path.read_text() == generated_files()[path](), "run: make generated"
+
+
+def test_every_environment_variable_of_ours_is_in_the_reference() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    tracked = subprocess.run(
+        ["git", "ls-files", "*.py", "*.sh", "*.yaml", "*.tpl", "deploy"],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=30,
+    ).stdout.split()  # fmt: skip
+    named: set[str] = set()
+    for name in tracked:
+        if not name.startswith(("tests/", "benchmarks/")) and (ROOT / name).is_file():
+            named.update(re.findall(r"\bTANDEM_[A-Z_]+[A-Z]\b", (ROOT / name).read_text()))
+    ours = named - {"TANDEM_RUN"}  # a mark that Tandem puts into its own processes
+    assert len(ours) >= 6
+    assert [name for name in sorted(ours) if f"`{name}" not in page] == []
