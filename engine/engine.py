@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-import psutil
 import torch
 from torch import Tensor
 
+from tandem.engine import pool_memory
 from tandem.engine.attention.interface import make_backend
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.device import DeviceQueue
-from tandem.engine.loader import LoadedModel, load_model
+from tandem.engine.loader import load_model
 from tandem.engine.model_check import check_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.sampling.sampler import SampledToken, Sampler
@@ -22,7 +22,7 @@ from tandem.engine.scheduler import ScheduledChunk, Scheduler
 from tandem.engine.sequence import Phase, Sequence, SequenceStatus
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.digest import namespace_digest, root_digest
-from tandem.protocol.errors import ConfigError, ContextLengthExceeded, RequestError
+from tandem.protocol.errors import ContextLengthExceeded, RequestError
 from tandem.protocol.messages import FinishReason, PrefillPriority, StepStats, TokenLogprobs, WorkerLoad
 from tandem.protocol.sampling import SamplingParams
 
@@ -30,10 +30,6 @@ __all__ = ["Engine", "SequenceFailure", "SequenceOutput", "StepResult"]
 
 logger = logging.getLogger(__name__)
 
-# Without --pool-bytes: this share of the memory that is free once the weights are loaded, at most the cap on CPUs,
-# where memory is shared with everything else on the machine.
-_POOL_SHARE = {"cpu": 0.25, "cuda": 0.9}
-_CPU_POOL_CAP_BYTES = 2 << 30
 _STEP_TOKENS = 512  # where nobody who knows the role has chosen
 _MAX_FAILED_STEPS = 3  # in a row, each of which failed for every sequence: then it is not the sequences that are wrong
 
@@ -75,17 +71,16 @@ class Engine:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         model = load_model(config)
-        num_blocks = _num_blocks(config, model)
+        num_blocks = pool_memory.num_blocks(config, model)
         self.config = replace(
             config,
-            max_model_len=_max_model_len(config, model, num_blocks),
+            max_model_len=pool_memory.max_model_len(config, model, num_blocks),
             max_num_batched_tokens=config.max_num_batched_tokens or max(_STEP_TOKENS, config.max_num_seqs),
         )
         self.model = model
         self.device_queue = DeviceQueue(model.device)
         self.pool = BlockPool(num_blocks)
-        shape = _block_shape(config, model)
-        self.kv = torch.zeros(num_blocks, *shape, dtype=model.dtype, device=model.device)
+        self.kv = pool_memory.allocate_pool(config, model, num_blocks)
         backend = make_backend(model.device, torch.get_num_threads())
         check_model(model, backend, config.block_size)
         self.runner = ModelRunner(model, backend, self.kv)
@@ -286,48 +281,6 @@ class Engine:
             return FinishReason.STOP
         is_full = len(sequence.token_ids) >= self.config.max_model_len
         return FinishReason.LENGTH if sequence.num_output_tokens >= sampling.max_tokens or is_full else None
-
-
-def _block_shape(config: EngineConfig, model: LoadedModel) -> tuple[int, int, int, int, int]:
-    """[num_layers, 2, block_size, num_kv_heads, head_dim]."""
-    return (model.num_layers, 2, config.block_size, model.num_kv_heads, model.head_dim)
-
-
-def _num_blocks(config: EngineConfig, model: LoadedModel) -> int:
-    block_bytes = model.dtype.itemsize
-    for extent in _block_shape(config, model):
-        block_bytes *= extent
-    kind = model.device.type
-    free_bytes = torch.cuda.mem_get_info()[0] if kind == "cuda" else psutil.virtual_memory().available
-    pool_bytes = config.pool_bytes
-    if pool_bytes == 0:
-        pool_bytes = int(free_bytes * _POOL_SHARE[kind])
-        if kind == "cpu":
-            pool_bytes = min(pool_bytes, _CPU_POOL_CAP_BYTES)
-    num_blocks = pool_bytes // block_bytes
-    if pool_bytes > free_bytes:
-        raise ConfigError(
-            f"pool_bytes={pool_bytes} does not fit: {free_bytes} bytes are free on {kind} after loading the weights"
-        )
-    if num_blocks < 2:
-        raise ConfigError(
-            f"pool_bytes={pool_bytes} holds {num_blocks} blocks of {block_bytes} bytes; at least two are needed"
-        )
-    return num_blocks
-
-
-def _max_model_len(config: EngineConfig, model: LoadedModel, num_blocks: int) -> int:
-    pool_tokens = num_blocks * config.block_size
-    wanted = config.max_model_len or model.max_model_len
-    if config.max_model_len > model.max_model_len:
-        raise ConfigError(f"max_model_len={wanted} is over the model's own context of {model.max_model_len} tokens")
-    if config.max_model_len > pool_tokens:
-        raise ConfigError(
-            f"max_model_len={wanted} does not fit the KV pool of {pool_tokens} tokens; lower it or raise pool_bytes"
-        )
-    if wanted > pool_tokens:
-        logger.warning("the KV pool holds %d tokens: serving contexts up to that instead of %d", pool_tokens, wanted)
-    return min(wanted, pool_tokens)
 
 
 def _stats(chunks: list[ScheduledChunk], duration_s: float) -> StepStats:

@@ -113,6 +113,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         from tandem.engine.cpu.optimize import optimize
 
         optimize(module)
+        _leave_weight_files(module)
     return LoadedModel(
         module=module,
         num_layers=text.num_hidden_layers,
@@ -126,6 +127,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
         revision=model_revision(folder),
         attention=_attention_identity(text),
     )
+
+
+def _leave_weight_files(module: nn.Module) -> None:
+    """Copy the weights that were not packed. Each is a view of a mapped file, which would keep all of it in memory."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
 
 
 def _require_servable(name: str, config: Any, text: Any) -> None:

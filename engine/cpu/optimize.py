@@ -288,7 +288,7 @@ def _replace_norm(module: nn.Module) -> None:
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or epsilon is None:
         return
     rms_norm, original = make_rms_norm(), module.forward
-    weight, epsilon = weight.detach(), float(epsilon)
+    weight, epsilon = weight.detach().clone(), float(epsilon)
 
     def forward(x: Tensor) -> Tensor:
         if x.dtype != weight.dtype:  # some models keep their norms in float32

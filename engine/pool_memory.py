@@ -1,0 +1,85 @@
+"""The KV pool's memory: how many blocks it has, and the tensor that holds them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+
+import psutil
+import torch
+from torch import Tensor
+
+from tandem.engine.loader import LoadedModel
+from tandem.protocol.config import EngineConfig
+from tandem.protocol.errors import ConfigError
+
+__all__ = ["allocate_pool", "block_shape", "default_pool_bytes", "max_model_len", "num_blocks"]
+
+logger = logging.getLogger(__name__)
+
+_GPU_SHARE = 0.9  # of the memory that is free once the weights are loaded
+# A CPU's memory is shared with everything else on the machine: a laptop of 8 GB gives 0.5 GB to each worker, and
+# machines of 32 GB and more give 2 GiB.
+_CPU_SHARE_OF_FREE, _CPU_SHARE_OF_TOTAL, _CPU_CAP_BYTES = 1 / 4, 1 / 16, 2 << 30
+
+
+def block_shape(config: EngineConfig, model: LoadedModel) -> tuple[int, int, int, int, int]:
+    """[num_layers, 2, block_size, num_kv_heads, head_dim]."""
+    return (model.num_layers, 2, config.block_size, model.num_kv_heads, model.head_dim)
+
+
+def default_pool_bytes(kind: str, free_bytes: int, total_bytes: int) -> int:
+    """Size of a pool on a device of this kind (cpu, cuda) that nobody chose a size for."""
+    if kind == "cuda":
+        return int(free_bytes * _GPU_SHARE)
+    return int(min(free_bytes * _CPU_SHARE_OF_FREE, total_bytes * _CPU_SHARE_OF_TOTAL, _CPU_CAP_BYTES))
+
+
+def num_blocks(config: EngineConfig, model: LoadedModel) -> int:
+    """Blocks of the pool. Raises ConfigError if the configured size does not fit the device or holds too few."""
+    block_bytes = math.prod(block_shape(config, model)) * model.dtype.itemsize
+    kind = model.device.type
+    if kind == "cuda":
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+    else:
+        free_bytes, total_bytes = psutil.virtual_memory().available, psutil.virtual_memory().total
+    pool_bytes = config.pool_bytes or default_pool_bytes(kind, free_bytes, total_bytes)
+    if pool_bytes > free_bytes:
+        raise ConfigError(
+            f"pool_bytes={pool_bytes} does not fit: {free_bytes} bytes are free on {kind} after loading the weights"
+        )
+    count = pool_bytes // block_bytes
+    if count < 2:
+        raise ConfigError(
+            f"pool_bytes={pool_bytes} holds {count} blocks of {block_bytes} bytes; at least two are needed"
+        )
+    return count
+
+
+def allocate_pool(config: EngineConfig, model: LoadedModel, count: int) -> Tensor:
+    """A zeroed pool [count, *block_shape] on the model's device.
+
+    A pool of a chosen size takes its memory now: if there is too little, the start fails and not a request. One of
+    the default size on a CPU takes memory as its blocks are first used.
+    """
+    shape = (count, *block_shape(config, model))
+    if model.device.type != "cpu" or config.pool_bytes:
+        return torch.zeros(shape, dtype=model.dtype, device=model.device)
+    pages = mmap.mmap(-1, math.prod(shape) * model.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=model.dtype).view(shape)
+
+
+def max_model_len(config: EngineConfig, model: LoadedModel, count: int) -> int:
+    """The context to serve with a pool of `count` blocks. Raises ConfigError if the configured one cannot be served."""
+    pool_tokens = count * config.block_size
+    wanted = config.max_model_len or model.max_model_len
+    if config.max_model_len > model.max_model_len:
+        raise ConfigError(f"max_model_len={wanted} is over the model's own context of {model.max_model_len} tokens")
+    if config.max_model_len > pool_tokens:
+        raise ConfigError(
+            f"max_model_len={wanted} does not fit the KV pool of {pool_tokens} tokens; lower it or raise pool_bytes"
+        )
+    if wanted > pool_tokens:
+        logger.warning("the KV pool holds %d tokens: serving contexts up to that instead of %d", pool_tokens, wanted)
+    return min(wanted, pool_tokens)
