@@ -7,7 +7,8 @@ from tandem.kv_transfer.tiers.disk import DiskStore
 from tandem.kv_transfer.tiers.key import StoreKey, load_key
 from tandem.kv_transfer.tiers.memory import MemoryStore
 from tandem.kv_transfer.tiers.object import ObjectStore
-from tandem.kv_transfer.tiers.tier import Tier, TierRead, TierStats, TierWrite
+from tandem.kv_transfer.tiers.stats import TierStats
+from tandem.kv_transfer.tiers.tier import Tier, TierRead, TierWrite
 
 __all__ = [
     "Block",

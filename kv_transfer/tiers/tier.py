@@ -1,26 +1,26 @@
-"""One tier of cached blocks: which are there, which have to go, and the threads that move their bytes.
+"""One tier of cached blocks: which blocks are there and which are evicted. `io_threads.py` moves the bytes.
 
 The owner's thread makes all calls and alone changes the index, the policy and the counters; `poll` takes in what the
-I/O threads have finished. Nothing the owner calls waits for I/O. Loads go before stores, and stores are what is given
-up when there is too much to do.
+I/O threads have finished. Nothing the owner calls waits for I/O. Loads go before stores, and stores are dropped when
+there is too much to do.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from tandem.kv_transfer.eviction.base import EvictionPolicy
 from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure
+from tandem.kv_transfer.tiers.io_threads import IoThreads, ReadDone, ReadJob, ScanDone, WriteDone, WriteJob
+from tandem.kv_transfer.tiers.stats import TierCounters, TierStats
 
-__all__ = ["Tier", "TierRead", "TierStats", "TierWrite"]
+__all__ = ["Tier", "TierRead", "TierWrite"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,37 +29,32 @@ _RECONCILED_PER_POLL = 512  # blocks of a scan that one poll compares with the i
 
 @dataclass(eq=False, slots=True)
 class _StoredBlock:
-    """A block that is there. A load keeps hold of its entries, so that one that was forgotten meanwhile is known."""
+    """A block that is there. A load keeps its blocks, so that it sees which were forgotten meanwhile."""
 
     name: BlockName
     seen_in: int  # number of the last scan that found it, or during which it was written
     is_forgotten: bool = False
 
 
-class TierRead:
-    """Blocks on their way up. Changes only inside calls of its tier; there is nothing to release."""
+class TierRead(ReadJob):
+    """Blocks being loaded. Changes only inside calls of its tier; there is nothing to release."""
 
-    def __init__(self, entries: list[_StoredBlock], buffers: list[Block], begun_at: float, deadline: float) -> None:
-        self.is_done = False  # from then on nobody touches the buffers any more
-        self.num_loaded = 0  # leading buffers that hold their blocks; the others hold anything
+    def __init__(self, blocks: list[_StoredBlock], buffers: list[Block], begun_at: float, deadline: float) -> None:
+        super().__init__([block.name for block in blocks], buffers)
+        self.is_done = False  # from then on no thread touches the buffers
+        self.num_loaded = 0  # leading buffers that hold their blocks; the content of the others is undefined
         self.failure = ""  # why not all are loaded: a `StoreFailure`, or "late", "abandoned", "closed"
-        self.read_s = 0.0  # in the store, over all blocks and threads: what the load cost, without waiting for a turn
-        self._entries = entries
-        self._buffers = buffers
+        self.read_s = 0.0  # seconds in the store, over all blocks and threads, without time in queues
+        self._blocks = blocks
         self._begun_at = begun_at
         self._deadline = deadline
         self._arrived: set[int] = set()
-        self._num_expected = len(entries)  # leading blocks that can still come
-        # Under the tier's lock, together with the I/O threads:
-        self._next = 0  # first block no thread has taken
-        self._limit = len(entries)  # blocks from here on are not wanted: one before them failed
-        self._num_copying = 0  # threads that write into a buffer now
-        self._is_ended = False  # no thread may begin to
+        self._num_expected = len(blocks)  # leading blocks that can still arrive
 
     @property
     def num_blocks(self) -> int:
         """Blocks that were asked for."""
-        return len(self._buffers)
+        return len(self.buffers)
 
     @property
     def is_complete(self) -> bool:
@@ -67,78 +62,23 @@ class TierRead:
         return self.is_done and self.num_loaded == self.num_blocks
 
     def abandon(self) -> None:
-        """Give up what has not arrived; the next `poll` that finds no thread at its buffers makes it done."""
+        """Give up what has not arrived. The next `poll` at which no thread writes to its buffers makes it done."""
         self.failure = self.failure or "abandoned"
         self._deadline = self._begun_at
 
 
-class TierWrite:
-    """A block on its way down. Its buffer must stay as it is until `is_done`."""
+class TierWrite(WriteJob):
+    """A block being stored. Its buffer must not change until `is_done`."""
 
-    def __init__(self, name: BlockName, data: Block) -> None:
-        self.name = name
-        self.is_done = False
-        self._data = data
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierStats:
-    """Counts since the start, but for the first four, which are of now. Of blocks, where nothing else is said."""
-
-    num_blocks: int
-    capacity_blocks: int
-    num_queued_loads: int
-    num_queued_stores: int
-    num_hits: int  # hits and misses are all blocks that loads asked for
-    num_misses: Mapping[str, int]  # by reason
-    num_stored: int
-    num_drops: Mapping[str, int]  # blocks that were to be stored and were not, by reason
-    num_evictions: int
-    bytes_in: int
-    bytes_out: int
-    seconds_in: float  # of all I/O threads, in the store
-    seconds_out: float
-
-
-class _ReadDone(NamedTuple):
-    load: TierRead
-    position: int
-    failure: StoreFailure | None
-    seconds: float
-
-
-class _WriteDone(NamedTuple):
-    write: TierWrite
-    failure: StoreFailure | None
-    seconds: float
-
-
-class _ScanDone(NamedTuple):
-    found: Sequence[BlockName] | StoreFailure
-
-
-_Done: TypeAlias = _ReadDone | _WriteDone | _ScanDone
-_Job: TypeAlias = Callable[[Block], _Done | None]
-
-
-@dataclass(eq=False, slots=True)
-class _Counters:
-    misses: Counter[str] = field(default_factory=Counter)
-    drops: Counter[str] = field(default_factory=Counter)
-    hits: int = 0
-    stored: int = 0
-    evictions: int = 0
-    bytes_out: int = 0
-    seconds_in: float = 0.0
-    seconds_out: float = 0.0
+    is_done = False
 
 
 class Tier:
     """The blocks of one store, up to `capacity_blocks`, with `num_threads` of its own for the I/O.
 
-    Begins by scanning the store, and does so again every `rescan_s` to learn what others who share it added or removed.
-    A store that proves unreachable is left alone for `pause_s`: until then nothing is present and nothing is stored.
-    Takes over `store` and `policy`.
+    It scans the store when it starts, and again every `rescan_s` to learn what others who share it added or removed.
+    A store that proves unreachable is left alone for `pause_s`: until then no block is present and none is stored.
+    The tier owns `store` and `policy`.
     """
 
     def __init__(
@@ -156,7 +96,6 @@ class Tier:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert capacity_blocks > 0, f"capacity_blocks={capacity_blocks}"
-        assert num_threads > 0, f"num_threads={num_threads}"
         self.name = name
         self.capacity_blocks = capacity_blocks
         self._store = store
@@ -172,29 +111,20 @@ class Tier:
         self._live: list[TierRead] = []
         self._pinned: set[bytes] = set()  # there or not
         self._changed: dict[bytes, None] = {}  # digests whose presence changed since they were last taken
-        self._counts = _Counters()
+        self._counts = TierCounters()
         self._paused_until = float("-inf")
         self._scan_at = float("inf")
         self._num_scans = 0
         self._is_scanning = False
         self._reconciling: Iterator[None] = iter(())
-        self._gone: set[bytes] = set()  # since the last scan began, which may still have found them
+        self._gone: set[bytes] = set()  # forgotten since the last scan began; that scan may still have found them
         self._is_closed = False
-
-        self._work = threading.Condition()  # of the two below and of the loads' fields that say so
-        self._loads: deque[TierRead] = deque()
-        self._jobs: deque[_Job] = deque()
-        self._done: deque[_Done] = deque()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"tier-{name}-{number}", daemon=True)
-            for number in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._io = IoThreads(name, store, num_threads)
+        self._results = self._io.results
         self._begin_scan()
 
     def __contains__(self, digest: bytes) -> bool:
-        """Whether the block is there or on its way down."""
+        """Whether the block is there or being written."""
         return digest in self._index or digest in self._writes
 
     @property
@@ -208,12 +138,17 @@ class Tier:
         return bool(self._live or self._writes or self.is_scanning)
 
     @property
+    def is_paused(self) -> bool:
+        """Whether the store is not used now, because it could not be reached or the tier is closed."""
+        return self._is_closed or (self._paused_until > float("-inf") and self._clock() < self._paused_until)
+
+    @property
     def num_queued_loads(self) -> int:
         """Blocks that were asked for and are not loaded yet."""
-        return sum(len(load._entries) - load.num_loaded for load in self._live)
+        return sum(len(load.names) - load.num_loaded for load in self._live)
 
     def digests(self) -> list[bytes]:
-        """All blocks that are there: a snapshot for whoever missed events."""
+        """All blocks that are there: a snapshot for a listener that missed events."""
         return list(self._index)
 
     def count_present(self, digests: Sequence[bytes]) -> int:
@@ -228,25 +163,23 @@ class Tier:
     def load(self, digests: Sequence[bytes], buffers: Iterable[Block], *, timeout_s: float | None = None) -> TierRead:
         """Begin to copy blocks into buffers of the same number, first block first.
 
-        The buffers are the tier's until the load is done. That is after `timeout_s` at the latest, with the leading
-        blocks that have arrived by then, given that `poll` is called. Blocks that are not there are misses.
+        The tier owns the buffers until the load is done. That takes at most `timeout_s` as long as `poll` is called;
+        then the leading blocks that have arrived are loaded. Blocks that are not there are misses.
         """
         buffers = list(buffers)
         assert len(digests) == len(buffers), f"{len(digests)} digests for {len(buffers)} buffers"
         for buffer in buffers:
             self._check_size(buffer)
         now = self._clock()
-        entries = [self._index[digest] for digest in digests[: self.count_present(digests)]]
-        load = TierRead(entries, buffers, now, now + (self._load_timeout_s if timeout_s is None else timeout_s))
-        if entries:
-            self._policy.touch(entries[-1].name.digest)
-            for entry in entries:
-                self._policy.pin(entry.name.digest)
-            with self._work:
-                self._loads.append(load)
-                self._work.notify(len(entries))
-        if len(entries) < len(buffers):
-            load.failure = self._absence
+        blocks = [self._index[digest] for digest in digests[: self.count_present(digests)]]
+        load = TierRead(blocks, buffers, now, now + (self._load_timeout_s if timeout_s is None else timeout_s))
+        if blocks:
+            self._policy.touch(blocks[-1].name.digest)
+            for block in blocks:
+                self._policy.pin(block.name.digest)
+            self._io.read(load)
+        if len(blocks) < len(buffers):
+            load.failure = self._why_absent
         self._live.append(load)
         self._settle(load, now)
         return load
@@ -259,7 +192,7 @@ class Tier:
         self._check_size(data)
         if digest in self:
             return None
-        if reason := self._refusal(parent):
+        if reason := self._why_not_stored(parent):
             self._counts.drops[reason] += 1
             return None
         name = BlockName(digest, parent)
@@ -270,9 +203,9 @@ class Tier:
         self._policy.pin(digest)
         write = self._writes[digest] = TierWrite(name, data)
         if self._store.is_instant:
-            self._write_done(self._write(write, evicted), self._clock())
+            self._write_done(self._io.write_now(write, evicted), self._clock())
         else:
-            self._submit(lambda _: self._write(write, evicted))
+            self._io.write(write, evicted)
         return write
 
     def note_dropped(self, reason: str, num_blocks: int) -> None:
@@ -281,7 +214,7 @@ class Tier:
             self._counts.drops[reason] += num_blocks
 
     def pin(self, digests: Iterable[bytes]) -> None:
-        """Keep these blocks from eviction, now or once they are there, until `unpin`; a second pin changes nothing."""
+        """Keep these blocks from eviction until `unpin`, also those stored later; a second pin changes nothing."""
         for digest in digests:
             if digest not in self._pinned and digest in self._index:
                 self._policy.pin(digest)
@@ -300,18 +233,18 @@ class Tier:
 
     def poll(self) -> None:
         """Take in what the I/O threads have finished. Under a microsecond when there is nothing."""
-        if not (self._done or self._live or self._is_scanning or self._scan_at < float("inf")):
+        if not (self._results or self._live or self._is_scanning or self._scan_at < float("inf")):
             return
         now = self._clock()
-        while self._done:
-            done = self._done.popleft()
-            match done:
-                case _ReadDone():
-                    self._read_done(done, now)
-                case _WriteDone():
-                    self._write_done(done, now)
-                case _ScanDone():
-                    self._reconciling = self._reconcile(done.found, now)
+        while self._results:
+            result = self._results.popleft()
+            match result:
+                case ReadDone():
+                    self._read_done(result, now)
+                case WriteDone():
+                    self._write_done(result, now)
+                case ScanDone():
+                    self._reconciling = self._reconcile(result.found, now)
         for load in list(self._live):
             self._settle(load, now)
         next(self._reconciling, None)
@@ -351,65 +284,54 @@ class Tier:
         """
         if self._is_closed:
             return
-        deadline = self._clock() + timeout_s
         self._is_closed = True
         for load in self._live:
             load.failure = load.failure or "closed"
             load.abandon()
-        with self._work:
-            self._work.notify_all()
-        for thread in self._threads:
-            thread.join(max(deadline - self._clock(), 0.0))
-        with self._work:
-            self._jobs.clear()
+        have_threads_ended = self._io.close(timeout_s)
         self.poll()
-        if any(thread.is_alive() for thread in self._threads):
+        if not have_threads_ended:
             return
         for write in list(self._writes.values()):
             self._drop(write, "closed")
         self._store.close()
 
     def check_integrity(self, *, idle: bool = False) -> None:
-        """Raise AssertionError unless index, writes and loads agree; with `idle`, nothing may be under way."""
-        for digest, entry in self._index.items():
-            assert entry.name.digest == digest, f"{digest.hex()} is filed as {entry}"
-            assert not entry.is_forgotten, f"{entry} is still in the index"
+        """Raise AssertionError unless index, writes and policy agree; with `idle`, also if a load or write is open."""
+        for digest, block in self._index.items():
+            assert block.name.digest == digest, f"{digest.hex()} is filed as {block}"
+            assert not block.is_forgotten, f"{block} is still in the index"
         assert not self._index.keys() & self._writes.keys(), "a block that is there is being written"
         known = self._index.keys() | self._writes.keys()
         assert known == set(self._policy), f"the policy has {len(self._policy)} blocks and the tier {len(known)}"
         assert len(known) <= self.capacity_blocks, f"{len(known)} blocks, but there is room for {self.capacity_blocks}"
         assert not (idle and self.is_busy), f"{len(self._live)} loads and {len(self._writes)} writes under way"
 
-    # The owner's side.
-
     @property
-    def is_paused(self) -> bool:
-        """Whether nothing is asked of the store now, because it could not be reached."""
-        return self._is_closed or (self._paused_until > float("-inf") and self._clock() < self._paused_until)
-
-    @property
-    def _absence(self) -> str:
-        """Why a block is not present."""
+    def _why_absent(self) -> str:
         if self._is_closed:
             return "closed"
         return StoreFailure.UNREACHABLE.value if self.is_paused else StoreFailure.ABSENT.value
 
+    def _why_not_stored(self, parent: bytes | None) -> str:
+        """Why a block cannot be stored now; "" if it can."""
+        if self.is_paused:
+            return self._why_absent
+        if parent is not None and parent not in self:
+            return "parent not there"  # no lookup could find it; if the parent is computed again, so is this block
+        return "queue full" if len(self._writes) >= self._max_queued_stores else ""
+
     def _check_size(self, buffer: Block) -> None:
         expected = (np.dtype(np.uint8), (self._store.block_bytes,))
         assert (buffer.dtype, buffer.shape) == expected, f"{buffer.dtype}{buffer.shape} is no block: {expected}"
-
-    def _submit(self, job: _Job) -> None:
-        with self._work:
-            self._jobs.append(job)
-            self._work.notify()
 
     def _pause(self, now: float) -> None:
         if now >= self._paused_until:
             logger.warning("tier %s does not answer; it is not used for %g s", self.name, self._pause_s)
         self._paused_until = self._scan_at = now + self._pause_s  # it may come back with other blocks
 
-    def _read_done(self, done: _ReadDone, now: float) -> None:
-        load, entry = done.load, done.load._entries[done.position]
+    def _read_done(self, done: ReadDone, now: float) -> None:
+        load = cast(TierRead, done.job)
         self._counts.seconds_out += done.seconds
         load.read_s += done.seconds
         if done.failure is None:
@@ -421,8 +343,8 @@ class Tier:
             load.failure = done.failure.value
         if done.failure is StoreFailure.UNREACHABLE:
             self._pause(now)
-        elif not entry.is_forgotten:
-            self._forget(entry)
+        elif not load._blocks[done.position].is_forgotten:
+            self._forget(load._blocks[done.position])
 
     def _settle(self, load: TierRead, now: float) -> None:
         """End the load if everything has arrived that can, or the time is up."""
@@ -430,14 +352,12 @@ class Tier:
             load.num_loaded += 1
         if load.num_loaded < load._num_expected and now < load._deadline:
             return
-        with self._work:
-            load._is_ended = True
-            if load._num_copying:  # a matter of microseconds
-                return
+        if not self._io.cancel(load):  # a thread writes into a buffer: a matter of microseconds
+            return
         self._live.remove(load)
-        for entry in load._entries:
-            if not entry.is_forgotten:
-                self._policy.unpin(entry.name.digest)
+        for block in load._blocks:
+            if not block.is_forgotten:
+                self._policy.unpin(block.name.digest)
         num_missed = load.num_blocks - load.num_loaded
         self._counts.hits += load.num_loaded
         if num_missed:
@@ -445,17 +365,16 @@ class Tier:
             self._counts.misses[load.failure] += num_missed
         load.is_done = True
 
-    def _write_done(self, done: _WriteDone, now: float) -> None:
+    def _write_done(self, done: WriteDone, now: float) -> None:
         self._counts.seconds_in += done.seconds
-        write = done.write
+        write = cast(TierWrite, done.job)
         if done.failure is not None:
             self._drop(write, done.failure.value)
             if done.failure is StoreFailure.UNREACHABLE:
                 self._pause(now)
             elif done.failure is StoreFailure.FULL and (victim := self._victim()):
-                self._delete(
-                    [self._evict(victim)]
-                )  # there is less room than we were told; the next one shall find some
+                # The store has less room than configured: make some for the next block.
+                self._io.delete([self._evict(victim)])
             return
         del self._writes[write.name.digest]
         write.is_done = True
@@ -474,7 +393,7 @@ class Tier:
         self._is_scanning = True
         self._num_scans += 1
         self._gone.clear()
-        self._submit(lambda _: self._scan())
+        self._io.scan()
 
     def _reconcile(self, found: Sequence[BlockName] | StoreFailure, now: float) -> Iterator[None]:
         """Bring the index in line with a scan, a piece at a time."""
@@ -486,9 +405,9 @@ class Tier:
             self._adopt(name)
             if count % _RECONCILED_PER_POLL == 0:
                 yield
-        for count, entry in enumerate(list(self._index.values()), 1):
-            if entry.seen_in < self._num_scans and not entry.is_forgotten:
-                self._forget(entry)
+        for count, block in enumerate(list(self._index.values()), 1):
+            if block.seen_in < self._num_scans and not block.is_forgotten:
+                self._forget(block)
             if count % _RECONCILED_PER_POLL == 0:
                 yield
         self._is_scanning = False
@@ -503,11 +422,11 @@ class Tier:
         evicted = self._try_admit(name)
         if evicted is None:
             self._counts.evictions += 1
-            self._delete([name])
+            self._io.delete([name])
             return
         self._publish(name)
         if evicted:
-            self._delete(evicted)
+            self._io.delete(evicted)
 
     def _publish(self, name: BlockName) -> None:
         self._index[name.digest] = _StoredBlock(name, self._num_scans)
@@ -515,22 +434,15 @@ class Tier:
             self._policy.pin(name.digest)
         self._changed[name.digest] = None
 
-    def _forget(self, entry: _StoredBlock) -> None:
+    def _forget(self, block: _StoredBlock) -> None:
         """The block is not there any more. Pins of its loads end with it."""
-        entry.is_forgotten = True
+        block.is_forgotten = True
+        digest = block.name.digest
         if self._is_scanning:
-            self._gone.add(entry.name.digest)
-        self._policy.remove(entry.name.digest)
-        del self._index[entry.name.digest]
-        self._changed[entry.name.digest] = None
-
-    def _refusal(self, parent: bytes | None) -> str:
-        """Why a block cannot be stored now; "" if it can."""
-        if self.is_paused:
-            return self._absence
-        if parent is not None and parent not in self:
-            return "parent not there"  # nobody could find it; if the parent is computed again, so is this one
-        return "queue full" if len(self._writes) >= self._max_queued_stores else ""
+            self._gone.add(digest)
+        self._policy.remove(digest)
+        del self._index[digest]
+        self._changed[digest] = None
 
     def _try_admit(self, name: BlockName) -> list[BlockName] | None:
         """Enter a block into the policy. The blocks to delete for it; None if all others are in use or worth more."""
@@ -549,69 +461,8 @@ class Tier:
         return digest
 
     def _evict(self, digest: bytes) -> BlockName:
-        """Forget a block that is there; whoever calls this has it deleted."""
-        entry = self._index[digest]
-        self._forget(entry)
+        """Forget a block that is there; the caller has it deleted."""
+        block = self._index[digest]
+        self._forget(block)
         self._counts.evictions += 1
-        return entry.name
-
-    def _delete(self, names: list[BlockName]) -> None:
-        self._submit(lambda _: self._delete_all(names))
-
-    # The I/O threads' side: they touch `_store`, `_loads`, `_jobs`, `_done` and what a load says is theirs.
-
-    def _run(self) -> None:
-        scratch = np.empty(self._store.block_bytes, np.uint8)
-        while (job := self._next_job()) is not None:
-            if (done := job(scratch)) is not None:
-                self._done.append(done)
-
-    def _next_job(self) -> _Job | None:
-        """A block of the oldest load, else the oldest other job. None when there is nothing left after `close`."""
-        with self._work:
-            while True:
-                while self._loads and not self._is_wanted(self._loads[0], self._loads[0]._next):
-                    self._loads.popleft()
-                if self._loads:
-                    load = self._loads[0]
-                    position = load._next
-                    load._next += 1
-                    return lambda scratch: self._read(load, position, scratch)
-                if self._jobs:
-                    return self._jobs.popleft()
-                if self._is_closed:
-                    return None
-                self._work.wait()
-
-    def _is_wanted(self, load: TierRead, position: int) -> bool:
-        return position < load._limit and not load._is_ended and not self._is_closed
-
-    def _read(self, load: TierRead, position: int, scratch: Block) -> _Done | None:
-        begun_at = time.monotonic()
-        data = self._store.read(load._entries[position].name, scratch)
-        with self._work:
-            if isinstance(data, StoreFailure):
-                load._limit = min(load._limit, position)
-                return _ReadDone(load, position, data, time.monotonic() - begun_at)
-            if not self._is_wanted(load, position):
-                return None
-            load._num_copying += 1
-        # NOTE: the only place where a buffer is written, and between these two no load becomes done. A read that hangs
-        # can therefore be given up at once: it hangs over `scratch`.
-        np.copyto(load._buffers[position], data)
-        with self._work:
-            load._num_copying -= 1
-        return _ReadDone(load, position, None, time.monotonic() - begun_at)
-
-    def _write(self, write: TierWrite, evicted: list[BlockName]) -> _WriteDone:
-        begun_at = time.monotonic()
-        self._delete_all(evicted)
-        failure = self._store.write(write.name, write._data)
-        return _WriteDone(write, failure, time.monotonic() - begun_at)
-
-    def _delete_all(self, names: list[BlockName]) -> None:
-        for name in names:
-            self._store.delete(name)
-
-    def _scan(self) -> _Done:
-        return _ScanDone(self._store.scan())
+        return block.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,13 @@ class ScriptedStore(MemoryStore):
         self.go = threading.Event()
         self.go.set()
         self.calls: list[tuple[str, bytes]] = []
+        self.scanned = threading.Event()
+
+    @override
+    def scan(self) -> Sequence[BlockName]:
+        found = super().scan()
+        self.scanned.set()
+        return found
 
     @override
     def read(self, name: BlockName, scratch: Block) -> Block | StoreFailure:
@@ -336,15 +344,14 @@ def test_a_pin_outlives_its_block() -> None:
     tier.close()
 
 
-def test_a_block_evicted_during_a_scan_does_not_come_back(tmp_path: Path) -> None:
-    world, clock = World("disk", tmp_path), Clock()
-    tier = make_tier(world.open(), capacity=2, clock=clock, rescan_s=60.0)
+def test_a_block_evicted_during_a_scan_does_not_come_back() -> None:
+    store, clock = ScriptedStore(), Clock()
+    tier = make_tier(store, capacity=2, clock=clock, rescan_s=60.0)
     put(tier, chain(1, 2))
+    store.scanned.clear()
     clock.now += 60.0
     tier.poll()  # begins the scan
-    deadline = time.monotonic() + DEADLINE_S
-    while not tier._done:
-        assert time.monotonic() < deadline
+    assert store.scanned.wait(DEADLINE_S)
     put(tier, chain(9))
     poll_until(tier, lambda: not tier.is_busy)
     assert tier.digests() == digests(1, 9)
