@@ -1,4 +1,4 @@
-"""Transports: who may write which bytes where is decided above; here the bytes move."""
+"""Transports: they move bytes between pools. Their callers decide who may write which blocks."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""The OpenAI routes: request schema, validation, chat templates, answers and their events."""

@@ -1,0 +1,1 @@
+"""Text to tokens and back: tokenizer, detokenizer, and the encoding of growing chats."""

@@ -1,0 +1,1 @@
+"""Our own workers as a backend: the request flow, the connections to workers, pins, metrics."""

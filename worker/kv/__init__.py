@@ -1,0 +1,1 @@
+"""KV beyond a worker's pool: tiers, reads from peers, offloading, prefetching, pins."""
