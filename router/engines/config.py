@@ -80,6 +80,11 @@ class EngineSpec:
             )
         return key
 
+    def request_headers(self) -> dict[str, str]:
+        """The headers of each request to it. Raises `ConfigError` when the variable of its key is not set."""
+        key = self.api_key()
+        return self.headers | ({"authorization": f"Bearer {key}"} if key else {})
+
 
 @dataclass(frozen=True, slots=True)
 class FleetFile:

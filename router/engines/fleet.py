@@ -12,19 +12,20 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import httpx
 import msgspec
 from zmq.asyncio import Context
 
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.digest import CacheScope, block_digests, root_digest
 from tandem.protocol.errors import ConfigError, ModelNotFound, NoWorker
-from tandem.protocol.messages import Role, WorkerCard, WorkerLoad, WorkerState
+from tandem.protocol.messages import Role, WorkerCard, WorkerState
 from tandem.router.engines.addresses import public_addresses
+from tandem.router.engines.cache_view import digest_root
 from tandem.router.engines.config import EngineSpec, check_fleet
-from tandem.router.engines.engine import RemoteEngine, card_of, digest_root, with_model
-from tandem.router.engines.engine_status import CacheSize, ReportedLoad, parse_cache_size, parse_load, served_model
+from tandem.router.engines.engine import RemoteEngine
 from tandem.router.engines.errors import EngineBusy
+from tandem.router.engines.foreign_load import MeanLengths
+from tandem.router.engines.prober import EngineProber
 from tandem.router.processes.sibling_messages import EngineEntry
 from tandem.router.processes.siblings import PeerRouters, SharedBooking
 from tandem.runtime.background import BackgroundTasks
@@ -39,11 +40,6 @@ from tandem.scheduling.tenants import Tenants
 __all__ = ["EngineDigests", "EngineFleet", "Placed"]
 
 logger = logging.getLogger(__name__)
-
-MAX_FOREIGN_BOOKINGS = 512  # of one engine
-FIRST_GUESS_TOKENS = 256.0  # of a prompt that others sent, until prompts were seen
-MEAN_WEIGHT = 0.05  # of the newest request in the mean lengths
-_HEALTH_PATHS = {"openai": "/v1/models", "vllm": "/health", "sglang": "/health", "llamacpp": "/health"}
 
 
 class EngineDigests:
@@ -108,8 +104,7 @@ class EngineFleet:
         self.siblings.listen(self)
         self.clock = clock
         self.trusted_urls: frozenset[str] = frozenset()  # that the operator named; others may not be on this machine
-        self.mean_prompt_tokens = FIRST_GUESS_TOKENS
-        self.mean_output_tokens = FIRST_GUESS_TOKENS / 2
+        self.lengths = MeanLengths()
         self._placer = Placer(registry, index, costs, config)
         self._engines: dict[str, RemoteEngine] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
@@ -236,7 +231,7 @@ class EngineFleet:
         """Let the next decision see this one, here and at the siblings."""
         now = self.clock()
         for engine in placed.engines:
-            engine.expect_cached(placed.digests, self.index, now)
+            engine.cache.expect(placed.digests, now)
         return self.siblings.reserve(placed.placement.load, placed.digests)
 
     def learn_first_token(
@@ -262,8 +257,7 @@ class EngineFleet:
 
     def note_lengths(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Remember how long prompts and answers are."""
-        self.mean_prompt_tokens += MEAN_WEIGHT * (num_prompt_tokens - self.mean_prompt_tokens)
-        self.mean_output_tokens += MEAN_WEIGHT * (num_output_tokens - self.mean_output_tokens)
+        self.lengths.note(num_prompt_tokens, num_output_tokens)
 
     # -- what siblings see --------------------------------------------------------------------------------------
 
@@ -272,7 +266,7 @@ class EngineFleet:
         now = self.clock()
         for name in dict.fromkeys((load.prefill, load.decode)):
             if (engine := self._engines.get(name)) is not None:
-                engine.expect_cached(digests, self.index, now)
+                engine.cache.expect(digests, now)
 
     def sibling_first_token(self, load: RequestLoad, wait_s: float) -> None:
         """An engine computes our prompts and theirs one after the other, so its pace needs both."""
@@ -337,11 +331,26 @@ class EngineFleet:
 
     def _start(self, spec: EngineSpec) -> RemoteEngine:
         is_trusted = self.engines_config.allow_local_engines or spec.url in self.trusted_urls
-        engine = RemoteEngine(spec, self.engines_config, None if is_trusted else public_addresses)
-        self._engines[spec.name] = engine
-        self._probes[spec.name] = self._background.keep(
-            f"probe of engine {spec.name}", lambda: self._probe_for_ever(engine)
+        engine = RemoteEngine(
+            spec,
+            self.engines_config,
+            registry=self.registry,
+            index=self.index,
+            context=self._context,
+            lengths=self.lengths,
+            resolve=None if is_trusted else public_addresses,
         )
+        prober = EngineProber(
+            engine,
+            self.engines_config,
+            self.registry,
+            worker_timeout_s=self.config.worker_timeout_s,
+            num_ours=lambda: len(engine.running) + self.siblings.num_on(engine.name),
+            check_card=lambda card: self._check_block_size(engine, card),
+            clock=self.clock,
+        )
+        self._engines[spec.name] = engine
+        self._probes[spec.name] = self._background.keep(f"probe of engine {spec.name}", prober.run)
         return engine
 
     async def _drain(self, engine: RemoteEngine) -> None:
@@ -349,7 +358,7 @@ class EngineFleet:
             await engine.is_gone.wait()
             return
         engine.is_removed = True
-        self._set_state(engine, WorkerState.DRAINING, "removed")
+        engine.set_state(WorkerState.DRAINING, "removed")
         try:
             async with asyncio.timeout(self.config.drain_timeout_s):
                 await engine.idle.wait()
@@ -363,125 +372,21 @@ class EngineFleet:
         await asyncio.gather(probe, return_exceptions=True)
         for request in list(engine.running):
             request.abort("it was removed")
-        self._leave(engine, "removed")
+        engine.leave("removed")
         del self._engines[engine.name]
         engine.is_gone.set()
         await engine.close()
 
-    async def _probe_for_ever(self, engine: RemoteEngine) -> None:
-        num_failed, last_good_s = 0, self.clock()
-        while True:
-            try:
-                await self._probe(engine)
-                num_failed, last_good_s = 0, self.clock()
-            except (httpx.HTTPError, LookupError, ValueError, RecursionError) as exc:
-                # Where nobody listens one look is enough; who is slow gets another chance.
-                num_failed += self.engines_config.max_failed_probes if isinstance(exc, httpx.ConnectError) else 1
-                self._on_failed_probe(engine, num_failed, last_good_s, str(exc) or type(exc).__name__)
-            except Exception:
-                logger.exception("probing engine %s failed", engine.name)
-            await asyncio.sleep(self.engines_config.probe_interval_s)
-
-    async def _probe(self, engine: RemoteEngine) -> None:
-        timeout_s = self.engines_config.probe_timeout_s
-        answer = await engine.probe_client.get(_HEALTH_PATHS[engine.spec.kind], timeout_s)
-        if answer.status_code in (401, 403):
-            raise ValueError(f"its health check refused our key ({answer.status_code}); give api_key_env or headers")
-        if answer.status_code != 200:
-            raise ValueError(f"its health check answered {answer.status_code}")
-        num_known = self._num_on(engine)
-        metrics = await self._metrics(engine, timeout_s)
-        if engine.state in (WorkerState.STARTING, WorkerState.DEAD) and not engine.is_removed:
-            await self._join(engine, parse_cache_size(metrics), timeout_s)
-        now = self.clock()
-        engine.expire(self.index, now)
-        load = parse_load(metrics)
-        engine.has_metrics = load is not None
-        self._note_load(engine, load, max(num_known, self._num_on(engine)), now)
-
-    def _num_on(self, engine: RemoteEngine) -> int:
-        """Requests that we and our siblings have there."""
-        return len(engine.running) + self.siblings.num_on(engine.name)
-
-    async def _metrics(self, engine: RemoteEngine, timeout_s: float) -> str:
-        """Its `/metrics`, "" where it has none; asked again in each life."""
-        if not engine.has_metrics and engine.state is WorkerState.READY:
-            return ""
-        answer = await engine.probe_client.get("/metrics", timeout_s)
-        return answer.text if answer.status_code == 200 else ""
-
-    async def _join(self, engine: RemoteEngine, size: CacheSize, timeout_s: float) -> None:
-        answer = await engine.probe_client.get("/v1/models", timeout_s)
-        if answer.status_code != 200:
-            raise ValueError(f"/v1/models answered {answer.status_code}; is its api_key_env right?")
-        model, length = served_model(answer.json(), engine.spec.model)
-        engine.spec = with_model(engine.spec, model)
-        engine.epoch += 1
-        card = card_of(
-            engine.spec, engine.epoch, model_len=length, block_size=size.block_size, num_blocks=size.num_blocks
-        )
-        self._check_block_size(engine, card.block_size)
-        self.registry.add(card, self.clock())
-        engine.join(card, self.index, self._context)
-        self._set_state(engine, WorkerState.READY, "")
-
-    def _check_block_size(self, engine: RemoteEngine, block_size: int) -> None:
-        """One chain of digests is computed for a group. Raises `ValueError` for one that would need another."""
+    def _check_block_size(self, engine: RemoteEngine, card: WorkerCard) -> None:
+        """Raise `ValueError` for a block size unlike its group's: one chain of digests is computed for a group."""
         spec = engine.spec
         for other in self.engines:
-            same = other.card is not None and (other.spec.model, other.spec.group) == (spec.model, spec.group)
-            if same and other is not engine and other.card and other.card.block_size != block_size:
+            same = other.card is not None and (other.spec.model, other.spec.group) == (card.model, spec.group)
+            if same and other is not engine and other.card and other.card.block_size != card.block_size:
                 raise ValueError(
-                    f"block_size={block_size}, but {other.card.block_size} on engine {other.name} of the same group; "
-                    "give one of them a group of its own"
+                    f"block_size={card.block_size}, but {other.card.block_size} on engine {other.name} of the same "
+                    "group; give one of them a group of its own"
                 )
-
-    def _on_failed_probe(self, engine: RemoteEngine, num_failed: int, last_good_s: float, reason: str) -> None:
-        if num_failed < self.engines_config.max_failed_probes:
-            return
-        if engine.state is WorkerState.READY:
-            logger.warning("engine %s is not there: %s", engine.name, reason)
-            self._leave(engine, reason)
-        engine.reason = reason
-        # What waits for its first byte goes elsewhere at once; running answers get as long as our own workers do.
-        is_lost = self.clock() - last_good_s > self.config.worker_timeout_s
-        for request in list(engine.running):
-            if is_lost or not request.has_answer:
-                request.abort(f"it stopped answering ({reason})")
-
-    def _leave(self, engine: RemoteEngine, reason: str) -> None:
-        engine.leave(self.index)
-        self._set_state(engine, WorkerState.DEAD, reason)
-
-    def _set_state(self, engine: RemoteEngine, state: WorkerState, reason: str) -> None:
-        engine.state, engine.reason = state, reason
-        self.registry.set_state(engine.name, state, reason or "answers")
-
-    def _note_load(self, engine: RemoteEngine, load: ReportedLoad | None, num_known: int, now: float) -> None:
-        """Remember what the engine tells, and book what others have put on it as if we had.
-
-        Nobody tells how long their prompts are: they count as ours on average.
-        """
-        card = engine.card
-        if card is None or self.registry.get(engine.name) is None:
-            return
-        load = load or ReportedLoad(0, 0, 0.0)
-        told = WorkerLoad(
-            num_waiting=load.num_waiting,
-            num_running=load.num_running,
-            num_kv_tokens=round(load.kv_usage * card.num_blocks * card.block_size),
-            num_free_blocks=round((1 - load.kv_usage) * card.num_blocks),
-        )
-        self.registry.note_load(engine.name, told, now)
-        num_foreign = max(0, min(load.num_running + load.num_waiting - num_known, MAX_FOREIGN_BOOKINGS))
-        num_prompt, num_kv = round(self.mean_prompt_tokens), round(self.mean_prompt_tokens + self.mean_output_tokens)
-        # Engines serve in order of arrival: those that were there first end first, and the newest wait.
-        while len(engine.foreign) > num_foreign:
-            engine.foreign.pop(0).release()
-        while len(engine.foreign) < num_foreign:
-            engine.foreign.append(self.registry.reserve(RequestLoad(engine.name, engine.name, num_prompt, 0, num_kv)))
-        for booking in engine.foreign[: max(0, num_foreign - load.num_waiting)]:
-            booking.prefill_done()
 
 
 def _room(engine: RemoteEngine) -> int:

@@ -100,7 +100,7 @@ class ClusterView:
             "queued_prompt_tokens": fleet.registry.queued_prompt_tokens,
             "num_requests": sum(len(engine.running) for engine in fleet.engines),
             "num_indexed_blocks": len(fleet.index),
-            "mean_output_tokens": fleet.mean_output_tokens,
+            "mean_output_tokens": fleet.lengths.mean_output_tokens,
             "admission": self._queues.report(),
         }
 

@@ -46,7 +46,7 @@ async def test_the_index_follows_the_engine(fake_a: FakeServer) -> None:
                 await publisher.publish(removed(1), is_lost=True)
             await publisher.publish({"type": "AllBlocksCleared"}, is_lost=True)
             await publisher.publish(stored(0, 1))
-            await until(lambda: router.engine("a").feed.num_gaps == 1)
+            await until(lambda: router.engine("a").cache.num_event_gaps == 1)
             await until(lambda: index.num_blocks("a") == 1)
     finally:
         await publisher.close()

@@ -50,6 +50,7 @@ async def test_load_of_one_is_load_for_all_and_not_foreign(
     fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
 ) -> None:
     fake_a.metrics = "vllm:num_requests_running 1\nvllm:num_requests_waiting 0\n"
+    fake_b.metrics = "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
     async with together(tmp_path, 2, spec_of(fake_a, "a"), spec_of(fake_b, "b")) as (one, two):
         await until(lambda: len(two.engine("a").foreign) == 1)  # which somebody else sent there
         fake_b.headers_pause.clear()
@@ -59,9 +60,8 @@ async def test_load_of_one_is_load_for_all_and_not_foreign(
         assert worker is not None
         assert worker.num_booked_seqs == 1
         fake_b.metrics = "vllm:num_requests_running 1\nvllm:num_requests_waiting 0\n"
-        two.engine("b").has_metrics = True
         await until(lambda: worker.load.num_running == 1)
-        assert two.engine("b").foreign == []
+        assert len(two.engine("b").foreign) == 0
         fake_b.resume()
         assert [(await task).status_code for task in tasks] == [200]
         await until(lambda: two.fleet.siblings.num_on("b") == 0)
@@ -78,13 +78,13 @@ async def test_a_prompt_sent_through_one_is_expected_in_the_cache_by_all(fake_a:
 
 async def test_first_tokens_and_lengths_teach_all(fake_a: FakeServer, tmp_path: Path) -> None:
     async with together(tmp_path, 2, spec_of(fake_a, "a")) as (one, two):
-        before = two.fleet.mean_output_tokens
+        before = two.fleet.lengths.mean_output_tokens
         for number in range(12):
             await running(one, prompt=f"{number}" + "x" * 4000, max_tokens=8)
         model = two.fleet.costs.steps("vllm fake-model")
         await until(lambda: model.num_measurements >= 1)
-        assert one.fleet.mean_output_tokens < before
-        await until(lambda: two.fleet.mean_output_tokens == pytest.approx(one.fleet.mean_output_tokens))
+        assert one.fleet.lengths.mean_output_tokens < before
+        await until(lambda: two.fleet.lengths.mean_output_tokens == pytest.approx(one.fleet.lengths.mean_output_tokens))
 
 
 async def test_metrics_pools_and_decisions_are_of_all(fake_a: FakeServer, tmp_path: Path) -> None:

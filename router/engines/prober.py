@@ -1,0 +1,128 @@
+"""Probes of one engine: whether it is there, which model it serves, and how much work it has.
+
+Each probe asks for the engine's health, its metrics, and, when it joins, its models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import httpx
+
+from tandem.protocol.config import ExternalEnginesConfig
+from tandem.protocol.messages import WorkerCard, WorkerLoad, WorkerState
+from tandem.router.engines.engine import RemoteEngine
+from tandem.router.engines.engine_status import CacheSize, ReportedLoad, parse_cache_size, parse_load, served_model
+from tandem.scheduling.registry import Registry
+
+__all__ = ["EngineProber"]
+
+logger = logging.getLogger(__name__)
+
+_HEALTH_PATHS = {"openai": "/v1/models", "vllm": "/health", "sglang": "/health", "llamacpp": "/health"}
+
+
+class EngineProber:
+    """Probes one engine until its task is cancelled, and changes the engine's state by what it finds."""
+
+    def __init__(
+        self,
+        engine: RemoteEngine,
+        config: ExternalEnginesConfig,
+        registry: Registry,
+        *,
+        worker_timeout_s: float,
+        num_ours: Callable[[], int],
+        check_card: Callable[[WorkerCard], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """`num_ours` counts the requests of this router on the engine, in all of its processes.
+
+        `check_card` raises `ValueError` for a card that the engine cannot join with.
+        """
+        self._engine = engine
+        self._config = config
+        self._registry = registry
+        self._worker_timeout_s = worker_timeout_s
+        self._num_ours = num_ours
+        self._check_card = check_card
+        self._clock = clock
+        self._has_metrics = True
+        self._num_failed = 0  # in a row
+        self._last_good_s = clock()
+
+    async def run(self) -> None:
+        """Probe until cancelled."""
+        while True:
+            try:
+                await self._probe()
+                self._num_failed, self._last_good_s = 0, self._clock()
+            except (httpx.HTTPError, LookupError, ValueError, RecursionError) as exc:
+                # Where nobody listens one failure is enough; a slow engine gets another chance.
+                self._num_failed += self._config.max_failed_probes if isinstance(exc, httpx.ConnectError) else 1
+                self._on_failure(str(exc) or type(exc).__name__)
+            await asyncio.sleep(self._config.probe_interval_s)
+
+    async def _probe(self) -> None:
+        engine, timeout_s = self._engine, self._config.probe_timeout_s
+        health = await engine.probe_client.get(_HEALTH_PATHS[engine.spec.kind], timeout_s)
+        if health.status_code in (401, 403):
+            raise ValueError(f"its health check refused our key ({health.status_code}); give api_key_env or headers")
+        if health.status_code != 200:
+            raise ValueError(f"its health check answered {health.status_code}")
+        num_ours_before = self._num_ours()
+        metrics = await self._metrics()
+        if engine.state in (WorkerState.STARTING, WorkerState.DEAD) and not engine.is_removed:
+            await self._join(parse_cache_size(metrics))
+        now = self._clock()
+        engine.cache.expire(now)
+        load = parse_load(metrics)
+        self._has_metrics = load is not None
+        # Requests that ended or came while the engine answered are not foreign.
+        self._note_load(load or ReportedLoad(0, 0, 0.0), max(num_ours_before, self._num_ours()), now)
+
+    async def _metrics(self) -> str:
+        """The text of its `/metrics`, "" if it has none. An engine without is asked again when it joins."""
+        if not self._has_metrics and self._engine.state is WorkerState.READY:
+            return ""
+        answer = await self._engine.probe_client.get("/metrics", self._config.probe_timeout_s)
+        return answer.text if answer.status_code == 200 else ""
+
+    async def _join(self, size: CacheSize) -> None:
+        engine = self._engine
+        answer = await engine.probe_client.get("/v1/models", self._config.probe_timeout_s)
+        if answer.status_code != 200:
+            raise ValueError(f"/v1/models answered {answer.status_code}; is its api_key_env right?")
+        card = engine.next_card(*served_model(answer.json(), engine.spec.model), size)
+        self._check_card(card)
+        engine.join(card, self._clock())
+
+    def _note_load(self, load: ReportedLoad, num_ours: int, now: float) -> None:
+        """Tell the registry what the engine reports, and book what others have put on it."""
+        engine, card = self._engine, self._engine.card
+        if card is None or self._registry.get(engine.name) is None:
+            return
+        reported = WorkerLoad(
+            num_waiting=load.num_waiting,
+            num_running=load.num_running,
+            num_kv_tokens=round(load.kv_usage * card.num_blocks * card.block_size),
+            num_free_blocks=round((1 - load.kv_usage) * card.num_blocks),
+        )
+        self._registry.note_load(engine.name, reported, now)
+        engine.foreign.update(load.num_running + load.num_waiting - num_ours, load.num_waiting)
+
+    def _on_failure(self, reason: str) -> None:
+        if self._num_failed < self._config.max_failed_probes:
+            return
+        engine = self._engine
+        if engine.state is WorkerState.READY:
+            logger.warning("engine %s is not there: %s", engine.name, reason)
+            engine.leave(reason)
+        engine.reason = reason
+        # Requests without a first byte go elsewhere at once; running answers get as long as those of our own workers.
+        is_lost = self._clock() - self._last_good_s > self._worker_timeout_s
+        for request in list(engine.running):
+            if is_lost or not request.has_answer:
+                request.abort(f"it stopped answering ({reason})")
