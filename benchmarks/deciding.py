@@ -170,7 +170,9 @@ async def _asked(backend: Backend, num_tokens: int, step_ms: int, seed: int) -> 
     async def ask() -> None:
         for request in requests:
             async with aclosing(backend.serve(request)) as deltas:
-                found = sum([len(delta.token_ids) async for delta in deltas])
+                found = 0
+                while batch := await deltas.take():
+                    found += sum(len(delta.token_ids) for delta in batch)
             assert found == num_tokens, f"{found} tokens, not {num_tokens}"
 
     clients = [asyncio.create_task(ask()) for _ in range(_CONCURRENCY)]

@@ -1,148 +1,199 @@
-"""What comes one after the other for one reader, who waits for it or has it handed over as it comes."""
+"""Single-consumer streams: items are pushed to the reader's callback as they arrive.
+
+A token is pushed all the way, `DeltaQueue` -> `QueueStream` -> text -> event -> connection, in the callback
+of the event loop that delivers it. To wake the reader's task for it would cost as much as everything else done with it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import AsyncGenerator, Callable
-from typing import Generic, Self, TypeVar
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
-from tandem.router.inbox import Inbox
+from tandem.router.callback_scheduler import CallbackScheduler
+from tandem.runtime.idle_timeout import IdleTimeout
 
-__all__ = ["GeneratorStream", "InboxStream", "Stream"]
+__all__ = ["DeltaQueue", "QueueStream", "Stream"]
 
 T = TypeVar("T")
 I = TypeVar("I")  # noqa: E741
 
 
-class Stream(ABC, Generic[T]):
-    """Items up to a last one, or an error. Whoever gets one closes it by `aclose`, on every path."""
-
-    def __aiter__(self) -> Self:
-        """It can be read once."""
-        return self
-
+class _Readable(ABC, Generic[T]):
     @abstractmethod
-    async def __anext__(self) -> T:
-        """The next item, in the reader's task."""
+    async def read_into(self, sink: Callable[[list[T]], bool]) -> bool:
+        """Pass items to `sink` as they arrive, until it returns False or the last was passed; return whether it was.
+
+        `sink` gets at least one item, and all that arrived together. It runs in the callback that delivers them, or in
+        this task if they are there already. What it raises is raised here.
+        """
+
+    async def take(self) -> list[T]:
+        """Return the next items, or an empty list at the end: for a reader that needs them in its task."""
+        taken: list[T] = []
+
+        def sink(items: list[T]) -> bool:
+            taken.extend(items)
+            return False
+
+        await self.read_into(sink)
+        return taken
+
+
+class Stream(_Readable[T]):
+    """Items up to an end, or an error after them. Its reader closes it by `aclose`, on every path."""
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Give up what has not come. May be called again."""
+        """Give up the items that have not arrived. May be called again."""
 
-    async def pour(self, into: Callable[[T], bool]) -> bool:
-        """Give `into` each item, until it returns False or the last was given. Returns whether that was so.
 
-        Where it can be, `into` is called by what brings the item: to wake the reader's task for it would cost as much
-        as all else that is done with a token. What it raises comes out here.
-        """
-        async for item in self:
-            if not into(item):
-                return False
+class DeltaQueue(_Readable[T]):
+    """Queue of items for one reader, up to an end or an error. `asyncio.Queue` costs three times as much.
+
+    With a scheduler it delivers by itself: the first item in the next iteration of the event loop, later ones when the
+    scheduler gets to them. Without one, the writer calls `deliver` after its last `put`.
+    """
+
+    def __init__(self, scheduler: CallbackScheduler | None = None) -> None:
+        self.is_complete = False  # no more items will follow
+        self._items: list[T] = []
+        self._error: Exception | None = None  # follows the items
+        self._sink: Callable[[list[T]], bool] | None = None
+        self._idle: IdleTimeout | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._scheduler = scheduler
+        self._is_first = True
+        self._is_scheduled = False
+
+    @property
+    def num_items(self) -> int:
+        """Items that the reader has not taken."""
+        return len(self._items)
+
+    def put(self, item: T) -> None:
+        """Add an item."""
+        self._items.append(item)
+        if self._scheduler is not None and not self._is_scheduled:
+            self._schedule(self._scheduler)
+
+    def fail(self, error: Exception) -> None:
+        """Raise this error to the reader after the items, unless the queue is complete or has failed."""
+        if self._error is not None or self.is_complete:
+            return
+        self._error = error
+        if self._scheduler is None:
+            self.deliver()
+        elif not self._is_scheduled:
+            self._schedule(self._scheduler)
+
+    async def read_into(self, sink: Callable[[list[T]], bool], idle: IdleTimeout | None = None) -> bool:
+        """As above. `idle` runs while the reader waits, anew from each delivery."""
+        self._sink, self._idle = sink, idle
+        try:
+            while self._push():  # NOTE: again after each wait; more may have arrived before this task ran
+                if self.is_complete:
+                    return True
+                if idle is not None:
+                    idle.begin()
+                await self._arrival()
+            return False
+        finally:
+            self._sink = self._idle = None
+            if idle is not None:
+                idle.end()
+
+    def deliver(self) -> bool:
+        """Push what has arrived to the reader. Returns whether it waited for anything."""
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return False
+        try:
+            is_waiting = self._push() and not self.is_complete and self._error is None
+        except Exception as exc:  # of the sink: for its task, not for the writer
+            if not waiter.done():  # a future does not take a StopIteration
+                waiter.set_exception(RuntimeError(repr(exc)) if isinstance(exc, StopIteration) else exc)
+            return True
+        if not is_waiting and not waiter.done():
+            waiter.set_result(None)
         return True
 
+    def _schedule(self, scheduler: CallbackScheduler) -> None:
+        self._is_scheduled = True
+        if self._is_first:
+            self._is_first = False
+            asyncio.get_running_loop().call_soon(self._on_schedule)
+        else:
+            scheduler.add(self._on_schedule)
 
-class GeneratorStream(Stream[T]):
-    """What a generator yields."""
+    def _on_schedule(self) -> bool:
+        self._is_scheduled = False
+        return (bool(self._items) or self._error is not None) and self.deliver()
 
-    def __init__(self, generator: AsyncGenerator[T, None]) -> None:
-        self._generator = generator
+    def _push(self) -> bool:
+        """Pass the items to the sink; return whether it takes more."""
+        if self._items and self._sink is not None:
+            if self._idle is not None:
+                self._idle.begin()
+            if not self._sink(self._take_all()):
+                self._sink = None
+        return self._sink is not None
 
-    async def __anext__(self) -> T:
-        return await anext(self._generator)
+    def _take_all(self) -> list[T]:
+        items, self._items = self._items, []
+        return items
 
-    async def aclose(self) -> None:
-        """Close the generator."""
-        await self._generator.aclose()
+    def _arrival(self) -> asyncio.Future[None]:
+        """Return a future that the next `deliver` resolves. Raises the error if there is one."""
+        if self._error is not None:
+            raise self._error
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
 
 
-class InboxStream(Stream[T], Generic[I, T]):
-    """What is made of the items of an inbox. An error, or being read to the end, closes it."""
+class QueueStream(Stream[T], Generic[I, T]):
+    """A stream converted from the items of a queue. It closes at its end and on any error."""
 
-    def __init__(self, inbox: Inbox[I]) -> None:
-        self._inbox = inbox
-        self._due: deque[T] = deque()  # made, and not given to the reader yet
-        self._error: Exception | None = None  # comes after these
-        self._has_ended = False  # so does nothing
+    def __init__(self, queue: DeltaQueue[I]) -> None:
+        self._queue = queue
+        self._idle: IdleTimeout | None = None
         self._has_begun = False
+        self._has_ended = False
 
-    async def __anext__(self) -> T:
-        try:
-            await self._begin_once()
-            while not self._due:
-                if not self._is_more():
-                    raise StopAsyncIteration
-                self._begin_wait()
-                items = await self._inbox.take()
-                self._end_wait()
-                self._make(items)
-            return self._due.popleft()
-        except BaseException:
-            self._has_ended = True
-            self.close()
-            raise
+    async def read_into(self, sink: Callable[[list[T]], bool]) -> bool:
+        """As above. The first call begins the stream."""
 
-    async def pour(self, into: Callable[[T], bool]) -> bool:
-        """As said above: `into` is called in the inbox's turn."""
-
-        def take(items: list[I]) -> bool:
-            self._begin_wait()
-            self._make(items)
-            return self._give(into)
+        def convert(items: list[I]) -> bool:
+            converted = self._convert(items)
+            return (not converted or sink(converted)) and not self._has_ended
 
         try:
-            await self._begin_once()
-            if self._give(into):
-                self._begin_wait()
-                await self._inbox.pour(take)
-                self._end_wait()
-            is_over = self._has_ended and self._error is None and not self._due
-            if is_over:
-                self.close()
-            return is_over  # NOTE: an error behind what the reader has taken is for the next call
-        except BaseException:
-            self._has_ended = True
-            self.close()
+            if not self._has_begun and not self._has_ended:
+                self._has_begun = True
+                await self._begin()
+            if not self._has_ended:
+                await self._queue.read_into(convert, self._idle)
+        except BaseException:  # a cancelled reader too must leave nothing running
+            await self.aclose()
             raise
+        if self._has_ended:
+            self.close()
+        return self._has_ended
 
     async def aclose(self) -> None:
-        """Give it all back."""
+        """End the stream and give everything back."""
         self._has_ended = True
-        self._due.clear()
         self.close()
 
     @abstractmethod
     async def _begin(self) -> None:
-        """Have the inbox filled."""
+        """Start whatever fills the queue."""
 
     @abstractmethod
-    def _make(self, items: list[I]) -> None:
-        """Make what is due of these, and note an error or the end."""
+    def _convert(self, items: list[I]) -> list[T]:
+        """Return what the reader gets for these items, maybe nothing. Sets `_has_ended` with the last."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what this has. May be called again, and before it has begun."""
-
-    def _begin_wait(self) -> None:
-        """Something has to come from now on."""
-
-    def _end_wait(self) -> None:
-        """Nothing has to come for a while: nobody waits for it."""
-
-    async def _begin_once(self) -> None:
-        if not self._has_begun and not self._has_ended:
-            self._has_begun = True
-            await self._begin()
-
-    def _give(self, into: Callable[[T], bool]) -> bool:
-        """Give what is due; whether more may be given."""
-        while self._due:
-            if not into(self._due.popleft()):
-                return False
-        return self._is_more()
-
-    def _is_more(self) -> bool:
-        """Whether something can come behind what is due. Raises the error that does."""
-        if self._error is not None:
-            raise self._error
-        return not self._has_ended
+        """Give back what the stream holds. May be called again, and before it has begun."""

@@ -83,10 +83,8 @@ class StreamRelay:
                 await writer.drained()
                 if self._failure is not None:
                     raise self._failure
-                idle.begin()
                 with engine_errors(self._engine):
-                    has_ended = await self._reply.pour(partial(self._on_parts, writer, idle))
-                idle.end()
+                    has_ended = await self._reply.read_into(partial(self._on_parts, writer), idle)
                 if has_ended:
                     raise self._ended_early()
             return self._last
@@ -135,9 +133,8 @@ class StreamRelay:
         self._observer.saw_usage(usage, is_total=not event.has_choices)
         return event if event.has_choices or self._shows_usage else None
 
-    def _on_parts(self, writer: ResponseWriter, idle: IdleTimeout, parts: list[bytes]) -> bool:
+    def _on_parts(self, writer: ResponseWriter, parts: list[bytes]) -> bool:
         """Forward what one read brought. Returns whether more may follow at once."""
-        idle.begin()
         return self._forward(writer, self._complete_events(b"".join(parts)))
 
     def _forward(self, writer: ResponseWriter, events: bytes) -> bool:

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from tandem.router.arrivals import Arrivals
 from tandem.router.engines.addresses import Resolve
+from tandem.router.streams import DeltaQueue
 
 __all__ = ["AnswerTooLarge", "Reply", "Unreachable", "Upstream"]
 
@@ -132,7 +132,7 @@ class Upstream:
             self._idle.remove(connection)
 
 
-class Reply(Arrivals[bytes]):
+class Reply(DeltaQueue[bytes]):
     """One answer: parts of its body. It ends whole, or with an `OSError` from whatever waits for it."""
 
     def __init__(self, connection: _Connection) -> None:
@@ -172,7 +172,7 @@ class Reply(Arrivals[bytes]):
 
     def add(self, data: bytes) -> None:
         """A part of the body came."""
-        self._items.append(data)
+        self.put(data)
         self._num_unread_bytes += len(data)
         if self._num_unread_bytes > _MAX_UNREAD_BYTES:
             self._connection.pause_reading()
@@ -252,7 +252,7 @@ class _Connection(asyncio.Protocol):
         if self._num_barren_bytes > MAX_HEADER_BYTES:
             reply.fail(ConnectionError(f"its header is larger than {MAX_HEADER_BYTES} bytes"))
             self.close()
-        reply.wake()
+        reply.deliver()
         if self._lingering is not None and reply.is_complete:
             self._stop_lingering()
             self.end(reply, is_ending=False)
@@ -267,7 +267,7 @@ class _Connection(asyncio.Protocol):
         is_open_ended = not {"content-length", "transfer-encoding"} & reply.headers.keys()
         if exc is None and reply.status and is_open_ended:
             reply.is_complete = True  # without a length the end of the connection ends it
-            reply.wake()
+            reply.deliver()
         else:
             reply.fail(exc if isinstance(exc, OSError) else ConnectionResetError("the engine closed the connection"))
 

@@ -71,8 +71,8 @@ async def answer_request(
     try:
         if answer.is_stream:
             async with cancel_on_disconnect(request.receive):
-                first = await anext(deltas)
-            headers |= STREAM_HEADERS | _explanation(first.decision)
+                first = await deltas.take()
+            headers |= STREAM_HEADERS | _explanation(first[0].decision)
             return EventStream(answer, first, deltas, metrics, headers)
         async with cancel_on_disconnect(request.receive):
             body, decision = await _collect(answer, deltas)
@@ -94,7 +94,7 @@ class EventStream(Response):
     def __init__(
         self,
         answer: Answer,
-        first: ChoiceDelta,
+        first: list[ChoiceDelta],
         deltas: Stream[ChoiceDelta],
         metrics: EdgeMetrics,
         headers: dict[str, str],
@@ -136,18 +136,18 @@ class EventStream(Response):
         await outlet.end(last)
 
     async def _send_deltas(self, outlet: ResponseWriter) -> bytes:
-        """Send what comes, each delta in one piece; the end, which is still to be sent."""
+        """Send the deltas; return the last events, which are still to be sent."""
         chunks = _Chunks(self._answer)
 
-        def show(delta: ChoiceDelta) -> bool:
-            events = chunks.of(delta)
+        def show(deltas: list[ChoiceDelta]) -> bool:
+            events = b"".join([chunks.of(delta) for delta in deltas])
             return not events or outlet.show(events)
 
         show(self._first)
         has_ended = False
         while not has_ended:
             await outlet.drained()
-            has_ended = await self._deltas.pour(show)
+            has_ended = await self._deltas.read_into(show)
         return chunks.ending()
 
     def _error_event(self, body: dict[str, Any]) -> bytes:
@@ -166,15 +166,16 @@ async def _collect(answer: Answer, deltas: Stream[ChoiceDelta]) -> tuple[dict[st
     choices = [FinishedChoice(plan.index) for plan in answer.choices]
     usage = Usage(answer.num_prompt_tokens)
 
-    def add(delta: ChoiceDelta) -> bool:
+    def add(deltas: list[ChoiceDelta]) -> bool:
         nonlocal decision
-        choices[delta.index].add(delta)
-        usage.add(delta)
-        decision = decision or delta.decision
+        for delta in deltas:
+            choices[delta.index].add(delta)
+            usage.add(delta)
+            decision = decision or delta.decision
         return True
 
     async with aclosing(deltas):
-        await deltas.pour(add)
+        await deltas.read_into(add)
 
     def shown() -> list[dict[str, Any]]:
         return [answer.format.whole(choice) for choice in choices]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import FinishReason, TokenLogprobs
 from tandem.router.backend import Backend, GenerateRequest, TokenDelta
 from tandem.router.http.metrics import RequestClock
-from tandem.router.streams import GeneratorStream, Stream
+from tandem.router.streams import DeltaQueue, Stream
 from tandem.router.text.detokenizer import StopMatcher, StopStrings
 from tandem.router.text.tokenizer import Tokenizer
 
@@ -160,29 +160,17 @@ class ChoiceText:
 def run_choices(
     backend: Backend, plans: Sequence[ChoicePlan], tokenizer: Tokenizer, new_clock: Callable[[], RequestClock]
 ) -> Stream[ChoiceDelta]:
-    """Deltas of all choices as they come, each choice ending with a `finish_reason`.
+    """Stream the deltas of all choices as they arrive, each choice ending with a `finish_reason`.
 
-    Siblings start once the first one has its first token, so that they find its prompt cached. Closing the stream
-    cancels every choice; the first error of any ends all.
+    Siblings start after the first token of the first one, so that they find its prompt cached. Closing the stream
+    cancels every choice; the first error of any choice ends all.
     """
-    if len(plans) == 1:
-        return _choice(backend, plans[0], tokenizer, new_clock())
-    return GeneratorStream(_run_many(backend, plans, tokenizer, new_clock))
-
-
-def _choice(backend: Backend, plan: ChoicePlan, tokenizer: Tokenizer, clock: RequestClock) -> Stream[ChoiceDelta]:
-    if plan.request.sampling.max_tokens == 0:
-        return GeneratorStream(_no_tokens(plan))
-    return _Choice(backend, plan, tokenizer, clock)
-
-
-async def _no_tokens(plan: ChoicePlan) -> AsyncGenerator[ChoiceDelta, None]:
-    """The prompt is to be repeated, and nothing more."""
-    yield ChoiceDelta(plan.index, "", 0, finish_reason="length")
+    choices = [_Choice(backend, plan, tokenizer, new_clock()) for plan in plans]
+    return choices[0] if len(choices) == 1 else _Choices(plans, choices)
 
 
 class _Choice(Stream[ChoiceDelta]):
-    """One choice, up to its `finish_reason`. Nothing is asked of the backend before it is read."""
+    """One choice, up to its `finish_reason`. The backend is asked when it is first read."""
 
     def __init__(self, backend: Backend, plan: ChoicePlan, tokenizer: Tokenizer, clock: RequestClock) -> None:
         self._backend = backend
@@ -192,18 +180,17 @@ class _Choice(Stream[ChoiceDelta]):
         self._deltas: Stream[TokenDelta] | None = None
         self._has_ended = False
 
-    async def __anext__(self) -> ChoiceDelta:
-        if self._has_ended:
-            raise StopAsyncIteration
-        try:
-            return self._seen(await anext(self._opened()))
-        except StopAsyncIteration:
-            raise WorkerError(NO_REASON) from None
+    async def read_into(self, sink: Callable[[list[ChoiceDelta]], bool]) -> bool:
+        """As for any stream."""
 
-    async def pour(self, into: Callable[[ChoiceDelta], bool]) -> bool:
-        """As the backend's stream does."""
-        if not self._has_ended:
-            is_over = await self._opened().pour(lambda delta: into(self._seen(delta)) and not self._has_ended)
+        def convert(deltas: list[TokenDelta]) -> bool:
+            return sink(self._converted(deltas)) and not self._has_ended
+
+        if self._plan.request.sampling.max_tokens == 0 and not self._has_ended:  # the prompt is echoed, nothing more
+            self._has_ended = True
+            sink([ChoiceDelta(self._plan.index, "", 0, finish_reason="length")])
+        elif not self._has_ended:
+            is_over = await self._open().read_into(convert)
             if is_over and not self._has_ended:
                 raise WorkerError(NO_REASON)
         if self._has_ended:
@@ -211,73 +198,97 @@ class _Choice(Stream[ChoiceDelta]):
         return self._has_ended
 
     async def aclose(self) -> None:
-        """Cancel what still runs of it."""
+        """Cancel the choice if it still runs."""
         self._has_ended = True
         deltas, self._deltas = self._deltas, None
         if deltas is not None:
             self._clock.stop()
             await deltas.aclose()
 
-    def _opened(self) -> Stream[TokenDelta]:
+    def _open(self) -> Stream[TokenDelta]:
         if self._deltas is None:
             self._deltas = self._backend.serve(self._plan.request)
             self._clock.start()
         return self._deltas
 
-    def _seen(self, delta: TokenDelta) -> ChoiceDelta:
-        result = self._text.push(delta)
-        result.decision = delta.decision
-        self._clock.record(result.num_tokens, result.num_cached_tokens)
-        self._has_ended = result.finish_reason is not None
-        return result
+    def _converted(self, deltas: list[TokenDelta]) -> list[ChoiceDelta]:
+        converted: list[ChoiceDelta] = []
+        for delta in deltas:
+            result = self._text.push(delta)
+            result.decision = delta.decision
+            self._clock.record(result.num_tokens, result.num_cached_tokens)
+            converted.append(result)
+            if result.finish_reason is not None:  # maybe by a stop string: the backend would go on
+                self._has_ended = True
+                break
+        return converted
 
 
-async def _run_many(
-    backend: Backend, plans: Sequence[ChoicePlan], tokenizer: Tokenizer, new_clock: Callable[[], RequestClock]
-) -> AsyncGenerator[ChoiceDelta, None]:
-    queue: asyncio.Queue[ChoiceDelta | Exception] = asyncio.Queue(QUEUED_DELTAS)
-    tasks: list[asyncio.Task[None]] = []
-    turns = asyncio.Lock()
-    started = asyncio.Event()
-    for plan in plans:
-        if plan.is_first_sibling:
-            started = asyncio.Event()
-        choice = _choice(backend, plan, tokenizer, new_clock())
-        wait_for = None if plan.is_first_sibling else started
-        tasks.append(asyncio.create_task(_pump(choice, wait_for, started, turns, queue)))
-    num_open = len(plans)
-    try:
-        while num_open:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            num_open -= item.finish_reason is not None
-            yield item
-    finally:
-        for task in tasks:
+class _Choices(Stream[ChoiceDelta]):
+    """Several choices, each read by a task of its own."""
+
+    def __init__(self, plans: Sequence[ChoicePlan], choices: Sequence[_Choice]) -> None:
+        self._plans = plans
+        self._choices = choices
+        self._num_open = len(choices)
+        self._queue: DeltaQueue[ChoiceDelta] = DeltaQueue()
+        self._has_room = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def read_into(self, sink: Callable[[list[ChoiceDelta]], bool]) -> bool:
+        """As for any stream."""
+
+        def pass_on(deltas: list[ChoiceDelta]) -> bool:
+            self._has_room.set()
+            self._num_open -= sum(delta.finish_reason is not None for delta in deltas)
+            return sink(deltas) and self._num_open > 0
+
+        if not self._tasks:
+            self._start()
+        if self._num_open:
+            await self._queue.read_into(pass_on)
+        return not self._num_open
+
+    async def aclose(self) -> None:
+        """Cancel the choices that still run."""
+        self._num_open = 0
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def _start(self) -> None:
+        starting = asyncio.Lock()
+        first_token = asyncio.Event()
+        for plan, choice in zip(self._plans, self._choices, strict=True):
+            if plan.is_first_sibling:
+                first_token = asyncio.Event()
+            run = self._run(choice, starting, first_token, is_first=plan.is_first_sibling)
+            self._tasks.append(asyncio.create_task(run))
 
-async def _pump(
-    choice: Stream[ChoiceDelta],
-    wait_for: asyncio.Event | None,
-    started: asyncio.Event,
-    turns: asyncio.Lock,
-    queue: asyncio.Queue[ChoiceDelta | Exception],
-) -> None:
-    """Run one of several choices into the queue they share, and set `started` at its first token."""
-    try:
-        if wait_for is not None:
-            await wait_for.wait()
-        async with turns:  # each begins in a turn of the event loop: to place 2,048 at once would stop it for a second
-            await asyncio.sleep(0)
-        async with aclosing(choice) as deltas:
-            async for delta in deltas:
+    async def _run(
+        self, choice: _Choice, starting: asyncio.Lock, first_token: asyncio.Event, *, is_first: bool
+    ) -> None:
+        """Read one choice into the queue. The first sibling sets `first_token`, and the others wait for it."""
+
+        def put(deltas: list[ChoiceDelta]) -> bool:
+            for delta in deltas:
+                self._queue.put(delta)
                 if delta.num_tokens:
-                    started.set()
-                await queue.put(delta)
-    except Exception as exc:  # raised again by the reader of the queue
-        await queue.put(exc)
-    finally:
-        started.set()  # a first sibling that ends without a token must not leave the others waiting
+                    first_token.set()
+            self._queue.deliver()
+            return self._queue.num_items < QUEUED_DELTAS
+
+        try:
+            if not is_first:
+                await first_token.wait()
+            async with starting:  # one per iteration of the event loop: placing 2,048 at once would take a second
+                await asyncio.sleep(0)
+            async with aclosing(choice):
+                while not await choice.read_into(put):
+                    while self._queue.num_items >= QUEUED_DELTAS:
+                        self._has_room.clear()
+                        await self._has_room.wait()
+        except Exception as exc:  # raised again by the reader of the queue
+            self._queue.fail(exc)
+        finally:
+            first_token.set()  # also after a first sibling that ended without a token

@@ -98,8 +98,6 @@ class Readiness:
     async def _generate(self, request: GenerateRequest) -> int:
         num_tokens = 0
         async with aclosing(self._backend.serve(request)) as deltas:
-            async for delta in deltas:
-                num_tokens += len(delta.token_ids)
-                if delta.finish_reason is not None:
-                    break
+            while batch := await deltas.take():
+                num_tokens += sum(len(delta.token_ids) for delta in batch)
         return num_tokens

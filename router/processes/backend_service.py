@@ -160,12 +160,13 @@ class _Generation:
     async def run(self) -> None:
         """Generate it."""
 
-        def put(delta: TokenDelta) -> bool:
-            self._put(delta)
+        def put(deltas: list[TokenDelta]) -> bool:
+            for delta in deltas:
+                self._put(delta)
             return True
 
         async with aclosing(self._backend.serve(self._request)) as deltas:
-            await deltas.pour(put)
+            await deltas.read_into(put)
 
     def note(self, note: None) -> None:
         """Edge processes have nothing to tell about a generation."""

@@ -10,14 +10,12 @@ from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import ServingError
 from tandem.protocol.messages import Prefetch
 from tandem.router.backend import GenerateRequest, PinRequest, PinState, TokenDelta
-from tandem.router.inbox import CallbackScheduler, Inbox
+from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.processes import backend_service as service
 from tandem.router.processes.hub_client import HubClient
-from tandem.router.streams import InboxStream, Stream
+from tandem.router.streams import DeltaQueue, QueueStream, Stream
 
 __all__ = ["RemoteBackend"]
-
-_Item = TokenDelta | ServingError
 
 
 class RemoteBackend:
@@ -30,7 +28,7 @@ class RemoteBackend:
         self, endpoint: str, edge_id: str, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._status: service.Status | None = None
-        self._turns = CallbackScheduler()
+        self._scheduler = CallbackScheduler()
         self._hub = HubClient(endpoint, edge_id, service.WIRE_FORMAT, self._on_news, timeout_s=timeout_s, clock=clock)
 
     async def start(self) -> None:
@@ -65,7 +63,7 @@ class RemoteBackend:
 
     def serve(self, request: GenerateRequest) -> Stream[TokenDelta]:
         """Generate, ending with a delta that has a `finish_reason`. The stream raises a `ServingError`."""
-        return _RemoteStream(self._hub, request, Inbox(self._turns))
+        return _RemoteStream(self._hub, request, DeltaQueue(self._scheduler))
 
     async def explain(self, request: GenerateRequest) -> dict[str, Any]:
         """What would be decided for this request now, as JSON. Raises a `ServingError`."""
@@ -118,31 +116,31 @@ class RemoteBackend:
         self._status = status
 
 
-class _RemoteStream(InboxStream[_Item, TokenDelta]):
+class _RemoteStream(QueueStream[TokenDelta, TokenDelta]):
     """One request that the hub serves."""
 
-    def __init__(self, hub: HubClient, request: GenerateRequest, inbox: Inbox[_Item]) -> None:
-        super().__init__(inbox)
+    def __init__(self, hub: HubClient, request: GenerateRequest, queue: DeltaQueue[TokenDelta]) -> None:
+        super().__init__(queue)
         self._hub = hub
         self._request = request
         self._call: int | None = None
-        self._is_over = False  # its last delta has come
+        self._is_complete = False  # the last delta has arrived
 
     def close(self) -> None:
-        """Expect nothing more; the hub is told unless it knows."""
+        """Expect nothing more; tell the hub unless it has ended the call."""
         call, self._call = self._call, None
         if call is not None:
-            self._hub.close_call(call, is_over=self._is_over)
+            self._hub.close_call(call, is_over=self._is_complete)
 
     async def _begin(self) -> None:
-        self._call = self._hub.open(self._request, self._inbox.put)
+        self._call = self._hub.open(self._request, self._receive)
 
-    def _make(self, items: list[_Item]) -> None:
-        for item in items:
-            if isinstance(item, ServingError):
-                self._error = item
-                return
-            self._due.append(item)
-            if item.finish_reason is not None:
-                self._has_ended = self._is_over = True
-                return
+    def _receive(self, item: TokenDelta | ServingError) -> None:
+        if isinstance(item, ServingError):
+            self._queue.fail(item)
+        else:
+            self._queue.put(item)
+
+    def _convert(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
+        self._has_ended = self._is_complete = deltas[-1].finish_reason is not None
+        return deltas

@@ -12,7 +12,6 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -61,7 +60,7 @@ from tandem.protocol.messages import (
     encode_message,
     holder_name,
 )
-from tandem.router.inbox import Inbox
+from tandem.router.streams import DeltaQueue
 from tandem.runtime.background import BackgroundTasks
 from tandem.runtime.curve import KeyPair, connect_to_worker, make_keys
 from tandem.runtime.dropped import DroppedMessages, DropReason
@@ -71,7 +70,7 @@ from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Registry
 
-__all__ = ["Leg", "LegEvent", "WorkerClient"]
+__all__ = ["Leg", "WorkerClient"]
 
 logger = logging.getLogger(__name__)
 
@@ -94,20 +93,14 @@ _ERRORS: dict[str | None, type[ServingError]] = {
 _ERRORS[INVALID_REQUEST] = RequestError
 
 
-class LegEvent(NamedTuple):
-    """News from one leg: tokens, or the error that ended it."""
-
-    leg: Leg
-    item: SequenceDelta | ServingError
-
-
 class Leg:
     """One worker's part in a request. It is open until it finished, failed, or was closed or cancelled here."""
 
-    def __init__(self, link: _Link, request_id: str, inbox: Inbox[LegEvent]) -> None:
+    def __init__(self, link: _Link, request_id: str, queue: DeltaQueue[SequenceDelta]) -> None:
+        self.has_delivered = False  # whether the worker has sent tokens
         self._link = link
         self._request_id = request_id
-        self._inbox = inbox
+        self._queue = queue
 
     @property
     def worker_id(self) -> str:
@@ -130,11 +123,17 @@ class Leg:
             self.close()
             self._link.send(Cancel(request_id=self._request_id))
 
-    def deliver(self, item: SequenceDelta | ServingError) -> None:
-        """Pass news on to the request; the last news closes the leg."""
-        if isinstance(item, ServingError) or item.finish_reason is not None:
+    def deliver(self, delta: SequenceDelta) -> None:
+        """Pass tokens on to the request; the last ones close the leg."""
+        self.has_delivered = True
+        if delta.finish_reason is not None:
             self.close()
-        self._inbox.put(LegEvent(self, item))
+        self._queue.put(delta)
+
+    def fail(self, error: ServingError) -> None:
+        """Close the leg and end the request with this error."""
+        self.close()
+        self._queue.fail(error)
 
 
 class _Link:
@@ -164,9 +163,9 @@ class _Link:
         """Queue a message. Never blocks: the queue has no limit, and silence ends the link."""
         self._messages.send(encode_message(message))
 
-    def open_leg(self, request: Generate | Prefill | Decode, inbox: Inbox[LegEvent]) -> Leg:
+    def open_leg(self, request: Generate | Prefill | Decode, queue: DeltaQueue[SequenceDelta]) -> Leg:
         assert request.request_id not in self.legs, f"request {request.request_id} is already on {self.worker_id}"
-        leg = self.legs[request.request_id] = Leg(self, request.request_id, inbox)
+        leg = self.legs[request.request_id] = Leg(self, request.request_id, queue)
         self.idle.clear()
         self.send(request)
         return leg
@@ -185,7 +184,7 @@ class _Link:
         self._messages.close()
         self._heartbeats.close()
         for leg in list(self.legs.values()):
-            leg.deliver(WorkerError(message))
+            leg.fail(WorkerError(message))
         if not self.welcome.done():
             self.welcome.set_exception(WorkerError(message))
         for report in self.pin_reports.values():
@@ -285,12 +284,12 @@ class WorkerClient:
         if (link := self._links.get(worker_id)) is not None:
             self._leave(link, reason)
 
-    def open_leg(self, worker_id: str, request: Generate | Prefill | Decode, inbox: Inbox[LegEvent]) -> Leg:
-        """Send a request's part to a worker; its news goes to `inbox`. Raises `WorkerError` when the worker is gone."""
+    def open_leg(self, worker_id: str, request: Generate | Prefill | Decode, queue: DeltaQueue[SequenceDelta]) -> Leg:
+        """Send a request's part to a worker; its tokens go to `queue`. Raises `WorkerError` when the worker is gone."""
         link = self._links.get(worker_id)
         if link is None:
             raise WorkerError(f"worker {worker_id} is gone")
-        return link.open_leg(request, inbox)
+        return link.open_leg(request, queue)
 
     def send(self, worker_id: str, message: Pin | Unpin) -> None:
         """Tell a worker something that needs no answer; one that is gone is ignored. Does not wait."""
@@ -342,7 +341,7 @@ class WorkerClient:
             link.dropped.add(DropReason.FAILED, f"from {link.worker_id}: {exc!r}", exc_info=True)
             for delta in message.deltas if isinstance(message, StepOutput) else ():
                 if (leg := link.legs.get(delta.request_id)) is not None:
-                    leg.deliver(WorkerError(f"tokens of worker {link.worker_id} could not be handled; see the log"))
+                    leg.fail(WorkerError(f"tokens of worker {link.worker_id} could not be handled; see the log"))
 
     def _dispatch(self, link: _Link, message: WorkerMessage) -> None:
         match message:
@@ -364,7 +363,7 @@ class WorkerClient:
             case RequestFailed():
                 if (leg := link.legs.get(message.request_id)) is not None:
                     error = _ERRORS.get(message.code, WorkerError)
-                    leg.deliver(error(f"worker {link.worker_id}: {message.message}", code=message.code or None))
+                    leg.fail(error(f"worker {link.worker_id}: {message.message}", code=message.code or None))
             case Welcome():
                 self._on_welcome(link, message)
 

@@ -19,9 +19,9 @@ from tandem.protocol.errors import NoWorker, ServingError, WorkerError
 from tandem.protocol.messages import Decode, FinishReason, Generate, KvHolder, Prefill, Role, SequenceDelta, WorkerCard
 from tandem.router.admission_queue import NUM_OTHERS, AdmissionQueue, AdmittedRequest
 from tandem.router.backend import GenerateRequest, TokenDelta
-from tandem.router.inbox import CallbackScheduler, Inbox
-from tandem.router.streams import InboxStream, Stream
-from tandem.router.workers.client import Leg, LegEvent, WorkerClient
+from tandem.router.callback_scheduler import CallbackScheduler
+from tandem.router.streams import DeltaQueue, QueueStream, Stream
+from tandem.router.workers.client import Leg, WorkerClient
 from tandem.router.workers.pins import Owner, PinService
 from tandem.runtime.idle_timeout import IdleTimeout
 from tandem.scheduling.admission import Admission, Dispatch
@@ -39,7 +39,7 @@ __all__ = ["DeltaOrder", "RequestFlow"]
 logger = logging.getLogger(__name__)
 
 LONG_PROMPT_TOKENS = 8192  # hashing more than this (0.1 ms, or 0.2 in Python) goes to a thread
-PER_TURN_OF_HUB = 64  # requests whose new tokens go to the edge processes together: text is made there
+HUB_CALLS = 64  # requests whose new tokens go to the edge processes together: they are turned into text there
 MAX_ROOTS = 4096  # cached digest roots, one per cache scope and adapter
 SHUTTING_DOWN = "the server is shutting down; send the request again"
 
@@ -77,9 +77,8 @@ class RequestFlow:
         self._roots: dict[tuple[bytes, CacheScope, str], bytes] = {}
         self.cache = PinService(registry, index, workers, config, self._digests, clock=clock)
         self._running: set[_Generation] = set()
-        self._turns = (
-            CallbackScheduler() if config.router_processes == 1 else CallbackScheduler(PER_TURN_OF_HUB, PER_TURN_OF_HUB)
-        )
+        is_hub = config.router_processes > 1
+        self._scheduler = CallbackScheduler(HUB_CALLS, HUB_CALLS) if is_hub else CallbackScheduler()
         self._is_shut_down = False
         self.num_handoffs = 0  # requests that both workers of a pair sent tokens for
         self.autoscaler_status: dict[str, object] = {}  # set by whoever runs the autoscaler
@@ -111,7 +110,7 @@ class RequestFlow:
 
         The stream raises a `ServingError`. Closing it cancels the request on its workers without waiting for them.
         """
-        return _Generation(self, request, Inbox(self._turns))
+        return _Generation(self, request, DeltaQueue(self._scheduler))
 
     def shut_down(self) -> None:
         """End every running request with an error and refuse new ones: the server is going. Call it in the loop."""
@@ -212,7 +211,7 @@ class RequestFlow:
         request: GenerateRequest,
         entered: AdmittedRequest[GenerateRequest, Booking],
         legs: list[Leg],
-        inbox: Inbox[LegEvent],
+        queue: DeltaQueue[SequenceDelta],
     ) -> None:
         """Send every leg its part at once. `legs` gets each as it is opened: decode last, or the only one."""
         request_id, token_ids, sampling = request.request_id, request.token_ids, request.sampling
@@ -228,7 +227,7 @@ class RequestFlow:
                 kv_holder=kv_holder,
                 priority=entered.turn,
             )
-            legs.append(self._workers.open_leg(decode.worker_id, whole, inbox))
+            legs.append(self._workers.open_leg(decode.worker_id, whole, queue))
             return
         first = Prefill(
             request_id=request_id,
@@ -246,8 +245,8 @@ class RequestFlow:
             prefill_worker=prefill,
             cache_salt=request.cache_scope,
         )
-        legs.append(self._workers.open_leg(prefill.worker_id, first, inbox))
-        legs.append(self._workers.open_leg(decode.worker_id, rest, inbox))
+        legs.append(self._workers.open_leg(prefill.worker_id, first, queue))
+        legs.append(self._workers.open_leg(decode.worker_id, rest, queue))
 
     def _note_answer(
         self,
@@ -313,29 +312,31 @@ class RequestFlow:
         }
 
 
-class _Generation(InboxStream[LegEvent, TokenDelta]):
+class _Generation(QueueStream[SequenceDelta, TokenDelta]):
     """One request on its workers: its turn, its legs, its tokens in order, and all given back."""
 
-    def __init__(self, flow: RequestFlow, request: GenerateRequest, inbox: Inbox[LegEvent]) -> None:
-        super().__init__(inbox)
+    def __init__(self, flow: RequestFlow, request: GenerateRequest, queue: DeltaQueue[SequenceDelta]) -> None:
+        super().__init__(queue)
         self._flow = flow
         self._request = request
         self._entered: AdmittedRequest[GenerateRequest, Booking] | None = None
         self._legs: list[Leg] = []  # decode last, or the only one
+        self._awaits_handoff = False
         self._order = DeltaOrder()
         self._output: list[int] = []
         self._num_cached_tokens = 0
 
     def fail(self, error: ServingError) -> None:
-        """End it with this error, behind what has come."""
-        self._inbox.put(LegEvent(self._legs[-1], error))
+        """End it with this error, after the tokens that have arrived."""
+        self._queue.fail(error)
 
     def close(self) -> None:
         """Take its load off again and cancel what still runs."""
         entered, self._entered = self._entered, None
         if entered is None:
             return
-        self._watch.close()
+        if self._idle is not None:
+            self._idle.close()
         self._flow._running.discard(self)
         entered.end()
         for leg in self._legs:
@@ -349,25 +350,24 @@ class _Generation(InboxStream[LegEvent, TokenDelta]):
         self._digests = await flow._digests(request.token_ids, request.cache_scope, request.adapter)
         flow._check_open()
         entered = self._entered = await flow._gate.enter(request, flow._placement_request(request, self._digests))
-        self._watch = IdleTimeout(flow._config.request_timeout_s, self._fail_silent)
+        self._idle = IdleTimeout(flow._config.request_timeout_s, self._fail_idle)
         flow._check_open()
         flow._note_turn(request, self._digests)
-        flow._dispatch(request, entered, self._legs, self._inbox)
-        self._handoff = _Handoff(self._legs)
+        flow._dispatch(request, entered, self._legs, self._queue)
+        self._awaits_handoff = len(self._legs) > 1
         flow._running.add(self)
 
-    def _make(self, items: list[LegEvent]) -> None:
+    def _convert(self, deltas: list[SequenceDelta]) -> list[TokenDelta]:
+        if self._awaits_handoff and all(leg.has_delivered for leg in self._legs):
+            self._awaits_handoff = False
+            self._legs[0].close()  # the prefill worker has done its part: its death does not matter any more
+            self._flow.num_handoffs += 1
         due: list[SequenceDelta] = []
-        for event in items:
-            if not isinstance(event.item, SequenceDelta):
-                self._error = event.item
-                break
-            self._flow.num_handoffs += self._handoff.is_completed_by(event)
-            due += self._order.push(event.item)
-        if due:
-            self._due.append(self._seen(_token_delta(due)))
+        for delta in deltas:
+            due += self._order.push(delta)
+        return [self._noted(_token_delta(due))] if due else []
 
-    def _seen(self, delta: TokenDelta) -> TokenDelta:
+    def _noted(self, delta: TokenDelta) -> TokenDelta:
         if not self._output and self._entered is not None:
             self._entered.first_token()
             if self._request.explains:
@@ -375,17 +375,11 @@ class _Generation(InboxStream[LegEvent, TokenDelta]):
         self._output += delta.token_ids
         self._num_cached_tokens += delta.num_cached_tokens or 0
         if delta.finish_reason is not None:
-            self._has_ended, self._error = True, None
+            self._has_ended = True
             self._flow.admission.lengths.note(self._request.service_class.tenant, self._order.num_tokens)
         return delta
 
-    def _begin_wait(self) -> None:
-        self._watch.begin()
-
-    def _end_wait(self) -> None:
-        self._watch.end()
-
-    def _fail_silent(self) -> None:
+    def _fail_idle(self) -> None:
         name, timeout_s = self._request.request_id, self._flow._config.request_timeout_s
         self.fail(WorkerError(f"request {name} got no token within request_timeout_s={timeout_s}"))
 
@@ -409,24 +403,6 @@ class DeltaOrder:
             due.append(next_delta)
             self.num_tokens += len(next_delta.token_ids)
         return due
-
-
-class _Handoff:
-    """Watches a pair's handoff. Once both workers have sent tokens, the prefill worker has done its part."""
-
-    def __init__(self, legs: list[Leg]) -> None:
-        self._legs = legs  # prefill, decode; or the only one
-        self._silent = set(legs)
-
-    def is_completed_by(self, event: LegEvent) -> bool:
-        """Whether this is the event that shows the handoff to be complete; true once."""
-        if event.leg not in self._silent:
-            return False
-        self._silent.discard(event.leg)
-        if self._silent or len(self._legs) == 1:
-            return False
-        self._legs[0].close()  # its death does not touch this request any more
-        return True
 
 
 def _kv_holder(placement: Placement) -> KvHolder | None:

@@ -27,13 +27,14 @@ from tests.support.fake_worker import (
     silent,
     until,
 )
+from tests.support.streams import Pulled
 
 NUM_TOKENS = 2000  # more than a worker may have before another prompt is held back
 
 
 async def collect(cluster: FakeCluster, request: GenerateRequest) -> list[TokenDelta]:
     async with asyncio.timeout(10):
-        return [delta async for delta in cluster.flow.serve(request)]
+        return [delta async for delta in Pulled(cluster.flow.serve(request))]
 
 
 def long_request(request_id: str = "r0") -> GenerateRequest:

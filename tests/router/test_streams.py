@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -12,10 +12,10 @@ from tandem.protocol.digest import EVERYONE
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest, TokenDelta
+from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.http.metrics import EdgeMetrics, RequestClock
-from tandem.router.inbox import CallbackScheduler, Inbox
 from tandem.router.openai.generation import ChoiceDelta, ChoicePlan, run_choices
-from tandem.router.streams import GeneratorStream, InboxStream, Stream
+from tandem.router.streams import DeltaQueue, QueueStream, Stream
 from tandem.router.text.detokenizer import StopStrings
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend
@@ -23,240 +23,329 @@ from tests.support.fake_backend import FakeBackend
 pytestmark = pytest.mark.anyio
 
 END = -1
-FAIL = -2
 
 
-class Doubled(InboxStream[int, int]):
-    """Twice each number, until END ends it or FAIL fails it; notes what is asked of it."""
+class Doubled(QueueStream[int, int]):
+    """Twice each number up to END; counts what is asked of it."""
 
-    def __init__(self, turns: CallbackScheduler) -> None:
-        self.inbox: Inbox[int] = Inbox(turns)
-        super().__init__(self.inbox)
+    def __init__(self, scheduler: CallbackScheduler) -> None:
+        self.queue: DeltaQueue[int] = DeltaQueue(scheduler)
+        super().__init__(self.queue)
         self.num_begun = self.num_closed = 0
-        self.waits: list[str] = []
 
     async def _begin(self) -> None:
         self.num_begun += 1
 
-    def _make(self, items: list[int]) -> None:
-        for item in items:
-            if item == FAIL:
-                self._error = ValueError("as told")
-            elif item == END:
-                self._has_ended = True
-            else:
-                self._due.append(2 * item)
+    def _convert(self, items: list[int]) -> list[int]:
+        self._has_ended = END in items
+        return [2 * item for item in items if item != END]
 
     def close(self) -> None:
         self.num_closed += 1
 
-    def _begin_wait(self) -> None:
-        self.waits.append("begin")
 
-    def _end_wait(self) -> None:
-        self.waits.append("end")
+async def iteration() -> None:
+    """One iteration of the event loop: what is scheduled now is called."""
+    await asyncio.sleep(0)
 
 
-async def turns_pass() -> None:
+async def iterations() -> None:
     for _ in range(6):
-        await asyncio.sleep(0)
+        await iteration()
 
 
-async def pour_all(stream: Stream[int], into: Callable[[int], bool]) -> int:
-    """Pour on until the end; how often it had to be asked."""
-    num_asked = 1
-    while not await stream.pour(into):
-        num_asked += 1
-    return num_asked
+async def read_all(stream: Stream[int], sink: Callable[[list[int]], bool]) -> int:
+    """Read to the end; how many calls of `read_into` it took."""
+    num_calls = 1
+    while not await stream.read_into(sink):
+        num_calls += 1
+    return num_calls
 
 
-async def test_items_are_handed_over_without_the_readers_task() -> None:
+# -- the queue
+
+
+async def test_items_taken_before_their_delivery_is_due_delay_no_other_queue() -> None:
+    scheduler = CallbackScheduler(1, 1)
+    taken: list[DeltaQueue[int]] = [DeltaQueue(scheduler) for _ in range(100)]
+    for queue in taken:
+        queue.put(1)
+        assert await queue.take() == [1]
+        await iteration()
+        queue.put(2)  # is scheduled
+        assert await queue.take() == [2]
+    waiting: DeltaQueue[int] = DeltaQueue(scheduler)
+    waiting.put(1)
+    await waiting.take()
+    await iteration()
+    taking = asyncio.create_task(waiting.take())
+    await iteration()
+    waiting.put(2)
+    for _ in range(3):
+        await iteration()
+    assert taking.done()
+
+
+async def test_a_first_item_is_not_scheduled_and_later_ones_arrive_together() -> None:
+    scheduler = CallbackScheduler(1, 1)
+    queues: list[DeltaQueue[str]] = [DeltaQueue(scheduler) for _ in range(3)]
+    taken: list[tuple[int, list[str]]] = []
+
+    def read(i: int) -> asyncio.Task[bool]:
+        def sink(items: list[str]) -> bool:
+            taken.append((i, items))
+            return True
+
+        return asyncio.create_task(queues[i].read_into(sink))
+
+    tasks = [read(i) for i in range(3)]
+    await iteration()
+    for queue in queues:
+        queue.put("first")
+    await iteration()
+    assert taken == [(i, ["first"]) for i in range(3)]
+    taken.clear()
+    for queue in queues:
+        queue.put("second")
+    await iteration()  # delivers that of the first queue
+    queues[1].put("third")
+    for _ in range(4):
+        await iteration()
+    assert taken == [(0, ["second"]), (1, ["second", "third"]), (2, ["second"])]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_items_before_anyone_reads_and_after_a_cancelled_read_are_kept() -> None:
+    queue: DeltaQueue[int] = DeltaQueue(CallbackScheduler())
+    queue.put(1)
+    queue.put(2)
+    assert await queue.take() == [1, 2]
+    waiting = asyncio.create_task(queue.take())
+    await iteration()
+    waiting.cancel()
+    queue.put(3)
+    await asyncio.gather(waiting, return_exceptions=True)
+    for _ in range(3):
+        await iteration()
+    assert await queue.take() == [3]
+    assert queue.num_items == 0
+
+
+async def test_whatever_a_sink_raises_reaches_its_reader() -> None:
+    queue: DeltaQueue[int] = DeltaQueue(CallbackScheduler())
+    reading = asyncio.create_task(queue.read_into(lambda _: next(iter(()))))
+    await iteration()
+    queue.put(1)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await reading
+
+
+@pytest.mark.parametrize("scheduler", [None, CallbackScheduler()])
+async def test_an_error_follows_the_items_and_only_the_first_counts(scheduler: CallbackScheduler | None) -> None:
+    queue: DeltaQueue[int] = DeltaQueue(scheduler)
+    queue.put(1)
+    queue.fail(ValueError("first"))
+    queue.fail(ValueError("second"))
+    queue.put(2)
+    assert await queue.take() == [1, 2]
+    with pytest.raises(ValueError, match="first"):
+        await queue.take()
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60), st.integers(1, 4))
+def test_every_item_is_delivered_once_and_in_order(puts: list[tuple[int, bool]], num_calls: int) -> None:
+    async def scenario() -> None:
+        scheduler = CallbackScheduler(num_calls, num_calls)
+        queues: list[DeltaQueue[int]] = [DeltaQueue(scheduler) for _ in range(4)]
+        taken: list[list[int]] = [[] for _ in queues]
+
+        async def read(i: int) -> None:
+            while True:
+                taken[i] += await queues[i].take()
+
+        tasks = [asyncio.create_task(read(i)) for i in range(len(queues))]
+        for number, (i, then_waits) in enumerate(puts):
+            queues[i].put(number)
+            if then_waits:
+                await iteration()
+        for _ in range(2 * len(puts) + 4):
+            await iteration()
+        assert taken == [[n for n, (to, _) in enumerate(puts) if to == i] for i in range(len(queues))]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+# -- the stream
+
+
+async def test_items_are_pushed_without_the_readers_task() -> None:
     stream = Doubled(CallbackScheduler())
     got: list[tuple[int, asyncio.Task[None] | None]] = []
 
-    def into(item: int) -> bool:
-        got.append((item, asyncio.current_task()))
+    def sink(items: list[int]) -> bool:
+        got.extend((item, asyncio.current_task()) for item in items)
         return True
 
-    pouring = asyncio.create_task(pour_all(stream, into))
-    await turns_pass()
+    reading = asyncio.create_task(read_all(stream, sink))
+    await iterations()
     for number in (1, 2):
-        stream.inbox.put(number)
-        await turns_pass()
+        stream.queue.put(number)
+        await iterations()
     assert [item for item, _ in got] == [2, 4]
-    assert {task for _, task in got} == {None}  # a callback's
-    stream.inbox.put(3)
-    stream.inbox.put(END)
-    assert await pouring == 1
+    assert {task for _, task in got} == {None}  # in a callback
+    stream.queue.put(3)
+    stream.queue.put(END)
+    assert await reading == 1
     assert [item for item, _ in got] == [2, 4, 6]
-    assert (stream.num_begun, stream.waits[0], stream.waits[-1]) == (1, "begin", "end")
+    assert stream.num_begun == 1
 
 
-async def test_a_reader_that_says_no_gets_the_rest_when_it_asks_again() -> None:
+async def test_a_reader_that_stops_gets_the_rest_when_it_reads_again() -> None:
     stream = Doubled(CallbackScheduler())
     got: list[int] = []
 
-    def into(item: int) -> bool:
-        got.append(item)
-        return item != 4
+    def sink(items: list[int]) -> bool:
+        got.extend(items)
+        return 4 not in items
 
-    for number in (1, 2, 3):
-        stream.inbox.put(number)
-    assert not await stream.pour(into)
+    for number in (1, 2):
+        stream.queue.put(number)
+    assert not await stream.read_into(sink)
     assert got == [2, 4]
-    stream.inbox.put(END)
-    assert await stream.pour(into)
+    stream.queue.put(3)
+    stream.queue.put(END)
+    assert await stream.read_into(sink)
     assert got == [2, 4, 6]
-    assert await stream.pour(into)  # it stays at its end
-    with pytest.raises(StopAsyncIteration):
-        await anext(stream)
+    assert await stream.read_into(sink)  # it stays at its end
+    assert await stream.take() == []
 
 
-@pytest.mark.parametrize("is_poured", [True, False])
-async def test_an_error_comes_behind_what_came_before_it_and_closes(is_poured: bool) -> None:
+@pytest.mark.parametrize("is_pushed", [True, False])
+async def test_an_error_follows_the_items_before_it_and_closes(is_pushed: bool) -> None:
     stream = Doubled(CallbackScheduler())
     got: list[int] = []
-    stream.inbox.put(1)
-    stream.inbox.put(FAIL)
+    stream.queue.put(1)
+    stream.queue.fail(ValueError("on purpose"))
 
     async def read() -> None:
-        if is_poured:
-            await stream.pour(lambda item: got.append(item) or True)  # type: ignore[func-returns-value]
-        async for item in stream:
-            got.append(item)
+        if is_pushed:
+            await stream.read_into(lambda items: got.extend(items) or True)  # type: ignore[func-returns-value]
+        while items := await stream.take():
+            got.extend(items)
 
-    with pytest.raises(ValueError, match="as told"):
+    with pytest.raises(ValueError, match="on purpose"):
         await read()
     assert got == [2]
     assert stream.num_closed == 1
 
 
-async def test_what_the_reader_raises_in_the_callback_comes_out_of_its_task() -> None:
+async def test_what_the_sink_raises_in_the_callback_is_raised_in_the_readers_task() -> None:
     stream = Doubled(CallbackScheduler())
 
-    def into(_: int) -> bool:
+    def sink(_: list[int]) -> bool:
         raise RuntimeError("the reader's own")
 
-    pouring = asyncio.create_task(stream.pour(into))
-    await turns_pass()
-    stream.inbox.put(1)
+    reading = asyncio.create_task(stream.read_into(sink))
+    await iterations()
+    stream.queue.put(1)
     with pytest.raises(RuntimeError, match="the reader's own"):
-        await pouring
+        await reading
     assert stream.num_closed == 1
 
 
-@pytest.mark.parametrize("is_poured", [True, False])
-async def test_a_cancelled_reader_closes_it(is_poured: bool) -> None:
+@pytest.mark.parametrize("is_pushed", [True, False])
+async def test_a_cancelled_reader_closes_it(is_pushed: bool) -> None:
     stream = Doubled(CallbackScheduler())
-    work = stream.pour(lambda _: True) if is_poured else anext(stream)
-    reading = asyncio.ensure_future(work)
-    await turns_pass()
+    reading = asyncio.ensure_future(stream.read_into(lambda _: True) if is_pushed else stream.take())
+    await iterations()
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
     assert stream.num_closed == 1
-    stream.inbox.put(1)  # nobody wants it
-    await turns_pass()
+    stream.queue.put(1)  # nobody reads it
+    await iterations()
 
 
 async def test_closed_before_it_began_it_never_begins() -> None:
     stream = Doubled(CallbackScheduler())
     await stream.aclose()
-    assert [item async for item in stream] == []
+    assert await stream.take() == []
     assert stream.num_begun == 0
 
 
-async def test_a_generator_is_a_stream_too() -> None:
-    is_closed = False
-
-    async def count() -> AsyncGenerator[int, None]:
-        nonlocal is_closed
-        try:
-            for number in range(4):
-                yield number
-        finally:
-            is_closed = True
-
-    stream = GeneratorStream(count())
-    got = [await anext(stream)]
-    assert not await stream.pour(lambda item: got.append(item) or item < 2)  # type: ignore[func-returns-value]
-    assert got == [0, 1, 2]
-    await stream.aclose()
-    assert is_closed
-
-
-@given(st.lists(st.sampled_from(["put", "turn", "pour", "next"]), max_size=40), st.integers(1, 5))
-def test_however_it_is_read_all_comes_once_and_in_order(steps: list[str], every: int) -> None:
+@given(st.lists(st.sampled_from(["put", "wait", "push", "take"]), max_size=40), st.integers(1, 5))
+def test_however_it_is_read_everything_arrives_once_and_in_order(steps: list[str], every: int) -> None:
     async def scenario() -> None:
         stream = Doubled(CallbackScheduler(1, 1))
         got: list[int] = []
         num_put = 0
 
-        def into(item: int) -> bool:
-            got.append(item)
+        def sink(items: list[int]) -> bool:
+            got.extend(items)
             return len(got) % every != 0
 
-        async def one() -> None:
-            got.append(await anext(stream))
+        async def take() -> None:
+            got.extend(await stream.take())
 
         reading: asyncio.Future[object] | None = None
         for step in steps:
             if step == "put":
-                stream.inbox.put(num_put)
+                stream.queue.put(num_put)
                 num_put += 1
-            elif step != "turn" and (reading is None or reading.done()):
-                reading = asyncio.ensure_future(stream.pour(into) if step == "pour" else one())
-            await asyncio.sleep(0)
-        stream.inbox.put(END)
+            elif step != "wait" and (reading is None or reading.done()):
+                reading = asyncio.ensure_future(stream.read_into(sink) if step == "push" else take())
+            await iteration()
+        stream.queue.put(END)
         if reading is not None:
             await asyncio.gather(reading, return_exceptions=True)
-        await pour_all(stream, into)
+        await read_all(stream, sink)
         assert got == [2 * number for number in range(num_put)]
 
     asyncio.run(scenario())
 
 
-async def test_an_error_behind_what_the_reader_has_taken_is_for_its_next_call() -> None:
+async def test_an_error_after_what_the_reader_has_taken_is_for_its_next_call() -> None:
     stream = Doubled(CallbackScheduler())
-    pouring = asyncio.create_task(stream.pour(lambda _: False))  # a slow reader
-    await turns_pass()
-    stream.inbox.put(1)
-    stream.inbox.put(FAIL)
-    assert not await pouring
+    reading = asyncio.create_task(stream.read_into(lambda _: False))  # a slow reader
+    await iterations()
+    stream.queue.put(1)
+    stream.queue.fail(ValueError("on purpose"))
+    assert not await reading
     assert stream.num_closed == 0
-    with pytest.raises(ValueError, match="as told"):
-        await stream.pour(lambda _: True)
+    with pytest.raises(ValueError, match="on purpose"):
+        await stream.read_into(lambda _: True)
 
 
 async def test_read_to_its_end_it_is_closed() -> None:
     stream = Doubled(CallbackScheduler())
-    pouring = asyncio.create_task(stream.pour(lambda _: False))
-    await turns_pass()
-    stream.inbox.put(1)
-    stream.inbox.put(END)
-    assert await pouring
+    reading = asyncio.create_task(stream.read_into(lambda _: False))
+    await iterations()
+    stream.queue.put(1)
+    stream.queue.put(END)
+    assert await reading
     assert stream.num_closed == 1
 
 
-async def test_an_answer_ended_by_a_stop_string_has_no_error_behind_it(tokenizer: Tokenizer) -> None:
-    class Tokens(InboxStream[TokenDelta | WorkerError, TokenDelta]):
+async def test_an_answer_ended_by_a_stop_string_has_no_error_after_it(tokenizer: Tokenizer) -> None:
+    class Tokens(QueueStream[TokenDelta, TokenDelta]):
         num_closed = 0
 
         async def _begin(self) -> None:
             pass
 
-        def _make(self, items: list[TokenDelta | WorkerError]) -> None:
-            for item in items:
-                if isinstance(item, WorkerError):
-                    self._error = item
-                else:
-                    self._due.append(item)
+        def _convert(self, items: list[TokenDelta]) -> list[TokenDelta]:
+            return items
 
         def close(self) -> None:
             self.num_closed += 1
 
-    inbox: Inbox[TokenDelta | WorkerError] = Inbox(CallbackScheduler())
-    tokens = Tokens(inbox)
+    queue: DeltaQueue[TokenDelta] = DeltaQueue(CallbackScheduler())
+    tokens = Tokens(queue)
     backend = FakeBackend(tokenizer)
     backend.serve = lambda _: tokens  # type: ignore[method-assign]
     request = GenerateRequest("r", [1], SamplingParams(max_tokens=50), EVERYONE)
@@ -265,10 +354,10 @@ async def test_an_answer_ended_by_a_stop_string_has_no_error_behind_it(tokenizer
         backend, [ChoicePlan(0, request, StopStrings(["world"]))], tokenizer, lambda: RequestClock(metrics, 0.0)
     )
     got: list[ChoiceDelta] = []
-    pouring = asyncio.create_task(deltas.pour(lambda delta: got.append(delta) or True))  # type: ignore[func-returns-value]
-    await turns_pass()
-    inbox.put(TokenDelta(tokenizer.encode("hello world", add_special_tokens=False)))
-    inbox.put(WorkerError("dead"))
-    assert await pouring
+    reading = asyncio.create_task(deltas.read_into(lambda deltas: got.extend(deltas) or True))  # type: ignore[func-returns-value]
+    await iterations()
+    queue.put(TokenDelta(tokenizer.encode("hello world", add_special_tokens=False)))
+    queue.fail(WorkerError("dead"))
+    assert await reading
     assert (got[-1].finish_reason, got[-1].stop_reason, tokens.num_closed) == ("stop", "world", 1)
-    assert await deltas.pour(lambda _: True)
+    assert await deltas.read_into(lambda _: True)

@@ -32,6 +32,7 @@ from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Registry
 from tandem.scheduling.tenants import Tenants
 from tandem.worker.loop import Worker
+from tests.support.streams import Pulled
 
 BLOCK_SIZE = 16
 BLOCK_BYTES = 2 * 2 * BLOCK_SIZE * 2 * 16 * 4  # layers, keys and values, tokens, heads, head_dim, float32
@@ -111,7 +112,7 @@ class Cluster:
         """The whole answer, or what came before `cancel_after` deltas had come and the client left."""
         out: list[int] = []
         num_cached, reason, num_deltas = 0, None, 0
-        async with asyncio.timeout(DEADLINE_S), aclosing(self.flow.serve(request)) as deltas:
+        async with asyncio.timeout(DEADLINE_S), aclosing(Pulled(self.flow.serve(request))) as deltas:
             async for delta in deltas:
                 out += delta.token_ids
                 num_cached = num_cached if delta.num_cached_tokens is None else delta.num_cached_tokens

@@ -18,8 +18,9 @@ from tandem.protocol.errors import PinNotFound
 from tandem.protocol.messages import FinishReason, Prefetch, TokenLogprobs
 from tandem.router.backend import GenerateRequest, PinRequest, PinState, TokenDelta
 from tandem.router.openai.app import create_app
-from tandem.router.streams import GeneratorStream, Stream
+from tandem.router.streams import Stream
 from tandem.router.text.tokenizer import Tokenizer
+from tests.support.streams import GeneratorStream
 
 Step = TokenDelta | Exception | asyncio.Event
 

@@ -35,6 +35,7 @@ from tandem.router.workers.flow import RequestFlow
 from tandem.scheduling.request import ServiceClass
 from tests.support.builders import make_card
 from tests.support.fake_worker import FakeCluster
+from tests.support.streams import Pulled
 
 NUM_POOL_BLOCKS = 512  # that a worker keeps, and tells of
 
@@ -138,7 +139,7 @@ class MemoryWorld:
             service_class=ServiceClass(tenant),
             explains=number % 50 == 0,
         )
-        stream = self.flow.serve(request)
+        stream = Pulled(self.flow.serve(request))
         leaves = rng.random() < 0.05
         try:
             async for _ in stream:

@@ -101,7 +101,7 @@ async def test_an_answer_is_the_same_however_it_is_cut(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_what_is_poured_is_the_same_wherever_it_is_stopped(seed: int) -> None:
+async def test_what_is_pushed_is_the_same_wherever_the_reader_stops(seed: int) -> None:
     rng = random.Random(seed)
     pieces = [rng.randbytes(rng.randint(1, 300)) for _ in range(40)]
     got: list[bytes] = []
@@ -114,7 +114,7 @@ async def test_what_is_poured_is_the_same_wherever_it_is_stopped(seed: int) -> N
         peer.handle = answer(CHUNKED, *(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces), b"0\r\n\r\n")
         reply = await upstream.post("/", b"", "r")
         num_stops = 0
-        while not await reply.pour(take):
+        while not await reply.read_into(take):
             num_stops += 1
             got.append(await reply.read() if rng.random() < 0.3 else b"")
         assert b"".join(got) == b"".join(pieces)
@@ -125,22 +125,22 @@ async def test_what_is_poured_is_the_same_wherever_it_is_stopped(seed: int) -> N
 
 
 @pytest.mark.parametrize("is_last", [True, False])
-async def test_what_comes_before_the_pouring_task_has_its_turn_is_poured(is_last: bool) -> None:
+async def test_parts_that_arrive_before_the_reading_task_runs_are_pushed(is_last: bool) -> None:
     async with connected() as (upstream, peer):
         peer.handle = answer(CHUNKED + b"1\r\na\r\n")
         reply = await upstream.post("/x", b"{}", "id")
         (connection,) = upstream._open
         got: list[bytes] = []
-        pouring = asyncio.create_task(reply.pour(lambda parts: got.extend(parts) or True))  # type: ignore[func-returns-value]
+        reading = asyncio.create_task(reply.read_into(lambda parts: got.extend(parts) or True))  # type: ignore[func-returns-value]
         await until(lambda: got == [b"a"])
         connection.data_received(b"4\r\n")  # the event loop may read twice before any task runs
         connection.data_received(b"DONE\r\n" + b"0\r\n\r\n" * is_last)
         await until(lambda: b"".join(got) == b"aDONE")
         if is_last:
-            assert await pouring
+            assert await reading
         else:
-            assert not pouring.done()
-            pouring.cancel()
+            assert not reading.done()
+            reading.cancel()
         reply.close()
 
 
@@ -157,7 +157,7 @@ async def test_a_connection_whose_answer_nobody_read_serves_the_next_request() -
         following.close()
 
 
-async def test_errors_while_pouring_come_out_of_it() -> None:
+async def test_errors_are_raised_to_the_reader() -> None:
     async with connected() as (upstream, peer):
         peer.handle = answer(CHUNKED + b"1\r\na\r\n", b"1\r\nb\r\n")
 
@@ -168,12 +168,12 @@ async def test_errors_while_pouring_come_out_of_it() -> None:
 
         reply = await upstream.post("/", b"", "r")
         with pytest.raises(LookupError, match="who takes it"):
-            await reply.pour(take)
-        pouring = asyncio.create_task(reply.pour(take))
+            await reply.read_into(take)
+        reading = asyncio.create_task(reply.read_into(take))
         await asyncio.sleep(0)
         reply.fail(TimeoutError("enough"))
         with pytest.raises(TimeoutError, match="enough"):
-            await pouring
+            await reading
         reply.close()
 
 

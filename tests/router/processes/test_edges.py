@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +34,10 @@ from tandem.router.processes import hub_client, wire
 from tandem.router.processes.backend_service import WIRE_FORMAT, BackendService, Status
 from tandem.router.processes.hub import EdgeHub
 from tandem.router.processes.remote_backend import RemoteBackend
+from tandem.router.streams import Stream
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, events, until
+from tests.support.streams import Pulled
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -91,8 +93,8 @@ def subclasses(kind: type[ServingError]) -> Iterator[type[ServingError]]:
         yield from subclasses(sub)
 
 
-async def collect(deltas: AsyncGenerator[TokenDelta, None]) -> list[TokenDelta]:
-    async with aclosing(deltas):
+async def collect(stream: Stream[TokenDelta]) -> list[TokenDelta]:
+    async with aclosing(Pulled(stream)) as deltas:
         return [delta async for delta in deltas]
 
 
@@ -191,7 +193,7 @@ async def test_a_client_that_leaves_ends_its_request_in_the_hub(tokenizer: Token
         edge = await here.edge()
         here.backend.script = lambda request: [here.backend.reply_steps(request)[0], asyncio.Event()]
         async with aclosing(edge.serve(REQUEST)) as deltas:
-            await anext(deltas)
+            await deltas.take()
             assert here.hub.num_running == 1
         await until(lambda: here.backend.num_open == 0)
         await until(lambda: here.hub.num_running == 0)

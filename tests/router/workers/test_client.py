@@ -25,8 +25,9 @@ from tandem.protocol.messages import (
     encode_message,
 )
 from tandem.protocol.sampling import SamplingParams
-from tandem.router.inbox import CallbackScheduler, Inbox
-from tandem.router.workers.client import LEARN_INTERVAL_S, LegEvent
+from tandem.router.callback_scheduler import CallbackScheduler
+from tandem.router.streams import DeltaQueue
+from tandem.router.workers.client import LEARN_INTERVAL_S
 from tandem.runtime import background
 from tandem.runtime.curve import make_keys
 from tests.support.fake_worker import FakeWorker, digests, fake_cluster, silent, until
@@ -38,6 +39,17 @@ def make_generate(request_id: str) -> Generate:
 
 def make_events(sequence: int, stored: list[bytes], *, worker_id: str = "d", place: str = POOL_PLACE) -> BlockEvents:
     return BlockEvents(worker_id=worker_id, epoch=1, sequence=sequence, stored=digests(stored), removed=[], place=place)
+
+
+def make_queue() -> DeltaQueue[SequenceDelta]:
+    return DeltaQueue(CallbackScheduler())
+
+
+async def error_of(queue: DeltaQueue[SequenceDelta], timeout_s: float = 5.0) -> WorkerError:
+    """The error that ends a request without tokens."""
+    with pytest.raises(WorkerError) as raised:
+        await asyncio.wait_for(queue.take(), timeout_s)
+    return raised.value
 
 
 def test_a_worker_joins_with_what_it_has_cached() -> None:
@@ -169,20 +181,17 @@ def test_beats_teach_what_handoffs_cost_each_of_them_once() -> None:
 def test_deltas_reach_the_request_they_belong_to() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent) as cluster:
-            turns = CallbackScheduler()
-            inboxes: dict[str, Inbox[LegEvent]] = {"a": Inbox(turns), "b": Inbox(turns)}
-            for request_id, inbox in inboxes.items():
-                cluster.client.open_leg("d", make_generate(request_id), inbox)
+            queues = {"a": make_queue(), "b": make_queue()}
+            legs = {name: cluster.client.open_leg("d", make_generate(name), queue) for name, queue in queues.items()}
             worker = cluster.workers["d"]
             await until(lambda: len(worker.of_type(Generate)) == 2)
             worker.send_raw(b"this is no message")
             worker.output(SequenceDelta("b", 0, [2]), SequenceDelta("gone", 0, [9]), SequenceDelta("a", 0, [1]))
             for request_id, token_id in (("a", 1), ("b", 2)):
-                (event,) = await asyncio.wait_for(inboxes[request_id].take(), 5)
-                assert isinstance(event.item, SequenceDelta)
-                assert event.item.token_ids == [token_id]
-                event.leg.cancel()
-                event.leg.cancel()
+                (delta,) = await asyncio.wait_for(queues[request_id].take(), 5)
+                assert delta.token_ids == [token_id]
+                legs[request_id].cancel()
+                legs[request_id].cancel()
             assert cluster.client.num_open_legs == 0
 
     asyncio.run(scenario())
@@ -221,18 +230,15 @@ def test_a_message_that_cannot_be_handled_ends_its_own_requests(monkeypatch: pyt
     async def scenario() -> None:
         async with fake_cluster(decode=silent) as cluster:
             worker = cluster.workers["d"]
-            inboxes: dict[str, Inbox[LegEvent]] = {name: Inbox(CallbackScheduler()) for name in ("a", "b")}
-            for request_id, inbox in inboxes.items():
-                cluster.client.open_leg("d", make_generate(request_id), inbox)
+            queues = {"a": make_queue(), "b": make_queue()}
+            legs = {name: cluster.client.open_leg("d", make_generate(name), queue) for name, queue in queues.items()}
             with monkeypatch.context() as patch:
                 patch.setattr(cluster.registry, "note_step", lambda *_: 1 / 0)
                 worker.output(SequenceDelta("a", 0, [1]))
-                (event,) = await asyncio.wait_for(inboxes["a"].take(), 5)
-            assert isinstance(event.item, WorkerError)
+                await error_of(queues["a"])
             worker.output(SequenceDelta("b", 0, [2]))
-            (event,) = await asyncio.wait_for(inboxes["b"].take(), 5)
-            assert isinstance(event.item, SequenceDelta), "the worker goes on"
-            event.leg.cancel()
+            assert await asyncio.wait_for(queues["b"].take(), 5), "the worker goes on"
+            legs["b"].cancel()
 
     asyncio.run(scenario())
 
@@ -263,18 +269,18 @@ def test_an_address_that_is_none_is_told(change: dict[str, str]) -> None:
 def test_a_dead_worker_fails_all_its_requests_at_once_and_leaves_nothing() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent) as cluster:
-            inbox: Inbox[LegEvent] = Inbox(CallbackScheduler())
-            for i in range(3):
-                cluster.client.open_leg("d", make_generate(f"r{i}"), inbox)
+            queues = [make_queue() for _ in range(3)]
+            for i, queue in enumerate(queues):
+                cluster.client.open_leg("d", make_generate(f"r{i}"), queue)
             cluster.workers["d"].send(make_events(1, [b"a"]))
             await until(lambda: len(cluster.index) == 1)
             asyncio.get_running_loop().call_soon_threadsafe(cluster.client.mark_dead, "d", "exit code -9")
-            errors = [event.item for event in await asyncio.wait_for(inbox.take(), 1)]
-            assert all(isinstance(error, WorkerError) and "exit code -9" in str(error) for error in errors)
+            errors = [await error_of(queue, 1) for queue in queues]
+            assert all("exit code -9" in str(error) for error in errors)
             assert len(set(map(id, errors))) == 3
             assert (len(cluster.registry), len(cluster.index), cluster.client.num_open_legs) == (0, 0, 0)
             with pytest.raises(WorkerError, match="worker d is gone"):
-                cluster.client.open_leg("d", make_generate("late"), inbox)
+                cluster.client.open_leg("d", make_generate("late"), make_queue())
             cluster.client.mark_dead("d", "again")
 
     asyncio.run(scenario())
@@ -284,10 +290,9 @@ def test_a_silent_worker_is_given_up() -> None:
     async def scenario() -> None:
         config = RouterConfig(worker_timeout_s=0.3)
         async with fake_cluster(decode=silent, config=config) as cluster:
-            inbox: Inbox[LegEvent] = Inbox(CallbackScheduler())
-            cluster.client.open_leg("d", make_generate("r0"), inbox)
-            (event,) = await asyncio.wait_for(inbox.take(), 5)
-            assert "silent for" in str(event.item)
+            queue = make_queue()
+            cluster.client.open_leg("d", make_generate("r0"), queue)
+            assert "silent for" in str(await error_of(queue))
             assert len(cluster.registry) == 0
 
     asyncio.run(scenario())
@@ -311,12 +316,11 @@ def test_whatever_raises_when_a_worker_leaves_its_requests_end_and_the_watch_goe
             else:
                 monkeypatch.setattr(cluster.index, "remove_worker", raise_for_d)
             cluster.registry.listen(lambda change: heard.append(change.worker.state))
-            inbox: Inbox[LegEvent] = Inbox(CallbackScheduler())
-            for worker_id in cluster.workers:
-                cluster.client.open_leg(worker_id, make_generate(f"r-{worker_id}"), inbox)
-            errors = []
-            while len(errors) < 2:  # both are silent: the watch outlives the failure of the first
-                errors += [event.item for event in await asyncio.wait_for(inbox.take(), 10)]
+            queues = {worker_id: make_queue() for worker_id in cluster.workers}
+            for worker_id, queue in queues.items():
+                cluster.client.open_leg(worker_id, make_generate(f"r-{worker_id}"), queue)
+            # Both are silent: the watch outlives the failure of the first.
+            errors = [await error_of(queue, 10) for queue in queues.values()]
             assert all("silent for" in str(error) for error in errors)
             assert (len(cluster.registry), cluster.client.num_open_legs) == (0, 0)
             assert heard == [WorkerState.DEAD] * 2, "each listener is called, whatever another one does"
@@ -331,11 +335,10 @@ def test_a_restarted_worker_replaces_its_earlier_epoch() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent) as cluster:
             old = cluster.workers["d"]
-            inbox: Inbox[LegEvent] = Inbox(CallbackScheduler())
-            cluster.client.open_leg("d", make_generate("r0"), inbox)
+            queue = make_queue()
+            cluster.client.open_leg("d", make_generate("r0"), queue)
             await cluster.add(FakeWorker("d", Role.DECODE, epoch=2))
-            (event,) = await inbox.take()
-            assert "replaced by epoch 2" in str(event.item)
+            assert "replaced by epoch 2" in str(await error_of(queue))
             assert [w.card.address.epoch for w in cluster.registry] == [2]
             await old.close()
 
@@ -375,8 +378,8 @@ def test_a_worker_that_does_not_answer_or_dies_while_joining_is_not_waited_for()
 def test_removing_a_worker_waits_for_what_it_runs() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent) as cluster:
-            inbox: Inbox[LegEvent] = Inbox(CallbackScheduler())
-            leg = cluster.client.open_leg("d", make_generate("r0"), inbox)
+            queue = make_queue()
+            leg = cluster.client.open_leg("d", make_generate("r0"), queue)
             removing = asyncio.create_task(cluster.client.remove_worker("d"))
             state = cluster.registry.get("d")
             assert state is not None
@@ -385,7 +388,7 @@ def test_removing_a_worker_waits_for_what_it_runs() -> None:
             leg.close()
             await asyncio.wait_for(removing, 1)
             assert len(cluster.registry) == 0
-            assert inbox._items == []
+            assert queue.num_items == 0
 
     asyncio.run(scenario())
 
@@ -393,13 +396,12 @@ def test_removing_a_worker_waits_for_what_it_runs() -> None:
 def test_removing_a_worker_waits_no_longer_than_the_drain_timeout() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent, config=RouterConfig(drain_timeout_s=0.1)) as cluster:
-            inbox: Inbox[LegEvent] = Inbox(CallbackScheduler())
-            cluster.client.open_leg("d", make_generate("r0"), inbox)
+            queue = make_queue()
+            cluster.client.open_leg("d", make_generate("r0"), queue)
             started_s = time.monotonic()
             await cluster.client.remove_worker("d")
             assert time.monotonic() - started_s < 2
-            (event,) = await inbox.take()
-            assert isinstance(event.item, WorkerError)
+            await error_of(queue)
 
     asyncio.run(scenario())
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 import pytest
@@ -44,18 +43,19 @@ from tests.support.fake_worker import (
     silent,
     until,
 )
+from tests.support.streams import Pulled
 
 
 async def collect(cluster: FakeCluster, request: GenerateRequest) -> list[TokenDelta]:
     async with asyncio.timeout(10):
-        return [delta async for delta in cluster.flow.serve(request)]
+        return [delta async for delta in Pulled(cluster.flow.serve(request))]
 
 
 def tokens(deltas: list[TokenDelta]) -> list[int]:
     return [token_id for delta in deltas for token_id in delta.token_ids]
 
 
-async def take(stream: AsyncGenerator[TokenDelta, None], count: int) -> list[int]:
+async def take(stream: Pulled[TokenDelta], count: int) -> list[int]:
     """So many tokens, in however many deltas they come."""
     taken: list[int] = []
     while len(taken) < count:
@@ -128,7 +128,7 @@ def test_a_client_that_leaves_cancels_both_legs(num_tokens_seen: int) -> None:
     async def scenario() -> None:
         async with fake_cluster(prefill=silent, decode=silent) as cluster:
             prefill, decode = cluster.workers["p"], cluster.workers["d"]
-            stream = cluster.flow.serve(make_request())
+            stream = Pulled(cluster.flow.serve(make_request()))
             reading = asyncio.ensure_future(anext(stream))
             await until(lambda: bool(prefill.of_type(Prefill)) and bool(decode.of_type(Decode)))
             if num_tokens_seen == 0:
@@ -153,7 +153,7 @@ def test_a_client_that_leaves_cancels_both_legs(num_tokens_seen: int) -> None:
 def test_the_death_of_a_worker_ends_all_its_streams_within_a_second() -> None:
     async def scenario() -> None:
         async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
-            streams = [cluster.flow.serve(make_request(request_id=f"r{i}")) for i in range(8)]
+            streams = [Pulled(cluster.flow.serve(make_request(request_id=f"r{i}"))) for i in range(8)]
             for stream in streams:
                 assert await take(stream, 2) == [100, 101]
             readers = [asyncio.ensure_future(anext(stream)) for stream in streams]
@@ -173,7 +173,7 @@ def test_the_death_of_a_worker_ends_all_its_streams_within_a_second() -> None:
 def test_a_prefill_worker_may_die_once_the_decode_worker_speaks() -> None:
     async def scenario() -> None:
         async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
-            stream = cluster.flow.serve(make_request())
+            stream = Pulled(cluster.flow.serve(make_request()))
             assert await take(stream, 2) == [100, 101]
             cluster.client.mark_dead("p", "exit code -9")
             cluster.workers["d"].output(SequenceDelta("r0", 2, [102, 103], FinishReason.LENGTH))
@@ -222,7 +222,7 @@ def test_tokens_that_wait_together_come_together_and_before_the_error_behind_the
 
     async def scenario() -> None:
         async with fake_cluster(decode=both_and_an_error, local_prefill=True) as cluster:
-            stream = cluster.flow.serve(make_request())
+            stream = Pulled(cluster.flow.serve(make_request()))
             taken = await take(stream, 3)
             assert taken == [100, 101, 102]
             with pytest.raises(PeerLost, match="pool is on fire"):
@@ -248,7 +248,7 @@ def test_silence_ends_a_request() -> None:
 def test_a_second_request_follows_the_first_by_its_speculative_blocks(max_tokens: int, holders: str) -> None:
     async def scenario() -> None:
         async with fake_cluster(prefill=silent, decode=silent) as cluster:
-            stream = cluster.flow.serve(make_request(num_prompt_tokens=3000, max_tokens=max_tokens))
+            stream = Pulled(cluster.flow.serve(make_request(num_prompt_tokens=3000, max_tokens=max_tokens)))
             reading = asyncio.ensure_future(anext(stream))
             await until(lambda: cluster.registry.num_bookings == 1)
             digests = block_digests(root_digest(NAMESPACE), range(3000), 16)
@@ -356,7 +356,7 @@ def test_every_exit_gives_everything_back(
     prefill: Script, decode: Script, plans: list[tuple[int, str]], local_prefill: bool
 ) -> None:
     async def run(cluster: FakeCluster, request_id: str, num_reads: int, end: str) -> None:
-        stream = cluster.flow.serve(make_request(request_id=request_id))
+        stream = Pulled(cluster.flow.serve(make_request(request_id=request_id)))
         try:
             for _ in range(num_reads):
                 await anext(stream)

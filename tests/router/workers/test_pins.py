@@ -47,6 +47,7 @@ from tests.support.fake_worker import (
     remaining_tokens,
     until,
 )
+from tests.support.streams import Pulled
 
 PINNABLE = {"pool": 10}
 T, U = Owner("t", EVERYONE), Owner("u", EVERYONE)
@@ -333,7 +334,7 @@ def test_a_pinned_conversation_grows_by_prompt_and_answer(num_prompt_tokens: int
             )
             assert (state.num_blocks, state.conversation_id) == (0, "chat")
             request = conversation_request(num_prompt_tokens)
-            deltas = [delta async for delta in cluster.flow.serve(request)]
+            deltas = [delta async for delta in Pulled(cluster.flow.serve(request))]
             answer = [token_id for delta in deltas for token_id in delta.token_ids]
             assert len(answer) == 4
             whole = block_digests(root_digest(NAMESPACE), [*request.token_ids, *answer], 16)
