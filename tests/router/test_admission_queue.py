@@ -16,6 +16,7 @@ from tandem.protocol.errors import DeadlineUnmet, NoWorker, Overloaded, ServingE
 from tandem.protocol.messages import Generate, Message, Role, SequenceDelta, StepStats
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.backend import GenerateRequest, TokenDelta
+from tandem.scheduling.request import ServiceClass
 from tandem.scheduling.tenants import TenantPolicy, Tenants
 from tests.support.fake_worker import (
     FakeCluster,
@@ -43,7 +44,7 @@ def long_request(request_id: str = "r0") -> GenerateRequest:
 
 
 def start(cluster: FakeCluster, request_id: str, **fields: object) -> asyncio.Task[list[TokenDelta]]:
-    request = replace(long_request(request_id), **fields)  # type: ignore[arg-type]
+    request = replace(long_request(request_id), service_class=ServiceClass(**fields))  # type: ignore[arg-type]
     return asyncio.create_task(collect(cluster, request))
 
 
