@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich import box
@@ -16,16 +15,33 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tandem.cli.version import commit, machine, product_version
+from tandem.cli.options import ApiKey, Output, ServedModel, ServerUrl, check_writable, print_whole, write_result
 from tandem.loadtest.client import MeasuringClient, run_measured
 from tandem.loadtest.closed_loop import ChatLoad, LoadRun, run_chats, run_completions
 from tandem.loadtest.prompts import random_prompts
-from tandem.loadtest.stats import Distribution, Summary, summarize
+from tandem.loadtest.stats import Distribution, LoadSummary, summarize
 from tandem.protocol.errors import ConfigError, ServingError
 
-__all__ = ["BenchSettings", "bench", "measure"]
+__all__ = ["BenchSettings", "bench", "measure", "print_summaries"]
 
 Dataset = Literal["random", "chat"]
+Concurrency = Annotated[
+    str, typer.Option(help="Requests at once; several numbers, separated by commas, are one run each.")
+]
+NumRequests = Annotated[
+    int,
+    typer.Option(min=0, help="Requests of each run, or sessions of chat; 0 = three for each client, at least 8."),
+]
+InputTokens = Annotated[int, typer.Option(min=1, help="Prompt tokens, of each turn.")]
+OutputTokens = Annotated[int, typer.Option(min=1, help="Answer tokens; end-of-sequence is ignored.")]
+DatasetName = Annotated[
+    Dataset,
+    typer.Option(help="random: unrelated prompts, nothing to cache. chat: conversations that resend their history."),
+]
+NumTurns = Annotated[int, typer.Option(min=1, help="Turns of each conversation (chat only).")]
+NumWarmup = Annotated[int, typer.Option(min=0, help="Requests before each run that are not measured.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same prompts.")]
+
 _WORDS_PER_TOKEN = 0.75  # of English text; the chat dataset needs no exact sizes
 
 
@@ -50,34 +66,23 @@ class BenchSettings:
 
 
 def bench(
-    url: Annotated[str, typer.Option(help="Server, with or without /v1.")] = "http://127.0.0.1:8000",
-    model: Annotated[str, typer.Option(help="Served model; empty = the server's first.")] = "",
-    concurrency: Annotated[
-        str, typer.Option(help="Requests at once; several, separated by commas, are run one after another.")
-    ] = "1,8,32",
-    requests: Annotated[
-        int, typer.Option(help="Requests of each run; 0 = three for each client, at least 8. Chat: sessions.")
-    ] = 0,
-    input_tokens: Annotated[int, typer.Option(help="Prompt tokens (of each turn).")] = 128,
-    output_tokens: Annotated[int, typer.Option(help="Answer tokens; end-of-sequence is ignored.")] = 64,
-    dataset: Annotated[
-        Dataset,
-        typer.Option(
-            help="random: unrelated prompts, nothing to cache. chat: conversations that resend their history."
-        ),
-    ] = "random",
-    turns: Annotated[int, typer.Option(help="Turns of each conversation (chat only).")] = 4,
-    warmup: Annotated[int, typer.Option(help="Requests before each run that are not measured.")] = 2,
-    seed: Annotated[int, typer.Option(help="Same seed, same prompts.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="File for the result as JSON.", show_default=False)] = None,
-    api_key: Annotated[
-        str, typer.Option(envvar="OPENAI_API_KEY", help="Key sent to the server.", show_default=False)
-    ] = "",
+    url: ServerUrl = "http://127.0.0.1:8000",
+    model: ServedModel = "",
+    concurrency: Concurrency = "1,8,32",
+    requests: NumRequests = 0,
+    input_tokens: InputTokens = 128,
+    output_tokens: OutputTokens = 64,
+    dataset: DatasetName = "random",
+    turns: NumTurns = 4,
+    warmup: NumWarmup = 2,
+    seed: Seed = 0,
+    output: Output = None,
+    api_key: ApiKey = "",
 ) -> int:
     """Measure TTFT, ITL and throughput of an OpenAI-compatible server.
 
-    Closed loop: each client sends its next request when the last is answered. All requests stream, and ask for
-    ignore_eos and running usage, which servers that do not know them leave out.
+    Closed loop: each client sends its next request when the last one is answered. All requests stream, and ask for
+    ignore_eos and running usage. Servers that do not know these two ignore them.
 
     TTFT: request to first token. ITL: gap between two streamed events. TPOT: mean time per token after the first.
 
@@ -90,113 +95,80 @@ def bench(
     [cyan]tandem bench --dataset chat --turns 4 --concurrency 8[/cyan]
     """
     levels = _parse_concurrency(concurrency)
-    for name, value, least in [
-        ("input_tokens", input_tokens, 1),
-        ("output_tokens", output_tokens, 1),
-        ("turns", turns, 1),
-        ("requests", requests, 0),
-        ("warmup", warmup, 0),
-    ]:
-        if value < least:
-            raise ConfigError(f"{name}={value} must be at least {least}")
-    if output is not None and not output.resolve().parent.is_dir():
-        raise ConfigError(f"output={output}: its folder does not exist")
-    if "://" not in url:
-        raise ConfigError(f"url={url!r} is not of the form http://host:port")
-    try:
-        client = MeasuringClient(url, api_key=api_key)
-    except ValueError as exc:
-        raise ConfigError(str(exc)) from exc
-
+    check_writable(output)
+    client = _make_client(url, api_key)
     settings = BenchSettings(
-        url=url,
-        model=model or run_measured(_first_model(client, url)),
-        concurrency=levels,
-        num_requests=requests,
-        input_tokens=input_tokens,
-        output_tokens=output_tokens,
-        dataset=dataset,
-        turns=turns,
-        warmup=warmup,
-        seed=seed,
-    )
-    console = Console()
+        url=url, model=model or run_measured(_first_model(client, url)), concurrency=levels, num_requests=requests,
+        input_tokens=input_tokens, output_tokens=output_tokens, dataset=dataset, turns=turns, warmup=warmup, seed=seed,
+    )  # fmt: skip
     try:
         summaries = run_measured(_measure_all(client, settings))
     except WarmupError as exc:
         sys.stderr.write(f"tandem: {exc.message}\n")
         return 1
-    _print_table(settings, summaries, console)
-    for summary in summaries:
-        if summary.num_errors:
-            console.print(f"[red]concurrency {summary.concurrency}: {summary.num_errors} errors, the first:[/red]")
-            console.print(f"  {_readable(summary.first_error)}", markup=False)
-    if output is not None:
-        output.write_text(json.dumps(_report(settings, summaries), indent=2) + "\n")
-        console.print(f"written to {output}", highlight=False)
+    _report(settings, summaries, output)
     return 1 if any(summary.num_errors for summary in summaries) else 0
 
 
-async def measure(client: MeasuringClient, settings: BenchSettings, concurrency: int, progress: Progress) -> Summary:
+async def measure(
+    client: MeasuringClient, settings: BenchSettings, concurrency: int, progress: Progress
+) -> LoadSummary:
     """Warm up, then one measured run at this concurrency. Raises WarmupError if no request of the warm-up succeeds."""
     num_requests = settings.num_requests or max(8, 3 * concurrency)
     task = progress.add_task(f"{concurrency} at once", total=num_requests)
     # Another seed for each run and for the warm-up, or a prefix cache would know the prompts already.
-    warmup = await _load(
-        client, settings, settings.warmup, concurrency, seed=2 * concurrency + 1, progress=progress, task=None
-    )
+    seed = 1_000_003 * settings.seed + 2 * concurrency
+    warmup = await _send(client, settings, settings.warmup, concurrency, seed + 1)
     errors = [timing.error for timing in warmup.timings if timing.error]
     if errors and len(errors) == len(warmup.timings):
         raise WarmupError(f"every request of the warm-up failed, the first with: {_readable(errors[0])}")
-    run = await _load(client, settings, num_requests, concurrency, seed=2 * concurrency, progress=progress, task=task)
+    run = await _send(client, settings, num_requests, concurrency, seed, lambda: progress.advance(task))
     return summarize(run.timings, concurrency=concurrency, duration_s=run.duration_s)
 
 
-async def _measure_all(client: MeasuringClient, settings: BenchSettings) -> list[Summary]:
+async def _measure_all(client: MeasuringClient, settings: BenchSettings) -> list[LoadSummary]:
     columns = (SpinnerColumn(), "{task.description}", MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
-    # Redrawn rarely: the terminal's thread takes time from a server on the same cores.
+    # Drawn twice a second only: the terminal's thread takes time from a server on the same cores.
     with Progress(
         *columns, console=console, transient=True, refresh_per_second=2, disable=not console.is_terminal
     ) as progress:
         return [await measure(client, settings, concurrency, progress) for concurrency in settings.concurrency]
 
 
-async def _load(
+async def _send(
     client: MeasuringClient,
     settings: BenchSettings,
     num_requests: int,
     concurrency: int,
-    *,
     seed: int,
-    progress: Progress,
-    task: Any,
+    on_done: Callable[[], None] | None = None,
 ) -> LoadRun:
-    def advance() -> None:
-        if task is not None:
-            progress.advance(task)
-
-    seed += 1_000_003 * settings.seed
+    model, output_tokens = settings.model, settings.output_tokens
     if settings.dataset == "chat":
         load = ChatLoad(
             num_sessions=num_requests,
             num_turns=settings.turns,
             words_per_turn=max(1, round(settings.input_tokens * _WORDS_PER_TOKEN)),
-            output_tokens=settings.output_tokens,
+            output_tokens=output_tokens,
             seed=seed,
         )
-        return await run_chats(client, load, model=settings.model, concurrency=concurrency, on_done=advance)
+        return await run_chats(client, load, model=model, concurrency=concurrency, on_done=on_done)
     prompts = await random_prompts(
-        client, model=settings.model, num_prompts=num_requests, num_tokens=settings.input_tokens, seed=seed
+        client, model=model, num_prompts=num_requests, num_tokens=settings.input_tokens, seed=seed
     )
     return await run_completions(
-        client,
-        prompts,
-        model=settings.model,
-        output_tokens=settings.output_tokens,
-        concurrency=concurrency,
-        on_done=advance,
+        client, prompts, model=model, output_tokens=output_tokens, concurrency=concurrency, on_done=on_done
     )
+
+
+def _make_client(url: str, api_key: str) -> MeasuringClient:
+    if "://" not in url:
+        raise ConfigError(f"url={url!r} is not of the form http://host:port")
+    try:
+        return MeasuringClient(url, api_key=api_key)
+    except ValueError as exc:
+        raise ConfigError(str(exc)) from exc
 
 
 async def _first_model(client: MeasuringClient, url: str) -> str:
@@ -221,7 +193,7 @@ def _parse_concurrency(text: str) -> tuple[int, ...]:
 
 
 def _readable(error: str) -> str:
-    """The message of an answer in OpenAI's form, other errors as they are."""
+    """The message of an error body in OpenAI's form; other errors unchanged."""
     status, _, body = error.partition(": ")
     try:
         return f"{json.loads(body)['error']['message']} ({status})"
@@ -229,34 +201,38 @@ def _readable(error: str) -> str:
         return error
 
 
-def _print_table(settings: BenchSettings, summaries: list[Summary], console: Console) -> None:
-    table = _table(summaries)
-    # A terminal that is too narrow folds lines; rich would shorten the numbers, and shorter numbers are wrong ones.
-    needed = console.measure(table, options=console.options.update(max_width=1000)).maximum
-    console.width = max(console.width, needed)
+def _report(settings: BenchSettings, summaries: list[LoadSummary], output: Path | None) -> None:
+    console = Console()
+    print_summaries(settings, summaries, console)
+    if output is not None:
+        content = {name: getattr(settings, name) for name in BenchSettings.__slots__}
+        write_result(output, {"settings": content, "results": [summary.as_dict() for summary in summaries]})
+        console.print(f"written to {output}", highlight=False)
+
+
+def print_summaries(settings: BenchSettings, summaries: list[LoadSummary], console: Console) -> None:
+    """Print the table of all runs, and the first error of each that had any."""
     console.print(
         f"\n{settings.model}: {settings.dataset}, {settings.input_tokens} tokens in, {settings.output_tokens} out",
         highlight=False,
     )
-    console.print(table)
+    print_whole(_table(summaries), console)
     console.print("[dim]TTFT, ITL and TPOT in ms; ITL = gap between streamed events[/dim]")
+    for summary in summaries:
+        if summary.num_errors:
+            console.print(f"[red]concurrency {summary.concurrency}: {summary.num_errors} errors, the first:[/red]")
+            console.print(f"  {_readable(summary.first_error)}", markup=False)
 
 
-def _table(summaries: list[Summary]) -> Table:
+_HEADINGS = (
+    *("at\nonce", "\nsent", "\nfailed", "\ntok/s", "\nreq/s", "TTFT\np50", "TTFT\np99"),
+    *("ITL\np50", "ITL\np99", "ITL\nmax", "TPOT\np50"),
+)
+
+
+def _table(summaries: list[LoadSummary]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
-    for heading in [
-        "at\nonce",
-        "\nsent",
-        "\nfailed",
-        "\ntok/s",
-        "\nreq/s",
-        "TTFT\np50",
-        "TTFT\np99",
-        "ITL\np50",
-        "ITL\np99",
-        "ITL\nmax",
-        "TPOT\np50",
-    ]:
+    for heading in _HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)
     for summary in summaries:
         table.add_row(
@@ -277,16 +253,3 @@ def _ms(distribution: Distribution, *names: str) -> list[str]:
         return ["-"] * len(names)
     values = [getattr(distribution, name) * 1e3 for name in names]
     return [f"{value:.1f}" if value < 1000 else f"{value:.0f}" for value in values]
-
-
-def _report(settings: BenchSettings, summaries: list[Summary]) -> dict[str, Any]:
-    """All one needs to repeat the run and to compare it with another."""
-    return {
-        "command": shlex.join(["tandem", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "version": product_version(),
-        "commit": commit(),
-        "machine": machine(),
-        "settings": {name: getattr(settings, name) for name in BenchSettings.__slots__},
-        "results": [summary.as_dict() for summary in summaries],
-    }

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import random
-import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tandem.cli.version import commit, machine, product_version
+from tandem.cli.options import Output, check_writable, print_whole, write_result
+from tandem.cli.version import commit, product_version
 from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest, read_trace
 from tandem.protocol.errors import ConfigError
 from tandem.simulator.arrivals import at_load, spread
@@ -33,34 +31,87 @@ __all__ = ["replay"]
 _ALL = "all"
 Run = TypeVar("Run")
 
+TraceFile = Annotated[Path, typer.Argument(help="Trace of block hashes, .jsonl or .jsonl.gz.")]
+NumWorkers = Annotated[int, typer.Option(help="Number of workers.")]
+NumPrefill = Annotated[
+    int, typer.Option(help="How many of the workers prefill, while the others decode; 0 = each does both.")
+]
+Policies = Annotated[
+    str, typer.Option(help=f"One or several of {', '.join(POLICIES)}, separated by commas; or {_ALL}.")
+]
+Machine = Annotated[str, typer.Option("--machine", help=f"One of {', '.join(MACHINES)}.")]
+Load = Annotated[
+    float, typer.Option(help="Share of what the workers could do without a cache; 0 = the trace's own pace.")
+]
+NumRequests = Annotated[int, typer.Option(min=0, help="Replay only this many requests from the start; 0 = all.")]
+SloTtft = Annotated[float, typer.Option(help="SLO: most seconds to the first token.")]
+SloItl = Annotated[float, typer.Option(help="SLO: most seconds between tokens, in the mean of a request.")]
+HostCache = Annotated[float, typer.Option(min=0, help="GB of host memory for KV in each worker.")]
+PeerReads = Annotated[bool, typer.Option(help="Workers may read KV from each other's pools.")]
+Reference = Annotated[
+    bool,
+    typer.Option(help="Reference semantics: a private LRU cache of --capacity blocks, prefill only, 70 % busy."),
+]
+Capacity = Annotated[int, typer.Option(help="Blocks of 512 tokens in each worker's cache (--reference).")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same result.")]
+Report = Annotated[Path | None, typer.Option(help="File for a report as HTML.", show_default=False)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Replay:
+    """A trace and the conditions that all policies meet."""
+
+    trace: Path
+    requests: Sequence[TraceRequest]  # in the order of their arrival
+    cluster: Cluster
+    load: float
+    slo: Slo
+    seed: int
+
+    def run(self, policy: str) -> Outcome:
+        """What this policy does with the trace. Raises `ConfigError` if no request fits."""
+        outcome = simulate(self.requests, self.cluster, policy, self.seed)
+        if not outcome.jobs:
+            raise ConfigError(f"no request of {self.trace} fits into the pool of this machine")
+        return outcome
+
+    def facts(self) -> dict[str, str]:
+        """The conditions, as text by their names."""
+        cluster = self.cluster
+        split = f"{cluster.num_prefill} prefill, {cluster.num_decode} decode" if cluster.num_prefill else "colocated"
+        host = f", {cluster.host_cache_tokens:,} tokens in host memory" if cluster.host_cache_tokens else ""
+        share = f"{self.load:.0%} of what these workers could do without a cache"
+        minutes = self.requests[-1].arrival_s / 60
+        return {
+            "trace": f"{self.trace.name}, {len(self.requests):,} requests in {minutes:.1f} minutes",
+            "workers": f"{cluster.num_workers} x {cluster.machine.kind}, {split}",
+            "KV of each": f"{cluster.machine.pool_tokens:,} tokens in the pool{host}",
+            "load": share if self.load else "the trace's own pace",
+            "SLO": f"TTFT at most {self.slo.ttft_s:g} s and mean ITL at most {self.slo.itl_s * 1e3:g} ms",
+            "seed": str(self.seed),
+            "version": f"{product_version()}, {commit()}",
+        }
+
 
 def replay(
-    trace: Annotated[Path, typer.Argument(help="Trace of block hashes, .jsonl or .jsonl.gz.")],
-    workers: Annotated[int, typer.Option(help="Workers in all.")] = 8,
-    num_prefill: Annotated[
-        int, typer.Option(help="How many of them prefill while the rest decodes; 0 = each does both.")
-    ] = 0,
-    policy: Annotated[
-        str, typer.Option(help=f"One or several of {', '.join(POLICIES)}, separated by commas; or {_ALL}.")
-    ] = "tandem",
-    worker_machine: Annotated[str, typer.Option("--machine", help=f"One of {', '.join(MACHINES)}.")] = "h200-70b",
-    load: Annotated[
-        float, typer.Option(help="Share of what the workers could do without cache; 0 = the trace's own pace.")
-    ] = 0.85,
-    requests: Annotated[int, typer.Option(help="Only so many from the start; 0 = all.")] = 0,
-    slo_ttft: Annotated[float, typer.Option(help="Seconds to the first token that a request must not exceed.")] = 5.0,
-    slo_itl: Annotated[float, typer.Option(help="The same of its mean gap between tokens.")] = 0.1,
-    host_cache_gb: Annotated[float, typer.Option(help="Host memory for KV of each worker.")] = 0.0,
-    peer_reads: Annotated[bool, typer.Option(help="Workers may read KV from each other's pools.")] = True,
-    reference: Annotated[
-        bool, typer.Option(help="Reference semantics: private LRU of --capacity blocks, prefill only, 70 % busy.")
-    ] = False,
-    capacity: Annotated[int, typer.Option(help="Blocks of 512 tokens in each worker's cache (--reference).")] = 4000,
-    seed: Annotated[int, typer.Option(help="Same seed, same result.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="File for the result as JSON.", show_default=False)] = None,
-    report: Annotated[Path | None, typer.Option(help="File for a report as HTML.", show_default=False)] = None,
+    trace: TraceFile,
+    workers: NumWorkers = 8,
+    num_prefill: NumPrefill = 0,
+    policy: Policies = "tandem",
+    worker_machine: Machine = "h200-70b",
+    load: Load = 0.85,
+    requests: NumRequests = 0,
+    slo_ttft: SloTtft = 5.0,
+    slo_itl: SloItl = 0.1,
+    host_cache_gb: HostCache = 0.0,
+    peer_reads: PeerReads = True,
+    reference: Reference = False,
+    capacity: Capacity = 4000,
+    seed: Seed = 0,
+    output: Output = None,
+    report: Report = None,
 ) -> int:
-    """Replay a trace in virtual time: what would this policy do with that load on so many workers?
+    """Replay a trace in virtual time: what would this policy do with that load on these workers?
 
     Placement, cost model, prefix index and bookings are the product's own; workers are modelled. The router starts from
     its priors and learns the machines' speed from their steps. An hour of a thousand workers takes a minute.
@@ -71,49 +122,68 @@ def replay(
 
     [cyan]tandem replay trace.jsonl.gz --reference --workers 64 --capacity 4000 --policy all[/cyan]
     """
+    _check_counts(workers, num_prefill, capacity)
+    check_writable(output, report)
+    recorded = _read(trace, requests)
+    if reference:
+        if report is not None:
+            raise ConfigError("--report needs the full simulation; leave --reference out")
+        return _replay_reference(recorded, policy, workers, capacity, output)
+    cluster = _cluster(worker_machine, workers, num_prefill, host_cache_gb, peer_reads)
+    timed = _arrivals(recorded, load, cluster, seed)
+    slo = Slo(slo_ttft, slo_itl)
+    return _replay(
+        _Replay(trace=trace, requests=timed, cluster=cluster, load=load, slo=slo, seed=seed), policy, output, report
+    )
+
+
+def _replay(conditions: _Replay, policy: str, output: Path | None, report: Path | None) -> int:
+    """Replay under each policy, print and write the results; the exit code."""
+    console = Console(highlight=False)
+    outcomes = list(_each(_choose(policy, POLICIES), conditions.run, console).values())
+    facts, slo = conditions.facts(), conditions.slo
+    for fact, text in facts.items():
+        console.print(f"[dim]{fact}:[/] {text}", soft_wrap=True)
+    _print_summaries(outcomes, slo, console)
+    _write_results(output, [summarize(outcome, slo).as_dict() for outcome in outcomes])
+    if report is not None:
+        report.write_text(html_report(f"Replay of {conditions.trace.name}", facts, outcomes, slo))
+        console.print(f"written to {report}")
+    return 0
+
+
+def _replay_reference(
+    recorded: Sequence[TraceRequest], policy: str, workers: int, capacity: int, output: Path | None
+) -> int:
+    """The same under reference semantics."""
+    console = Console(highlight=False)
+    results = _each(
+        _choose(policy, REFERENCE_POLICIES),
+        lambda name: route(recorded, name, num_workers=workers, capacity_blocks=capacity),
+        console,
+    )
+    _print_reference(results, console)
+    _write_results(output, [{"policy": name, **asdict(result)} for name, result in results.items()])
+    return 0
+
+
+def _check_counts(workers: int, num_prefill: int, capacity: int) -> None:
     for name, value, least in [("workers", workers, 1), ("num_prefill", num_prefill, 0), ("capacity", capacity, 1)]:
         if value < least:
             raise ConfigError(f"{name}={value} must be at least {least}")
     if num_prefill >= workers:
         raise ConfigError(f"num_prefill={num_prefill} leaves none of {workers} workers to decode")
-    for path in (output, report):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ConfigError(f"{path}: its folder does not exist")
-    arrivals = _read(trace, requests)
-    console = Console(highlight=False)
-    if reference:
-        if report is not None:
-            raise ConfigError("--report needs the full simulation; leave --reference out")
-        results = _each(
-            _choose(policy, REFERENCE_POLICIES),
-            lambda name: route(arrivals, name, num_workers=workers, capacity_blocks=capacity),
-            console,
-        )
-        _print_reference(results, console)
-        _write_json(output, [{"policy": name, **_fields(result)} for name, result in results.items()])
-        return 0
+
+
+def _cluster(worker_machine: str, workers: int, num_prefill: int, host_cache_gb: float, peer_reads: bool) -> Cluster:
     hardware = _lookup("machine", worker_machine, MACHINES)
-    cluster = Cluster(
+    return Cluster(
         machine=hardware,
         num_prefill=num_prefill,
         num_decode=workers - num_prefill,
         host_cache_tokens=int(host_cache_gb * 1e9 / hardware.kv_token_bytes),
         peer_reads=peer_reads,
     )
-    slo = Slo(slo_ttft, slo_itl)
-    timed = _arrivals(arrivals, load, cluster, seed)
-    outcomes = _each(
-        _choose(policy, POLICIES), lambda name: _served(simulate(timed, cluster, name, seed), trace), console
-    )
-    facts = _facts(trace, timed, cluster, load, slo, seed)
-    for fact, text in facts.items():
-        console.print(f"[dim]{fact}:[/] {text}", soft_wrap=True)
-    _print_summaries(list(outcomes.values()), slo, console)
-    _write_json(output, [summarize(outcome, slo).as_dict() for outcome in outcomes.values()])
-    if report is not None:
-        report.write_text(html_report(f"Replay of {trace.name}", facts, list(outcomes.values()), slo))
-        console.print(f"written to {report}")
-    return 0
 
 
 def _read(trace: Path, num_requests: int) -> list[TraceRequest]:
@@ -128,7 +198,7 @@ def _read(trace: Path, num_requests: int) -> list[TraceRequest]:
 
 
 def _arrivals(requests: Sequence[TraceRequest], load: float, cluster: Cluster, seed: int) -> list[TraceRequest]:
-    if load < 0:
+    if not load >= 0:  # nan is not
         raise ConfigError(f"load={load} must not be negative; 0 is the trace's own pace")
     requests = sorted(requests, key=lambda request: request.arrival_s)
     return at_load(spread(requests, random.Random(seed)), load or None, cluster)
@@ -153,29 +223,6 @@ def _each(names: Sequence[str], run: Callable[[str], Run], console: Console) -> 
         with console.status(f"{name} ..."):
             results[name] = run(name)
     return results
-
-
-def _served(outcome: Outcome, trace: Path) -> Outcome:
-    if not outcome.jobs:
-        raise ConfigError(f"no request of {trace} fits into the pool of this machine")
-    return outcome
-
-
-def _facts(
-    trace: Path, requests: Sequence[TraceRequest], cluster: Cluster, load: float, slo: Slo, seed: int
-) -> dict[str, str]:
-    split = f"{cluster.num_prefill} prefill, {cluster.num_decode} decode" if cluster.num_prefill else "colocated"
-    pace = f"{load:.0%} of what these workers could do without cache" if load else "the trace's own pace"
-    host = f", {cluster.host_cache_tokens:,} tokens in host memory" if cluster.host_cache_tokens else ""
-    return {
-        "trace": f"{trace.name}, {len(requests):,} requests in {requests[-1].arrival_s / 60:.1f} minutes",
-        "workers": f"{cluster.num_workers} x {cluster.machine.kind}, {split}",
-        "KV of each": f"{cluster.machine.pool_tokens:,} tokens in the pool{host}",
-        "load": pace,
-        "SLO": f"TTFT at most {slo.ttft_s:g} s and mean ITL at most {slo.itl_s * 1e3:g} ms",
-        "seed": str(seed),
-        "version": f"{product_version()}, {commit()}",
-    }
 
 
 def _print_summaries(outcomes: Sequence[Outcome], slo: Slo, console: Console) -> None:
@@ -210,26 +257,9 @@ def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], console
         table.add_column(heading, justify="right" if idx else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    # Shortened numbers are wrong ones: rather fold lines.
-    needed = console.measure(table, options=console.options.update(max_width=1000)).maximum
-    console.width = max(console.width, needed)
-    console.print(table)
+    print_whole(table, console)
 
 
-def _fields(result: ReferenceResult) -> dict[str, Any]:
-    return {name: getattr(result, name) for name in ReferenceResult.__slots__}
-
-
-def _write_json(output: Path | None, results: Sequence[Mapping[str, Any]]) -> None:
-    if output is None:
-        return
-    document = {
-        "command": shlex.join(["tandem", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "version": product_version(),
-        "commit": commit(),
-        "machine": machine(),
-        "block_size": TRACE_BLOCK_SIZE,
-        "results": results,
-    }
-    output.write_text(json.dumps(document, indent=2) + "\n")
+def _write_results(output: Path | None, results: Sequence[Mapping[str, object]]) -> None:
+    if output is not None:
+        write_result(output, {"block_size": TRACE_BLOCK_SIZE, "results": results})

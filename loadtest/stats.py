@@ -9,7 +9,7 @@ from typing import Any
 
 from tandem.loadtest.client import StreamTiming
 
-__all__ = ["Distribution", "Summary", "percentile", "summarize"]
+__all__ = ["Distribution", "LoadSummary", "percentile", "summarize"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Distribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class LoadSummary:
     """What one run of many streams showed."""
 
     concurrency: int
@@ -66,11 +66,11 @@ class Summary:
         return plain
 
 
-def summarize(timings: Sequence[StreamTiming], *, concurrency: int, duration_s: float) -> Summary:
+def summarize(timings: Sequence[StreamTiming], *, concurrency: int, duration_s: float) -> LoadSummary:
     """Summary of a run. Streams with an error count as errors and in nothing else."""
     good = [timing for timing in timings if not timing.error]
     errors = [timing.error for timing in timings if timing.error]
-    return Summary(
+    return LoadSummary(
         concurrency=concurrency,
         num_requests=len(timings),
         num_errors=len(errors),

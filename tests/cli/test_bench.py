@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tandem.cli.bench import BenchSettings, _print_table
+from tandem.cli.bench import BenchSettings, print_summaries
 from tandem.cli.main import run
 from tandem.loadtest.client import StreamTiming
 from tandem.loadtest.stats import summarize
@@ -68,7 +68,7 @@ def test_the_table_shows_every_digit(
         url="", model="m", concurrency=(1,), num_requests=1, input_tokens=1, output_tokens=1, dataset="random",
         turns=1, warmup=0, seed=0,
     )  # fmt: skip
-    _print_table(settings, [summary], Console())
+    print_summaries(settings, [summary], Console())
     output = capsys.readouterr().out
     assert "…" not in output
     row = next(line.split() for line in output.splitlines() if line.lstrip().startswith("1024"))

@@ -1,0 +1,51 @@
+"""Flags that several measuring commands share, and the result file that they write."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tandem.cli.version import commit, machine, product_version
+from tandem.protocol.errors import ConfigError
+
+__all__ = ["ApiKey", "Output", "ServedModel", "ServerUrl", "check_writable", "print_whole", "write_result"]
+
+ServerUrl = Annotated[str, typer.Option(help="Server, with or without /v1.")]
+ServedModel = Annotated[str, typer.Option(help="Served model; empty = the server's first.")]
+ApiKey = Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Key sent to the server.", show_default=False)]
+Output = Annotated[Path | None, typer.Option(help="File for the result as JSON.", show_default=False)]
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Raise `ConfigError` for a path whose folder does not exist: before a measurement, not after it."""
+    for path in paths:
+        if path is not None and not path.resolve().parent.is_dir():
+            raise ConfigError(f"{path}: its folder does not exist")
+
+
+def write_result(output: Path, content: Mapping[str, Any]) -> None:
+    """Write a result as JSON, headed by what is needed to repeat the run and to compare it with another."""
+    head = {
+        "command": shlex.join(["tandem", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "version": product_version(),
+        "commit": commit(),
+        "machine": machine(),
+    }
+    output.write_text(json.dumps({**head, **content}, indent=2) + "\n")
+
+
+def print_whole(table: Table, console: Console) -> None:
+    """Print a table with every digit: a narrow terminal folds lines, where rich alone would shorten the numbers."""
+    needed = console.measure(table, options=console.options.update(max_width=1000)).maximum
+    console.width = max(console.width, needed)
+    console.print(table)
