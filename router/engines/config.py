@@ -9,60 +9,79 @@ import os
 import re
 import tomllib
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
 
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role
 
-__all__ = [
-    "EngineKind",
-    "EngineSpec",
-    "FleetFile",
-    "check_fleet",
-    "check_tokenizer",
-    "load_fleet",
-    "spec_from",
-]
+__all__ = ["EngineKind", "EngineSpec", "FleetFile", "check_fleet", "check_tokenizer", "load_fleet", "spec_from"]
 
 EngineKind = Literal["openai", "vllm", "sglang", "llamacpp"]
 
+# The description of each type is what an error says that a value must be.
+_Text = Annotated[str, Meta(description="text")]
+_Count = Annotated[int, Meta(ge=0, le=2**40, description="a whole number, 0 or more")]
+_Seconds = Annotated[float, Meta(gt=0, le=1e9, description="a number of seconds above 0")]
+_Switch = Annotated[bool, Meta(description="true or false")]
+_Name = Annotated[
+    str,
+    Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z", description="letters, digits, '.', '_' or '-' (64 at most)"),
+]
+_Kind = Annotated[EngineKind, Meta(description=f"one of {', '.join(get_args(EngineKind))}")]
+_EnvName = Annotated[
+    str,
+    Meta(
+        pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?\Z",
+        description="the name of an environment variable; put the key into one and name it here",
+    ),
+]
+_Endpoint = Annotated[
+    str, Meta(pattern=r"^((tcp|ipc)://\S+)?\Z", description="a ZMQ endpoint such as tcp://10.0.0.5:5557")
+]
+_Headers = Annotated[dict[str, str], Meta(description="a table of strings")]
+
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE, "both": Role.COLOCATED}
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_RoleName = Annotated[Literal["prefill", "decode", "both"], Meta(description=f"one of {', '.join(_ROLES)}")]
+_SECRETS = {"api_key_env", "headers"}  # errors do not show their values: a key may have been put there
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
 _HEADER_VALUE = re.compile(r"[\t\x20-\x7e\xa0-\xff]*")
-# They say how this connection goes on, or how long the body is, which is for the router to say.
+# The router sets these itself: they say whose request it is, how long its body is and how the connection goes on.
 _OUR_HEADERS = {
     *("connection", "content-length", "expect", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"),
     *("upgrade", "x-request-id"),
 }
-_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
     """One engine as it was configured. 0 or "" = ask the engine, or do without."""
 
-    name: str
+    name: _Name
     url: str
-    model: str = ""  # "" = the first of its /v1/models
-    kind: EngineKind = "openai"
+    model: _Text = ""  # "" = the first of its /v1/models
+    kind: _Kind = "openai"
     role: Role = Role.COLOCATED
-    group: str = ""  # KV can be handed over within a group
-    hardware: str = ""  # engines of one kind, hardware and model share a cost model; "cpu..." starts from slower costs
-    api_key_env: str = ""  # environment variable of this process that has the engine's key
-    block_size: int = 0
-    num_blocks: int = 0  # capacity of its KV cache
-    max_model_len: int = 0
-    max_num_batched_tokens: int = 0  # tokens of one step
-    kv_bytes_per_token: int = 0  # for what a handoff moves; 0 = only its latency is learned
-    kv_events: str = ""  # ZMQ endpoint of its KV events, such as tcp://host:5557
-    kv_replay: str = ""  # ZMQ endpoint that sends them again
-    cache_salt: bool = True  # whether it is sent the field of this name; without, tenants share its prefix cache
-    cache_ttl_s: float = 600.0  # without events: how long a prompt sent there counts as cached
-    headers: dict[str, str] = field(default_factory=dict)
+    group: _Text = ""  # engines hand KV over within their group only
+    hardware: _Text = (
+        ""  # engines of one kind, hardware and model share a cost model; "cpu..." starts from slower costs
+    )
+    api_key_env: _EnvName = ""  # environment variable of this process that holds the engine's key
+    block_size: _Count = 0
+    num_blocks: _Count = 0  # capacity of its KV cache
+    max_model_len: _Count = 0
+    max_num_batched_tokens: _Count = 0  # tokens of one step
+    kv_bytes_per_token: _Count = 0  # size of a handoff; 0 = only its latency is learned
+    kv_events: _Endpoint = ""  # ZMQ endpoint of its KV events, such as tcp://host:5557
+    kv_replay: _Endpoint = ""  # ZMQ endpoint that sends past events again
+    cache_salt: _Switch = True  # whether it is sent the field of this name; without, tenants share its prefix cache
+    cache_ttl_s: _Seconds = 600.0  # without events: how long a prompt sent there counts as cached
+    headers: _Headers = field(default_factory=dict)
 
     @property
     def cost_kind(self) -> str:
@@ -70,7 +89,7 @@ class EngineSpec:
         return " ".join(word for word in (self.hardware, self.kind, self.model) if word)
 
     def api_key(self) -> str:
-        """The engine's key, "" where it needs none. Raises `ConfigError` when the variable is not set."""
+        """The engine's key, "" if it needs none. Raises `ConfigError` when the variable is not set."""
         if not self.api_key_env:
             return ""
         key = os.environ.get(self.api_key_env, "")
@@ -84,6 +103,9 @@ class EngineSpec:
         """The headers of each request to it. Raises `ConfigError` when the variable of its key is not set."""
         key = self.api_key()
         return self.headers | ({"authorization": f"Bearer {key}"} if key else {})
+
+
+_TYPES = get_type_hints(EngineSpec, include_extras=True) | {"role": _RoleName}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +126,16 @@ def load_fleet(path: Path) -> FleetFile:
         raise ConfigError(f"engines file {path} is not valid TOML: {exc}") from exc
     if unknown := sorted(content.keys() - {"engines", "tokenizers"}):
         raise ConfigError(f"{path}: unknown key {unknown[0]!r}; known are [[engines]] and [tokenizers]")
-    entries, tokenizers = content.get("engines", []), content.get("tokenizers", {})
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ConfigError(f"{path}: engines must be tables; write [[engines]] above each")
-    if not isinstance(tokenizers, dict) or not all(isinstance(value, str) for value in tokenizers.values()):
-        raise ConfigError(f'{path}: [tokenizers] must map models to folders or hub ids: "org/model" = "/folder"')
+    entries = _part(
+        content, "engines", list[dict[str, Any]], [], f"{path}: engines must be tables; write [[engines]] above each"
+    )
+    tokenizers = _part(
+        content,
+        "tokenizers",
+        dict[str, str],
+        {},
+        f'{path}: [tokenizers] must map models to folders or hub ids: "org/model" = "/folder"',
+    )
     engines = [spec_from(entry, f"{path}: engines[{i}]") for i, entry in enumerate(entries)]
     for spec in engines:
         spec.api_key()
@@ -122,27 +149,34 @@ def load_fleet(path: Path) -> FleetFile:
 
 
 def spec_from(entry: dict[str, Any], where: str) -> EngineSpec:
-    """One engine out of a table or a JSON object. Raises `ConfigError` beginning with `where`."""
-    known = {item.name: item for item in fields(EngineSpec)}
-    if unknown := sorted(entry.keys() - known.keys()):
-        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(known)}")
-    values = dict(entry)
-    url = _checked_url(values.get("url"), where)
-    values["url"] = url
+    """One engine out of a table or a JSON object, in which null = left out.
+
+    Raises `ConfigError` beginning with `where`.
+    """
+    if unknown := sorted(entry.keys() - _TYPES.keys()):
+        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(_TYPES)}")
+    values = {name: value for name, value in entry.items() if value is not None}
+    url = values["url"] = _checked_url(values.get("url"), where)
     values.setdefault("name", re.sub(r"^https?://", "", url).replace(":", "-").replace("/", "-"))
-    _check_types(values, where)
-    _check_values(values, where)
-    values["role"] = _ROLES[values.get("role", "both")]
-    return EngineSpec(**values)
+    values = {name: _checked(name, value, where) for name, value in values.items()}
+    _check_headers(values.get("headers", {}), where)
+    role, kind = values.get("role", "both"), values.get("kind")
+    if role != "both" and kind != "vllm":
+        raise ConfigError(
+            f"{where}: role={role!r} needs kind='vllm' with its NixlConnector; other kinds have role both"
+        )
+    if values.get("kv_replay") and not values.get("kv_events"):
+        raise ConfigError(f"{where}: kv_replay without kv_events; give both, or neither")
+    return EngineSpec(**(values | {"role": _ROLES[role]}))
 
 
 def check_fleet(engines: Iterable[EngineSpec]) -> None:
-    """Raise `ConfigError` for engines that cannot stand beside each other."""
+    """Raise `ConfigError` for engines that cannot be in one fleet."""
     names: set[str] = set()
     roles: dict[tuple[str, str], set[Role]] = {}
     for spec in engines:
         if spec.name in names:
-            raise ConfigError(f"engine name={spec.name!r} is there twice; give each a name of its own")
+            raise ConfigError(f"engine name={spec.name!r} is there twice; give each engine its own name")
         names.add(spec.name)
         roles.setdefault((spec.model, spec.group), set()).add(spec.role)
     for (model, group), found in roles.items():
@@ -154,7 +188,7 @@ def check_fleet(engines: Iterable[EngineSpec]) -> None:
 
 
 def check_tokenizer(spec: EngineSpec, tokenizers: Container[str]) -> None:
-    """Raise `ConfigError` for events that nobody could make use of: they name blocks by their tokens."""
+    """Raise `ConfigError` for events of an engine without tokenizer: they identify blocks by their tokens."""
     if spec.kv_events and spec.model not in tokenizers:
         raise ConfigError(
             f"engine {spec.name}: kv_events={spec.kv_events!r} need model, and its tokenizer in the engines file: "
@@ -181,42 +215,25 @@ def _checked_url(url: Any, where: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _check_types(values: dict[str, Any], where: str) -> None:
-    for item in fields(EngineSpec):
-        value = values.get(item.name)
-        if value is None:
-            continue
-        if item.name == "headers":
-            fits = isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
-            wanted = "a table of strings"
-        elif item.type == "bool":
-            fits, wanted = isinstance(value, bool), "true or false"
-        elif item.type == "int":
-            fits, wanted = isinstance(value, int) and not isinstance(value, bool) and value >= 0, "a whole number"
-        elif item.type == "float":
-            fits, wanted = isinstance(value, int | float) and not isinstance(value, bool) and value > 0, "a number"
-        else:
-            fits, wanted = isinstance(value, str), "text"
-        if not fits:
-            raise ConfigError(f"{where}: {item.name}={value!r} must be {wanted}")
+def _part(content: dict[str, Any], key: str, wanted: Any, default: Any, error: str) -> Any:
+    try:
+        return msgspec.convert(content.get(key, default), wanted)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(error) from exc
 
 
-def _check_values(values: dict[str, Any], where: str) -> None:
-    if not _NAME.fullmatch(values["name"]):
-        raise ConfigError(f"{where}: name={values['name']!r} must be letters, digits, '.', '_' or '-' (64 at most)")
-    if values.get("kind", "openai") not in get_args(EngineKind):
-        raise ConfigError(f"{where}: kind={values['kind']!r} is unknown; use {', '.join(get_args(EngineKind))}")
-    if values.get("role", "both") not in _ROLES:
-        raise ConfigError(f"{where}: role={values['role']!r} is unknown; use {', '.join(_ROLES)}")
-    if values.get("role", "both") != "both" and values.get("kind") != "vllm":
-        raise ConfigError(
-            f"{where}: role={values['role']!r} needs kind='vllm' with its NixlConnector; other kinds have role both"
-        )
-    if values.get("api_key_env") and not _ENV_NAME.fullmatch(values["api_key_env"]):
-        raise ConfigError(
-            f"{where}: api_key_env is not the name of an environment variable; put the key into one and name it here"
-        )
-    for name, text in values.get("headers", {}).items():
+def _checked(name: str, value: Any, where: str) -> Any:
+    """The value, if it has the type and the bounds of its field."""
+    try:
+        return msgspec.convert(value, _TYPES[name])
+    except msgspec.ValidationError as exc:
+        rule = next(note.description for note in _TYPES[name].__metadata__ if isinstance(note, Meta))
+        shown = name if name in _SECRETS else f"{name}={value!r}"
+        raise ConfigError(f"{where}: {shown} must be {rule}") from exc
+
+
+def _check_headers(headers: dict[str, str], where: str) -> None:
+    for name, text in headers.items():
         if name.lower() in _OUR_HEADERS:
             raise ConfigError(f"{where}: headers: {name!r} is set by the router for each request; take it out")
         if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(text):  # NOTE: not shown, it may be a secret
@@ -224,8 +241,3 @@ def _check_values(values: dict[str, Any], where: str) -> None:
                 f"{where}: headers: {name!r} cannot be sent; use letters, digits and '-' in its name and "
                 "visible Latin characters in its value"
             )
-    for key in ("kv_events", "kv_replay"):
-        if values.get(key) and not re.fullmatch(r"(tcp|ipc)://\S+", values[key]):
-            raise ConfigError(f"{where}: {key}={values[key]!r} must be a ZMQ endpoint such as tcp://10.0.0.5:5557")
-    if values.get("kv_replay") and not values.get("kv_events"):
-        raise ConfigError(f"{where}: kv_replay without kv_events; give both, or neither")

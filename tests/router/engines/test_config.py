@@ -50,6 +50,7 @@ def test_a_file_becomes_specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (second.name, second.role, second.block_size) == ("10.0.0.2-8000", Role.DECODE, 32)
     assert second.api_key() == "secret"
     assert "secret" not in repr(second)
+    assert spec_from({"url": "http://h:1", "model": None, "headers": None}, "test").headers == {}  # as left out
 
 
 def engine(**values: Any) -> str:
@@ -84,9 +85,9 @@ URL = "http://h:1"
         (engine(url=URL) + 'headers = {connection = "close"}\n', "'connection' is set by the router"),
         (engine(url=URL) + 'headers = {content-length = "1"}\n', "'content-length' is set by the router"),
         (engine(url=URL, rol="both"), "engines[0]: unknown key 'rol'; known are name, url"),
-        (engine(url=URL, role="all"), "role='all' is unknown; use prefill, decode, both"),
+        (engine(url=URL, role="all"), "role='all' must be one of prefill, decode, both"),
         (engine(url=URL, role="decode"), "role='decode' needs kind='vllm'"),
-        (engine(url=URL, kind="tgi"), "kind='tgi' is unknown; use openai, vllm"),
+        (engine(url=URL, kind="tgi"), "kind='tgi' must be one of openai, vllm"),
         (engine(url=URL, block_size="16"), "block_size='16' must be a whole number"),
         (engine(url=URL) + "block_size = true\n", "block_size=True must be a whole number"),
         (engine(url=URL, cache_ttl_s=0), "cache_ttl_s=0 must be a number"),
@@ -98,7 +99,10 @@ URL = "http://h:1"
         (engine(url=URL, kv_events="h:5557"), "kv_events='h:5557' must be a ZMQ endpoint"),
         (engine(url=URL, kv_replay="tcp://h:1"), "kv_replay without kv_events"),
         (engine(url=URL, model="m", kv_events="tcp://h:1"), "'tcp://h:1' need model, and its tokenizer"),
-        (engine(url=URL, headers=3), "headers=3 must be a table of strings"),
+        (engine(url=URL, headers=3), "headers must be a table of strings"),
+        (engine(url=URL) + 'headers = {x = "sk-123", y = 3}\n', "headers must be a table of strings"),
+        (engine(url=URL, block_size=-1), "block_size=-1 must be a whole number, 0 or more"),
+        (engine(url=URL) + "cache_ttl_s = nan\n", "cache_ttl_s=nan must be a number of seconds above 0"),
         (engine(url=URL, name="a") + engine(url="http://h:2", name="a"), "engine name='a' is there twice"),
         (engine(url=URL, kind="vllm", role="prefill"), "has only prefill engines in group ''"),
     ],
