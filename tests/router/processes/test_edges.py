@@ -357,7 +357,7 @@ async def test_what_cannot_be_encoded_leaves_nothing_behind(tokenizer: Tokenizer
     async with line(tokenizer, tmp_path) as here:
         edge = await here.edge()
         with pytest.raises(TypeError):
-            await collect(edge.serve(replace(REQUEST, tenant=object())))  # type: ignore[arg-type]
+            await collect(edge.serve(replace(REQUEST, sampling=object())))  # type: ignore[arg-type]
         with pytest.raises(TypeError):
             await edge.unpin(object())  # type: ignore[arg-type]
         assert edge._hub.num_open == 0
