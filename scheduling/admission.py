@@ -23,6 +23,7 @@ from tandem.protocol.errors import DeadlineUnmet, Overloaded, ServingError
 from tandem.protocol.messages import PrefillPriority, Role, WorkerState
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.fair_queue import CREDIT_S, FairQueue, Ticket, Work
+from tandem.scheduling.lru_dict import LruDict
 from tandem.scheduling.placement import Held, Placement, Placer
 from tandem.scheduling.registry import RegisteredWorker, Workers, can_prefill, queue_s
 from tandem.scheduling.request import PlacementRequest, PromptDigests, ServiceClass
@@ -56,7 +57,7 @@ MAX_PLACED = 8  # of these, how many are placed again
 PLACEMENT_AGE_S = 0.05  # younger ones are not made again but for the first in line
 FIRST_GUESS_TOKENS = 128.0  # of an answer
 OUTPUT_LENGTH_WEIGHT = 0.05  # of the newest answer in the mean length
-MAX_MEANS = 4096  # tenants whose mean length, or latest priority, is remembered
+MAX_TENANTS = 4096  # whose mean length of answers, and whose latest priority, is remembered: clients name tenants
 WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
@@ -132,7 +133,7 @@ class OutputLengths:
 
     def __init__(self) -> None:
         self.mean_tokens = FIRST_GUESS_TOKENS  # over all
-        self._means: dict[str, float] = {}
+        self._means = LruDict[str, float](MAX_TENANTS)
 
     def expected(self, tenant: str, max_tokens: int) -> int:
         """Of the tenant's next request, which may not be longer than `max_tokens`."""
@@ -141,8 +142,6 @@ class OutputLengths:
     def note(self, tenant: str, num_tokens: int) -> None:
         """An answer has ended by itself after so many tokens."""
         mean = self._means.get(tenant, self.mean_tokens)
-        if len(self._means) >= MAX_MEANS:
-            self._means.clear()
         self._means[tenant] = mean + OUTPUT_LENGTH_WEIGHT * (num_tokens - mean)
         self.mean_tokens += OUTPUT_LENGTH_WEIGHT * (num_tokens - self.mean_tokens)
 
@@ -165,7 +164,7 @@ class Admission:
         self._num_deadlines = 0
         self._version = 0  # counts the calls of `next`
         self._last_tenant: str | None = None
-        self._priorities: dict[str, int] = {}  # of each tenant's newest request
+        self._priorities = LruDict[str, int](MAX_TENANTS)  # of each tenant's newest request
         self._tenants_until_s = -math.inf  # until when there is more than one
         self._priorities_until_s = -math.inf
         self._are_urgencies_mixed = False
@@ -536,8 +535,6 @@ class Admission:
             self._tenants_until_s = now + RIVAL_MEMORY_S
         if slo_s < math.inf or self._priorities.get(tenant, priority) != priority:
             self._priorities_until_s = now + RIVAL_MEMORY_S
-        if len(self._priorities) >= MAX_MEANS:
-            self._priorities.clear()
         self._last_tenant, self._priorities[tenant] = tenant, priority
 
     def _order(self, start_tag: float, slo_s: float, now: float) -> float:

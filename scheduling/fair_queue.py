@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_right, insort
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -131,6 +132,7 @@ class FairQueue:
         self._weight_of = weight_of
         self._lines: dict[str, _Line] = {}
         self._busy: dict[str, _Line] = {}  # those with tickets: of many tenants few wait at a time
+        self._idle: OrderedDict[str, None] = OrderedDict()  # the others; the one that asked longest ago comes first
         self._virtual_s = 0.0  # worker seconds that a tenant of weight 1 has been served if it always waited
         self._num_tickets = 0
 
@@ -158,6 +160,7 @@ class FairQueue:
             line = self._lines[ticket.tenant] = _Line(self._virtual_s - CREDIT_S)
         line.start_tag = self._next_tag(line)
         self._busy[ticket.tenant] = line
+        self._idle.pop(ticket.tenant, None)
         level = line.levels.get(ticket.priority)
         if level is None:
             level = line.levels[ticket.priority] = {}
@@ -174,6 +177,8 @@ class FairQueue:
             asked = Work(0, work.worker_s, work.pair_s, work.alone_s)
             line.rate, line.rated_s = line.rate_at(now) + asked * (1 / ARRIVAL_WINDOW_S), now
             line.ticket_s = work.worker_s
+            if tenant in self._idle:
+                self._idle.move_to_end(tenant)
 
     def update(self, ticket: Ticket, work: Work) -> None:
         """Change what a waiting request is predicted to take."""
@@ -199,7 +204,6 @@ class FairQueue:
         line.num_served += 1
         ticket.start_tag = line.start_tag
         line.start_tag += ticket.work.worker_s / self._weight_of(ticket.tenant)
-        self._forget_idle()
 
     def in_order(self, now: float) -> Iterator[Ticket]:
         """The waiting requests in the order in which they would be served. Change nothing while you read it."""
@@ -258,6 +262,7 @@ class FairQueue:
         """Raise AssertionError unless sums and orders agree with the tickets."""
         assert self._num_tickets == sum(len(line.tickets) for line in self._lines.values()), "number of tickets"
         assert self._busy == {name: line for name, line in self._lines.items() if line.tickets}, "who waits"
+        assert self._idle.keys() == self._lines.keys() - self._busy.keys(), "who is idle"
         for tenant, line in self._lines.items():
             assert line.priorities == sorted(line.levels), f"priorities of {tenant}"
             assert all(line.levels.values()), f"an empty level of {tenant}"
@@ -276,6 +281,9 @@ class FairQueue:
             line.priorities.remove(priority)
         if not line.tickets:
             del self._busy[ticket.tenant]
+            self._idle[ticket.tenant] = None
+            if len(self._idle) > MAX_IDLE_TENANTS:
+                del self._lines[self._idle.popitem(last=False)[0]]
 
     def _next_tag(self, line: _Line | None) -> float:
         """When the tenant's next request starts: what it did not use lately it may still have, within bounds."""
@@ -283,8 +291,3 @@ class FairQueue:
         if line is None:
             return earliest
         return line.start_tag if line.tickets else max(line.start_tag, earliest)
-
-    def _forget_idle(self) -> None:
-        """Forget idle tenants where there are very many."""
-        if len(self._lines) > MAX_IDLE_TENANTS:
-            self._lines = dict(self._busy)

@@ -18,6 +18,7 @@ from tandem.protocol.messages import PrefillPriority, Role, StepStats, WorkerSta
 from tandem.scheduling.admission import (
     LEAD_S,
     MAX_SCANNED,
+    MAX_TENANTS,
     Admission,
     Dispatch,
     Drop,
@@ -570,6 +571,30 @@ def test_each_tenant_is_expected_to_answer_at_its_own_length() -> None:
     assert lengths.expected("long", 20) == 20
     assert lengths.expected("short", 10_000) == 10
     assert 10 < lengths.expected("new", 10_000) < 1000
+
+
+def test_of_very_many_tenants_the_mean_length_of_the_one_that_answered_longest_ago_is_forgotten() -> None:
+    lengths = OutputLengths()
+    for _ in range(200):
+        lengths.note("oldest", 1000)
+        lengths.note("long", 1000)
+    for number in range(MAX_TENANTS - 1):
+        lengths.note(f"t{number}", 10)
+    assert lengths.expected("long", 10_000) > 990
+    assert lengths.expected("oldest", 10_000) == lengths.expected("new", 10_000) < 20
+
+
+def test_of_very_many_tenants_the_latest_priority_of_the_others_is_kept() -> None:
+    desk = make_desk(one_priority=True, max_queued_prompt_tokens=10**9)
+    request = make_request(1, tenant="mixed")
+    desk.admission.enter(request, desk.admission.forecast(request, 0.0), 0.0)
+    for number in [*range(MAX_TENANTS - 1), 0]:
+        request = make_request(1, tenant=f"t{number}")
+        desk.admission.leave(desk.admission.enter(request, desk.admission.forecast(request, 0.0), 0.0), "test")
+    desk.enter(1, tenant="mixed", priority=1)
+    for _ in range(6):
+        desk.enter()
+    assert len([one for one in desk.decide() if one.waiting.tenant == "default"]) == 1, "urgencies are mixed"
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,27 @@ def test_tenants_that_ask_no_more_are_forgotten() -> None:
         queue.add(make_ticket(f"t{i}"))
         serve(queue, 1)
     assert len(queue._lines) <= MAX_IDLE_TENANTS
+    queue.check_integrity()
+
+
+def test_of_very_many_tenants_those_that_asked_longest_ago_are_forgotten_and_no_others() -> None:
+    queue = make_queue()
+    for tenant in ("debtor", "oldest", "debtor"):
+        queue.add(make_ticket(tenant, worker_s=100.0))
+        serve(queue, 1)
+    new_tag, debts = queue.start_tag("new", 0), {name: queue.start_tag(name, 0) for name in ("debtor", "oldest")}
+    assert min(debts.values()) > new_tag
+    for i in range(MAX_IDLE_TENANTS - 1):
+        queue.add(make_ticket(f"t{i}", worker_s=0.0))
+        serve(queue, 1)
+    assert queue.start_tag("debtor", 0) == debts["debtor"], "it has been served more than its share lately"
+    assert queue.start_tag("oldest", 0) == new_tag
+    queue.note_asked("debtor", Work(), 0.0)
+    for i in range(MAX_IDLE_TENANTS - 1):
+        queue.add(make_ticket(f"u{i}", worker_s=0.0))
+        serve(queue, 1)
+    assert queue.start_tag("debtor", 0) == debts["debtor"], "a refused request renews it"
+    queue.check_integrity()
 
 
 STEPS = st.lists(
