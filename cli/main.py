@@ -13,6 +13,7 @@ from typer import rich_utils
 
 from tandem.cli import bench, chat, model, replay, route, serve, version
 from tandem.protocol.errors import ServingError
+from tandem.runtime.no_torch import keep_torch_out
 from tandem.runtime.signals import restore_child_signals
 
 __all__ = ["app", "main", "run"]
@@ -67,6 +68,7 @@ app.command()(version.version)
 def main() -> None:
     """Entry point of the `tandem` command."""
     restore_child_signals()
+    keep_torch_out()  # workers, which need it, are other processes
     sys.exit(run(sys.argv[1:]))
 
 

@@ -19,6 +19,7 @@ from tandem.cluster.processes import ParentPipe
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import ServingError
 from tandem.router.http.listening import listening
+from tandem.runtime.no_torch import keep_torch_out
 from tandem.scheduling.tenants import Tenants
 
 __all__ = ["EdgeSettings", "main"]
@@ -49,8 +50,7 @@ def main() -> None:
         return  # the parent ended before it said anything
     settings = msgspec.json.decode(pipe.setup, type=EdgeSettings)
     os.environ[METRICS_FOLDER_ENV] = settings.metrics_folder  # before prometheus_client is imported
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss torch
-    sys.modules["torch"] = None  # type: ignore[assignment]  # text needs none; transformers would import it: 200 MB
+    keep_torch_out()
     try:
         with (
             listening(settings.router.host, settings.port, is_shared=True) as listener,

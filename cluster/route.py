@@ -38,6 +38,7 @@ from tandem.router.http.server import serve_until
 from tandem.router.processes.sibling_bus import PeerRouterBus
 from tandem.router.processes.siblings import PeerRouters
 from tandem.router.text.tokenizer import Tokenizer
+from tandem.runtime.no_torch import keep_torch_out
 from tandem.runtime.signals import stop_events
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.prefix_index import PrefixIndex
@@ -132,6 +133,7 @@ def _serve_as_child() -> int:
     pipe, parent = ParentPipe(), os.getppid()
     if not pipe.setup:
         return 0  # the parent ended before it said anything
+    keep_torch_out()
     setup = msgspec.json.decode(pipe.setup, type=RouterSetup)
     try:
         with listening(setup.router.host, setup.router.port, is_shared=True) as listener:

@@ -17,7 +17,7 @@ from tandem.protocol.messages import FinishReason, TokenLogprobs
 from tandem.router.backend import Backend, GenerateRequest, TokenDelta
 from tandem.router.http.metrics import RequestClock
 from tandem.router.streams import DeltaQueue, Stream
-from tandem.router.text.detokenizer import StopMatcher, StopStrings
+from tandem.router.text.stop_strings import StopMatcher, StopStrings
 from tandem.router.text.tokenizer import Tokenizer
 
 __all__ = ["ChoiceDelta", "ChoicePlan", "ChoiceText", "TokenEntry", "run_choices"]

@@ -30,7 +30,7 @@ from tandem.router.openai.sampling import (
     stop_strings,
 )
 from tandem.router.openai.schema import MAX_CONVERSATION_ID_CHARS, GenerationFields, decode_body
-from tandem.router.text.detokenizer import StopStrings
+from tandem.router.text.stop_strings import StopStrings
 from tandem.router.text.token_lengths import PromptLimit
 from tandem.router.text.tokenizer import Tokenizer, TokenizerPool
 from tandem.scheduling.tenants import CacheScopes

@@ -16,7 +16,7 @@ from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.http.metrics import EdgeMetrics, RequestClock
 from tandem.router.openai.generation import ChoiceDelta, ChoicePlan, run_choices
 from tandem.router.streams import DeltaQueue, QueueStream, Stream
-from tandem.router.text.detokenizer import StopStrings
+from tandem.router.text.stop_strings import StopStrings
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend
 

@@ -11,7 +11,7 @@ import pytest
 
 from tandem.router.openai import request_limits
 from tandem.router.openai.schema import LARGE_BODY_BYTES, CompletionRequest, decode_body
-from tandem.router.text.detokenizer import StopStrings
+from tandem.router.text.stop_strings import StopStrings
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing
 

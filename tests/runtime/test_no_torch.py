@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.router.conftest import build_tokenizer
+
+TOKENIZER = """
+from tandem.runtime.no_torch import keep_torch_out
+keep_torch_out()
+from tandem.router.text.tokenizer import Tokenizer
+tokenizer = Tokenizer(FOLDER)
+assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}], {}, "")) == "<s><user>hi"
+"""
+COMMAND = """
+from tandem.cli.main import main
+sys.argv = ["tandem", "version"]
+try:
+    main()
+except SystemExit:
+    pass
+"""
+
+
+@pytest.mark.parametrize("code", [TOKENIZER, COMMAND], ids=["tokenizer", "command"])
+def test_torch_stays_out_and_nothing_is_said_about_it(tmp_path: Path, code: str) -> None:
+    code = f"import sys; FOLDER = {str(build_tokenizer(tmp_path))!r}\n{code}\nassert sys.modules['torch'] is None"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110)
+    assert (result.returncode, result.stderr) == (0, "")
