@@ -28,6 +28,9 @@ class Detokenizer:
     def __init__(self, fast: FastTokenizer, *, prompt_ids: Sequence[int] = (), skip_ids: Collection[int] = ()) -> None:
         self._fast = fast
         self._skip_ids = skip_ids
+        self._context: list[int]  # decoded again for the sake of what follows
+        self._held: list[int]  # whose text was not returned yet
+        self._stream: DecodeStream
         self._start([i for i in prompt_ids[-CONTEXT_TOKENS:] if i not in skip_ids])
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -61,7 +64,7 @@ class Detokenizer:
         """Continue after these tokens, or without context if they end within a character."""
         if context and self._decode(context).endswith(REPLACEMENT):
             context = []
-        self._context, self._held = context, list[int]()
+        self._context, self._held = context, []
         self._stream = DecodeStream(ids=context)
 
     def _decode(self, token_ids: list[int]) -> str:
