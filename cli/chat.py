@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -15,18 +15,19 @@ import httpx
 import typer
 from rich.console import Console
 
+from tandem.cli.options import ApiKey, ServedModel, ServerUrl
 from tandem.protocol.errors import ConfigError, ServingError
 
 __all__ = ["Conversation", "chat"]
 
 _CONNECT_TIMEOUT_S = 5.0
-_READ_TIMEOUT_S = 600.0  # a queued prompt is silent for long
+_READ_TIMEOUT_S = 600.0  # a queued prompt gets no bytes for long
 _LEAVE = {"/exit", "/quit"}
 _COMMAND = re.compile(r"/\w+")
 
 
 class ChatError(ServingError):
-    """The server did not give an answer."""
+    """The server gave no answer, or only a part of one."""
 
 
 @dataclass(slots=True)
@@ -37,10 +38,10 @@ class Conversation:
     model: str
     messages: list[dict[str, str]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
-    num_output_tokens: int = 0  # of the answer being streamed
+    num_output_tokens: int = 0  # of the current answer
 
     def ask(self, text: str) -> Generator[str]:
-        """Stream the answer to `text`. What came of it, if only in part, joins the history with the question."""
+        """Stream the answer to `text`. The question and the answer, even a partial one, join the history."""
         question = {"role": "user", "content": text}
         answer: list[str] = []
         self.num_output_tokens = 0
@@ -63,40 +64,51 @@ class Conversation:
         with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
                 raise ChatError(_error_message(response.status_code, response.read()))
-            for line in response.iter_lines():
-                content = line.removeprefix("data:").strip()
-                if not line.startswith("data:"):
-                    continue
-                if content == "[DONE]":
-                    return
-                event = json.loads(content)
-                if event.get("error"):
-                    raise ChatError(event["error"].get("message", "the server reported an error"))
+            for event in _events(response.iter_lines()):
                 if event.get("usage"):
                     self.num_output_tokens = event["usage"]["completion_tokens"]
                 for choice in event["choices"]:
-                    piece = choice["delta"].get("content")
-                    if piece:
+                    if piece := choice["delta"].get("content"):
                         yield piece
-        raise ChatError("the server closed the connection in the middle of the answer")
+
+
+@dataclass(slots=True)
+class _Speed:
+    """Arrival times of one answer."""
+
+    started_s: float = field(default_factory=time.perf_counter)
+    first_s: float = 0.0
+    last_s: float = 0.0
+    num_events: int = 0
+
+    def count_event(self) -> None:
+        """An event has arrived just now."""
+        self.last_s = time.perf_counter()
+        self.first_s = self.first_s or self.last_s
+        self.num_events += 1
+
+    def line(self, num_tokens: int) -> str:
+        """TTFT and tokens per second; without a number from the server each event counts as one token."""
+        num_tokens = num_tokens or self.num_events
+        duration_s = self.last_s - self.first_s
+        pace = f", {(num_tokens - 1) / duration_s:.1f} tok/s" if duration_s > 0 else ""
+        return f"TTFT {(self.first_s - self.started_s) * 1e3:.0f} ms, {num_tokens} tokens{pace}"
 
 
 def chat(
-    url: Annotated[str, typer.Option(help="Server, with or without /v1.")] = "http://127.0.0.1:8000",
-    model: Annotated[str, typer.Option(help="Served model; empty = the server's first.")] = "",
+    url: ServerUrl = "http://127.0.0.1:8000",
+    model: ServedModel = "",
     system: Annotated[str, typer.Option(help="System message at the start of the conversation.")] = "",
     temperature: Annotated[
         float | None, typer.Option(help="0 = always the likeliest token; unset = the server's.", show_default=False)
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
-    api_key: Annotated[
-        str, typer.Option(envvar="OPENAI_API_KEY", help="Key sent to the server.", show_default=False)
-    ] = "",
+    api_key: ApiKey = "",
 ) -> int:
     """Chat with a model in the terminal.
 
-    After each answer: time to the first token and tokens per second. Ctrl-C stops an answer; at the prompt Ctrl-C,
-    Ctrl-D or /exit leaves, /reset starts over. Each line of a piped standard input is one turn.
+    Each answer is followed by its time to the first token and its tokens per second. Ctrl-C stops an answer. At the
+    prompt Ctrl-C, Ctrl-D and /exit leave, and /reset starts over. Each line of a piped standard input is one turn.
 
     [bold]Examples[/bold]
 
@@ -123,13 +135,13 @@ def chat(
 
 
 def _talk(conversation: Conversation, system: str) -> int:
-    """Ask every line of standard input until its end. On a terminal a failed answer does not end the conversation."""
+    """Send every line of standard input until its end. On a terminal a failed answer does not end the conversation."""
     beginning = [{"role": "system", "content": system}] if system else []
     conversation.messages = list(beginning)
     is_terminal = sys.stdin.isatty()
     console = Console(highlight=False)
     if is_terminal:
-        with contextlib.suppress(ImportError):  # not every Python has it
+        with contextlib.suppress(ImportError):  # some builds of Python lack it
             import readline  # noqa: F401  # gives input() editing and a history
         console.print(f"[bold]{conversation.model}[/bold]  [dim]Ctrl-C stops an answer, /exit leaves[/dim]")
     while (line := _read_line(is_terminal)) is not None and line not in _LEAVE:
@@ -147,13 +159,13 @@ def _talk(conversation: Conversation, system: str) -> int:
 
 
 def _refuse_command(line: str) -> None:
-    """Raise ChatError for what looks like a command: a slip of the finger is not meant for the model."""
+    """Raise ChatError for a misspelt command, which is not meant for the model."""
     if _COMMAND.fullmatch(line):
         raise ChatError(f"unknown command {line}; known: {', '.join([*sorted(_LEAVE), '/reset'])}")
 
 
 def _read_line(is_terminal: bool) -> str | None:
-    """Next line without its end, or None when there is no more or the user leaves."""
+    """The next line without its end; None at the end of the input, and when the user leaves."""
     try:
         return input("> " if is_terminal else "").strip()
     except (EOFError, KeyboardInterrupt):
@@ -161,17 +173,13 @@ def _read_line(is_terminal: bool) -> str | None:
 
 
 def _answer(conversation: Conversation, text: str, console: Console) -> None:
-    """Print the answer as it comes, then its speed on a dim line (on stderr when the output is not a terminal)."""
-    started = time.perf_counter()
-    first = last = 0.0
-    num_events = 0
+    """Print the answer as it arrives, then its speed on a dim line (on stderr when the output is not a terminal)."""
+    speed = _Speed()
     is_stopped = False
     pieces = conversation.ask(text)
     try:
         for piece in pieces:
-            last = time.perf_counter()
-            first = first or last
-            num_events += 1
+            speed.count_event()
             console.out(piece, end="", highlight=False)
             console.file.flush()
     except KeyboardInterrupt:
@@ -179,19 +187,31 @@ def _answer(conversation: Conversation, text: str, console: Console) -> None:
         if not sys.stdin.isatty():
             raise
     except (ChatError, httpx.HTTPError):
-        if num_events:
+        if speed.num_events:
             console.print()  # the error gets a line of its own
         raise
     finally:
         pieces.close()  # hangs up
     console.print()
-    if not num_events:
-        return
-    num_tokens = conversation.num_output_tokens or num_events
-    speed = f", {(num_tokens - 1) / (last - first):.1f} tok/s" if last > first else ""
-    stopped = ", stopped" if is_stopped else ""
-    meter = console if console.is_terminal else Console(stderr=True, highlight=False)
-    meter.print(f"[dim]TTFT {(first - started) * 1e3:.0f} ms, {num_tokens} tokens{speed}{stopped}[/dim]")
+    if speed.num_events:
+        meter = console if console.is_terminal else Console(stderr=True, highlight=False)
+        stopped = ", stopped" if is_stopped else ""
+        meter.print(f"[dim]{speed.line(conversation.num_output_tokens)}{stopped}[/dim]")
+
+
+def _events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The JSON events of a stream. Raises `ChatError` for an error event, and for a stream that ends before [DONE]."""
+    for line in lines:
+        if not line.startswith("data:"):
+            continue
+        content = line.removeprefix("data:").strip()
+        if content == "[DONE]":
+            return
+        event = json.loads(content)
+        if event.get("error"):
+            raise ChatError(event["error"].get("message", "the server reported an error"))
+        yield event
+    raise ChatError("the server closed the connection in the middle of the answer")
 
 
 def _first_model(client: httpx.Client) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -51,11 +52,11 @@ def tandem(
         typer.Option("--version", help="Same as tandem version.", callback=version.print_and_leave, is_eager=True),
     ] = False,
 ) -> None:
-    """Options that stand before the command."""
+    """Options before the command."""
 
 
 def _paragraphs(command: Callable[..., int]) -> str:
-    """Its docstring with each paragraph on one line: the help is as wide as the terminal, not as the source."""
+    """The command's docstring with each paragraph on one line: the help is as wide as the terminal, not the source."""
     return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
 
 
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 def run(args: Sequence[str]) -> int:
-    """Exit code of the command with these arguments: 0 done, 2 the user's error (one line on stderr)."""
+    """Run the command with these arguments; its exit code: 0 = done, 2 = the user's error (one line on stderr)."""
     try:
         code = app(list(args), prog_name="tandem", standalone_mode=False)
     except typer.TyperException as exc:
@@ -91,11 +92,6 @@ def run(args: Sequence[str]) -> int:
 
 def _words(args: Sequence[str]) -> list[str]:
     """The leading command words, for the hint; an empty word at the end makes the space before --help."""
-    words = []
-    for arg in args:
-        if arg.startswith("-"):
-            break
-        words.append(arg)
+    words = itertools.takewhile(lambda arg: not arg.startswith("-"), args)
     commands = {"serve", "route", "chat", "bench", "replay", "model", "pull", "version"}
-    known = [word for word in words[:2] if word in commands]
-    return [*known, ""]
+    return [*(word for word in itertools.islice(words, 2) if word in commands), ""]

@@ -1,4 +1,4 @@
-"""`tandem model`: fetches models before they are served."""
+"""`tandem model`: fetch models before they are served."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def pull(
 ) -> int:
     """Fetch a model, convert it if needed, and print its folder.
 
-    The built-in model is kept under TANDEM_CACHE (default ~/.cache/tandem), hub models in the hub's own cache. Safe to
-    interrupt and to run twice at once.
+    The built-in model is kept under TANDEM_CACHE (default ~/.cache/tandem), hub models in the hub's own cache. The
+    command may be interrupted, and may run twice at once.
 
     [bold]Examples[/bold]
 

@@ -58,8 +58,8 @@ Report = Annotated[Path | None, typer.Option(help="File for a report as HTML.", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Replay:
-    """A trace and the conditions that all policies meet."""
+class _Scenario:
+    """A trace, and the conditions that are the same for all policies."""
 
     trace: Path
     requests: Sequence[TraceRequest]  # in the order of their arrival
@@ -69,14 +69,14 @@ class _Replay:
     seed: int
 
     def run(self, policy: str) -> Outcome:
-        """What this policy does with the trace. Raises `ConfigError` if no request fits."""
+        """The outcome under this policy. Raises `ConfigError` if no request fits into a pool."""
         outcome = simulate(self.requests, self.cluster, policy, self.seed)
         if not outcome.jobs:
             raise ConfigError(f"no request of {self.trace} fits into the pool of this machine")
         return outcome
 
     def facts(self) -> dict[str, str]:
-        """The conditions, as text by their names."""
+        """The conditions as text, by name."""
         cluster = self.cluster
         split = f"{cluster.num_prefill} prefill, {cluster.num_decode} decode" if cluster.num_prefill else "colocated"
         host = f", {cluster.host_cache_tokens:,} tokens in host memory" if cluster.host_cache_tokens else ""
@@ -113,8 +113,9 @@ def replay(
 ) -> int:
     """Replay a trace in virtual time: what would this policy do with that load on these workers?
 
-    Placement, cost model, prefix index and bookings are the product's own; workers are modelled. The router starts from
-    its priors and learns the machines' speed from their steps. An hour of a thousand workers takes a minute.
+    Placement, cost model, prefix index and bookings are the product's own code; only workers are modelled. The router
+    starts from its prior costs and learns the machines' speed from their steps. An hour of a thousand workers takes a
+    minute.
 
     [bold]Examples[/bold]
 
@@ -132,22 +133,22 @@ def replay(
     cluster = _cluster(worker_machine, workers, num_prefill, host_cache_gb, peer_reads)
     timed = _arrivals(recorded, load, cluster, seed)
     slo = Slo(slo_ttft, slo_itl)
-    return _replay(
-        _Replay(trace=trace, requests=timed, cluster=cluster, load=load, slo=slo, seed=seed), policy, output, report
+    return _replay_simulated(
+        _Scenario(trace=trace, requests=timed, cluster=cluster, load=load, slo=slo, seed=seed), policy, output, report
     )
 
 
-def _replay(conditions: _Replay, policy: str, output: Path | None, report: Path | None) -> int:
+def _replay_simulated(scenario: _Scenario, policy: str, output: Path | None, report: Path | None) -> int:
     """Replay under each policy, print and write the results; the exit code."""
     console = Console(highlight=False)
-    outcomes = list(_each(_choose(policy, POLICIES), conditions.run, console).values())
-    facts, slo = conditions.facts(), conditions.slo
+    outcomes = list(_each(_choose(policy, POLICIES), scenario.run, console).values())
+    facts, slo = scenario.facts(), scenario.slo
     for fact, text in facts.items():
         console.print(f"[dim]{fact}:[/] {text}", soft_wrap=True)
     _print_summaries(outcomes, slo, console)
     _write_results(output, [summarize(outcome, slo).as_dict() for outcome in outcomes])
     if report is not None:
-        report.write_text(html_report(f"Replay of {conditions.trace.name}", facts, outcomes, slo))
+        report.write_text(html_report(f"Replay of {scenario.trace.name}", facts, outcomes, slo))
         console.print(f"written to {report}")
     return 0
 
@@ -188,13 +189,12 @@ def _cluster(worker_machine: str, workers: int, num_prefill: int, host_cache_gb:
 
 def _read(trace: Path, num_requests: int) -> list[TraceRequest]:
     try:
-        arrivals = list(read_trace(trace))
+        requests = list(read_trace(trace))[: num_requests or None]
     except (OSError, ValueError) as exc:
         raise ConfigError(f"trace {trace} cannot be read: {exc}") from exc
-    arrivals = arrivals[: num_requests or None]
-    if len(arrivals) < 2:
-        raise ConfigError(f"trace {trace} has {len(arrivals)} requests; a replay needs two or more")
-    return arrivals
+    if len(requests) < 2:
+        raise ConfigError(f"trace {trace} has {len(requests)} requests; a replay needs two or more")
+    return requests
 
 
 def _arrivals(requests: Sequence[TraceRequest], load: float, cluster: Cluster, seed: int) -> list[TraceRequest]:

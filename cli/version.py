@@ -1,4 +1,4 @@
-"""`tandem version`, and the facts about this build and machine that a measurement has to carry."""
+"""`tandem version`, and what a result says about the build and the machine that it was measured with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["commit", "machine", "print_and_leave", "product_version", "version"]
 
 
 def version() -> int:
-    """Print the version, the commit where known, and the Python it runs on."""
+    """Print the version, the commit if it is known, and the version of Python."""
     built_from = f", commit {known}" if (known := commit()) else ""
     typer.echo(f"tandem {product_version()} (Python {platform.python_version()}{built_from})")
     return 0
@@ -29,12 +29,12 @@ def print_and_leave(is_asked: bool) -> None:
 
 
 def product_version() -> str:
-    """Version of the installed distribution."""
+    """The version of the installed distribution."""
     return metadata.version("tandem-serve")
 
 
 def commit() -> str:
-    """Commit of the source tree this runs from, with `-dirty` if changed since; empty where there is none."""
+    """Commit of the source tree, with `-dirty` if the tree has changed since; empty without a repository."""
     source = Path(__file__).resolve().parent.parent
     if not (source / ".git").exists():
         return ""
@@ -46,7 +46,7 @@ def commit() -> str:
 
 
 def machine() -> dict[str, str | int | float]:
-    """What a reader of a result needs to know of the machine; nothing that names it."""
+    """The machine's hardware and system; nothing that identifies it."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),

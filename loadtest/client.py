@@ -1,7 +1,7 @@
-"""A streaming client that measures: when each event of an OpenAI-compatible server arrived, at little cost to itself.
+"""A streaming client that measures when each event of an OpenAI-compatible server arrives, at little CPU of its own.
 
-It often shares its cores with the server under test. httpx costs 130 us of CPU per streamed event; this protocol over
-httptools and uvloop costs 18 us. It notes when bytes arrive, and parses JSON once the stream has ended.
+The client often shares its cores with the server under test. httpx costs 130 us of CPU per streamed event; this
+protocol over httptools and uvloop costs 18 us. It notes when bytes arrive, and parses JSON after the stream has ended.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["CUT", "MeasuringClient", "StreamTiming", "run_measured"]
 
 Result = TypeVar("Result")
 
-CUT = "cut by the client"  # the error of a stream that was cut on purpose
+CUT = "cut by the client"  # error of a stream that the client cut on purpose
 
-_NO_STATUS = 0  # cut before the answer began
+_NO_STATUS = 0  # the client cut before the answer began
 _DATA = b"data:"
 _DONE = b"[DONE]"
 
@@ -36,28 +36,28 @@ class StreamTiming:
 
     started_s: float
     finished_s: float = 0.0
-    event_times_s: list[float] = field(default_factory=list)  # of the events that carry output tokens
-    event_tokens: list[int] = field(default_factory=list)  # output tokens of each of them
+    event_times_s: list[float] = field(default_factory=list)  # only events that carry output tokens
+    event_tokens: list[int] = field(default_factory=list)  # output tokens of each such event
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     finish_reason: str = ""
     text: str = ""
-    error: str = ""  # empty = answered to the end
+    error: str = ""  # empty = the whole answer arrived
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first event with output. Only for a stream that has one."""
+        """Time to the first event with output; the stream must have one."""
         return self.event_times_s[0] - self.started_s
 
     @property
     def itl_s(self) -> list[float]:
-        """Gaps between successive events with output: what a reader sees as the pace, and its stalls."""
+        """Gaps between successive events with output: the pace that a reader sees, and its stalls."""
         return [later - earlier for earlier, later in itertools.pairwise(self.event_times_s)]
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per output token after the first event; None if all came at once."""
+        """Mean time per output token after the first event; None if all output came in one event."""
         later_tokens = self.num_output_tokens - (self.event_tokens[0] if self.event_tokens else 0)
         if len(self.event_times_s) < 2 or later_tokens < 1:
             return None
@@ -65,7 +65,7 @@ class StreamTiming:
 
 
 class MeasuringClient:
-    """Talks to one server. It holds no connection between requests: a closed-loop test must not reuse a stalled one."""
+    """Client of one server. Each request has its own connection: a closed-loop test must not reuse a stalled one."""
 
     def __init__(self, url: str, *, api_key: str = "", timeout_s: float = 600.0) -> None:
         parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
@@ -74,7 +74,7 @@ class MeasuringClient:
         self.host = parts.hostname
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.base_path = parts.path.rstrip("/").removesuffix("/v1")
-        self.timeout_s = timeout_s  # of a whole request
+        self.timeout_s = timeout_s  # for a whole request
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._authorization = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
 
@@ -94,9 +94,9 @@ class MeasuringClient:
         return await self.stream("/v1/chat/completions", request)
 
     async def stream(self, path: str, body: dict[str, Any], *, cut_after_s: float | None = None) -> StreamTiming:
-        """POST `body` as a streaming request. Failures of any kind are told by `error`, never raised.
+        """POST `body` as a streaming request. A failure of any kind is in `error` and is not raised.
 
-        After `cut_after_s` the client hangs up: the timing has what came until then, and says so as its error.
+        After `cut_after_s` the client hangs up: the timing holds what had arrived, and its error is `CUT`.
         """
         options = {"include_usage": True, "continuous_usage_stats": True}
         payload = msgspec.json.encode({"stream_options": options, **body, "stream": True})
@@ -117,7 +117,7 @@ class MeasuringClient:
         return timing
 
     async def request_json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Decoded answer of a plain request. Raises `OSError` for anything but a JSON answer with status 200."""
+        """The decoded answer of a plain request. Raises `OSError` for anything but JSON with status 200."""
         reply = await self._send(method, path, b"" if body is None else msgspec.json.encode(body))
         if reply.status != 200:
             raise OSError(f"{method} {path}: HTTP {reply.status}: {reply.body[:300].decode(errors='replace')}")
@@ -141,7 +141,7 @@ class MeasuringClient:
             try:
                 transport.write(head.encode() + payload)
                 return await reply.done
-            finally:  # a cancelled request hangs up, which is how a client leaves
+            finally:  # a cancelled request hangs up, as a client that leaves does
                 transport.close()
 
 
@@ -152,19 +152,19 @@ def run_measured(main: Coroutine[Any, Any, Result]) -> Result:
 
 
 class _Reply(NamedTuple):
-    """A whole answer: `marks` are (arrival time, bytes of body then there) of each read that brought some.
+    """A whole answer. `marks` has (arrival time, bytes of body received so far) for each read that brought some.
 
-    The answer completes inside the read that brings its end, before that read is marked: look at it afterwards only.
+    NOTE: The answer completes inside the read that brings its end, before that read is marked: await it first.
     """
 
     status: int
     body: bytearray
     marks: list[tuple[float, int]]
-    is_cut: bool = False  # by us, before its end
+    is_cut: bool = False  # the client hung up before its end
 
     @property
     def finished_s(self) -> float:
-        """When the last bytes of the body came."""
+        """When the last bytes of the body arrived."""
         return self.marks[-1][0] if self.marks else time.perf_counter()
 
 
@@ -196,12 +196,12 @@ class _ReplyProtocol(asyncio.Protocol):
             self.done.set_result(_Reply(self._parser.get_status_code(), self._body, self._marks))
 
     def cut(self) -> None:
-        """Be content with what is there."""
+        """End the answer with what has arrived."""
         if not self.done.done():
             self.done.set_result(_Reply(self._parser.get_status_code(), self._body, self._marks, is_cut=True))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Without a length, the end of the connection ends the answer; [DONE] tells whether it was whole."""
+        """Complete an answer without a length, which ends with the connection; [DONE] shows whether it is whole."""
         if exc is None and self._parser.get_status_code() >= 200:
             self.on_message_complete()
         self._fail(f"connection lost after {len(self._body)} bytes of the answer" + (f": {exc}" if exc else ""))
@@ -216,14 +216,14 @@ class _Delta(msgspec.Struct):
     reasoning_content: str | None = None
 
 
-class _Choice(msgspec.Struct):
+class _EventChoice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
     finish_reason: str | None = None
 
     @property
     def output(self) -> str:
-        """Text of this event, whichever API it comes from."""
+        """Text of this event, from either API."""
         if self.delta is None:
             return self.text or ""
         return self.delta.content or self.delta.reasoning_content or ""
@@ -240,7 +240,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_EventChoice] = []
     usage: _Usage | None = None
     error: Any = None
 
@@ -257,12 +257,12 @@ def _parse_events(reply: _Reply, timing: StreamTiming) -> None:
     pieces: list[str] = []
     start, is_done = 0, False
     while (end := body.find(event_end, start)) >= 0:
-        while arrived_size < end + len(event_end):  # the read that completed this event
+        while arrived_size < end + len(event_end):  # find the read that completed this event
             arrived_s, arrived_size = next(marks)
         line = body[start:end].strip()
         start = end + len(event_end)
         if not line.startswith(_DATA):
-            continue  # a comment: some servers keep the connection awake with them
+            continue  # a comment, which some servers send to keep the connection alive
         content = line[len(_DATA) :].strip()
         if content == _DONE:
             is_done = True
@@ -284,14 +284,14 @@ def _parse_events(reply: _Reply, timing: StreamTiming) -> None:
 
 
 def _apply_event(event: _Event, arrived_s: float, timing: StreamTiming, pieces: list[str]) -> None:
-    """Add one event. Tokens are counted by running usage where the server sends it, else one for each event."""
+    """Add one event. Tokens are counted by running usage if the server sends it, else as one per event."""
     total: int | None = None
     if event.usage is not None:
         total = event.usage.completion_tokens
         timing.num_prompt_tokens = event.usage.prompt_tokens or timing.num_prompt_tokens
         if event.usage.prompt_tokens_details is not None:
             timing.num_cached_tokens = event.usage.prompt_tokens_details.cached_tokens or timing.num_cached_tokens
-    if not event.choices:  # the last event with the final usage
+    if not event.choices:  # the last event, which has the final usage
         timing.num_output_tokens = timing.num_output_tokens if total is None else total
         return
     text = "".join(choice.output for choice in event.choices)

@@ -1,4 +1,4 @@
-"""Closed-loop load: a fixed number of clients, each sending its next request when the last one is answered."""
+"""Closed-loop load: a fixed number of clients, each of which sends its next request when the last one is answered."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def run_chats(
             )
             timings.append(timing)
             if timing.error:
-                break  # the next turn would not be the conversation that was asked for
+                break  # without this answer the next turn would be another conversation
             history = [*messages, {"role": "assistant", "content": timing.text}]
         return timings
 
@@ -88,7 +88,7 @@ async def _run(
     concurrency: int,
     on_done: Callable[[], None] | None,
 ) -> LoadRun:
-    """Run the jobs in order with this many at once. Cancelling it cancels them all."""
+    """Run the jobs in order, `concurrency` at a time. Cancelling it cancels all of them."""
     waiting = iter(jobs)
     timings: list[StreamTiming] = []
 

@@ -1,4 +1,4 @@
-"""Locust users of a chat endpoint: some hold conversations, some send unrelated prompts; all stream.
+"""Locust users of a chat endpoint: some hold conversations, some send unrelated prompts. All requests stream.
 
 Besides the requests, locust's table shows `ttft` (request to first token) and `itl` (gap between two streamed events).
 
@@ -28,18 +28,18 @@ _PATH = "/v1/chat/completions"
 
 
 class ChatUser(FastHttpUser):  # type: ignore[misc]  # locust is untyped here
-    """One person: mostly four-turn conversations, now and then a lone question."""
+    """One person, who mostly holds four-turn conversations and sometimes asks a single question."""
 
     wait_time = between(0.0, 0.5)
-    network_timeout = 600.0  # a queued prompt is silent for long
+    network_timeout = 600.0  # a queued prompt gets no bytes for long
 
     def on_start(self) -> None:
-        """Ask for the model's name once."""
+        """Get the model's name once."""
         self.rng = random.Random(id(self))
         self.model = os.environ.get("TANDEM_MODEL") or self.client.get("/v1/models").json()["data"][0]["id"]
 
     def conversation(self) -> None:
-        """Several turns that resend their history: each but the first can hit the prefix cache."""
+        """Several turns that resend their history: all but the first can hit the prefix cache."""
         history: list[dict[str, str]] = []
         for _ in range(_TURNS):
             messages = random_messages(self.rng, history, _WORDS_PER_TURN)
@@ -49,13 +49,13 @@ class ChatUser(FastHttpUser):  # type: ignore[misc]  # locust is untyped here
             history = [*messages, {"role": "assistant", "content": answer}]
 
     def question(self) -> None:
-        """A prompt that nobody has sent before."""
+        """A prompt that no user has sent before."""
         self._stream("question", random_messages(self.rng, [], 2 * _WORDS_PER_TURN))
 
     tasks = {conversation: 3, question: 1}  # noqa: RUF012  # how locust reads weights
 
     def _stream(self, name: str, messages: list[dict[str, str]]) -> str | None:
-        """The answer, or None if it failed; its times go to locust's events."""
+        """The answer, or None if the request failed. Its times are fired as locust events."""
         body = {"model": self.model, "messages": messages, "max_tokens": _MAX_TOKENS, "stream": True}
         started = last = time.perf_counter()
         pieces: list[str] = []
@@ -86,13 +86,13 @@ class ChatUser(FastHttpUser):  # type: ignore[misc]  # locust is untyped here
 
 
 def _pieces(stream: Any) -> Iterator[str]:
-    """Text of each event, as it arrives. Raises `ConnectionError` for a stream that ends before [DONE]."""
+    """The text of each event as it arrives. Raises `ConnectionError` for a stream that ends before [DONE]."""
     while line := stream.readline(b"\n"):
         if not line.startswith(b"data:"):
             continue
         content = line[len(b"data:") :].strip()
         if content == b"[DONE]":
-            stream.read()  # the end of the answer, so that the connection can be used again
+            stream.read()  # to the end of the answer, so that the connection can be used again
             return
         event = msgspec.json.decode(content)
         if "error" in event:

@@ -1,6 +1,6 @@
-"""Prompts for measuring: random words cut to an exact number of tokens by the server's own tokenizer.
+"""Prompts for measuring: random words, cut to an exact number of tokens by the server's own tokenizer.
 
-Every prompt is different from its first token on, so a prefix cache gains nothing that the test did not ask for.
+Prompts differ from their first token on, so that a prefix cache helps only where a test intends it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _VOCABULARY = (
 )
 _WORDS = _VOCABULARY.split()
 
-# Ids that any model with a vocabulary of a few thousand has, past its special tokens.
+# Any model with a few thousand tokens has these ids, and its special tokens are below them.
 _PLAIN_TOKEN_IDS = range(1000, 4000)
 
 
 async def random_prompts(
     client: MeasuringClient, *, model: str, num_prompts: int, num_tokens: int, seed: int
 ) -> list[list[int]]:
-    """Prompts of exactly `num_tokens` token ids each: words where the server has /tokenize, else any ids."""
+    """Prompts of exactly `num_tokens` token ids each: words if the server has /tokenize, else random ids."""
     rng = random.Random(seed)
     try:
         return [await _tokenized(client, model, rng, num_tokens) for _ in range(num_prompts)]
@@ -37,7 +37,7 @@ async def random_prompts(
 
 
 def random_text(rng: random.Random, num_words: int) -> str:
-    """Words of a small vocabulary; most of them are one or two tokens."""
+    """Words of a small vocabulary; most words are one or two tokens."""
     return " ".join(rng.choices(_WORDS, k=num_words))
 
 
@@ -47,7 +47,7 @@ def random_messages(rng: random.Random, history: Sequence[dict[str, str]], num_w
 
 
 async def _tokenized(client: MeasuringClient, model: str, rng: random.Random, num_tokens: int) -> list[int]:
-    """A word is at least one token, so as many words as tokens are enough to cut from."""
+    """Token ids of `num_tokens` random words, which are at least as many tokens, cut to that number."""
     reply = await client.request_json(
         "POST", "/tokenize", {"model": model, "prompt": random_text(rng, num_tokens), "add_special_tokens": False}
     )

@@ -1,4 +1,4 @@
-"""Statistics over measured streams: percentiles and one summary per run. Plain values in, plain values out."""
+"""Statistics of measured streams: percentiles, and one summary per run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Distribution", "LoadSummary", "percentile", "summarize"]
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Shape of some durations, in seconds."""
+    """Count, mean and percentiles of durations in seconds."""
 
     count: int
     mean: float
@@ -25,7 +25,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Distribution:
-        """Distribution of the values; all NaN without any."""
+        """Distribution of the values; all NaN if there are none."""
         ordered = sorted(values)
         if not ordered:
             return cls(0, math.nan, math.nan, math.nan, math.nan, math.nan)
@@ -35,7 +35,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class LoadSummary:
-    """What one run of many streams showed."""
+    """The result of one run."""
 
     concurrency: int
     num_requests: int
@@ -46,12 +46,12 @@ class LoadSummary:
     num_cached_tokens: int
     num_output_tokens: int
     ttft_s: Distribution
-    itl_s: Distribution  # gaps between events, over all streams together
+    itl_s: Distribution  # gaps between events, of all streams together
     tpot_s: Distribution  # one value per stream
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Output tokens of all good streams over the whole run's time."""
+        """Output tokens of all good streams per second of the run."""
         return self.num_output_tokens / self.duration_s
 
     @property
@@ -60,14 +60,14 @@ class LoadSummary:
         return (self.num_requests - self.num_errors) / self.duration_s
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields and rates, ready for JSON: NaN (no sample) becomes None."""
+        """All fields and rates, ready for JSON: NaN, which means no sample, becomes None."""
         rates = {"output_tokens_per_s": self.output_tokens_per_s, "requests_per_s": self.requests_per_s}
         plain: dict[str, Any] = _without_nan(asdict(self) | rates)
         return plain
 
 
 def summarize(timings: Sequence[StreamTiming], *, concurrency: int, duration_s: float) -> LoadSummary:
-    """Summary of a run. Streams with an error count as errors and in nothing else."""
+    """Summary of a run. A stream with an error counts as an error and in nothing else."""
     good = [timing for timing in timings if not timing.error]
     errors = [timing.error for timing in timings if timing.error]
     return LoadSummary(
@@ -86,7 +86,7 @@ def summarize(timings: Sequence[StreamTiming], *, concurrency: int, duration_s: 
 
 
 def percentile(values: Iterable[float], q: float) -> float:
-    """The q-th percentile (0 to 100), linear between neighbours as numpy's default; NaN without values."""
+    """The q-th percentile (0 to 100), linear between neighbours like numpy's default; NaN without values."""
     ordered = sorted(values)
     return _percentile_of_sorted(ordered, q) if ordered else math.nan
 

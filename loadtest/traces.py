@@ -1,4 +1,4 @@
-"""Recorded requests with the hashes of their prompts' blocks: what was asked, when, and what it shares with others."""
+"""Recorded requests: arrival, lengths, and hashes of the prompt's blocks, by which prompts share prefixes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TraceRequest:
 
 
 def read_trace(path: Path) -> Iterator[TraceRequest]:
-    """The requests of a .jsonl or .jsonl.gz file, in order; ValueError names the line that is not one."""
+    """The requests of a .jsonl or .jsonl.gz file, in order. Raises `ValueError` for a line that is no request."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         for number, line in enumerate(lines, 1):
             try:
