@@ -1,11 +1,11 @@
-"""A circuit breaker: when to stop sending to an engine that fails, and when to try it again.
+"""A circuit breaker: decides when to stop sending to a failing engine, and when to try it again.
 
-    closed --failures in a row, or one that shows nobody is there--> open
-    open --its time is over--> half-open: one request is let through
-    half-open --it succeeds--> closed        half-open --it fails--> open, for twice the time
+    closed --failures in a row, or one that shows that nothing listens there--> open
+    open --its time is over--> half-open: one request, the trial, is let through
+    half-open --the trial succeeds--> closed        half-open --it fails--> open, for twice the time
 
-A pure state machine: no clock, no I/O. Refusals (429) and clients that leave are no failures: an engine that is busy
-works, and a breaker that opens under a burst makes it worse.
+A pure state machine: no clock, no I/O. Refusals (429) and clients that disconnect are not failures: a busy engine
+works, and a breaker that opens under a burst makes the burst worse.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ __all__ = ["Breaker", "BreakerState"]
 
 
 class BreakerState(enum.StrEnum):
-    """What the breaker lets through."""
+    """Which requests the breaker lets through."""
 
-    CLOSED = "closed"  # everything
-    OPEN = "open"  # nothing
-    HALF_OPEN = "half_open"  # one request
+    CLOSED = "closed"  # all
+    OPEN = "open"  # none
+    HALF_OPEN = "half_open"  # one
 
 
 class Breaker:
-    """The circuit to one engine. Who was let through tells how it ended, with the number of its trial.
+    """The breaker of one engine. Each request that was let through reports its outcome, with its trial number.
 
-    Requests from before an opening end late; only the trial's end decides what follows, except that any success closes.
+    Requests that were sent before the breaker opened may end while it is open. Any success closes it; of failures, only
+    that of the trial opens it again.
     """
 
     def __init__(self, *, max_failures: int, open_s: float, max_open_s: float) -> None:
@@ -36,27 +37,27 @@ class Breaker:
         self._open_s = open_s
         self._num_failures = 0  # in a row
         self._opened_until_s: float | None = None
-        self._trial = 0  # the one that runs, 0 = none
+        self._trial = 0  # number of the running trial; 0 = none
         self._num_trials = 0
         self._is_absent = False
         self.num_opened = 0
 
     def state(self, now: float) -> BreakerState:
-        """What it lets through now."""
+        """Which requests it lets through now."""
         if self._opened_until_s is None:
             return BreakerState.CLOSED
         return BreakerState.OPEN if now < self._opened_until_s else BreakerState.HALF_OPEN
 
     def allows(self, now: float) -> bool:
-        """Whether a request may be sent; ask before `begin`."""
+        """Whether a request may be sent. Ask before `begin`."""
         state = self.state(now)
         return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._trial)
 
     @property
-    def may_be_passed(self) -> bool:
-        """Whether a request may be sent all the same where no other engine is left: somebody listens there.
+    def may_be_bypassed(self) -> bool:
+        """Whether requests may be sent although it is open, when no other engine is left: the engine can be reached.
 
-        Else requests of one client that every engine fails on would shut all others out.
+        Otherwise one client's requests that make every engine fail would shut out all other clients.
         """
         return not self._is_absent
 
@@ -65,8 +66,8 @@ class Breaker:
         return 0.0 if self._opened_until_s is None else max(self._opened_until_s - now, 0.0)
 
     def begin(self, now: float) -> int:
-        """A request goes out. The first in half-open state is a trial, whose number is returned; all others get 0."""
-        assert self.allows(now) or self.may_be_passed, f"the breaker is {self.state(now)}"
+        """A request is sent. The first one in half-open state is a trial and gets its number; all others get 0."""
+        assert self.allows(now) or self.may_be_bypassed, f"the breaker is {self.state(now)}"
         if self.state(now) is not BreakerState.HALF_OPEN or self._trial:
             return 0
         self._num_trials += 1
@@ -74,7 +75,7 @@ class Breaker:
         return self._trial
 
     def succeeded(self) -> None:
-        """The engine answered: all is well again."""
+        """The engine answered: close."""
         self._num_failures = 0
         self._is_absent = False
         self._opened_until_s = None
@@ -82,7 +83,7 @@ class Breaker:
         self._trial = 0
 
     def failed(self, now: float, *, trial: int, is_absent: bool = False) -> None:
-        """The engine did not answer as it should. `is_absent` = nobody was there at all, which opens at once."""
+        """The engine failed a request. `is_absent`: nothing listens there, which opens the breaker at once."""
         self._num_failures += 1
         self._is_absent = is_absent
         if trial and trial == self._trial:
@@ -92,7 +93,7 @@ class Breaker:
             self._open(now)
 
     def abandoned(self, *, trial: int) -> None:
-        """A request that was let through ended without showing anything: its client left, or it was refused."""
+        """A request ended without an outcome: its client disconnected, or the engine refused it."""
         if trial == self._trial:
             self._trial = 0
 

@@ -97,8 +97,9 @@ class RemoteEngine:
         """Why it gets no request now; "" when it may. `is_last`: there is no other engine."""
         if self.state is not WorkerState.READY:
             return f"{self.state.value}: {self.reason}"
-        if not self.breaker.allows(now) and not (is_last and self.breaker.may_be_passed):
-            return f"circuit {self.breaker.state(now).value}"
+        if not self.breaker.allows(now) and not (is_last and self.breaker.may_be_bypassed):
+            wait_s = self.breaker.retry_in_s(now)
+            return f"circuit open for {wait_s:.1f} s more" if wait_s else "circuit half_open: a trial is under way"
         return f"busy for {self.busy_until_s - now:.1f} s more" if now < self.busy_until_s else ""
 
     def begin(self, request: RunningRequest) -> None:

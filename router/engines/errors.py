@@ -1,8 +1,8 @@
-"""What can go wrong at an engine, and the one place where the errors of its connection become ours.
+"""The errors of engines, and the one place where errors of their connections are translated.
 
 WorkerError
- |- EngineFailed    it broke, hung or is gone: another engine may do better
- |- AnswerRefused   its answer cannot be passed on; another engine's would be no other
+ |- EngineFailed    the engine broke, hung or is gone: another engine may do better
+ |- AnswerRefused   its answer cannot be passed on; another engine's would be the same
 Overloaded
  |- EngineBusy      it refused for now, and said for how long
 """
@@ -19,7 +19,7 @@ __all__ = ["AnswerRefused", "EngineBusy", "EngineFailed", "engine_errors"]
 
 
 class EngineFailed(WorkerError):
-    """An engine failed a request that may be sent to another one. `is_absent` = nobody was listening."""
+    """An engine failed a request, which may be sent to another one. `is_absent`: nothing listens there."""
 
     code = "engine_failed"
 
@@ -30,7 +30,7 @@ class EngineFailed(WorkerError):
 
 
 class AnswerRefused(WorkerError):
-    """What the client asked for makes an answer that is not passed on. It is no fault of the engine."""
+    """The answer to this request is too large to be passed on, which is not the engine's fault."""
 
     code = "answer_too_large"
 
@@ -47,7 +47,7 @@ class EngineBusy(Overloaded):
 
 @contextmanager
 def engine_errors(engine: str) -> Iterator[None]:
-    """Turn the errors of an HTTP exchange into `EngineFailed` with the engine's name."""
+    """Translate errors of an HTTP request into `EngineFailed` with the engine's name."""
     try:
         yield
     except AnswerTooLarge as exc:

@@ -1,10 +1,10 @@
-"""vLLM's KV events: from its ZMQ publisher's messages to the digests of our prefix index.
+"""vLLM's KV events: from the messages of its ZMQ publisher to the digests of our prefix index.
 
-vLLM names blocks by hashes of its own. Its events carry the tokens too, so our digests are computed here, and a map
-from its names to ours follows the chain and tells what was removed.
+vLLM identifies blocks by its own hashes. Its events contain the tokens too, so our digests are computed from them. A
+map from its hashes to our digests continues the chains and resolves removals.
 
     PUB     [topic, sequence number (8 bytes, big endian), msgpack [timestamp, [event, ...], data parallel rank]]
-    ROUTER  asked with [b"", first sequence number]: sends those it still has, then sequence number -1
+    ROUTER  asked with [b"", first sequence number]: sends the batches it still has, then sequence number -1
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 REPLAY_TIMEOUT_S = 5.0
 _END = (1 << 64) - 1  # -1 as vLLM writes it
-_FIELDS = {  # of events that are arrays, as older versions send them; later ones send maps
+_FIELDS = {  # of events that are arrays; older versions of vLLM send arrays, newer ones send maps
     "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
                     "extra_keys", "group_idx"),
     "BlockRemoved": ("block_hashes", "medium", "group_idx"),
@@ -40,7 +40,7 @@ BlockHash = bytes | int
 
 
 class BlockChange(NamedTuple):
-    """What one batch of events changes, in our digests. With `is_cleared` all earlier blocks are gone."""
+    """The change that one batch of events makes, in our digests. `is_cleared`: all earlier blocks are gone."""
 
     stored: list[bytes]
     removed: list[bytes]
@@ -51,7 +51,7 @@ _batch_of = safe_decoder(Any)
 
 
 def decode_batch(payload: bytes) -> list[dict[str, Any]]:
-    """Events of one message as maps with `type`. Raises `msgspec.DecodeError` for anything else."""
+    """The events of one message, as maps with a `type`. Raises `msgspec.DecodeError` for anything else."""
     batch = _batch_of(payload)
     if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
         raise msgspec.DecodeError("a batch of KV events is [timestamp, [event, ...], ...]")
@@ -60,16 +60,16 @@ def decode_batch(payload: bytes) -> list[dict[str, Any]]:
 
 @dataclass(slots=True)
 class BlockTranslator:
-    """Follows one engine's blocks by its own names. Pure: events in, changes of our index out."""
+    """Translates one engine's events. Pure: events in, changes of the prefix index out."""
 
     namespace: bytes
     block_size: int
     digests: dict[BlockHash, bytes] = field(default_factory=dict)
-    num_skipped: int = 0  # blocks whose chain's beginning was never told, or of another size
+    num_skipped: int = 0  # blocks of another size, and blocks whose parent was never reported
 
     def apply(self, events: Sequence[dict[str, Any]]) -> BlockChange:
         """Translate a batch. Raises `KeyError`, `TypeError` or `ValueError` for events that are malformed."""
-        # A block may come and go and come again within a batch: what counts is how it ends.
+        # A block may be stored and removed several times within a batch: only the last event counts.
         last: dict[bytes, bool] = {}
         is_cleared = False
         for event in events:
@@ -78,7 +78,7 @@ class BlockTranslator:
                 self.digests.clear()
                 last.clear()
             elif event.get("medium") not in (None, "GPU", "gpu") or event.get("group_idx"):
-                continue  # another tier, or layers beside those with full attention
+                continue  # another tier, or layers without full attention
             elif event["type"] == "BlockStored":
                 last |= dict.fromkeys(self._stored(event), True)
             elif event["type"] == "BlockRemoved":
@@ -101,7 +101,7 @@ class BlockTranslator:
         return digests
 
     def _root(self, event: dict[str, Any]) -> bytes:
-        """Chains of one tenant or adapter are kept apart, as vLLM does: by the salt in the first block's extra keys."""
+        """Root of a chain. As in vLLM, the adapter and the salt in the first block's extra keys make chains differ."""
         adapter = event.get("lora_name") or ""
         keys = (event.get("extra_keys") or [None])[0] or ()
         salt = next((key for key in keys if isinstance(key, str) and key != adapter), "")
@@ -109,7 +109,7 @@ class BlockTranslator:
 
 
 class KvEventFeed:
-    """Listens to one engine's publisher, asks for what is missing, and hands changes on in order."""
+    """Subscribes to one engine's events, requests a replay of missed ones, and passes them on in order."""
 
     def __init__(
         self,
@@ -118,13 +118,14 @@ class KvEventFeed:
         replay_endpoint: str,
         on_batch: Callable[[list[dict[str, Any]], bool], None],
     ) -> None:
+        """`on_batch` gets the events of a batch, and whether events before it are lost for good."""
         self._context = context
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
-        self._on_batch = on_batch  # events, and whether some before them are lost for good
-        self._next = 0  # sequence number of the first batch not taken in yet
-        self._last_heard = -1  # from the publisher itself, whose numbers only grow
-        self.num_gaps = 0  # that no replay filled
+        self._on_batch = on_batch
+        self._next = 0  # sequence number of the next batch
+        self._last_published = -1  # latest number from the publisher itself; its numbers only grow
+        self.num_gaps = 0  # gaps that no replay filled
 
     async def run(self) -> None:
         """Follow the engine until cancelled."""
@@ -133,7 +134,7 @@ class KvEventFeed:
         socket.subscribe(b"")
         try:
             socket.connect(self._endpoint)
-            await self._replay(0)  # what it cached before we came
+            await self._replay(0)  # blocks that were cached before we subscribed
             while True:
                 frames = await socket.recv_multipart()
                 if len(frames) == 3:
@@ -142,27 +143,27 @@ class KvEventFeed:
             socket.close(linger=0)
 
     async def _on_message(self, number: int, payload: bytes) -> None:
-        if number <= self._last_heard:  # the count began anew, so the engine did too
+        if number <= self._last_published:  # the numbers restarted, so the engine did
             self._next = 0
             self._on_batch([], True)
-        self._last_heard = number
+        self._last_published = number
         if number > self._next:
             await self._replay(self._next)
-        if number >= self._next:  # else it came with the replay
+        if number >= self._next:  # else the replay contained it
             self._take(number, payload, is_lost=number > self._next)
 
     def _take(self, number: int, payload: bytes, *, is_lost: bool) -> None:
         try:
             events = decode_batch(payload)
         except (msgspec.DecodeError, RecursionError) as exc:
-            logger.warning("%s sent something that is no batch of KV events: %s", self._endpoint, exc)
+            logger.warning("%s sent a message that is not a batch of KV events: %s", self._endpoint, exc)
             is_lost, events = True, []
         self.num_gaps += is_lost
         self._next = number + 1
         self._on_batch(events, is_lost)
 
     async def _replay(self, first: int) -> None:
-        """Take in what the engine still has from this number on; without a replay endpoint, or an answer, nothing."""
+        """Take in the batches from this number on that the engine still has. Without an answer nothing changes."""
         if not self._replay_endpoint:
             return
         socket = self._context.socket(SocketType.DEALER)
@@ -178,7 +179,7 @@ class KvEventFeed:
 
     async def _take_replayed(self, socket: Socket) -> None:
         while True:
-            # [b"", topic, number, payload]; older versions leave the topic out
+            # [b"", topic, number, payload]; older versions leave out the topic
             *_, number_bytes, payload = await socket.recv_multipart()
             number = int.from_bytes(number_bytes, "big")
             if number == _END:

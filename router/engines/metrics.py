@@ -1,4 +1,4 @@
-"""Prometheus metrics of engines, read when they are asked for."""
+"""Prometheus metrics of engines, collected at each scrape."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["EngineCollector"]
 
 
 class EngineCollector:
-    """State, circuit and failures of every engine, and how often a request had to be sent elsewhere."""
+    """State, circuit breaker and failures of every engine, and the number of retries."""
 
     def __init__(self, fleet: EngineFleet, num_retries: Callable[[], int]) -> None:
         self._fleet = fleet
         self._num_retries = num_retries
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, as they are now."""
+        """All metrics with their current values."""
         now = self._fleet.clock()
         engines = self._fleet.engines
         ready = GaugeMetricFamily("tandem_engine_ready", "1 = answers its health check", labels=["engine"])
-        circuit = GaugeMetricFamily("tandem_engine_circuit_open", "1 = is given nothing", labels=["engine"])
+        circuit = GaugeMetricFamily("tandem_engine_circuit_open", "1 = it gets no requests", labels=["engine"])
         running = GaugeMetricFamily("tandem_engine_running_requests", "Requests of this router", labels=["engine"])
         requests = CounterMetricFamily("tandem_engine_requests", "Attempts sent to the engine", labels=["engine"])
         failures = CounterMetricFamily("tandem_engine_failures", "Attempts that failed there", labels=["engine"])

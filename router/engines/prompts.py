@@ -1,7 +1,8 @@
-"""What of a request decides where it should go: its prompt as tokens, or as a stand-in for them.
+"""The prompt of a request as tokens, by which it is placed.
 
-With the model's tokenizer these are the tokens the engine computes too, so they match its KV events. Without one,
-four bytes of text count as one token: near enough for lengths, and equal beginnings of texts stay equal beginnings.
+With the model's tokenizer these are the tokens that the engine computes, so they match its KV events. Without one, four
+bytes of text stand for one token: good enough for lengths, and texts with a common prefix get tokens with a common
+prefix.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ _BYTES_PER_TOKEN = 4
 
 
 class PromptReader(Protocol):
-    """Reads the prompt of a request body. Never raises for what a client sent: the engine judges that."""
+    """Reads the prompt of a request body. Does not raise for a bad body: the engine answers that."""
 
     def read(self, body: dict[str, Any], scope: CacheScope, max_tokens: int) -> list[int]:
-        """Its tokens. May take long for a long prompt: call it off the event loop.
+        """The prompt's tokens. This may take long for a long prompt: call it off the event loop.
 
-        What is remembered of it is for requests of the same scope only. Of a prompt longer than `max_tokens`, which no
-        engine takes, only the beginning is read: one token more.
+        Only requests of the same scope share what is cached of a prompt's encoding. No engine takes a prompt longer
+        than `max_tokens`, so of such a prompt only the first `max_tokens + 1` tokens are read.
         """
 
 
 class TextReader:
-    """Stand-in tokens out of the text."""
+    """Tokens of four bytes, for models without a tokenizer."""
 
     def read(self, body: dict[str, Any], scope: CacheScope, max_tokens: int) -> list[int]:
-        """Four bytes each; the tail that is shorter counts as one."""
+        """As `PromptReader`. A shorter tail counts as one token."""
         max_bytes = (max_tokens + 1) * _BYTES_PER_TOKEN
         prompt = body.get("prompt")
         if isinstance(prompt, list):
@@ -51,7 +52,7 @@ class TextReader:
             prompt = next((item for item in prompt if isinstance(item, str)), "")
         if isinstance(prompt, str):
             return _text_tokens(prompt[:max_bytes].encode(errors="replace")[:max_bytes])
-        # A conversation grows at its end, so what comes first in every turn must come first here: tools, then messages.
+        # A conversation grows at its end, so the parts that stay come first: tools, then messages.
         text = bytearray()
         for part in (body.get("tools"), *_as_list(body.get("messages"))):
             if part is not None:
@@ -62,9 +63,10 @@ class TextReader:
 
 
 class TokenReader:
-    """The model's own tokens; the stand-in where its template cannot render the messages (images, say).
+    """The model's own tokens.
 
-    And where there are more than any engine takes: it is for the engine to refuse them.
+    Falls back to `TextReader` where the chat template cannot render the messages (images, say), and where there are
+    more tokens than any engine takes: the engine refuses those.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -72,7 +74,7 @@ class TokenReader:
         self._text = TextReader()
 
     def read(self, body: dict[str, Any], scope: CacheScope, max_tokens: int) -> list[int]:
-        """As the engine tokenizes it: completions with special tokens, chat through the model's template."""
+        """As the engine does it: completions with special tokens, chats through the model's template."""
         try:
             if "messages" in body:
                 return self._chat(body, scope, PromptLimit(max_tokens, "messages"))
@@ -104,7 +106,7 @@ class TokenReader:
 
 
 def max_tokens_of(body: dict[str, Any]) -> int | None:
-    """Tokens the answer may have, as far as the request says."""
+    """The limit that the request sets for its answer, if any."""
     for name in ("max_completion_tokens", "max_tokens"):
         value = body.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -113,7 +115,7 @@ def max_tokens_of(body: dict[str, Any]) -> int | None:
 
 
 def cache_salt_of(body: dict[str, Any]) -> str:
-    """The salt of the client's own, "" where it gives none. Raises `RequestError`: no engine sees it as it is."""
+    """The client's own salt, "" if there is none. Raises `RequestError`, because no engine ever sees this salt."""
     salt = body.get("cache_salt")
     if not isinstance(salt, str | None):
         raise RequestError("Invalid value for 'cache_salt': expected a string.", param="cache_salt")
@@ -122,13 +124,13 @@ def cache_salt_of(body: dict[str, Any]) -> str:
 
 
 def priority_of(body: dict[str, Any]) -> int:
-    """How urgent the request says it is; what is no priority the engine will refuse."""
+    """The priority in the request. The engine refuses an invalid one, which counts as 0 here."""
     value = body.get("priority")
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**31 else 0
 
 
 def _token_ids(prompt: list[Any], max_tokens: int) -> list[int]:
-    """The ids of a prompt that consists of them, or of the first of several such prompts; else none."""
+    """The ids of a prompt that consists of token ids, or of the first of several such prompts; else none."""
     ids = (prompt[0] if prompt and isinstance(prompt[0], list) else prompt)[: max_tokens + 1]
     is_ids = all(isinstance(token, int) and 0 <= token < 2**32 for token in ids)
     return list(ids) if is_ids else []

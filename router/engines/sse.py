@@ -1,7 +1,7 @@
-"""Server-sent events of an engine, taken apart no further than needed: they are passed on as they came.
+"""Server-sent events of an engine, parsed no further than needed: they are forwarded as they came.
 
-Most of what comes is text and nothing else. `leading_pieces` finds that out from the bytes alone, at a tenth of what it
-costs to parse them; only the rest is looked into.
+Most events contain a piece of text and nothing else. `leading_pieces` recognises them by their bytes, at a tenth of the
+cost of parsing them; only the other events are parsed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class Event:
 
     @property
     def has_data(self) -> bool:
-        """Whether it says anything."""
+        """Whether it is more than a comment."""
         return self.body is not None or self.is_done
 
     @property
     def has_choices(self) -> bool:
-        """Whether it brings part of an answer."""
+        """Whether it contains a part of the answer."""
         return bool(self.body and self.body.get("choices"))
 
     @property
     def usage(self) -> dict[str, Any] | None:
-        """Tokens used so far, where the event tells."""
+        """Tokens used so far, if the event reports them."""
         usage = self.body.get("usage") if self.body else None
         return usage if isinstance(usage, dict) else None
 
@@ -54,21 +54,21 @@ class Event:
 
 
 class EventSplitter:
-    """Bytes as they come from the network in, whole events out."""
+    """Cuts a byte stream into whole events."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     @property
     def has_rest(self) -> bool:
-        """Whether an event has begun and not ended."""
+        """Whether an incomplete event remains."""
         return bool(self._rest.strip())
 
     def push(self, data: bytes) -> bytes:
-        """The bytes of the events that are complete now. Raises `ValueError` for an event without end."""
+        """The bytes of the events that are complete now. Raises `ValueError` for an event that is too long."""
         if not self._rest and data.endswith(b"\n\n"):
-            return data  # as a rule an engine writes whole events
-        start = max(0, len(self._rest) - 3)  # the end of an event may have begun
+            return data  # engines usually write whole events
+        start = max(0, len(self._rest) - 3)  # a separator may be cut
         data = self._rest + data
         end = 0
         for found in _END.finditer(data, start):
@@ -80,9 +80,9 @@ class EventSplitter:
 
 
 def leading_pieces(events: bytes) -> tuple[int, int]:
-    """Number of leading events that each bring a part of the answer and nothing that one must know; where they end.
+    """Number of leading events that contain a piece of the answer and nothing else, and the offset at which they end.
 
-    Looks at all of them, then at all but the last two: what is more is usage and `[DONE]`, as a rule.
+    Tries all events, then all but the last two, which are usually usage and `[DONE]`.
     """
     if count := _count_pieces(events):
         return count, len(events)
@@ -97,15 +97,15 @@ def leading_pieces(events: bytes) -> tuple[int, int]:
 
 
 def _count_pieces(events: bytes) -> int:
-    """Number of events, if each is a piece; else 0.
+    """Number of events if each of them is a piece, else 0.
 
-    NOTE: quotes and line ends within JSON strings are escaped, so none of what is looked for can be text of an answer.
+    NOTE: quotes and line ends are escaped in JSON strings, so the text of an answer cannot contain these patterns.
     """
     count = 1 + events.count(b"\n\ndata: {")
     if (
         not events.startswith(b"data: {")
         or not events.endswith(b"\n\n")
-        or events.count(b"\n") != 2 * count  # those that were counted, and no others
+        or events.count(b"\n") != 2 * count  # no event but those that were counted
         or b"\r" in events
         or events.count(b'"choices"') != count
         or b'"error"' in events
@@ -116,7 +116,7 @@ def _count_pieces(events: bytes) -> int:
 
 
 def first_event(events: bytes) -> Event | None:
-    """The first of whole events that says something."""
+    """The first event that is more than a comment."""
     start = 0
     for found in _END.finditer(events):
         event = parse_event(events[start : found.end()])
@@ -127,9 +127,9 @@ def first_event(events: bytes) -> Event | None:
 
 
 def split_events(events: bytes) -> list[bytes]:
-    """Whole events one by one."""
+    """Whole events, one by one."""
     if b"\r" not in events:
-        return [part + b"\n\n" for part in events.split(b"\n\n")[:-1]]  # as below, in a fifth of the time
+        return [part + b"\n\n" for part in events.split(b"\n\n")[:-1]]  # the same as below in a fifth of the time
     parts, start = [], 0
     for found in _END.finditer(events):
         parts.append(events[start : found.end()])

@@ -1,15 +1,15 @@
-"""Engine steps as they can be told from outside, where only first tokens and gaps between tokens are seen.
+"""Durations of an engine's steps, inferred from its streams: from first tokens and gaps between tokens.
 
-Our own workers report every step; other engines do not. Two observations stand for them:
+Our own workers report every step; other engines do not. Two observations replace the reports:
 
 - *Inter-token time.* While no prompt waits on an engine, the gap between two tokens of a stream is one decode step of
-  all sequences on it. Each step shows in every stream, so one gap of an engine in `GAP_INTERVAL_S` is taken.
-- *Time to first token.* Engines compute prompts in order of arrival. So the work of a prompt lasts from its arrival,
-  or from the first token of the prompt before it if that came later, to its own first token: the service time of a
+  all its sequences. Each step shows in every stream, so one gap per engine and `GAP_INTERVAL_S` is enough.
+- *Time to first token.* Engines compute prompts in order of arrival. So the work on a prompt lasts from its arrival,
+  or from the first token of the previous prompt if that came later, to its own first token: the service time of a
   queue. Prompts whose first tokens come together were in the same steps: their work is added up over one span.
 
-Both are given to the model of our own workers' steps (`StepModel`), which is linear in its features: a span of several
-steps is taught as its mean step. What the network adds ends up in the base of a step: it is waited for as well.
+Both feed the model of our own workers' steps (`StepModel`), which is linear in its features: a span of several steps is
+learned as its mean step. The network's delay becomes part of a step's base cost; clients wait for it as well.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tandem.scheduling.cost_model import prefill_attention
 __all__ = ["StepTiming"]
 
 GAP_INTERVAL_S = 0.1
-TOGETHER_S = 0.004  # first tokens this close are of one step
-_MIN_GAP_S = 0.0005  # less is a burst of the network, no step
+SAME_STEP_S = 0.004  # first tokens this close come from one step
+_MIN_GAP_S = 0.0005  # a shorter gap is a burst of the network, not a step
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class _Span:
 
 
 class StepTiming:
-    """Turns what is seen of one engine into steps. Pure; all times are of the same clock, in seconds."""
+    """Infers one engine's steps. Pure: the time is passed in, in seconds of one clock."""
 
     def __init__(self, max_num_batched_tokens: int) -> None:
         self._chunk_tokens = max_num_batched_tokens
@@ -58,10 +58,10 @@ class StepTiming:
         num_decode_seqs: int,
         num_kv_tokens: int,
     ) -> StepStats | None:
-        """A prompt's first token came. Returns the mean step of the span before this one, once it is complete."""
+        """A prompt's first token came. Returns the mean step of the previous span, which is complete now."""
         attention = prefill_attention(num_new_tokens, num_cached_tokens)
         span = self._open
-        if span is not None and now - span.ended_s < TOGETHER_S:
+        if span is not None and now - span.ended_s < SAME_STEP_S:
             span.num_new_tokens += num_new_tokens
             span.attention += attention
             self._last_first_token_s = now
@@ -72,11 +72,11 @@ class StepTiming:
         return None if span is None else self._mean_step(span)
 
     def is_gap_due(self, now: float) -> bool:
-        """Whether a gap would be taken now: cheap to ask, as it is at every token."""
+        """Whether `gap` would use a gap now. Cheap, because it is asked at every token."""
         return now - self._last_gap_s >= GAP_INTERVAL_S
 
     def gap(self, *, duration_s: float, now: float, num_decode_seqs: int, num_kv_tokens: int) -> StepStats | None:
-        """Two tokens of a stream came this far apart, and no prompt waited meanwhile."""
+        """Two tokens of a stream came this far apart while no prompt waited."""
         if not self.is_gap_due(now) or duration_s < _MIN_GAP_S:
             return None
         self._last_gap_s = now

@@ -1,7 +1,7 @@
-"""HTTP to one engine, lean: a request out, its answer back as it comes, over connections that are kept.
+"""A small HTTP client for one engine: sends requests over kept connections and hands on answers as they arrive.
 
-The path every streamed token takes. Per streamed event httpx costs ten times as much CPU as this protocol over
-httptools; probes and what else is seldom stay with httpx. Knows nothing of what it carries.
+Every streamed token takes this path. Per streamed event httpx costs ten times as much CPU as this protocol over
+httptools; probes, which are rare, use httpx. It knows nothing of what it carries.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ __all__ = ["AnswerTooLarge", "Reply", "Unreachable", "Upstream"]
 # Shorter than the 5 s after which uvicorn closes an idle connection, which would lose the request on it.
 _MAX_IDLE_S = 2.0
 _MAX_IDLE = 1024  # connections
-_LINGER_S = 1.0  # for the end of an answer whose last event is there
-_MAX_UNREAD_BYTES = 256 * 1024  # of an answer whose client is slower than the engine
-MAX_ANSWER_BYTES = 32 * 1024 * 1024  # of an answer that is read as a whole
+_LINGER_S = 1.0  # wait for the end of an answer whose last event has arrived
+_MAX_UNREAD_BYTES = 256 * 1024  # of an answer; above it, a slow client stops the reading from the engine
+MAX_ANSWER_BYTES = 32 * 1024 * 1024  # of an answer that is not streamed
 MAX_HEADER_BYTES = 64 * 1024
 
 
 class Unreachable(ConnectionError):
-    """Nobody listens there, or takes no connection in time."""
+    """Nothing listens there, or it accepts no connection in time."""
 
 
 class AnswerTooLarge(Exception):
-    """An answer that was to be read as a whole is larger than one may be."""
+    """An answer that is not streamed exceeds `MAX_ANSWER_BYTES`."""
 
 
 class Upstream:
@@ -44,7 +44,7 @@ class Upstream:
     def __init__(
         self, url: str, headers: Mapping[str, str], *, connect_timeout_s: float, resolve: Resolve | None = None
     ) -> None:
-        """`resolve` gives the addresses that the host may be connected at; None = any its name has."""
+        """`resolve` gives the addresses that the host may be connected at; None = any that its name has."""
         parts = urlsplit(url)
         is_tls = parts.scheme == "https"
         self._host = parts.hostname or ""
@@ -60,9 +60,9 @@ class Upstream:
         self._idle: list[_Connection] = []
 
     async def post(self, path: str, content: bytes, request_id: str) -> Reply:
-        """Send a request and wait for the head of its answer. Whoever gets the reply closes it.
+        """Send a request and wait for the head of its answer. The caller closes the reply.
 
-        Raises `Unreachable`, or another `OSError` when the connection breaks; sets no limit to the engine's silence.
+        Raises `Unreachable`, or another `OSError` when the connection breaks. It waits without a timeout.
         """
         connection = self._take() or await self._connect()
         head = f"POST {self._base_path}{path} HTTP/1.1\r\n{self._head}x-request-id: {request_id}\r\n"
@@ -75,13 +75,13 @@ class Upstream:
         return reply
 
     async def close(self) -> None:
-        """Close all connections; what waits for an answer fails."""
+        """Close all connections; requests that wait for an answer fail."""
         for connection in self._open:
             connection.close()
-        await asyncio.sleep(0)  # they close in the loop's next turn
+        await asyncio.sleep(0)  # they close in the next iteration of the event loop
 
     def _take(self) -> _Connection | None:
-        """The connection used last, as the likeliest to live; those before it that are too old end."""
+        """The connection that was used last, if it is young enough; else all idle ones are too old and are closed."""
         if self._idle and time.monotonic() - self._idle[-1].idle_since_s < _MAX_IDLE_S:
             return self._idle.pop()
         while self._idle:
@@ -133,7 +133,7 @@ class Upstream:
 
 
 class Reply(DeltaQueue[bytes]):
-    """One answer: parts of its body. It ends whole, or with an `OSError` from whatever waits for it."""
+    """One answer: the parts of its body. It ends complete, or raises an `OSError` to its reader."""
 
     def __init__(self, connection: _Connection) -> None:
         super().__init__()
@@ -143,12 +143,12 @@ class Reply(DeltaQueue[bytes]):
         self._num_unread_bytes = 0
 
     async def wait_for_head(self) -> None:
-        """Return when status and headers are there."""
+        """Return when status and headers have arrived."""
         while not self.status:
             await self._arrival()
 
     async def read(self) -> bytes:
-        """What has come since the last time, at least a byte; b"" at the end."""
+        """The bytes that arrived since the last call, at least one; b"" at the end."""
         return b"".join(await self.take())
 
     async def read_all(self) -> bytes:
@@ -163,15 +163,15 @@ class Reply(DeltaQueue[bytes]):
         return b"".join(parts)
 
     def close(self, *, is_ending: bool = False) -> None:
-        """Let go of it; what has not come yet is not wanted. `is_ending`: nothing but the end of the body can come."""
+        """Read no further. `is_ending`: only the end of the body is missing, so the connection may be kept."""
         self._connection.end(self, is_ending=is_ending)
 
     def drop_unread(self) -> None:
-        """Forget what has come and was not read, and do not let it hold up the connection."""
+        """Drop what was not read, so that it does not hold up the connection."""
         self._take_all()
 
     def add(self, data: bytes) -> None:
-        """A part of the body came."""
+        """A part of the body arrived."""
         self.put(data)
         self._num_unread_bytes += len(data)
         if self._num_unread_bytes > _MAX_UNREAD_BYTES:
@@ -192,17 +192,17 @@ class _Connection(asyncio.Protocol):
         self._upstream = upstream
         self._reply: Reply | None = None
         self._is_lost = False
-        self._num_barren_bytes = 0  # that came since there last was a whole head, or a byte of a body
+        self._num_head_bytes = 0  # received since the last complete head or byte of a body
         self._lingering: asyncio.TimerHandle | None = None
 
-    # -- of the upstream and the reply
+    # -- called by the upstream and the reply
 
     def send(self, request: bytes) -> Reply:
-        """Send a request; the reply fills as the answer comes."""
+        """Send a request. The reply is filled as the answer arrives."""
         self._reply = reply = Reply(self)
         self._parser = httptools.HttpResponseParser(self)
         self._can_stay = False
-        self._num_barren_bytes = 0
+        self._num_head_bytes = 0
         if self._is_lost:
             reply.fail(ConnectionResetError("the engine closed the connection"))
         else:
@@ -210,7 +210,7 @@ class _Connection(asyncio.Protocol):
         return reply
 
     def end(self, reply: Reply, *, is_ending: bool) -> None:
-        """Nobody reads this reply any more: keep the connection if the answer is complete, or about to be."""
+        """The reply is not read any more: keep the connection if the answer is complete or about to be."""
         if self._reply is not reply or self._lingering is not None:
             return
         if is_ending and not reply.is_complete and not self._is_lost:
@@ -233,23 +233,23 @@ class _Connection(asyncio.Protocol):
         if not self._is_lost:
             self._transport.resume_reading()
 
-    # -- of the event loop
+    # -- called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by their class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's do not inherit from it
         self._upstream.note_open(self)
 
     def data_received(self, data: bytes) -> None:
         reply = self._reply
-        if reply is None or reply.is_complete:  # nothing was asked
+        if reply is None or reply.is_complete:  # no request is open
             self.close()
             return
-        self._num_barren_bytes += len(data)
+        self._num_head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
             reply.fail(ConnectionError(f"no HTTP: {exc}"))
-        if self._num_barren_bytes > MAX_HEADER_BYTES:
+        if self._num_head_bytes > MAX_HEADER_BYTES:
             reply.fail(ConnectionError(f"its header is larger than {MAX_HEADER_BYTES} bytes"))
             self.close()
         reply.deliver()
@@ -266,7 +266,7 @@ class _Connection(asyncio.Protocol):
             return
         is_open_ended = not {"content-length", "transfer-encoding"} & reply.headers.keys()
         if exc is None and reply.status and is_open_ended:
-            reply.is_complete = True  # without a length the end of the connection ends it
+            reply.is_complete = True  # without a length, the end of the connection is the end of the answer
             reply.deliver()
         else:
             reply.fail(exc if isinstance(exc, OSError) else ConnectionResetError("the engine closed the connection"))
@@ -276,23 +276,23 @@ class _Connection(asyncio.Protocol):
             self._lingering.cancel()
             self._lingering = None
 
-    # -- of the parser
+    # -- called by the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._reply is not None and not self._reply.status:  # trailers say nothing that is read here
+        if self._reply is not None and not self._reply.status:  # trailers are not read
             self._reply.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         assert self._reply is not None, "an answer is expected"
         status = self._parser.get_status_code()
         if status >= 200:
-            self._num_barren_bytes = 0
+            self._num_head_bytes = 0
             self._reply.status = status
         else:
-            self._reply.headers.clear()  # of an interim answer
+            self._reply.headers.clear()  # they belong to an interim answer
 
     def on_body(self, data: bytes) -> None:
-        self._num_barren_bytes = 0
+        self._num_head_bytes = 0
         if self._reply is not None:
             self._reply.add(data)
 
@@ -303,7 +303,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _checked(value: str) -> str:
-    """A header's value, which must not begin another header."""
+    """The value of a header, which must not start another header. Raises `ValueError`."""
     if "\r" in value or "\n" in value:
         raise ValueError("a header's value has a line end in it")
     return value

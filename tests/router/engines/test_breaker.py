@@ -45,16 +45,16 @@ def test_nobody_there_opens_at_once() -> None:
 def test_who_is_there_may_be_asked_behind_an_open_circuit_without_a_trial() -> None:
     breaker = make_breaker(max_failures=1)
     fail(breaker, 0.0)
-    assert breaker.may_be_passed
+    assert breaker.may_be_bypassed
     assert breaker.begin(0.5) == 0
     breaker.failed(0.5, trial=0)
     assert breaker.retry_in_s(0.5) == 0.5  # prolongs nothing
     assert breaker.begin(1.0) > 0
     assert breaker.begin(1.0) == 0  # the trial runs
     breaker.failed(1.0, trial=0, is_absent=True)
-    assert not breaker.may_be_passed
+    assert not breaker.may_be_bypassed
     breaker.succeeded()
-    assert breaker.may_be_passed
+    assert breaker.may_be_bypassed
 
 
 def test_each_failed_trial_doubles_the_time_up_to_the_limit_and_success_resets_it() -> None:
