@@ -1,27 +1,19 @@
 """Transport over process groups of torch.distributed: NCCL between GPUs, gloo between CPUs. Named `nccl`.
 
-NCCL and gloo only know sends that meet receives. What makes one-sided transfers of them is a connection beside each
-process group, on which the side that opened the link says what comes next:
+NCCL and gloo only know sends that meet receives. A connection beside each process group makes one-sided transfers of
+them (see `pair_link`). Each worker opens its own link to a peer, so two workers that write to each other have two
+links.
 
-    opener    Hello ->            Copy(write, blocks, notification) -> data ->           Copy(read, blocks) ->
-    acceptor           <- Welcome                                             <- Landed                        <- data
-
-The acceptor's `poll` takes these orders and posts what meets them, straight in its pool and in the same order. Each
-worker opens its own link to a peer, so two workers that write to each other have two links.
-
-The connection also carries what the group's store holds (its rendezvous), and its end is how a dead peer is noticed.
-It is admitted by a secret in the metadata, which only the workers' handshake hands out; the bytes of gloo and NCCL are
-neither authenticated nor encrypted, so the network between the workers must be trusted.
+A peer is admitted by a secret in the metadata, which only the workers' handshake hands out. The bytes of gloo and NCCL
+are neither authenticated nor encrypted, so the network between the workers must be trusted.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
 import secrets
 import selectors
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -32,13 +24,12 @@ from tandem.kv_transfer.transport.base import (
     Notification,
     PoolShape,
     Transfer,
-    TransferState,
     Transport,
-    block_runs,
     check_block_ids,
     pool_shape,
 )
-from tandem.kv_transfer.transport.pair import LocalRun, PairChannel, PairCopy
+from tandem.kv_transfer.transport.pair import PairChannel
+from tandem.kv_transfer.transport.pair_link import IncomingLink, LinkAdmission, LinkHello, OutgoingLink, PairLink
 from tandem.kv_transfer.transport.stream import MessageStream, connect, listen
 from tandem.protocol.decoding import safe_decoder
 from tandem.protocol.errors import IncompatiblePeer, PeerLost, TransferError
@@ -47,8 +38,6 @@ __all__ = ["CollectiveTransport"]
 
 logger = logging.getLogger(__name__)
 
-_HELLO_TIMEOUT_S = 10.0  # for someone who connects and says nothing
-_SET_UP_TIMEOUT_S = 30.0  # for a peer that lives but does not poll
 _JOIN_TIMEOUT_S = 1.0  # in `close`, for all threads together
 
 
@@ -63,256 +52,36 @@ class _CollectiveMetadata(msgspec.Struct, frozen=True, array_like=True):
     block_bytes: int
 
 
-class _Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    secret: bytes
-    worker_id: str
-    epoch: int
-    number: int  # of the opener's links, in the order in which it made them
-
-
-class _Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """The acceptor makes the group from now on, and so should the opener.
-
-    It has closed all earlier links of that opener: nothing of theirs lands in its pool any more.
-    """
-
-
-class _Rendezvous(msgspec.Struct, frozen=True, array_like=True, tag="rendezvous"):
-    """What the group set in the sender's store."""
-
-    key: str
-    value: bytes
-
-
-class _CopyOrder(msgspec.Struct, frozen=True, array_like=True, tag="copy"):
-    """The next copy of this link. `runs` are of the acceptor's pool: (first block, number of blocks)."""
-
-    number: int
-    is_read: bool
-    runs: list[tuple[int, int]]
-    notification: bytes
-
-
-class _Landed(msgspec.Struct, frozen=True, array_like=True, tag="landed"):
-    """All writes up to this number are in the acceptor's pool."""
-
-    number: int
-
-
-_Message = _Hello | _Welcome | _Rendezvous | _CopyOrder | _Landed
-_encode = msgspec.msgpack.Encoder().encode
-_decode: Callable[[bytes], _Message] = safe_decoder(_Message)
-_metadata_of = safe_decoder(_CollectiveMetadata)
-
-
-class _CollectiveTransfer(Transfer):
-    """A transfer of ours: done when our side of the copy is and, if it is a write, the peer said so."""
-
-    __slots__ = ("is_read", "number", "ours")
-
-    def __init__(self, num_bytes: int, number: int, *, is_read: bool) -> None:
-        super().__init__(num_bytes)
-        self.number = number
-        self.is_read = is_read
-        self.ours: PairCopy | None = None
-
-
-class _PairLink:
-    """What both ends of a link have in common."""
-
-    def __init__(self, stream: MessageStream, channel: PairChannel, name: str) -> None:
-        self.stream = stream
-        self.channel = channel
-        self.name = name
-        self.is_closed = False
-        self.is_met = False  # both sides have the group
-        self._relayed: set[str] = set()
-
-    def receive(self) -> None:
-        """Take what the peer said. Raises `TransferError` when the link is over."""
-        for message in self.stream.receive():
-            try:
-                self.take(_decode(message))
-            except msgspec.MsgspecError as exc:
-                raise TransferError(f"a message cannot be read: {exc}") from exc
-
-    def take(self, message: _Message) -> None:
-        """Take one message. Raises `TransferError` for one that has no place here."""
-        if not isinstance(message, _Rendezvous):
-            raise TransferError(f"unexpected message {type(message).__name__}")
-        self._relayed.add(message.key)
-        self.channel.store.set(message.key, message.value)  # type: ignore[arg-type]  # its stub forgets bytes
-
-    def drive(self) -> None:
-        """Do what does not wait for a message, and send. Raises `TransferError` when the link is over."""
-        if self.channel.error:
-            raise PeerLost(self.channel.error)
-        if not self.is_met:
-            # NOTE: in this order, as what was set just before it became ready has to be sent too.
-            self.is_met = self.channel.is_ready
-            self._relay()
-        self.stream.flush()
-
-    def close(self) -> None:
-        """Let go of the peer: nothing of it lands here any more."""
-        self.is_closed = True
-        self.stream.close()
-        self.channel.close()
-
-    def _put(self, message: _Message) -> None:
-        self.stream.put(_encode(message))
-
-    def _relay(self) -> None:
-        """Send what the group has set in its store. It may be in the middle of setting it; then the next call does."""
-        for key in self.channel.store.list_keys():
-            if key not in self._relayed:
-                self._relayed.add(key)
-                self._put(_Rendezvous(key, self.channel.store.get(key)))
-
-
-class _OutgoingLink(_PairLink):
-    """A link to a peer that we may write to and read from."""
-
-    def __init__(self, stream: MessageStream, channel: PairChannel, peer: _CollectiveMetadata, hello: _Hello) -> None:
-        super().__init__(stream, channel, f"{peer.worker_id} epoch {peer.epoch}")
-        self.epoch = peer.epoch
-        self.shape = PoolShape(peer.num_blocks, peer.block_bytes)
-        self._in_flight: deque[_CollectiveTransfer] = deque()
-        self._num_copies = 0
-        self._last_landed = 0
-        self._has_begun = False
-        self.is_welcome = False
-        self._set_up_deadline = time.monotonic() + _SET_UP_TIMEOUT_S
-        self._put(hello)
-
-    def start(
-        self, local: Sequence[int], remote: Sequence[int], notification: bytes, *, is_read: bool
-    ) -> _CollectiveTransfer:
-        """Order a copy; `drive` sends the order."""
-        runs = block_runs(local, remote)
-        self._num_copies += 1
-        copy = _CollectiveTransfer(len(local) * self.shape.block_bytes, self._num_copies, is_read=is_read)
-        if runs:
-            copy.ours = self.channel.submit([LocalRun(run.local, run.num_blocks) for run in runs], is_send=not is_read)
-        self._in_flight.append(copy)
-        self._put(_CopyOrder(copy.number, is_read, [(run.remote, run.num_blocks) for run in runs], notification))
-        return copy
-
-    @override
-    def take(self, message: _Message) -> None:
-        if isinstance(message, _Landed):
-            self._last_landed = message.number
-        elif isinstance(message, _Welcome) and not self.is_welcome:
-            self.is_welcome = True
-            self.channel.start()
-        else:
-            super().take(message)
-
-    @override
-    def drive(self) -> None:
-        if self.channel.is_ready and not self._has_begun:
-            self._has_begun = True
-            self._begin_next()  # its seconds are not those of the set-up
-        while self._in_flight and self._is_done(self._in_flight[0]):
-            self._in_flight.popleft().settle(TransferState.DONE)
-            self._begin_next()
-        if not self._has_begun and time.monotonic() >= self._set_up_deadline:
-            raise PeerLost(f"the link did not come up in {_SET_UP_TIMEOUT_S:.0f} s")
-        super().drive()
-
-    @override
-    def close(self) -> None:
-        super().close()
-        while self._in_flight:
-            self._in_flight.popleft().settle(TransferState.LOST)
-
-    def _begin_next(self) -> None:
-        if self._in_flight:
-            self._in_flight[0].begin()
-
-    def _is_done(self, copy: _CollectiveTransfer) -> bool:
-        return (copy.ours is None or copy.ours.is_done) and (copy.is_read or copy.number <= self._last_landed)
-
-
-class _IncomingLink(_PairLink):
-    """A link that a peer opened, to write to our pool and read from it."""
-
-    def __init__(
-        self,
-        stream: MessageStream,
-        channel: PairChannel,
-        num_blocks: int,
-        secret: bytes,
-        on_greeted: Callable[[_Hello], None],
-    ) -> None:
-        super().__init__(stream, channel, "a stranger")
-        self.arrived: list[Notification] = []
-        self._on_greeted = on_greeted
-        self._num_blocks = num_blocks
-        self._secret = secret
-        self.hello: _Hello | None = None
-        self._hello_deadline = time.monotonic() + _HELLO_TIMEOUT_S
-        self._orders: deque[tuple[_CopyOrder, PairCopy | None]] = deque()
-
-    @override
-    def take(self, message: _Message) -> None:
-        if self.hello is None:
-            self._greet(message)
-        elif isinstance(message, _CopyOrder):
-            self._orders.append((message, self._submit(message)))
-        else:
-            super().take(message)
-
-    @override
-    def drive(self) -> None:
-        if self.hello is None:
-            if time.monotonic() >= self._hello_deadline:
-                raise TransferError("no greeting came")
-            return
-        last_landed = 0
-        while self._orders and self._is_done(self._orders[0][1]):
-            order, _ = self._orders.popleft()
-            last_landed = order.number
-            if order.notification:
-                self.arrived.append(Notification(self.hello.worker_id, self.hello.epoch, order.notification))
-        if last_landed:
-            self._put(_Landed(last_landed))
-        super().drive()
-
-    def _greet(self, message: _Message) -> None:
-        if not isinstance(message, _Hello) or not hmac.compare_digest(message.secret, self._secret):
-            raise TransferError("it does not know the secret of this worker's metadata")
-        self._on_greeted(message)
-        self.hello = message
-        self.name = f"{message.worker_id} epoch {message.epoch}"
-        self._put(_Welcome())
-        self.channel.start()
-
-    def _submit(self, order: _CopyOrder) -> PairCopy | None:
-        for start, count in order.runs:
-            if start < 0 or count < 1 or start + count > self._num_blocks:
-                raise TransferError(f"{count} blocks from {start} leave the pool of {self._num_blocks} blocks")
-        if not order.runs:
-            return None
-        return self.channel.submit([LocalRun(*run) for run in order.runs], is_send=order.is_read)
-
-    def _is_done(self, ours: PairCopy | None) -> bool:
-        return ours is None or ours.is_done
+_decode_metadata = safe_decoder(_CollectiveMetadata)
 
 
 class CollectiveTransport(Transport):
     """All links of one pool, in both directions. `host` is the address at which peers reach this machine."""
 
-    def __init__(self, worker_id: str, epoch: int, pool: Tensor, host: str) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        epoch: int,
+        pool: Tensor,
+        host: str,
+        *,
+        hello_timeout_s: float = 10.0,
+        set_up_timeout_s: float = 30.0,
+        copy_timeout_s: float = 30.0,
+    ) -> None:
+        """Time limits: for a connection that says nothing, and for a live peer that does not poll or take part."""
         self._worker_id = worker_id
         self._epoch = epoch
         self._shape = pool_shape(pool)
         self._pool = pool
         self._host = host
+        self._hello_timeout_s = hello_timeout_s
+        self._set_up_timeout_s = set_up_timeout_s
+        self._copy_timeout_s = copy_timeout_s
         self._secret = secrets.token_bytes(16)
         self._listener = listen(host)
-        self._opened: dict[str, _OutgoingLink] = {}
-        self._accepted: list[_IncomingLink] = []
+        self._opened: dict[str, OutgoingLink] = {}
+        self._accepted: list[IncomingLink] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._num_opened = 0
@@ -330,7 +99,10 @@ class CollectiveTransport(Transport):
     def add_peer(self, worker_id: str, epoch: int, metadata: bytes) -> None:
         if self._is_closed:
             raise PeerLost(f"{worker_id} cannot be added: this transport is closed")
-        theirs = _decode_metadata(metadata)
+        try:
+            theirs: _CollectiveMetadata = _decode_metadata(metadata)
+        except msgspec.MsgspecError as exc:
+            raise TransferError(f"transport metadata cannot be read: {exc}") from exc
         self._check_peer(worker_id, epoch, theirs)
         known = self._opened.get(worker_id)
         if known is not None and known.epoch == epoch and not known.is_closed:
@@ -338,11 +110,18 @@ class CollectiveTransport(Transport):
         self.remove_peer(worker_id)
         stream = connect(theirs.host, theirs.port)
         self._num_opened += 1
-        hello = _Hello(theirs.secret, self._worker_id, self._epoch, self._num_opened)
-        link = _OutgoingLink(stream, PairChannel(0, self._pool, self._host), theirs, hello)
+        link = OutgoingLink(
+            stream,
+            PairChannel(0, self._pool, self._host, self._copy_timeout_s),
+            LinkHello(theirs.secret, self._worker_id, self._epoch, self._num_opened),
+            name=f"{worker_id} epoch {epoch}",
+            epoch=epoch,
+            shape=PoolShape(theirs.num_blocks, theirs.block_bytes),
+            timeout_s=self._set_up_timeout_s,
+        )
         self._opened[worker_id] = link
         self._selector.register(stream, selectors.EVENT_READ, link)
-        self._attend(link, link.drive)
+        self._run(link, link.drive)
         if link.is_closed:
             raise PeerLost(f"{worker_id} epoch {epoch} is gone")
 
@@ -379,12 +158,12 @@ class CollectiveTransport(Transport):
             if key.data is None:
                 self._accept()
             else:
-                self._attend(key.data, key.data.receive)
+                self._run(key.data, key.data.receive)
         for opened in self._opened.values():
-            self._attend(opened, opened.drive)
+            self._run(opened, opened.drive)
         arrived: list[Notification] = []
         for accepted in list(self._accepted):
-            self._attend(accepted, accepted.drive)
+            self._run(accepted, accepted.drive)
             arrived += accepted.arrived
             accepted.arrived.clear()
         return arrived
@@ -428,22 +207,22 @@ class CollectiveTransport(Transport):
         if link is None or link.is_closed:
             raise PeerLost(f"{worker_id} is unknown or gone")
         check_block_ids(local_block_ids, remote_block_ids, self._shape, link.shape, is_read=is_read)
-        copy = link.start(local_block_ids, remote_block_ids, notification, is_read=is_read)
-        self._attend(link, link.drive)
-        return copy
+        transfer = link.start(local_block_ids, remote_block_ids, notification, is_read=is_read)
+        self._run(link, link.drive)
+        return transfer
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it is gone already
+        except OSError:  # the peer has gone already
             return
         stream = MessageStream(connection)
-        channel = PairChannel(1, self._pool, self._host)
-        link = _IncomingLink(stream, channel, self._shape.num_blocks, self._secret, self._replace_links)
+        admission = LinkAdmission(self._secret, self._shape.num_blocks, self._hello_timeout_s, self._replace_links)
+        link = IncomingLink(stream, PairChannel(1, self._pool, self._host, self._copy_timeout_s), admission)
         self._accepted.append(link)
         self._selector.register(stream, selectors.EVENT_READ, link)
 
-    def _replace_links(self, hello: _Hello) -> None:
+    def _replace_links(self, hello: LinkHello) -> None:
         """Close the earlier links of this opener. Raises `TransferError` if this one is not its latest."""
         opener = (hello.worker_id, hello.epoch)
         for link in [link for link in self._accepted if link.hello is not None]:
@@ -453,29 +232,21 @@ class CollectiveTransport(Transport):
                     raise TransferError(f"link {hello.number} was replaced by link {link.hello.number}")
                 self._close(link)
 
-    def _attend(self, link: _PairLink, action: Callable[[], None]) -> None:
+    def _run(self, link: PairLink, action: Callable[[], None]) -> None:
         if link.is_closed:
             return
         try:
             action()
         except TransferError as exc:
-            # That an opener leaves is its business; that a peer we opened a link to does is a failure.
-            level = logging.WARNING if isinstance(link, _OutgoingLink) else logging.INFO
+            # An opener may leave when it likes; a peer to which we opened a link should not.
+            level = logging.WARNING if isinstance(link, OutgoingLink) else logging.INFO
             logger.log(level, "link with %s is lost: %s", link.name, exc.message)
             self._close(link)
 
-    def _close(self, link: _PairLink) -> None:
+    def _close(self, link: PairLink) -> None:
         if link.is_closed:
             return
         self._selector.unregister(link.stream)
         link.close()
-        if isinstance(link, _IncomingLink):
+        if isinstance(link, IncomingLink):
             self._accepted.remove(link)
-
-
-def _decode_metadata(metadata: bytes) -> _CollectiveMetadata:
-    try:
-        described: _CollectiveMetadata = _metadata_of(metadata)
-    except msgspec.MsgspecError as exc:
-        raise TransferError(f"transport metadata cannot be read: {exc}") from exc
-    return described

@@ -1,8 +1,8 @@
-"""The process group of one link, and the thread that uses it: whatever waits for the peer, waits there.
+"""The process group of one link, and the thread that uses it, so that no other thread waits for the peer.
 
-Two ranks, NCCL for a pool on a GPU and gloo for one in host memory, made without `init_process_group`, so any number of
-links can come and go. Both sides carry out the same copies in the same order, each with one direction at a time:
-therefore one group serves writes and reads, and no two sends can block each other.
+The group has two ranks: NCCL for a pool on a GPU, gloo for one in host memory. It is made without
+`init_process_group`, so any number of links can come and go. Both sides carry out the same copies in the same order,
+one direction at a time: therefore one group serves writes and reads, and no two sends can block each other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalRun", "PairChannel", "PairCopy"]
 
-_TIMEOUT_S = 30.0  # for a peer that lives but does not take part; one that dies is noticed by its connection
 _DATA_TAG, _UNUSED_TAG = 0, 1
 _COMPLETION_POLL_S = 0.0002
 
@@ -55,16 +54,18 @@ class PairCopy:
 class PairChannel:
     """One side of a link's process group. `rank` is 0 for the side that opened the link and 1 for the other.
 
-    The group meets through `store`: what either side sets there must reach the store of the other.
+    The ranks find each other through `store`: what either side sets there must reach the store of the other.
     """
 
-    def __init__(self, rank: int, pool: Tensor, host: str) -> None:
+    def __init__(self, rank: int, pool: Tensor, host: str, timeout_s: float) -> None:
+        """`timeout_s` is for a peer that lives but does not take part; one that dies is noticed by its connection."""
         num_blocks = pool.shape[0]
         self._blocks = pool.view(-1).view(torch.uint8).view(num_blocks, -1)
         self._rank = rank
         self._host = host
         self.store: Store = dist.HashStore()  # type: ignore[attr-defined]
-        self.store.set_timeout(timedelta(seconds=_TIMEOUT_S))
+        self.store.set_timeout(timedelta(seconds=timeout_s))
+        self._timeout_s = timeout_s
         self.is_ready = False
         self.error = ""  # why it ended, if not by `close`
         self._group: _Group | None = None
@@ -73,11 +74,11 @@ class PairChannel:
         self._thread = threading.Thread(target=self._run, name="kv-pair", daemon=True)
 
     def start(self) -> None:
-        """Make the group, now that the peer does so too; what was submitted before this is carried out then."""
+        """Make the group, now that the peer does so too, and carry out what was submitted."""
         self._thread.start()
 
     def submit(self, runs: Sequence[LocalRun], *, is_send: bool) -> PairCopy:
-        """Copy these blocks after all that was submitted before; the result tells when it is done."""
+        """Copy these blocks after all earlier ones; the result tells when it is done."""
         ready = None
         if is_send and self._blocks.is_cuda:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -94,19 +95,19 @@ class PairChannel:
             self._group.abort()
 
     def join(self, timeout_s: float) -> None:
-        """Wait, after `close`, for the thread to end. One that still waits for its group is left to run out of time."""
+        """Wait, after `close`, for the thread to end. One that still waits for its group is left to time out."""
         if self.is_ready:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
         try:
-            group = _make_group(self.store, self._rank, self._host, self._blocks.device)
+            group = _make_group(self.store, self._rank, self._host, self._blocks.device, self._timeout_s)
             self._group = group  # NOTE: set before `_is_closed` is read, and `close` does both the other way round
             self.is_ready = True
             while not self._is_closed and (copy := self._copies.get()) is not None:
                 group.copy(copy, [self._blocks[run.start : run.start + run.num_blocks] for run in copy.runs])
                 copy.is_done = not self._is_closed  # an aborted group may leave without an error
-        except Exception as exc:  # the outermost of this thread: the link is lost, its owner logs why
+        except Exception as exc:  # the thread's outermost frame: the link is lost, its owner logs why
             self.error = str(exc).partition("\n")[0] or type(exc).__name__
 
 
@@ -120,23 +121,23 @@ class _Group(Protocol):
         """Called from another thread: make `copy` end now, and let no more bytes in."""
 
 
-def _make_group(store: Store, rank: int, host: str, device: torch.device) -> _Group:
+def _make_group(store: Store, rank: int, host: str, device: torch.device, timeout_s: float) -> _Group:
     if device.type != "cuda":
-        return _GlooGroup(store, rank, host)
+        return _GlooGroup(store, rank, host, timeout_s)
     if is_loopback(host):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # NCCL would listen at the first network interface
-    return _NcclGroup(store, rank, device)
+    return _NcclGroup(store, rank, device, timeout_s)
 
 
 class _GlooGroup:
     """Gloo over TCP. A receive is matched before its bytes are sent, so they go straight into the pool."""
 
-    def __init__(self, store: Store, rank: int, host: str) -> None:
+    def __init__(self, store: Store, rank: int, host: str, timeout_s: float) -> None:
         from torch.distributed import ProcessGroupGloo
 
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = timedelta(seconds=_TIMEOUT_S)
+        options._timeout = timedelta(seconds=timeout_s)
         options._threads = 1
         self._group: Any = ProcessGroupGloo(store, rank, 2, options)
         self._peer = 1 - rank
@@ -147,8 +148,8 @@ class _GlooGroup:
             work.wait()
 
     def abort(self) -> None:
-        # Gloo's own way to end all that is pending: a wait that runs out of time closes the connection, in both
-        # directions and before it returns. There is no abort, and destroying the group would wait for what is pending.
+        # Gloo has no abort, and destroying the group would wait for pending work. But a wait that times out closes the
+        # connection in both directions before it returns, which ends all pending work.
         with contextlib.suppress(RuntimeError):
             nothing = torch.empty(1, dtype=torch.uint8)
             self._group.recv([nothing], self._peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
@@ -157,23 +158,24 @@ class _GlooGroup:
 class _NcclGroup:
     """NCCL: all runs of a copy are one group of sends or receives, so one kernel moves them."""
 
-    def __init__(self, store: Store, rank: int, device: torch.device) -> None:
+    def __init__(self, store: Store, rank: int, device: torch.device, timeout_s: float) -> None:
         try:
             from torch.distributed import ProcessGroupNCCL
         except ImportError as exc:
             raise ConfigError(
                 "transport='nccl' with a pool on a GPU needs a build of torch with NCCL; choose 'nixl'"
             ) from exc
-        # By default a lost peer would end this process: both would be read when the group is made.
+        # By default a lost peer would end this process. Both variables are read when the group is made.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # abort communicators, raise nothing elsewhere
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         torch.cuda.set_device(device)
         options = ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=_TIMEOUT_S)
+        options._timeout = timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
         self._group: Any = ProcessGroupNCCL(store, rank, 2, options)
         self._group.eager_connect_single_device(device)
         self._peer = 1 - rank
-        # Not the stream of the model: a receive must not wait for a step that was queued before it.
+        # A stream of its own: a receive must not wait for a model step that was queued before it.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(self, copy: PairCopy, tensors: list[Tensor]) -> None:
@@ -185,10 +187,10 @@ class _NcclGroup:
             for tensor in tensors:
                 start([tensor], self._peer, _DATA_TAG)
             work = self._group._end_coalescing()
-        deadline = time.monotonic() + _TIMEOUT_S
+        deadline = time.monotonic() + self._timeout_s
         while not work.is_completed():  # `wait` would only make the stream wait
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"a copy of {len(tensors)} runs did not end in {_TIMEOUT_S:.0f} s")
+                raise TimeoutError(f"a copy of {len(tensors)} runs did not end in {self._timeout_s:.0f} s")
             time.sleep(_COMPLETION_POLL_S)
         if (error := work.exception()) is not None:
             raise RuntimeError(f"NCCL: {error}")

@@ -115,11 +115,12 @@ def test_an_order_that_leaves_the_pool_ends_the_link(
     assert arrived == []
 
 
-def test_someone_who_says_nothing_does_not_stay(
-    transport: CollectiveTransport, stranger: Stranger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tandem.kv_transfer.transport.collective._HELLO_TIMEOUT_S", 0.05)
+def test_someone_who_says_nothing_does_not_stay() -> None:
+    transport = CollectiveTransport("d", 1, torch.zeros(4, 6), "127.0.0.1", hello_timeout_s=0.05)
+    stranger = Stranger(transport)
     wait_for(stranger.is_dropped, transport)
+    stranger.socket.close()
+    transport.close()
 
 
 def test_strangers_do_not_disturb_a_link(
@@ -162,21 +163,18 @@ def test_a_peer_that_was_never_there_is_lost(transport: CollectiveTransport, oth
     assert transfer.state is TransferState.LOST
 
 
-def test_a_peer_that_does_not_poll_is_lost_in_time(
-    transport: CollectiveTransport, other: CollectiveTransport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tandem.kv_transfer.transport.collective._SET_UP_TIMEOUT_S", 0.1)
+def test_a_peer_that_does_not_poll_is_lost_in_time(transport: CollectiveTransport) -> None:
+    other = CollectiveTransport("p", 1, torch.ones(4, 6), "127.0.0.1", set_up_timeout_s=0.1)
     other.add_peer("d", 1, transport.local_metadata())
     transfer = other.write_blocks("d", [0], [0])
     wait_for(lambda: transfer.is_settled, other)
     assert transfer.state is TransferState.LOST
+    other.close()
 
 
 @pytest.mark.parametrize("is_read", [False, True])
-def test_a_peer_that_stops_polling_is_lost_in_time(
-    transport: CollectiveTransport, other: CollectiveTransport, monkeypatch: pytest.MonkeyPatch, is_read: bool
-) -> None:
-    monkeypatch.setattr("tandem.kv_transfer.transport.pair._TIMEOUT_S", 0.5)
+def test_a_peer_that_stops_polling_is_lost_in_time(transport: CollectiveTransport, is_read: bool) -> None:
+    other = CollectiveTransport("p", 1, torch.ones(4, 6), "127.0.0.1", copy_timeout_s=0.5)
     other.add_peer("d", 1, transport.local_metadata())
     first = other.write_blocks("d", [0], [0])
     wait_for(lambda: first.is_settled, other, transport)
@@ -187,6 +185,7 @@ def test_a_peer_that_stops_polling_is_lost_in_time(
     assert {transfer.state for transfer in pending} == {TransferState.LOST}
     with pytest.raises(PeerLost):
         other.write_blocks("d", [0], [0])
+    other.close()
 
 
 def streams() -> tuple[MessageStream, MessageStream]:
