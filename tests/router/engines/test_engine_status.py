@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+
+from tandem.router.engines.engine_status import CacheSize, ReportedLoad, parse_cache_size, parse_load, served_model
+
+VLLM = """# HELP vllm:num_requests_running Number of requests
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
+vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+vllm:kv_cache_usage_perc{engine="1"} 0.5
+vllm:cache_config_info{block_size="128",cache_dtype="auto",num_gpu_blocks="364"} 1.0
+"""
+SGLANG = 'sglang:num_running_reqs{m="a"} 1\nsglang:num_queue_reqs{m="a"} 2\nsglang:token_usage{m="a"} 0.1\n'
+LLAMACPP = "llamacpp:requests_processing 1\nllamacpp:requests_deferred 0\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (VLLM, ReportedLoad(5, 4, 0.5)),
+        (SGLANG, ReportedLoad(1, 2, 0.1)),
+        (LLAMACPP, ReportedLoad(1, 0, 0.0)),
+        ("process_cpu_seconds_total 3\n", None),
+        ("vllm:num_requests_running{} many\n", None),
+        ('vllm:num_requests_running NaN\nvllm:num_requests_running{a="b} 1\n', None),
+        ("vllm:num_requests_running 2\nvllm:num_requests_waiting +Inf\n", ReportedLoad(2, 0, 0.0)),
+        ("", None),
+    ],
+)
+def test_load_of_every_kind(text: str, expected: ReportedLoad | None) -> None:
+    assert parse_load(text) == expected
+
+
+def test_size_where_it_is_told() -> None:
+    assert parse_cache_size(VLLM) == CacheSize(128, 364)
+    assert parse_cache_size('vllm:cache_config_info{block_size="None"} 1\n') == CacheSize(0, 0)
+    assert parse_cache_size(SGLANG) == CacheSize(0, 0)
+
+
+def test_the_model_that_is_wanted_or_the_first() -> None:
+    catalog = {"data": [{"id": "a", "max_model_len": 10}, {"id": "b"}]}
+    assert served_model(catalog, "") == ("a", 10)
+    assert served_model(catalog, "b") == ("b", 0)
+    with pytest.raises(LookupError, match="it serves a, b"):
+        served_model(catalog, "c")
+    for junk in (None, [], {"data": None}, {"data": [{"id": 3}]}):
+        with pytest.raises(LookupError, match="no model"):
+            served_model(junk, "")

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.router.engines.prompts import TextReader, TokenReader, max_tokens_of
+from tandem.router.text.tokenizer import Tokenizer
+
+
+def turn(*contents: str, **fields: Any) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+    return {"messages": messages} | fields
+
+
+def test_without_a_tokenizer_a_conversation_still_begins_as_it_did() -> None:
+    first = TextReader().read(turn("hello " * 20), "", 1000)
+    second = TextReader().read(turn("hello " * 20, "hi", "more"), "", 1000)
+    assert second[: len(first) - 1] == first[:-1]
+    assert TextReader().read(turn("hello " * 20, tools=[{"type": "function"}]), "", 1000)[:4] != first[:4]
+    assert len(TextReader().read({"prompt": "x" * 41}, "", 1000)) == 11
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [([1, 2, 3], [1, 2, 3]), ([[4, 5], [6]], [4, 5]), ([1, -2], []), ([], []), (None, []), (["ab"], [0x6261])],
+)
+def test_prompts_of_ids_are_taken_as_they_are(prompt: Any, expected: list[int]) -> None:
+    assert TextReader().read({"prompt": prompt}, "", 1000) == expected
+
+
+def test_with_the_tokenizer_prompts_are_the_tokens_the_engine_computes(tokenizer: Tokenizer) -> None:
+    reader = TokenReader(tokenizer)
+    assert reader.read({"prompt": "hello"}, "", 1000) == tokenizer.encode("hello")
+    assert reader.read({"prompt": [7, 8]}, "", 1000) == [7, 8]
+    messages = [{"role": "user", "content": "hello"}]
+    assert reader.read({"messages": messages}, "", 1000) == tokenizer.encode_chat(
+        messages, {"add_generation_prompt": True}, ""
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        {"messages": [{"role": "user", "content": "forbidden"}]},
+        {"messages": "what"},
+        {"messages": None},
+        {"prompt": {"a": 1}},
+        {"prompt": 3},
+        {},
+    ],
+)
+def test_what_cannot_be_rendered_is_left_to_the_engine(body: dict[str, Any], tokenizer: Tokenizer) -> None:
+    assert TokenReader(tokenizer).read(body, "", 1000) == TextReader().read(body, "", 1000)
+
+
+def test_the_limit_of_an_answer() -> None:
+    assert max_tokens_of({"max_tokens": 5}) == 5
+    assert max_tokens_of({"max_tokens": 5, "max_completion_tokens": 7}) == 7
+    assert [max_tokens_of({"max_tokens": value}) for value in (None, True, "3", -1)] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "日" * 1_000_000},
+        {"prompt": [1] * 1_000_000},
+        {"prompt": [[1] * 1_000_000, [2]]},
+        {"messages": [{"role": "user", "content": "x" * 100_000}] * 3},
+        {"messages": [{"role": "user", "content": ""}] * 100_000},
+    ],
+)
+def test_of_a_prompt_that_no_engine_takes_only_the_beginning_is_read(
+    tokenizer: Tokenizer, body: dict[str, Any]
+) -> None:
+    for reader in (TextReader(), TokenReader(tokenizer)):
+        assert len(reader.read(body, "", 1000)) == 1001
+        assert reader.read(body, "", 1000) == reader.read(body, "", 2000)[:1001]

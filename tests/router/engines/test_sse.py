@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.router.engines.sse import EventSplitter, leading_pieces, parse_event, split_events
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.text(max_size=20), max_size=8), st.sampled_from(["\n", "\r\n"]), st.data())
+def test_events_are_the_same_however_the_bytes_are_cut(texts: list[str], line_end: str, data: Any) -> None:
+    wire = b"".join(f"data: {json.dumps({'t': text})}{line_end * 2}".encode() for text in texts)
+    wire += f": ping{line_end * 2}data: [DONE]{line_end * 2}".encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=10)))
+    splitter, events = EventSplitter(), []
+    for start, end in zip([0, *cuts], [*cuts, len(wire)], strict=True):
+        events += map(parse_event, split_events(splitter.push(wire[start:end])))
+    assert [event.body["t"] for event in events if event.body] == texts
+    assert b"".join(event.raw for event in events) == wire
+    assert events[-1].is_done
+    assert not splitter.has_rest
+
+
+TRICKY = ['"error"', '"usage":{', "[DONE]", '"choices"', "\n\ndata: {", "\r\n", "data: ", "\\", "é", "usage", "\u2028"]
+EVENTS = st.one_of(
+    st.builds(lambda text: {"choices": [{"delta": {"content": text}}]}, st.sampled_from(TRICKY) | st.text(max_size=8)),
+    st.builds(
+        lambda usage: {"choices": [{"text": "a"}], "usage": usage}, st.sampled_from([None, {"prompt_tokens": 1}])
+    ),
+    st.sampled_from([{"error": {"message": "x"}}, {"choices": [], "usage": {}}, {"object": "ping"}, {"choices": []}]),
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.lists(EVENTS, min_size=1, max_size=5), st.booleans(), st.sampled_from([b"", b": ping\n\n", b"data: [DONE]\n\n"])
+)
+def test_what_counts_as_pieces_has_nothing_else_in_it(bodies: list[dict[str, Any]], spaced: bool, tail: bytes) -> None:
+    separators = (", ", ": ") if spaced else (",", ":")
+    wire = b"".join(f"data: {json.dumps(body, separators=separators)}\n\n".encode() for body in bodies) + tail
+    count, end = leading_pieces(wire)
+    pieces = [parse_event(raw) for raw in split_events(wire[:end])]
+    assert count == len(pieces)
+    assert all("choices" in (event.body or {}) for event in pieces)
+    assert not any(event.error or event.usage or event.is_done for event in pieces)
+    rest = [parse_event(raw) for raw in split_events(wire[end:])]
+    assert b"".join(event.raw for event in rest) == wire[end:]
+    if not spaced:
+        # A text that is itself such a word in quotes looks like one of these, and takes the slow way too.
+        plain = [event for event in rest if event.has_choices and not re.search(rb'"usage"|"error"', event.raw)]
+        assert not rest or len(plain) < len(rest), "what is nothing but text takes the slow way"
+
+
+def test_only_the_end_of_a_stream_is_looked_into() -> None:
+    piece = b'data: {"choices": [{"text": "a"}]}\n\n'
+    usage, done = b'data: {"choices": [], "usage": {"prompt_tokens": 1}}\n\n', b"data: [DONE]\n\n"
+    assert leading_pieces(70 * piece) == (70, 70 * len(piece))
+    assert leading_pieces(70 * piece + done) == (69, 69 * len(piece))
+    assert leading_pieces(70 * piece + usage + done) == (70, 70 * len(piece))
+    assert leading_pieces(usage + done) == (0, 0)
+    assert leading_pieces(b"") == (0, 0)
+
+
+def test_parts_of_events() -> None:
+    event = parse_event(b'data: {"error": "no", "choices": [], "usage": null}\n\n')
+    assert (event.error, event.has_choices, event.usage) == ({"message": "no"}, False, None)
+    odd = parse_event(b"event: x\ndata: [1]\n\n")
+    assert (odd.body, odd.is_done) == (None, False)
