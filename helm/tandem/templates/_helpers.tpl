@@ -22,7 +22,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) -}}
 {{- end }}
 
-{{/* Flags of `tandem serve`: every config value under its own name, one on each line. */}}
+{{/* Flags of `tandem serve`, one per line: every setting under its own name. */}}
 {{- define "tandem.flags" -}}
 {{- range $component := list .Values.engine .Values.transfer .Values.tiers .Values.router .Values.cluster }}
 {{- range $field, $value := $component }}
@@ -69,8 +69,8 @@ capabilities:
 {{- .Values.kvKey.existingSecret | default (printf "%s-kv-key" (include "tandem.name" .)) -}}
 {{- end }}
 
-{{/* A Secret of the chart's own, with random text. The one that is there already stays: pods of a release must agree on
-     it while they are replaced one by one. Arguments: root, its name, its key. */}}
+{{/* A Secret with random text that the chart makes. An existing one stays as it is: the pods of a release must agree on it
+     while they are replaced one by one. Arguments: root, name of the Secret, its key. */}}
 {{- define "tandem.madeSecret" -}}
 {{- $root := index . 0 }}{{ $name := index . 1 }}{{ $key := index . 2 }}
 {{- $present := (lookup "v1" "Secret" $root.Release.Namespace $name).data | default dict }}
@@ -85,7 +85,7 @@ data:
   {{ $key }}: {{ get $present $key | default (randAlphaNum 64 | b64enc) }}
 {{- end }}
 
-{{/* What a pod may write: /tmp (Ray's session), the home folder (compiled kernels and other caches), models, /dev/shm. */}}
+{{/* A pod may write to /tmp (Ray's session), the home folder (caches), the models (and compiled kernels) and /dev/shm. */}}
 {{- define "tandem.volumes" -}}
 - name: scripts
   configMap:
@@ -93,7 +93,7 @@ data:
 - name: ray-token
   secret:
     secretName: {{ include "tandem.rayTokenSecret" . }}
-    defaultMode: 0440 # of root and the pod's group
+    defaultMode: 0440 # readable by root and the pod's group
     items:
       - key: {{ .Values.rayToken.key }}
         path: token
