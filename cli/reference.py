@@ -51,10 +51,12 @@ _ENVIRONMENT = {
     },
     "libraries": {
         "HF_TOKEN`, `HF_HOME`, `HF_HUB_OFFLINE": "the model hub's own",
-        "RAY_AUTH_MODE`, `RAY_AUTH_TOKEN_PATH": "Ray's own; needed with `--ray-address` ([deployment.md](deployment.md))",
+        "RAY_AUTH_MODE`, `RAY_AUTH_TOKEN_PATH": "Ray's own; needed with `--ray-address`, see "
+        "[deployment.md](deployment.md)",
         "UCX_NET_DEVICES`, `NCCL_SOCKET_IFNAME": "network interfaces of NIXL and of nccl or gloo; on one machine "
         "Tandem sets both to `lo` unless they are set",
-        "LRU_CACHE_CAPACITY`, `ONEDNN_PRIMITIVE_CACHE_CAPACITY": "sizes of torch's and oneDNN's caches ([deployment.md](deployment.md))",
+        "LRU_CACHE_CAPACITY`, `ONEDNN_PRIMITIVE_CACHE_CAPACITY": "sizes of torch's and oneDNN's caches, see "
+        "[deployment.md](deployment.md)",
     },
     "`make` and the load test": {
         "PYTHON": "interpreter that `make` creates `.venv` with",

@@ -123,7 +123,9 @@ class EngineConfig:
         ),
     ] = 16
     pool_bytes: Annotated[
-        int, Meta(ge=0, le=10**15), Setting("Size of the KV pool in bytes; 0 = by the memory of the machine or GPU.", ENGINE)
+        int,
+        Meta(ge=0, le=10**15),
+        Setting("Size of the KV pool in bytes; 0 = by the memory of the machine or GPU.", ENGINE),
     ] = 0
     max_model_len: Annotated[
         CountOrZero, Setting("Longest prompt plus answer, in tokens; 0 = the model's own limit.", ENGINE)
