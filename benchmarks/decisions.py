@@ -25,11 +25,12 @@ from benchmarks.common import console, print_table, write_result
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import IS_COMPILED, block_digests
 from tandem.protocol.messages import BlockEvents, PeerAddress, Role, WorkerCard, WorkerState
+from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.placement import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Booking, Registry
+from tandem.scheduling.registry import Registry
 from tandem.scheduling.request import CommonDigests, PlacementRequest
 
 _BLOCK_SIZE = 16

@@ -18,10 +18,11 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import Overloaded, ServingError
 from tandem.protocol.messages import PeerAddress, Role, StepStats, WorkerCard, WorkerState
 from tandem.scheduling.admission import Admission, Dispatch, Drop
+from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel, StepCosts, prefill_attention
 from tandem.scheduling.placement import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Booking, Registry
+from tandem.scheduling.registry import Registry
 from tandem.scheduling.request import NO_DIGESTS, ServiceClass
 from tandem.scheduling.tenants import Tenants
 

@@ -30,7 +30,8 @@ from tandem.runtime.background import BackgroundTasks
 from tandem.runtime.idle_timeout import answered_in_time
 from tandem.scheduling.autoscaler import AutoscalerState, Decision, Flip, decide, observe
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.registry import Registry, WorkerChange
+from tandem.scheduling.registry import Registry
+from tandem.scheduling.workers import WorkerChange
 from tandem.worker.status import WorkerStatus
 
 __all__ = ["Supervisor"]

@@ -25,9 +25,10 @@ from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.fair_queue import CREDIT_S, FairQueue, Ticket, Work
 from tandem.scheduling.lru_dict import LruDict
 from tandem.scheduling.placement import Held, Placement, Placer
-from tandem.scheduling.registry import RegisteredWorker, Workers, can_prefill, queue_s
 from tandem.scheduling.request import PlacementRequest, PromptDigests, ServiceClass
 from tandem.scheduling.tenants import Tenants
+from tandem.scheduling.worker_table import Workers
+from tandem.scheduling.workers import RegisteredWorker, can_prefill, queue_s
 
 __all__ = [
     "WAIT_BUCKETS_S",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role, WorkerState
 from tandem.scheduling.cost_model import CostModel, StepCosts
-from tandem.scheduling.registry import RegisteredWorker, queue_s
+from tandem.scheduling.workers import RegisteredWorker, queue_s
 
 __all__ = [
     "AutoscalerPolicy",

@@ -19,8 +19,9 @@ from tandem.protocol.messages import is_readable, worker_of
 from tandem.scheduling.cost_model import CostModel, Mask, Number, TransferCosts, Vector, prefill_attention
 from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import RegisteredWorker, Workers, WorkerTable, can_decode
 from tandem.scheduling.request import PlacementRequest
+from tandem.scheduling.worker_table import Workers, WorkerTable
+from tandem.scheduling.workers import RegisteredWorker, can_decode
 
 __all__ = ["Candidate", "Holder", "Placement", "Placer", "Terms"]
 

@@ -21,7 +21,8 @@ from tandem.protocol.messages import (
 )
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import RegisteredWorker, Registry, can_decode
+from tandem.scheduling.registry import Registry
+from tandem.scheduling.workers import RegisteredWorker, can_decode
 
 __all__ = ["SimulatedFleet", "make_card"]
 

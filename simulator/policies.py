@@ -16,8 +16,8 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import BlockEvents
 from tandem.scheduling.placement import Candidate, Placer
 from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import RegisteredWorker, can_decode, can_prefill
 from tandem.scheduling.request import CommonDigests, PlacementRequest
+from tandem.scheduling.workers import RegisteredWorker, can_decode, can_prefill
 from tandem.simulator.fleet import SimulatedFleet
 
 __all__ = ["POLICIES", "Ask", "Choice", "Policy"]

@@ -19,10 +19,10 @@ from tandem.kv_transfer.eviction import create_policy
 from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import Role, WorkerCard
+from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cost_model import StepCosts
 from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.placement import Placer
-from tandem.scheduling.registry import Booking
 from tandem.scheduling.request import CommonDigests, PlacementRequest
 from tandem.simulator.fleet import SimulatedFleet, make_card
 from tandem.simulator.measures import quantile

@@ -15,9 +15,9 @@ from tandem.kv_transfer.eviction import create_policy
 from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
 from tandem.protocol.messages import HOST_TIER, TierLoad
 from tandem.scheduling.admission import OutputLengths
+from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cost_model import prefill_attention
 from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.registry import Booking
 from tandem.simulator.clock import Clock
 from tandem.simulator.cluster import Cluster
 from tandem.simulator.fleet import SimulatedFleet

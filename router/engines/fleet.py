@@ -33,9 +33,10 @@ from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.placement import Placement, Placer
 from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import RegisteredWorker, Registry
+from tandem.scheduling.registry import Registry
 from tandem.scheduling.request import PlacementRequest
 from tandem.scheduling.tenants import Tenants
+from tandem.scheduling.workers import RegisteredWorker
 
 __all__ = ["EngineDigests", "EngineFleet", "Placed"]
 

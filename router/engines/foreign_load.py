@@ -5,8 +5,9 @@ An engine reports how many requests it has, not how long they are: they are assu
 
 from __future__ import annotations
 
+from tandem.scheduling.bookings import Booking
 from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.registry import Booking, Registry
+from tandem.scheduling.registry import Registry
 
 __all__ = ["ForeignLoad", "MeanLengths"]
 

@@ -27,8 +27,10 @@ from tandem.scheduling.cost_model import Rows
 from tandem.scheduling.decisions import Decision
 from tandem.scheduling.fair_queue import Work
 from tandem.scheduling.placement import Placement, Placer
-from tandem.scheduling.registry import RegisteredWorker, Registry, Workers, WorkerTable, can_decode
+from tandem.scheduling.registry import Registry
 from tandem.scheduling.request import PlacementRequest
+from tandem.scheduling.worker_table import Workers, WorkerTable
+from tandem.scheduling.workers import RegisteredWorker, can_decode
 
 __all__ = ["ModelQueue", "Queues"]
 

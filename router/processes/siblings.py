@@ -33,8 +33,10 @@ from tandem.router.processes.sibling_messages import (
     Waiting,
 )
 from tandem.runtime.idle_timeout import IdleClock
+from tandem.scheduling.bookings import Booking
 from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.registry import Booking, Registry, WorkerChange
+from tandem.scheduling.registry import Registry
+from tandem.scheduling.workers import WorkerChange
 
 __all__ = ["BEAT_INTERVAL_S", "REMOVED_S", "SILENCE_S", "PeerRouterListener", "PeerRouters", "SharedBooking"]
 
@@ -181,13 +183,13 @@ class PeerRouters:
         if request is not None and not request.has_first_token:
             self._ours[booking_id] = _with_first_token(request)
             self.send(FirstToken(self._next(), booking_id, wait_s))
-            self._registry.tell_progress()
+            self._registry.notify_progress()
 
     def tell_released(self, booking_id: int, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Of a `SharedBooking`: its request has ended."""
         if self._ours.pop(booking_id, None) is not None:
             self.send(Released(self._next(), booking_id, num_prompt_tokens, num_output_tokens))
-            self._registry.tell_progress()
+            self._registry.notify_progress()
 
     def set_engine(self, name: str, spec: dict[str, Any] | None) -> None:
         """Say the latest word on an engine: its spec, or None for removed."""
@@ -332,13 +334,13 @@ class PeerRouters:
         theirs.request = _with_first_token(theirs.request)
         if theirs.booking is not None:
             theirs.booking.prefill_done()
-            self._registry.tell_progress()
+            self._registry.notify_progress()
 
     def _close(self, sibling: _Sibling, booking_id: int) -> None:
         theirs = sibling.open.pop(booking_id, None)
         if theirs is not None and theirs.booking is not None:
             theirs.booking.release()
-            self._registry.tell_progress()
+            self._registry.notify_progress()
 
     def _forget(self, name: str) -> None:
         sibling = self._siblings.pop(name, None)

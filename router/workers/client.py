@@ -418,7 +418,7 @@ class WorkerClient:
         new = {POOL_PLACE, *link.tiers} - link.places if link.kind else set()
         for place in list(new):
             store = link.tiers.get(place, "")
-            if store and not self._registry.tells(store, link.worker_id):
+            if store and not self._registry.is_reporter(store, link.worker_id):
                 new.discard(place)
             else:
                 self._index.add_worker(holder_name(link.worker_id, place), link.address.epoch)

@@ -25,14 +25,16 @@ from tandem.router.workers.client import Leg, WorkerClient
 from tandem.router.workers.pins import Owner, PinService
 from tandem.runtime.idle_timeout import IdleTimeout
 from tandem.scheduling.admission import Admission, Dispatch
+from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.decisions import Decision
 from tandem.scheduling.placement import Placement, Placer
 from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Booking, RegisteredWorker, Registry, queue_s
+from tandem.scheduling.registry import Registry
 from tandem.scheduling.request import CommonDigests, PlacementRequest
 from tandem.scheduling.tenants import Tenants
+from tandem.scheduling.workers import RegisteredWorker, queue_s
 
 __all__ = ["DeltaOrder", "RequestFlow"]
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tandem.scheduling.cache_sizing import CacheSizing
-from tandem.scheduling.registry import RegisteredWorker, Registry
+from tandem.scheduling.registry import Registry
+from tandem.scheduling.workers import RegisteredWorker
 
 __all__ = ["CacheSizingCollector", "WorkerCollector"]
 

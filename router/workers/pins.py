@@ -20,7 +20,8 @@ from tandem.protocol.messages import Pin, Prefetch, Unpin, WorkerState, is_reada
 from tandem.router.backend import PinRequest, PinState
 from tandem.router.workers.client import WorkerClient
 from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import RegisteredWorker, Registry, WorkerChange, can_decode, can_prefill
+from tandem.scheduling.registry import Registry
+from tandem.scheduling.workers import RegisteredWorker, WorkerChange, can_decode, can_prefill
 
 __all__ = ["Conversations", "Owner", "PinService", "PinSummary", "PinTable", "PinnedChain", "max_pinned_blocks"]
 

@@ -26,14 +26,16 @@ from tandem.scheduling.admission import (
     Waiting,
     fill_level,
 )
+from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel, StepModel
 from tandem.scheduling.fair_queue import CREDIT_S
 from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.placement import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Booking, Registry, queue_s, wait_s
+from tandem.scheduling.registry import Registry
 from tandem.scheduling.request import CommonDigests, PlacementRequest, ServiceClass
 from tandem.scheduling.tenants import TenantPolicy, Tenants
+from tandem.scheduling.workers import queue_s, wait_s
 from tests.support.builders import add_ready, make_card
 
 

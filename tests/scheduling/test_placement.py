@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import NoWorker
 from tandem.protocol.messages import POOL_PLACE, BlockEvents, PrefillPriority, Role, StepStats, TierLoad, WorkerState
+from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.placement import Held, Placement, Placer
 from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Booking, RegisteredWorker, Registry
+from tandem.scheduling.registry import Registry
 from tandem.scheduling.request import CommonDigests, PlacementRequest, ServiceClass
+from tandem.scheduling.workers import RegisteredWorker
 from tests.support.builders import add_ready, make_card
 from tests.support.naive_placer import NaivePlacer, preference
 

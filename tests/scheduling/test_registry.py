@@ -5,17 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.protocol.messages import Role, StepStats, WorkerLoad, WorkerState
+from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel, StepModel
 from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.registry import (
-    Booking,
-    RegisteredWorker,
-    Registry,
-    WorkerChange,
-    can_decode,
-    can_prefill,
-    queue_s,
-)
+from tandem.scheduling.registry import Registry
+from tandem.scheduling.workers import RegisteredWorker, WorkerChange, can_decode, can_prefill, queue_s
 from tests.support.builders import add_ready, make_card
 
 

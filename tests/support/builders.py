@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tandem.protocol.messages import PeerAddress, Role, WorkerCard, WorkerState
-from tandem.scheduling.registry import RegisteredWorker, Registry
+from tandem.scheduling.registry import Registry
+from tandem.scheduling.workers import RegisteredWorker
 
 NAMESPACE = b"n" * 16
 
