@@ -27,9 +27,7 @@ class TierCosts(NamedTuple):
 
     latency_s: Vector
     block_s: Vector  # inf for workers without the tier
-    readers: dict[
-        str, list[int]
-    ]  # rows by name in the index; a shared store has its reporter's name
+    readers: dict[str, list[int]]  # rows by name in the index; a shared store has its reporter's name
 
 
 class Pace(NamedTuple):
