@@ -1,4 +1,4 @@
-"""Checksums of blocks and notifications in flight: they catch torn, stale and flipped bytes, not an adversary."""
+"""Checksums of blocks and notifications in transit. They catch torn, stale and flipped bytes, not an adversary."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = ["CHECKED_SHARE", "append_checksum", "block_checksums", "strip_checksu
 
 # Share of the blocks that travel with a checksum, by `TransferConfig.checksums`.
 CHECKED_SHARE: dict[str, float] = {"off": 0.0, "sample": 1 / 16, "all": 1.0}
-_SEAL_BYTES = 8
+_CHECKSUM_BYTES = 8
 _HOST, _DEVICE = b"h", b"d"
-_SLAB_BYTES = 64 << 20  # of blocks whose words a device widens at a time
+_SLAB_BYTES = 64 << 20  # bytes of blocks whose words a device widens at a time
 
 
 def block_checksums(
     pool: Tensor, block_ids: Sequence[int], *, share: float = 1.0, draw: Callable[[], float] = random.random
 ) -> list[bytes]:
-    """One checksum per block, or b"" for those outside of the sample.
+    """One checksum per block, or b"" for blocks outside the sample.
 
-    In host memory it is XXH3, which reads as fast as memory is copied (12 GB/s on one core here) and
-    lets go of the interpreter lock. On a GPU, where copying the bytes to the host would cost more than sending them, it
-    is a weighted sum that the device computes. A checksum tells its kind, so both kinds of pool can check either.
+    In host memory it is XXH3, which reads as fast as memory is copied (12 GB/s on one core here) and releases the
+    interpreter lock. On a GPU, where copying the bytes to the host would cost more than sending them, it is a weighted
+    sum that the device computes. A checksum names its kind, so both kinds of pool can check either.
 
     pool:  [num_blocks, ...], contiguous
-    share: of the blocks, chosen by `draw`, which returns numbers in [0, 1)
+    share: part of the blocks that get a checksum, chosen by `draw`, which returns numbers in [0, 1)
     """
     is_checked = [share >= 1 or draw() < share for _ in block_ids]
     kind = _DEVICE if pool.is_cuda else _HOST
@@ -40,9 +40,9 @@ def block_checksums(
 
 
 def wrong_blocks(pool: Tensor, block_ids: Sequence[int], checksums: Sequence[bytes]) -> list[int]:
-    """Those of `block_ids` whose bytes do not have their checksum; b"" is not checked.
+    """The blocks whose bytes do not match their checksum; b"" is not checked.
 
-    All of them if there is not one checksum for each.
+    All of `block_ids` if the number of checksums differs.
     """
     if len(checksums) != len(block_ids):
         return list(block_ids)
@@ -58,17 +58,17 @@ def wrong_blocks(pool: Tensor, block_ids: Sequence[int], checksums: Sequence[byt
 
 
 def append_checksum(message: bytes) -> bytes:
-    """The message with its 64-bit XXH3 behind it.
+    """The message followed by its 64-bit XXH3.
 
-    Control messages travel over TCP, which checks them; a notification goes wherever the transport's blocks go. A
-    flipped bit in it could change the first token or the generation, which no checksum of a block would show.
+    TCP checks control messages, but notifications travel with the transport's blocks. A flipped bit could change the
+    first token or the generation, which no checksum of a block would show.
     """
     return message + xxhash.xxh3_64_digest(message)
 
 
 def strip_checksum(sealed: bytes) -> bytes | None:
-    """The message that was sealed, or None if it is not what was sent."""
-    message, checksum = sealed[:-_SEAL_BYTES], sealed[-_SEAL_BYTES:]
+    """The message before its checksum, or None if they do not match."""
+    message, checksum = sealed[:-_CHECKSUM_BYTES], sealed[-_CHECKSUM_BYTES:]
     return message if checksum == xxhash.xxh3_64_digest(message) else None
 
 
@@ -82,7 +82,7 @@ def _host_digests(pool: Tensor, block_ids: list[int]) -> list[bytes]:
 
 
 def _device_digests(pool: Tensor, block_ids: list[int]) -> list[bytes]:
-    """Sums of 32-bit words times odd weights, modulo 2^64. They change with any bit, and where words change places."""
+    """Sums of 32-bit words times odd weights, modulo 2^64. Any flipped bit and any swapped words change them."""
     rows = pool.flatten(1).view(torch.int32)
     weights = _weights(rows.shape[1], pool.device)
     per_slab = max(_SLAB_BYTES // (4 * rows.shape[1]), 1)

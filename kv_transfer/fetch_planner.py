@@ -9,7 +9,7 @@ gives m = a; one far slower m = n, which is no load at all.
 
     T(m, n) = max(load_s(m, n), queue_s + compute_s(a, m)) + compute_s(n, end)
 
-is what is minimised, and `T(n, n) = queue_s + compute_s(a, end)`, recomputing, is one of the candidates.
+is minimised. Recomputing, `T(n, n) = queue_s + compute_s(a, end)`, is one of the candidates.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 __all__ = ["FetchPlan", "FetchSource", "LoadRange", "plan_fetch"]
 
-# A plan must promise this share of recomputing to be worth it: predictions are not that exact, and a load that only
-# breaks even takes bandwidth from others.
+# A plan must save at least this share of recomputing: predictions are not that exact, and a load that only breaks even
+# takes bandwidth from others.
 _MIN_GAIN = 0.05
 
 
@@ -29,10 +29,10 @@ class FetchSource(NamedTuple):
     """A tier or a peer that has leading blocks of the chain, beyond those in the pool."""
 
     name: str
-    end_block: int  # it has the blocks up to here, from the first one that is not in the pool
-    latency_s: float  # of a load, however small
-    block_s: float  # per block
-    queued_blocks: int = 0  # of loads asked for before this one
+    end_block: int  # it has the blocks from the first one that is not in the pool up to here
+    latency_s: float  # cost of any load, however small
+    block_s: float  # cost per block
+    queued_blocks: int = 0  # blocks of earlier loads that are still waiting
 
 
 class LoadRange(NamedTuple):
@@ -47,14 +47,14 @@ class LoadRange(NamedTuple):
 class FetchPlan:
     """What to do with a prompt's blocks. Without `loads` everything beyond the pool is computed."""
 
-    loads: tuple[LoadRange, ...]  # in order, one after another without a gap
+    loads: tuple[LoadRange, ...]  # in order, without gaps
     predicted_s: float  # until the whole prompt is computed
-    load_s: float  # of it, until all loads are there
-    recompute_s: float  # what it would be without loads
+    load_s: float  # until all loads have arrived
+    recompute_s: float  # the same as `predicted_s`, without loads
 
     @property
     def first_block(self) -> int | None:
-        """Where the loads begin: blocks before it are computed meanwhile."""
+        """Where the loads begin. Blocks before it are computed meanwhile."""
         return self.loads[0].first_block if self.loads else None
 
 
@@ -76,12 +76,12 @@ def plan_fetch(
     best = FetchPlan((), recompute_s, 0.0, recompute_s)
     limit_s = recompute_s * (1 - _MIN_GAIN)
     segments = _segments(sources, first_block)
-    # A source need not be used to its end: where a queue hides the loads of some blocks, one more may not be worth it.
+    # A source need not be used to its end: the queue may hide the loads of some blocks but not of one more.
     for end_block in sorted({source.end_block for source in sources if source.end_block > first_block}):
         rest_s = compute_s(end_block * block_size, num_tokens)
 
         def front_s(meet: int) -> float:
-            # With nothing to compute in front, the queue is only in the way of what comes behind the loads.
+            # With nothing to compute before the loads, the queue delays only the tokens behind them.
             return queue_s + (compute_s(first_block * block_size, meet * block_size) if meet > first_block else 0.0)
 
         used = [s._replace(end_block=min(s.end_block, end_block)) for s in segments if s.first_block < end_block]
@@ -117,7 +117,7 @@ def _segments(sources: Sequence[FetchSource], first_block: int) -> list[_Segment
 def _meeting_blocks(
     segments: list[_Segment], first_block: int, end_block: int, front_s: Callable[[int], float]
 ) -> tuple[int, ...]:
-    """The blocks next to where loading from the back and computing from the front take equally long."""
+    """The blocks around the point where loading from the back and computing from the front take equally long."""
     low, high = first_block, end_block
     while low < high:
         middle = (low + high) // 2

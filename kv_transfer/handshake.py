@@ -30,12 +30,12 @@ def compatibility_fields(
         "block_shape": "x".join(map(str, block_shape)),
         "tensor_parallel_size": str(tensor_parallel_size),
         "transport": transport,
-        "checksums": checksums,  # else blocks that a peer sends without one would pass where all are to be checked
+        "checksums": checksums,  # otherwise a worker that checks all blocks would accept unchecked ones from a peer
     }
 
 
 def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """Each field that differs, with both values, for our own log; "" when the two agree. A missing field differs."""
+    """Each field that differs, with both values, for our own log; "" if none does. A missing field differs."""
     return "; ".join(
         f"{name}: {_show(mine, name)} here, {_show(theirs, name)} there"
         for name in sorted(mine.keys() | theirs.keys())
@@ -44,7 +44,7 @@ def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
 
 
 def differing_fields(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """The names alone of the fields that differ: what the other side is told."""
+    """Only the names of the fields that differ, which the other side is told."""
     return ", ".join(sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)))
 
 

@@ -1,12 +1,12 @@
-"""Leases on our blocks, seen from the worker that receives KV. Pure: time comes in, blocks to free come out.
+"""Leases on the blocks of a worker that receives KV. Pure: time is passed in, blocks to free are returned.
 
-    grant ──► LIVE ── the sender is done, deadline not passed ──► Received: the blocks are the caller's
+    grant ──► LIVE ── the sender is done before the deadline ──► LeaseReceived: the blocks are the caller's
                │
-               ├── the sender gives up (`lease_closed`) or is dead (`sender_lost`) ──► Released: the blocks are free
+               ├── the sender gives up (`lease_closed`) or is dead (`sender_lost`) ──► LeaseReleased: blocks are free
                │
                └── deadline passed, cancelled, sender given up ──► FENCED: blocks in quarantine, writes may still land
                                                                     │
-                       sender confirms, is done, or is dead ────────┴──► Released
+                       sender confirms, is done, or is dead ────────┴──► LeaseReleased
 
 A block belongs to the table from `grant` until exactly one `LeaseReceived` or `LeaseReleased` names it. Messages that
 name no such lease are late, repeated or foreign: they change nothing and are counted.
@@ -36,15 +36,15 @@ class Lease:
 
 
 class LeaseReceived(NamedTuple):
-    """The sender wrote everything: the blocks are the caller's, and nobody writes them any more.
+    """The sender wrote everything: the blocks are the caller's, and no write to them can land any more.
 
-    Notifications of one link keep their order. So when the sender is done, a chunk that was not announced never will
-    be: its notification was lost or damaged. Then there are fewer checksums than blocks, and no block may be used.
+    Notifications of one link keep their order. So if a chunk was not announced when the sender is done, its
+    notification was lost or damaged. Then there are fewer checksums than blocks, and no block may be used.
     """
 
     lease: Lease
     first_token_id: int
-    checksums: list[bytes]  # of the bytes of each announced block as sent, b"" where the sender gave none
+    checksums: list[bytes]  # one per announced block, of its bytes as sent; b"" where the sender gave none
 
     @property
     def num_missing(self) -> int:
@@ -53,14 +53,14 @@ class LeaseReceived(NamedTuple):
 
 
 class LeaseFenced(NamedTuple):
-    """The lease ended without its KV. Its blocks stay with the table; send the sender `LeaseRevoked`."""
+    """The lease ended without its KV. The table keeps its blocks; send the sender `LeaseRevoked`."""
 
     lease: Lease
     reason: str
 
 
 class LeaseReleased(NamedTuple):
-    """The lease's blocks are the caller's to free: no write to them is or will be in flight."""
+    """The caller may free the lease's blocks: no write to them is or will be in flight."""
 
     lease: Lease
     reason: str
@@ -78,7 +78,7 @@ class LeaseTable:
     """Grants and ends the leases of one worker. Generations never repeat within a table."""
 
     def __init__(self, *, first_generation: int = 1) -> None:
-        """Start from something that grows with each start of the process, so that no old message fits a new lease."""
+        """`first_generation` must grow with each start of the process, so that no old message fits a new lease."""
         self._next_generation = first_generation
         self._entries: dict[int, _LeaseState] = {}  # by generation; live and fenced
         self._live: dict[str, int] = {}  # request id -> generation
@@ -98,8 +98,8 @@ class LeaseTable:
     ) -> Lease:
         """Lend these blocks to the sender. At most one lease of a request is live at a time.
 
-        The sender cannot vouch for a lease before it has read the grant, which may have to wait for the end of a long
-        step: `first_ttl_s` is the time until then, `ttl_s` the one that each heartbeat gives.
+        Each heartbeat of the sender extends the lease to `ttl_s`. It cannot name the lease before it has read the
+        grant, which may wait for the end of a long step: until then `first_ttl_s` applies.
         """
         assert request_id not in self._live, f"{request_id} has the live lease {self._live.get(request_id)}"
         lease = Lease(request_id, self._next_generation, first_block, tuple(block_ids), sender_id, sender_epoch, ttl_s)
@@ -110,7 +110,7 @@ class LeaseTable:
         return lease
 
     def is_foreign(self, generation: int, sender_id: str, sender_epoch: int) -> bool:
-        """Whether this lease is another sender's, who alone may say what was written under it."""
+        """Whether this lease belongs to another sender; only its own sender may report writes under it."""
         entry = self._entries.get(generation)
         if entry is None or (entry.lease.sender_id, entry.lease.sender_epoch) == (sender_id, sender_epoch):
             return False
@@ -141,12 +141,12 @@ class LeaseTable:
                 self.ignored["chunk repeated"] += 1
             else:
                 entry.checksums[index] = checksums[position] if checksums else b""
-        entry.deadline = min(entry.deadline, now + lease.ttl_s)  # the grant was read: heartbeats vouch for it now
+        entry.deadline = min(entry.deadline, now + lease.ttl_s)  # the grant was read: heartbeats extend the lease now
 
     def handoff_done(
         self, request_id: str, generation: int, first_token_id: int, *, now: float
     ) -> LeaseReceived | LeaseReleased | None:
-        """The sender wrote everything: what was received. For a fenced lease this confirms that no write is left."""
+        """The sender wrote everything. For a fenced lease this confirms that no write is left."""
         entry = self._find(request_id, generation, "done")
         if entry is None:
             return None
@@ -159,11 +159,11 @@ class LeaseTable:
         return LeaseReceived(entry.lease, first_token_id, checksums)
 
     def extend(self, sender_id: str, sender_epoch: int, handoffs: Iterable[tuple[str, int]], *, now: float) -> None:
-        """Heartbeat: the sender still works on these (request id, generation). A lease that ended stays ended."""
+        """Heartbeat: the sender still works on these (request id, generation). Ended leases stay ended."""
         for request_id, generation in handoffs:
             entry = self._entries.get(generation)
             if entry is None or entry.is_fenced or now >= entry.deadline:
-                continue  # heartbeats go to everyone, so foreign ones are no surprise
+                continue  # heartbeats go to every worker, so foreign ones are expected
             lease = entry.lease
             if (lease.request_id, lease.sender_id, lease.sender_epoch) == (request_id, sender_id, sender_epoch):
                 entry.deadline = now + lease.ttl_s
@@ -191,21 +191,21 @@ class LeaseTable:
         return self._release(entry, reason or "closed by the sender")
 
     def give_up_sender(self, sender_id: str, sender_epoch: int) -> list[LeaseFenced]:
-        """Fence all live leases of a sender that is to be ended. Until it is gone for certain it may write."""
+        """Fence all live leases of a sender that will be killed. It may write until it is certainly gone."""
         given_up = [entry for entry in self._of_sender(sender_id, sender_epoch) if not entry.is_fenced]
         return [self._fence(entry, f"{sender_id} was given up") for entry in given_up]
 
     def sender_lost(self, sender_id: str, sender_epoch: int) -> list[LeaseReleased]:
         """End all leases of a sender whose process is gone.
 
-        NOTE: neither silence nor somebody's word is that. A process that was only stopped may run on and write; give
-        such a sender up instead.
+        NOTE: call this only on proof. A silent process may only be stopped, and later run on and write; for such a
+        sender call `give_up_sender`.
         """
         return [self._release(entry, f"{sender_id} died") for entry in self._of_sender(sender_id, sender_epoch)]
 
     @property
     def num_live(self) -> int:
-        """Leases whose KV is awaited."""
+        """Leases whose KV has not arrived yet."""
         return len(self._live)
 
     @property
@@ -224,7 +224,7 @@ class LeaseTable:
         return [block_id for entry in self._entries.values() for block_id in entry.lease.block_ids]
 
     def check_integrity(self) -> None:
-        """Assert what must always hold."""
+        """Raise AssertionError unless the maps agree and no block is in two leases."""
         held = self.held_block_ids
         assert len(held) == len(set(held)), f"a block is in two leases: {sorted(held)}"
         live = {

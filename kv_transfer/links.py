@@ -1,8 +1,9 @@
 """Links between workers: addresses, the handshake, and messages to peers. Sockets are behind `send`.
 
-The worker that will write opens the link: it sends `PeerHello` with what must agree and nothing else. The other side
-compares, and only then describes its memory, in its own `PeerHello`; or answers `PeerRefused` with the names of the
-fields that differ. Their values are in the log of the side that compared, and in no message.
+The worker that will write opens the link: it sends a `PeerHello` that holds only the fields that must agree. The other
+side compares them. If they agree it describes its memory in a `PeerHello` of its own; otherwise it answers
+`PeerRefused` with the names of the differing fields. Their values are logged by the side that compared, and sent in no
+message.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class LinkState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LinkChange:
-    """A link came up, or never will (then `reason` says why)."""
+    """A link came up, or was refused (then `reason` says why)."""
 
     peer: PeerAddress
     state: LinkState
@@ -68,9 +69,9 @@ class PeerLinks:
         self._known: dict[tuple[str, int], PeerAddress] = {}
 
     def connect(self, peer: PeerAddress, now: float) -> None:
-        """Open the link to this epoch of the peer unless it is open or opening; a refused one is tried again.
+        """Open the link to this epoch of the peer unless it is open or opening. A refused link is tried again.
 
-        A late message of an epoch before the link's changes nothing: that process is gone, and so is its endpoint.
+        An epoch older than the link's changes nothing: that process is gone, and so is its endpoint.
         """
         link = self._links.get(peer.worker_id)
         if link is not None and link.peer.epoch > peer.epoch:
@@ -82,7 +83,7 @@ class PeerLinks:
         self._send(peer, PeerHello(sender=self.me, compatibility=self._compatibility))
 
     def remember(self, peer: PeerAddress) -> None:
-        """Learn where this epoch of a peer is reached."""
+        """Learn the address of this epoch of a peer."""
         self._known[peer.worker_id, peer.epoch] = peer
 
     def is_ready(self, peer: PeerAddress) -> bool:
@@ -91,13 +92,13 @@ class PeerLinks:
         return link is not None and link.peer.epoch == peer.epoch and link.state is LinkState.READY
 
     def send(self, worker_id: str, epoch: int, message: Message) -> None:
-        """Send to that epoch of a peer; nothing is sent to one that was forgotten."""
+        """Send to that epoch of a peer, unless it was forgotten."""
         peer = self._known.get((worker_id, epoch))
         if peer is not None:
             self._send(peer, message)
 
     def hello(self, message: PeerHello) -> LinkChange | None:
-        """Take a `PeerHello`: answer one that opens, or bring up the link that this one answers."""
+        """Handle a `PeerHello`: answer one that opens a link, or bring up the link that this one answers."""
         self.remember(message.sender)
         difference = differing_fields(self._compatibility, message.compatibility)
         if difference:
@@ -118,16 +119,16 @@ class PeerLinks:
         return None
 
     def refused(self, message: PeerRefused) -> LinkChange | None:
-        """Take a `PeerRefused`."""
+        """Handle a `PeerRefused`."""
         link = self._links.get(message.sender.worker_id)
         if link is None or link.peer.epoch != message.sender.epoch:
             return None
         return self._refuse(link, f"the two differ in {message.reason}")
 
     def expire(self, now: float) -> list[LinkChange]:
-        """Give up links whose peer did not answer in time, and say hello again to the others: a message may get lost.
+        """Give up links whose peer did not answer in time. Repeat the hello to the others: a message may get lost.
 
-        Call it every second or so.
+        Call it about once a second.
         """
         opening = [link for link in self._links.values() if link.state is LinkState.CONNECTING]
         late = [link for link in opening if now >= link.deadline]
@@ -137,26 +138,26 @@ class PeerLinks:
         return [self._refuse(link, f"{link.peer.worker_id} did not answer in {self._timeout_s} s") for link in late]
 
     def broke(self, worker_id: str, epoch: int) -> None:
-        """The transport lost this peer, which may well be alive: the next `connect` opens the link anew."""
+        """The transport lost this peer, which may be alive: the next `connect` opens the link again."""
         link = self._links.get(worker_id)
         if link is not None and link.peer.epoch == epoch and link.state is LinkState.READY:
             del self._links[worker_id]
 
     def reset(self, worker_id: str, epoch: int) -> None:
-        """Tear down a link on which nothing moves: what is unsettled becomes lost. The next `connect` opens it anew."""
+        """Close a link on which nothing moves; its open transfers become LOST. The next `connect` opens it again."""
         link = self._links.get(worker_id)
         if link is not None and link.peer.epoch == epoch and link.state is LinkState.READY:
             del self._links[worker_id]
             self._transport.remove_peer(worker_id)
 
     def reopen(self, worker_id: str, epoch: int, now: float) -> None:
-        """Open the link to this epoch of a peer, unless it was forgotten. Call it every second or so."""
+        """Open the link to this epoch of a peer, unless it was forgotten. Call it about once a second."""
         peer = self._known.get((worker_id, epoch))
         if peer is not None:
             self.connect(peer, now)
 
     def forget(self, worker_id: str, epoch: int) -> None:
-        """That epoch is dead: drop its link; its unsettled writes become lost."""
+        """That epoch is dead: drop its link; its open writes become LOST."""
         self._known.pop((worker_id, epoch), None)
         link = self._links.get(worker_id)
         if link is not None and link.peer.epoch == epoch:

@@ -19,7 +19,8 @@ from tandem.engine.engine import Engine, SequenceOutput, StepResult
 from tandem.engine.sequence import Phase, Sequence
 from tandem.kv_transfer.checksum import CHECKED_SHARE, append_checksum, block_checksums
 from tandem.kv_transfer.links import PeerLinks
-from tandem.kv_transfer.outbox import BlockWrite, HandoffEnded, Outbox
+from tandem.kv_transfer.outbox import HandoffEnded, Outbox
+from tandem.kv_transfer.outgoing_handoff import BlockWrite
 from tandem.kv_transfer.transport.base import Transfer, TransferState, Transport
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.errors import PeerLost, TransferError

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from tandem.kv_transfer.leases import LeaseFenced, LeaseReceived, LeaseReleased, LeaseTable
-from tandem.kv_transfer.outbox import BlockWrite, HandoffEnded, LeaseEnded, Outbox
+from tandem.kv_transfer.outbox import HandoffEnded, LeaseEnded, Outbox
+from tandem.kv_transfer.outgoing_handoff import BlockWrite
 from tandem.kv_transfer.transport.base import TransferState
 from tandem.protocol.messages import ChunkArrived
 
@@ -131,11 +132,11 @@ class World:
         actions.append(("sender submits", World.submit))
         if self.bounds.can_vouch and self.strays:
             actions.append(("strays land", World.land_strays))
-        elif self.bounds.can_vouch and self.outbox._unsure:
+        elif self.bounds.can_vouch and self.outbox._lost_leases:
             actions.append(("nothing lost can land", World.confirm_lost_writes))
         elif (
             any(lease.sender_epoch == self.sender_epoch for lease in self.table.fenced)
-            and self.outbox._unsure
+            and self.outbox._lost_leases
             and self.is_sender_death_known
         ):
             actions.append(("sender with a lost write is restarted", World.kill_sender))
@@ -498,7 +499,7 @@ class World:
         notifications = tuple(
             (m.generation, m.first_block if isinstance(m, ChunkArrived) else -1) for m in self.notifications
         )
-        past = tuple(sorted(outbox._past)), tuple(sorted(outbox._unsure))
+        past = tuple(sorted(outbox._past)), tuple(sorted(outbox._lost_leases))
         return (
             *(leases, sent, early, writes, notifications, past, self.network, self.strays, self.is_link_up),
             *(self.sender_epoch, self.receiver_epoch, self.is_sender_death_known, self.is_receiver_death_known),
@@ -525,7 +526,7 @@ def _clone_outbox(outbox: Outbox, copies: dict[Any, Any]) -> Outbox:
     new._by_request = {name: [copies[handoff] for handoff in of] for name, of in outbox._by_request.items()}
     new._by_lease = {key: copies[handoff] for key, handoff in outbox._by_lease.items()}
     new._early_grants, new._past = dict(outbox._early_grants), outbox._past.copy()
-    new._unsure, new._ended = dict(outbox._unsure), []
+    new._lost_leases, new._ended = dict(outbox._lost_leases), []
     return new
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem.kv_transfer.leases import LeaseFenced, LeaseReceived, LeaseReleased, LeaseTable
-from tandem.kv_transfer.outbox import BlockWrite, HandoffEnded, LeaseEnded, Outbox
+from tandem.kv_transfer.outbox import HandoffEnded, LeaseEnded, Outbox
+from tandem.kv_transfer.outgoing_handoff import BlockWrite
 from tandem.kv_transfer.transport.base import TransferState
 from tandem.protocol.messages import ChunkArrived, HandoffDone
 

@@ -1,0 +1,106 @@
+"""One handoff on its way out: which blocks were granted, computed and written. Pure.
+
+prompt blocks of one handoff
+[0, first_block)              cached at the receiver: never sent
+[first_block, num_submitted)  given to the transport; settled or in flight
+[num_submitted, computed)     the next write
+[computed, num_blocks)        prefill still runs
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tandem.protocol.messages import ChunkArrived, HandoffDone
+
+__all__ = ["BlockWrite", "GrantedBlocks", "HandoffKey", "LeaseKey", "OutgoingHandoff"]
+
+
+class LeaseKey(NamedTuple):
+    """Names a receiver's lease."""
+
+    receiver_id: str
+    receiver_epoch: int
+    generation: int
+
+
+class HandoffKey(NamedTuple):
+    """Names a handoff before it has a lease."""
+
+    request_id: str
+    receiver_id: str
+    receiver_epoch: int
+
+
+class GrantedBlocks(NamedTuple):
+    """The receiver's blocks for the prompt's blocks from `first_block` on."""
+
+    lease: LeaseKey
+    first_block: int
+    block_ids: tuple[int, ...]
+    deadline: float
+
+
+@dataclass(eq=False, slots=True)
+class OutgoingHandoff:
+    """The state of one handoff. Only its outbox changes it."""
+
+    handoff_id: int
+    key: HandoffKey
+    num_blocks: int
+    grant_deadline: float
+    grant: GrantedBlocks | None = None
+    local_block_ids: list[int] = field(default_factory=list)  # computed so far
+    num_submitted: int = 0
+    first_token_id: int | None = None
+    num_in_flight: int = 0
+    is_done_submitted: bool = False
+    is_done_settled: bool = False
+    has_failed_write: bool = False
+    has_lost_write: bool = False  # its blocks may still land
+    is_revoked: bool = False
+    is_receiver_lost: bool = False
+    is_ended: bool = False
+    failure: str = ""
+
+    def take_writes(self) -> list[BlockWrite]:
+        """Writes to start now: the blocks computed since the last call, and `HandoffDone` behind the last block."""
+        if self.grant is None:
+            return []
+        request_id, generation = self.key.request_id, self.grant.lease.generation
+        writes: list[BlockWrite] = []
+        start, end = self.num_submitted, len(self.local_block_ids)
+        if start < end:
+            first = self.grant.first_block
+            chunk = ChunkArrived(
+                request_id=request_id, generation=generation, first_block=start, num_blocks=end - start
+            )
+            remote_block_ids = list(self.grant.block_ids[start - first : end - first])
+            writes.append(
+                BlockWrite(self.key.receiver_id, self.local_block_ids[start:end], remote_block_ids, chunk, self)
+            )
+            self.num_submitted = end
+        is_complete = self.num_submitted == self.num_blocks
+        if is_complete and self.first_token_id is not None and not self.is_done_submitted:
+            done = HandoffDone(request_id=request_id, generation=generation, first_token_id=self.first_token_id)
+            writes.append(BlockWrite(self.key.receiver_id, [], [], done, self))
+            self.is_done_submitted = True
+        self.num_in_flight += len(writes)
+        return writes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockWrite:
+    """Arguments of one `Transport.write_blocks`; report its end by `Outbox.write_settled`."""
+
+    receiver_id: str
+    local_block_ids: list[int]
+    remote_block_ids: list[int]
+    notification: ChunkArrived | HandoffDone  # the caller adds the checksums of `local_block_ids`, if they are on
+    handoff: OutgoingHandoff
+
+    @property
+    def receiver_epoch(self) -> int:
+        """The epoch of the receiver that granted the blocks."""
+        return self.handoff.key.receiver_epoch
