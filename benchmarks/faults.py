@@ -214,7 +214,6 @@ class _Worker:
             self.address, compatibility, self.transport, world.send, timeout_s=config.handoff_timeout_s
         )
         self.prefill = PrefillRole(self.engine, self.transport, self.links, config, self._fail, self._forget)
-        self.engine.on_scheduled = lambda: self.prefill.request_leases(world.now)
         self.decode = DecodeRole(self.engine, self.links, config, self._fail, first_generation=epoch << 32)
         self._world = world
         self._clients: set[str] = set()
@@ -231,7 +230,7 @@ class _Worker:
         self._send_output(self.prefill.take_first_tokens())
         self._pump(now)
         self._send_heartbeat(now)
-        result = self.engine.step()
+        result = self.engine.step(before_compute=lambda: self.prefill.request_leases(self._world.now))
         if result is not None:
             self._send_output(self.prefill.after_step(result))
             self._pump(now)

@@ -50,6 +50,7 @@ class Bench:
         prior = LoadPrior(50e-6, 10e9)
         self.tier = CachedTier(tier, codec, self.engine.block_bytes, num_threads=1, prior=prior)
         self.cache = TieredCache(self.engine, [self.tier], CostModel().steps("cpu"))
+        self.engine.scheduler.listen(self.cache)
         self._num_requests = 0
 
     def ttft_s(self, prompt: list[int]) -> float:

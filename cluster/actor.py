@@ -104,12 +104,12 @@ class WorkerActor:
             from tandem.worker.loop import Worker  # here: it brings torch, which the supervisor's process does not need
 
             worker = Worker(config)
-        except BaseException as exc:
-            started.set_exception(exc)
-            return
-        freeze_startup_heap()
-        started.set_result(worker)
-        try:
+            freeze_startup_heap()
+            started.set_result(worker)
             worker.run()
-        except BaseException as exc:
-            self._failure = exc
+        except BaseException as exc:  # raised again by `start`, or told by `watch`, in the thread that waits for it
+            if started.done():
+                logger.exception("worker %s failed", config.worker_id)
+                self._failure = exc
+            else:
+                started.set_exception(exc)

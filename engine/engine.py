@@ -61,6 +61,10 @@ class StepResult:
     failures: list[SequenceFailure] = field(default_factory=list)
 
 
+def _nothing() -> None:
+    """Nothing else is done within a step."""
+
+
 class Engine:
     """A model, a block pool and a scheduler. Not thread-safe: one thread owns it."""
 
@@ -101,8 +105,6 @@ class Engine:
         )
         self._clock = clock
         self._num_failed_steps = 0  # in a row
-        # Called before a step computes what was scheduled, and admitted, for it.
-        self.on_scheduled: Callable[[], None] = lambda: None
 
     @property
     def block_bytes(self) -> int:
@@ -164,8 +166,13 @@ class Engine:
         self.scheduler.remove(sequence)
         return True
 
-    def step(self) -> StepResult | None:
+    def step(
+        self, *, before_compute: Callable[[], None] = _nothing, between_layers: Callable[[], None] = _nothing
+    ) -> StepResult | None:
         """Schedule, run, sample, advance. None when there was nothing to compute.
+
+        `before_compute` is called once when the chunks, and the sequences that were admitted, are known.
+        `between_layers` is called in each layer, for work that must not wait for the end of a long step.
 
         A PREFILL_ONLY sequence leaves with its first token, or fails, but keeps its blocks: the caller releases them by
         `scheduler.release_blocks` when the handoff is over.
@@ -177,8 +184,8 @@ class Engine:
         scheduled = self.scheduler.schedule()
         if not scheduled:
             return None
-        self.on_scheduled()
-        chunks, logits, failures = self._compute(scheduled)
+        before_compute()
+        chunks, logits, failures = self._compute(scheduled, between_layers)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         tokens = iter(() if logits is None else self.sampler.sample(logits, sampling))
         self.device_queue.wait()  # without logits to read the kernels may still run
@@ -191,7 +198,7 @@ class Engine:
                     raise token
                 if token is not None:
                     outputs.append(self._append(chunk.sequence, token))
-            except Exception as exc:
+            except Exception as exc:  # whatever this sequence raised, the others are to go on
                 failures.append(self._give_up(chunk.sequence, exc))
         return StepResult(chunks, outputs, _stats(scheduled, self._clock() - started), failures)
 
@@ -218,39 +225,40 @@ class Engine:
             assert not queued, f"{len(queued)} sequences are still queued"
 
     def _compute(
-        self, chunks: list[ScheduledChunk]
+        self, chunks: list[ScheduledChunk], between_layers: Callable[[], None]
     ) -> tuple[list[ScheduledChunk], Tensor | None, list[SequenceFailure]]:
         """Run the chunks: (those computed, logits of those that sample, sequences that could not be computed).
 
         A step that raises is run again chunk by chunk, which tells who is to blame: a chunk's KV is written to the same
         slots, and its result does not depend on the others.
         """
-        try:
-            logits = self.runner.run(chunks)
-        except torch.AcceleratorError:
-            raise
-        except Exception as exc:
-            logger.exception("a step of %d sequences failed; each is now computed alone", len(chunks))
-            error = exc
-        else:
+        logits = self._try_run(chunks, between_layers)
+        if not isinstance(logits, Exception):
             self._num_failed_steps = 0
             return chunks, logits, []
+        logger.error("a step of %d sequences failed; each is now computed alone", len(chunks), exc_info=logits)
         computed, rows, failures = [], [], []
         for chunk in chunks:
-            try:
-                row = self.runner.run([chunk])
-            except torch.AcceleratorError:
-                raise
-            except Exception as exc:
-                failures.append(self._give_up(chunk.sequence, exc))
+            row = self._try_run([chunk], between_layers)
+            if isinstance(row, Exception):
+                failures.append(self._give_up(chunk.sequence, row))
                 continue
             computed.append(chunk)
             if row is not None:
                 rows.append(row)
         self._num_failed_steps = 0 if computed else self._num_failed_steps + 1
         if self._num_failed_steps >= _MAX_FAILED_STEPS:
-            raise error
+            raise logits
         return computed, torch.cat(rows) if rows else None, failures
+
+    def _try_run(self, chunks: list[ScheduledChunk], between_layers: Callable[[], None]) -> Tensor | Exception | None:
+        """Run the chunks: logits of those that sample, or what it raised. Raises errors of the device."""
+        try:
+            return self.runner.run(chunks, between_layers)
+        except torch.AcceleratorError:
+            raise
+        except Exception as exc:  # a model's code may raise anything; the step's other sequences are to go on
+            return exc
 
     def _give_up(self, sequence: Sequence, error: Exception) -> SequenceFailure:
         """End a sequence that raised; a prompt's blocks are the handoff's, as when it leaves with its first token."""

@@ -18,25 +18,31 @@ from tandem.engine.scheduler import ScheduledChunk
 __all__ = ["ModelRunner"]
 
 
+def _nothing() -> None:
+    """Nothing else waits for the end of a step."""
+
+
 class ModelRunner:
     """Owns the model and the KV pool tensor [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
 
     def __init__(self, model: LoadedModel, backend: AttentionBackend, pool: Tensor) -> None:
         self.model = model
         self.pool = pool
-        self.between_layers: Callable[[], None] = _nothing
         self._backend = backend
         self._block_size = pool.shape[3]
 
     @torch.inference_mode()
-    def run(self, chunks: list[ScheduledChunk]) -> Tensor | None:
-        """Compute the chunks' KV into the pool. Returns logits [n, vocab] of the n chunks that sample, in order."""
+    def run(self, chunks: list[ScheduledChunk], between_layers: Callable[[], None] = _nothing) -> Tensor | None:
+        """Compute the chunks' KV into the pool. Returns logits [n, vocab] of the n chunks that sample, in order.
+
+        `between_layers` is called before each layer's attention.
+        """
         inputs, positions, context = self._pack(chunks)
         arguments = {
             "input_ids": inputs,
             "position_ids": positions,
             "use_cache": False,
-            "paged_step": PagedStep(self._backend, context, self.between_layers),
+            "paged_step": PagedStep(self._backend, context, between_layers),
         }
         ends = itertools.accumulate(chunk.num_tokens for chunk in chunks)
         rows = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples]
@@ -83,7 +89,3 @@ class ModelRunner:
         if self.model.device.type == "cuda":
             return tensor.pin_memory().to(self.model.device, non_blocking=True)
         return tensor
-
-
-def _nothing() -> None:
-    """Default of `between_layers`."""

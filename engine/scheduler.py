@@ -20,10 +20,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, takewhile
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.output_lengths import OutputLengths
@@ -32,7 +32,7 @@ from tandem.engine.sequence import Phase, Sequence, SequenceStatus
 from tandem.protocol.digest import extend_digests
 from tandem.protocol.messages import PrefillPriority
 
-__all__ = ["Reservation", "ScheduledChunk", "Scheduler"]
+__all__ = ["Reservation", "ScheduledChunk", "Scheduler", "SchedulerListener"]
 
 _MAX_PASSED = 8  # sequences waiting for a prefix or for room that others go past: each is looked at every time
 # Steps that one which was preempted must have room for to come back: its stream stands still, and will again if all run
@@ -84,6 +84,16 @@ class _Step:
     has_counted_asking: bool = False
 
 
+class SchedulerListener(Protocol):
+    """Something that keeps KV beyond the pool. Its methods are called within a step and must not wait."""
+
+    def admitted(self, sequence: Sequence) -> None:
+        """The sequence has just got its blocks. Before this returns it may be given an onboarding."""
+
+    def published(self, sequence: Sequence, first_block: int, end_block: int) -> None:
+        """Blocks [first_block, end_block) of the sequence hold their final KV."""
+
+
 class Scheduler:
     """Queues, admission and block tables. The one place that gives blocks to sequences and takes them back."""
 
@@ -105,11 +115,7 @@ class Scheduler:
         self._lacks_seats = False  # those that ask, as of the latest `reserve`
         self._reserved_at: tuple[tuple[int, ...], int] = ((), 0)
         self._head: Sequence | None = None  # the first in line that finds no room, of the latest `PoolForecast`
-        # Whoever keeps KV beyond the pool. `on_admitted`: the sequence has just got its blocks and computes nothing
-        # before the call returns; it may be given an onboarding. `on_published`: its blocks [first, end) hold their
-        # final KV.
-        self.on_admitted: Callable[[Sequence], None] = _nothing
-        self.on_published: Callable[[Sequence, int, int], None] = _nothing
+        self._listeners: list[SchedulerListener] = []
 
     @property
     def num_waiting_for_room(self) -> int:
@@ -134,6 +140,10 @@ class Scheduler:
             if not sequence.blocks and not room.try_take(self._claim(sequence), grows=_grows(sequence)):
                 return 0
         return room.num_spare
+
+    def listen(self, listener: SchedulerListener) -> None:
+        """Tell one more listener of what follows; listeners are called in the order in which they came."""
+        self._listeners.append(listener)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. It may already own blocks whose KV was received (`num_computed_tokens` > 0)."""
@@ -292,7 +302,8 @@ class Scheduler:
             extend_digests(sequence.digests, sequence.root, sequence.token_ids, self.block_size)
             first, sequence.num_published_blocks = sequence.num_published_blocks, num_full
             self.pool.publish_chain(sequence.blocks[first:num_full], sequence.digests, first)
-            self.on_published(sequence, first, num_full)
+            for listener in self._listeners:
+                listener.published(sequence, first, num_full)
 
     def match_prefix(self, digests: list[bytes], num_tokens: int) -> list[int]:
         """Take references on the longest usable cached prefix of a prompt of `num_tokens` tokens."""
@@ -376,7 +387,8 @@ class Scheduler:
         if not sequence.is_admitted_before:
             sequence.num_cached_tokens = sequence.num_computed_tokens
         sequence.blocks += fresh
-        self.on_admitted(sequence)
+        for listener in self._listeners:
+            listener.admitted(sequence)
         self._run(step, sequence)
         return True
 
@@ -541,7 +553,3 @@ def _turn(sequence: Sequence) -> PrefillPriority:
 def _num_shared(digests: list[bytes], others: list[bytes]) -> int:
     """Leading blocks that two chains share: where digests are equal, all before them are."""
     return bisect_left(range(min(len(digests), len(others))), True, key=lambda idx: digests[idx] != others[idx])
-
-
-def _nothing(*_: object) -> None:
-    """Nobody has registered."""

@@ -31,7 +31,7 @@ class DroppedMessages:
         self.counts: Counter[str] = Counter()
         self._quiet_until: dict[str, float] = {}
 
-    def add(self, reason: DropReason, text: str, *, exc_info: bool = False) -> None:
+    def add(self, reason: DropReason, text: str, *, exc_info: BaseException | bool = False) -> None:
         """Count one. `text` says what it was; it is logged unless the reason was logged moments ago."""
         self.counts[reason.value] += 1
         now = time.monotonic()

@@ -227,31 +227,30 @@ class HeartbeatThread:
         endpoint: str,
         keys: KeyPair,
         interval_s: float,
-        make_heartbeat: Callable[[], Heartbeat],
     ) -> None:
         """It is heard by the guests of the `WorkerSockets` of this context."""
         self._socket = listening_socket(context, SocketType.PUB, keys, max_queued=_SEND_QUEUE_MESSAGES)
         self._socket.bind(endpoint)
         self.endpoint: str = self._socket.last_endpoint.decode().rstrip("\0")
         self._interval_s = interval_s
-        self._make_heartbeat = make_heartbeat
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Begin publishing."""
+    def start(self, make_heartbeat: Callable[[], Heartbeat]) -> None:
+        """Begin publishing what `make_heartbeat` returns. It is called in another thread."""
+        self._thread = threading.Thread(target=self._run, args=(make_heartbeat,), name="heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop publishing and close the socket."""
         self._stopped.set()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(timeout=self._interval_s + 1.0)
         self._socket.close()
 
-    def _run(self) -> None:
+    def _run(self, make_heartbeat: Callable[[], Heartbeat]) -> None:
         while not self._stopped.wait(self._interval_s):
-            self._socket.send(encode_message(self._make_heartbeat()), zmq.NOBLOCK)
+            self._socket.send(encode_message(make_heartbeat()), zmq.NOBLOCK)
 
 
 def _frames_of(socket: Any) -> Iterator[list[zmq.Frame]]:

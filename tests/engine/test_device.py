@@ -9,6 +9,7 @@ from tandem.engine.sequence import Phase, Sequence
 from tests.engine.conftest import BuildEngine
 from tests.engine.test_engine import add, drain, generate, make_prompt, output
 from tests.support.late_device import LateDevice
+from tests.support.scheduler_listener import FakeListener
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -26,7 +27,7 @@ def test_a_gpu_is_waited_for() -> None:
 
 def make_late(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> LateDevice:
     """A late device, and checks that no block is published or freed before its content is there."""
-    device, scheduler, pool = LateDevice(engine), engine.scheduler, engine.pool
+    device, pool = LateDevice(engine), engine.pool
     release = pool.release
 
     def published(sequence: Sequence, first: int, end: int) -> None:
@@ -36,7 +37,7 @@ def make_late(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> LateDevice:
         assert device.is_done, "blocks are freed that the device still writes"
         release(blocks)
 
-    monkeypatch.setattr(scheduler, "on_published", published)
+    engine.scheduler.listen(FakeListener(when_published=published))
     monkeypatch.setattr(pool, "release", check_and_release)
     return device
 

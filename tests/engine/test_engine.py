@@ -398,10 +398,10 @@ def fail_for(engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str, error: 
     """Make a forward that computes anything of this request raise."""
     run = engine.runner.run
 
-    def run_or_fail(chunks: list[ScheduledChunk]) -> Tensor | None:
+    def run_or_fail(chunks: list[ScheduledChunk], *hooks: Callable[[], None]) -> Tensor | None:
         if any(chunk.sequence.request_id == name for chunk in chunks):
             raise error
-        return run(chunks)
+        return run(chunks, *hooks)
 
     monkeypatch.setattr(engine.runner, "run", run_or_fail)
 
@@ -462,7 +462,7 @@ def test_failures_of_every_sequence_are_the_engines_after_some_steps(
     run = engine.runner.run
     error = RuntimeError("out of memory")
 
-    def fail(_: list[ScheduledChunk]) -> None:
+    def fail(*_: object) -> None:
         raise error
 
     for _ in range(4):  # never three in a row

@@ -9,15 +9,18 @@ import pytest
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Onboarding, Sequence
 from tests.engine.test_scheduler import SIZE, drain, make_scheduler, make_sequence, step
+from tests.support.scheduler_listener import FakeListener
 
 
-def onboarding(scheduler: Scheduler, *, end: int, hold_at: int | None) -> None:
+def onboarding(scheduler: Scheduler, *, end: int, hold_at: int | None) -> FakeListener:
     """The next admitted sequence expects tokens up to `end` from elsewhere."""
 
     def begin(sequence: Sequence) -> None:
         sequence.onboarding = Onboarding(start=end, end=end, hold_at=hold_at)
 
-    scheduler.on_admitted = begin
+    listener = FakeListener(begin)
+    scheduler.listen(listener)
+    return listener
 
 
 def test_held_while_a_fast_load_is_on_its_way_then_only_the_tail_is_computed() -> None:
@@ -36,10 +39,10 @@ def test_held_while_a_fast_load_is_on_its_way_then_only_the_tail_is_computed() -
 
 def test_others_compute_while_one_is_held() -> None:
     scheduler = make_scheduler()
-    onboarding(scheduler, end=20, hold_at=0)
+    loads = onboarding(scheduler, end=20, hold_at=0)
     scheduler.add(make_sequence(22))
     assert step(scheduler) == []
-    scheduler.on_admitted = lambda sequence: None
+    loads.when_admitted = lambda sequence: None
     scheduler.add(make_sequence(10, name="b"))
     assert step(scheduler) == [("b", 0, 10)]
 
@@ -87,8 +90,8 @@ def test_a_load_that_brings_nothing_costs_nothing() -> None:
 def test_loaded_blocks_are_published_in_their_order_and_found_by_the_next() -> None:
     scheduler = make_scheduler()
     published: list[tuple[int, int]] = []
-    scheduler.on_published = lambda sequence, first, end: published.append((first, end))
-    onboarding(scheduler, end=40, hold_at=0)
+    loads = onboarding(scheduler, end=40, hold_at=0)
+    scheduler.listen(FakeListener(when_published=lambda sequence, first, end: published.append((first, end))))
     sequence = make_sequence(42, max_tokens=1)
     scheduler.add(sequence)
     step(scheduler)
@@ -97,7 +100,7 @@ def test_loaded_blocks_are_published_in_their_order_and_found_by_the_next() -> N
     scheduler.onboard(sequence, 0, 8)
     assert published == [(0, 40 // SIZE)]
     drain(scheduler)
-    scheduler.on_admitted = lambda sequence: None
+    loads.when_admitted = lambda sequence: None
     again = make_sequence(42, name="b", family=sum(b"a"))
     scheduler.add(again)
     step(scheduler)

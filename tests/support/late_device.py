@@ -50,9 +50,9 @@ class LateDevice(DeviceQueue):
 
         codec.scatter, codec.gather = scatter_late, gather_late  # type: ignore[method-assign,assignment]
 
-    def _run_late(self, chunks: list[ScheduledChunk]) -> Tensor | None:
+    def _run_late(self, chunks: list[ScheduledChunk], *hooks: Callable[[], None]) -> Tensor | None:
         self.wait()
-        logits = self._run(chunks)
+        logits = self._run(chunks, *hooks)
         if logits is None:
             self._hide([block for chunk in chunks for block in self._blocks_of(chunk)])
         return logits

@@ -29,8 +29,10 @@ async def make_late(cluster: Cluster) -> dict[str, LateDevice]:
     devices = {}
     for worker_id, running in cluster.workers.items():
         worker = running.worker
-        device = devices[worker_id] = await cluster.call(worker_id, lambda worker=worker: LateDevice(worker._engine))
-        for cached in worker._cache.tiers:
+        device = devices[worker_id] = await cluster.call(
+            worker_id, lambda worker=worker: LateDevice(worker.parts.engine)
+        )
+        for cached in worker.parts.cache.tiers:
             cached.device_queue = device
             device.make_late(cached.codec)
     return devices
@@ -73,7 +75,7 @@ def test_what_a_peer_may_read_has_been_brought_up(
             await ask(cluster, "a", tokens)
             for number in range(4):
                 await ask(cluster, "a", prompt(rng, 14), request_id=f"flood {number}")
-                await eventually(lambda: not cluster.worker("a")._cache.is_busy)
+                await eventually(lambda: not cluster.worker("a").parts.cache.is_busy)
             before = devices["a"].num_late
             answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 12))
             assert answer.token_ids == expected
@@ -99,10 +101,10 @@ def test_what_tiers_keep_and_give_back_is_what_was_computed(
             assert (await ask(cluster, "c", tokens)).token_ids == expected
             for number in range(3):
                 await ask(cluster, "c", prompt(rng, NUM_BLOCKS // 2), request_id=f"flood {number}")
-                await eventually(lambda: not cluster.worker("c")._cache.is_busy)
+                await eventually(lambda: not cluster.worker("c").parts.cache.is_busy)
             again = await ask(cluster, "c", tokens, request_id="again")
             assert again.token_ids == expected
-            fetches = cluster.worker("c")._cache.fetcher.stats()
+            fetches = cluster.worker("c").parts.cache.fetcher.stats()
             assert fetches.num_loaded_blocks["host"] > 10
             await cluster.becomes_idle()
 

@@ -58,7 +58,6 @@ class Side:
         fail = lambda request_id, message, code: self.failed.append(message)  # noqa: E731
         transfer = TransferConfig(transport="in_process", handoff_timeout_s=TIMEOUT_S)
         self.prefill = PrefillRole(self.engine, transport, links, transfer, fail, lambda request_id: None)
-        self.engine.on_scheduled = lambda: self.prefill.request_leases(self.now)
         self.decode = DecodeRole(self.engine, links, transfer, fail, first_generation=1)
 
     def ids(self, kind: type[Any]) -> list[str]:
@@ -80,7 +79,7 @@ class Side:
         self.prefill.pump(self.now)
         clock = iter((self.now, self.now + 1.0))
         self.engine._clock = lambda: next(clock)
-        result = self.engine.step()
+        result = self.engine.step(before_compute=lambda: self.prefill.request_leases(self.now))
         self.now += 1.0
         if result is not None:
             self.note_tokens(self.prefill.after_step(result))
@@ -154,7 +153,7 @@ def test_a_link_that_nothing_is_known_of_is_asked_at_once(sender: Side) -> None:
     sender.send("r", 6 * STEP_TOKENS)
     sender.prefill.pump(0.0)
     assert sender.ids(LeaseRequest) == [], "it has no room here yet"
-    sender.engine.step()
+    sender.engine.step(before_compute=lambda: sender.prefill.request_leases(sender.now))
     assert sender.ids(LeaseRequest) == ["r"]
     sender.end("r")
 
@@ -184,7 +183,7 @@ def test_a_cached_prompt_asks_while_its_only_step_computes(sender: Side) -> None
     tokens = random.Random("first").choices(range(5, 250), k=6 * STEP_TOKENS)
     sender.prefill.accept(Prefill(request_id="again", token_ids=tokens, sampling=GREEDY, decode_worker=D), sender.now)
     sender.engine._clock = lambda: sender.now
-    sender.engine.step()
+    sender.engine.step(before_compute=lambda: sender.prefill.request_leases(sender.now))
     assert sender.ids(LeaseRequest) == ["first", "again"]
     sender.end("again")
 

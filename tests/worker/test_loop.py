@@ -51,6 +51,7 @@ from tandem.protocol.messages import (
 from tandem.protocol.sampling import SamplingParams
 from tandem.runtime.curve import make_keys
 from tandem.worker.loop import Worker
+from tandem.worker.sockets import WorkerSockets
 from tests.support.cluster_harness import (
     DEADLINE_S,
     PAIR,
@@ -118,7 +119,7 @@ def test_a_message_with_odd_sampling_is_dropped(worker: Worker, client: Client, 
 
 
 def test_a_request_that_bans_every_token_is_answered(worker: Worker, client: Client) -> None:
-    every = tuple(range(worker._engine.model.vocab_size))
+    every = tuple(range(worker.parts.engine.model.vocab_size))
     banned = SamplingParams(max_tokens=4, min_tokens=4, stop_token_ids=every, logit_bias=dict.fromkeys(every, -100.0))
     client.send(Hello(router_id="r"))
     client.send(Generate(request_id="a", token_ids=[5] * 20, sampling=banned))
@@ -189,7 +190,7 @@ def test_a_request_that_fails_in_a_step_fails_alone(
 def test_a_prompt_whose_loads_cannot_be_planned_is_computed(
     worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker._cache.fetcher, "_plan", lambda _: 1 / 0)
+    monkeypatch.setattr(worker.parts.cache.fetcher, "_plan", lambda _: 1 / 0)
     client.send(Hello(router_id="r"))
     assert_serves(worker, client)
 
@@ -206,13 +207,14 @@ def test_a_handler_that_raises_ends_nothing_else(
     keys = make_keys()
     peer = PeerAddress("peer", 1, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", keys.public)
     client.send(Introduce(peers=[peer]))
-    monkeypatch.setattr(worker._prefill, "revoked", fail)
-    monkeypatch.setattr(worker._decode, "notified", fail)
+    monkeypatch.setattr(worker.parts.prefill, "revoked", fail)
+    monkeypatch.setattr(worker.parts.decode, "notified", fail)
     with contextlib.closing(Client(worker, keys)) as other:
         other.send(LeaseRevoked(sender=peer, request_id="a", generation=1))
         failed = client.receive(RequestFailed)
     assert (failed.request_id, failed.code) == ("a", "internal_error")
-    worker.call(lambda: worker._notifications.append(Notification("peer", 1, b"x")))
+    arrived = [Notification("peer", 1, b"x")]
+    monkeypatch.setattr(worker.parts.transport, "poll", lambda: [arrived.pop()] if arrived else [])
     assert_serves(worker, client)
     assert worker.call(worker.status).load.num_errors == 2
 
@@ -269,8 +271,10 @@ def test_late_and_unknown_messages_change_nothing(worker: Worker, client: Client
         client.send(Hello(router_id="r"))
         client.receive(Welcome)
         deadline = time.monotonic() + DEADLINE_S
-        while worker._dropped.counts != {"malformed": 4}:  # nobody says a heartbeat or a welcome to a worker's ROUTER
-            assert time.monotonic() < deadline, worker._dropped.counts
+        while worker.parts.dropped.counts != {
+            "malformed": 4
+        }:  # nobody says a heartbeat or a welcome to a worker's ROUTER
+            assert time.monotonic() < deadline, worker.parts.dropped.counts
             time.sleep(0.01)
     worker.call(lambda: worker.check_integrity(idle=True))
 
@@ -292,10 +296,10 @@ def test_stop_and_wake_are_harmless_after_the_end(tiny_model: Path) -> None:
 
 
 def break_step(cluster: Cluster, worker_id: str) -> None:
-    def run(chunks: object) -> None:
+    def run(*_: object) -> None:
         raise torch.AcceleratorError("injected")
 
-    cluster.worker(worker_id)._engine.runner.run = run  # type: ignore[assignment,method-assign]
+    cluster.worker(worker_id).parts.engine.runner.run = run  # type: ignore[assignment,method-assign]
 
 
 @pytest.mark.parametrize("broken", ["p", "d"])
@@ -398,7 +402,7 @@ def test_a_silent_sender_costs_its_lease_and_the_request_in_bounded_time(tiny_mo
             request = asyncio.create_task(cluster.generate(make_prompt(100)))
             await eventually(lambda: cluster.hub.held)
             prefill = cluster.worker("p")
-            prefill._heartbeat._stopped.set()  # as if the process were suspended
+            prefill.parts.heartbeats.close()  # as if the process were suspended
             with pytest.raises(ServingError, match="did not arrive in time"):
                 await request
             decode = cluster.worker("d")
@@ -417,16 +421,16 @@ def test_heartbeats_keep_a_lease_through_a_step_longer_than_it(tiny_model: Path,
         transfer = {"lease_ttl_s": 0.6, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 3.0}
         async with running_cluster(tiny_model, transfer=transfer) as cluster:
             await cluster.generate(make_prompt(5))  # the link is up
-            runner = cluster.worker("p")._engine.runner
+            runner = cluster.worker("p").parts.engine.runner
             run, steps = runner.run, 0
 
-            def slow_run(chunks: Any) -> Any:
+            def slow_run(*arguments: Any) -> Any:
                 nonlocal steps
                 steps += 1
                 if steps == 3:  # by now the lease is granted and known to the sender
                     is_stuck.set()
                     go_on.wait(DEADLINE_S)
-                return run(chunks)
+                return run(*arguments)
 
             runner.run = slow_run  # type: ignore[method-assign]
             prompt = make_prompt(250)  # four steps
@@ -472,9 +476,7 @@ def test_a_request_that_ends_with_its_first_token_fails_nowhere(tiny_model: Path
 
     async def scenario() -> None:
         async with running_cluster(tiny_model) as cluster:
-            failed: list[str] = []
             decode = cluster.worker("d")
-            decode._decode._on_failed = lambda request_id, *_: failed.append(request_id)
             prefill = cluster.worker("p")
             client, other = Client(prefill), Client(decode)
             try:
@@ -483,8 +485,9 @@ def test_a_request_that_ends_with_its_first_token_fails_nowhere(tiny_model: Path
                 other.send(Decode(request_id="a", token_ids=prompt, sampling=one, prefill_worker=prefill.address))
                 client.send(Prefill(request_id="a", token_ids=prompt, sampling=one, decode_worker=decode.address))
                 client.receive(StepOutput)
-                await eventually(lambda: decode._decode.num_open == 0)
-                assert failed == []
+                await eventually(lambda: decode.parts.decode.num_open == 0)
+                other.send(Hello(router_id="r"))
+                assert isinstance(other.receive(RequestFailed | Welcome), Welcome), "nothing was said before"
             finally:
                 client.close()
                 other.close()
@@ -501,30 +504,33 @@ class LongSteps:
         monkeypatch.setattr("tandem.worker.loop.time", clock)
         hub = InProcessHub()
         config = worker_config(tiny_model, "w", Role.COLOCATED, transfer={"handoff_timeout_s": 30.0})
+        sent: list[Message] = []
+        monkeypatch.setattr(WorkerSockets, "send_peer", lambda _, peer, message: sent.append(message))
         self.worker = worker = Worker(config, hub=hub)
         self.peer = PeerAddress("peer", 1, "", "")
         self.coming: list[Message] = []
         self.unread: list[tuple[bytes, Message]] = []
         self.replies: list[Message] = []
-        monkeypatch.setattr(worker._sockets, "receive", self.receive)
-        monkeypatch.setattr(worker._sockets, "reply", lambda identity, message: self.replies.append(message))
-        monkeypatch.setattr(worker._links, "_send", lambda peer, message: None)
-        monkeypatch.setattr(worker._engine, "step", self.step)
-        other = InProcessTransport("peer", 1, torch.zeros_like(worker._engine.kv), hub)
-        self.step_engine = type(worker._engine).step
-        worker._links.connect(self.peer, 0.0)
-        fields = worker._links._compatibility
+        monkeypatch.setattr(worker.parts.sockets, "receive", self.receive)
+        monkeypatch.setattr(worker.parts.sockets, "reply", lambda identity, message: self.replies.append(message))
+        monkeypatch.setattr(worker.parts.engine, "step", self.step)
+        other = InProcessTransport("peer", 1, torch.zeros_like(worker.parts.engine.kv), hub)
+        self.step_engine = type(worker.parts.engine).step
+        worker.parts.links.connect(self.peer, 0.0)
+        (opening,) = sent
+        assert isinstance(opening, PeerHello)
+        fields = opening.compatibility
         hello = PeerHello(
             sender=self.peer, compatibility=fields, transport_metadata=other.local_metadata(), is_reply=True
         )
-        worker._link_changed(worker._links.hello(hello), 0.0)
+        self.turn(hello)
 
     def receive(self, timeout_ms: int) -> list[tuple[bytes, Message]]:
         unread, self.unread = self.unread, []
         return unread
 
-    def step(self) -> Any:
-        result = self.step_engine(self.worker._engine)
+    def step(self, **hooks: Any) -> Any:
+        result = self.step_engine(self.worker.parts.engine, **hooks)
         if result is not None:
             self.now += 40.0
             self.unread += [(b"", message) for message in self.coming]
@@ -533,7 +539,7 @@ class LongSteps:
 
     def turn(self, *messages: Message) -> None:
         self.unread += [(b"router", message) for message in messages]
-        self.worker._turn()
+        self.worker.run_once()
 
     def failures(self) -> list[str]:
         return [reply.message for reply in self.replies if isinstance(reply, RequestFailed)]
@@ -543,27 +549,29 @@ class LongSteps:
 def long_steps(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     side = LongSteps(tiny_model, monkeypatch)
     yield side
-    side.worker._close()
+    side.worker.close()
 
 
 def test_a_holder_counts_from_after_a_request_came_however_long_it_waited_for_it(long_steps: LongSteps) -> None:
     worker = long_steps.worker
-    receive = worker._sockets.receive
+    receive = worker.parts.sockets.receive
 
     def wait_and_receive(timeout_ms: int) -> list[tuple[bytes, Message]]:
         long_steps.now += 0.2  # the wait, at whose end the request is sent
         return receive(timeout_ms)
 
-    worker._sockets.receive = wait_and_receive  # type: ignore[method-assign]
+    worker.parts.sockets.receive = wait_and_receive  # type: ignore[method-assign]
     long_steps.turn(ReadRequest(sender=long_steps.peer, read_id=1, digests=[b"d" * 16], ttl_s=5.0))
-    (held,) = worker._holder._held.values()
-    assert held.deadline >= 0.2 + 5.0
+    worker.parts.lender.pump(0.2 + 5.0)
+    assert worker.parts.lender.num_open == 1
+    worker.parts.lender.pump(60.0)
+    assert worker.parts.lender.num_open == 0
 
 
 def test_a_call_between_two_turns_makes_nothing_late_that_lies_unread(long_steps: LongSteps) -> None:
     worker, peer = long_steps.worker, long_steps.peer
     heartbeat = Heartbeat(
-        worker_id=peer.worker_id, epoch=peer.epoch, step_age_s=0.0, load=worker._load, handoffs=[("r", 0)]
+        worker_id=peer.worker_id, epoch=peer.epoch, step_age_s=0.0, load=worker.reporter.load(), handoffs=[("r", 0)]
     )
     long_steps.turn(Decode(request_id="r", token_ids=make_prompt(20), sampling=GREEDY, prefill_worker=peer))
 
@@ -571,8 +579,10 @@ def test_a_call_between_two_turns_makes_nothing_late_that_lies_unread(long_steps
         long_steps.now += 40.0
         long_steps.unread.append((b"", heartbeat))
 
-    worker._calls.put(take_long)
-    long_steps.turn()
+    calling = threading.Thread(target=worker.call, args=(take_long,))
+    calling.start()
+    while calling.is_alive():
+        long_steps.turn()
     long_steps.turn()
     assert long_steps.failures() == []
     worker.peer_died(peer)
@@ -588,13 +598,13 @@ def test_a_grant_that_came_during_a_long_step_is_in_time(long_steps: LongSteps) 
     assert long_steps.now == 40.0, "it was computed"
     long_steps.turn()
     assert long_steps.failures() == []
-    assert long_steps.worker._prefill.num_open == 0, "delivered"
+    assert long_steps.worker.parts.prefill.num_open == 0, "delivered"
 
 
 def test_a_heartbeat_that_came_during_a_long_step_is_in_time(long_steps: LongSteps) -> None:
     worker, peer = long_steps.worker, long_steps.peer
     heartbeat = Heartbeat(
-        worker_id=peer.worker_id, epoch=peer.epoch, step_age_s=0.0, load=worker._load, handoffs=[("r", 0)]
+        worker_id=peer.worker_id, epoch=peer.epoch, step_age_s=0.0, load=worker.reporter.load(), handoffs=[("r", 0)]
     )
     long_steps.coming += [heartbeat, LeaseRequest(sender=peer, request_id="r")]
     tokens = make_prompt(20)
@@ -604,6 +614,6 @@ def test_a_heartbeat_that_came_during_a_long_step_is_in_time(long_steps: LongSte
     )
     long_steps.turn()
     assert long_steps.failures() == []
-    assert worker._decode.num_leases == 1
+    assert worker.parts.decode.num_leases == 1
     worker.peer_died(peer)
-    worker._decode.check_integrity(idle=True)
+    worker.parts.decode.check_integrity(idle=True)

@@ -135,7 +135,7 @@ def test_a_write_that_fails_is_not_counted_as_written(tiny_model: Path) -> None:
             with pytest.raises(ServingError):
                 await cluster.generate(make_prompt(100))
             await cluster.becomes_idle()
-            assert await cluster.call("p", lambda: cluster.worker("p")._prefill.link_loads) == []
+            assert await cluster.call("p", lambda: cluster.worker("p").parts.prefill.link_loads) == []
 
     asyncio.run(scenario())
 
@@ -146,9 +146,9 @@ def test_a_dead_peer_is_forgotten_by_the_link_counts(tiny_model: Path) -> None:
             await cluster.generate(make_prompt(100))
             await cluster.becomes_idle()
             prefill, decode = cluster.worker("p"), cluster.worker("d")
-            assert [link.peer_id for link in await cluster.call("p", lambda: prefill._prefill.link_loads)] == ["d"]
+            assert [link.peer_id for link in await cluster.call("p", lambda: prefill.parts.prefill.link_loads)] == ["d"]
             await cluster.call("p", lambda: prefill.peer_died(decode.address))
-            assert await cluster.call("p", lambda: prefill._prefill.link_loads) == []
+            assert await cluster.call("p", lambda: prefill.parts.prefill.link_loads) == []
 
     asyncio.run(scenario())
 
@@ -239,12 +239,12 @@ def test_a_computed_prompt_waits_for_a_full_pool_longer_than_for_any_peer(tiny_m
         transfer = {"handoff_timeout_s": timeout_s, "lease_ttl_s": timeout_s, "heartbeat_interval_s": 0.1}
         async with running_cluster(tiny_model, transfer=transfer, overrides={"d": {"num_blocks": 16}}) as cluster:
             worker = cluster.worker("d")
-            pool = worker._engine.pool
+            pool = worker.parts.engine.pool
             held = await cluster.call("d", lambda: pool.try_allocate(10))
             request = cluster.request(prompt)
             first = asyncio.create_task(cluster.serve(request, cancel_after=1))
             answer = asyncio.create_task(cluster.generate(prompt))
-            await eventually(lambda: worker._engine.scheduler.num_waiting_for_room == 2)
+            await eventually(lambda: worker.parts.engine.scheduler.num_waiting_for_room == 2)
             until = time.monotonic() + 4 * timeout_s
             await eventually(lambda: time.monotonic() > until)
             assert not answer.done()
@@ -262,11 +262,11 @@ def test_a_seat_is_waited_for_before_the_first_token(tiny_model: Path, oracle: O
 
     async def scenario() -> None:
         async with running_cluster(tiny_model, overrides={"d": {"max_num_seqs": 1}}) as cluster:
-            scheduler = cluster.worker("d")._engine.scheduler
+            scheduler = cluster.worker("d").parts.engine.scheduler
             has_seat = asyncio.create_task(cluster.generate(long, max_tokens=400))
             await eventually(lambda: scheduler.running)
             first = asyncio.create_task(cluster.serve(cluster.request(short), cancel_after=1))
-            await eventually(lambda: cluster.worker("p")._prefill._held)
+            await eventually(lambda: cluster.worker("p").parts.prefill._held)
             assert not first.done(), "a token was sent, and nothing would have followed it"
             assert len((await first).token_ids) >= 1
             assert (await has_seat).token_ids == oracle.answer(long, max_tokens=400)
@@ -373,7 +373,7 @@ def test_a_sender_that_says_nothing_more_of_a_late_prompt_fails_it(tiny_model: P
 
     async def scenario() -> None:
         async with running_cluster(tiny_model, judge=judge, transfer=transfer) as cluster:
-            role = cluster.worker("p")._prefill
+            role = cluster.worker("p").parts.prefill
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(role, "revoked", lambda message: None)
                 with pytest.raises(TransferTimeout, match="did not arrive in time"):
@@ -480,7 +480,7 @@ def test_a_peer_that_refuses_the_link_gives_the_client_the_reason(tiny_model: Pa
     async def scenario() -> None:
         async with running_cluster(tiny_model) as cluster:
             worker = cluster.worker("d")
-            await cluster.call("d", lambda: worker._links._compatibility.update(model_revision="another"))
+            await cluster.call("d", lambda: worker.parts.links._compatibility.update(model_revision="another"))
             for _ in range(2):  # a refused link is tried again
                 with pytest.raises(TransferError, match="cannot be written to: the two differ in model_revision"):
                     await cluster.generate(make_prompt(40))

@@ -47,8 +47,8 @@ class Side:
         self.sockets = WorkerSockets(self.context, endpoint, self.keys, ROUTER.public, self.dropped)
         self.beat = Heartbeat(worker_id=worker_id, epoch=1, step_age_s=0.0, load=WorkerLoad())
         endpoint = socket_endpoint(folder, "127.0.0.1", f"{worker_id}.beats")
-        self.heartbeats = HeartbeatThread(self.context, endpoint, self.keys, 0.01, lambda: self.beat)
-        self.heartbeats.start()
+        self.heartbeats = HeartbeatThread(self.context, endpoint, self.keys, 0.01)
+        self.heartbeats.start(lambda: self.beat)
         self.address = PeerAddress(worker_id, 1, self.sockets.endpoint, self.heartbeats.endpoint, self.keys.public)
 
     def receive(self, count: int = 1) -> list[Message]:
@@ -147,7 +147,7 @@ def test_a_malformed_request_fails_at_once_instead_of_being_waited_for(
     worker, _ = pair
     router = call(worker.address).messages
     request = Generate(request_id="r7", token_ids=[1], sampling=SamplingParams(max_tokens=1))
-    router.send(msgspec.msgpack.encode(msgspec.to_builtins(request) | {"type": "Generate", "turn": ["no number"]}))
+    router.send(msgspec.msgpack.encode(msgspec.to_builtins(request) | {"type": "Generate", "priority": ["no number"]}))
     worker.receives_until(lambda: worker.dropped.counts["malformed"] > 0)
     assert router.poll(DEADLINE_S * 1000)
     failed = decode_message(router.recv())

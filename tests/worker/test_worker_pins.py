@@ -17,7 +17,7 @@ from tandem.protocol.digest import EVERYONE, block_digests, root_digest
 from tandem.protocol.messages import Pin, Prefetch, Role, TierLoad
 from tandem.router.backend import PinRequest
 from tandem.worker.kv.pins import WorkerPins
-from tandem.worker.kv.tiered_cache import create_tiers
+from tandem.worker.kv.tiered_cache import TieredCache, create_tiers
 from tandem.worker.loop import Worker
 from tests.support.cluster_harness import (
     BLOCK_BYTES,
@@ -57,16 +57,16 @@ async def flood(cluster: Cluster, rng: random.Random, num_prompts: int = 6) -> N
 
 
 async def pin(cluster: Cluster, worker_id: str, message: Pin) -> None:
-    await cluster.call(worker_id, lambda: cluster.worker(worker_id)._pins.pin(message, time.monotonic()))
+    await cluster.call(worker_id, lambda: cluster.worker(worker_id).parts.pins.pin(message, time.monotonic()))
 
 
 async def held(cluster: Cluster, worker_id: str, pin_id: str) -> dict[str, int]:
-    report = await cluster.call(worker_id, lambda: cluster.worker(worker_id)._pins.report("q", [pin_id]))
+    report = await cluster.call(worker_id, lambda: cluster.worker(worker_id).parts.pins.report("q", [pin_id]))
     return report.held.get(pin_id, {})
 
 
 async def tier(cluster: Cluster, worker_id: str, name: str) -> TierLoad:
-    loads = await cluster.call(worker_id, cluster.worker(worker_id)._cache.loads)
+    loads = await cluster.call(worker_id, cluster.worker(worker_id).parts.cache.loads)
     return next(load for load in loads if load.name == name)
 
 
@@ -91,7 +91,7 @@ def test_a_pinned_prefix_outlives_pressure_in_the_pool_and_expires(tiny_model: P
             assert (await cluster.generate(other)).num_cached_tokens == 0
             await cluster.becomes_idle()  # a live pin is no leak
             await pin(cluster, "c", Pin(pin_id="a", digests=chain(worker, pinned), ttl_s=0.05))
-            await eventually(lambda: not worker._engine.pool.pinned_digests())
+            await eventually(lambda: not worker.parts.engine.pool.pinned_digests())
             await flood(cluster, rng)
             assert await held(cluster, "c", "a") == {}
             assert (await cluster.generate(pinned)).num_cached_tokens == 0
@@ -134,17 +134,23 @@ def test_with_host_memory_pins_keep_blocks_there_and_not_in_the_pool(tiny_model:
                 await cluster.generate(tokens)
             await flood(cluster, rng, 8)
             assert await held(cluster, "c", "a") == {"pool": 0, "host": 12}
-            assert worker._pins.load().num_blocks == {"host": 12}
+            assert worker.parts.pins.load().num_blocks == {"host": 12}
             again = await cluster.generate(pinned)
             assert (again.token_ids, again.num_cached_tokens) == (oracle.answer(pinned), 12 * BLOCK_SIZE)
             assert (await cluster.generate(other)).num_cached_tokens == 0
-            await cluster.call("c", lambda: worker._pins.unpin("a"))
+            await cluster.call("c", lambda: worker.parts.pins.unpin("a"))
             await flood(cluster, rng, 8)
             assert (await cluster.generate(pinned)).num_cached_tokens == 0
             await cluster.becomes_idle()
-            assert worker._pins.load().num_blocks == {"host": 0}
+            assert worker.parts.pins.load().num_blocks == {"host": 0}
 
     asyncio.run(run())
+
+
+def follow(pins: WorkerPins, cache: TieredCache) -> None:
+    """Tell the pins which blocks came and went, as a worker's loop does."""
+    for place, (stored, removed) in cache.take_events().items():
+        pins.changed(place, stored, removed)
 
 
 def disk_and_host(folder: Path, **more: Any) -> TierConfig:
@@ -162,22 +168,22 @@ def test_after_a_restart_a_pinned_session_is_served_from_host_memory(
     async def fill() -> None:
         async with alone(tiny_model, tiers) as cluster:
             await cluster.generate(tokens)
-            await eventually(lambda: not cluster.worker("c")._cache.is_busy)
+            await eventually(lambda: not cluster.worker("c").parts.cache.is_busy)
 
     async def come_back() -> None:
         async with alone(tiny_model, tiers) as cluster:
             worker = cluster.worker("c")
             pinned = Pin(pin_id="a", digests=chain(worker, tokens), ttl_s=LONG_S, prefetch=Prefetch.HOST)
             await pin(cluster, "c", pinned)
-            await eventually(lambda: worker._pins.load().num_blocks["host"] == 12)
+            await eventually(lambda: worker.parts.pins.load().num_blocks["host"] == 12)
             assert await held(cluster, "c", "a") == {"pool": 0, "host": 12, "disk": 12}
-            assert worker._pins.load().num_prefetched == {"host": 12}
+            assert worker.parts.pins.load().num_prefetched == {"host": 12}
             num_disk_reads = (await tier(cluster, "c", "disk")).num_hits
             again = await cluster.generate(tokens)
             assert again.num_cached_tokens == 12 * BLOCK_SIZE
             assert (await tier(cluster, "c", "host")).num_hits == 12
             assert (await tier(cluster, "c", "disk")).num_hits == num_disk_reads
-            await cluster.call("c", lambda: worker._pins.unpin("a"))
+            await cluster.call("c", lambda: worker.parts.pins.unpin("a"))
             await cluster.becomes_idle()
 
     asyncio.run(fill())
@@ -194,7 +200,7 @@ def test_no_more_is_brought_up_than_pins_may_keep(
     async def fill() -> None:
         async with alone(tiny_model, tiers) as cluster:
             await cluster.generate(tokens)
-            await eventually(lambda: not cluster.worker("c")._cache.is_busy)
+            await eventually(lambda: not cluster.worker("c").parts.cache.is_busy)
 
     async def come_back() -> None:
         small = replace(tiers, host_cache_gb=20.5 * BLOCK_BYTES / 1e9)
@@ -202,8 +208,8 @@ def test_no_more_is_brought_up_than_pins_may_keep(
             worker = cluster.worker("c")
             pinned = Pin(pin_id="a", digests=chain(worker, tokens), ttl_s=LONG_S, prefetch=Prefetch.HOST)
             await pin(cluster, "c", pinned)
-            await eventually(lambda: worker._pins.load().num_blocks["host"] == 5)
-            await eventually(lambda: not worker._cache.is_busy and not worker._pins._prefetcher.is_busy)
+            await eventually(lambda: worker.parts.pins.load().num_blocks["host"] == 5)
+            await eventually(lambda: not worker.parts.cache.is_busy and not worker.parts.pins.is_prefetching)
             assert (await tier(cluster, "c", "host")).num_blocks == 5
             assert (await tier(cluster, "c", "disk")).num_hits == 5
             assert await held(cluster, "c", "a") == {"pool": 0, "host": 5, "disk": 12}
@@ -220,15 +226,15 @@ def test_a_pin_without_prefetch_brings_nothing_up(tiny_model: Path, tmp_path: Pa
     async def run(*, is_cached: bool) -> None:
         async with alone(tiny_model, tiers) as cluster:
             worker = cluster.worker("c")
-            await eventually(lambda: not worker._cache.is_busy)
+            await eventually(lambda: not worker.parts.cache.is_busy)
             await pin(cluster, "c", Pin(pin_id="a", digests=chain(worker, tokens), ttl_s=LONG_S))
             expected = {"pool": 0, "host": 0, "disk": 4 if is_cached else 0}
             assert await held(cluster, "c", "a") == expected
             for _ in range(3):  # turns of the loop
                 await cluster.call("c", lambda: None)
-            assert not worker._pins._prefetcher.is_busy
+            assert not worker.parts.pins.is_prefetching
             await cluster.generate(tokens)
-            await eventually(lambda: not worker._cache.is_busy)
+            await eventually(lambda: not worker.parts.cache.is_busy)
 
     asyncio.run(run(is_cached=False))
     asyncio.run(run(is_cached=True))
@@ -243,22 +249,22 @@ def test_a_pinned_session_is_brought_into_free_blocks_of_the_pool(
     async def fill() -> None:
         async with alone(tiny_model, tiers) as cluster:
             await cluster.generate(tokens)
-            await eventually(lambda: not cluster.worker("c")._cache.is_busy)
+            await eventually(lambda: not cluster.worker("c").parts.cache.is_busy)
 
     async def come_back(num_blocks: int) -> None:
         async with alone(tiny_model, tiers, num_blocks=num_blocks) as cluster:
             worker = cluster.worker("c")
-            await eventually(lambda: not worker._cache.is_busy)
+            await eventually(lambda: not worker.parts.cache.is_busy)
             blocker = prompt(random.Random(7), 5)
             await cluster.generate(blocker)  # five blocks stay cached and are not to be evicted
             await cluster.becomes_idle()
-            num_free = worker._engine.pool.num_free
+            num_free = worker.parts.engine.pool.num_free
             pinned = Pin(pin_id="a", digests=chain(worker, tokens), ttl_s=LONG_S, prefetch=Prefetch.POOL)
             await pin(cluster, "c", pinned)
             num_brought = min(12, num_free)
-            await eventually(lambda: worker._pins.load().num_prefetched.get("pool") == num_brought)
+            await eventually(lambda: worker.parts.pins.load().num_prefetched.get("pool") == num_brought)
             assert (await held(cluster, "c", "a"))["pool"] == num_brought
-            assert worker._engine.pool.count_cached(chain(worker, blocker)) == 5
+            assert worker.parts.engine.pool.count_cached(chain(worker, blocker)) == 5
             await cluster.becomes_idle()
             if num_brought == 12:
                 again = await cluster.generate(tokens)
@@ -295,7 +301,7 @@ def test_a_pinned_conversation_survives_with_its_answers(tiny_model: Path, oracl
             await pins.unpin(state.pin_id, None)
             for worker_id in ("p", "d"):
                 worker = cluster.worker(worker_id)
-                await eventually(lambda worker=worker: not worker._engine.pool.pinned_digests())
+                await eventually(lambda worker=worker: not worker.parts.engine.pool.pinned_digests())
             await cluster.becomes_idle()
 
     asyncio.run(run())
@@ -325,22 +331,22 @@ def test_a_request_goes_before_what_is_brought_up_for_a_pin(
     digests = block_digests(root_digest(engine.namespace), pinned, BLOCK_SIZE)
     pins.pin(Pin(pin_id="a", digests=digests, ttl_s=LONG_S, prefetch=Prefetch.HOST), now := time.monotonic())
     pins.pump(now)
-    assert pins._prefetcher.is_busy
+    assert pins.is_prefetching
     sequence = engine.make_sequence("r", asked, GREEDY)
     engine.add(sequence)
     engine.step()
     assert cache.fetcher.is_loading
     pins.pump(now)
-    assert not pins._prefetcher.is_busy
+    assert not pins.is_prefetching
     pins.pump(now)
-    assert not pins._prefetcher.is_busy, "it began again while the prompt waited"
+    assert not pins.is_prefetching, "it began again while the prompt waited"
     gate.set()
     machine.run_until(lambda: sequence.finish_reason is not None)
     assert sequence.num_cached_tokens > 0
 
     def is_up() -> bool:
         pins.pump(now)
-        cache.take_events()
+        follow(pins, cache)
         return pins.load().num_blocks["host"] == 12
 
     machine.run_until(is_up)

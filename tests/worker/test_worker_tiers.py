@@ -57,7 +57,7 @@ def test_the_router_knows_what_is_in_host_memory(tiny_model: Path, oracle: Oracl
             assert again.token_ids == first.token_ids == oracle.answer(tokens)
             assert again.num_cached_tokens == 12 * BLOCK_SIZE
             for place, holder in (("pool", "c"), ("host", "c/host")):
-                held = await cluster.call("c", lambda place=place: cluster.worker("c")._cache.digests(place))
+                held = await cluster.call("c", lambda place=place: cluster.worker("c").parts.cache.digests(place))
                 await eventually(lambda holder=holder, held=held: cluster.index.num_blocks(holder) == len(held))
 
     asyncio.run(run())
@@ -77,14 +77,14 @@ def test_a_pair_shares_what_is_on_disk_and_finds_it_after_a_restart(
 
     async def run(*, is_cached: bool) -> None:
         async with running_cluster(tiny_model, engine={"num_blocks": NUM_BLOCKS}, tiers=tiers) as cluster:
-            scanned = [lambda w=w: not w.worker._cache.is_busy for w in cluster.workers.values()]
+            scanned = [lambda w=w: not w.worker.parts.cache.is_busy for w in cluster.workers.values()]
             await eventually(lambda: all(is_done() for is_done in scanned))
             answer = await cluster.generate(tokens)
             assert answer.token_ids == oracle.answer(tokens)
             assert answer.num_cached_tokens == (12 * BLOCK_SIZE if is_cached else 0)
             await cluster.becomes_idle()
             await eventually(lambda: cluster.registry.get("p").fetches is not None)
-            await eventually(lambda: not cluster.worker("p")._cache.is_busy)
+            await eventually(lambda: not cluster.worker("p").parts.cache.is_busy)
             # One of the two tells the router what is on the disk that they share.
             await eventually(lambda: cluster.index.num_blocks("p/disk") + cluster.index.num_blocks("d/disk") >= 12)
             assert min(cluster.index.num_blocks("p/disk"), cluster.index.num_blocks("d/disk")) == 0

@@ -19,7 +19,7 @@ from tandem.kv_transfer.fetch_planner import FetchPlan, LoadRange, plan_fetch
 from tandem.protocol.messages import FetchStats, KvHolder, StepStats
 from tandem.scheduling.cost_model import StepModel
 from tandem.worker.kv.kv_source import KvSource, OpenSource, Piece
-from tandem.worker.kv.peer_reads import PeerReader
+from tandem.worker.kv.peer_reader import PeerReader
 
 __all__ = ["FetchRecord", "Fetcher"]
 
@@ -67,7 +67,7 @@ class _Fetch:
 
 
 class Fetcher:
-    """Brings a prompt's blocks from tiers and peers into its sequence. Registers itself with the engine's scheduler."""
+    """Brings a prompt's blocks from tiers and peers into its sequence."""
 
     def __init__(
         self,
@@ -88,7 +88,6 @@ class Fetcher:
         self._num_prompts: Counter[str] = Counter()
         self._num_loaded_blocks: Counter[str] = Counter()
         self._predicted_load_s = self._actual_load_s = self._saved_s = 0.0
-        engine.scheduler.on_admitted = self._admitted
 
     @property
     def is_loading(self) -> bool:
@@ -129,7 +128,8 @@ class Fetcher:
         """With `idle`, raise AssertionError if anything is being fetched."""
         assert not (idle and self._fetches), f"{len(self._fetches)} prompts are still being fetched"
 
-    def _admitted(self, sequence: EngineSequence) -> None:
+    def admitted(self, sequence: EngineSequence) -> None:
+        """Plan what this sequence loads, which has just got its blocks. What fails here is computed instead."""
         try:
             self._plan(sequence)
         except Exception:  # in the middle of a step; all of the prompt can still be computed
@@ -239,7 +239,7 @@ class Fetcher:
         is_less = self._front(sequence) < num_blocks < holder.num_blocks
         sequence.kv_holder = KvHolder(holder.worker, num_blocks) if is_less else None
         if is_less and sequence.onboarding is None:
-            self._admitted(sequence)
+            self.admitted(sequence)
 
     def _end(self, fetch: _Fetch, outcome: str, now: float) -> None:
         """Nothing more is loaded for this prompt."""

@@ -39,7 +39,7 @@ class _Batch(NamedTuple):
 
 
 class Offloader:
-    """Registers itself with the engine's scheduler."""
+    """Copies an engine's full blocks into its tiers."""
 
     def __init__(self, engine: Engine, tiers: Sequence[CachedTier]) -> None:
         self._engine = engine
@@ -47,12 +47,18 @@ class Offloader:
         self._backlog: deque[BlockName] = deque()
         self._in_flight: deque[_Batch] = deque()
         self._num_bytes_in_flight = 0
-        engine.scheduler.on_published = self._published
 
     @property
     def is_busy(self) -> bool:
         """Whether there is anything to pump for."""
         return bool(self._backlog or self._in_flight)
+
+    def published(self, sequence: EngineSequence, first: int, end: int) -> None:
+        """Offer blocks [first, end) of a sequence, which hold their final KV, to the tiers."""
+        if not self._tiers:
+            return
+        for idx in range(first, end):
+            self._backlog.append(BlockName(sequence.digests[idx], sequence.digests[idx - 1] if idx else None))
 
     def pump(self) -> None:
         """Copy some of what waits, and give to the tiers what has arrived in host memory."""
@@ -63,12 +69,6 @@ class Offloader:
             self._num_bytes_in_flight -= copy.num_bytes
             for name, row in zip(names, copy.host.numpy(), strict=True):
                 cached.tier.store(*name, row)
-
-    def _published(self, sequence: EngineSequence, first: int, end: int) -> None:
-        if not self._tiers:
-            return
-        for idx in range(first, end):
-            self._backlog.append(BlockName(sequence.digests[idx], sequence.digests[idx - 1] if idx else None))
 
     def _copy_some(self) -> None:
         per_batch = max(_BATCH_BYTES // self._engine.block_bytes, 1)

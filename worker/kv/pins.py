@@ -174,12 +174,16 @@ class WorkerPins:
         self._table = PinTable(places)
         self._prefetcher = Prefetcher(engine, cache)
         self._now = -math.inf
-        cache.on_changed = self._changed
 
     @property
     def max_blocks(self) -> dict[str, int]:
         """What pins may keep, by place."""
         return {name: kept.max_blocks for name, kept in self._table.places.items()}
+
+    @property
+    def is_prefetching(self) -> bool:
+        """Whether blocks are being brought up now."""
+        return self._prefetcher.is_busy
 
     def pin(self, message: Pin, now: float) -> None:
         """Keep a chain, and bring it up as far as the message says."""
@@ -196,6 +200,12 @@ class WorkerPins:
         self._now = now
         self._table.pump(now)
         self._prefetcher.pump(self._table.chains, self._table.places.get("host"), now)
+
+    def changed(self, place: str, stored: list[bytes], removed: list[bytes]) -> None:
+        """Follow blocks that came to a place or left it."""
+        self._table.changed(place, stored, removed, self._now)
+        if self._table.wants(stored) or self._table.wants(removed):
+            self._prefetcher.look_again()
 
     def report(self, query_id: str, pin_ids: Sequence[str]) -> PinReport:
         """How many leading blocks of these pins are where."""
@@ -222,8 +232,3 @@ class WorkerPins:
         """Raise AssertionError unless the books agree. Pins that live are no leak; others may hold nothing."""
         self._table.check_integrity()
         assert not (idle and not self._table and self._prefetcher.is_busy), "blocks come up for no pin"
-
-    def _changed(self, place: str, stored: list[bytes], removed: list[bytes]) -> None:
-        self._table.changed(place, stored, removed, self._now)
-        if self._table.wants(stored) or self._table.wants(removed):
-            self._prefetcher.look_again()

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tandem.engine.engine import Engine
+from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.codec import create_codec
 from tandem.kv_transfer.eviction import create_policy
 from tandem.kv_transfer.tiers import BlockStore, DiskStore, MemoryStore, ObjectStore, StoreKey, Tier, load_key
@@ -26,7 +27,7 @@ from tandem.worker.kv.cached_tier import CachedTier
 from tandem.worker.kv.fetcher import Fetcher
 from tandem.worker.kv.kv_source import LoadPrior
 from tandem.worker.kv.offload import Offloader
-from tandem.worker.kv.peer_reads import PeerReader
+from tandem.worker.kv.peer_reader import PeerReader
 from tandem.worker.kv.tier_check import store_key_path
 
 __all__ = ["TieredCache", "create_tiers"]
@@ -45,7 +46,7 @@ _RESCAN_S = {"disk": 60.0, "object": 60.0}  # other workers add blocks to these
 class TieredCache:
     """Keeps the blocks of one engine in tiers, and brings them back.
 
-    `tiers` are ordered from fast to slow. Registers itself with the engine's scheduler.
+    `tiers` are ordered from fast to slow. It is a `SchedulerListener`: whoever builds it makes the scheduler tell it.
     """
 
     def __init__(
@@ -61,8 +62,6 @@ class TieredCache:
         self.tiers = list(tiers)  # from fast to slow
         self.fetcher = Fetcher(engine, tiers, steps, peers, clock)
         self._offloader = Offloader(engine, self.tiers)
-        # Told of what `take_events` sees: the place ("pool" or a tier), digests stored there, digests removed.
-        self.on_changed: Callable[[str, list[bytes], list[bytes]], None] = _nothing
 
     @property
     def is_busy(self) -> bool:
@@ -72,6 +71,14 @@ class TieredCache:
     def tier(self, name: str) -> CachedTier | None:
         """The tier of that name, if it is used."""
         return next((cached for cached in self.tiers if cached.name == name), None)
+
+    def admitted(self, sequence: EngineSequence) -> None:
+        """Plan what the sequence loads instead of computing it."""
+        self.fetcher.admitted(sequence)
+
+    def published(self, sequence: EngineSequence, first_block: int, end_block: int) -> None:
+        """Offer blocks that hold their final KV to the tiers."""
+        self._offloader.published(sequence, first_block, end_block)
 
     def after_step(self, stats: StepStats) -> None:
         """Learn what computing costs."""
@@ -107,8 +114,6 @@ class TieredCache:
         """By place, disjoint (stored, removed) digests since the last call; places without any are left out."""
         found = {POOL_PLACE: self._engine.pool.take_events()}
         found |= {cached.name: cached.tier.take_events() for cached in self.tiers}
-        for place, events in found.items():
-            self.on_changed(place, *events)
         return {place: events for place, events in found.items() if any(events)}
 
     def close(self) -> None:
@@ -190,7 +195,3 @@ def _load_key(config: TierConfig) -> StoreKey:
             "only hosts with the key %s find each other's blocks: give all the same with --kv-key-file", path
         )
     return load_key(path, may_make=not config.kv_key_file)
-
-
-def _nothing(*_: object) -> None:
-    """Nobody has registered."""

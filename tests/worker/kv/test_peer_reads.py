@@ -35,7 +35,8 @@ from tandem.protocol.messages import (
 from tandem.protocol.sampling import SamplingParams
 from tandem.scheduling.load import RequestLoad
 from tandem.worker.kv.kv_source import Piece
-from tandem.worker.kv.peer_reads import PeerHolder, PeerReader
+from tandem.worker.kv.peer_lender import PeerLender
+from tandem.worker.kv.peer_reader import PeerReader
 from tests.support.cluster_harness import (
     BLOCK_BYTES,
     BLOCK_SIZE,
@@ -95,7 +96,7 @@ async def ask(
 
 
 def outcomes(cluster: Cluster, worker_id: str) -> list[str]:
-    return [record.outcome for record in cluster.worker(worker_id)._cache.fetcher.records]
+    return [record.outcome for record in cluster.worker(worker_id).parts.cache.fetcher.records]
 
 
 @pytest.mark.usefixtures("patient")
@@ -115,9 +116,9 @@ def test_a_prompt_is_read_from_the_pool_of_a_peer(
             holder = KvHolder(cluster.worker("a").address, 28)
             second = await ask(cluster, "b", tokens, holder)
             assert second.token_ids == first.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
-            stats = cluster.worker("b")._cache.fetcher.stats()
+            stats = cluster.worker("b").parts.cache.fetcher.stats()
             assert stats.num_loaded_blocks["peer"] * BLOCK_SIZE == second.num_cached_tokens > 20 * BLOCK_SIZE
-            assert cluster.worker("a")._holder.num_lent_blocks == stats.num_loaded_blocks["peer"]
+            assert cluster.worker("a").parts.lender.num_lent_blocks == stats.num_loaded_blocks["peer"]
             third = await ask(cluster, "b", tokens)
             assert third.num_cached_tokens == 28 * BLOCK_SIZE, "what was read is cached like anything else"
             await cluster.becomes_idle()
@@ -137,7 +138,7 @@ def test_a_read_moves_a_prefix_and_leaves_what_others_use(tiny_model: Path) -> N
             await ask(cluster, "b", moves, KvHolder(cluster.worker("a").address, 11))
             await cluster.becomes_idle()
 
-            pool = cluster.worker("a")._engine.pool
+            pool = cluster.worker("a").parts.engine.pool
 
             def need(num_blocks: int) -> None:
                 """Somebody else wants room at the holder."""
@@ -162,7 +163,7 @@ def test_a_holder_that_the_prompt_goes_back_to_keeps_its_copy(tiny_model: Path) 
             sender, receiver = cluster.worker("p"), cluster.worker("d")
             tokens, demoted = prompt(rng, 12), []
             await ask(cluster, "d", tokens)
-            await cluster.call("d", lambda: setattr(receiver._engine.pool, "demote", demoted.append))
+            await cluster.call("d", lambda: setattr(receiver.parts.engine.pool, "demote", demoted.append))
             client = Client(sender)
             try:
                 client.send(
@@ -174,7 +175,7 @@ def test_a_holder_that_the_prompt_goes_back_to_keeps_its_copy(tiny_model: Path) 
                         kv_holder=KvHolder(receiver.address, 12),
                     )
                 )
-                await eventually(lambda: receiver._holder.num_lent_blocks and not receiver._holder.num_open)
+                await eventually(lambda: receiver.parts.lender.num_lent_blocks and not receiver.parts.lender.num_open)
                 client.send(Cancel(request_id="back"))
                 await cluster.becomes_idle()
             finally:
@@ -198,18 +199,18 @@ def test_a_prompt_is_read_from_the_host_memory_of_a_peer(
             await ask(cluster, "a", tokens)
             for number in range(4):
                 await ask(cluster, "a", prompt(rng, 14), request_id=f"flood {number}")
-            await eventually(lambda: not cluster.worker("a")._cache.is_busy)
+            await eventually(lambda: not cluster.worker("a").parts.cache.is_busy)
             answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 12))
             assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
-            assert cluster.worker("b")._cache.fetcher.stats().num_loaded_blocks["peer"] >= 10
-            assert cluster.worker("a")._cache.tiers[0].tier.stats().num_hits >= 10
+            assert cluster.worker("b").parts.cache.fetcher.stats().num_loaded_blocks["peer"] >= 10
+            assert cluster.worker("a").parts.cache.tiers[0].tier.stats().num_hits >= 10
             other = tokens[: 4 * BLOCK_SIZE] + prompt(rng, 6)  # the reader asks from its own fifth block on
             await ask(cluster, "a", other, request_id="other")
             for number in range(4):
                 await ask(cluster, "a", prompt(rng, 14), request_id=f"flood again {number}")
-            await eventually(lambda: not cluster.worker("a")._cache.is_busy)
+            await eventually(lambda: not cluster.worker("a").parts.cache.is_busy)
             parents: list[bytes | None] = []
-            pool = cluster.worker("a")._engine.pool
+            pool = cluster.worker("a").parts.engine.pool
             publish = pool.publish
             monkeypatch.setattr(pool, "publish", lambda *args: (parents.append(args[2]), publish(*args)))
             await ask(cluster, "b", other, KvHolder(cluster.worker("a").address, 10), "asked from the middle")
@@ -231,7 +232,7 @@ def test_a_peer_with_less_than_was_said_gives_what_it_has(tiny_model: Path, orac
             assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
             assert outcomes(cluster, "b") == ["failed", "loaded"]
             # The answer of "a" was not that of the prompt, so its last full block is not of this prompt.
-            assert cluster.worker("b")._cache.fetcher.stats().num_loaded_blocks["peer"] >= 15
+            assert cluster.worker("b").parts.cache.fetcher.stats().num_loaded_blocks["peer"] >= 15
             nothing = prompt(rng, 20)
             answer = await ask(cluster, "b", nothing, KvHolder(cluster.worker("a").address, 20), "nothing")
             assert answer.token_ids == oracle.answer(nothing, max_tokens=6, ignore_eos=True)
@@ -253,7 +254,7 @@ def test_a_peer_that_is_gone_costs_only_time(tiny_model: Path, oracle: Oracle) -
             assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
             assert answer.num_cached_tokens == 0
             await cluster.call("b", lambda: cluster.worker("b").peer_died(gone))
-            await eventually(lambda: not cluster.worker("b")._reader.is_reading)
+            await eventually(lambda: not cluster.worker("b").parts.reader.is_reading)
             await cluster.call("b", lambda: cluster.worker("b").check_integrity(idle=True))
 
     asyncio.run(run())
@@ -319,7 +320,7 @@ def test_a_slow_read_is_overtaken_and_its_blocks_wait_for_it(tiny_model: Path, o
             reader = cluster.worker("b")
             for number in range(3):
                 await ask(cluster, "b", prompt(rng, 30), request_id=f"more {number}")
-            used = {idx for idx, count in enumerate(reader._engine.pool._ref_counts) if count}
+            used = {idx for idx, count in enumerate(reader.parts.engine.pool._ref_counts) if count}
             assert held <= used, "somebody else may be given a block that is still written"
             cluster.hub.release_held()
             await cluster.becomes_idle()
@@ -340,16 +341,16 @@ def test_blocks_of_a_read_that_cannot_be_cancelled_are_counted_as_lost(
             tokens = prompt(random.Random(9), 28)
             await ask(cluster, "a", tokens)
             reader = cluster.worker("b")
-            monkeypatch.setattr(reader._transport, "remove_peer", lambda worker_id: None)
+            monkeypatch.setattr(reader.parts.transport, "remove_peer", lambda worker_id: None)
             await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
             num_held = sum(len(write.local_block_ids) for write in cluster.hub.held)
             assert num_held
-            assert reader._engine.scheduler.num_lost_blocks == 0, "it may only be slow"
-            await eventually(lambda: reader._engine.scheduler.num_lost_blocks == num_held)
+            assert reader.parts.engine.scheduler.num_lost_blocks == 0, "it may only be slow"
+            await eventually(lambda: reader.parts.engine.scheduler.num_lost_blocks == num_held)
             status = await cluster.call("b", reader.status)
             assert status.load.num_quarantined_blocks == num_held
             cluster.hub.release_held()
-            await eventually(lambda: reader._engine.scheduler.num_lost_blocks == 0)
+            await eventually(lambda: reader.parts.engine.scheduler.num_lost_blocks == 0)
             status = await cluster.call("b", reader.status)
             assert status.load.num_quarantined_blocks == 0
             await cluster.becomes_idle()
@@ -398,7 +399,7 @@ def test_the_router_sends_a_prompt_to_an_idle_worker_that_reads_it_from_the_busy
             booking.release()
             assert answer.token_ids == oracle.answer(tokens)
             (other,) = TWO.keys() - {holder}
-            assert cluster.worker(other)._cache.fetcher.stats().num_loaded_blocks["peer"] > 20
+            assert cluster.worker(other).parts.cache.fetcher.stats().num_loaded_blocks["peer"] > 20
             await cluster.becomes_idle()
 
     asyncio.run(run())
@@ -444,7 +445,7 @@ class World:
         for one, other in ((self.a, self.b), (self.b, self.a)):
             one.transport.add_peer(other.address.worker_id, 1, other.transport.local_metadata())
         config = TransferConfig(lease_ttl_s=5.0, checksums="off")
-        self.holder = PeerHolder(self.a.engine, None, self.a.links, config)
+        self.lender = PeerLender(self.a.engine, None, self.a.links, config)
         self.reader = PeerReader(self.b.engine, self.b.transport, self.b.links, config, clock=self.clock)
         self.pieces: list[tuple[Any, Piece]] = []
         self.num_read = self.num_stale = 0
@@ -467,7 +468,7 @@ class World:
         """The same of the reader, with a holder that goes on."""
         self.pass_time()
         if self.rng.random() < 0.2:
-            self.holder.pump(self.now)
+            self.lender.pump(self.now)
             self.evict()
             self.land()
 
@@ -520,16 +521,16 @@ class World:
         self.pass_time()
         match message:
             case ReadRequest():
-                self.holder.requested(message, now)
+                self.lender.requested(message, now)
             case ReadGrant():
                 self.reader.granted(message, now)
             case ReadDone():
-                self.holder.done(message)
+                self.lender.done(message)
             case _:
                 raise AssertionError((to, message))
 
     def pump(self) -> None:
-        for role, time_passes in ((self.reader, self.hold_reader_up), (self.holder, self.pass_time)):
+        for role, time_passes in ((self.reader, self.hold_reader_up), (self.lender, self.pass_time)):
             now = self.now
             time_passes()
             role.pump(now)
@@ -571,8 +572,7 @@ class World:
 
     def wait(self) -> None:
         """Until just before or after some deadline: there the two sides must agree on who may still touch a block."""
-        deadlines = [held.deadline for held in self.holder._held.values()]
-        deadlines += [read._deadline for read in self.reader._reads.values()]
+        deadlines = [*self.lender.deadlines, *self.reader.deadlines]
         if deadlines:
             self.now = max(self.now, self.rng.choice(deadlines) + self.rng.choice([-0.06, -0.02, 0.0, 0.001]))
 
@@ -591,7 +591,7 @@ class World:
         self.pump()
         for side in (self.a, self.b):
             side.pool.check_integrity(idle=True)
-        self.holder.check_integrity(idle=True)
+        self.lender.check_integrity(idle=True)
 
 
 def worlds(num: int) -> Iterator[World]:
@@ -618,8 +618,8 @@ def test_only_a_copy_at_the_reader_makes_the_holders_one_too_many(has_copy: bool
     pool.publish(older[0], b"older")
     pool.release(older)
     world.fill()
-    world.holder.requested(ReadRequest(sender=reader, read_id=1, digests=digests[3:], ttl_s=1.0), 0.0)
-    world.holder.done(ReadDone(sender=reader, read_id=1, has_copy=has_copy))
+    world.lender.requested(ReadRequest(sender=reader, read_id=1, digests=digests[3:], ttl_s=1.0), 0.0)
+    world.lender.done(ReadDone(sender=reader, read_id=1, has_copy=has_copy))
     pool.try_allocate(pool.num_free + 1)
     assert pool.count_cached(digests) == (5 if has_copy else 6)
     assert (b"older" in pool) is has_copy
@@ -635,7 +635,7 @@ def test_a_reader_has_a_copy_only_of_what_it_published(is_published: bool) -> No
     while world.sent:
         _, _, message = world.sent.pop(0)
         if isinstance(message, ReadRequest):
-            world.holder.requested(message, 0.0)
+            world.lender.requested(message, 0.0)
         elif isinstance(message, ReadGrant):
             world.reader.granted(message, 0.0)
     world.reader.pump(0.0)
@@ -659,15 +659,9 @@ def test_no_read_ever_gives_other_bytes_than_were_held() -> None:
 
 
 def test_the_check_above_would_find_a_lease_that_ends_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A holder that counts from when it was asked by the reader's clock, less a bit, lets go of blocks being read."""
+    """A lender whose deadline ends before the reader's lets go of blocks that are being read."""
     print(f"seed {SEED}")
-    grant = PeerHolder._grant
-
-    def grant_less(self: PeerHolder, key: Any, held: Any, now: float) -> None:
-        grant(self, key, held, now)
-        held.deadline -= 4.0
-
-    monkeypatch.setattr(PeerHolder, "_grant", grant_less)
+    monkeypatch.setattr("tandem.worker.kv.peer_lender._LONGER", 0.2)
     with pytest.raises(AssertionError, match="is not what was held"):
         run_worlds(300)
 
@@ -683,7 +677,7 @@ def ask_and_grant(world: World) -> None:
     """What the reader asks for reaches the holder, and its grants the reader, which begins to read; all at time 0."""
     for _, _, message in list(world.sent):
         assert isinstance(message, ReadRequest)
-        world.holder.requested(message, 0.0)
+        world.lender.requested(message, 0.0)
     for _, _, message in list(world.sent):
         if isinstance(message, ReadGrant):
             world.reader.granted(message, 0.0)
@@ -699,8 +693,8 @@ def test_an_end_that_is_seen_after_the_deadline_is_late_whenever_the_turn_began(
     ask_and_grant(world)
     assert world.hub.held, "it is being read"
     turn_began, world.now = 4.9, 5.1  # the reader was held up, and the holder lets go meanwhile
-    world.holder.pump(world.now)
-    assert world.holder.num_open == 0
+    world.lender.pump(world.now)
+    assert world.lender.num_open == 0
     world.evict()
     world.land()
     world.reader.pump(turn_began)

@@ -42,6 +42,7 @@ class Machine:
         self.engine = engine
         self._learns = learns
         self.cache = TieredCache(engine, tiers, CostModel().steps("cpu-1"))
+        engine.scheduler.listen(self.cache)
         self._num_requests = 0
 
     def serve(self, token_ids: list[int]) -> Sequence:

@@ -1,0 +1,137 @@
+"""Builds the parts of a worker and connects them: read it from top to bottom to see who tells whom of what."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import zmq
+
+from tandem.decode_worker import DecodeRole
+from tandem.engine.engine import Engine
+from tandem.kv_transfer.handshake import compatibility_fields
+from tandem.kv_transfer.links import PeerLinks
+from tandem.kv_transfer.transport.base import Transport
+from tandem.kv_transfer.transport.factory import create_transport
+from tandem.kv_transfer.transport.in_process import InProcessHub
+from tandem.prefill_worker import PrefillRole
+from tandem.protocol.config import WorkerConfig
+from tandem.protocol.messages import PeerAddress
+from tandem.runtime.curve import make_keys
+from tandem.runtime.dropped import DroppedMessages
+from tandem.scheduling.cost_model import CostModel
+from tandem.worker.kv.peer_lender import PeerLender
+from tandem.worker.kv.peer_reader import PeerReader
+from tandem.worker.kv.pins import WorkerPins
+from tandem.worker.kv.tiered_cache import TieredCache, create_tiers
+from tandem.worker.replies import RouterReplies
+from tandem.worker.sockets import HeartbeatThread, WorkerSockets, socket_endpoint
+
+__all__ = ["WorkerParts", "assemble"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WorkerParts:
+    """What one worker consists of. The loop drives them; each owns its state."""
+
+    config: WorkerConfig
+    kind: str  # workers of one kind compute at one speed
+    address: PeerAddress
+    engine: Engine
+    transport: Transport
+    context: zmq.Context[Any]
+    sockets: WorkerSockets
+    heartbeats: HeartbeatThread
+    dropped: DroppedMessages
+    replies: RouterReplies
+    links: PeerLinks
+    prefill: PrefillRole
+    decode: DecodeRole
+    cache: TieredCache
+    reader: PeerReader
+    lender: PeerLender
+    pins: WorkerPins
+
+
+def assemble(config: WorkerConfig, hub: InProcessHub | None = None) -> WorkerParts:
+    """Load the model, bind the sockets and connect the parts. `hub` joins workers of one process (tests)."""
+    epoch = time.time_ns()
+    name = f"{config.worker_id}-{epoch:x}"
+
+    def endpoint(suffix: str = "") -> str:
+        return socket_endpoint(config.socket_folder, config.host, name + suffix)
+
+    engine = Engine(config.engine, kv_codec=config.tiers.codec_identity)
+    transport = create_transport(
+        config.transfer.transport,
+        worker_id=config.worker_id,
+        epoch=epoch,
+        pool=engine.kv,
+        hub=hub,
+        host=config.host,
+        mailbox=endpoint(".kv") if config.socket_folder else "",
+    )
+
+    context, dropped, keys = zmq.Context(), DroppedMessages(), make_keys()
+    sockets = WorkerSockets(context, endpoint(), keys, config.router_key, dropped)
+    heartbeats = HeartbeatThread(context, endpoint(".beats"), keys, config.transfer.heartbeat_interval_s)
+    address = PeerAddress(config.worker_id, epoch, sockets.endpoint, heartbeats.endpoint, keys.public)
+    replies = RouterReplies(address, sockets)
+
+    links = PeerLinks(
+        address,
+        _compatibility(config, engine),
+        transport,
+        sockets.send_peer,
+        timeout_s=config.transfer.handoff_timeout_s,
+    )
+    prefill = PrefillRole(engine, transport, links, config.transfer, replies.fail, replies.forget)
+    decode = DecodeRole(engine, links, config.transfer, replies.fail, first_generation=epoch & 0x7FFFFFFFFFFFFFFF)
+
+    kind = _kind(engine)
+    reader = PeerReader(engine, transport, links, config.transfer)
+    tiers = create_tiers(config.tiers, engine)
+    cache = TieredCache(engine, tiers, CostModel().steps(kind), peers=reader)
+    engine.scheduler.listen(cache)
+    lender = PeerLender(engine, cache.tier("host"), links, config.transfer)
+    pins = WorkerPins(engine, cache, config.tiers.pin_share)
+
+    return WorkerParts(
+        config=config,
+        kind=kind,
+        address=address,
+        engine=engine,
+        transport=transport,
+        context=context,
+        sockets=sockets,
+        heartbeats=heartbeats,
+        dropped=dropped,
+        replies=replies,
+        links=links,
+        prefill=prefill,
+        decode=decode,
+        cache=cache,
+        reader=reader,
+        lender=lender,
+        pins=pins,
+    )
+
+
+def _compatibility(config: WorkerConfig, engine: Engine) -> dict[str, str]:
+    """What two workers must agree on to exchange KV."""
+    return compatibility_fields(
+        model_revision=engine.model.revision,
+        namespace=engine.namespace,
+        kv_dtype=str(engine.model.dtype),
+        block_size=config.engine.block_size,
+        block_shape=engine.kv.shape[1:],
+        transport=config.transfer.transport,
+        checksums=config.transfer.checksums,
+    )
+
+
+def _kind(engine: Engine) -> str:
+    device = engine.model.device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu-{torch.get_num_threads()}"

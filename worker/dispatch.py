@@ -1,0 +1,200 @@
+"""Which part of a worker each message goes to, and what becomes of a message or a request that raises."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from tandem.kv_transfer.links import LinkChange, LinkState
+from tandem.kv_transfer.transport.base import Notification
+from tandem.protocol.errors import InternalError, RequestError, ServingError
+from tandem.protocol.messages import (
+    INVALID_REQUEST,
+    Cancel,
+    Decode,
+    Generate,
+    Heartbeat,
+    Hello,
+    Introduce,
+    LeaseClosed,
+    LeaseGrant,
+    LeaseQueued,
+    LeaseRefused,
+    LeaseRequest,
+    LeaseRevoked,
+    Message,
+    PeerHello,
+    PeerRefused,
+    Pin,
+    PinQuery,
+    Prefill,
+    ReadDone,
+    ReadGrant,
+    ReadRequest,
+    SnapshotRequest,
+    Unpin,
+)
+from tandem.runtime.dropped import DropReason
+from tandem.worker.assembly import WorkerParts
+from tandem.worker.reporter import StatusReporter
+
+__all__ = ["MessageDispatcher"]
+
+logger = logging.getLogger(__name__)
+
+
+class MessageDispatcher:
+    """Hands messages to a worker's parts. What one of them raises ends a request at most, never the worker."""
+
+    def __init__(self, parts: WorkerParts, reporter: StatusReporter) -> None:
+        self._parts = parts
+        self._reporter = reporter
+
+    def take(self, identity: bytes, message: Message, now: float) -> None:
+        """Handle one message that came from `identity`."""
+        error = _error_of(self._handle, identity, message, now)
+        if error is not None:
+            self._parts.dropped.add(DropReason.FAILED, f"a {type(message).__name__}: {error!r}", exc_info=error)
+            self.give_up(getattr(message, "request_id", ""), error)
+
+    def take_notification(self, notification: Notification, now: float) -> None:
+        """Handle one notification of a peer's write."""
+        error = _error_of(self._parts.decode.notified, notification, now)
+        if error is not None:
+            self._reporter.num_errors += 1
+            text = f"a notification of {notification.worker_id}, whose lease will run out: {error!r}"
+            self._parts.dropped.add(DropReason.FAILED, text, exc_info=error)
+
+    def give_up(self, request_id: str, error: Exception) -> None:
+        """End a request that met an error of ours, wherever it is: its client is told, its blocks are freed."""
+        self._reporter.num_errors += 1
+        message = f"{type(error).__name__} while it was worked on; the worker's log has more"
+        self._parts.replies.fail(request_id, message, InternalError.code or "")
+        for cancel in (self._parts.prefill.cancel, self._parts.decode.cancel, self._parts.engine.abort):
+            if (left := _error_of(cancel, request_id)) is not None:
+                logger.error("request %s left something behind", request_id, exc_info=left)
+
+    def send_events(self) -> None:
+        """Tell the routers, and the pins, which blocks came and went."""
+        changes = self._parts.cache.take_events()
+        for place, (stored, removed) in changes.items():
+            self._parts.pins.changed(place, stored, removed)
+        self._parts.replies.send_events(changes)
+
+    def link_changed(self, change: LinkChange | None, now: float) -> None:
+        """Let handoffs use a link that is up, or fail over one that the peer refused."""
+        if change is None:
+            return
+        if change.state is LinkState.READY:
+            self._parts.prefill.link_ready(change.peer, now)
+        else:
+            logger.warning("%s", change.reason)
+            self._parts.prefill.link_refused(change.peer, change.reason)
+
+    def _handle(self, identity: bytes, message: Message, now: float) -> None:
+        parts = self._parts
+        match message:
+            case Generate() | Prefill() | Decode():
+                self._meet_peers(message)
+                self._accept(identity, message, now)
+            case Introduce():
+                for peer in message.peers:
+                    parts.sockets.introduce(peer)
+            case Cancel():
+                self._cancel(message.request_id)
+            case Heartbeat():
+                parts.decode.heartbeat(message.worker_id, message.epoch, message.handoffs, now)
+            case LeaseRequest():
+                parts.links.remember(message.sender)
+                parts.decode.requested(message, now)
+            case LeaseGrant():
+                parts.links.remember(message.sender)
+                parts.prefill.granted(message, now)
+            case LeaseQueued():
+                parts.prefill.queued(message, now)
+            case LeaseRefused():
+                parts.prefill.refused(message)
+            case LeaseRevoked():
+                parts.prefill.revoked(message)
+            case LeaseClosed():
+                parts.decode.closed(message)
+            case ReadRequest():
+                parts.links.remember(message.sender)
+                parts.lender.requested(message, now)
+            case ReadGrant():
+                parts.reader.granted(message, now)
+            case ReadDone():
+                parts.lender.done(message)
+            case PeerHello():
+                self.link_changed(parts.links.hello(message), now)
+            case PeerRefused():
+                self.link_changed(parts.links.refused(message), now)
+            case Hello():
+                parts.replies.welcome(identity, message, self._reporter.card)
+            case SnapshotRequest():
+                self._send_snapshots(identity, message.places)
+            case Pin():
+                parts.pins.pin(message, now)
+            case Unpin():
+                parts.pins.unpin(message.pin_id)
+            case PinQuery():
+                parts.replies.send(identity, parts.pins.report(message.query_id, message.pin_ids))
+            case _:
+                logger.warning("ignored a %s", type(message).__name__)
+
+    def _meet_peers(self, request: Generate | Prefill | Decode) -> None:
+        """Introduce the peers that a request names, too: an `Introduce` can be lost with a connection."""
+        if isinstance(request, Prefill):
+            self._parts.sockets.introduce(request.decode_worker)
+        if isinstance(request, Decode):
+            self._parts.sockets.introduce(request.prefill_worker)
+        elif request.kv_holder is not None:
+            self._parts.sockets.introduce(request.kv_holder.worker)
+
+    def _accept(self, identity: bytes, request: Generate | Prefill | Decode, now: float) -> None:
+        request_id, replies = request.request_id, self._parts.replies
+        if self._parts.prefill.has(request_id) or not replies.open(request_id, identity):
+            replies.refuse(identity, request_id, f"request id {request_id} is in use")
+            return
+        try:
+            if isinstance(request, Prefill):
+                self._parts.prefill.accept(request, now)
+            elif isinstance(request, Decode):
+                self._parts.decode.accept(request, now)
+            else:
+                self._generate(request)
+        except RequestError as exc:
+            replies.fail(request_id, exc.message, exc.code or INVALID_REQUEST)
+        except ServingError as exc:
+            replies.fail(request_id, exc.message, exc.code or "")
+
+    def _generate(self, request: Generate) -> None:
+        sequence = self._parts.engine.make_sequence(
+            request.request_id,
+            request.token_ids,
+            request.sampling,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+        )
+        sequence.kv_holder = request.kv_holder
+        self._parts.engine.add(sequence)
+
+    def _cancel(self, request_id: str) -> None:
+        self._parts.replies.forget(request_id)
+        self._parts.prefill.cancel(request_id)
+        self._parts.decode.cancel(request_id)
+        self._parts.engine.abort(request_id)
+
+    def _send_snapshots(self, identity: bytes, places: list[str]) -> None:
+        self.send_events()  # what is pending belongs before the snapshots, not after them
+        for place in places:
+            self._parts.replies.send_snapshot(identity, place, self._parts.cache.digests(place))
+
+
+def _error_of(function: Callable[..., object], *arguments: object) -> Exception | None:
+    """Call a function; what it raised, or None."""
+    try:
+        function(*arguments)
+    except Exception as exc:  # a message comes from another process: it must not end all other requests
+        return exc
+    return None

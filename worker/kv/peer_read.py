@@ -1,0 +1,249 @@
+"""One read of a peer's blocks: a lease on blocks of its pool or host memory, and the pieces that are read under it.
+
+    reader                                   lender
+      | ReadRequest(digests) ------------------> | takes references, brings blocks up from its host tier
+      | <---------------- ReadGrant(block ids)   | keeps them until the reader is done, dead, or out of time
+      | one-sided reads, piece by piece          | (takes no part)
+      | ReadDone ------------------------------> | lets go; evicts its copy first, if the reader has one now
+
+The worker's loop pumps both sides, and neither waits. A read is safe because of time. The proof:
+
+1. The reader reads its clock at a moment A, adds the ttl and only then sends its request. Its lease ends at A + ttl.
+2. The lender reads its clock after it has received the request, so after A, and lets go no sooner than 1.01 x ttl
+   later. If the rates of the two clocks differ by less than a hundredth, that is after the reader's deadline.
+3. The reader sees the end of a piece, and only then reads its clock. If that is before its deadline, the bytes were
+   read while the lender held them. Any other piece is thrown away.
+
+The clocks need not agree, but must run about equally fast. The reader's also counts the time for which its machine is
+suspended. No clock reading is passed from one of these steps to another: time passes between any two lines.
+
+A read that was given up may still write: its landing blocks stay out of the pool until the transport says it is over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tandem.engine.engine import Engine
+from tandem.engine.sequence import Sequence as EngineSequence
+from tandem.kv_transfer.checksum import wrong_blocks
+from tandem.kv_transfer.links import PeerLinks
+from tandem.kv_transfer.transport.base import Transfer, TransferState, Transport
+from tandem.protocol.config import TransferConfig
+from tandem.protocol.errors import PeerLost, TransferError
+from tandem.protocol.messages import PeerAddress, ReadGrant
+from tandem.worker.kv.kv_source import LoadCost, OpenSource, Piece
+
+__all__ = ["PeerRead", "ReadContext"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadContext:
+    """What all reads of one worker share."""
+
+    engine: Engine
+    transport: Transport
+    links: PeerLinks
+    config: TransferConfig
+    clock: Callable[[], float]
+
+
+class PeerRead(OpenSource):
+    """One lease on a peer's blocks."""
+
+    kind = "peer"
+
+    def __init__(
+        self,
+        context: ReadContext,
+        cost: LoadCost,
+        read_id: int,
+        peer: PeerAddress,
+        digests: Sequence[bytes],
+        first_block: int,
+        now: float,
+        is_moved: bool,
+    ) -> None:
+        self.cost = cost
+        self.read_id = read_id
+        self.peer = peer
+        self.first_block = first_block
+        self.end_block = first_block + len(digests)
+        self.is_moved = is_moved
+        self.asked_at = now
+        self.deadline = context.clock() + context.config.lease_ttl_s  # NOTE: before the request is sent
+        self.block_ids: list[int] | None = None  # at the peer; None until it has granted them
+        self.checksums: list[bytes] = []
+        self.is_failed = False
+        self._digests = digests
+        self.context = context
+        self._pieces: list[_PeerPiece] = []  # those that are not settled
+        self._is_closed = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is under way and nothing will be."""
+        return self._is_closed and not self._pieces
+
+    @property
+    def is_late(self) -> bool:
+        """Whether what is seen now may have happened after the holder let go."""
+        return self.context.clock() >= self.deadline
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether what the peer granted is findable here: it is not where the request ended before that."""
+        return bool(self.block_ids) and self._digests[len(self.block_ids or []) - 1] in self.context.engine.pool
+
+    def begin(self, first_block: int, end_block: int, now: float) -> Piece:
+        """Read some of the blocks, once the peer has granted them and the link is up."""
+        piece = _PeerPiece(self, first_block, end_block, now)
+        self._pieces.append(piece)
+        return piece
+
+    def close(self) -> None:
+        """Begin no more pieces. The read is over when those under way are."""
+        self._is_closed = True
+
+    def grant(self, message: ReadGrant, now: float) -> None:
+        """The peer holds these blocks for us. A grant that is no answer to what was asked ends the read."""
+        num_blocks = len(message.block_ids)
+        if num_blocks > len(self._digests) or len(message.checksums) not in (0, num_blocks):
+            logger.warning("%s granted %d blocks, not what was asked for", self.peer.worker_id, num_blocks)
+            self.fail()
+        elif self.block_ids is None:
+            self.block_ids, self.checksums = list(message.block_ids), list(message.checksums)
+            self.end_block = self.first_block + len(self.block_ids)
+            self.cost.observe_latency(now - self.asked_at)
+
+    def fail(self) -> None:
+        """Nothing more can be read."""
+        self.is_failed = True
+
+    def pump(self, now: float) -> None:
+        """Start the pieces that wait, settle those that are over."""
+        if self.is_late:
+            self.is_failed = True
+        if self.num_stuck_blocks(now):  # they, and the link, would wait for ever
+            self.context.links.reset(self.peer.worker_id, self.peer.epoch)
+        is_ready = self.block_ids is not None and self.context.links.is_ready(self.peer)
+        for piece in self._pieces:
+            if piece.transfer is None and not piece.is_dropped and not self.is_failed and is_ready:
+                self._start(piece)
+        self._pieces = [piece for piece in self._pieces if not piece.settle()]
+
+    def num_stuck_blocks(self, now: float) -> int:
+        """Blocks on which the transport has been at work for longer than anything may take."""
+        config = self.context.config
+        if now - self.asked_at < config.lease_ttl_s + config.handoff_timeout_s:
+            return 0
+        return sum(piece.num_blocks for piece in self._pieces if piece.is_moving)
+
+    def _start(self, piece: _PeerPiece) -> None:
+        assert self.block_ids is not None
+        remote = self.block_ids[piece.first_block - self.first_block : piece.end_block - self.first_block]
+        engine = self.context.engine
+        has_room = piece.num_blocks <= engine.scheduler.num_spare_blocks  # what lands here must not preempt anybody
+        landing = engine.pool.try_allocate(piece.num_blocks) if has_room and len(remote) == piece.num_blocks else None
+        if landing is None:  # the peer has less than it was said to, or there is no room
+            piece.is_refused = True
+            return
+        piece.landing = landing
+        try:
+            piece.transfer = self.context.transport.read_blocks(self.peer.worker_id, remote, landing)
+        except TransferError as exc:
+            if isinstance(exc, PeerLost):
+                self.context.links.broke(self.peer.worker_id, self.peer.epoch)
+            self.is_failed = True
+
+
+class _PeerPiece(Piece):
+    """Blocks that land in blocks of our pool, which take the places of a sequence's own."""
+
+    kind = "peer"
+
+    def __init__(self, read: PeerRead, first_block: int, end_block: int, begun_at: float) -> None:
+        super().__init__(first_block, end_block, begun_at)
+        self.transfer: Transfer | None = None
+        self.landing: list[int] = []
+        self.is_refused = False  # it cannot be read, other pieces may
+        self.is_dropped = False
+        self._read = read
+        self._engine = read.context.engine
+        self._is_done = False
+        self._has_arrived = False
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the transport is at work on it."""
+        return self.transfer is not None and not self.transfer.is_settled
+
+    @property
+    def is_done(self) -> bool:
+        return self._is_done
+
+    @property
+    def is_complete(self) -> bool:
+        return self._has_arrived
+
+    def settle(self) -> bool:
+        """Whether the transport will not touch the landing blocks (any more)."""
+        if self.transfer is None:
+            self._is_done = self._read.is_failed or self.is_refused or self.is_dropped
+        elif self.transfer.is_settled:
+            self._is_done = True
+            if self.transfer.state is TransferState.LOST:
+                self._read.is_failed = True
+                self._read.context.links.broke(self._read.peer.worker_id, self._read.peer.epoch)
+            # NOTE: its clock is read here, after the end was seen.
+            is_good = self.transfer.state is TransferState.DONE and not self._read.is_late and not self.is_dropped
+            self._has_arrived = is_good and not self._wrong_blocks()
+        elif self._read.is_failed:
+            return False
+        if self._is_done and (self.is_dropped or not self._has_arrived):
+            self._release()
+        return self._is_done
+
+    def learn(self) -> None:
+        if self._has_arrived and self.transfer is not None and self.transfer.seconds is not None:
+            self._read.cost.observe(self.num_blocks, self.transfer.seconds)
+
+    def learn_late(self, now: float) -> None:
+        cost, waited_s = self._read.cost, now - self._read.asked_at
+        if self._read.block_ids is None:
+            cost.latency_s = max(2 * cost.latency_s, waited_s)
+        else:
+            cost.observe_at_least(self.num_blocks, now - self.begun_at)
+
+    def place(self, sequence: EngineSequence, first_block: int, kv: Tensor) -> int:
+        """Swap blocks instead of copying them."""
+        start = first_block - self.first_block
+        replaced = sequence.blocks[first_block : self.end_block]
+        sequence.blocks[first_block : self.end_block] = self.landing[start:]
+        self.landing = self.landing[:start]
+        self._engine.pool.release(replaced)
+        self._release()
+        return 0
+
+    def drop(self) -> None:
+        self.is_dropped = True
+        if self._is_done:
+            self._release()
+
+    def _release(self) -> None:
+        self._engine.pool.release(self.landing)
+        self.landing = []
+
+    def _wrong_blocks(self) -> list[int]:
+        start = self.first_block - self._read.first_block
+        checksums = self._read.checksums[start : start + self.num_blocks]
+        wrong = wrong_blocks(self._engine.kv, self.landing, checksums) if checksums else []
+        if wrong:
+            logger.warning("%d KV blocks read from %s are damaged", len(wrong), self._read.peer.worker_id)
+        return wrong

@@ -1,0 +1,154 @@
+"""The reading side of reads between workers: what is known of the peers' speed, and the reads under way.
+
+`tandem.worker.kv.peer_read` describes the protocol and why it is safe; the other side is
+`tandem.worker.kv.peer_lender`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+from tandem.engine.engine import Engine
+from tandem.kv_transfer.fetch_planner import FetchSource
+from tandem.kv_transfer.links import PeerLinks
+from tandem.kv_transfer.transport.base import Transport
+from tandem.protocol.config import TransferConfig
+from tandem.protocol.messages import KvHolder, PeerAddress, ReadDone, ReadGrant, ReadRequest
+from tandem.worker.kv.kv_source import KvSource, LoadCost, LoadPrior, OpenSource
+from tandem.worker.kv.peer_read import PeerRead, ReadContext
+
+__all__ = ["PeerReader"]
+
+_PRIOR = LoadPrior(latency_s=5e-3, bytes_per_s=1e9)
+
+
+class PeerReader:
+    """The reading side: what this worker knows of its peers' speed, and its reads under way."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        transport: Transport,
+        links: PeerLinks,
+        config: TransferConfig,
+        *,
+        clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
+    ) -> None:
+        self._context = ReadContext(engine, transport, links, config, clock)
+        self._dead: set[tuple[str, int]] = set()  # worker and epoch; requests may still name them
+        self._costs: dict[str, LoadCost] = {}  # by worker, whatever its epoch: a restart does not change its speed
+        self._reads: dict[int, PeerRead] = {}
+        self._num_stuck_blocks = 0
+        self._numbers = itertools.count(1)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether polling the transport often makes something finish sooner."""
+        return bool(self._reads)
+
+    @property
+    def deadlines(self) -> list[float]:
+        """When each lease ends, by this worker's clock."""
+        return [read.deadline for read in self._reads.values()]
+
+    def source(self, holder: KvHolder, *, is_moved: bool = True) -> KvSource:
+        """The peer as a source of the prompt it was named for; without `is_moved` its copy is not one too many."""
+        worker_id = holder.worker.worker_id
+        if worker_id not in self._costs:
+            self._costs[worker_id] = LoadCost(_PRIOR, self._context.engine.block_bytes)
+        return _PeerSource(self, holder, self._costs[worker_id], is_moved)
+
+    def ask(
+        self,
+        peer: PeerAddress,
+        cost: LoadCost,
+        digests: Sequence[bytes],
+        first_block: int,
+        end_block: int,
+        now: float,
+        *,
+        is_moved: bool,
+    ) -> PeerRead:
+        """Open a lease on a peer's blocks [first_block, end_block) of a chain, and the link to it.
+
+        Of a peer that is known to be dead nothing can be read.
+        """
+        asked = digests[first_block:end_block]
+        read = PeerRead(self._context, cost, next(self._numbers), peer, asked, first_block, now, is_moved)
+        self._reads[read.read_id] = read
+        if (peer.worker_id, peer.epoch) in self._dead:
+            read.fail()
+            return read
+        self._context.links.connect(peer, now)
+        self._context.links.send(
+            peer.worker_id,
+            peer.epoch,
+            ReadRequest(
+                sender=self._context.links.me,
+                read_id=read.read_id,
+                digests=list(asked),
+                parent=digests[first_block - 1] if first_block else None,
+                ttl_s=self._context.config.lease_ttl_s,
+            ),
+        )
+        return read
+
+    def granted(self, message: ReadGrant, now: float) -> None:
+        """Take a `ReadGrant`."""
+        read = self._reads.get(message.read_id)
+        if read is None:  # given up meanwhile: the holder need not wait for its own deadline
+            done = ReadDone(sender=self._context.links.me, read_id=message.read_id)
+            self._context.links.send(message.sender.worker_id, message.sender.epoch, done)
+        elif read.peer == message.sender:
+            read.grant(message, now)
+
+    def peer_lost(self, worker_id: str, epoch: int) -> None:
+        """The process of that epoch is given up or dead."""
+        self._dead.add((worker_id, epoch))
+        for read in self._reads.values():
+            if (read.peer.worker_id, read.peer.epoch) == (worker_id, epoch):
+                read.fail()
+
+    @property
+    def num_stuck_blocks(self) -> int:
+        """Blocks into which a read may still write whose link was reset: the transport could not cancel it."""
+        return self._num_stuck_blocks
+
+    def pump(self, now: float) -> None:
+        """Start what may be read, notice what is over."""
+        for read in list(self._reads.values()):
+            read.pump(now)
+            if read.is_over:
+                del self._reads[read.read_id]
+                done = ReadDone(
+                    sender=self._context.links.me, read_id=read.read_id, has_copy=read.has_copy and read.is_moved
+                )
+                self._context.links.send(read.peer.worker_id, read.peer.epoch, done)
+        if self._reads or self._num_stuck_blocks:
+            self._num_stuck_blocks = sum(read.num_stuck_blocks(now) for read in self._reads.values())
+            self._context.engine.scheduler.lost_blocks["peer reads"] = self._num_stuck_blocks
+
+    def check_integrity(self, *, idle: bool = False) -> None:
+        """With `idle`, raise AssertionError if anything is being read."""
+        assert not (idle and self._reads), f"{len(self._reads)} reads from peers are open"
+
+
+class _PeerSource(KvSource):
+    kind = "peer"
+
+    def __init__(self, reader: PeerReader, holder: KvHolder, cost: LoadCost, is_moved: bool) -> None:
+        self.name = f"peer:{holder.worker.worker_id}"
+        self.cost = cost
+        self._reader = reader
+        self._holder = holder
+        self._is_moved = is_moved
+
+    def look_up(self, first_block: int, digests: Sequence[bytes]) -> FetchSource:
+        end_block = min(self._holder.num_blocks, len(digests))
+        return FetchSource(self.name, max(end_block, first_block), self.cost.latency_s, self.cost.block_s)
+
+    def open(self, digests: Sequence[bytes], first_block: int, end_block: int, now: float) -> OpenSource:
+        peer = self._holder.worker
+        return self._reader.ask(peer, self.cost, digests, first_block, end_block, now, is_moved=self._is_moved)

@@ -1,0 +1,151 @@
+"""Everything a worker says to routers: tokens, failures, block events, its card."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from tandem.engine.engine import SequenceOutput
+from tandem.protocol.errors import WorkerError
+from tandem.protocol.messages import (
+    WIRE_VERSION,
+    BlockEvents,
+    BlockSnapshot,
+    Hello,
+    Message,
+    PeerAddress,
+    RequestFailed,
+    SequenceDelta,
+    StepOutput,
+    StepStats,
+    Welcome,
+    WorkerCard,
+    WorkerLoad,
+)
+from tandem.worker.sockets import WorkerSockets
+
+__all__ = ["RouterReplies"]
+
+
+class RouterReplies:
+    """The routers that are connected, and which of them sent each request."""
+
+    def __init__(self, address: PeerAddress, sockets: WorkerSockets) -> None:
+        self._address = address
+        self._sockets = sockets
+        self._routers: dict[bytes, str] = {}  # socket identity -> router id
+        self._requests: dict[str, bytes] = {}  # request id -> socket identity of its router
+        self._event_sequences: Counter[str] = Counter()  # by place
+
+    @property
+    def request_ids(self) -> frozenset[str]:
+        """Requests that this worker still has something to say about."""
+        return frozenset(self._requests)
+
+    def send(self, identity: bytes, message: Message) -> None:
+        """Answer the router that is connected under this identity."""
+        self._sockets.reply(identity, message)
+
+    def welcome(self, identity: bytes, hello: Hello, card: WorkerCard) -> None:
+        """Tell a router who this is. From then on it gets every step's statistics and all block events."""
+        refusal = ""
+        if hello.wire_version != WIRE_VERSION:
+            refusal = f"wire version {hello.wire_version} there, {WIRE_VERSION} here"
+        else:
+            self._routers = {i: r for i, r in self._routers.items() if r != hello.router_id}  # it reconnected
+            self._routers[identity] = hello.router_id
+        self.send(identity, Welcome(card=card, refusal=refusal))
+
+    def open(self, request_id: str, identity: bytes) -> bool:
+        """Remember which router sent a request; False if the request is known already."""
+        if request_id in self._requests:
+            return False
+        self._requests[request_id] = identity
+        return True
+
+    def refuse(self, identity: bytes, request_id: str, reason: str) -> None:
+        """Fail a request that was never opened."""
+        self.send(identity, RequestFailed(request_id=request_id, message=reason, code=WorkerError.code or ""))
+
+    def fail(self, request_id: str, message: str, code: str) -> None:
+        """Tell the router that a request failed; nothing more is said about it."""
+        identity = self._requests.pop(request_id, None)
+        if identity is not None:
+            self.send(identity, RequestFailed(request_id=request_id, message=message, code=code))
+
+    def forget(self, request_id: str) -> None:
+        """Say nothing more about a request."""
+        self._requests.pop(request_id, None)
+
+    def send_first_tokens(self, outputs: Iterable[SequenceOutput], load: WorkerLoad) -> None:
+        """Send tokens that were sampled in an earlier step, to the routers they are for."""
+        self._send_output(outputs, StepStats(duration_s=0.0), load, {})
+
+    def send_step(self, outputs: Iterable[SequenceOutput], stats: StepStats, load: WorkerLoad) -> None:
+        """Send a step's tokens to the routers they are for, in one message each, and its statistics to all."""
+        self._send_output(outputs, stats, load, {identity: [] for identity in self._routers})
+
+    def send_events(self, changes: Mapping[str, tuple[list[bytes], list[bytes]]]) -> None:
+        """Tell all routers which blocks were (stored, removed), by place."""
+        for place, (stored, removed) in changes.items():
+            self._event_sequences[place] += 1
+            events = BlockEvents(
+                worker_id=self._address.worker_id,
+                epoch=self._address.epoch,
+                sequence=self._event_sequences[place],
+                stored=stored,
+                removed=removed,
+                place=place,
+            )
+            for identity in self._routers:
+                self.send(identity, events)
+
+    def send_snapshot(self, identity: bytes, place: str, digests: list[bytes]) -> None:
+        """Tell one router of all blocks in a place. The events that led to them must have been sent before."""
+        snapshot = BlockSnapshot(
+            worker_id=self._address.worker_id,
+            epoch=self._address.epoch,
+            sequence=self._event_sequences[place],
+            digests=digests,
+            place=place,
+        )
+        self.send(identity, snapshot)
+
+    def _send_output(
+        self,
+        outputs: Iterable[SequenceOutput],
+        stats: StepStats,
+        load: WorkerLoad,
+        deltas: dict[bytes, list[SequenceDelta]],
+    ) -> None:
+        for output in outputs:
+            sequence = output.sequence
+            identity = self._requests.get(sequence.request_id)
+            if identity is None:
+                continue
+            deltas.setdefault(identity, []).append(_delta(output))
+            if sequence.finish_reason is not None:
+                del self._requests[sequence.request_id]
+        for identity, items in deltas.items():
+            message = StepOutput(
+                worker_id=self._address.worker_id,
+                epoch=self._address.epoch,
+                deltas=items,
+                stats=stats,
+                load=load,
+            )
+            self.send(identity, message)
+
+
+def _delta(output: SequenceOutput) -> SequenceDelta:
+    sequence = output.sequence
+    offset = sequence.num_output_tokens - 1
+    return SequenceDelta(
+        request_id=sequence.request_id,
+        offset=offset,
+        token_ids=[output.token_id],
+        finish_reason=sequence.finish_reason,
+        stop_token_id=sequence.stop_token_id,
+        num_cached_tokens=sequence.num_cached_tokens if offset == 0 else None,
+        logprobs=None if output.logprobs is None else [output.logprobs],
+    )
