@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, get_origin
@@ -15,6 +14,7 @@ import typer
 from tandem.protocol.config import PANELS
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.settings import Field, checked, settings_of
+from tandem.protocol.toml_file import read_toml
 
 __all__ = ["Values", "fields_by_panel", "read_config_file", "with_settings"]
 
@@ -59,13 +59,7 @@ def fields_by_panel(*configs: type[Any]) -> list[Field]:
 
 def read_config_file(path: str, fields: Sequence[Field]) -> Values:
     """The settings in a TOML file. Raises `ConfigError` with file, key, value and remedy."""
-    try:
-        with open(path, "rb") as file:
-            content = tomllib.load(file)
-    except OSError as exc:
-        raise ConfigError(f"config={path!r} cannot be read: {exc.strerror}; give the path of a TOML file") from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"config={path!r} is not valid TOML: {exc}") from exc
+    content = read_toml("config", path)
     known = {field.name: field for field in fields}
     for key, value in content.items():
         if key not in known:

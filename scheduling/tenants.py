@@ -13,14 +13,15 @@ shared_cache = true      # it shares cached prefixes with all other tenants that
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from tandem.protocol.digest import CacheScope, cache_scope
 from tandem.protocol.errors import ConfigError
+from tandem.protocol.toml_file import checked_as, read_toml
 
 __all__ = ["DEFAULT_TENANT", "OTHER_TENANTS", "TENANT_NAME", "CacheScopes", "TenantPolicy", "Tenants", "load_tenants"]
 
@@ -78,13 +79,8 @@ def load_tenants(path: str) -> Tenants:
     """
     if not path:
         return Tenants()
-    try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as exc:
-        raise ConfigError(f"tenants={path!r} cannot be read: {exc.strerror}; give the path of a TOML file") from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"tenants={path!r} is not valid TOML: {exc}") from exc
-    if not content:  # as a pipe is that was read before
+    content = read_toml("tenants", path)
+    if not content:  # a pipe that was read before is empty too
         raise ConfigError(f"tenants={path!r} is empty; write [default] or [tenants.NAME], or leave the file out")
     for key in content.keys() - {"default", "tenants"}:
         raise ConfigError(f"{path}: {key} is unknown; use [default] and [tenants.NAME]")
@@ -100,41 +96,33 @@ def load_tenants(path: str) -> Tenants:
 
 
 def _policy(path: str, where: str, table: Any, default: TenantPolicy) -> TenantPolicy:
-    """One table; what it leaves out is as in `default`."""
+    """The policy of one table; what the table leaves out is as in `default`."""
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: {where} = {table!r} must be a table; write [{where}]")
     changes: dict[str, Any] = {}
     for key, value in table.items():
-        if key == "workers":
-            changes[key] = _patterns(path, where, value)
-            continue
-        if key == "shared_cache":
-            if not isinstance(value, bool):
-                raise ConfigError(f"{path}: {where}.shared_cache = {value!r} must be true or false")
-            changes[key] = value
-            continue
         if key not in _KEYS:
-            raise ConfigError(f"{path}: {where}.{key} is unknown; use {', '.join(_KEYS)}, workers, shared_cache")
-        name, scale, upper, remedy = _KEYS[key]
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value <= upper:
-            raise ConfigError(f"{path}: {where}.{key} = {value!r} must be {remedy}")
-        changes[name] = value * scale
+            raise ConfigError(f"{path}: {where}.{key} is unknown; use {', '.join(_KEYS)}")
+        changes[key] = checked_as(_KEYS[key], value, f"{path}: {where}.{key} = {value!r}")
+    if "ttft_slo_ms" in changes:
+        changes["ttft_slo_s"] = changes.pop("ttft_slo_ms") / 1e3
     return replace(default, **changes)
 
 
-def _patterns(path: str, where: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
-        raise ConfigError(
-            f"{path}: {where}.workers = {value!r} must be a list of worker ids or patterns, "
-            'such as ["prefill-0", "decode-*"]; leave it out for all workers'
-        )
-    return tuple(value)
-
-
-# Key in the file -> field, factor to its unit, largest value, what to write instead. All are above 0.
-_KEYS: dict[str, tuple[str, float, float, str]] = {
-    "weight": ("weight", 1.0, 1e6, "a number above 0, at most 1000000, such as 1.0"),
-    "ttft_slo_ms": ("ttft_slo_s", 1e-3, 1e9, "milliseconds above 0, such as 2000; leave it out for none"),
-    "max_queue_share": ("max_queue_share", 1.0, 1.0, "above 0, at most 1, such as 0.5"),
+# Types of the keys in a table; the description is what an error says that a value must be.
+_KEYS: dict[str, Any] = {
+    "weight": Annotated[float, Meta(gt=0, le=1e6, description="a number above 0, at most 1000000, such as 1.0")],
+    "ttft_slo_ms": Annotated[
+        float, Meta(gt=0, le=1e9, description="milliseconds above 0, such as 2000; leave it out for none")
+    ],
+    "max_queue_share": Annotated[float, Meta(gt=0, le=1, description="above 0, at most 1, such as 0.5")],
+    "workers": Annotated[
+        tuple[Annotated[str, Meta(min_length=1)], ...],
+        Meta(
+            min_length=1,
+            description='a list of worker ids or patterns, such as ["prefill-0", "decode-*"]; leave it out for all '
+            "workers",
+        ),
+    ],
+    "shared_cache": Annotated[bool, Meta(description="true or false")],
 }

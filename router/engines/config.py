@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from msgspec import Meta
 
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role
+from tandem.protocol.toml_file import checked_as, read_toml
 
 __all__ = ["EngineKind", "EngineSpec", "FleetFile", "check_fleet", "check_tokenizer", "load_fleet", "spec_from"]
 
@@ -118,12 +118,7 @@ class FleetFile:
 
 def load_fleet(path: Path) -> FleetFile:
     """Read and check an engines file. Raises `ConfigError` naming file, key, value and remedy."""
-    try:
-        content = tomllib.loads(path.read_text())
-    except OSError as exc:
-        raise ConfigError(f"engines file {path} cannot be read: {exc.strerror}") from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"engines file {path} is not valid TOML: {exc}") from exc
+    content = read_toml("engines", path)
     if unknown := sorted(content.keys() - {"engines", "tokenizers"}):
         raise ConfigError(f"{path}: unknown key {unknown[0]!r}; known are [[engines]] and [tokenizers]")
     entries = _part(
@@ -224,12 +219,8 @@ def _part(content: dict[str, Any], key: str, wanted: Any, default: Any, error: s
 
 def _checked(name: str, value: Any, where: str) -> Any:
     """The value, if it has the type and the bounds of its field."""
-    try:
-        return msgspec.convert(value, _TYPES[name])
-    except msgspec.ValidationError as exc:
-        rule = next(note.description for note in _TYPES[name].__metadata__ if isinstance(note, Meta))
-        shown = name if name in _SECRETS else f"{name}={value!r}"
-        raise ConfigError(f"{where}: {shown} must be {rule}") from exc
+    shown = name if name in _SECRETS else f"{name}={value!r}"
+    return checked_as(_TYPES[name], value, f"{where}: {shown}")
 
 
 def _check_headers(headers: dict[str, str], where: str) -> None:

@@ -42,7 +42,7 @@ def test_every_field_of_the_engines_config_is_a_flag_and_every_flag_a_field() ->
     ("words", "expected"),
     [
         ("route", "there are no engines and no way to add any"),
-        ("route --engines /no/such/file", "engines file /no/such/file cannot be read"),
+        ("route --engines /no/such/file", "engines='/no/such/file' cannot be read"),
         ("route --admin-token-file /no/such/file", "admin_token_file=/no/such/file cannot be read"),
         ("route --max-attempts 0", "max_attempts=0 must be above 0"),
         ("route --router-processes 0", "router_processes=0 must be from 1 to 64"),

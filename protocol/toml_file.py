@@ -1,0 +1,35 @@
+"""TOML files that a user writes: reading them, and checking a value by a type whose errors a user understands."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.protocol.errors import ConfigError
+
+__all__ = ["checked_as", "read_toml"]
+
+
+def read_toml(flag: str, path: str | Path) -> dict[str, Any]:
+    """The content of a file that this flag names. Raises `ConfigError` for one that is missing or no TOML."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"{flag}={str(path)!r} cannot be read: {exc.strerror}; give the path of a TOML file") from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{flag}={str(path)!r} is not valid TOML: {exc}") from exc
+
+
+def checked_as(kind: Any, value: Any, shown: str) -> Any:
+    """The value as this type, which is annotated with a `msgspec.Meta` that describes it.
+
+    Raises `ConfigError`: `shown`, which names the value, must be what the description says.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as exc:
+        description = next(note.description for note in kind.__metadata__ if isinstance(note, msgspec.Meta))
+        raise ConfigError(f"{shown} must be {description}") from exc
