@@ -8,14 +8,13 @@ import time
 from collections.abc import AsyncIterator, Container, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.protocol.errors import ConfigError, ModelNotFound, RequestError, ServingError
+from tandem.protocol.errors import ConfigError, RequestError, ServingError
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.engines.addresses import check_addresses
 from tandem.router.engines.config import EngineSpec, check_tokenizer, spec_from
@@ -25,9 +24,13 @@ from tandem.router.engines.metrics import EngineCollector
 from tandem.router.engines.prompts import PromptReader
 from tandem.router.engines.together import ClusterView
 from tandem.router.http.app import RouterApp, json_response
-from tandem.router.http.errors import error_body, error_response
 from tandem.router.http.metrics import EdgeMetrics
-from tandem.router.openai.visibility import metrics_response, visible_decisions, visible_pools
+from tandem.router.http.shared_routes import (
+    add_decision_routes,
+    add_model_routes,
+    add_operation_routes,
+    product_version,
+)
 from tandem.router.processes.sibling_bus import PeerRouterBus
 from tandem.router.text.tokenizer import TokenizerPool
 from tandem.router.workers.metrics import WorkerCollector
@@ -103,12 +106,12 @@ def create_engines_app(
             await fleet.close()
             pool.close()
 
-    app = RouterApp(config, metrics, api_keys, lifespan=lifespan)
+    app = RouterApp(config, metrics, api_keys, version=product_version(), lifespan=lifespan)
     app.state.queues = forwarder.queues
     _add_generation_routes(app, forwarder)
-    _add_route_routes(app, forwarder, together)
-    _add_catalog_routes(app, fleet)
-    _add_operation_routes(app, fleet, together)
+    add_decision_routes(app, explain=forwarder.explain, decisions=together.decisions)
+    add_model_routes(app, names=lambda: fleet.models, max_model_len=fleet.max_model_len, created_s=int(time.time()))
+    add_operation_routes(app, not_ready=lambda: _not_ready(fleet), scrape=together.metrics, pools=together.pools)
     _add_admin_routes(app, fleet, together, admin_token, {spec.api_key_env for spec in first_specs}, readers)
     return app
 
@@ -118,56 +121,13 @@ def _add_generation_routes(app: RouterApp, forwarder: Forwarder) -> None:
         app.add_raw_route(path, partial(forwarder.answer, path))
 
 
-def _add_route_routes(app: FastAPI, forwarder: Forwarder, together: ClusterView) -> None:
-    @app.post("/v1/route/explain")
-    async def explain(request: Request) -> Response:
-        return json_response(await forwarder.explain(request))
-
-    @app.get("/v1/route/decisions")
-    async def decisions(request: Request) -> Response:
-        return json_response({"object": "list", "data": visible_decisions(await together.decisions(), request)})
-
-
-def _add_catalog_routes(app: FastAPI, fleet: EngineFleet) -> None:
-    started_at_s = int(time.time())
-
-    def card(model: str) -> dict[str, Any]:
-        if model not in fleet.models:
-            raise ModelNotFound(f"The model '{model[:200]}' does not exist.", param="model")
-        max_model_len = fleet.max_model_len(model)
-        about = {"id": model, "object": "model", "created": started_at_s, "owned_by": "tandem"}
-        return about | {"max_model_len": max_model_len}
-
-    @app.get("/v1/models")
-    async def list_models() -> Response:
-        return json_response({"object": "list", "data": [card(model) for model in fleet.models]})
-
-    @app.get("/v1/models/{model_id:path}")
-    async def retrieve_model(model_id: str) -> Response:
-        return json_response(card(model_id))
-
-
-def _add_operation_routes(app: FastAPI, fleet: EngineFleet, together: ClusterView) -> None:
-    @app.get("/health")
-    async def health() -> Response:
-        return json_response({"status": "ok"})
-
-    @app.get("/ready")
-    async def ready() -> Response:
-        if fleet.is_ready:
-            return json_response({"status": "ready"})
-        now = fleet.clock()
-        reasons = ", ".join(f"{engine.name} ({engine.refusal(now)})" for engine in fleet.engines)
-        message = f"No engine is ready: {reasons or 'none is registered'}."
-        return error_response(503, error_body(message, "server_error", code="not_ready"))
-
-    @app.get("/metrics")
-    async def scrape_metrics(request: Request) -> Response:
-        return metrics_response(await together.metrics(), request)
-
-    @app.get("/v1/pools")
-    async def show_pools(request: Request) -> Response:
-        return json_response(visible_pools(await together.pools(), request))
+def _not_ready(fleet: EngineFleet) -> str | None:
+    """Why requests should not be sent here now; None if they should."""
+    if fleet.is_ready:
+        return None
+    now = fleet.clock()
+    reasons = ", ".join(f"{engine.name} ({engine.refusal(now)})" for engine in fleet.engines)
+    return f"No engine is ready: {reasons or 'none is registered'}."
 
 
 def _add_admin_routes(
@@ -182,11 +142,13 @@ def _add_admin_routes(
 
     @app.get("/v1/engines")
     async def list_engines(request: Request) -> Response:
+        """The registered engines with their state, load and learned costs."""
         _check_admin(request, admin_token)
         return json_response({"object": "list", "data": (await together.pools())["engines"]})
 
     @app.post("/v1/engines")
     async def add_engine(request: Request) -> Response:
+        """Add an engine. The body has the keys of an engine in the `--engines` file."""
         _check_admin(request, admin_token)
         _, body = await read_object(request)
         try:
@@ -206,6 +168,7 @@ def _add_admin_routes(
 
     @app.delete("/v1/engines/{name}")
     async def remove_engine(name: str, request: Request) -> Response:
+        """Remove an engine: it gets no new requests, and ends those that run. Answers 202 at once."""
         _check_admin(request, admin_token)
         engine = fleet.get(name)
         if engine is None:

@@ -24,9 +24,8 @@ from tandem.router.engines.prompts import PromptReader, TextReader, cache_salt_o
 from tandem.router.engines.queues import Queues
 from tandem.router.http.disconnect import cancel_on_disconnect
 from tandem.router.http.errors import ClientDisconnected, serving_error_body
-from tandem.router.http.json_body import check_brackets
+from tandem.router.http.json_body import read_json
 from tandem.router.http.metrics import EdgeMetrics
-from tandem.router.http.origin_checks import check_content_type
 from tandem.router.http.request_options import EXPLAIN_HEADER, request_options
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.openai.answer import new_answer_id
@@ -80,12 +79,12 @@ class Forwarder:
         self.queues = Queues(fleet, self._book)
         self.num_retries = 0
 
-    async def explain(self, request: Request) -> dict[str, Any]:
-        """Body of `POST /v1/route/explain`: what would be decided now. Nothing is sent or booked."""
+    async def explain(self, request: Request) -> list[dict[str, Any]]:
+        """The decision that would be made now. Nothing is sent or booked. Raises a `ServingError`."""
         raw, body = await read_object(request)
         _check_fields(raw, body)
         asked = await self._read(request, "", raw, body, time.perf_counter())
-        return {"object": "list", "data": [self.queues.of(asked.model).explain(asked)]}
+        return [self.queues.of(asked.model).explain(asked)]
 
     async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Raises a `ServingError` for a failure before the first byte."""
@@ -218,9 +217,7 @@ class Forwarder:
 
 async def read_object(request: Request) -> tuple[bytes, dict[str, Any]]:
     """The JSON object of a request, raw and decoded. Raises `RequestError`."""
-    check_content_type(request)
-    raw = await request.body()
-    check_brackets(raw)
+    raw = await read_json(request)
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as exc:

@@ -1,11 +1,11 @@
-"""The FastAPI app: routes, layers and life cycle around one backend and one tokenizer."""
+"""The FastAPI app of `tandem serve`: routes, layers and life cycle around one backend and one tokenizer."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
@@ -17,24 +17,24 @@ from tandem.protocol.config import RouterConfig
 from tandem.router.backend import Backend
 from tandem.router.http.app import RouterApp, json_response
 from tandem.router.http.authentication import check_operator
-from tandem.router.http.errors import error_body, error_response
 from tandem.router.http.metrics import EdgeMetrics
+from tandem.router.http.shared_routes import (
+    add_decision_routes,
+    add_model_routes,
+    add_operation_routes,
+    product_version,
+)
 from tandem.router.openai.cache import list_pins, pin_prefix, prefetch_pin, unpin_prefix
 from tandem.router.openai.chat import create_chat_completion
 from tandem.router.openai.completions import create_completion
-from tandem.router.openai.models import detokenize, model_card, model_list, tokenize
+from tandem.router.openai.explain import explain
 from tandem.router.openai.readiness import Readiness, Ready
-from tandem.router.openai.route_decisions import explain_route, list_decisions
-from tandem.router.openai.schema import DetokenizeRequest
-from tandem.router.openai.serving_context import ServingContext, read_body
-from tandem.router.openai.visibility import metrics_response, visible_pools
+from tandem.router.openai.serving_context import ServingContext
+from tandem.router.openai.tokenization import detokenize, tokenize
 from tandem.router.text.tokenizer import Tokenizer, TokenizerPool
 from tandem.scheduling.tenants import CacheScopes, Tenants
 
 __all__ = ["create_app"]
-
-
-Scrape = Callable[[], Awaitable[bytes]]
 
 
 def create_app(
@@ -44,27 +44,27 @@ def create_app(
     registry: CollectorRegistry,
     *,
     readiness: Ready | None = None,
-    scrape: Scrape | None = None,
+    scrape: Callable[[], Awaitable[bytes]] | None = None,
     started_at_s: int | None = None,
     api_keys: Mapping[bytes, str],
     tenants: Tenants = Tenants(),
 ) -> RouterApp:
-    """The app. It frees its threads at its end, not the backend.
+    """The app. At its end it stops its own threads; the caller closes the backend.
 
-    Where nobody else knows whether the backend is ready, or what the metrics are, it probes the one from its start on,
-    and shows those of `registry`. `started_at_s` (Unix time) is what models were created at. `api_keys` are as
-    `load_api_keys` gives them; `tenants` say who shares cached prefixes.
+    Without `readiness` it probes the backend itself, and without `scrape` it exposes the metrics of `registry`.
+    `started_at_s` (Unix time) is shown as the models' creation time. `api_keys` come from `load_api_keys`; `tenants`
+    say who shares cached prefixes.
     """
-    metrics = EdgeMetrics(registry)
     context = ServingContext(
         backend,
         tokenizer,
         TokenizerPool(config.tokenizer_threads),
-        metrics,
-        started_at_s or int(time.time()),
+        EdgeMetrics(registry),
         CacheScopes(tenants, has_keys=bool(api_keys)),
     )
     prober = Readiness(backend, tokenizer.start_id or 0) if readiness is None else None
+    ready = readiness or prober
+    assert ready is not None
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -77,22 +77,31 @@ def create_app(
     async def scrape_registry() -> bytes:
         return bytes(generate_latest(registry))
 
-    app = RouterApp(config, metrics, api_keys, version=_version(), lifespan=lifespan)
+    app = RouterApp(config, context.metrics, api_keys, version=product_version(), lifespan=lifespan)
+    app.state.readiness = ready
     _add_generation_routes(app, context)
-    _add_catalog_routes(app, context)
+    _add_tokenizer_routes(app, context)
     _add_cache_routes(app, context)
-    _add_route_routes(app, context)
-    app.state.readiness = readiness or prober
-    _add_operation_routes(app, backend, app.state.readiness, scrape or scrape_registry)
+    _add_pool_check(app, backend)
+    add_decision_routes(app, explain=partial(explain, context), decisions=backend.decisions)
+    add_model_routes(
+        app,
+        names=lambda: [backend.model],
+        max_model_len=lambda _: backend.max_model_len,
+        created_s=started_at_s or int(time.time()),
+    )
+    add_operation_routes(app, not_ready=lambda: ready.reason, scrape=scrape or scrape_registry, pools=backend.pools)
     return app
 
 
 def _add_generation_routes(app: RouterApp, context: ServingContext) -> None:
     async def chat_completions(scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a conversation, at once or as a stream of server-sent events."""
         response = await create_chat_completion(context, Request(scope, receive))
         await response(scope, receive, send)
 
     async def completions(scope: Scope, receive: Receive, send: Send) -> None:
+        """Continue one or many prompts, at once or as a stream of server-sent events."""
         response = await create_completion(context, Request(scope, receive))
         await response(scope, receive, send)
 
@@ -100,86 +109,44 @@ def _add_generation_routes(app: RouterApp, context: ServingContext) -> None:
     app.add_raw_route("/v1/completions", completions)
 
 
-def _add_catalog_routes(app: FastAPI, context: ServingContext) -> None:
-    @app.get("/v1/models")
-    async def list_models() -> Response:
-        return json_response(model_list(context))
-
-    @app.get("/v1/models/{model_id:path}")
-    async def retrieve_model(model_id: str) -> Response:
-        return json_response(model_card(context, model_id))
-
+def _add_tokenizer_routes(app: FastAPI, context: ServingContext) -> None:
     @app.post("/tokenize")
     async def tokenize_prompt(request: Request) -> Response:
+        """Token ids of a prompt or of messages, as a request with them would have."""
         return json_response(await tokenize(context, request))
 
     @app.post("/detokenize")
     async def detokenize_ids(request: Request) -> Response:
-        _, fields = await read_body(request, DetokenizeRequest)
-        return json_response(await detokenize(context, fields))
+        """Text of token ids, special tokens included."""
+        return json_response(await detokenize(context, request))
 
 
 def _add_cache_routes(app: FastAPI, context: ServingContext) -> None:
     @app.post("/v1/cache/pin")
     async def pin(request: Request) -> Response:
+        """Keep a prefix or a conversation in the KV cache for a while. Returns the pin, and where its blocks are."""
         return json_response(await pin_prefix(context, request))
 
     @app.post("/v1/cache/unpin")
     async def unpin(request: Request) -> Response:
+        """End a pin."""
         return json_response(await unpin_prefix(context, request))
 
     @app.post("/v1/cache/prefetch")
     async def prefetch(request: Request) -> Response:
+        """Bring the blocks of a pin up into host memory or the pool. Returns the pin as it is before that."""
         return json_response(await prefetch_pin(context, request))
 
     @app.get("/v1/cache/pins")
     async def pins(request: Request) -> Response:
+        """The live pins that this key may see. Query parameter `cache_salt`: only those with this salt."""
         return json_response(await list_pins(context, request))
 
 
-def _add_route_routes(app: FastAPI, context: ServingContext) -> None:
-    @app.post("/v1/route/explain")
-    async def explain(request: Request) -> Response:
-        return json_response(await explain_route(context, request))
-
-    @app.get("/v1/route/decisions")
-    async def decisions(request: Request) -> Response:
-        return json_response(await list_decisions(context, request))
-
-
-def _add_operation_routes(app: FastAPI, backend: Backend, readiness: Ready, scrape: Scrape) -> None:
-    @app.get("/health")
-    async def health() -> Response:
-        return json_response({"status": "ok"})
-
-    @app.get("/ready")
-    async def ready() -> Response:
-        reason = readiness.reason
-        if reason is not None:
-            return error_response(503, error_body(reason, "server_error", code="not_ready"))
-        return json_response({"status": "ready"})
-
-    @app.get("/metrics")
-    async def scrape_metrics(request: Request) -> Response:
-        return metrics_response(await scrape(), request)
-
-    @app.get("/v1/pools")
-    async def show_pools(request: Request) -> Response:
-        return json_response(visible_pools(await backend.pools(), request))
-
+def _add_pool_check(app: FastAPI, backend: Backend) -> None:
     @app.post("/v1/pools/check")
     async def check_pools(request: Request) -> Response:
+        """Check every worker's block pool, and name what it still holds. Needs an operator's key."""
         check_operator(request)
         workers = await backend.check()
         return json_response({"idle": not any(workers.values()), "workers": workers})
-
-    @app.get("/version")
-    async def show_version() -> Response:
-        return json_response({"version": _version()})
-
-
-def _version() -> str:
-    try:
-        return version("tandem-serve")
-    except PackageNotFoundError:  # run from a source tree that is not installed
-        return "unknown"

@@ -15,10 +15,11 @@ from tandem.protocol.errors import RequestError
 from tandem.router.http.json_body import check_brackets
 from tandem.router.http.request_options import request_options
 from tandem.router.openai.answer import Answer, answer_request
+from tandem.router.openai.answer_plan import AnswerPlan, Prompt, conversation_of, plan_answer
 from tandem.router.openai.formats import ChatFormat
 from tandem.router.openai.request_limits import check_fields, check_messages
 from tandem.router.openai.schema import ChatMessage, ChatRequest, refuse_unserved
-from tandem.router.openai.serving_context import Prompt, ServingContext, conversation_of, plan_answer, read_body
+from tandem.router.openai.serving_context import ServingContext, read_body
 from tandem.router.text.tokenizer import MIN_THREAD_BYTES
 
 __all__ = ["create_chat_completion", "plan_chat", "template_messages", "template_options", "tokenize_chat"]
@@ -54,11 +55,10 @@ async def plan_chat(context: ServingContext, request: Request, arrived_s: float)
     )
     if not token_ids:
         raise RequestError("The messages make an empty prompt.", param="messages")
-    return plan_answer(
-        context,
-        fields,
-        [Prompt(token_ids)],
-        ChatFormat(num_logprobs),
+    plan = AnswerPlan(
+        fields=fields,
+        prompts=[Prompt(token_ids)],
+        format=ChatFormat(num_logprobs),
         requested_tokens=requested_tokens,
         default_tokens=None,
         num_logprobs=num_logprobs,
@@ -67,6 +67,7 @@ async def plan_chat(context: ServingContext, request: Request, arrived_s: float)
         options=options,
         cache_scope=scope,
     )
+    return plan_answer(context, plan)
 
 
 async def tokenize_chat(

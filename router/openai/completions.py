@@ -11,11 +11,12 @@ from starlette.responses import Response
 from tandem.protocol.errors import RequestError
 from tandem.router.http.request_options import request_options
 from tandem.router.openai.answer import Answer, answer_request
+from tandem.router.openai.answer_plan import AnswerPlan, Prompt, conversation_of, plan_answer
 from tandem.router.openai.formats import CompletionFormat
 from tandem.router.openai.request_limits import check_echo, check_fields
 from tandem.router.openai.sampling import check_token_ids
 from tandem.router.openai.schema import CompletionRequest, refuse_unserved
-from tandem.router.openai.serving_context import Prompt, ServingContext, conversation_of, plan_answer, read_body
+from tandem.router.openai.serving_context import ServingContext, read_body
 from tandem.router.text.token_lengths import PromptLimit
 from tandem.router.text.tokenizer import Tokenizer
 
@@ -51,11 +52,10 @@ async def plan_completion(context: ServingContext, request: Request, arrived_s: 
     if fields.echo:
         check_echo((prompt.echo for prompt in prompts), fields.n or 1)
     echoes = [prompt.echo for prompt in prompts for _ in range(fields.n or 1)] if fields.echo else []
-    return plan_answer(
-        context,
-        fields,
-        prompts,
-        CompletionFormat(fields.logprobs, echoes),
+    plan = AnswerPlan(
+        fields=fields,
+        prompts=prompts,
+        format=CompletionFormat(fields.logprobs, echoes),
         requested_tokens=fields.max_tokens,
         default_tokens=DEFAULT_MAX_TOKENS,
         num_logprobs=fields.logprobs,
@@ -64,6 +64,7 @@ async def plan_completion(context: ServingContext, request: Request, arrived_s: 
         options=options,
         cache_scope=context.scopes.of(options.service_class.tenant, fields.cache_salt or ""),
     )
+    return plan_answer(context, plan)
 
 
 def _separate_prompts(fields: CompletionRequest, limit: PromptLimit) -> list[str | list[int]]:

@@ -25,7 +25,6 @@ from tandem.protocol.sampling import (
     MAX_STOP_TOKEN_IDS,
     MIN_REPETITION_PENALTY,
 )
-from tandem.router.http.json_body import check_brackets
 
 __all__ = [
     "ChatMessage",
@@ -222,7 +221,6 @@ _Unserved = msgspec.defstruct("_Unserved", [(name, msgspec.Raw, _ABSENT) for nam
 
 def decode_body(body: bytes, request_type: type[R]) -> R:
     """Body as a request. Raises `RequestError` naming the field that is wrong."""
-    check_brackets(body)
     with _decoding_errors(), _collector_paused(body):
         return msgspec.json.decode(body, type=request_type)
 

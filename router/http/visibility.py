@@ -1,5 +1,6 @@
-"""What a tenant is shown of things that concern all tenants: of decisions its own, of pools and metrics no figures of
-others. Operators are shown everything, and so is everyone where there are no API keys.
+"""What a tenant's key may see of things that concern all tenants: its own decisions, and no load figures of others.
+
+An operator's key sees everything, and so does everyone if the server has no API keys.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from tandem.router.http.authentication import visible_tenant
 
 __all__ = ["metrics_response", "visible_decisions", "visible_pools"]
 
-_MEMBER_FIELDS = ("worker_id", "name", "model", "state")  # of a worker or an engine, those that tell no load
-_OF_A_TENANT = re.compile(rb'^.*\btenant=".*\n', re.MULTILINE)
+_MEMBER_FIELDS = ("worker_id", "name", "model", "state")  # the fields of a worker or an engine that do not show load
+_TENANT_SAMPLE = re.compile(rb'^.*\btenant=".*\n', re.MULTILINE)
 
 
 def visible_decisions(decisions: list[dict[str, Any]], request: Request) -> list[dict[str, Any]]:
@@ -26,7 +27,7 @@ def visible_decisions(decisions: list[dict[str, Any]], request: Request) -> list
 
 
 def visible_pools(pools: dict[str, Any], request: Request) -> dict[str, Any]:
-    """The part of `/v1/pools` that a request may see: of tenants' keys, only who is there."""
+    """The part of `/v1/pools` that a request may see: with a tenant's key, only names and states."""
     if visible_tenant(request) is None:
         return pools
     if "engines" in pools:
@@ -35,9 +36,9 @@ def visible_pools(pools: dict[str, Any], request: Request) -> dict[str, Any]:
 
 
 def metrics_response(exposition: bytes, request: Request) -> Response:
-    """Prometheus' text; the samples of single tenants are for operators."""
+    """Metrics in Prometheus' text format. Samples with a tenant's name are left out unless an operator asks."""
     if visible_tenant(request) is not None:
-        exposition = _OF_A_TENANT.sub(b"", exposition)
+        exposition = _TENANT_SAMPLE.sub(b"", exposition)
     return Response(exposition, headers={"content-type": CONTENT_TYPE_LATEST})
 
 

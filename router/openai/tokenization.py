@@ -1,4 +1,4 @@
-"""The small routes: which model is served, and its tokenizer."""
+"""`POST /tokenize` and `POST /detokenize`: the model's tokenizer as requests meet it."""
 
 from __future__ import annotations
 
@@ -6,33 +6,13 @@ from typing import Any
 
 from starlette.requests import Request
 
-from tandem.protocol.errors import ModelNotFound, RequestError
+from tandem.protocol.errors import RequestError
 from tandem.router.openai.chat import tokenize_chat
 from tandem.router.openai.sampling import check_token_ids
 from tandem.router.openai.schema import DetokenizeRequest, TokenizeRequest
 from tandem.router.openai.serving_context import ServingContext, read_body
 
-__all__ = ["detokenize", "model_card", "model_list", "tokenize"]
-
-
-def model_list(context: ServingContext) -> dict[str, Any]:
-    """Body of `GET /v1/models`."""
-    return {"object": "list", "data": [model_card(context, context.backend.model)]}
-
-
-def model_card(context: ServingContext, model_id: str) -> dict[str, Any]:
-    """Body of `GET /v1/models/{id}`. Raises `ModelNotFound`."""
-    if model_id != context.backend.model:
-        raise ModelNotFound(f"The model '{model_id[:200]}' does not exist.", param="model")
-    return {
-        "id": model_id,
-        "object": "model",
-        "created": context.started_at_s,
-        "owned_by": "tandem",
-        "root": model_id,
-        "parent": None,
-        "max_model_len": context.backend.max_model_len,
-    }
+__all__ = ["detokenize", "tokenize"]
 
 
 async def tokenize(context: ServingContext, request: Request) -> dict[str, Any]:
@@ -68,8 +48,9 @@ async def tokenize(context: ServingContext, request: Request) -> dict[str, Any]:
     }
 
 
-async def detokenize(context: ServingContext, fields: DetokenizeRequest) -> dict[str, Any]:
-    """Body of `POST /detokenize`: the text of token ids, special ones included."""
+async def detokenize(context: ServingContext, request: Request) -> dict[str, Any]:
+    """Body of `POST /detokenize`: the text of token ids, special tokens included."""
+    _, fields = await read_body(request, DetokenizeRequest)
     context.check_model(fields.model)
     context.prompt_limit("tokens").check(len(fields.tokens))
     check_token_ids(fields.tokens, context.tokenizer.vocab_size, param="tokens")

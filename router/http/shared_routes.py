@@ -1,0 +1,114 @@
+"""Routes that `tandem serve` and `tandem route` have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tandem.protocol.errors import ModelNotFound
+from tandem.router.http.app import json_response
+from tandem.router.http.errors import error_body, error_response
+from tandem.router.http.visibility import metrics_response, visible_decisions, visible_pools
+
+__all__ = ["add_decision_routes", "add_model_routes", "add_operation_routes", "product_version"]
+
+Json = dict[str, Any]
+
+
+def add_operation_routes(
+    app: FastAPI,
+    *,
+    not_ready: Callable[[], str | None],
+    scrape: Callable[[], Awaitable[bytes]],
+    pools: Callable[[], Awaitable[Json]],
+) -> None:
+    """Add health, readiness, metrics, pools and version. `not_ready` gives the reason, or None when ready."""
+
+    @app.get("/health")
+    async def health() -> Response:
+        """The process answers."""
+        return json_response({"status": "ok"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Whether requests should be sent here: 200, or 503 `not_ready` with the reason."""
+        reason = not_ready()
+        if reason is not None:
+            return error_response(503, error_body(reason, "server_error", code="not_ready"))
+        return json_response({"status": "ready"})
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """Metrics in Prometheus' text format. A tenant's key does not get samples of single tenants."""
+        return metrics_response(await scrape(), request)
+
+    @app.get("/v1/pools")
+    async def show_pools(request: Request) -> Response:
+        """Workers or engines with their state, load and learned costs. A tenant's key gets names and states only."""
+        return json_response(visible_pools(await pools(), request))
+
+    @app.get("/version")
+    async def show_version() -> Response:
+        """The version of Tandem."""
+        return json_response({"version": product_version()})
+
+
+def add_decision_routes(
+    app: FastAPI,
+    *,
+    explain: Callable[[Request], Awaitable[list[Json]]],
+    decisions: Callable[[], Awaitable[list[Json]]],
+) -> None:
+    """Add the routes that say where requests go, and why."""
+
+    @app.post("/v1/route/explain")
+    async def explain_route(request: Request) -> Response:
+        """What would be decided now for each prompt of a chat or completion body. Nothing is sent or booked."""
+        return json_response({"object": "list", "data": await explain(request)})
+
+    @app.get("/v1/route/decisions")
+    async def list_decisions(request: Request) -> Response:
+        """The latest decisions, newest first. A tenant's key gets its own only."""
+        return json_response({"object": "list", "data": visible_decisions(await decisions(), request)})
+
+
+def add_model_routes(
+    app: FastAPI, *, names: Callable[[], Iterable[str]], max_model_len: Callable[[str], int | None], created_s: int
+) -> None:
+    """Add the routes that say which models are served. `created_s` is a Unix time."""
+
+    def card(name: str) -> Json:
+        return {
+            "id": name,
+            "object": "model",
+            "created": created_s,
+            "owned_by": "tandem",
+            "root": name,
+            "parent": None,
+            "max_model_len": max_model_len(name),
+        }
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        """The served models, with their context length."""
+        return json_response({"object": "list", "data": [card(name) for name in names()]})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def retrieve_model(model_id: str) -> Response:
+        """One of the served models."""
+        if model_id not in names():
+            raise ModelNotFound(f"The model '{model_id[:200]}' does not exist.", param="model")
+        return json_response(card(model_id))
+
+
+def product_version() -> str:
+    """The version of the installed package."""
+    try:
+        return version("tandem-serve")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "unknown"
