@@ -28,7 +28,7 @@ from tandem.protocol.messages import BlockEvents, PeerAddress, Role, WorkerCard,
 from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.placement import Placer
+from tandem.scheduling.placer import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Registry
 from tandem.scheduling.request import CommonDigests, PlacementRequest

@@ -61,7 +61,7 @@ from tandem.runtime.message_socket import MessageSocket
 from tandem.runtime.signals import wait_for_any
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.placement import Placer
+from tandem.scheduling.placer import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Registry
 from tandem.scheduling.tenants import Tenants

@@ -20,7 +20,7 @@ from tandem.protocol.messages import PeerAddress, Role, StepStats, WorkerCard, W
 from tandem.scheduling.admission import Admission, Dispatch, Drop
 from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel, StepCosts, prefill_attention
-from tandem.scheduling.placement import Placer
+from tandem.scheduling.placer import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Registry
 from tandem.scheduling.request import NO_DIGESTS, ServiceClass

@@ -38,7 +38,7 @@ from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.signals import defer_keyboard_interrupt, stop_events, wait_for_any
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.placement import Placer
+from tandem.scheduling.placer import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Registry
 from tandem.scheduling.tenants import Tenants

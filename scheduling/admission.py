@@ -24,7 +24,8 @@ from tandem.protocol.messages import PrefillPriority, Role, WorkerState
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.fair_queue import CREDIT_S, FairQueue, Ticket, Work
 from tandem.scheduling.lru_dict import LruDict
-from tandem.scheduling.placement import Held, Placement, Placer
+from tandem.scheduling.placement import Held, Placement
+from tandem.scheduling.placer import Placer
 from tandem.scheduling.request import PlacementRequest, PromptDigests, ServiceClass
 from tandem.scheduling.tenants import Tenants
 from tandem.scheduling.worker_table import Workers

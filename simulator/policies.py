@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import BlockEvents
-from tandem.scheduling.placement import Candidate, Placer
+from tandem.scheduling.placement import Candidate
+from tandem.scheduling.placer import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.request import CommonDigests, PlacementRequest
 from tandem.scheduling.workers import RegisteredWorker, can_decode, can_prefill
@@ -62,7 +63,7 @@ class Policy(ABC):
 
 
 class Tandem(Policy):
-    """The product's placement: the fewest predicted seconds. See scheduling/placement.py."""
+    """The product's placement: the fewest predicted seconds. See scheduling/placer.py."""
 
     def __init__(self, fleet: SimulatedFleet, rng: random.Random) -> None:
         super().__init__(fleet, rng)

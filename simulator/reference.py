@@ -22,7 +22,7 @@ from tandem.protocol.messages import Role, WorkerCard
 from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cost_model import StepCosts
 from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.placement import Placer
+from tandem.scheduling.placer import Placer
 from tandem.scheduling.request import CommonDigests, PlacementRequest
 from tandem.simulator.fleet import SimulatedFleet, make_card
 from tandem.simulator.measures import quantile

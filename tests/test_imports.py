@@ -101,7 +101,7 @@ def test_nothing_is_importable_past_the_root(package: str) -> None:
         "tandem.router.engines.app",
         "tandem.router.workers.flow",
         "tandem.router.workers.client",
-        "tandem.scheduling.placement",
+        "tandem.scheduling.placer",
         "tandem.cluster.route",
     ],
 )

@@ -31,7 +31,8 @@ from tandem.router.processes.siblings import PeerRouters, SharedBooking
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.placement import Placement, Placer
+from tandem.scheduling.placement import Placement
+from tandem.scheduling.placer import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Registry
 from tandem.scheduling.request import PlacementRequest

@@ -26,7 +26,8 @@ from tandem.scheduling.admission import Admission, Dispatch, TenantStats
 from tandem.scheduling.cost_model import Rows
 from tandem.scheduling.decisions import Decision
 from tandem.scheduling.fair_queue import Work
-from tandem.scheduling.placement import Placement, Placer
+from tandem.scheduling.placement import Placement
+from tandem.scheduling.placer import Placer
 from tandem.scheduling.registry import Registry
 from tandem.scheduling.request import PlacementRequest
 from tandem.scheduling.worker_table import Workers, WorkerTable

@@ -29,7 +29,8 @@ from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.decisions import Decision
-from tandem.scheduling.placement import Placement, Placer
+from tandem.scheduling.placement import Placement
+from tandem.scheduling.placer import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Registry
 from tandem.scheduling.request import CommonDigests, PlacementRequest

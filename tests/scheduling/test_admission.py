@@ -30,7 +30,7 @@ from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel, StepModel
 from tandem.scheduling.fair_queue import CREDIT_S
 from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.placement import Placer
+from tandem.scheduling.placer import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Registry
 from tandem.scheduling.request import CommonDigests, PlacementRequest, ServiceClass

@@ -46,7 +46,7 @@ from tandem.router.workers.flow import RequestFlow
 from tandem.runtime.curve import make_keys
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.placement import Placer
+from tandem.scheduling.placer import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Registry
 from tandem.scheduling.tenants import Tenants

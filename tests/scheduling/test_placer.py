@@ -17,7 +17,8 @@ from tandem.protocol.messages import POOL_PLACE, BlockEvents, PrefillPriority, R
 from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.placement import Held, Placement, Placer
+from tandem.scheduling.placement import Held, Placement
+from tandem.scheduling.placer import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Registry
 from tandem.scheduling.request import CommonDigests, PlacementRequest, ServiceClass

@@ -1,0 +1,149 @@
+"""Decides where a request goes: the (prefill, decode) pair, or the single worker, with the fewest predicted seconds.
+
+Reads registry, index and cost model; changes none of them. No I/O, no weights: every term is in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from tandem.protocol.config import RouterConfig
+from tandem.protocol.errors import NoWorker
+from tandem.protocol.messages import is_readable, worker_of
+from tandem.scheduling.candidate_costs import CandidateCosts, preference
+from tandem.scheduling.cost_model import CostModel, Mask
+from tandem.scheduling.placement import Held, Holder, Placement
+from tandem.scheduling.prefix_index import PrefixIndex
+from tandem.scheduling.request import PlacementRequest
+from tandem.scheduling.worker_table import Workers, WorkerTable
+from tandem.scheduling.workers import can_decode
+
+__all__ = ["Placer"]
+
+_MAX_HOLDERS = 4  # workers whose readable blocks are counted exactly
+_NOTHING_HELD: Mapping[str, Held] = {}
+
+
+class Placer:
+    """Places one request at a time. The caller books the result before the next placement.
+
+    `config.local_prefill=False` excludes decode workers alone from the candidates while there is a pair; colocated
+    workers remain.
+    """
+
+    def __init__(
+        self,
+        registry: Workers,
+        index: PrefixIndex,
+        costs: CostModel,
+        config: RouterConfig,
+    ) -> None:
+        self._registry = registry
+        self._index = index
+        self._costs = costs
+        self._config = config
+
+    @property
+    def can_place(self) -> bool:
+        """Whether there is a worker to decode on; it can compute prompts too."""
+        return any(can_decode(worker) for worker in self._registry)
+
+    def place(
+        self,
+        request: PlacementRequest,
+        now: float,
+        *,
+        held: Mapping[str, Held] = _NOTHING_HELD,
+        order: float = math.inf,
+        num_others: int = 0,
+        excluded: Collection[str] = (),
+    ) -> Placement:
+        """The cheapest candidate without the workers whose ids are `excluded`, and the `num_others` next best ones.
+
+        `held`: by worker, what waits in the router for it and goes before this request. `order`: the prompt's place
+        among those at a worker; it overtakes those of a later order.
+        The digests are those of the workers that remain, which must all hash alike.
+        Raises `NoWorker` with the reasons when no worker can take the request.
+        """
+        table = self._registry.table
+        is_usable, skipped = self._usable(table, request, excluded)
+        decoders = is_usable & table.can_decode
+        if not np.count_nonzero(decoders):
+            raise NoWorker(self._explain_no_worker(request, int(np.count_nonzero(is_usable)), skipped))
+        digests = request.digests.of(table.workers[int(decoders.argmax())].card)
+        hits = self._index.longest_prefix(digests, now)
+        holder = self._deepest_holder(hits, digests) if table.has_peers else None
+        costs = CandidateCosts(request, table, self._costs, hits=hits, holder=holder, held=held, order=order)
+        prefillers = is_usable & table.can_prefill
+        pair = costs.best_pair(prefillers, decoders)
+        standalone = decoders
+        if pair is not None and not self._config.local_prefill:
+            standalone = decoders & table.is_colocated
+        alone = costs.best_alone(standalone)
+        candidates = sorted((c for c in (pair, alone) if c is not None), key=preference)
+        others = costs.next_best(candidates[0], prefillers, decoders, standalone, num_others)
+        return Placement(
+            best=candidates[0],
+            runner_up=candidates[1] if len(candidates) > 1 else None,
+            others=tuple(others),
+            num_prompt_tokens=request.num_prompt_tokens,
+            expected_output_tokens=request.expected_output_tokens,
+            skipped=skipped,
+        )
+
+    def _usable(
+        self, table: WorkerTable, request: PlacementRequest, excluded: Collection[str]
+    ) -> tuple[Mask, dict[str, int]]:
+        """Which workers could take the request, and why the others cannot: reason -> number of workers.
+
+        Each worker counts under the first reason that applies; excluded workers do not count.
+        """
+        is_usable = table.everyone
+        if excluded:
+            is_usable = is_usable.copy()
+            is_usable[[table.rows[worker_id] for worker_id in excluded if worker_id in table.rows]] = False
+        skipped: dict[str, int] = {}
+        for reason, mask in self._conditions(table, request):
+            num_before = int(np.count_nonzero(is_usable))
+            is_usable = is_usable & mask
+            if num_skipped := num_before - int(np.count_nonzero(is_usable)):
+                skipped[reason] = num_skipped
+        return is_usable, skipped
+
+    def _conditions(self, table: WorkerTable, request: PlacementRequest) -> Iterator[tuple[str, Mask]]:
+        """Each condition that a worker must meet, with the reason given where it does not."""
+        yield from table.not_in_state.items()
+        if request.allowed_workers:
+            yield "not for this tenant", table.named(request.allowed_workers)
+        if request.adapter:
+            yield "without the adapter", table.serving(request.adapter)
+        if request.num_prompt_tokens > table.fits_all_tokens:
+            yield "too small", request.num_prompt_tokens <= table.max_prompt_tokens
+
+    def _deepest_holder(self, hits: Mapping[str, int], digests: Sequence[bytes]) -> Holder | None:
+        """The worker that others can read most of the prompt from: in its pool or its host memory.
+
+        Speculative hits do not count: a block that is not computed yet cannot be read.
+        """
+        readable = [name for name in hits if is_readable(name)]
+        deepest: Holder | None = None
+        for name in sorted(readable, key=hits.__getitem__, reverse=True)[:_MAX_HOLDERS]:
+            least = deepest.num_blocks if deepest is not None else 0
+            if hits[name] <= least:
+                break  # the others have no more
+            worker = self._registry.get(worker_of(name))
+            num_blocks = self._index.count_held(name, digests, hits[name])
+            if worker is not None and num_blocks > least:
+                deepest = Holder(worker, num_blocks)
+        return deepest
+
+    def _explain_no_worker(self, request: PlacementRequest, num_fit: int, skipped: Mapping[str, int]) -> str:
+        reasons = [f"{count} {reason}" for reason, count in sorted(skipped.items())]
+        if num_fit:
+            reasons.append(f"{num_fit} prefill only")
+        asked = f" of tenant '{request.tenant}'" if request.allowed_workers else ""
+        asked += f" for adapter '{request.adapter}'" if request.adapter else ""
+        return f"no worker can take this request{asked}: {', '.join(reasons) or 'none is connected'}"
