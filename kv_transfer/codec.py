@@ -1,18 +1,18 @@
-"""How blocks look outside the pool: as they are, or in fewer bits for tiers where room or bandwidth is scarce.
+"""Codecs: the format of blocks outside the pool, unchanged or in fewer bits where room or bandwidth is scarce.
 
-A codec knows shapes and dtypes, nothing of tiers or digests. Every block takes the same number of bytes, so that a tier
-is an array of slots. All codecs are torch operations and run on the device their tensors are on.
+A codec knows shapes and dtypes, but neither tiers nor digests. Every encoded block has the same number of bytes, so
+that a tier is an array of slots. All codecs are torch operations and run on the device of their tensors.
 
     raw   [elements, as they are]
     fp8   [e4m3 elements]   [scales]              one scale per layer, K or V, token and head
     int8  [int8 elements]   [scales]              the same
     int4  [element pairs]   [scales] [centres]    keys: per layer, head and channel; values: per layer, token and head
 
-Scales and centres are bfloat16, which has the range of float32; elements are quantised with the rounded ones, so that
-their rounding costs next to nothing.
+Scales and centres are bfloat16, which has the range of float32. Elements are quantised with the rounded scales, so that
+rounding them costs almost no accuracy.
 
-The lossy codecs keep zeros zero and turn finite numbers up to 3e38 into finite numbers. An infinity or a NaN is not
-hidden: everything that shares its scale comes back as infinity or NaN, nothing else does.
+The lossy codecs keep zeros zero and turn finite numbers up to 3e38 into finite numbers. An infinity or a NaN stays
+visible: all elements that share its scale come back as infinity or NaN, and no others.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ __all__ = ["CODEC_NAMES", "Codec", "create_codec"]
 
 _PARAMETER = torch.bfloat16
 _SMALLEST_NORMAL = 2.0**-126  # a subnormal scale's reciprocal may be infinite
-# Blocks are worked on in float32 slabs of this size, or one by one if they are larger. On a CPU a slab should stay in
-# the cache: 32 MiB take up to twice as long.
+# Blocks are processed in float32 slabs of this size, or one by one if they are larger. On a CPU a slab should fit the
+# cache: 32 MiB take up to twice as long.
 _SLAB_BYTES = {"cpu": 3 << 20, "cuda": 256 << 20}
 
 
 class Codec(ABC):
     """Turns blocks into a fixed number of bytes and back.
 
-    A block is [num_layers, 2, block_size, num_kv_heads, head_dim] in bfloat16 or float32, `n` of them may have any
-    strides; encoded blocks are rows of uint8, each contiguous and at any address. Inputs are never changed. `out` is on
+    A block is [num_layers, 2, block_size, num_kv_heads, head_dim] in bfloat16 or float32; `n` of them may have any
+    strides. Encoded blocks are rows of uint8, each contiguous and at any address. Inputs are never changed. `out` is on
     the device of the input and must not overlap it. Calls are stateless: any thread may make them.
     """
 
@@ -56,15 +56,15 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, data: Tensor, out: Tensor) -> None:
-        """Write what data [n, encoded_bytes], uint8, holds to out [n, *block_shape], in the shape it was encoded from.
+        """Decode data [n, encoded_bytes], uint8, to out [n, *block_shape], in the shape it was encoded from.
 
-        NOTE: nothing in the bytes tells whether they are what this codec wrote; that is the tier's checksum's task.
+        NOTE: the bytes do not show whether this codec wrote them; the tier's checksum must.
         """
 
     def gather(self, pool: Tensor, block_ids: Tensor, out: Tensor) -> None:
         """Encode blocks `block_ids` [n] of a contiguous pool [num_blocks, *block_shape] to out [n, encoded_bytes].
 
-        NOTE: unlike that of `encode`, `out` (uint8) is contiguous and aligned for the dtype of the pool.
+        NOTE: `out` (uint8) must be contiguous and aligned for the pool's dtype, unlike that of `encode`.
         """
         self.encode(pool[block_ids], out)
 
@@ -75,7 +75,7 @@ class Codec(ABC):
         pool[block_ids] = content
 
     def _check(self, blocks: Tensor, data: Tensor) -> None:
-        # copy_ would broadcast a wrong shape without a word
+        # copy_ would silently broadcast a wrong shape
         expected = (blocks.shape[0], self.encoded_bytes(blocks.shape[1:], blocks.dtype))
         assert data.shape == expected, f"{self.name}: encoded blocks are {tuple(data.shape)}, expected {expected}"
         assert data.dtype == torch.uint8, f"{self.name}: encoded blocks are {data.dtype}, expected uint8"
@@ -101,7 +101,7 @@ class _RawCodec(Codec):
     @override
     def gather(self, pool: Tensor, block_ids: Tensor, out: Tensor) -> None:
         rows = pool.flatten(1)
-        torch.index_select(rows, 0, block_ids, out=out.view(rows.dtype))  # once over memory, where encode takes two
+        torch.index_select(rows, 0, block_ids, out=out.view(rows.dtype))  # one pass over memory; encode takes two
 
     @override
     def scatter(self, data: Tensor, pool: Tensor, block_ids: Tensor) -> None:
@@ -109,9 +109,9 @@ class _RawCodec(Codec):
 
 
 class _LossyCodec(Codec):
-    """Works through slabs of blocks in one float32 buffer.
+    """Processes slabs of blocks in one float32 buffer.
 
-    Without it the temporaries of each slab may be fresh pages from the system: int8 then took four times as long.
+    Otherwise each slab's temporaries may be fresh pages from the system, and int8 took four times as long.
     """
 
     def encode(self, blocks: Tensor, out: Tensor) -> None:
@@ -127,7 +127,7 @@ class _LossyCodec(Codec):
 
     @abstractmethod
     def _encode(self, work: Tensor, out: Tensor) -> None:
-        """Encode the blocks in `work`, float32, which is free to be overwritten."""
+        """Encode the blocks in `work`, float32, which may be overwritten."""
 
     @abstractmethod
     def _decode(self, data: Tensor, work: Tensor) -> None:
@@ -160,17 +160,17 @@ class _ByteCodec(_LossyCodec):
 
     @abstractmethod
     def _quantise(self, scaled: Tensor, elements: Tensor) -> None:
-        """Write numbers of magnitude up to `largest` to `elements`, uint8; `scaled` is free to be overwritten."""
+        """Write numbers of magnitude up to `largest` to `elements`, uint8; `scaled` may be overwritten."""
 
     @abstractmethod
     def _widen(self, elements: Tensor, work: Tensor) -> None:
-        """Write what `_quantise` wrote to `work`, float32."""
+        """Convert the output of `_quantise` to `work`, float32."""
 
 
 class _Fp8Codec(_ByteCodec):
     """e4m3: 3 bits of mantissa.
 
-    A scale per head and token has 5 to 20 % less error than one per head and block, for 3 % more bytes.
+    One scale per head and token has 5 to 20 % less error than one per head and block, for 3 % more bytes.
     """
 
     name = "fp8"
@@ -180,15 +180,16 @@ class _Fp8Codec(_ByteCodec):
         elements.view(torch.float8_e4m3fn).copy_(scaled)
 
     def _widen(self, elements: Tensor, work: Tensor) -> None:
-        # Sign, exponent and mantissa at float32's places are the number times 2^-120, subnormal or not. Four times as
-        # fast as torch's own conversion on a CPU. The shift leaves copies of the sign in the exponent: mask 0x87F00000.
+        # Sign, exponent and mantissa moved to float32's positions are the number times 2^-120, subnormal or not. This
+        # is four times as fast as torch's own conversion on a CPU. The shift leaves copies of the sign in the exponent,
+        # so the mask is 0x87F00000.
         bits = work.view(torch.int32).copy_(elements.view(torch.int8))
         bits.bitwise_left_shift_(20).bitwise_and_(-0x78100000)
         work.mul_(2.0**120)
 
 
 class _Int8Codec(_ByteCodec):
-    """Even steps, -127 to 127: half to a third of fp8's error in the same bytes."""
+    """Equal steps from -127 to 127: half to a third of fp8's error in the same bytes."""
 
     name = "int8"
     largest = 127.0
@@ -201,10 +202,10 @@ class _Int8Codec(_ByteCodec):
 
 
 class _Int4Codec(_LossyCodec):
-    """16 even steps around a centre, two elements per byte; keys by channel, values by token, as KIVI does.
+    """16 equal steps around a centre, two elements per byte; keys by channel, values by token, as KIVI does.
 
-    Channels of the keys lie far from zero in every token: with a scale per token their error is four times as large.
-    NOTE: so a key shares its scale with the other slots of its block, also with those that hold no token.
+    Key channels are far from zero in every token: with one scale per token their error is four times as large.
+    NOTE: so a key shares its scale with the other slots of its block, including those that hold no token.
     """
 
     name = "int4"
@@ -245,7 +246,7 @@ class _Int4Codec(_LossyCodec):
         return [elements, of_keys, of_keys, elements, of_values, of_values]
 
 
-# Of [..., block_size, num_kv_heads, head_dim], what shares a scale: for keys, for values.
+# The dimension of [..., block_size, num_kv_heads, head_dim] that shares a scale: for keys, for values.
 _INT4_SHARED_DIMS = (-3, -1)
 
 
@@ -253,13 +254,13 @@ def _pack(nibbles: Tensor, out: Tensor) -> None:
     """Write nibbles [n, ..., D], float32, to out [n, bytes]: the first half of D in the low bits, the rest above it."""
     low, high = nibbles.to(torch.uint8).tensor_split([-(-nibbles.shape[-1] // 2)], dim=-1)
     packed = out.view(low.shape)
-    # A NaN became any byte: it must not reach its neighbour, which may have another scale.
+    # A NaN may have become any byte; mask it so that it does not reach its neighbour, which may have another scale.
     torch.bitwise_and(low, 15, out=packed)
     packed[..., : high.shape[-1]].bitwise_or_(high.bitwise_left_shift_(4))
 
 
 def _unpack(data: Tensor, nibbles: Tensor) -> None:
-    """Write what `_pack` wrote to nibbles [n, ..., D], float32."""
+    """Convert the output of `_pack` to nibbles [n, ..., D], float32."""
     low, high = nibbles.tensor_split([-(-nibbles.shape[-1] // 2)], dim=-1)
     packed = data.view(low.shape)
     low.copy_(packed & 15)
@@ -267,7 +268,7 @@ def _unpack(data: Tensor, nibbles: Tensor) -> None:
 
 
 def _slabs(blocks: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Runs of blocks, each with float32 room for them that the next one gets too."""
+    """Slices of the blocks, each with a float32 buffer for them, which the next slice reuses."""
     num_blocks, *block_shape = blocks.shape
     step = max(1, _SLAB_BYTES[blocks.device.type] // (math.prod(block_shape) * torch.float32.itemsize))
     work = torch.empty(min(step, num_blocks), *block_shape, device=blocks.device)
@@ -276,10 +277,10 @@ def _slabs(blocks: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _scales(high: Tensor, low: Tensor, largest: float) -> Tensor:
-    """Scales by which the larger of two magnitudes becomes `largest`.
+    """Scales that map the larger of two magnitudes to `largest`.
 
-    NOTE: rounding may make them too small by 1 part in 2^8. 127 and 448 then still round to themselves, and 7.5 + 7.5
-    to 15: nothing needs to be clamped.
+    NOTE: rounding may make them too small by 1 part in 2^8. Then 127 and 448 still round to themselves, and 7.5 + 7.5
+    to 15, so no clamping is needed.
     """
     return torch.maximum(high, low).div_(largest).to(_PARAMETER)
 
@@ -308,7 +309,7 @@ CODEC_NAMES = tuple(_CODECS)
 
 
 def create_codec(name: str) -> Codec:
-    """The codec of that name. Raises ConfigError if there is none."""
+    """The codec of this name. Raises ConfigError if there is none."""
     if name not in _CODECS:
         raise ConfigError(f"codec={name!r} is not known; use one of: {', '.join(CODEC_NAMES)}")
     return _CODECS[name]()

@@ -1,14 +1,15 @@
 """What every eviction policy shares: the forest of resident keys, leaf-first victims, pins.
 
-A policy ranks keys and owns nothing else: the tier (or pool) that asks it moves the bytes. It has no clock and no lock.
+A policy only ranks keys; the tier (or pool) that asks it moves the bytes. It has no clock and no lock.
 
-Keys are chained: a key names a block *and its whole prefix*, so a block is of no use without its parent, and a hit on
-a key is a hit on all its ancestors. Two things follow, and every policy here is built on them:
+Keys are chained: a key names a block *and its whole prefix*. So a block is useless without its parent, and a hit on a
+key is a hit on all its ancestors. Every policy here relies on two consequences:
 
-- A victim is always a leaf: a key with no resident child. A pinned key therefore keeps its ancestors as well.
-- A hit is recorded on the deepest key found, in O(1). An ancestor needs its rank only once it is a leaf itself, and
-  by then it has taken over that of each child that left. A key appended to a leaf takes over the leaf's standing. So
-  policies made for single objects see a chain as one object that grows at its end, and evict it tail first.
+- A victim is always a leaf: a key without resident children. A pinned key therefore keeps its ancestors as well.
+- A hit is recorded only on the deepest key found, in O(1). An ancestor needs its rank only once it is a leaf, and by
+then
+  it has inherited the rank of each child that left. A key appended to a leaf inherits the leaf's rank. So policies made
+  for single objects see a chain as one object that grows at its end, and evict it tail first.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ __all__ = ["EvictionPolicy", "LeafQueue", "Node"]
 
 
 class Node:
-    """A resident key. What `rank`, `queue`, `num_uses` and `run` mean is up to the policy."""
+    """A resident key. Each policy defines the meaning of `rank`, `queue`, `num_uses` and `run`."""
 
     __slots__ = ("key", "num_children", "num_pins", "num_uses", "parent_key", "queue", "rank", "run")
 
     def __init__(self, key: Hashable, parent_key: Hashable | None) -> None:
         self.key = key
         self.parent_key = parent_key
-        self.num_children = 0  # resident ones
+        self.num_children = 0  # resident children
         self.num_pins = 0
         self.num_uses = 0
         self.queue = 0
@@ -46,7 +47,7 @@ class Node:
 class LeafQueue:
     """The evictable nodes of one queue, lowest rank first; O(log n) amortised.
 
-    An entry is not searched for when its node leaves, moves or gets a child: `peek` drops it when it comes up.
+    When a node leaves, moves or gets a child, its entry stays in the heap; `peek` drops it when it reaches the top.
     """
 
     def __init__(self, queue: int, nodes: dict[Hashable, Node]) -> None:
@@ -56,7 +57,7 @@ class LeafQueue:
         self._num_pushes = 0
 
     def push(self, node: Node) -> None:
-        """Enter an evictable node under its present rank."""
+        """Add an evictable node under its current rank."""
         if len(self._heap) > 2 * len(self._nodes) + 64:
             self._heap = list({entry[2]: entry for entry in self._heap if self._holds(entry)}.values())
             heapq.heapify(self._heap)
@@ -64,7 +65,7 @@ class LeafQueue:
         heapq.heappush(self._heap, (node.rank, self._num_pushes, node.key))
 
     def peek(self) -> Node | None:
-        """The evictable node of the lowest rank."""
+        """The evictable node with the lowest rank."""
         while self._heap:
             if self._holds(self._heap[0]):
                 return self._nodes[self._heap[0][2]]
@@ -79,9 +80,9 @@ class LeafQueue:
 class EvictionPolicy(ABC):
     """Says which key to evict next from a tier of about `capacity` keys.
 
-    The tier calls `touch` for each hit, `add` for what it stores and, while it is too full, `remove(victim())`.
-    Adding before evicting lets a policy refuse a key: the victim may be one just added. To protect a chain that is in
-    use or being stored, pin its deepest key.
+    The tier calls `touch` for each hit, `add` for each key it stores and, while it is too full, `remove(victim())`.
+    Because keys are added before others are evicted, a policy can refuse a key: the victim may be the one just added.
+    To protect a chain that is in use or being stored, pin its deepest key.
     """
 
     num_queues = 1
@@ -106,14 +107,14 @@ class EvictionPolicy(ABC):
         return iter(self._nodes)
 
     def touch(self, key: Hashable) -> None:
-        """Note a lookup that found `key` and its ancestors and nothing below, before what it did not find is added."""
+        """Note a lookup whose deepest hit was `key`. Call it before adding the keys that the lookup missed."""
         self._tick += 1
         node = self._nodes[key]
         self._on_hit(node)
         self._offer(node)
 
     def add(self, key: Hashable, parent_key: Hashable | None) -> None:
-        """Make a key resident. Its parent may come later (a tier below may be filled leaf first) or not at all."""
+        """Make a key resident. Its parent may be added later (a lower tier may be filled leaf first) or never."""
         assert key not in self._nodes, f"{key!r} is resident already"
         self._tick += 1
         node = self._nodes[key] = Node(key, parent_key)
@@ -124,7 +125,7 @@ class EvictionPolicy(ABC):
         self._offer(node)
 
     def remove(self, key: Hashable) -> None:
-        """Forget a key: evicted, or lost by the tier in another way. Its pins end with it."""
+        """Forget a key that was evicted or lost. Its pins end with it."""
         node = self._nodes.pop(key)
         self._sizes[node.queue] -= 1
         if node.num_children:
@@ -137,7 +138,7 @@ class EvictionPolicy(ABC):
             self._offer(parent)
 
     def pin(self, key: Hashable) -> None:
-        """Keep a resident key, and with it its ancestors, until as many `unpin` calls."""
+        """Keep a resident key and its ancestors until the same number of `unpin` calls."""
         self._nodes[key].num_pins += 1
 
     def unpin(self, key: Hashable) -> None:
@@ -148,7 +149,7 @@ class EvictionPolicy(ABC):
         self._offer(node)
 
     def victim(self) -> Hashable | None:
-        """The key to evict next: an unpinned leaf, the same one until something changes; None if there is none."""
+        """The key to evict next, an unpinned leaf; None if there is none. Asking again gives the same answer."""
         node = self._choose()
         return None if node is None else node.key
 
@@ -168,17 +169,17 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def _on_add(self, node: Node, parent: Node | None) -> None:
-        """Rank a new node and set its queue. Its parent was a leaf until now if it has one child."""
+        """Rank a new node and set its queue. If the parent has one child, it was a leaf until now."""
 
     @abstractmethod
     def _choose(self) -> Node | None:
         """The victim."""
 
     def _on_remove(self, node: Node) -> None:  # noqa: B027  # most policies remember nothing
-        """Remember a node that left, if the policy does that."""
+        """Remember a node that left, if the policy remembers any."""
 
     def _inherit(self, parent: Node, child: Node) -> None:
-        """Let a parent take over what its child stood for: a hit on the child was one on the parent."""
+        """Pass a leaving child's rank and uses to its parent: a hit on the child was one on the parent."""
         parent.rank = max(parent.rank, child.rank)
         parent.num_uses = max(parent.num_uses, child.num_uses)
 

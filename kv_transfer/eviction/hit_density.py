@@ -17,20 +17,21 @@ from tandem.kv_transfer.eviction.base import EvictionPolicy, Node
 
 __all__ = ["HitDensity"]
 
-_NUM_TURNS = 6  # turns that are told apart; later ones are as the last
-_FORK = _NUM_TURNS  # the group of keys where many chains part, such as the end of a system prompt
+_NUM_TURNS = 6  # turns that are distinguished; later turns count as the last
+_FORK = _NUM_TURNS  # the group of keys where many chains branch, such as the end of a system prompt
 _NUM_GROUPS = _NUM_TURNS + 1
 _MAX_OPEN_RUNS = 4096
 _RELEARN_LOOKUPS = 64
 _MEMORY_RUNS = 8 * _MAX_OPEN_RUNS
 
-# Ages are in lookups, in steps that grow: [1, 1.4), [1.4, 2), [2, 2.8), ... so that few numbers describe a long past.
+# Ages are counted in lookups and grouped in growing steps, [1, 1.4), [1.4, 2), [2, 2.8), ..., so that few numbers
+# describe a long past.
 _STEPS_PER_OCTAVE = 2
 _NUM_STEPS = 20 * _STEPS_PER_OCTAVE
 _AGES = 2.0 ** (np.arange(_NUM_STEPS + 1) / _STEPS_PER_OCTAVE)
 
-# What is believed before there are observations: a chance to come back that is the same in every step, which ranks by
-# recency, and is greater after each turn.
+# The prior before there are observations: the chance to come back is the same in every step, which ranks by recency,
+# and grows with each turn.
 _PRIOR_CHANCE = 0.15 / _STEPS_PER_OCTAVE
 _PRIOR_RUNS = 10.0
 _PRIOR_GROWTH = 1.5
@@ -38,9 +39,9 @@ _GROUP_PRIOR_RUNS = 8.0
 
 
 class _Run:
-    """What one request added, or the fork it ended at: one observation of how long it takes until it is found again.
+    """The keys that one request added, or the fork at which it ended: one observation of the time until they are hit.
 
-    It is open until then, whether its keys are still resident or not, or until there are too many newer ones.
+    A run is open until that hit, whether or not its keys are still resident, or until there are too many newer runs.
     """
 
     __slots__ = ("ghost", "group", "started", "turn")
@@ -49,17 +50,18 @@ class _Run:
         self.started = started
         self.turn = turn
         self.group = group
-        self.ghost: Hashable = None  # the shallowest of its keys that were evicted
+        self.ghost: Hashable = None  # the shallowest of its evicted keys
 
 
 class HitDensity(EvictionPolicy):
-    """The leaf with the lowest chance to be found again per lookup that it stays, over the best time to keep it.
+    """Evicts the leaf with the lowest hit density: expected hits per lookup that it stays, over the best time to keep
+    it.
 
-    A key belongs to the group of its conversation's turn. How long runs of a group take to come back is observed on
-    all runs, those already evicted included (one remembered key per run), and gives a density for each group and age.
-    It need not fall with age: where the cache is too small for most conversations to come back in time, the newest have
-    the lowest, and the policy keeps some of the old ones instead of losing all. So it compares the oldest leaf of each
-    group with the chain last used.
+    A key belongs to the group of its conversation's turn. The time until runs of a group are hit again is observed on
+    all runs, including evicted ones (one remembered key per run). It gives a density for each group and age. The
+    density need not fall with age: if the cache is too small for most conversations to come back in time, the newest
+    ones have the lowest density, and the policy keeps some old ones instead of losing all. So it compares the oldest
+    leaf of each group with the chain last used.
     """
 
     num_queues = _NUM_GROUPS
@@ -80,7 +82,7 @@ class HitDensity(EvictionPolicy):
         if not node.num_children:
             node.num_uses += 1
             self._join(node, self._start(node.num_uses, _group_of(node.num_uses)))
-        elif not is_return:  # chains part here; the more often, the higher its group
+        elif not is_return:  # chains branch here; each branch raises its group
             self._join(node, self._start(node.num_uses, min(_FORK, node.queue + 1)))
         node.rank = self._num_lookups
         self._newest = node
@@ -139,7 +141,7 @@ class HitDensity(EvictionPolicy):
         return run
 
     def _close(self, run: _Run) -> bool:
-        """Note that a run was found again. False if that is known."""
+        """Note that a run was hit again. False if it was closed before."""
         if run not in self._open:
             return False
         self._returned[run.group][_step_of(self._num_lookups - run.started)] += 1
@@ -147,7 +149,7 @@ class HitDensity(EvictionPolicy):
         return True
 
     def _recall(self, node: Node) -> None:
-        """If the node is where an evicted run began, that run is found again, and the conversation's turn known."""
+        """If an evicted run began at this node, that run is hit again, and its conversation's turn is known."""
         ghost = self._ghosts.get(node.key)
         if ghost is None:
             return
@@ -170,10 +172,10 @@ class HitDensity(EvictionPolicy):
             run.ghost = None
 
     def _learn(self) -> None:
-        """Work out the density of each group at each age from the runs seen so far.
+        """Compute the density of each group at each age from the runs so far.
 
-        chance[g, a]: to come back in step a of its age, for a run that has not before (Kaplan-Meier: runs that are
-        open count until now). Groups with few runs lean on all runs together.
+        chance[g, a]: probability that a run which has not come back before does so in step a of its age (Kaplan-Meier:
+        open runs count until now). Groups with few runs borrow from all runs together.
         """
         unknown = self._lost.copy()
         for run in self._open:
@@ -189,9 +191,9 @@ class HitDensity(EvictionPolicy):
 
 
 def _best_densities(chance: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Hits per lookup of room taken, from each age on, if kept until the best age to give up.
+    """Hits per lookup of room taken, from each age on, if kept until the best age to evict.
 
-    chance: [num_groups, num_steps], to be found again in a step
+    chance: [num_groups, num_steps], probability to be hit in a step
     """
     absent = np.cumprod(np.concatenate([np.ones((len(chance), 1)), 1 - chance], axis=1), axis=1)
     hits = absent[:, :-1] - absent[:, 1:]

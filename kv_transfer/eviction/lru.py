@@ -12,14 +12,14 @@ __all__ = ["LRU"]
 class LRU(EvictionPolicy):
     """The least recently used leaf.
 
-    A parent was used whenever its child was, so this is plain LRU in which a request uses its last block first and its
+    A parent is used whenever its child is. So this is plain LRU in which each request uses its last block first and its
     root last.
     """
 
     def demote(self, key: Hashable) -> None:
-        """Evict a resident key before all others, and its ancestors up to where other keys hang from them.
+        """Evict a resident key before all others, and its ancestors up to the first with other children.
 
-        Nothing happens to one that is pinned, or that has children: those are of use to somebody else.
+        A key that is pinned or has children is left alone, because other chains use it.
         """
         self._tick += 1
         node: Node | None = self._nodes[key]

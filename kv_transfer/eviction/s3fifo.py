@@ -1,4 +1,4 @@
-"""S3-FIFO: a small queue on probation, a main queue, and a memory of what left the small one.
+"""S3-FIFO: a small queue for new keys, a main queue, and a memory of keys evicted from the small one.
 
 Yang, Zhang, Qiu, Yue, Rashmi: FIFO queues are all you need for cache eviction, SOSP 2023.
 """
@@ -19,8 +19,8 @@ _MAX_USES = 3
 class S3FIFO(EvictionPolicy):
     """S3-FIFO over leaves, with the paper's sizes.
 
-    A leaf that was used moves to the main queue together with its ancestors: they are used whenever it is, and left
-    behind they would fill the small queue with keys that cannot be evicted.
+    A leaf that was used moves to the main queue together with its ancestors, because they are used whenever it is. In
+    the small queue they would take the place of keys that can be evicted.
     """
 
     num_queues = 2

@@ -1,7 +1,7 @@
-"""The contract of a block store: where the bytes of a tier lie. Which of them stay is decided above, in `tier.py`.
+"""The contract of a block store, which holds the bytes of a tier. `tier.py` decides which blocks stay.
 
-A store knows blocks of one size by name. It blocks, is called from several I/O threads at once, and never raises for
-what the world does to it: a block that cannot be read, whatever the reason, is a miss and will be computed again.
+A store knows blocks of one size by name. Its calls may block, and several I/O threads make them at once. It never
+raises for failures of its medium: a block that cannot be read for any reason is a miss and will be computed again.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ Block: TypeAlias = npt.NDArray[np.uint8]  # [block_bytes], contiguous; `Tensor.n
 
 
 class BlockName(NamedTuple):
-    """What a block is stored under. The parent follows from the digest; with it a mere listing rebuilds the chains."""
+    """The name under which a block is stored. With the parent in it, a listing is enough to rebuild the chains."""
 
     digest: bytes
-    parent: bytes | None  # digest of the block before it; None for the first of a chain
+    parent: bytes | None  # digest of the block before it; None for the first block of a chain
 
 
 class StoreFailure(enum.Enum):
-    """Why a block was not read or written. The first two say that the block is not there any more."""
+    """Why a block was not read or written. After the first two the block is not there any more."""
 
     ABSENT = "absent"
-    CORRUPT = "corrupt"  # it cannot be read or is not what was written; the store has deleted it if it was ours
+    CORRUPT = "corrupt"  # unreadable or not what was written; the store has deleted it if it was ours
     FULL = "full"
     OCCUPIED = "occupied"  # something that is not ours is in the block's place
-    UNREACHABLE = "unreachable"  # the store itself does not work: asking for other blocks now will not either
+    UNREACHABLE = "unreachable"  # the store itself does not work, so other blocks would fail too
 
 
 class BlockStore(abc.ABC):
     """Blocks of `block_bytes` bytes by name. Blocks are immutable: one name always means the same bytes."""
 
-    is_instant = False  # a write is a copy in memory: handing it to another thread would take longer
+    is_instant = False  # a write is only a copy in memory, so passing it to another thread would take longer
 
     def __init__(self, block_bytes: int) -> None:
         assert block_bytes > 0, f"block_bytes={block_bytes}"
@@ -49,26 +49,25 @@ class BlockStore(abc.ABC):
 
     @abc.abstractmethod
     def read(self, name: BlockName, scratch: Block) -> Block | StoreFailure:
-        """The block's bytes: in `scratch`, which is the caller's, or where the store holds them.
+        """The block's bytes, exactly as they were written: in the caller's `scratch`, or where the store holds them.
 
-        They are the bytes that were written, or it is a failure. The caller only reads them, before `scratch` is used
-        again and before it lets anyone delete the block.
+        The caller only reads them, before it uses `scratch` again and before the block can be deleted.
         """
 
     @abc.abstractmethod
     def write(self, name: BlockName, data: Block) -> StoreFailure | None:
-        """Keep a copy of the block: whole, or not at all. A block that is there already is left as it is."""
+        """Keep a copy of the block, whole or not at all. A block that is there already is left as it is."""
 
     @abc.abstractmethod
     def delete(self, name: BlockName) -> None:
-        """Forget the block, if it is there."""
+        """Delete the block, if it is there."""
 
     @abc.abstractmethod
     def scan(self) -> Sequence[BlockName] | StoreFailure:
-        """Names of all blocks that are there, oldest first, without looking at their bytes."""
+        """Names of all blocks that are there, oldest first, without reading their bytes."""
 
-    def close(self) -> None:  # noqa: B027  (most have nothing to let go of)
-        """Let go of what the store holds; what is persistent stays. Called once no thread uses it any more."""
+    def close(self) -> None:  # noqa: B027  (most stores have nothing to release)
+        """Release the store's resources; persistent blocks stay. Called when no thread uses the store any more."""
 
 
 def file_name(name: BlockName) -> str:
@@ -77,7 +76,7 @@ def file_name(name: BlockName) -> str:
 
 
 def parse_file_name(text: str) -> BlockName | None:
-    """The block of that file or object; None if its name was not made by `file_name`."""
+    """The block of that file or object; None if `file_name` did not make the name."""
     try:
         digest, parent = map(bytes.fromhex, text.split("-"))
     except ValueError:

@@ -1,16 +1,16 @@
 """L3: blocks in files on a local disk, which outlive the process.
 
-One file per block, written under another name and renamed, so a block is there whole or not at all whenever a process
-is killed; after a power cut a file may be short, which its footer shows, so nothing is ever flushed. Several processes
-may share a folder. Reads and writes go through the page cache, which is a tier by itself for what was written lately.
+Each block is one file. It is written under another name and then renamed, so a block is there whole or not at all when
+a process is killed. After a power cut a file may be short; its footer shows that, so nothing is ever flushed. Several
+processes may share a folder. Reads and writes go through the page cache, which is a tier of its own for recent blocks.
 
-Measured for blocks of 360 KB in the page cache, in turns, best of 8: `preadv` 10.3 GB/s, or 5.9 with XXH3 and copy;
+Measured for blocks of 360 KB in the page cache, interleaved, best of 8: `preadv` 10.3 GB/s, or 5.9 with XXH3 and copy;
 NIXL's POSIX plugin 6.3 for single blocks and 9.2 for 16 at once, without either. Slots of one large file are read no
-faster than a file each, and would have to be allocated among processes. GPUDirect Storage would be another store over
-the same files.
+faster than separate files, and processes would have to share their allocation. GPUDirect Storage would be another store
+over the same files.
 
-Blocks are as secret as the text they were computed from: only their user may enter the folder. What else lies there,
-files of other names, folders, links, is neither used nor followed nor removed.
+Blocks are as secret as the text they were computed from, so only their user may enter the folder. Other files, folders
+and links in it are neither used, followed nor removed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _UNFINISHED = re.compile(r"[0-9a-f]{32}-[0-9a-f]*\.[0-9a-f]{8}\.tmp")
-_ABANDONED_AFTER_S = 60.0  # a writer slower than that loses its file and so drops its block
+_ABANDONED_AFTER_S = 60.0  # a slower writer loses its unfinished file, and its block is dropped
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # says nothing about the file that was asked for
+_NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # these say nothing about the requested file
 _STRAY = {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EACCES, errno.EPERM}
-_HERE = os.O_CLOEXEC | os.O_NOFOLLOW  # of whatever is opened: what a link leads to is not ours
+_HERE = os.O_CLOEXEC | os.O_NOFOLLOW  # for every open: the target of a link is not ours
 
 
 class DiskStore(BlockStore):
@@ -88,7 +88,7 @@ class DiskStore(BlockStore):
     def _write_in(self, shard: int, name: BlockName, data: Block) -> StoreFailure | None:
         path = file_name(name)
         with contextlib.suppress(FileNotFoundError):
-            # Another worker's, most times; replacing a file would make ext4 flush the new one.
+            # Usually another worker has written it. Replacing a file would make ext4 flush the new one.
             return None if _is_ours(os.stat(path, dir_fd=shard, follow_symlinks=False)) else StoreFailure.OCCUPIED
         unfinished = f"{path}.{secrets.token_hex(4)}.tmp"
         try:
@@ -99,7 +99,7 @@ class DiskStore(BlockStore):
             _unlink(shard, unfinished)
             raise
         _unlink(shard, unfinished)
-        return StoreFailure.FULL  # only a full disk takes a part
+        return StoreFailure.FULL  # only a full disk accepts a part of a write
 
     @override
     def delete(self, name: BlockName) -> None:
@@ -114,7 +114,7 @@ class DiskStore(BlockStore):
 
     @override
     def scan(self) -> Sequence[BlockName] | StoreFailure:
-        """Names of the blocks, oldest file first. Removes what writers that were killed have left behind."""
+        """Names of the blocks, oldest file first. Removes unfinished files of killed writers."""
         found: list[tuple[int, BlockName]] = []
         try:
             for shard in filter(_SHARD.fullmatch, os.listdir(self._folder)):
@@ -126,7 +126,7 @@ class DiskStore(BlockStore):
         return [name for _, name in found]
 
     def _scan_shard(self, text: str) -> Iterator[tuple[int, BlockName]]:
-        """The blocks of a folder with the time of their last change in nanoseconds; none of one that is not ours."""
+        """The blocks of a shard folder with their modification times in nanoseconds; none if the folder is not ours."""
         abandoned_before_ns = (time.time() - _ABANDONED_AFTER_S) * 1e9
         try:
             with self._shard(text) as shard, os.scandir(shard) as entries:
@@ -147,7 +147,7 @@ class DiskStore(BlockStore):
 
     @contextlib.contextmanager
     def _shard(self, text: str, *, is_made: bool = False) -> Iterator[int]:
-        """A descriptor of that folder; with `is_made` it is made if it is not there."""
+        """A descriptor of that folder. With `is_made` a missing folder is created."""
         path = f"{self._folder}/{text}"
         try:
             shard = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _HERE)
@@ -164,9 +164,9 @@ class DiskStore(BlockStore):
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder, and what is missing above it, for this user alone; one that is there is closed to others.
+    """Create the folder and missing parents so that only this user may enter; close an existing folder to others.
 
-    Raises ConfigError if it cannot be made or is another user's.
+    Raises ConfigError if it cannot be created or belongs to another user.
     """
     try:
         _make_folders(folder)
@@ -196,12 +196,12 @@ def _shard_of(name: BlockName) -> str:
 
 
 def _is_ours(status: os.stat_result) -> bool:
-    """Whether we have made that: a file, and this user's."""
+    """Whether it is a regular file of this user."""
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def _read_file(folder: int, name: str, *buffers: memoryview | bytearray) -> int:
-    # NOTE: O_NONBLOCK, or opening a pipe would wait for its writer.
+    # NOTE: without O_NONBLOCK, opening a pipe would wait for its writer.
     descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | _HERE, dir_fd=folder)
     try:
         return os.preadv(descriptor, buffers, 0)

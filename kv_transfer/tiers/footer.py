@@ -1,6 +1,6 @@
-"""What lies behind a block's bytes on disk and in object stores, and proves that somebody with the key wrote them.
+"""The footer of a block on disk and in object stores. It proves that a holder of the key wrote the block.
 
-The footer follows the bytes, so that these start at offset 0: direct I/O and GPUDirect Storage want them aligned.
+The footer follows the bytes, so that they start at offset 0: direct I/O and GPUDirect Storage need them aligned.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ __all__ = ["FOOTER_BYTES", "BlockAuthenticator"]
 
 _NAME = struct.Struct("<16s16sQ")  # digest, parent, number of bytes before the footer
 _TAG_BYTES = 16
-_FOOTER = struct.Struct(f"<8s12s4x{_NAME.size + _TAG_BYTES}s")  # magic, nonce, the name encrypted and its tag
+_FOOTER = struct.Struct(f"<8s12s4x{_NAME.size + _TAG_BYTES}s")  # magic, nonce, encrypted name with its tag
 _MAGIC = b"tandemK2"
-_NONCE_BYTES = 12  # random: two of 2^32 blocks have the same with a chance of 2^-33
+_NONCE_BYTES = 12  # random: among 2^32 blocks two have the same one with probability 2^-33
 FOOTER_BYTES = _FOOTER.size
 
 
 class BlockAuthenticator:
     """Makes and checks footers with a key: the block's name in AES-256-GCM, with the block's bytes authenticated.
 
-    The bytes themselves are not encrypted. One of 360 KB takes 13 us here (28 GB/s), where XXH3, which proves nothing
-    against someone who wants to deceive, takes 3, HMAC-SHA256 190 and keyed BLAKE2b 280. Several threads may use it.
+    The bytes themselves are not encrypted. A block of 360 KB takes 13 us here (28 GB/s); HMAC-SHA256 takes 190 and
+    keyed BLAKE2b 280. XXH3 takes 3, but does not stop a forger. Several threads may use it.
     """
 
     def __init__(self, key: StoreKey) -> None:
@@ -40,7 +40,7 @@ class BlockAuthenticator:
         return _FOOTER.pack(_MAGIC, nonce, self._cipher.encrypt(nonce, _pack_name(name, data), data.data))
 
     def is_genuine(self, name: BlockName, data: Block, footer: bytes | bytearray) -> bool:
-        """Whether somebody with the key made this footer for these bytes under this name."""
+        """Whether a holder of the key made this footer for these bytes under this name."""
         if len(footer) != FOOTER_BYTES:
             return False
         magic, nonce, sealed_name = _FOOTER.unpack(footer)

@@ -1,7 +1,7 @@
-"""The key of the persistent tiers: who has it may add blocks to them.
+"""The key of the persistent tiers. Only its holders can add blocks to them.
 
-It lies in a file that only its user can read, is the same for all workers that share a store, and outlives them, as the
-blocks do. Stores of another key are other folders, so nobody deletes what another one cannot check.
+It is in a file that only its user can read. All workers that share a store have the same key, and it outlives them as
+the blocks do. Each key has its own folders in a store, so no worker deletes blocks that only others can check.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _MAX_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class StoreKey:
-    """Proves where blocks come from. Made of a secret of 32 bytes or more."""
+    """A secret of 32 bytes or more, from which keys and folder names are derived."""
 
     secret: bytes = field(repr=False)
 
     @property
     def sealing_key(self) -> bytes:
-        """For AES-256."""
+        """The key for AES-256."""
         return self._derive(b"tandem.kv.seal", 32)
 
     def folder_name(self, namespace: bytes) -> str:
-        """Where blocks of this namespace and key lie in a store."""
+        """The folder of a store that holds the blocks of this namespace and key."""
         return hashlib.blake2b(namespace, key=self._derive(b"tandem.kv.name", 32), digest_size=16).hexdigest()
 
     def _derive(self, purpose: bytes, num_bytes: int) -> bytes:
@@ -42,7 +42,7 @@ class StoreKey:
 
 
 def load_key(path: Path, *, may_make: bool) -> StoreKey:
-    """The key in this file. Where there is none it is made, if it may be. Raises `ConfigError`."""
+    """The key in this file. A missing file is created if `may_make`. Raises `ConfigError`."""
     try:
         if may_make and not path.exists():
             _make(path)
@@ -64,7 +64,7 @@ def load_key(path: Path, *, may_make: bool) -> StoreKey:
         raise ConfigError(
             f"kv_key_file={path} has {len(secret)} bytes, and needs {_MIN_BYTES} or more; {_how_to_make(path)}"
         )
-    # A file of root's may be readable by our group: so Kubernetes mounts a Secret.
+    # A file of root may be readable by our group: that is how Kubernetes mounts a Secret.
     forbidden = 0o077 if status.st_uid == os.geteuid() else 0o027
     if status.st_mode & forbidden or status.st_uid not in (os.geteuid(), 0):
         raise ConfigError(
@@ -79,7 +79,7 @@ def _how_to_make(path: Path) -> str:
 
 
 def _make(path: Path) -> None:
-    """Make the file whole, or leave the one that another process has made meanwhile."""
+    """Create the file whole, or leave the one that another process has created meanwhile."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

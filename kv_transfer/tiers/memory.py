@@ -1,4 +1,4 @@
-"""L2: blocks in host memory, in one slab; pinned where there is a GPU to copy to."""
+"""L2: blocks in host memory, in one slab, which is pinned if there is a GPU to copy to."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MemoryStore(BlockStore):
         self._slab: Block = _reserve(num_blocks * block_bytes).reshape(num_blocks, block_bytes)
         self._free = list(range(num_blocks - 1, -1, -1))
         self._slot_of: dict[BlockName, int] = {}
-        self._lock = threading.Lock()  # of the two above; bytes are copied outside of it
+        self._lock = threading.Lock()  # guards the two above; bytes are copied outside it
 
     @override
     def read(self, name: BlockName, scratch: Block) -> Block | StoreFailure:

@@ -28,10 +28,11 @@ _FIRST_BACKOFF_S = 0.05
 
 
 class ObjectStore(BlockStore):
-    """Objects `<url>/<namespace and key>/<digest>-<parent>`; the object store itself publishes them whole.
+    """Objects `<url>/<namespace and key>/<digest>-<parent>`; the object store publishes each of them whole.
 
-    A read or write takes at most about twice `timeout_s`, retries included; a listing, that per page. Credentials and
-    endpoint come from the environment, as the cloud's own tools read them, or from `options` by obstore's names.
+    A read or write takes at most about twice `timeout_s`, retries included, and so does each page of a listing.
+    Credentials and endpoint come from the environment, as the cloud's own tools read them, or from `options` under
+    obstore's names.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class ObjectStore(BlockStore):
         try:
             found = self._obstore.get(self._store, self._path(name))
             is_whole = found.meta["size"] == self.block_bytes + FOOTER_BYTES
-            content = found.bytes() if is_whole else b""  # another size is not ours, and may not fit into memory
+            content = found.bytes() if is_whole else b""  # an object of another size may not fit into memory
         except self._errors as exc:
             if isinstance(exc, self._absent_errors):
                 return StoreFailure.ABSENT
@@ -75,7 +76,7 @@ class ObjectStore(BlockStore):
     @override
     def write(self, name: BlockName, data: Block) -> StoreFailure | None:
         content = np.empty(data.nbytes + FOOTER_BYTES, np.uint8)
-        np.copyto(content[: data.nbytes], data)  # lets go of the interpreter lock, unlike joining bytes
+        np.copyto(content[: data.nbytes], data)  # releases the interpreter lock, unlike joining bytes
         content[data.nbytes :] = np.frombuffer(self._seal.make(name, data), np.uint8)
         try:
             self._obstore.put(self._store, self._path(name), content.data, use_multipart=False)
@@ -113,7 +114,7 @@ class ObjectStore(BlockStore):
 
 
 def check_url(url: str) -> None:
-    """Raise `ConfigError` for a URL that is no object store's. Nothing is sent."""
+    """Raise `ConfigError` unless this is the URL of an object store. Sends nothing."""
     _open(_import_obstore(), url, 1.0, {})
 
 

@@ -1,7 +1,7 @@
 """The contract of a KV transport.
 
-A transport owns the way into and out of one block pool. It knows blocks by number and peers by worker id; leases,
-requests and what a notification means are the business of its caller.
+A transport owns all access of peers to one block pool. It knows blocks by number and peers by worker id. Its caller
+knows leases, requests and the meaning of notifications.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ __all__ = [
 
 
 class TransferState(enum.Enum):
-    """Where a write or a read stands.
+    """The state of a write or a read.
 
-    FAILED and LOST differ in what may still happen at the receiver, and so in whether its blocks may be reused.
+    After FAILED the receiver's blocks may be reused, after LOST not yet.
     """
 
     PENDING = "pending"
     DONE = "done"  # every byte is in place and the notification is on its way
-    FAILED = "failed"  # not done, and no byte of it will land from now on
-    LOST = "lost"  # the link broke: bytes of a write may still land at the peer; those of a read will not land here
+    FAILED = "failed"  # not done, and none of its bytes can land any more
+    LOST = "lost"  # the link broke: bytes of a write may still land at the peer; bytes of a read cannot land here
 
 
 class Transfer:
@@ -50,8 +50,8 @@ class Transfer:
     Until it is settled the local blocks of a write must stay unchanged, and those of a read belong to it. There is
     nothing to release.
 
-    `num_bytes` is what it moves without the notification. `seconds`, None until it is settled, is how long its link
-    was busy with it: from the call, or from the end of what was before it on the link, to the poll that saw its end.
+    `num_bytes` excludes the notification. `seconds`, None until it is settled, is how long its link was busy with it:
+    from the call, or from the end of the transfer before it on the link, to the poll that saw its end.
     """
 
     __slots__ = ("_begun", "num_bytes", "seconds", "state")
@@ -68,7 +68,7 @@ class Transfer:
         return self.state is not TransferState.PENDING
 
     def begin(self) -> None:
-        """Called by its transport when nothing is before it on its link any more: `seconds` counts from here."""
+        """Called by its transport when it is the first on its link: `seconds` counts from here."""
         self._begun = time.perf_counter()
 
     def settle(self, state: TransferState) -> None:
@@ -93,7 +93,7 @@ class PoolShape(NamedTuple):
 
 
 class BlockRun(NamedTuple):
-    """Blocks that follow each other on both sides: `[local, local + num_blocks)` and `[remote, ...)`."""
+    """Consecutive blocks on both sides: `[local, local + num_blocks)` and `[remote, remote + num_blocks)`."""
 
     local: int
     remote: int
@@ -103,39 +103,39 @@ class BlockRun(NamedTuple):
 class Transport(abc.ABC):
     """One-sided writes and reads of blocks between this worker's pool and those of its peers.
 
-    No method waits for a peer. All calls come from one thread; which one is up to the owner.
+    No method waits for a peer. All calls come from one thread, which the owner chooses.
 
     Both sides of a link must `poll` often: a transfer may need the peer's polls to complete, and the sender's poll
     may have to send its notification. An idle poll costs a few microseconds.
     """
 
-    num_dropped = 0  # notifications that came damaged, from nobody, or never; `poll` returned none of them
+    num_dropped = 0  # notifications that `poll` did not return: damaged, missing, or from an unknown sender
 
     @abc.abstractmethod
     def local_metadata(self) -> bytes:
-        """What a peer needs to write here, for `PeerHello.transport_metadata`. Opaque to everyone else."""
+        """What a peer needs to write here, for `PeerHello.transport_metadata`. Only transports can read it."""
 
     @abc.abstractmethod
     def add_peer(self, worker_id: str, epoch: int, metadata: bytes) -> None:
-        """Make a peer writable. A known worker id with another epoch is a restart: it replaces the old peer.
+        """Make a peer writable. A known worker id with another epoch has restarted: it replaces the old peer.
 
-        Adding a peer again that is known and not lost changes nothing. Raises `IncompatiblePeer` for another block
-        size, `TransferError` for metadata that does not describe this peer, `PeerLost` if it is already gone.
+        Adding a known peer again changes nothing unless it was lost. Raises `IncompatiblePeer` for another block size,
+        `TransferError` for metadata that does not describe this peer, `PeerLost` if it is already gone.
         """
 
     @abc.abstractmethod
     def remove_peer(self, worker_id: str) -> None:
-        """Forget a peer; unsettled transfers with it become LOST. Unknown ids are ignored.
+        """Forget a peer; open transfers with it become LOST. Unknown ids are ignored.
 
-        What the peer itself writes or reads here goes on: leases are what ends it.
+        The peer's own writes and reads here go on: only leases end them.
         """
 
     @abc.abstractmethod
     def is_quiet(self, worker_id: str) -> bool:
-        """Whether it is certain that no byte can land any more of the writes to this peer that were LOST until now.
+        """Whether no byte of the writes to this peer that are LOST now can land any more.
 
-        A transport says so only if it can prove it; opening the link anew may be the proof. One that cannot says no for
-        ever: then those blocks wait for the end of this process.
+        True only if the transport can prove it; opening the link again may be the proof. A transport that cannot prove
+        it always answers False: then those blocks wait for the end of this process.
         """
 
     @abc.abstractmethod
@@ -148,34 +148,34 @@ class Transport(abc.ABC):
     ) -> Transfer:
         """Start copying `local_block_ids[i]` of our pool over `remote_block_ids[i]` of the peer's pool.
 
-        The peer's `poll` returns the notification once all bytes of this write are in place, and notifications of
-        one link arrive in the order of their writes. Without blocks the write is an ordered notification; an empty
+        The peer's `poll` returns the notification once all bytes of this write are in place. Notifications of one link
+        arrive in the order of their writes. Without blocks the write is only an ordered notification; an empty
         notification is not sent. The copy may run inside this call, on the caller's thread.
 
-        Raises `PeerLost` for an unknown or lost peer and `TransferError` for ids that are outside of either pool,
-        not paired, or repeated at the receiver; then nothing was written. A peer found dead meanwhile makes it LOST.
+        Raises `PeerLost` for an unknown or lost peer, and `TransferError` for ids that are outside either pool, not
+        paired, or repeated at the receiver; then nothing was written. If the peer is found dead the transfer is LOST.
         """
 
     @abc.abstractmethod
     def read_blocks(self, worker_id: str, remote_block_ids: Sequence[int], local_block_ids: Sequence[int]) -> Transfer:
         """Start copying `remote_block_ids[i]` of the peer's pool over `local_block_ids[i]` of ours.
 
-        The peer's owner takes no part and is not told: whoever calls this holds a lease under which the remote blocks
-        stay as they are. A read may run beside writes of the same link. The copy may run inside this call.
+        The peer's owner takes no part and is not told: the caller must hold a lease under which the remote blocks do
+        not change. A read may run beside writes of the same link. The copy may run inside this call.
 
-        Raises as `write_blocks` does, with our pool as the receiver.
+        Raises the same errors as `write_blocks`, with our pool as the receiver.
         """
 
     @abc.abstractmethod
     def poll(self) -> list[Notification]:
-        """Drive unsettled transfers and return the notifications that arrived, oldest first per peer.
+        """Drive open transfers and return the notifications that arrived, oldest first per peer.
 
-        A peer that has our metadata may write before we added it, so the sender may be one not added here.
+        A peer that has our metadata may write before we have added it, so the sender may be unknown here.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let go of all peers and of the pool; unsettled transfers become LOST. Closing twice is fine."""
+        """Release all peers and the pool; open transfers become LOST. Closing twice is fine."""
 
 
 def pool_shape(pool: Tensor) -> PoolShape:
@@ -197,7 +197,7 @@ def check_block_ids(
     *,
     is_read: bool = False,
 ) -> None:
-    """Raise `TransferError` unless the ids pair up, lie within their pools and name no block to be written twice."""
+    """Raise `TransferError` unless the ids pair up, lie within their pools and write no block twice."""
     if len(local_block_ids) != len(remote_block_ids):
         raise TransferError(f"{len(local_block_ids)} local blocks do not pair with {len(remote_block_ids)} remote ones")
     if not local_block_ids:
@@ -213,7 +213,7 @@ def check_block_ids(
 
 
 def block_runs(local_block_ids: Sequence[int], remote_block_ids: Sequence[int]) -> list[BlockRun]:
-    """The pairs of blocks as few runs, in order of local ids; pools often hand out neighbours, if not in order."""
+    """The pairs of blocks as few runs, in order of local ids. Pools often allocate neighbours, though not in order."""
     runs: list[BlockRun] = []
     for local, remote in sorted(zip(local_block_ids, remote_block_ids, strict=True)):
         if runs:
@@ -226,7 +226,7 @@ def block_runs(local_block_ids: Sequence[int], remote_block_ids: Sequence[int]) 
 
 
 def is_loopback(host: str) -> bool:
-    """Whether peers at this address are of this machine."""
+    """Whether this address is this machine's own."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

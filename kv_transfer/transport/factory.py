@@ -1,4 +1,4 @@
-"""Creates a transport by its name."""
+"""Creates a transport by name."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def create_transport(
 ) -> Transport:
     """Transport of this name around `pool`, a contiguous tensor `[num_blocks, ...]` that must outlive it.
 
-    `hub` joins `in_process` transports. `host` is the address at which peers reach this machine: if it is loopback, no
-    transport listens anywhere else. `mailbox` is an `ipc://` endpoint in a folder of this user alone, where all peers
-    have theirs, too: then they are all on this machine, and `nixl` needs no port on which others could reach it.
+    `hub` connects `in_process` transports. `host` is the address at which peers reach this machine: if it is loopback,
+    no transport listens anywhere else. `mailbox` is an `ipc://` endpoint in a folder that only this user may enter, and
+    that holds the mailboxes of all peers: they are all on this machine, so `nixl` needs no port that others could
+    reach.
     """
     if name not in _FACTORIES:
         raise ConfigError(f"transport={name!r} is unknown; choose one of {', '.join(sorted(_FACTORIES))}")

@@ -1,6 +1,6 @@
 """Transport between workers of one process: a copy between tensors, with a hook for injected faults.
 
-The hub is the network. It is built by whoever starts the workers and passed to each transport.
+The hub is the network. The code that starts the workers builds it and passes it to each transport.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Verdict(enum.Enum):
     """What the hub does with a write or a read."""
 
     DELIVER = "deliver"
-    HOLD = "hold"  # it stays pending until `release_held`, and what comes later on this link queues behind it
+    HOLD = "hold"  # it stays pending until `release_held`; later transfers of this link queue behind it
     FAIL = "fail"  # nothing lands
     LOSE = "lose"  # the link breaks after the first block
 
 
 @dataclass(eq=False, slots=True)
 class InProcessWrite:
-    """One write of `sender` into the pool of `receiver`; with `is_read`, a read of `sender` from that pool."""
+    """A write by `sender` into the pool of `receiver`; with `is_read`, a read by `sender` from that pool."""
 
     sender: InProcessTransport
     receiver: InProcessTransport
@@ -54,7 +54,7 @@ class InProcessWrite:
 class InProcessHub:
     """Joins the transports of one process; safe to use from all their threads.
 
-    `judge` decides the fate of each write; `held` lists the links' undelivered writes. Both are for tests.
+    `judge` decides what happens to each write, and `held` lists undelivered writes; both are for tests.
     """
 
     def __init__(self, judge: Callable[[InProcessWrite], Verdict] | None = None) -> None:
@@ -78,7 +78,7 @@ class InProcessHub:
                     _deliver(write)
 
     def attach(self, transport: InProcessTransport) -> None:
-        """Called by a transport at its start: from now on peers find it. It replaces a former epoch."""
+        """Called by a transport when it starts, so that peers find it. It replaces a former epoch."""
         with self.lock:
             former = self._transports.get(transport.worker_id)
             if former is not None:
@@ -86,7 +86,7 @@ class InProcessHub:
             self._transports[transport.worker_id] = transport
 
     def detach(self, transport: InProcessTransport) -> None:
-        """Called by a transport at its end: writes from and to it are lost."""
+        """Called by a transport when it closes: writes from and to it become LOST."""
         with self.lock:
             if self._transports.get(transport.worker_id) is transport:
                 del self._transports[transport.worker_id]
@@ -99,7 +99,7 @@ class InProcessHub:
             return transport if transport is not None and transport.epoch == epoch else None
 
     def cut(self, is_cut: Callable[[InProcessWrite], bool]) -> None:
-        """Lose the held writes that `is_cut` picks."""
+        """Make the held writes for which `is_cut` is true LOST."""
         with self.lock:
             for link, queue in list(self._held.items()):
                 for write in [write for write in queue if is_cut(write)]:
@@ -109,7 +109,7 @@ class InProcessHub:
                     del self._held[link]
 
     def submit(self, write: InProcessWrite) -> None:
-        """Judge a write and do what was decided."""
+        """Judge a write and act on the verdict."""
         with self.lock:
             verdict = self.judge(write) if self.judge else Verdict.DELIVER
             link = (write.sender, write.receiver)
@@ -140,7 +140,7 @@ class InProcessTransport(Transport):
         self.epoch = epoch
         self.shape: PoolShape = pool_shape(pool)
         self.pool = pool
-        self.inbox: deque[Notification] = deque()
+        self.arrived: deque[Notification] = deque()
         self._hub = hub
         self._peers: dict[str, InProcessTransport] = {}
         self._lost: set[str] = set()
@@ -197,8 +197,8 @@ class InProcessTransport(Transport):
     @override
     def poll(self) -> list[Notification]:
         arrived: list[Notification] = []
-        while self.inbox:  # popleft is atomic, so senders on other threads need no lock here
-            arrived.append(self.inbox.popleft())
+        while self.arrived:  # popleft is atomic, so senders on other threads need no lock here
+            arrived.append(self.arrived.popleft())
         return arrived
 
     @override
@@ -209,7 +209,7 @@ class InProcessTransport(Transport):
         self._hub.detach(self)
         self._peers.clear()
         self._lost.clear()
-        self.inbox.clear()
+        self.arrived.clear()
 
     def lose_peer(self, worker_id: str) -> None:
         """Called by the hub: the link to this peer broke."""
@@ -246,12 +246,12 @@ def _decode_metadata(metadata: bytes) -> _InProcessMetadata:
 def _deliver(write: InProcessWrite) -> None:
     _copy_blocks(write, count=len(write.local_block_ids))
     if write.notification:
-        write.receiver.inbox.append(Notification(write.sender.worker_id, write.sender.epoch, write.notification))
+        write.receiver.arrived.append(Notification(write.sender.worker_id, write.sender.epoch, write.notification))
     write.transfer.settle(TransferState.DONE)
 
 
 def _copy_blocks(write: InProcessWrite, count: int) -> None:
-    """Copy the first `count` blocks as bytes: two pools may see the same bytes as different shapes."""
+    """Copy the first `count` blocks as bytes, because the two pools may have different shapes."""
     for local_id, remote_id in zip(write.local_block_ids[:count], write.remote_block_ids[:count], strict=True):
         source, target = write.sender.pool[local_id].view(-1), write.receiver.pool[remote_id].view(-1)
         if write.is_read:

@@ -1,13 +1,13 @@
-"""What NIXL's links need between processes of one user on one machine, so that UCX opens no port there.
+"""NIXL links between processes of one user on one machine, without any port of UCX.
 
-UCX's TCP port takes what any process of the machine sends it, and writes it to whatever address that names. Without it,
-and without the System V segments that UCX opens to the user's whole group, UCX copies from process to process with CMA
-(`process_vm_writev`), which the kernel allows to processes of the same user alone. Such a copy needs nothing of the
-receiver and is over when the call returns.
+UCX's TCP port accepts data from every process of the machine and writes it to any address that the data names. Without
+that port, and without the System V segments that UCX opens to the user's whole group, UCX copies from process to
+process with CMA (`process_vm_writev`), which the kernel allows only between processes of the same user. Such a copy
+needs nothing of the receiver and is over when the call returns.
 
-UCX could carry notifications in shared memory, too, but all senders share one ring at the receiver, and a sender that
-is killed while it puts one in stops that ring for everybody. So they go through Unix sockets in a private folder. Nor
-does UCX notice there that a peer has died; the kernel tells it, by a pidfd.
+UCX could also carry notifications in shared memory. But all senders share one ring at the receiver, and a sender that
+is killed while it writes to the ring stops it for all. So notifications go through Unix sockets in a private folder.
+UCX does not notice there that a peer has died either; the kernel reports it through a pidfd.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = ["UCX_TLS", "Mailbox", "MailboxAddress", "MailboxSender", "can_copy_be
 
 UCX_TLS = "^tcp,sysv"
 
-_MAX_QUEUED = 10_000  # notifications, at either end
+_MAX_QUEUED = 10_000  # notifications, at each end
 _MAX_NOTIFICATION = 64 << 20  # bytes
 _MAX_PER_POLL = 10_000
 
 
 def can_copy_between_processes() -> bool:
-    """Whether the kernel has CMA and lets us use it; some sandboxes do not, and an administrator can forbid it."""
+    """Whether the kernel has CMA and permits it; some sandboxes do not, and an administrator can forbid it."""
     try:
         scope = int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
     except (OSError, ValueError):
         scope = 0
-    if scope > 1:  # at 1 UCX allows its peers to copy; above only an administrator may
+    if scope > 1:  # at 1 UCX permits its peers to copy; above 1 only an administrator may
         return False
     source, target = ctypes.create_string_buffer(b"x", 1), ctypes.create_string_buffer(1)
     here, there = (_IoVec(ctypes.addressof(buffer), 1) for buffer in (source, target))
@@ -54,17 +54,17 @@ class _IoVec(ctypes.Structure):
 
 
 class MailboxAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where a process takes notifications, and which process that is."""
+    """Where a process receives notifications, and which process it is."""
 
     endpoint: Annotated[str, Meta(min_length=1, max_length=256)]
     process: ProcessId
 
 
 class Mailbox:
-    """Where the notifications for one agent arrive. Belongs to the thread that polls."""
+    """Receives the notifications for one agent. Only the thread that polls uses it."""
 
     def __init__(self, endpoint: str, agent_name: str) -> None:
-        """`endpoint` is `ipc://` and a file that is to be, in a folder that only this user may enter."""
+        """`endpoint` is `ipc://` and the path of a new file in a folder that only this user may enter."""
         self._agent_name = agent_name
         self._context = zmq.Context()
         self._socket = self._context.socket(SocketType.PULL)
@@ -74,9 +74,9 @@ class Mailbox:
         self.address = MailboxAddress(endpoint, own_process())
 
     def open(self, theirs: MailboxAddress) -> MailboxSender:
-        """The way to a peer's mailbox.
+        """Connect to a peer's mailbox.
 
-        Raises `TransferError` if it is not one of our folder and machine, `PeerLost` if its process has ended.
+        Raises `TransferError` if it is not in our folder and on this machine, `PeerLost` if its process has ended.
         """
         if _folder_of(theirs.endpoint) != _folder_of(self.address.endpoint) or not theirs.process.is_here:
             raise TransferError(f"{theirs.endpoint} of process {theirs.process.pid} is not of this machine and pool")
@@ -90,7 +90,7 @@ class Mailbox:
         return MailboxSender(self._agent_name.encode(), socket, descriptor)
 
     def take(self) -> dict[str, list[bytes]]:
-        """What arrived, oldest first, by the name of the agent that sent it."""
+        """The messages that arrived, oldest first, by the name of the sending agent."""
         arrived: dict[str, list[bytes]] = {}
         for _ in range(_MAX_PER_POLL):
             if not int(self._socket.get(SocketOption.EVENTS)) & PollEvent.POLLIN:
@@ -101,12 +101,12 @@ class Mailbox:
         return arrived
 
     def close(self) -> None:
-        """After all ways were closed."""
+        """Call this after all senders were closed."""
         self._context.destroy(linger=0)
 
 
 class MailboxSender:
-    """To one peer's mailbox, and what knows whether that peer's process lives."""
+    """Sends to one peer's mailbox and knows whether that peer's process lives."""
 
     def __init__(self, agent_name: bytes, socket: Any, descriptor: int) -> None:
         self._agent_name = agent_name
@@ -114,9 +114,9 @@ class MailboxSender:
         self._descriptor = descriptor
 
     def send(self, message: bytes) -> bool:
-        """False if the peer has taken nothing for so long that there is no room: then try again later.
+        """False if there is no room because the peer has read nothing for long: then try again later.
 
-        Raises `TransferError` for more than the peer takes.
+        Raises `TransferError` for a message larger than the peer accepts.
         """
         if len(message) > _MAX_NOTIFICATION:
             raise TransferError(f"a notification of {len(message)} bytes is too large; {_MAX_NOTIFICATION} are allowed")
@@ -132,7 +132,7 @@ class MailboxSender:
         return has_ended(self._descriptor)
 
     def close(self) -> None:
-        """Once. What was not taken yet is dropped."""
+        """Call this once. Messages that the peer has not read are dropped."""
         self._socket.close(linger=0)
         os.close(self._descriptor)
 

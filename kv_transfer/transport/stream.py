@@ -1,6 +1,6 @@
-"""Whole messages over a TCP connection, without ever blocking: how two ends of the `nccl` transport talk.
+"""Whole messages over a TCP connection without blocking, for the two ends of an `nccl` link.
 
-The end of a connection is how a peer's death is noticed: at once if its process died, within seconds if its host did.
+A peer's death ends the connection: at once if its process died, within seconds if its host did.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tandem.protocol.errors import PeerLost
 __all__ = ["MessageStream", "connect", "listen"]
 
 _LENGTH = struct.Struct("<I")
-_MAX_MESSAGE_BYTES = 64 << 20  # more than that is not a message of ours
+_MAX_MESSAGE_BYTES = 64 << 20  # no transport sends more
 _READ_BYTES = 1 << 18
 _KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -27,7 +27,7 @@ _KEEPALIVE = (
 
 
 class MessageStream:
-    """One end of a connection; the peer's end is another one."""
+    """One end of a connection."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -38,15 +38,15 @@ class MessageStream:
         self._unread = bytearray()
 
     def fileno(self) -> int:
-        """For a selector: readable means that `receive` has something to say."""
+        """For a selector: when it is readable, call `receive`."""
         return self._socket.fileno()
 
     def put(self, message: bytes) -> None:
-        """Queue a message behind those before it. `flush` sends it."""
+        """Queue a message. `flush` sends it."""
         self._unsent += _LENGTH.pack(len(message)) + message
 
     def flush(self) -> None:
-        """Send what was queued, as far as the connection takes it. Raises `PeerLost` when that is broken."""
+        """Send queued messages as far as the connection accepts them. Raises `PeerLost` when it is broken."""
         while self._unsent:
             try:
                 sent = self._socket.send(self._unsent)
@@ -57,7 +57,7 @@ class MessageStream:
             del self._unsent[:sent]
 
     def receive(self) -> list[bytes]:
-        """Messages that came, oldest first. Raises `PeerLost` when the connection ended, which a later call repeats."""
+        """Messages that arrived, oldest first. Raises `PeerLost` once the connection has ended, in later calls too."""
         try:
             chunk = self._socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -70,7 +70,7 @@ class MessageStream:
         return self._take_messages()
 
     def close(self) -> None:
-        """End the connection, unsent messages included."""
+        """End the connection; unsent messages are dropped."""
         self._socket.close()
 
     def _take_messages(self) -> list[bytes]:
@@ -90,7 +90,7 @@ class MessageStream:
 
 
 def listen(host: str) -> socket.socket:
-    """A listening socket on a free port of this address and no other."""
+    """A listening socket on a free port, at this address only."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
     listener.setblocking(False)
@@ -98,7 +98,7 @@ def listen(host: str) -> socket.socket:
 
 
 def connect(host: str, port: int) -> MessageStream:
-    """Start to connect. Whether it worked shows in later calls: messages put meanwhile are kept."""
+    """Start to connect. Later calls show whether it worked; messages put before then are kept."""
     connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     stream = MessageStream(connection)
     code = connection.connect_ex((host, port))

@@ -388,7 +388,7 @@ def test_a_notification_that_comes_again_changes_nothing(tiny_model: Path, oracl
     former: list[Notification] = []
 
     def judge(write: InProcessWrite) -> Verdict:
-        write.receiver.inbox.extend(former)
+        write.receiver.arrived.extend(former)
         former.append(Notification(write.sender.worker_id, write.sender.epoch, write.notification))
         return Verdict.DELIVER
 
