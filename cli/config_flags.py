@@ -28,18 +28,15 @@ def with_settings(
 ) -> Callable[[Callable[[Values], int]], Callable[..., int]]:
     """Make a function of settings a command that has a flag for each of these fields, and `--config`.
 
-    The function gets the settings that were given, those of flags before those of the file. A flag named in `overrides`
-    also replaces these other settings of the file, unless it turns something off.
+    The function gets the settings that were given; those of flags win over those of the file. A flag named in
+    `overrides` also replaces these other settings of the file, unless it turns something off.
     """
 
     def decorate(run: Callable[[Values], int]) -> Callable[..., int]:
         def command(ctx: typer.Context, config: str, **flags: Any) -> int:
             given = {name: value for name, value in flags.items() if _is_given(ctx, name)}
             from_file = read_config_file(config, fields) if config else {}
-            for name, others in (overrides or {}).items():
-                if given.get(name) not in (None, False):
-                    from_file = {key: value for key, value in from_file.items() if key not in others}
-            return run(from_file | given)
+            return run(_merge(given, from_file, overrides or {}))
 
         command.__name__, command.__doc__ = run.__name__, run.__doc__
         # typer reads a command's flags from its signature, as `inspect.signature` finds it.
@@ -65,6 +62,11 @@ def read_config_file(path: str, fields: Sequence[Field]) -> Values:
         if key not in known:
             raise ConfigError(f"{path}: unknown key {key!r} with value {value!r}; {_hint(key, value, known)}")
     return {key: _from_file(known[key], value, f"{path}: ") for key, value in content.items()}
+
+
+def _merge(given: Values, from_file: Values, overrides: Mapping[str, Sequence[str]]) -> Values:
+    replaced = {other for name, others in overrides.items() if given.get(name) not in (None, False) for other in others}
+    return {name: value for name, value in from_file.items() if name not in replaced} | given
 
 
 def _from_file(field: Field, value: Any, where: str) -> Any:

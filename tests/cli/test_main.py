@@ -21,26 +21,6 @@ COMPONENTS = {"engine", "tiers", "transfer", "router"}
 FLAGS = inspect.signature(serve).parameters
 
 
-def make_model(folder: Path) -> Path:
-    folder.mkdir()
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        (folder / name).write_text("{}")
-    return folder
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[ClusterConfig]:
-    """The configs that reach the launcher, which is replaced: no worker starts in these tests."""
-    configs: list[ClusterConfig] = []
-
-    def launch(config: ClusterConfig, *_: object) -> int:
-        configs.append(config)
-        return 7
-
-    monkeypatch.setitem(sys.modules, "tandem.cluster.serve", types.SimpleNamespace(serve=launch))
-    return configs
-
-
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_config_field_is_a_flag_with_the_same_default(config: Any) -> None:
     for field in fields(config):
@@ -57,16 +37,15 @@ def test_every_flag_is_a_config_field() -> None:
     assert set(FLAGS) - names == {"ctx", "config", "pool_gb", "tenants", "api_key_file"}  # files are read at once
 
 
-def test_serve_hands_every_flag_to_the_launcher(tmp_path: Path, launched: list[ClusterConfig]) -> None:
-    folder = make_model(tmp_path / "toy")
-    words = f"--model {folder} --prefill 2 --decode 3 --port 0 --pool-gb 0.5 --no-autoscale --gpus-per-worker 0.5"
+def test_serve_hands_every_flag_to_the_launcher(model: Path, launched: list[ClusterConfig]) -> None:
+    words = f"--model {model} --prefill 2 --decode 3 --port 0 --pool-gb 0.5 --no-autoscale --gpus-per-worker 0.5"
     more = "--block-size 32 --dtype float32 --checksums all --cors-allow-origins http://a --cors-allow-origins http://b"
     more += " --no-local-prefill"
     assert run(["serve", *words.split(), *more.split()]) == 7
     assert launched == [
         ClusterConfig(
             engine=EngineConfig(
-                model=str(folder), served_model_name="toy", block_size=32, dtype="float32", pool_bytes=500_000_000
+                model=str(model), served_model_name="toy", block_size=32, dtype="float32", pool_bytes=500_000_000
             ),
             transfer=TransferConfig(checksums="all"),
             router=RouterConfig(port=0, cors_allow_origins=("http://a", "http://b"), local_prefill=False),
@@ -78,7 +57,9 @@ def test_serve_hands_every_flag_to_the_launcher(tmp_path: Path, launched: list[C
     ]
 
 
-def test_tenants_and_keys_are_read_once_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenants_and_keys_are_read_once_before_anything_starts(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[object] = []
 
     def launch(_: ClusterConfig, *others: object) -> int:
@@ -89,7 +70,7 @@ def test_tenants_and_keys_are_read_once_before_anything_starts(tmp_path: Path, m
     tenants, keys = tmp_path / "tenants.toml", tmp_path / "keys"
     tenants.write_text("[tenants.search]\nweight = 4.0\n")
     keys.write_text("sk-1 search\n")
-    flags = ("--tenants", str(tenants), "--api-key-file", str(keys), "--model", str(make_model(tmp_path / "toy")))
+    flags = ("--tenants", str(tenants), "--api-key-file", str(keys), "--model", str(model))
     assert run(["serve", "--port", "0", *flags]) == 0
     assert given == [Tenants(named={"search": TenantPolicy(weight=4.0)}), {key_digest("sk-1"): "search"}]
 
@@ -150,23 +131,23 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 
 def test_busy_port_is_told_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], launched: list[ClusterConfig]
+    model: Path, capsys: pytest.CaptureFixture[str], launched: list[ClusterConfig]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        assert run(["serve", "--port", str(port), "--model", str(make_model(tmp_path / "m"))]) == 2
+        assert run(["serve", "--port", str(port), "--model", str(model)]) == 2
     assert f"port={port} (Address already in use)" in capsys.readouterr().err
     assert launched == []
 
 
 def test_error_of_the_launcher_is_one_line_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def launch(*_: object) -> int:
         raise ConfigError("pool_bytes=9 is less than one block")
 
     monkeypatch.setitem(sys.modules, "tandem.cluster.serve", types.SimpleNamespace(serve=launch))
-    assert run(["serve", "--port", "0", "--model", str(make_model(tmp_path / "m"))]) == 2
+    assert run(["serve", "--port", "0", "--model", str(model)]) == 2
     assert capsys.readouterr().err == "tandem: pool_bytes=9 is less than one block\n"
 
 
