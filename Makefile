@@ -1,4 +1,4 @@
-# `make serve` is all a new machine needs. Every target sets .venv up first; that is instant when nothing changed.
+# `make serve` is all that a new machine needs. Every target first sets up .venv, which is instant if nothing has changed.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
@@ -23,17 +23,17 @@ setup: $(STAMP) ## create .venv with everything in it
 serve: $(STAMP) ## serve the default model on 127.0.0.1:8000 (ARGS='--port 8001 --colocated ...')
 	@$(BIN)/tandem serve $(ARGS)
 
-test: lint types ## lint, types and all tests but the slow ones
+test: lint types ## lint, types, and all tests except the slow ones
 	$(BIN)/pytest -m "not slow"
 
-test-slow: $(STAMP) ## the tests that take minutes
+test-slow: $(STAMP) ## run the tests that take minutes
 	$(BIN)/pytest -m slow
 
-lint: $(STAMP) ## ruff: rules and format
+lint: $(STAMP) ## check rules and format with ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(STAMP) ## mypy, strict on our packages
+types: $(STAMP) ## check types with mypy, strict
 	$(BIN)/mypy
 
 bench: $(STAMP) ## measure a running server: TTFT, ITL, throughput (URL=..., ARGS=...)
@@ -45,21 +45,21 @@ BENCHMARKS := equality cancel second-turn interference exposure role-flip throug
 
 .PHONY: bench-NAME $(addprefix bench-,$(BENCHMARKS))
 
-bench-all: $(addprefix bench-,$(BENCHMARKS)) ## every benchmark of ours in turn (ARGS=--quick: only whether they work); results in bench-results/
+bench-all: $(addprefix bench-,$(BENCHMARKS)) ## run every benchmark in turn; results in bench-results/ (ARGS=--quick: only check that they work)
 
 $(addprefix bench-,$(BENCHMARKS)): bench-%: $(STAMP)
 	$(BIN)/python -m benchmarks.$(subst -,_,$*) $(ARGS)
 
-bench-NAME: ## one of them: equality cancel second-turn interference exposure role-flip throughput transfer tiers chat-tiers faults ...
+bench-NAME: ## run one benchmark: equality cancel second-turn interference exposure role-flip throughput transfer tiers ...
 	@echo "NAME is one of: $(BENCHMARKS)"; exit 1
 
-loadtest: $(STAMP) ## eight locust users for 30 s against a running server (URL=...)
+loadtest: $(STAMP) ## run eight locust users for 30 s against a running server (URL=...)
 	$(BIN)/locust -f loadtest/locustfile.py --headless -u 8 -r 8 -t 30s --host $(URL) $(ARGS)
 
 generated: $(STAMP) ## write the files made from the code: docs/configuration.md, the schema of helm values, ...
 	$(BIN)/python scripts/generate.py
 
-constraints: $(STAMP) ## write constraints.txt from the present environment
+constraints: $(STAMP) ## write constraints.txt from the current environment
 	@{ grep '^#' constraints.txt; $(BIN)/pip freeze --all --exclude-editable | sed -E 's/\+cpu$$|\+cu[0-9]+$$//' | grep -v '^nixl'; } > constraints.tmp
 	@mv constraints.tmp constraints.txt
 

@@ -34,7 +34,7 @@ HELM_COMPONENTS: dict[str, list[Field]] = {
         "cluster": (ClusterConfig,),
     }.items()
 }
-# A Kubernetes service needs to know the port; `helm --set` passes numbers with a fraction on as strings.
+# A Kubernetes service needs a fixed port. `helm --set` turns a number with a fraction into a string.
 _CHART_RULES = {"port": {"minimum": 1}}
 _NUMBER = {"type": ["number", "string"], "pattern": r"^[0-9.]+([eE][-+]?[0-9]+)?$"}
 
@@ -112,8 +112,9 @@ def configuration_page() -> str:
 
 
 def values_schema(committed: str) -> str:
-    """The schema of helm values with the configuration's part made anew; the chart's own values stay as they are."""
+    """The schema of helm values: the committed one, with the configuration's part replaced."""
     schema: dict[str, Any] = json.loads(committed)
+    schema["$comment"] = f"make generated writes the properties of {', '.join(HELM_COMPONENTS)}"
     for component, fields in HELM_COMPONENTS.items():
         schema["properties"][component]["properties"] = {field.name: _value_schema(field) for field in fields}
     return json.dumps(schema, indent=2) + "\n"
@@ -163,7 +164,7 @@ def _accepts(field: Field) -> str:
 
 
 def _meaning(field: Field) -> str:
-    """The help text; the helps of short names are in the first column already."""
+    """The help text without its remark on the short name, which has a place of its own."""
     return field.setting.help.replace(f"; short: {field.setting.short}", "").replace("|", "\\|")
 
 

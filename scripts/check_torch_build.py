@@ -1,7 +1,7 @@
-"""Tells whether pip would install a CUDA build of torch here, from the wheel's metadata alone.
+"""Checks by the wheel's metadata whether pip would install a CUDA build of torch here.
 
-Usage: check_torch_build.py torch==X.Y.Z. Exit code 0: a CPU build; 3: a CUDA build; 1: pip resolves nothing.
-Standard library only (and pip itself): it runs before anything is installed.
+Usage: check_torch_build.py torch==X.Y.Z. Exit code 0: a CPU build; 3: a CUDA build; 1: pip finds no wheel.
+It needs only the standard library and pip, because it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CUDA_PACKAGE = re.compile(r"nvidia|cuda|triton", re.IGNORECASE)
 
 
 def main(requirement: str) -> int:
-    """Exit code for this requirement; the names of the CUDA packages go to stderr."""
+    """The exit code for this requirement. The names of the CUDA packages go to stderr."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--ignore-installed", "--no-deps"]
     resolved = subprocess.run([*command, "--report", "-", requirement], stdout=subprocess.PIPE, check=False)
     if resolved.returncode != 0:
@@ -32,7 +32,7 @@ def main(requirement: str) -> int:
 
 
 def cuda_requirements(report: dict[str, Any]) -> list[str]:
-    """Names of CUDA packages that the resolved wheels require on this platform, out of pip's installation report."""
+    """Names of the CUDA packages that the wheels in pip's installation report require on this platform."""
     required = [Requirement(text) for item in report["install"] for text in item["metadata"].get("requires_dist", [])]
     return [r.name for r in required if _CUDA_PACKAGE.search(r.name) and (r.marker is None or r.marker.evaluate())]
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes sure that the tools that pip cannot bring are there: a C++ compiler (the CPU attention kernel is compiled at the
-# first start), make and a Python that can create virtual environments. Installs them when root on Debian or Ubuntu,
-# else names them.
+# Ensures the tools that pip cannot install: a C++ compiler (the CPU attention kernel is compiled at the first start),
+# make, and a Python that can create virtual environments. As root on Debian or Ubuntu it installs the missing ones;
+# elsewhere it names them.
 set -euo pipefail
 
 missing=()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the token of Ray clusters that are started from here, unless there is one. With it one runs code on every node,
-# so only its owner may read it. `ray get-auth-token --generate` would write the same file, readable by all.
+# Makes the token of the Ray clusters that are started from this machine, unless it exists. Anyone who has the token can run
+# code on every node, so only its owner may read it. `ray get-auth-token --generate` writes the same file, readable by all.
 set -euo pipefail
 
 file=${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Creates .venv with everything Tandem needs, at the versions of constraints.txt. Run it through `make`, which skips it
-# when nothing changed. PYTHON chooses the interpreter, TANDEM_EXTRAS the extras; the full log is .venv/setup.log.
+# Creates .venv with everything Tandem needs, at the versions in constraints.txt. Run it through `make`, which skips it
+# when nothing has changed. PYTHON chooses the interpreter, TANDEM_EXTRAS the extras; the full log is .venv/setup.log.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -35,7 +35,7 @@ find_python() {
     return 1
 }
 
-# pip with its output in the log, and the package at work on one terminal line.
+# Runs pip with its output in the log and the current package on one line of the terminal.
 pip() {
     local line status=0
     printf '\n$ pip %s\n' "$*" >>"$log"
@@ -56,7 +56,7 @@ pip() {
     die "pip $1 failed (exit code $status)" "the whole log: $log"
 }
 
-# The default build of torch for Linux is the CUDA one: gigabytes that a machine without a GPU has no use for.
+# The default build of torch for Linux is the CUDA build: gigabytes that are useless on a machine without a GPU.
 check_torch_build() {
     command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1 && return
     [ -n "${TANDEM_ALLOW_CUDA:-}" ] && return
@@ -68,7 +68,7 @@ check_torch_build() {
         3) die "pip would install the CUDA build of $torch (several GB), but this machine has no NVIDIA GPU" \
             "point pip at the CPU build: set PIP_EXTRA_INDEX_URL to the CPU index named on PyTorch's install page," \
             "or PIP_FIND_LINKS to a folder with the CPU wheel, and run this again" \
-            "(to install the CUDA build all the same: TANDEM_ALLOW_CUDA=1)" ;;
+            "(to install the CUDA build anyway: TANDEM_ALLOW_CUDA=1)" ;;
         *) die "pip finds no $torch for this Python" "the whole log: $log" ;;
     esac
 }
@@ -79,7 +79,7 @@ bash scripts/debian-packages.sh
 python=$(find_python) || die "no Python 3.11 or newer found" \
     "install one (Debian 12, Ubuntu 24.04: apt-get install python3 python3-venv) or name it: make PYTHON=/path/to/python3"
 if [ -x "$venv/bin/python" ] && ! "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-    rm -rf "$venv" # an interpreter that is gone or too old
+    rm -rf "$venv" # its interpreter is gone or too old
 fi
 if [ ! -x "$venv/bin/python" ]; then
     "$python" -m venv "$venv" || die "$python cannot create a virtual environment" "install its venv module (Debian: python3-venv)"
@@ -92,10 +92,10 @@ check_torch_build
 say "[2/4] installer ready; torch will be the right build for this machine"
 
 say "[3/4] packages (a minute or two, 2 GB on disk) ..."
-# --no-build-isolation: the build uses the pinned setuptools above and downloads nothing of its own.
+# --no-build-isolation: the build uses the pinned setuptools from above and downloads nothing else.
 pip install --no-build-isolation --constraint constraints.txt --editable ".[${TANDEM_EXTRAS:-worker,loadtest,report,dev}]"
 
-# The `nixl` distribution requires both of its CUDA flavours; one is enough, and it runs without CUDA too.
+# The `nixl` distribution requires both of its CUDA builds; one is enough, and it also runs without CUDA.
 if [ "$(uname -s)" = Linux ]; then
     pip install --no-deps "nixl==$nixl_version" "nixl-cu13==$nixl_version"
     say "[4/4] NIXL $nixl_version"

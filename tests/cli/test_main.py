@@ -130,7 +130,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert launched == []
 
 
-def test_busy_port_is_told_before_anything_starts(
+def test_busy_port_is_reported_before_anything_starts(
     model: Path, capsys: pytest.CaptureFixture[str], launched: list[ClusterConfig]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:

@@ -63,7 +63,7 @@ def test_replay_writes_a_report(trace: Path, tmp_path: Path) -> None:
         (["--output=/nowhere/at/all.json"], "its folder does not exist"),
     ],
 )
-def test_wrong_flags_are_told_in_one_line(
+def test_wrong_flags_are_reported_in_one_line(
     trace: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["replay", str(trace), *flags]) == 2
@@ -72,7 +72,7 @@ def test_wrong_flags_are_told_in_one_line(
     assert error.count("\n") == 1
 
 
-def test_a_trace_that_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("{}\n")
     assert run(["replay", str(path)]) == 2

@@ -197,7 +197,7 @@ def test_an_upgrade_keeps_the_secrets() -> None:
     assert re.search(r"get \$present \$key \| default \(randAlphaNum 64", template)
 
 
-def test_api_keys_come_from_a_secret_to_the_head_alone() -> None:
+def test_api_keys_come_from_a_secret_to_the_head_only() -> None:
     manifests = render(EVERYTHING)
     serve = tandem_commands(find(manifests, "ConfigMap", "release")["data"]["head.sh"])[1]
     folder, _, file = str(accept(serve)["api_key_file"]).rpartition("/")
@@ -235,7 +235,7 @@ def test_only_http_comes_in_and_only_names_and_models_go_out(values: dict[str, A
     assert http["spec"]["ingress"] == [{"ports": [{"port": "http", "protocol": "TCP"}]} | allowed]
 
 
-def test_no_port_to_the_outside_is_no_rule_for_all_of_them() -> None:
+def test_an_empty_list_of_outside_ports_makes_no_rule() -> None:
     policy = find(render({"networkPolicy": {"allowToPorts": []}}), "NetworkPolicy", "release")
     assert len(policy["spec"]["egress"]) == 2
     assert not [one for one in render({"networkPolicy": {"enabled": False}}) if one["kind"] == "NetworkPolicy"]

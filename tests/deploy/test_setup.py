@@ -36,7 +36,7 @@ def make(*args: str) -> str:
         (['nvidia-something; extra == "opt"'], []),
     ],
 )
-def test_cuda_build_of_torch_is_told_by_what_it_requires(requirements: list[str], expected: list[str]) -> None:
+def test_cuda_build_of_torch_is_recognised_by_its_requirements(requirements: list[str], expected: list[str]) -> None:
     report = {"install": [{"metadata": {"name": "torch", "requires_dist": requirements}}]}
     assert load_script("check_torch_build").cuda_requirements(report) == expected
 

@@ -61,7 +61,7 @@ def test_stream_without_done_is_an_error(server: FakeServer) -> None:
     assert "without [DONE]" in complete(server).error
 
 
-def test_http_error_is_told_with_its_message(server: FakeServer) -> None:
+def test_http_error_is_reported_with_its_message(server: FakeServer) -> None:
     server.status = 503
     error = complete(server).error
     assert "503" in error
@@ -101,7 +101,7 @@ def cut(url: str) -> StreamTiming:
     return asyncio.run(MeasuringClient(url).stream("/v1/completions", body, cut_after_s=0.3))
 
 
-def test_a_cut_stream_has_what_came_before(server: FakeServer) -> None:
+def test_a_cut_stream_has_what_arrived_before(server: FakeServer) -> None:
     server.pause.clear()  # the stream stops after its first event
     timing = cut(server.url)
     assert timing.error == CUT

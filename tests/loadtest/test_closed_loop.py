@@ -19,7 +19,7 @@ def test_prompts_have_the_exact_length_and_follow_the_seed(server: FakeServer) -
     assert max(max(prompt) for prompt in prompts) < 20, "tokens of the server's tokenizer: lengths of words"
 
 
-def test_prompts_are_any_tokens_where_the_server_has_no_tokenizer(server: FakeServer) -> None:
+def test_prompts_are_random_ids_if_the_server_has_no_tokenizer(server: FakeServer) -> None:
     server.has_tokenize = False
     assert [len(prompt) for prompt in prompts_of(server)] == [7, 7, 7]
 
