@@ -14,7 +14,8 @@ from functools import partial
 import uvicorn
 
 from tandem.protocol.config import RouterConfig
-from tandem.router.http.protocol import NUM_RESERVED, Connections, HttpProtocol
+from tandem.router.http.connections import NUM_RESERVED, Connections
+from tandem.router.http.protocol import HttpProtocol
 from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.signals import wait_for_any
 

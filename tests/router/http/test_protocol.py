@@ -240,9 +240,9 @@ NO_REQUESTS = [
     (b"\r\n" * 40_000, 431, "larger than 32768 bytes"),
     (b"GET /x HTTP/1.1\r\n\r\n", 400, "one Host header"),
     (GET + b"host: i\r\n\r\n", 400, "one Host header"),
-    (GET + b"a: b\r\n c\r\n\r\n", 400, "no valid HTTP"),
-    (GET + b"a: b\0c\r\n\r\n", 400, "no valid HTTP"),
-    (b"GET /\0 HTTP/1.1\r\nhost: h\r\n\r\n", 400, "no valid HTTP"),
+    (GET + b"a: b\r\n c\r\n\r\n", 400, "not valid HTTP"),
+    (GET + b"a: b\0c\r\n\r\n", 400, "not valid HTTP"),
+    (b"GET /\0 HTTP/1.1\r\nhost: h\r\n\r\n", 400, "not valid HTTP"),
     (HEAD + b"content-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400, "Transfer-Encoding"),
     (HEAD + b"transfer-encoding: chunked\r\ncontent-length: 3\r\n\r\n0\r\n\r\n", 400, "Content-Length"),
     (HEAD + b"content-length: 3\r\ncontent-length: 4\r\n\r\nabcd", 400, "Content-Length"),
@@ -253,9 +253,9 @@ NO_REQUESTS = [
     (HEAD + b"transfer-encoding: chunked\r\n\r\n1;" + b"e" * 400_000, 431, "larger than"),
     (HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 90_000, 431, "larger than"),
     (HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\na: " + b"b" * 400_000, 431, "larger than"),
-    (b"CONNECT h:1 HTTP/1.1\r\nhost: h\r\n\r\n", 400, "no valid HTTP"),
-    (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "no valid HTTP"),
-    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "no valid HTTP"),
+    (b"CONNECT h:1 HTTP/1.1\r\nhost: h\r\n\r\n", 400, "not valid HTTP"),
+    (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "not valid HTTP"),
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "not valid HTTP"),
 ]
 
 
