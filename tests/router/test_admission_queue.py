@@ -44,8 +44,11 @@ def long_request(request_id: str = "r0") -> GenerateRequest:
 
 
 def start(cluster: FakeCluster, request_id: str, **fields: object) -> asyncio.Task[list[TokenDelta]]:
-    request = replace(long_request(request_id), service_class=ServiceClass(**fields))  # type: ignore[arg-type]
-    return asyncio.create_task(collect(cluster, request))
+    return asyncio.create_task(collect(cluster, of_class(long_request(request_id), **fields)))
+
+
+def of_class(request: GenerateRequest, **fields: object) -> GenerateRequest:
+    return replace(request, service_class=ServiceClass(**fields))  # type: ignore[arg-type]
 
 
 async def one_runs_one_waits(
@@ -165,7 +168,7 @@ def test_a_deadline_is_refused_at_once_or_when_it_is_sure_to_be_missed() -> None
             # Three prompts of 1.7 s: the second would have its first token after 3.4 s.
             running, waiting = await one_runs_one_waits(cluster, ttft_slo_s=3.6)
             with pytest.raises(DeadlineUnmet, match="TTFT SLO is 3600 ms"):
-                await collect(cluster, replace(long_request(), ttft_slo_s=3.6))
+                await collect(cluster, of_class(long_request(), ttft_slo_s=3.6))
             with pytest.raises(DeadlineUnmet, match="in the queue"):
                 await waiting
             decisions = {one["request_id"]: one for one in await cluster.flow.decisions()}
@@ -206,7 +209,7 @@ def test_explaining_sends_and_books_nothing() -> None:
     async def scenario() -> None:
         async with fake_cluster(decode=silent) as cluster:
             running, waiting = await one_runs_one_waits(cluster)
-            request = replace(long_request(), ttft_slo_s=3.6)
+            request = of_class(long_request(), ttft_slo_s=3.6)
             refused = await cluster.flow.explain(request)
             assert (refused["outcome"], refused["error"]["code"]) == ("rejected", "ttft_slo_unmet")
             assert refused["queue"] == {
@@ -214,7 +217,7 @@ def test_explaining_sends_and_books_nothing() -> None:
                 "ahead_prompt_tokens": NUM_TOKENS,
                 "ahead_worker_s": pytest.approx(refused["queue"]["ahead_worker_s"]),
             }
-            admitted = await cluster.flow.explain(replace(request, ttft_slo_s=math.inf))
+            admitted = await cluster.flow.explain(of_class(request, ttft_slo_s=math.inf))
             assert (admitted["outcome"], admitted["ttft_slo_s"]) == ("admitted", None)
             assert (cluster.registry.num_bookings, len(cluster.flow.admission)) == (1, 1)
             assert len(await cluster.flow.decisions()) == 2
@@ -236,11 +239,11 @@ def test_a_tenants_workers_and_a_requests_adapter_are_kept_to_and_explained() ->
             request = make_request(num_prompt_tokens=64)
             anyone = (await cluster.flow.explain(request))["placement"]
             assert (anyone["candidates"][0]["prefill_worker"], anyone["skipped"]) == ("p", {})
-            small = (await cluster.flow.explain(replace(request, tenant="small")))["placement"]
+            small = (await cluster.flow.explain(of_class(request, tenant="small")))["placement"]
             assert small["candidates"][0]["prefill_worker"] == "d"
             assert small["skipped"] == {"not for this tenant": 1}
             with pytest.raises(NoWorker, match="of tenant 'gone': 2 not for this tenant"):
-                await collect(cluster, replace(request, tenant="gone"))
+                await collect(cluster, of_class(request, tenant="gone"))
             with pytest.raises(NoWorker, match="for adapter 'sql': 2 without the adapter"):
                 await collect(cluster, replace(request, adapter="sql"))
             assert_idle(cluster)
@@ -297,7 +300,7 @@ PLANS = st.lists(
 def test_every_way_out_of_the_queue_gives_everything_back(plans: list[tuple[str, int, float, str]]) -> None:
     async def run(cluster: FakeCluster, number: int, how: str, num_turns: int, slo_s: float, tenant: str) -> None:
         request = make_request(request_id=f"r{number}", num_prompt_tokens=600)
-        task = asyncio.create_task(collect(cluster, replace(request, ttft_slo_s=slo_s, tenant=tenant)))
+        task = asyncio.create_task(collect(cluster, of_class(request, ttft_slo_s=slo_s, tenant=tenant)))
         for _ in range(num_turns):
             await asyncio.sleep(0)
         if how == "leave":
