@@ -113,8 +113,8 @@ def configuration_page() -> str:
 
 def values_schema(committed: str) -> str:
     """The schema of helm values: the committed one, with the configuration's part replaced."""
-    schema: dict[str, Any] = json.loads(committed)
-    schema["$comment"] = f"make generated writes the properties of {', '.join(HELM_COMPONENTS)}"
+    comment = f"make generated writes the properties of {', '.join(HELM_COMPONENTS)}"
+    schema: dict[str, Any] = {"$comment": comment, **json.loads(committed)}
     for component, fields in HELM_COMPONENTS.items():
         schema["properties"][component]["properties"] = {field.name: _value_schema(field) for field in fields}
     return json.dumps(schema, indent=2) + "\n"

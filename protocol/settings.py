@@ -103,7 +103,7 @@ def checked(field: Field, value: Any, *, where: str = "") -> Any:
     is_valid = field.setting.is_valid
     try:
         converted = msgspec.convert(value, field.checked_type)
-    except msgspec.ValidationError as exc:
+    except (msgspec.ValidationError, UnicodeEncodeError) as exc:  # the latter for bytes that are no UTF-8 in a flag
         raise ConfigError(f"{where}{field.name}={value!r} must be {rule_of(field, value)}") from exc
     if is_valid is not None and isinstance(converted, tuple):
         for item in converted:

@@ -30,6 +30,6 @@ def checked_as(kind: Any, value: Any, shown: str) -> Any:
     """
     try:
         return msgspec.convert(value, kind)
-    except msgspec.ValidationError as exc:
+    except (msgspec.ValidationError, UnicodeEncodeError) as exc:
         description = next(note.description for note in kind.__metadata__ if isinstance(note, msgspec.Meta))
         raise ConfigError(f"{shown} must be {description}") from exc

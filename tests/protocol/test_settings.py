@@ -34,7 +34,7 @@ def wrong_values(field: Field) -> Iterator[Any]:
     """Values of other types, and those next to the bounds."""
     yield from (None, {}, object())
     if field.type is not str:
-        yield from ("", "1")
+        yield from ("", "1", "\udcff")
     if field.type is not bool:
         yield from (True, False)
     if field.type not in (int, float):
