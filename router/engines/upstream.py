@@ -69,7 +69,7 @@ class Upstream:
         reply = connection.send(f"{head}content-length: {len(content)}\r\n\r\n".encode("latin-1") + content)
         try:
             await reply.wait_for_head()
-        except BaseException:
+        except BaseException:  # raised again: nobody else closes the reply
             reply.close()
             raise
         return reply

@@ -1,6 +1,6 @@
-"""A tiny OpenAI-compatible server on a free port of 127.0.0.1: the far side of the clients under test.
+"""A tiny OpenAI-compatible server on a free port of 127.0.0.1, as an engine for the router and clients under test.
 
-It streams words. Its tokenizer makes one token of each word. `handle` is what a test turns to make it misbehave.
+It streams words; its tokenizer makes one token of each word. Tests set fields of `FakeServer` to make it misbehave.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class FakeServer:
     line_end: str = "\n"
     words_per_event: int = 1
     break_after: int | None = None  # end the stream after this many events, without [DONE]
-    is_reset: bool = False  # then the connection breaks there, without an end
+    is_reset: bool = False  # reset the connection at that point
     status: int = 200
     error: dict[str, Any] | str = field(default_factory=lambda: {"message": "not today", "type": "server_error"})
-    headers: dict[str, str] = field(default_factory=dict)  # of answers that are errors
+    headers: dict[str, str] = field(default_factory=dict)  # of error answers
     first_event_error: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)  # fields of every message or delta
-    whole: dict[str, Any] = field(default_factory=dict)  # fields of every whole answer, and of a stream's last event
+    whole: dict[str, Any] = field(default_factory=dict)  # fields of every plain answer and of a stream's last event
     model: str = MODEL
     health: int = 200
     metrics: str = ""
     has_kv_params: bool = True
     num_cached: int = 3
-    stop: Callable[[], None] = lambda: None  # ends the server
+    stop: Callable[[], None] = lambda: None  # stops the server
     authorization: list[str] = field(default_factory=list)  # of each request for an answer
     requests: list[dict[str, Any]] = field(default_factory=list)
     request_headers: list[dict[str, str]] = field(default_factory=list)
@@ -49,7 +49,7 @@ class FakeServer:
     num_hung_up: int = 0
     pause: threading.Event = field(default_factory=threading.Event)  # cleared: streams stop after their first event
     headers_pause: threading.Event = field(default_factory=threading.Event)  # cleared: answers do not begin
-    health_pause: threading.Event = field(default_factory=threading.Event)  # cleared: nor do those to health checks
+    health_pause: threading.Event = field(default_factory=threading.Event)  # cleared: health checks are not answered
 
     def __post_init__(self) -> None:
         self.resume()

@@ -1,4 +1,4 @@
-"""vLLM's KV events as they are on the wire, by a publisher that follows vllm/distributed/kv_events.py (0.32)."""
+"""A publisher of KV events in vLLM's wire format; it follows vllm/distributed/kv_events.py (0.32)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IDS = list(range(100, 164))
 
 
 def stored(first: int, count: int, *, block_size: int = 16, **fields: Any) -> dict[str, Any]:
-    """Blocks `first`.. of IDS; vLLM's names are made of the block's number."""
+    """`count` blocks of IDS from block `first` on; a block's number makes its hash."""
     return {
         "type": "BlockStored",
         "block_hashes": [name(i) for i in range(first, first + count)],
@@ -41,7 +41,7 @@ def pack(*events: Any) -> bytes:
 
 
 class Publisher:
-    """PUB with a replay ROUTER, as vLLM's: numbers from 0, the last batches kept."""
+    """A PUB socket and a replay ROUTER like vLLM's: numbers start at 0, the latest `keeps` batches can be replayed."""
 
     def __init__(self, context: Context, *, has_topic: bool = True, keeps: int = 100) -> None:
         self._pub = context.socket(SocketType.PUB)
@@ -49,7 +49,7 @@ class Publisher:
         self.port = self._pub.bind_to_random_port("tcp://127.0.0.1")
         self.replay_port = self._router.bind_to_random_port("tcp://127.0.0.1")
         self.number = 0
-        self.replayed: list[int] = []  # first numbers asked for
+        self.replayed: list[int] = []  # first number of each replay that was requested
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=keeps)
         self._topic = [b"kv"] if has_topic else []
         self._task = asyncio.create_task(self._replay())
