@@ -14,10 +14,10 @@ __all__ = ["listening"]
 
 @contextlib.contextmanager
 def listening(host: str, port: int, *, is_shared: bool = False) -> Iterator[socket.socket]:
-    """A TCP socket bound to the address for as long as the block runs; whoever serves begins to listen on it.
+    """A TCP socket that is bound to the address while the block runs. The server begins to listen on it.
 
     With `is_shared` other processes of this user may bind it too; connections are spread over those that listen.
-    Raises `ConfigError` if the address cannot be had.
+    Raises `ConfigError` if the address is not available.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -26,6 +26,8 @@ def listening(host: str, port: int, *, is_shared: bool = False) -> Iterator[sock
         listener = socket.socket(family, kind, protocol)
     except OSError as exc:
         raise _refused(host, port, exc) from exc
+    except UnicodeError as exc:  # a label that is empty, too long or no UTF-8
+        raise ConfigError(f"host={host!r} is no host name; choose another with --host") from exc
     with listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if is_shared:

@@ -109,6 +109,8 @@ def test_no_flag_means_the_defaults_of_the_config() -> None:
         ("serve --pool-gb 1e308", "pool_gb=1e+308 must be from 0"),
         ("route --probe-timeout-s nan", "probe_timeout_s=nan must be above 0"),
         ("serve --transport in_process", "'--transport'"),
+        ("serve --host a..b", "host='a..b' is no host name"),
+        ("serve --host \udcff", "host='\\udcff' is no host name"),
         ("serve --pool-gb 1 --pool-bytes 5", "pool_gb and pool_bytes"),
         ("serve --port 0 --model /no/such/folder", "model folder /no/such/folder does not exist"),
         ("serve --port 0 --model nonsense", "model='nonsense' is neither"),
