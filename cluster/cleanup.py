@@ -42,6 +42,10 @@ def private_run() -> Iterator[Path]:
     At the end of the block they are ended and the folder is removed; if this process is killed, the guard does that.
     The folder is of mode 0700. Its name is short: there are sockets in it, whose paths must not be long.
     """
+    from tandem.runtime.signals import (
+        ignore_keyboard_interrupt,  # here: it brings asyncio, which the guard does not need
+    )
+
     folder = tempfile.mkdtemp(prefix="tandem-")
     mark = secrets.token_hex(16)
     guard = _start_guard(mark, folder)
@@ -51,19 +55,18 @@ def private_run() -> Iterator[Path]:
     try:
         yield Path(folder)
     finally:
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient Ctrl-C here would leave things behind
-        os.environ |= {name: value for name, value in before.items() if value is not None}
-        for name in (name for name, value in before.items() if value is None):
-            del os.environ[name]
-        tempfile.tempdir = None
-        clear_up(mark, folder, grace_s=_GRACE_S)
-        assert guard.stdin is not None, "its input is a pipe"
-        with contextlib.suppress(BrokenPipeError):  # somebody killed the guard
-            guard.stdin.write(_DONE)
-            guard.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            guard.wait(_GUARD_TIMEOUT_S)
-        signal.signal(signal.SIGINT, handler)
+        with ignore_keyboard_interrupt():  # an impatient Ctrl-C here would leave things behind
+            os.environ |= {name: value for name, value in before.items() if value is not None}
+            for name in (name for name, value in before.items() if value is None):
+                del os.environ[name]
+            tempfile.tempdir = None
+            clear_up(mark, folder, grace_s=_GRACE_S)
+            assert guard.stdin is not None, "its input is a pipe"
+            with contextlib.suppress(BrokenPipeError):  # somebody killed the guard
+                guard.stdin.write(_DONE)
+                guard.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                guard.wait(_GUARD_TIMEOUT_S)
 
 
 def clear_up(mark: str, folder: str, *, grace_s: float) -> int:

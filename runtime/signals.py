@@ -8,7 +8,13 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["defer_keyboard_interrupt", "restore_child_signals", "stop_events", "wait_for_any"]
+__all__ = [
+    "defer_keyboard_interrupt",
+    "ignore_keyboard_interrupt",
+    "restore_child_signals",
+    "stop_events",
+    "wait_for_any",
+]
 
 
 async def wait_for_any(*awaited: asyncio.Future[Any] | asyncio.Event, timeout_s: float | None = None) -> None:
@@ -63,6 +69,16 @@ def defer_keyboard_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if is_due:
         raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def ignore_keyboard_interrupt() -> Iterator[None]:
+    """Ctrl-C has no effect within the block."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def stop_events(*signals: int) -> tuple[asyncio.Event, asyncio.Event]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -37,7 +37,7 @@ from tandem.scheduling.request import CommonDigests, PlacementRequest
 from tandem.scheduling.tenants import Tenants
 from tandem.scheduling.workers import RegisteredWorker, queue_s
 
-__all__ = ["DeltaOrder", "RequestFlow"]
+__all__ = ["DeltaOrder", "RequestFlow", "WorkerManager"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,17 @@ LONG_PROMPT_TOKENS = 8192  # hashing more than this (0.1 ms, or 0.2 in Python) g
 HUB_CALLS = 64  # requests whose new tokens go to the edge processes together: they are turned into text there
 MAX_ROOTS = 4096  # cached digest roots, one per cache scope and adapter
 SHUTTING_DOWN = "the server is shutting down; send the request again"
+
+
+class WorkerManager(Protocol):
+    """What starts the workers and keeps them alive."""
+
+    @property
+    def autoscaler_status(self) -> dict[str, object]:
+        """What the autoscaler decided last, for `/v1/pools`."""
+
+    async def check_integrity(self) -> dict[str, str]:
+        """What is wrong with, or held by, each worker that should be idle; "" where nothing is."""
 
 
 class RequestFlow:
@@ -61,10 +72,12 @@ class RequestFlow:
         sizing: CacheSizing,
         workers: WorkerClient,
         config: RouterConfig,
+        manager: WorkerManager | None = None,
         tenants: Tenants = Tenants(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
+        self._manager = manager
         self._registry = registry
         self._index = index
         self._costs = costs
@@ -84,9 +97,6 @@ class RequestFlow:
         self._scheduler = CallbackScheduler(HUB_CALLS, HUB_CALLS) if is_hub else CallbackScheduler()
         self._is_shut_down = False
         self.num_handoffs = 0  # requests that both workers of a pair sent tokens for
-        self.autoscaler_status: dict[str, object] = {}  # set by whoever runs the autoscaler
-        # What is wrong with each worker's books, set by whoever runs the workers; "" where nothing is.
-        self.integrity_check: Callable[[], Awaitable[dict[str, str]]] | None = None
 
     @property
     def model(self) -> str:
@@ -155,12 +165,12 @@ class RequestFlow:
             "mean_output_tokens": self.mean_output_tokens,
             "cache_sizing": self._sizing.report(),
             "pins": msgspec.to_builtins(self.cache.summary()),
-            "autoscaler": self.autoscaler_status,
+            "autoscaler": {} if self._manager is None else self._manager.autoscaler_status,
         }
 
     async def check(self) -> dict[str, str]:
         """What is wrong with, or held by, each worker that should be idle; "" where nothing is."""
-        return {} if self.integrity_check is None else await self.integrity_check()
+        return {} if self._manager is None else await self._manager.check_integrity()
 
     async def _digests(self, token_ids: list[int], scope: CacheScope, adapter: str = "") -> list[bytes]:
         worker = next(iter(self._registry), None)

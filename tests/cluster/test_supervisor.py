@@ -20,9 +20,10 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from tandem.cluster import process_end
+from tandem.cluster.member import first_line
 from tandem.cluster.process_end import ProcessIdentity
-from tandem.cluster.serve import worker_configs
-from tandem.cluster.supervisor import Supervisor, _first_line
+from tandem.cluster.supervisor import Supervisor
+from tandem.cluster.worker_layout import worker_configs
 from tandem.protocol.config import ClusterConfig, EngineConfig, WorkerConfig
 from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.messages import PeerAddress, Quarantine, Role, WorkerCard, WorkerState
@@ -41,7 +42,7 @@ def test_an_error_of_ours_is_shown_without_what_ray_wraps_it_in() -> None:
         cause=ConfigError("pool_bytes=9 holds 0 blocks of 10 bytes; at least two are needed"),
     ).as_instanceof_cause()
     assert isinstance(wrapped, ConfigError)
-    assert _first_line(wrapped) == "pool_bytes=9 holds 0 blocks of 10 bytes; at least two are needed"
+    assert first_line(wrapped) == "pool_bytes=9 holds 0 blocks of 10 bytes; at least two are needed"
 
 
 @pytest.mark.parametrize(
@@ -53,12 +54,12 @@ def test_an_error_of_ours_is_shown_without_what_ray_wraps_it_in() -> None:
     ],
 )
 def test_every_error_has_a_line(error: Exception, line: str) -> None:
-    assert _first_line(error) == line
+    assert first_line(error) == line
 
 
 def test_a_dead_process_has_a_line() -> None:
-    assert "\n" not in _first_line(ActorDiedError())
-    assert _first_line(ActorDiedError())
+    assert "\n" not in first_line(ActorDiedError())
+    assert first_line(ActorDiedError())
 
 
 def test_a_killed_process_is_told_without_what_might_have_caused_it() -> None:
@@ -69,7 +70,7 @@ def test_a_killed_process_is_told_without_what_might_have_caused_it() -> None:
         error_message="The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker "
         "exit detail: Worker unexpectedly exits with a connection error code 2. End of file. Some common causes...",
     )
-    assert _first_line(ActorDiedError(context)) == "The actor is dead because its worker process has died"
+    assert first_line(ActorDiedError(context)) == "The actor is dead because its worker process has died"
 
 
 class FakeRay:
@@ -177,6 +178,7 @@ class FakeWorkers:
 
 @dataclass
 class Supervised:
+    config: ClusterConfig
     supervisor: Supervisor
     ray: FakeRay
     registry: Registry
@@ -204,18 +206,17 @@ async def supervised(
     **pools: Any,
 ) -> AsyncIterator[Supervised]:
     monkeypatch.setattr("tandem.cluster.restarts.FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr("tandem.cluster.supervisor._TELL_AGAIN_S", 0.01)
+    monkeypatch.setattr("tandem.cluster.member._TELL_AGAIN_S", 0.01)
     fake_ray, registry = FakeRay(num_bad_starts=num_bad_starts), Registry()
-    monkeypatch.setattr("tandem.cluster.supervisor.ray", fake_ray)
+    monkeypatch.setattr("tandem.cluster.member.ray", fake_ray)
     config = ClusterConfig(engine=EngineConfig(model="m"), max_restarts=max_restarts, autoscale=False, **pools)
     workers: Any = FakeWorkers(registry, fake_ray)
-    flow: Any = SimpleNamespace()
-    supervisor = Supervisor(config, registry, CostModel(), workers, flow, on_progress=lambda _: None)
+    supervisor = Supervisor(config, registry, CostModel(), workers, on_progress=lambda _: None)
     try:
         async with asyncio.timeout(60):
             if starts:
-                await supervisor.start(worker_configs(config))
-            yield Supervised(supervisor, fake_ray, registry)
+                await supervisor.start(worker_configs(config), lambda: 100.0)
+            yield Supervised(config, supervisor, fake_ray, registry)
     finally:
         await supervisor.close()
         fake_ray.close()
@@ -225,7 +226,7 @@ def test_a_worker_that_cannot_start_the_first_time_is_an_error(monkeypatch: pyte
     async def run() -> None:
         async with supervised(monkeypatch, num_bad_starts=1, colocated=True, starts=False) as cluster:
             with pytest.raises(ConfigError, match="worker colocated-0 did not start: no such model"):
-                await cluster.supervisor.start(worker_configs(cluster.supervisor._config))
+                await cluster.supervisor.start(worker_configs(cluster.config), lambda: 100.0)
 
     asyncio.run(run())
 
@@ -235,8 +236,8 @@ def test_a_worker_may_load_its_model_for_long_while_its_process_answers(
     monkeypatch: pytest.MonkeyPatch, is_stopped: bool
 ) -> None:
     silent_s = 0.5
-    monkeypatch.setattr("tandem.cluster.supervisor._LOOK_AT_START_S", 0.01)
-    monkeypatch.setattr("tandem.cluster.supervisor._SILENT_START_S", silent_s)
+    monkeypatch.setattr("tandem.cluster.member._LOOK_AT_START_S", 0.01)
+    monkeypatch.setattr("tandem.cluster.member._SILENT_START_S", silent_s)
 
     async def run() -> None:
         async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
@@ -289,7 +290,7 @@ def test_when_the_last_worker_died_too_often_the_service_ends_with_its_reason(mo
 
 
 def test_when_no_node_is_left_the_service_ends_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.cluster.supervisor._PLACE_NOTICE_S", 0.02)
+    monkeypatch.setattr("tandem.cluster.member._PLACE_NOTICE_S", 0.02)
 
     async def run() -> None:
         async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=1) as cluster:
@@ -371,7 +372,7 @@ def test_requests_fail_at_once_and_blocks_wait_for_the_proof_of_a_stopped_proces
 def test_what_is_wrong_with_the_supervision_itself_ends_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
-            monkeypatch.setattr(cluster.supervisor, "_obituary", lambda *_: 1 / 0)
+            monkeypatch.setattr("tandem.cluster.supervisor._obituary", lambda *_: 1 / 0)
             cluster.die("prefill-0")
             with pytest.raises(WorkerError, match="supervision of a worker failed, see the log: division by zero"):
                 await cluster.supervisor.failure
@@ -388,7 +389,7 @@ def test_the_end_of_a_flip_gives_no_work_to_a_worker_that_is_to_be_replaced(monk
                 return SimpleNamespace(request_ids=frozenset(left))
 
             monkeypatch.setattr(actor, "status", SimpleNamespace(remote=status))
-            flip = asyncio.create_task(cluster.supervisor.flip(Flip("prefill-0", Role.DECODE), "a test"))
+            flip = asyncio.create_task(cluster.supervisor.flips.flip(Flip("prefill-0", Role.DECODE), "a test"))
             await eventually(lambda: cluster.roles()["prefill-0"] is Role.DECODE)
             worker = cluster.registry.get("prefill-0")
             assert worker is not None
@@ -404,7 +405,7 @@ def test_the_end_of_a_flip_gives_no_work_to_a_worker_that_is_to_be_replaced(monk
 def test_a_flip_that_serves_but_is_not_drained_in_time_is_told_as_that(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tandem.cluster.supervisor._DRAIN_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("tandem.cluster.member._DRAIN_TIMEOUT_S", 0.0)
 
     async def run() -> None:
         async with supervised(monkeypatch, num_prefill=2, num_decode=1) as cluster:
@@ -413,11 +414,11 @@ def test_a_flip_that_serves_but_is_not_drained_in_time_is_told_as_that(
                 return SimpleNamespace(request_ids=frozenset({"r"}))
 
             monkeypatch.setattr(cluster.ray.latest("prefill-0"), "status", SimpleNamespace(remote=status))
-            await cluster.supervisor.flip(Flip("prefill-0", Role.DECODE), "a test")
+            await cluster.supervisor.flips.flip(Flip("prefill-0", Role.DECODE), "a test")
             worker = cluster.registry.get("prefill-0")
             assert worker is not None
             assert (worker.role, worker.state) == (Role.DECODE, WorkerState.READY)
-            [flip] = cluster.supervisor.flips
+            [flip] = cluster.supervisor.flips.latest
             assert flip.keys() == {"worker", "from", "to", "reason", "serving_after_s", "not_drained"}
 
     asyncio.run(run())
@@ -435,11 +436,11 @@ def test_a_flip_that_the_worker_refuses_has_failed(
                 raise WorkerError("it did not answer in 10 s")
 
             monkeypatch.setattr(cluster.ray.latest("prefill-0"), "set_role", SimpleNamespace(remote=set_role))
-            await cluster.supervisor.flip(Flip("prefill-0", Role.DECODE), "a test")
+            await cluster.supervisor.flips.flip(Flip("prefill-0", Role.DECODE), "a test")
             worker = cluster.registry.get("prefill-0")
             assert worker is not None
             assert (worker.role, worker.state) == (Role.PREFILL, WorkerState.READY)
-            [flip] = cluster.supervisor.flips
+            [flip] = cluster.supervisor.flips.latest
             assert flip["failed"] == "it did not answer in 10 s"
 
     asyncio.run(run())
@@ -447,7 +448,7 @@ def test_a_flip_that_the_worker_refuses_has_failed(
 
 
 def test_a_sender_whose_lost_writes_take_too_much_of_a_pool_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.cluster.supervisor._LOOK_AT_QUARANTINES_S", 0.01)
+    monkeypatch.setattr("tandem.cluster.quarantine_watch._LOOK_S", 0.01)
 
     async def run() -> None:
         async with supervised(monkeypatch, num_prefill=2, num_decode=1, max_restarts=0) as cluster:

@@ -21,7 +21,7 @@ from tests.support.server import START_S, started, until
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
 TOKEN = "0123456789abcdef" * 4
-# On loopback, which Ray reads as "no other nodes": see cluster/serve.py.
+# On loopback, which Ray reads as "no other nodes": see cluster/ray_runtime.py.
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
 
 

@@ -42,7 +42,7 @@ from tandem.protocol.messages import (
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest
 from tandem.router.workers.client import WorkerClient
-from tandem.router.workers.flow import RequestFlow
+from tandem.router.workers.flow import RequestFlow, WorkerManager
 from tandem.runtime.curve import make_keys
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
@@ -182,7 +182,9 @@ class FakeWorker:
 class FakeCluster:
     """Some fake workers and the router's parts, connected."""
 
-    def __init__(self, config: RouterConfig, tenants: Tenants = Tenants()) -> None:
+    def __init__(
+        self, config: RouterConfig, tenants: Tenants = Tenants(), manager: WorkerManager | None = None
+    ) -> None:
         self.registry = Registry()
         self.index = PrefixIndex()
         self.costs = CostModel()
@@ -198,6 +200,7 @@ class FakeCluster:
             workers=self.client,
             config=config,
             tenants=tenants,
+            manager=manager,
         )
         self.workers: dict[str, FakeWorker] = {}
 
@@ -220,10 +223,11 @@ async def fake_cluster(
     decode: Script | None = None,
     config: RouterConfig | None = None,
     tenants: Tenants = Tenants(),
+    manager: WorkerManager | None = None,
     local_prefill: bool = False,
 ) -> AsyncIterator[FakeCluster]:
     """Workers "p" and "d", those whose script is given, behind a started router."""
-    cluster = FakeCluster(replace(config or RouterConfig(), local_prefill=local_prefill), tenants)
+    cluster = FakeCluster(replace(config or RouterConfig(), local_prefill=local_prefill), tenants, manager)
     await cluster.client.start()
     try:
         if prefill is not None:

@@ -261,11 +261,19 @@ def test_a_second_request_follows_the_first_by_its_speculative_blocks(max_tokens
     asyncio.run(scenario())
 
 
+class FakeManager:
+    @property
+    def autoscaler_status(self) -> dict[str, object]:
+        return {"reason": "hold"}
+
+    async def check_integrity(self) -> dict[str, str]:
+        return {"p": "", "d": "one lease is open"}
+
+
 def test_shows_its_pools() -> None:
     async def scenario() -> None:
-        async with fake_cluster(prefill=first_token, decode=remaining_tokens) as cluster:
+        async with fake_cluster(prefill=first_token, decode=remaining_tokens, manager=FakeManager()) as cluster:
             await collect(cluster, make_request())
-            cluster.flow.autoscaler_status = {"reason": "hold"}
             pools = await cluster.flow.pools()
             (worker,) = pools["roles"]["prefill"]
             assert (worker["worker_id"], worker["state"], worker["queue_s"]) == ("p", "ready", 0)
@@ -330,13 +338,10 @@ def test_a_request_without_an_answer_is_not_seen_by_the_cache_sizing() -> None:
 
 
 def test_check_asks_whoever_runs_the_workers() -> None:
-    async def held() -> dict[str, str]:
-        return {"p": "", "d": "one lease is open"}
-
     async def scenario() -> None:
         async with fake_cluster() as cluster:
             assert await cluster.flow.check() == {}
-            cluster.flow.integrity_check = held
+        async with fake_cluster(manager=FakeManager()) as cluster:
             assert await cluster.flow.check() == {"p": "", "d": "one lease is open"}
 
     asyncio.run(scenario())

@@ -1,0 +1,182 @@
+"""Ray for one `tandem serve`: a private one on loopback, or a connection to a cluster that runs already."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import ipaddress
+import logging
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import ray
+from ray._private import ray_constants
+from ray.exceptions import AuthenticationError
+
+from tandem.cluster.cleanup import RAY_FOLDER
+from tandem.protocol.errors import ConfigError, WorkerError
+from tandem.protocol.process import ProcessId, has_ended, process_of
+from tandem.runtime.signals import defer_keyboard_interrupt, ignore_keyboard_interrupt
+
+__all__ = ["RayDaemon", "daemons_watched", "probe_address", "ray_running"]
+
+_OBJECT_STORE_BYTES = 100 * 1024 * 1024  # Ray's smallest sensible: nothing of ours goes through it
+_RAY_AUTH_MODE = "RAY_AUTH_MODE"
+_RAY_LOGS = {"logging_level": logging.ERROR, "log_to_driver": True, "configure_logging": True}
+# The daemons of a private Ray. It is of no use without one of them, and does not start them again.
+_DAEMONS = {"gcs_server": "which knows all workers", "raylet": "which starts the workers"}
+_PROBE_TIMEOUT_S = 2.0  # Ray itself would try an address for a minute
+
+
+class RayDaemon(NamedTuple):
+    """One process of a private Ray."""
+
+    name: str
+    process: ProcessId
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        descriptor = self.process.open()
+        if descriptor is None:
+            return False
+        try:
+            return not has_ended(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def ray_running(
+    address: str, folder: Path, progress: Callable[[str], None]
+) -> contextlib.AbstractContextManager[list[RayDaemon]]:
+    """Ray for as long as the block runs: the cluster at `address`, or without one a private Ray with files in `folder`.
+
+    Yields the processes that a private Ray cannot do without.
+    """
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would let everything else on the machine go first
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # keep CUDA_VISIBLE_DEVICES as it is on CPU actors
+    if address:
+        return _joined_ray(address, progress)
+    return _private_ray(folder, progress)
+
+
+@contextlib.contextmanager
+def _joined_ray(address: str, progress: Callable[[str], None]) -> Iterator[list[RayDaemon]]:
+    progress(f"joining Ray at {address}")
+    probe_address(address)
+    with contextlib.ExitStack() as stack:
+        stack.callback(_leave_ray, [])
+        try:
+            ray.init(address=address, **_RAY_LOGS)
+        except (ConnectionError, AuthenticationError) as exc:  # Ray reports a wrong token as the former
+            reason = str(exc).partition(". ")[0]
+            raise ConfigError(
+                f"ray_address={address!r} cannot be joined: {reason}. If that Ray demands a token, set "
+                "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file that holds it"
+            ) from exc
+        yield []
+
+
+@contextlib.contextmanager
+def _private_ray(folder: Path, progress: Callable[[str], None]) -> Iterator[list[RayDaemon]]:
+    """A Ray of our own: on loopback only, with a token of this run, and with files that only this user can reach."""
+    progress("starting Ray")
+    with contextlib.ExitStack() as stack:
+        _require_loopback_and_token()
+        daemons: list[RayDaemon] = []
+        stack.callback(_leave_ray, daemons)  # processes that do not end by this end with the folder
+        with defer_keyboard_interrupt():  # it forks
+            ray.init(
+                address="local",
+                num_cpus=len(os.sched_getaffinity(0)),
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                # Ray opens it to all users, but it is in a folder that is ours alone.
+                _temp_dir=str(folder / RAY_FOLDER),
+                **_RAY_LOGS,
+            )
+        _check_loopback_and_token()
+        for child in psutil.Process().children():
+            if child.name() in _DAEMONS and (process := process_of(child.pid)) is not None:
+                daemons.append(RayDaemon(child.name(), process))
+        yield daemons
+
+
+def _require_loopback_and_token() -> None:
+    """Let a Ray that starts next listen on loopback alone, and demand a token that only its own processes have.
+
+    On Linux Ray has no option for the first: it replaces a given 127.0.0.1 by an outer address. But it keeps to
+    loopback, as it does on other systems, once it is told to have no other nodes. This process has read that already,
+    when it imported Ray. The token reaches Ray's processes in their environment, which other users cannot read.
+    """
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    os.environ.pop(_RAY_AUTH_MODE, None)  # NOTE: Ray demands tokens by default; set, it would be read too late
+
+
+def _check_loopback_and_token() -> None:
+    """Raise WorkerError unless Ray listens on loopback and demands a token: Ray does not promise to obey."""
+    address = ray.util.get_node_ip_address()
+    if not ipaddress.ip_address(address).is_loopback:
+        raise WorkerError(f"Ray {ray.__version__} listens on {address} instead of loopback; install the pinned version")
+    if os.environ.get(_RAY_AUTH_MODE) != "token":
+        raise WorkerError(f"Ray {ray.__version__} demands no token; install the pinned version")
+
+
+def probe_address(ray_address: str) -> None:
+    """Raise ConfigError where nothing listens at `ray_address`; one without a port, such as auto, is left to Ray."""
+    host, _, port = ray_address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_TIMEOUT_S).close()
+    except (OSError, OverflowError) as exc:
+        raise ConfigError(f"ray_address={ray_address!r} cannot be reached: {exc}") from exc
+
+
+def _leave_ray(daemons: list[RayDaemon]) -> None:
+    """Disconnect from Ray, which ends a private one. One with a dead daemon is left: Ray would wait a minute for it."""
+    with ignore_keyboard_interrupt():  # an impatient Ctrl-C here would leave it running
+        if all(daemon.is_alive for daemon in daemons):
+            ray.shutdown()
+        else:
+            atexit.register(_exit_without_ray)  # called first: the last one registered is
+
+
+def _exit_without_ray() -> None:
+    """End at once: Ray's threads would end this process by SIGSEGV, or with a report of what they miss."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def daemons_watched(daemons: list[RayDaemon], on_death: Callable[[WorkerError], None]) -> Iterator[None]:
+    """Call `on_death` at once when one of Ray's daemons dies. Ray would take a minute, and then end this process."""
+    loop = asyncio.get_running_loop()
+
+    def died(daemon: RayDaemon, descriptor: int) -> None:
+        loop.remove_reader(descriptor)
+        name, pid = daemon.name, daemon.process.pid
+        on_death(
+            WorkerError(
+                f"Ray's {name} (pid {pid}), {_DAEMONS[name]}, has died, so no worker can be started or replaced. "
+                "Look for the reason in the kernel's log (out of memory?), then start the server again"
+            )
+        )
+
+    with contextlib.ExitStack() as stack:
+        for daemon in daemons:
+            descriptor = os.pidfd_open(daemon.process.pid)  # our own child: it is there until its end was told to us
+            stack.callback(os.close, descriptor)
+            loop.add_reader(descriptor, died, daemon, descriptor)
+            stack.callback(loop.remove_reader, descriptor)
+        yield

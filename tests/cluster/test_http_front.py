@@ -1,0 +1,88 @@
+"""How the HTTP side ends."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+from starlette.types import Receive, Scope, Send
+
+from tandem.cluster.http_front import drain
+from tandem.protocol.config import RouterConfig
+from tandem.router.http.server import http_server
+from tandem.router.openai.app import create_app
+from tandem.router.text.tokenizer import Tokenizer
+from tests.router.conftest import build_tokenizer
+from tests.support.fake_worker import fake_cluster, first_token, one_token, until
+
+
+@pytest.mark.parametrize("is_hurried", [False, True], ids=["deadline", "second signal"])
+@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "plain"])
+def test_answers_that_do_not_end_in_time_end_with_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_hurried: bool, is_stream: bool
+) -> None:
+    tokenizer = Tokenizer(build_tokenizer(tmp_path))
+    timeout_s = 600.0 if is_hurried else 0.05
+    told: list[str] = []
+
+    async def scenario() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        async with fake_cluster(prefill=first_token, decode=one_token) as cluster, asyncio.timeout(20):
+            app = create_app(cluster.flow, tokenizer, RouterConfig(), CollectorRegistry(), api_keys={})
+            async with (
+                http_server(app, RouterConfig(), listener) as server,
+                httpx.AsyncClient(base_url=base_url) as client,
+            ):
+                body = {"model": "toy", "prompt": "hello " * 20, "max_tokens": 9, "stream": is_stream}
+                request = client.build_request("POST", "/v1/completions", json=body)
+                asking = asyncio.create_task(client.send(request, stream=True))
+                if is_stream:
+                    await asyncio.wait({asking})  # the first token is here
+                await until(lambda: cluster.registry.num_bookings == 2)  # this one and the readiness probe
+                stop_now = asyncio.Event()
+                if is_hurried:
+                    stop_now.set()
+                await drain(server, stop_now, cluster.flow, timeout_s, told.append)
+                answer = await asking
+                assert "the server is shutting down" in (await answer.aread()).decode()
+                assert answer.status_code == (200 if is_stream else 503)
+                assert server.serving.done()
+            cluster.assert_nothing_left()
+
+    asyncio.run(scenario())
+    assert told == [f"stopping: waiting up to {timeout_s:g} s for 1 answer (Ctrl-C again stops now)"]
+    assert "Traceback" not in caplog.text
+
+
+def test_a_client_that_does_not_read_does_not_hold_up_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the client is gone."""
+        assert scope["type"] == "http"
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        gone = asyncio.create_task(_gone(receive))
+        while not gone.done():
+            await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+            await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        async with asyncio.timeout(20):
+            async with http_server(endless, RouterConfig(), listener) as server:
+                _, writer = await asyncio.open_connection(*listener.getsockname())
+                writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                await until(lambda: server.num_running == 1)
+            assert server.serving.done()
+            writer.close()
+
+    asyncio.run(scenario())
+    assert "Traceback" not in caplog.text
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,108 @@
+"""Ray's address, privacy and daemons; starting real workers is in tests/e2e."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ray
+import uvloop
+from ray._private import ray_constants
+from ray.exceptions import AuthenticationError
+
+from tandem.cluster.ray_runtime import RayDaemon, daemons_watched, probe_address, ray_running
+from tandem.protocol.errors import ConfigError, WorkerError
+from tandem.protocol.process import process_of
+from tests.support.cluster_harness import eventually
+
+
+def test_a_ray_address_where_nothing_listens_is_told_at_once() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        for text in (address, f"ray://{address}", "127.0.0.1:99999"):
+            with pytest.raises(ConfigError, match=f"ray_address='{text}' cannot be reached"):
+                probe_address(text)
+
+
+def test_a_ray_address_that_answers_or_has_no_port_passes() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        probe_address(f"127.0.0.1:{listener.getsockname()[1]}")
+    probe_address("auto")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionError("Failed to connect to Ray cluster at 127.0.0.1:6379"),  # a token that is missing or wrong
+        AuthenticationError("Token authentication is enabled but no authentication token was found"),
+    ],
+    ids=["refused", "no token here"],
+)
+def test_a_ray_that_cannot_be_joined_may_demand_a_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
+) -> None:
+    def refuse(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with (
+        pytest.raises(ConfigError, match=r"cannot be joined: \w+.*\. If that Ray demands a token, set RAY_AUTH_MODE="),
+        ray_running("auto", tmp_path, lambda _: None),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("address", "mode", "expected"),
+    [("192.0.2.7", "token", "listens on 192.0.2.7"), ("127.0.0.1", "disabled", "demands no token")],
+)
+def test_a_private_ray_that_is_not_private_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str, mode: str, expected: str
+) -> None:
+    """How Ray is told to be private is nothing it promises: another version may not listen to it."""
+
+    def start(**_: object) -> None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+
+    for name in ("RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
+    monkeypatch.setattr(ray, "init", start)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: address)
+    with pytest.raises(WorkerError, match=expected), ray_running("", tmp_path, lambda _: None):
+        pass
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_the_death_of_a_daemon_of_ray_is_told_at_once_and_once(
+    make_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    identity = process_of(process.pid)
+    assert identity is not None
+    daemon = RayDaemon("gcs_server", identity)
+    deaths: list[WorkerError] = []
+
+    async def run() -> None:
+        with daemons_watched([daemon], deaths.append):
+            await asyncio.sleep(0)
+            assert (deaths, daemon.is_alive) == ([], True)
+            process.kill()  # nobody waits for it: it stays a zombie
+            await eventually(lambda: deaths)
+            assert not daemon.is_alive
+            for _ in range(10):
+                await asyncio.sleep(0)
+        assert [str(death).partition(",")[0] for death in deaths] == [f"Ray's gcs_server (pid {process.pid})"]
+
+    try:
+        with asyncio.Runner(loop_factory=make_loop) as runner:
+            runner.run(run())
+    finally:
+        process.kill()
+        process.wait()
