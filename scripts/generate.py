@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from tandem.cli.http_reference import http_api_page
 from tandem.cli.reference import configuration_page, values_schema
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -13,6 +14,7 @@ _VALUES_SCHEMA = ROOT / "helm" / "tandem" / "values.schema.json"
 # Each file, and the function that makes its whole text.
 FILES: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "configuration.md": configuration_page,
+    ROOT / "docs" / "http_api.md": http_api_page,
     _VALUES_SCHEMA: lambda: values_schema(_VALUES_SCHEMA.read_text()),
 }
 

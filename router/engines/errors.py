@@ -19,7 +19,10 @@ __all__ = ["AnswerRefused", "EngineBusy", "EngineFailed", "engine_errors"]
 
 
 class EngineFailed(WorkerError):
-    """An engine failed a request, which may be sent to another one. `is_absent`: nothing listens there."""
+    """An engine failed the request; so did the others that were tried.
+
+    `is_absent`: nothing listens there.
+    """
 
     code = "engine_failed"
 

@@ -1,8 +1,10 @@
 """Request bodies, and the errors a client gets for a body that does not fit them.
 
-Types are strict and ranges are checked while decoding. Every optional field may be null. Fields not named here are
-tolerated: OpenAI adds them all the time. Fields that would change the answer but are not served are named in
-`UNSERVED`, because dropping them silently would answer another question than the one asked.
+Types are strict and ranges are checked while decoding. Every optional field may be null. Unknown fields are ignored,
+because OpenAI adds new ones all the time. Fields that would change the answer but are not served are listed in
+`UNSERVED` and refused: dropping them silently would answer another question than the one asked.
+
+`docs/http_api.md` is generated from these structs.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from tandem.protocol.sampling import (
 )
 
 __all__ = [
+    "UNSERVED",
     "ChatMessage",
     "ChatRequest",
     "CompletionRequest",
@@ -52,136 +55,193 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 StopString = Annotated[str, Meta(min_length=1)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
 
 ConversationId = Annotated[str, Meta(min_length=1, max_length=MAX_CONVERSATION_ID_CHARS)]
 
-MAX_NOTHING_BYTES = 256  # of a value that asks for nothing
-LARGE_BODY_BYTES = 64 * 1024  # whose objects are so many that the collector would look at them again and again
+MAX_NEUTRAL_BYTES = 256  # of a value that asks for nothing
+LARGE_BODY_BYTES = 64 * 1024  # with so many objects that the garbage collector would walk them again and again
 
 R = TypeVar("R", bound=msgspec.Struct)
+
+
+def Doc(text: str) -> Meta:
+    """The meaning of a field, for the reference."""
+    return Meta(description=text)
+
+
+Model = Annotated[str | None, Doc("The served model, by its name in `/v1/models`; may be left out.")]
+CacheSalt = Annotated[
+    str | None,
+    Doc(f"At most {MAX_CACHE_SALT_CHARS} characters: only requests with the same salt share cached prefixes."),
+]
+AddSpecialTokens = Annotated[
+    bool | None, Doc("Whether to add what the model puts around a text, such as BOS: by default to a prompt only.")
+]
+AddGenerationPrompt = Annotated[bool | None, Doc("Whether the chat template opens the answer; by default it does.")]
+TemplateKwargs = Annotated[dict[str, Any] | None, Doc("Variables of the chat template.")]
+ToolChoice = Annotated[
+    str | dict[str, Any] | None, Doc("`none` or `auto`; with `none`, `tools` are accepted and ignored.")
+]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
     """What a stream tells about usage."""
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    include_usage: Annotated[bool | None, Doc("A last chunk has the usage of the whole request.")] = None
+    continuous_usage_stats: Annotated[bool | None, Doc("Every chunk has the usage so far.")] = None
 
 
 class GenerationFields(msgspec.Struct, kw_only=True, frozen=True):
     """What chat and completions have in common."""
 
-    model: str | None = None
-    max_tokens: Count | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stop: StopString | list[StopString] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Probability | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    logit_bias: (
-        Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_LOGIT_BIASES)] | None
-    ) = None
+    model: Model = None
+    max_tokens: Annotated[Count | None, Doc("The most tokens to generate for a choice.")] = None
+    n: Annotated[Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None, Doc("Choices for each prompt; by default 1.")] = (
+        None
+    )
+    stream: Annotated[bool | None, Doc("Answer with server-sent events.")] = None
+    stream_options: Annotated[StreamOptions | None, Doc("Only with `stream`.")] = None
+    stop: Annotated[
+        StopString | list[StopString] | None, Doc("Strings that end the answer, at most 1,024; they are not shown.")
+    ] = None
+    seed: Annotated[
+        Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None, Doc("Makes sampling repeatable; by default random.")
+    ] = None
+    temperature: Annotated[Annotated[float, Meta(ge=0, le=2)] | None, Doc("0 = greedy.")] = None
+    top_p: Annotated[Probability | None, Doc("Nucleus sampling; 0 = only the likeliest token.")] = None
+    frequency_penalty: Annotated[Penalty | None, Doc("As OpenAI.")] = None
+    presence_penalty: Annotated[Penalty | None, Doc("As OpenAI.")] = None
+    logit_bias: Annotated[
+        Annotated[dict[str, Bias], Meta(max_length=MAX_LOGIT_BIASES)] | None, Doc("Bias by token id.")
+    ] = None
     # Beyond OpenAI, as vLLM and SGLang spell them.
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Probability | None = None
-    repetition_penalty: Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Count | None = None
-    stop_token_ids: Annotated[list[Count], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
-    skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
-    cache_salt: str | None = None
-    conversation_id: ConversationId | None = None  # as the header x-tandem-conversation
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  # lower is more urgent
+    top_k: Annotated[Annotated[int, Meta(ge=-1)] | None, Doc("0 and -1 = off.")] = None
+    min_p: Annotated[Probability | None, Doc("Least probability, as a share of the likeliest token's; 0 = off.")] = None
+    repetition_penalty: Annotated[
+        Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None, Doc("1 = off.")
+    ] = None
+    ignore_eos: Annotated[bool | None, Doc("Go on after the end-of-sequence token.")] = None
+    min_tokens: Annotated[Count | None, Doc("No stop string or token counts before this many tokens.")] = None
+    stop_token_ids: Annotated[
+        Annotated[list[Count], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None, Doc("More tokens that end the answer.")
+    ] = None
+    skip_special_tokens: Annotated[bool | None, Doc("Leave special tokens out of the text; by default true.")] = None
+    add_special_tokens: AddSpecialTokens = None
+    cache_salt: CacheSalt = None
+    conversation_id: Annotated[
+        ConversationId | None, Doc("The conversation that the request belongs to, for pins; also a header.")
+    ] = None
+    priority: Annotated[
+        Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None,
+        Doc("Order within the tenant's queue; lower is more urgent; by default 0."),
+    ] = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True, frozen=True):
     """Body of `POST /v1/completions`."""
 
-    prompt: str | list[str | Count | list[Count]]
-    echo: bool | None = None
-    logprobs: TopLogprobs | None = None
+    prompt: Annotated[
+        str | list[str | Count | list[Count]],
+        Doc("Text, token ids, or a list of prompts of either form."),
+    ]
+    echo: Annotated[bool | None, Doc("Repeat the prompt before the answer; not with `logprobs`.")] = None
+    logprobs: Annotated[TopLogprobs | None, Doc("Log probabilities of this many likeliest tokens.")] = None
 
 
 class ContentPart(msgspec.Struct, frozen=True):
     """One part of a message's content; only text is served."""
 
-    type: str
-    text: str | None = None
+    type: Annotated[str, Doc("`text`.")]
+    text: Annotated[str | None, Doc("The text.")] = None
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
     """One turn of a conversation."""
 
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
+    role: Annotated[str, Doc("`system`, `developer` (the same), `user`, `assistant` or `tool`.")]
+    content: Annotated[
+        str | list[ContentPart] | None, Doc("Parts are joined by line breaks. Only an assistant's may be null.")
+    ] = None
+    name: Annotated[str | None, Doc("Passed to the chat template.")] = None
+    tool_calls: Annotated[
+        list[dict[str, Any]] | None, Doc("Passed to the chat template, with JSON arguments decoded.")
+    ] = None
+    tool_call_id: Annotated[str | None, Doc("Passed to the chat template.")] = None
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1)]
 
 
 class ChatRequest(GenerationFields, kw_only=True, frozen=True):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: TopLogprobs | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    messages: Annotated[Messages, Doc("The conversation.")]
+    max_completion_tokens: Annotated[
+        Count | None, Doc("Overrides `max_tokens`; by default the rest of the context.")
+    ] = None
+    logprobs: Annotated[bool | None, Doc("Log probabilities of the chosen tokens.")] = None
+    top_logprobs: Annotated[TopLogprobs | None, Doc("Also of this many likeliest tokens; needs `logprobs`.")] = None
+    chat_template_kwargs: TemplateKwargs = None
+    add_generation_prompt: AddGenerationPrompt = None
+    tool_choice: ToolChoice = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
     """Body of `POST /tokenize`: a prompt or messages."""
 
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = None
+    model: Model = None
+    prompt: Annotated[str | None, Doc("Text. Give this or `messages`.")] = None
+    messages: Annotated[Messages | None, Doc("A conversation.")] = None
+    add_special_tokens: AddSpecialTokens = None
+    add_generation_prompt: AddGenerationPrompt = None
+    chat_template_kwargs: TemplateKwargs = None
+    return_token_strs: Annotated[bool | None, Doc("Also return each token as the vocabulary spells it.")] = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
     """Body of `POST /detokenize`."""
 
-    model: str | None = None
-    tokens: list[Count]
+    model: Model = None
+    tokens: Annotated[list[Count], Doc("Token ids.")]
 
 
 class PinFields(msgspec.Struct, kw_only=True, frozen=True):
     """Body of `POST /v1/cache/pin`: messages, a prompt or a conversation."""
 
-    model: str | None = None
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
-    prompt: str | list[Count] | None = None
-    conversation_id: ConversationId | None = None
-    ttl_s: Annotated[float, Meta(gt=0)] | None = None
-    cache_salt: str | None = None
-    prefetch: Literal["none", "host", "pool"] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    model: Model = None
+    messages: Annotated[Messages | None, Doc("Give exactly one of `messages`, `prompt` and `conversation_id`.")] = None
+    prompt: Annotated[str | list[Count] | None, Doc("Text or token ids.")] = None
+    conversation_id: Annotated[
+        ConversationId | None, Doc("All that this conversation consists of, now and after later requests.")
+    ] = None
+    ttl_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None, Doc("Seconds; by default 300, at most `--max-pin-ttl-s`.")
+    ] = None
+    cache_salt: CacheSalt = None
+    prefetch: Annotated[
+        Literal["none", "host", "pool"] | None,
+        Doc("How far up to bring the blocks before a request needs them; by default `host`."),
+    ] = None
+    add_special_tokens: AddSpecialTokens = None
+    add_generation_prompt: Annotated[
+        bool | None, Doc("Whether the prefix includes the answer's opening; by default after a user or tool message.")
+    ] = None
+    chat_template_kwargs: TemplateKwargs = None
+    tool_choice: ToolChoice = None
 
 
 class UnpinFields(msgspec.Struct, kw_only=True, frozen=True):
     """Body of `POST /v1/cache/unpin`."""
 
-    id: str
+    id: Annotated[str, Doc("The pin's id.")]
 
 
 class PrefetchFields(msgspec.Struct, kw_only=True, frozen=True):
     """Body of `POST /v1/cache/prefetch`."""
 
-    id: str
-    to: Literal["host", "pool"] | None = None
+    id: Annotated[str, Doc("The pin's id.")]
+    to: Annotated[Literal["host", "pool"] | None, Doc("How far up to bring its blocks; by default `pool`.")] = None
 
 
 # Field -> values that ask for nothing (null always does).
@@ -220,21 +280,21 @@ _Unserved = msgspec.defstruct("_Unserved", [(name, msgspec.Raw, _ABSENT) for nam
 
 
 def decode_body(body: bytes, request_type: type[R]) -> R:
-    """Body as a request. Raises `RequestError` naming the field that is wrong."""
+    """Decode a body. Raises `RequestError` that names the wrong field."""
     with _decoding_errors(), _collector_paused(body):
         return msgspec.json.decode(body, type=request_type)
 
 
 def refuse_unserved(body: bytes, request: GenerationFields | PinFields) -> None:
-    """Raise `RequestError` if the body sets a field that would change the answer and is not served, or a huge salt."""
+    """Raise `RequestError` for a field that would change the answer and is not served, and for a salt too long."""
     check_cache_salt(request.cache_salt)
     with _decoding_errors(), _collector_paused(body):
         fields = msgspec.json.decode(body, type=_Unserved)
         for name, raw in zip(UNSERVED, msgspec.structs.astuple(fields), strict=True):
-            if raw is _ABSENT or _asks_for_nothing(name, raw):
+            if raw is _ABSENT or _is_neutral(name, raw):
                 continue
             if name == "tools" and isinstance(request, ChatRequest | PinFields) and request.tool_choice == "none":
-                continue  # the model may not call them, so the answer is plain text
+                continue  # the model may not call tools, so the answer is plain text
             raise RequestError(f"'{name}' is not supported by this server.", param=name, code="unsupported_parameter")
 
 
@@ -246,13 +306,13 @@ def check_cache_salt(salt: str | None) -> None:
         )
 
 
-def _asks_for_nothing(name: str, raw: msgspec.Raw) -> bool:
-    return len(raw) <= MAX_NOTHING_BYTES and msgspec.json.decode(raw) in (None, *UNSERVED[name])
+def _is_neutral(name: str, raw: msgspec.Raw) -> bool:
+    return len(raw) <= MAX_NEUTRAL_BYTES and msgspec.json.decode(raw) in (None, *UNSERVED[name])
 
 
 @contextmanager
 def _collector_paused(body: bytes) -> Iterator[None]:
-    """Have no garbage collected meanwhile: among a million lists that are being made there is none to find."""
+    """Pause the garbage collector: it would find nothing among the million lists that are being created."""
     if len(body) < LARGE_BODY_BYTES or not gc.isenabled():
         yield
         return

@@ -1,0 +1,310 @@
+"""Generates docs/http_api.md from the routes of both apps, the request schemas, the headers and the errors."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import msgspec
+from msgspec import inspect as types
+from prometheus_client import CollectorRegistry
+from starlette.routing import Route
+
+from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
+from tandem.protocol.errors import ConfigError, ServingError
+from tandem.protocol.sampling import SamplingParams
+from tandem.router.engines.app import create_engines_app
+from tandem.router.engines.fleet import EngineFleet
+from tandem.router.http.app import RouterApp
+from tandem.router.http.refusals import Refusal
+from tandem.router.http.request_options import EXPLAIN_HEADER, SLO_HEADER, TENANT_HEADER
+from tandem.router.openai.answer_plan import CONVERSATION_HEADER
+from tandem.router.openai.app import create_app
+from tandem.router.openai.schema import (
+    UNSERVED,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    DetokenizeRequest,
+    GenerationFields,
+    PinFields,
+    PrefetchFields,
+    StreamOptions,
+    TokenizeRequest,
+    UnpinFields,
+)
+from tandem.scheduling.cost_model import CostModel
+from tandem.scheduling.prefix_index import PrefixIndex
+from tandem.scheduling.registry import Registry
+from tandem.scheduling.tenants import Tenants
+
+__all__ = ["http_api_page"]
+
+_FRAMEWORK_PATHS = {"/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}  # FastAPI adds these
+
+_PARTS: dict[Any, str] = {StreamOptions: "`stream_options`", ChatMessage: "message", ContentPart: "content part"}
+_TITLES: dict[type[msgspec.Struct], str] = {
+    GenerationFields: "Chat and completions",
+    ChatRequest: "`/v1/chat/completions`",
+    CompletionRequest: "`/v1/completions`",
+    StreamOptions: "`stream_options`",
+    ChatMessage: "A message",
+    ContentPart: "A content part of a message",
+    TokenizeRequest: "`/tokenize`",
+    DetokenizeRequest: "`/detokenize`",
+    PinFields: "`/v1/cache/pin`",
+    UnpinFields: "`/v1/cache/unpin`",
+    PrefetchFields: "`/v1/cache/prefetch`",
+}
+_REQUEST_HEADERS = {
+    "authorization": "`Bearer KEY`, if the server has API keys (`--api-key-file`). `/health`, `/ready` and `/metrics` "
+    "need none. `/v1/engines` needs the admin token instead",
+    "content-type": "`application/json`, or a type that ends with `+json`; required with a JSON body",
+    "host": "one of `--allowed-hosts`; a server on loopback also takes `localhost`, `--host` and addresses by which "
+    "the machine reaches itself. Any name, if neither is the case; `/health` and `/ready` take any name",
+    "origin": "if a web page sends a request that may change something: the server's own origin, or one of "
+    "`--cors-allow-origins`",
+    TENANT_HEADER: "the tenant, 1 to 64 letters, digits, `.`, `_` or `-`; a tenant's API key overrides it",
+    SLO_HEADER: "milliseconds within which the first token must come; a request that cannot meet this gets 429",
+    EXPLAIN_HEADER: "`1`: the response explains the routing decision",
+    CONVERSATION_HEADER: "conversation of the request, if the field `conversation_id` is not set. `serve` only",
+}
+_RESPONSE_HEADERS = {
+    "x-request-id": "id of the request, as in the logs; on generation responses",
+    EXPLAIN_HEADER: "the routing decision as JSON, if asked for; a stream also has it in its last chunk with choices, "
+    "as `tandem_explain`",
+    "retry-after": "seconds to wait, with 429 and some 503",
+    "retry-after-ms": "the same in milliseconds, with 429",
+    "x-tandem-engine": "the engine that answered. `route` only",
+    "x-tandem-expected-cached-tokens": "prompt tokens that the engine was expected to have cached. `route` only",
+    "x-accel-buffering": "`no`, on streams: nginx must not buffer them",
+}
+# Errors without a class of their own: status, code and reason.
+_OTHER_ERRORS = [
+    (400, "missing_required_parameter", "A required field is missing."),
+    (400, "unsupported_parameter", "The field is not served, or not for clients to set."),
+    (400, "invalid_engine", "The body of `POST /v1/engines` does not describe an engine that may be added."),
+    (404, "", "There is no such route."),
+    (405, "", "The route has no such method."),
+    (503, "not_ready", "`/ready`: nothing can serve requests now."),
+]
+
+_INTRODUCTION = """\
+# HTTP API
+
+<!-- Generated from the routes, schemas and errors in router/ by `make generated`. -->
+
+`tandem serve` and `tandem route` speak the OpenAI API, with the routes, fields, headers and errors below. Streams are
+server-sent events that end with `data: [DONE]`; other bodies are JSON. In a request body every optional field may be
+null, and unknown fields are ignored (`tandem route` passes them on to the engine).
+"""
+_BODIES = """\
+## Request bodies
+
+`tandem serve` checks all of these. `tandem route` reads `model`, `messages`, `prompt`, `stream`, `max_tokens`,
+`cache_salt` and `priority`, and passes the body on: the engine checks it. `POST /v1/route/explain` takes a body of
+`/v1/chat/completions` or `/v1/completions`; `POST /v1/engines` takes the keys of an engine in the engines file
+([engines.md](engines.md)). How large all fields of a request may be together is in `router/openai/request_limits.py`.
+"""
+_UNSERVED = """\
+### Fields that are not served
+
+`tandem serve` refuses these with 400 `unsupported_parameter`, because to ignore them would change the answer. Null and
+the values of the second column ask for nothing and are accepted; so are `tools` if `tool_choice` is `none`.
+
+| Field | Accepted |
+|---|---|"""
+_ERRORS = """\
+## Errors
+
+The body is `{"error": {"message", "type", "param", "code"}}`; `param` names the field. `type` is `rate_limit_error` for
+429, `invalid_request_error` for other faults of the request, and `server_error` for the rest. After the first token of
+a stream the same body is its last event, without `[DONE]` behind it.
+
+| Status | Code | Reason |
+|---|---|---|"""
+
+
+class _Route(NamedTuple):
+    path: str
+    methods: str
+    summary: str
+
+
+def http_api_page() -> str:
+    """The text of docs/http_api.md."""
+    return "\n".join([_INTRODUCTION, *_routes(), *_bodies(), *_unserved(), *_headers(), *_errors()]) + "\n"
+
+
+# -- routes
+
+
+def _routes() -> Iterator[str]:
+    apps = {"`serve`": _serve_app(), "`route`": asyncio.run(_route_app())}
+    commands: dict[tuple[str, str], list[str]] = {}
+    summaries: dict[tuple[str, str], str] = {}
+    for command, app in apps.items():
+        for path, methods, summary in _routes_of(app):
+            commands.setdefault((path, methods), []).append(command)
+            summaries.setdefault((path, methods), summary)
+    yield from ("## Routes", "", "| Route | Of | What it does |", "|---|---|---|")
+    for (path, methods), summary in sorted(summaries.items()):
+        yield f"| `{methods} {path}` | {', '.join(commands[path, methods])} | {summary} |"
+    yield from ("", "`HEAD` is answered as `GET`, without the body.", "")
+
+
+def _routes_of(app: RouterApp) -> Iterator[_Route]:
+    for route in app.router.routes:
+        if isinstance(route, Route) and route.path not in _FRAMEWORK_PATHS:
+            endpoint = getattr(route.endpoint, "answer", route.endpoint)
+            summary = " ".join((inspect.getdoc(endpoint) or "").split())
+            methods = ", ".join(sorted((route.methods or set()) - {"HEAD"}))
+            yield _Route(route.path.replace(":path", ""), methods, summary)
+
+
+def _serve_app() -> RouterApp:
+    """The app of `tandem serve`, without backend and tokenizer: only its routes are read."""
+    backend, tokenizer = SimpleNamespace(decisions=None, pools=None), SimpleNamespace(start_id=0)
+    return create_app(cast(Any, backend), cast(Any, tokenizer), RouterConfig(), CollectorRegistry(), api_keys={})
+
+
+async def _route_app() -> RouterApp:
+    """The app of `tandem route`, without engines. A fleet can only be made in an event loop."""
+    fleet = EngineFleet(
+        registry=Registry(),
+        index=PrefixIndex(),
+        costs=CostModel(),
+        config=RouterConfig(),
+        engines=ExternalEnginesConfig(),
+        tenants=Tenants(),
+    )
+    return create_engines_app(fleet, [], {}, CollectorRegistry(), api_keys={})
+
+
+# -- request bodies
+
+
+def _bodies() -> Iterator[str]:
+    yield _BODIES
+    shared = {field.name for field in _fields(GenerationFields)}
+    for struct, title in _TITLES.items():
+        yield from (f"### {title}", "")
+        fields = _fields(struct)
+        if issubclass(struct, GenerationFields) and struct is not GenerationFields:
+            yield from ("The fields of *Chat and completions*, and:", "")
+            fields = tuple(field for field in fields if field.name not in shared)
+        yield from ("| Field | Type | Default | Meaning |", "|---|---|---|---|")
+        for field in fields:
+            yield f"| `{field.name}` | {_type(field.type)} | {_default(struct, field)} | {_meaning(field)} |"
+        yield ""
+
+
+def _fields(struct: type[msgspec.Struct]) -> tuple[types.Field, ...]:
+    return cast(types.StructType, types.type_info(struct)).fields
+
+
+def _meaning(field: types.Field) -> str:
+    schema = field.type.extra_json_schema if isinstance(field.type, types.Metadata) else None
+    return str((schema or {})["description"])
+
+
+def _default(struct: type[msgspec.Struct], field: types.Field) -> str:
+    """A default of the sampling parameters; the others are in the fields' descriptions."""
+    if field.required:
+        return "required"
+    default = next((one.default for one in _fields(SamplingParams) if one.name == field.name), None)
+    is_sampled = issubclass(struct, GenerationFields) and isinstance(default, bool | int | float)
+    return f"`{msgspec.json.encode(default).decode()}`" if is_sampled and field.name != "seed" else ""
+
+
+def _type(kind: types.Type) -> str:
+    """A type and its range, in words."""
+    match kind:
+        case types.Metadata():
+            return _type(kind.type)
+        case types.UnionType():
+            return " or ".join(_type(one) for one in kind.types if not isinstance(one, types.NoneType))
+        case types.IntType():
+            return f"integer{_range(kind)}"
+        case types.FloatType():
+            return f"number{_range(kind)}"
+        case types.StrType():
+            return f"string{_length(kind, 'characters')}"
+        case types.ListType():
+            items = (
+                f"({_type(kind.item_type)})" if isinstance(kind.item_type, types.UnionType) else _type(kind.item_type)
+            )
+            return f"list of {items}{_length(kind, 'items')}"
+        case types.DictType():
+            return f"object of {_type(kind.value_type)}{_length(kind, 'items')}"
+        case types.LiteralType():
+            return " or ".join(f"`{value}`" for value in kind.values)
+        case types.StructType():
+            return _PARTS[kind.cls]
+        case types.BoolType():
+            return "boolean"
+        case types.AnyType():
+            return "any value"
+    raise AssertionError(f"no words for {kind}")
+
+
+def _range(kind: types.IntType | types.FloatType) -> str:
+    low = f" from {_number(kind.ge)}" if kind.ge is not None else ""
+    low = f" above {_number(kind.gt)}" if kind.gt is not None else low
+    return f"{low} to {_number(kind.le)}" if kind.le is not None else low
+
+
+def _number(value: float) -> str:
+    """The number; a large power of two, or the integer below one, as a power."""
+    for offset, text in ((0, ""), (1, " - 1")):
+        size = abs(value) + offset
+        if isinstance(size, int) and size >= 2**20 and size.bit_count() == 1:
+            return f"{'-' if value < 0 else ''}2^{size.bit_length() - 1}{text}"
+    return f"{value:g}"
+
+
+def _length(kind: types.StrType | types.ListType | types.DictType, items: str) -> str:
+    if kind.max_length is not None:
+        low = f"{kind.min_length} to " if kind.min_length else "at most "
+        return f" ({low}{kind.max_length} {items})"
+    return " (not empty)" if kind.min_length else ""
+
+
+def _unserved() -> Iterator[str]:
+    yield _UNSERVED
+    for name, values in UNSERVED.items():
+        yield f"| `{name}` | {', '.join(f'`{msgspec.json.encode(value).decode()}`' for value in values)} |"
+    yield ""
+
+
+# -- headers and errors
+
+
+def _headers() -> Iterator[str]:
+    for title, headers in (("Request headers", _REQUEST_HEADERS), ("Response headers", _RESPONSE_HEADERS)):
+        yield from (f"## {title}", "", "| Header | Meaning |", "|---|---|")
+        yield from (f"| `{name}` | {meaning} |" for name, meaning in headers.items())
+        yield ""
+
+
+def _errors() -> Iterator[str]:
+    yield _ERRORS
+    rows = {*_OTHER_ERRORS, *map(_error, _subclasses(ServingError)), *map(_error, Refusal.__subclasses__())}
+    for status, code, reason in sorted(rows):
+        yield f"| {status} | {f'`{code}`' if code else ''} | {reason} |"
+
+
+def _error(kind: type[ServingError] | type[Refusal]) -> tuple[int, str, str]:
+    reason = (inspect.getdoc(kind) or "").partition("\n\n")[0]
+    return kind.status, kind.code or "", " ".join(reason.split())
+
+
+def _subclasses(base: type[ServingError]) -> Iterator[type[ServingError]]:
+    for kind in base.__subclasses__():
+        if kind is not ConfigError:  # ends the command, before anything is served
+            yield kind
+            yield from _subclasses(kind)

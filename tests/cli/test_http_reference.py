@@ -1,0 +1,41 @@
+"""docs/http_api.md leaves nothing out; tests/deploy/test_generated.py checks that it is up to date."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tandem.cli.http_reference import http_api_page
+
+ROUTER = Path(__file__).resolve().parents[2] / "router"
+PAGE = http_api_page()
+
+
+def test_every_header_of_ours_is_in_the_reference() -> None:
+    sources = "".join(path.read_text() for path in ROUTER.rglob("*.py"))
+    headers = set(re.findall(r"""["'](x-[a-z-]+)["']""", sources))
+    assert len(headers) >= 6
+    assert [header for header in sorted(headers) if f"`{header}`" not in PAGE] == []
+
+
+def codes_of(tree: ast.AST) -> Iterator[str]:
+    """Codes that errors are given where they are raised: `code="..."`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            for keyword in node.keywords:
+                if keyword.arg == "code" and isinstance(keyword.value, ast.Constant):
+                    yield str(keyword.value.value)
+
+
+def test_every_code_of_an_error_is_in_the_reference() -> None:
+    codes = {code for path in ROUTER.rglob("*.py") for code in codes_of(ast.parse(path.read_text()))}
+    assert {"not_ready", "unsupported_parameter"} <= codes
+    assert [code for code in sorted(codes) if f"`{code}`" not in PAGE] == []
+
+
+def test_every_route_says_what_it_does() -> None:
+    routes = re.findall(r"^\| `[A-Z, ]+ /[^|]*\|[^|]*\|(.*)\|$", PAGE, re.MULTILINE)
+    assert len(routes) >= 20
+    assert all(summary.strip() for summary in routes)
