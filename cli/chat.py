@@ -128,7 +128,7 @@ def chat(
             return _talk(conversation, system)
     except httpx.ConnectError as exc:
         raise ConfigError(f"no server at url={base_url} ({exc}); start one with: tandem serve") from exc
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as exc:
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol, UnicodeError) as exc:  # the last for a host that is no name
         raise ConfigError(f"url={url!r} is not of the form http://host:port ({exc})") from exc
     except httpx.HTTPError as exc:
         raise ChatError(f"lost the server at url={base_url}: {exc or type(exc).__name__}") from exc

@@ -68,11 +68,16 @@ class MeasuringClient:
     """Client of one server. Each request has its own connection: a closed-loop test must not reuse a stalled one."""
 
     def __init__(self, url: str, *, api_key: str = "", timeout_s: float = 600.0) -> None:
-        parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
+            host, port = parts.hostname or "", parts.port
+            host.encode("idna")  # what a name is looked up as
+        except ValueError as exc:
+            raise ValueError(f"url={url!r} is not of the form http://host:port: {exc}") from exc
+        if parts.scheme not in ("http", "https") or not host:
             raise ValueError(f"url={url!r} is not of the form http://host:port")
-        self.host = parts.hostname
-        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.host = host
+        self.port = port or (443 if parts.scheme == "https" else 80)
         self.base_path = parts.path.rstrip("/").removesuffix("/v1")
         self.timeout_s = timeout_s  # for a whole request
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None

@@ -118,6 +118,9 @@ def test_no_flag_means_the_defaults_of_the_config() -> None:
         ("bogus", "No such command 'bogus'"),
         ("bench --concurrency 1,x", "concurrency='1,x'"),
         ("bench --url ftp://x", "url='ftp://x'"),
+        ("bench --url http://a..b", "url='http://a..b' is not of the form http://host:port: "),
+        ("bench --url http://a:99999", "url='http://a:99999' is not of the form http://host:port: "),
+        ("chat --url http://a..b", "url='http://a..b' is not of the form http://host:port"),
         ("bench --url foo", "url='foo' is not of the form http://host:port"),
     ],
 )

@@ -90,9 +90,9 @@ def test_request_json_raises_for_a_bad_status(server: FakeServer) -> None:
         asyncio.run(client.request_json("GET", "/nowhere"))
 
 
-@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:y"])
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:y", "http://[", "http://a..b", "http://a:70000"])
 def test_refuses_what_is_not_a_url(url: str) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="is not of the form http://host:port"):
         MeasuringClient(url)
 
 
