@@ -28,8 +28,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.common import arguments, console, print_table, write_result
 from tandem.cluster.model_store import resolve_model
 from tandem.engine.engine import Engine
-from tandem.engine.scheduler import ScheduledChunk
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import ScheduledChunk, Sequence
 from tandem.kv_transfer.codec import CODEC_NAMES, Codec, create_codec
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError

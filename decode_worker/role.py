@@ -251,7 +251,7 @@ class DecodeRole:
             self._remind_at = now + min(_REMIND_S, self._config.handoff_timeout_s / 4)
             fenced, fenced_at = self._leases.fenced, self._fenced_at
             self._fenced_at = {lease.generation: fenced_at.get(lease.generation, now) for lease in fenced}
-            self._engine.scheduler.lost_blocks["leases"] = sum(
+            self._engine.scheduler.admission.lost_blocks["leases"] = sum(
                 len(lease.block_ids)
                 for lease in fenced
                 if now - self._fenced_at[lease.generation] >= self._config.handoff_timeout_s
@@ -317,7 +317,7 @@ class DecodeRole:
         sequence.num_cached_tokens = pending.num_matched_blocks * self._engine.config.block_size
         sequence.is_admitted_before = True
         sequence.token_ids.append(received.first_token_id)
-        self._engine.scheduler.publish_computed(sequence)
+        self._engine.scheduler.blocks.publish_computed(sequence)
         self._engine.add(sequence)
 
     def _recompute(self, request_id: str, first_token_id: int, reason: str) -> None:
@@ -358,7 +358,7 @@ class DecodeRole:
     def _give_up(self, sequence: Sequence) -> None:
         """Nothing is received for it any more; blocks under a lease stay with the lease."""
         self._engine.scheduler.stop_receiving(sequence)
-        self._engine.scheduler.release_blocks(sequence)
+        self._engine.scheduler.blocks.release(sequence)
 
     def _fail(self, request_id: str, reason: str, code: str | None) -> None:
         if self._drop(request_id):

@@ -18,8 +18,8 @@ from tandem.engine.loader import load_model
 from tandem.engine.model_check import check_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.sampling.sampler import SampledToken, Sampler
-from tandem.engine.scheduler import ScheduledChunk, Scheduler
-from tandem.engine.sequence import Phase, Sequence, SequenceStatus
+from tandem.engine.scheduler import Scheduler
+from tandem.engine.sequence import Phase, ScheduledChunk, Sequence, SequenceStatus
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.digest import namespace_digest, root_digest
 from tandem.protocol.errors import ContextLengthExceeded, RequestError
@@ -175,7 +175,7 @@ class Engine:
         `between_layers` is called in each layer, for work that must not wait for the end of a long step.
 
         A PREFILL_ONLY sequence leaves with its first token, or fails, but keeps its blocks: the caller releases them by
-        `scheduler.release_blocks` when the handoff is over.
+        `scheduler.blocks.release` when the handoff is over.
 
         What one sequence raises ends that sequence and is among the failures. Raised is what no sequence is to blame
         for: an error of the device, and what all sequences of several steps in a row fail with.
@@ -193,7 +193,7 @@ class Engine:
         for chunk in chunks:
             token = next(tokens) if chunk.samples else None
             try:
-                self.scheduler.advance(chunk)
+                self.scheduler.blocks.advance(chunk)
                 if isinstance(token, Exception):
                     raise token
                 if token is not None:
@@ -211,7 +211,7 @@ class Engine:
             num_waiting_tokens=sum(s.num_uncomputed_tokens for s in (*waiting, *running) if not s.is_decoding),
             num_kv_tokens=sum(s.num_computed_tokens for s in running),
             num_free_blocks=self.pool.num_available,
-            num_free_seats=max(self.scheduler.num_free_seats, 0),
+            num_free_seats=max(self.scheduler.admission.num_free_seats, 0),
             num_waiting_for_room=self.scheduler.num_waiting_for_room,
             num_preemptions=self.scheduler.num_preemptions,
         )

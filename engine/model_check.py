@@ -14,8 +14,7 @@ from torch import Tensor
 from tandem.engine.attention.interface import ATTENTION_NAME, AttentionBackend
 from tandem.engine.loader import LoadedModel
 from tandem.engine.model_runner import ModelRunner
-from tandem.engine.scheduler import ScheduledChunk
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import ScheduledChunk, Sequence
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.sampling import SamplingParams
 

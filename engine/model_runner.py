@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem.engine.attention.context import StepContext
 from tandem.engine.attention.interface import AttentionBackend, PagedStep
 from tandem.engine.loader import LoadedModel
-from tandem.engine.scheduler import ScheduledChunk
+from tandem.engine.sequence import ScheduledChunk
 
 __all__ = ["ModelRunner"]
 

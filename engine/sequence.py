@@ -13,11 +13,13 @@ from tandem.protocol.sampling import SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Onboarding", "Phase", "Sequence", "SequenceStatus"]
+__all__ = ["Onboarding", "Phase", "ScheduledChunk", "Sequence", "SequenceStatus"]
+
+_AT_ONCE = PrefillPriority(order=-math.inf)
 
 
 class SequenceStatus(enum.Enum):
-    """Where the engine keeps the sequence."""
+    """In which of the engine's queues the sequence is."""
 
     WAITING = enum.auto()  # not admitted: holds no blocks (or only those received for it)
     RUNNING = enum.auto()
@@ -25,7 +27,7 @@ class SequenceStatus(enum.Enum):
 
 
 class Phase(enum.Enum):
-    """How much of the request this engine does."""
+    """Which part of the request this engine computes."""
 
     WHOLE = enum.auto()  # prefill and decode
     PREFILL_ONLY = enum.auto()  # up to the first token; blocks are kept until the handoff is over
@@ -33,27 +35,27 @@ class Phase(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Onboarding:
-    """Blocks of a prompt that come from a tier or a peer while the engine may already compute those before them.
+    """Blocks of a prompt that are loaded from a tier or a peer while the engine may compute the blocks before them.
 
     tokens   0 ····· num_computed ····· hold_at ········ start ▓▓▓▓▓▓▓▓▓ end ·····
                           in the pool / computed            in place, not counted yet
 
-    Loads come in from `end` downwards. Once computing reaches `start` it goes on from `end`; it overtakes a load that
-    is late, whose blocks are then computed like any other.
+    Loads arrive from `end` downwards. Once computing reaches `start` it goes on from `end`. It overtakes a late load,
+    whose blocks are then computed like any others.
     """
 
-    start: int  # first token in place; `end` while nothing is
+    start: int  # first loaded token; `end` while nothing is loaded
     end: int
-    hold_at: int | None  # computing stops here for now: the loads are expected to be faster
+    hold_at: int | None  # computing stops here for now, because loading is expected to be faster
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A prompt and what was generated so far.
+    """A prompt and the tokens generated so far.
 
     token_ids     [0, num_prompt)          prompt
                   [num_prompt, len)        output
-    num_computed  tokens whose KV is in `blocks`; the last token's never is while it waits for its step
+    num_computed  tokens whose KV is in `blocks`; never that of the last token while it waits for its step
     """
 
     request_id: str
@@ -66,16 +68,16 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of full blocks of token_ids
-    arrival: int = 0  # counted by the scheduler; 0 = it is not there yet
-    num_passed_blocks: int = 0  # given to those behind it in line while there was no room for it
+    arrival: int = 0  # counted by the scheduler; 0 = not queued yet
+    num_passed_blocks: int = 0  # given to sequences behind it in the queue while there was no room for it
     num_computed_tokens: int = 0
     num_published_blocks: int = 0
-    num_cached_tokens: int = 0  # prompt tokens not computed: found in the pool at first admission, or loaded
+    num_cached_tokens: int = 0  # prompt tokens that were not computed: cached at first admission, or loaded
     is_admitted_before: bool = False  # preempted sequences keep their first hit count
     onboarding: Onboarding | None = None
     logit_bias: tuple[Tensor, Tensor] | None = None  # ids and values on the device; the sampler makes them once
     kv_holder: KvHolder | None = None  # a peer that has some of the prompt's KV
-    kv_receiver: PeerAddress | None = None  # whom the prompt's KV is handed to
+    kv_receiver: PeerAddress | None = None  # the worker to which the prompt's KV is handed
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
 
@@ -90,11 +92,39 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def has_first_token(self) -> bool:
+        """Whether its prompt was computed, here or by a peer."""
+        return self.num_output_tokens > 0
+
+    @property
+    def decodes_here(self) -> bool:
+        """Whether it takes more blocks as it goes on. A prompt that is handed over keeps its blocks until that ends."""
+        return self.phase is Phase.WHOLE
+
+    @property
+    def current_priority(self) -> PrefillPriority:
+        """Its priority; a sequence with its first token is computed at once, in steps of any length."""
+        return self.priority if self.num_output_tokens == 0 else _AT_ONCE
+
+    @property
     def order(self) -> float:
-        """Its place among those that wait or are computed; whoever has its first token goes before all who lack it."""
+        """Its place among waiting or computed sequences; those with their first token go before all others."""
         return self.priority.order if self.num_output_tokens == 0 else -math.inf
 
     @property
     def is_decoding(self) -> bool:
-        """Whether exactly the newest token is missing its KV."""
+        """Whether only the newest token lacks its KV."""
         return self.num_uncomputed_tokens == 1 and self.num_output_tokens > 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """Compute tokens [start, start + num_tokens) of a sequence; `samples` if that reaches its end.
+
+    NOTE: `samples` is stored, because the sequence's end moves as soon as the sampled token is appended.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool

@@ -442,7 +442,7 @@ class PrefillRole:
         handoff = self._handoffs.pop(ended.request_id)
         self._held.pop(ended.request_id, None)
         self._withdraw(handoff.sequence)
-        self._engine.scheduler.release_blocks(handoff.sequence)
+        self._engine.scheduler.blocks.release(handoff.sequence)
         if ended.is_delivered:
             self._on_delivered(ended.request_id)
         elif handoff.sequence.finish_reason is None:

@@ -10,6 +10,7 @@ import pytest
 from tandem.protocol.digest import block_digests
 from tandem.protocol.errors import PeerLost, TransferTimeout
 from tandem.protocol.messages import PeerAddress
+from tests.support.answers import Expects
 from tests.support.pressure_world import BLOCK_SIZE, STEP_S, PressureWorld, Request
 
 NUM_BLOCKS = 1000
@@ -146,7 +147,7 @@ def test_a_blocked_head_is_passed_by_a_bounded_amount_of_others() -> None:
     """Answers are far longer than they are expected to be, so all that pass make the head wait longer."""
     rng = random.Random(4)
     world = PressureWorld(num_blocks=100)
-    world.scheduler.lengths.expected_rest = lambda num_tokens, max_tokens: 1  # type: ignore[method-assign]
+    world.scheduler.admission.lengths = Expects(1)
     world.hand_over("first", prompt(rng, 10 * BLOCK_SIZE), 200)
     world.step()
     large = world.hand_over("large", prompt(rng, 95 * BLOCK_SIZE), 10)
@@ -207,7 +208,7 @@ def test_whole_prompts_of_one_block_more_than_they_have_pass_a_preempted_head() 
     """Received sequences that lack at most a block wait for nobody."""
     rng = random.Random(6)
     world = PressureWorld(num_blocks=40)
-    world.scheduler.lengths.expected_rest = lambda num_tokens, max_tokens: 1  # type: ignore[method-assign]
+    world.scheduler.admission.lengths = Expects(1)
     for name in ("old", "young"):
         world.hand_over(name, prompt(rng, 18 * BLOCK_SIZE), 200)
     while not world.scheduler.num_preemptions:
@@ -256,7 +257,7 @@ def test_cancels_dead_senders_forks_pins_and_loans_under_load(seed: int) -> None
                 doomed.add(name)
             else:
                 world.hand_over(name, tokens, num_outputs)
-        if step % 40 == 0 and (spare := world.scheduler.num_spare_blocks):
+        if step % 40 == 0 and (spare := world.scheduler.admission.num_spare_blocks):
             loans.append((world.now + rng.random() * 5, world.pool.try_allocate(rng.randint(1, spare)) or []))
         for loan in [loan for loan in loans if loan[0] <= world.now]:
             loans.remove(loan)
@@ -320,7 +321,7 @@ def test_seats_that_are_all_taken_hold_nobody_up_for_ever(max_num_seqs: int) -> 
     """Answers are longer than they are expected to be, so some are preempted while all seats are taken."""
     rng = random.Random(8)
     world = PressureWorld(num_blocks=200, max_num_seqs=max_num_seqs)
-    world.scheduler.lengths.expected_rest = lambda num_tokens, max_tokens: 1  # type: ignore[method-assign]
+    world.scheduler.admission.lengths = Expects(1)
     requests = [world.hand_over(f"r{idx}", prompt(rng, rng.choice((100, 700, 1500))), 100) for idx in range(20)]
     check_drained(world)
     assert [request.num_tokens for request in requests] == [99] * 20, "the first one comes from the prefill worker"

@@ -69,10 +69,10 @@ def test_a_prompt_that_fails_half_way_frees_its_blocks_behind_the_device(
     device = make_late(engine, monkeypatch)
     sequence = add(engine, "r", make_prompt(60), phase=Phase.PREFILL_ONLY)
     engine.step()
-    monkeypatch.setattr(engine.scheduler, "publish_computed", lambda _: 1 / 0)
+    monkeypatch.setattr(engine.scheduler.blocks, "publish_computed", lambda _: 1 / 0)
     result = engine.step()
     assert result is not None
     assert [failure.sequence for failure in result.failures] == [sequence]
     assert device.num_late == 2
-    engine.scheduler.release_blocks(sequence)
+    engine.scheduler.blocks.release(sequence)
     engine.check_integrity(idle=True)

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tandem.engine.engine import Engine, SequenceFailure
 from tandem.engine.sampling.sampler import Sampler
-from tandem.engine.scheduler import ScheduledChunk
-from tandem.engine.sequence import Phase, Sequence
+from tandem.engine.sequence import Phase, ScheduledChunk, Sequence
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError, ContextLengthExceeded, RequestError
 from tandem.protocol.messages import FinishReason, PrefillPriority
@@ -215,7 +214,7 @@ def test_preemption_changes_nothing(dtype: str, temperature: float, build_engine
     prompts = [make_prompt(length, seed=4) for length in (15, 16, 17, 14)]
     options = {"max_tokens": 30, "temperature": temperature, "seed": 5}
     tight = build_engine(dtype=dtype, num_blocks=7)
-    tight.scheduler.lengths = Expects(1)
+    tight.scheduler.admission.lengths = Expects(1)
     outputs = generate(tight, prompts, **options)
     assert tight.scheduler.num_preemptions > 0
     assert outputs == generate(build_engine(dtype=dtype), prompts, **options)
@@ -261,7 +260,7 @@ def test_received_blocks_continue_exactly(length: int, dtype: str, build_engine:
     receiver.add(received)
     generate(receiver, [make_prompt(20, seed=7)])  # and another one beside it
     assert output(received) == expected
-    sender.scheduler.release_blocks(sent)
+    sender.scheduler.blocks.release(sent)
     sender.check_integrity(idle=True)
     receiver.check_integrity(idle=True)
 
@@ -273,7 +272,7 @@ def test_a_prefilled_prompt_keeps_its_blocks_until_released(build_engine: BuildE
     kv = prompt_kv(engine, sequence.blocks, 40)
     use_the_rest_of_the_pool(engine)
     assert torch.equal(prompt_kv(engine, sequence.blocks, 40), kv)
-    engine.scheduler.release_blocks(sequence)
+    engine.scheduler.blocks.release(sequence)
     engine.check_integrity(idle=True)
 
 
@@ -299,7 +298,7 @@ def test_abort_in_any_phase_frees_everything(num_steps: int, phase: Phase, build
         assert engine.abort("r")
         assert sequence.finish_reason is FinishReason.ABORT
     else:  # prefilled: it left with its first token
-        engine.scheduler.release_blocks(sequence)
+        engine.scheduler.blocks.release(sequence)
     assert not engine.abort("r")
     drain(engine)
     assert [output(other)] == generate(build_engine(), [make_prompt(5)])
@@ -308,7 +307,7 @@ def test_abort_in_any_phase_frees_everything(num_steps: int, phase: Phase, build
 
 def test_abort_of_a_preempted_sequence_frees_everything(build_engine: BuildEngine) -> None:
     engine = build_engine(num_blocks=5)
-    engine.scheduler.lengths = Expects(1)
+    engine.scheduler.admission.lengths = Expects(1)
     for name in "ab":
         add(engine, name, make_prompt(16), max_tokens=60)
     while not engine.scheduler.waiting or not engine.scheduler.num_preemptions:
@@ -439,7 +438,7 @@ def test_a_sequence_that_raises_ends_alone(
     elif where == "sampling":
         monkeypatch.setattr(Sampler, "_sample_row", lambda *_: 1 / 0)
     elif where == "advancing":
-        raise_for_bad(engine.scheduler, "advance", lambda chunk: chunk.sequence)
+        raise_for_bad(engine.scheduler.blocks, "advance", lambda chunk: chunk.sequence)
     else:
         raise_for_bad(engine, "_append", lambda sequence, _: sequence)
     prompts = [make_prompt(length) for length in (5, 21, 40)]
@@ -449,7 +448,7 @@ def test_a_sequence_that_raises_ends_alone(
     assert [failure.sequence.request_id for failure in failures] == ["bad"]
     assert bad.finish_reason is FinishReason.ABORT
     if phase is Phase.PREFILL_ONLY:  # its blocks are the handoff's
-        engine.scheduler.release_blocks(bad)
+        engine.scheduler.blocks.release(bad)
     engine.check_integrity(idle=True)
     monkeypatch.undo()
     assert [output(sequence) for sequence in good] == generate(build_engine(), prompts)

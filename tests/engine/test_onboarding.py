@@ -29,9 +29,9 @@ def test_held_while_a_fast_load_is_on_its_way_then_only_the_tail_is_computed() -
     sequence = make_sequence(42)
     scheduler.add(sequence)
     assert step(scheduler) == []
-    assert scheduler.onboard(sequence, 20, 40)
+    assert scheduler.blocks.onboard(sequence, 20, 40)
     assert step(scheduler) == []
-    assert scheduler.onboard(sequence, 0, 20)
+    assert scheduler.blocks.onboard(sequence, 0, 20)
     assert sequence.num_computed_tokens == 40
     assert sequence.num_cached_tokens == 40
     assert step(scheduler) == [("a", 40, 2)]
@@ -53,9 +53,9 @@ def test_computing_and_loading_meet() -> None:
     sequence = make_sequence(42)
     scheduler.add(sequence)
     assert step(scheduler) == [("a", 0, 12)]
-    assert scheduler.onboard(sequence, 24, 40)
+    assert scheduler.blocks.onboard(sequence, 24, 40)
     assert step(scheduler) == [], "it computes no more than planned while the load is in time"
-    assert scheduler.onboard(sequence, 12, 24)
+    assert scheduler.blocks.onboard(sequence, 12, 24)
     assert step(scheduler) == [("a", 40, 2)]
     assert sequence.num_cached_tokens == 28
     assert sequence.onboarding is None
@@ -67,10 +67,10 @@ def test_a_late_load_is_overtaken_and_what_came_is_used() -> None:
     sequence = make_sequence(42)
     scheduler.add(sequence)
     step(scheduler)
-    assert scheduler.onboard(sequence, 32, 40)
-    scheduler.end_onboarding(sequence)
+    assert scheduler.blocks.onboard(sequence, 32, 40)
+    scheduler.blocks.end_onboarding(sequence)
     assert step(scheduler) == [("a", 0, 16)]
-    assert not scheduler.onboard(sequence, 8, 32), "these tokens are computed already"
+    assert not scheduler.blocks.onboard(sequence, 8, 32), "these tokens are computed already"
     assert step(scheduler) == [("a", 16, 16)]
     assert step(scheduler) == [("a", 40, 2)]
     assert sequence.num_cached_tokens == 8
@@ -82,7 +82,7 @@ def test_a_load_that_brings_nothing_costs_nothing() -> None:
     sequence = make_sequence(42)
     scheduler.add(sequence)
     step(scheduler)
-    scheduler.end_onboarding(sequence)
+    scheduler.blocks.end_onboarding(sequence)
     assert [step(scheduler) for _ in range(3)] == [[("a", 0, 16)], [("a", 16, 16)], [("a", 32, 10)]]
     assert sequence.num_cached_tokens == 0
 
@@ -95,9 +95,9 @@ def test_loaded_blocks_are_published_in_their_order_and_found_by_the_next() -> N
     sequence = make_sequence(42, max_tokens=1)
     scheduler.add(sequence)
     step(scheduler)
-    scheduler.onboard(sequence, 8, 40)
+    scheduler.blocks.onboard(sequence, 8, 40)
     assert published == []
-    scheduler.onboard(sequence, 0, 8)
+    scheduler.blocks.onboard(sequence, 0, 8)
     assert published == [(0, 40 // SIZE)]
     drain(scheduler)
     loads.when_admitted = lambda sequence: None
@@ -117,9 +117,9 @@ def test_an_onboarding_ends_with_its_sequences_hold_on_the_blocks(end_by: str) -
     if end_by == "abort":
         scheduler.remove(sequence)
     else:
-        scheduler._preempt(sequence)
+        scheduler.preempt(sequence)
     assert sequence.onboarding is None
-    assert not scheduler.onboard(sequence, 20, 40)
+    assert not scheduler.blocks.onboard(sequence, 20, 40)
     scheduler.pool.check_integrity(idle=True)
 
 
@@ -139,10 +139,10 @@ def test_whatever_comes_when_every_token_is_computed_or_loaded_once(seed: int) -
         if current is not None and rng.random() < 0.6:
             piece = SIZE * rng.randint(1, 4)
             start, stop = max(current.start - piece, 0), current.start
-            if scheduler.onboard(sequence, start, stop):
+            if scheduler.blocks.onboard(sequence, start, stop):
                 covered.append((start, stop))
         elif current is not None and rng.random() < 0.3:
-            scheduler.end_onboarding(sequence)
+            scheduler.blocks.end_onboarding(sequence)
         if sequence.num_output_tokens == 3:
             break
     else:

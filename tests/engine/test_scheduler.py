@@ -7,11 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine.block_pool import BlockPool
-from tandem.engine.scheduler import Reservation, ScheduledChunk, Scheduler
-from tandem.engine.sequence import Phase, Sequence, SequenceStatus
+from tandem.engine.receive_queue import Reservation
+from tandem.engine.scheduler import Scheduler
+from tandem.engine.sequence import Phase, ScheduledChunk, Sequence, SequenceStatus
 from tandem.protocol.messages import PrefillPriority
 from tandem.protocol.sampling import SamplingParams
-from tests.support.answers import Expects
+from tests.support.answers import Endless, Expects
 
 SIZE = 4
 
@@ -20,15 +21,13 @@ def make_scheduler(
     num_blocks: int = 32, *, max_num_seqs: int = 8, max_num_batched_tokens: int = 16, expects: int | None = 1
 ) -> Scheduler:
     """One that expects each answer to end soon, so that it lets in what has room now; or that learns, with None."""
-    scheduler = Scheduler(
+    return Scheduler(
         BlockPool(num_blocks),
         block_size=SIZE,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        lengths=None if expects is None else Expects(expects),
     )
-    if expects is not None:
-        scheduler.lengths = Expects(expects)
-    return scheduler
 
 
 def make_sequence(
@@ -75,7 +74,7 @@ def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
         assert chunk.num_tokens > 0
         assert chunk.start == sequence.num_computed_tokens
         assert len(sequence.blocks) * SIZE >= chunk.start + chunk.num_tokens, "no slot for a scheduled token"
-        scheduler.advance(chunk)
+        scheduler.blocks.advance(chunk)
     for chunk in chunks:
         sequence = chunk.sequence
         if sequence.num_uncomputed_tokens == 0:
@@ -364,7 +363,7 @@ def test_a_prompt_being_handed_over_is_never_preempted() -> None:
         step(scheduler)
     assert scheduler.schedule() == []  # the rest is held by the handoff and will come back
     assert handed.blocks == blocks
-    scheduler.release_blocks(handed)
+    scheduler.blocks.release(handed)
     drain(scheduler)
     scheduler.pool.check_integrity(idle=True)
 
@@ -390,14 +389,14 @@ def test_a_prompt_that_lacks_blocks_holds_others_up_until_handed_over_prompts_ar
         while step(scheduler):
             for sequence in (large, *small):
                 if sequence.status is SequenceStatus.FINISHED:
-                    scheduler.release_blocks(sequence)
+                    scheduler.blocks.release(sequence)
         return sum(sequence.num_output_tokens > 0 for sequence in small)
 
     assert hand_over() == 5, "a pool's worth of blocks passes it"
-    scheduler.release_blocks(handed[0])
+    scheduler.blocks.release(handed[0])
     assert hand_over() == 5, "what comes free is kept for it"
     assert not large.num_output_tokens
-    scheduler.release_blocks(handed[1])
+    scheduler.blocks.release(handed[1])
     assert hand_over() == 20
     assert large.num_output_tokens
     scheduler.pool.check_integrity(idle=True)
@@ -408,7 +407,7 @@ def test_a_prompt_to_hand_over_that_cannot_fit_holds_nobody_up() -> None:
     scheduler = make_scheduler(num_blocks=10)
     lost = scheduler.pool.try_allocate(3)
     assert lost is not None
-    scheduler.lost_blocks["leases"] = 3
+    scheduler.admission.lost_blocks["leases"] = 3
     large = make_sequence(32, name="large", phase=Phase.PREFILL_ONLY)
     scheduler.add(large)
     for number in range(20):
@@ -416,12 +415,12 @@ def test_a_prompt_to_hand_over_that_cannot_fit_holds_nobody_up() -> None:
     while step(scheduler):
         pass
     assert [sequence.request_id for sequence in scheduler.waiting] == ["large"]
-    scheduler.lost_blocks["leases"] = 0
+    scheduler.admission.lost_blocks["leases"] = 0
     scheduler.pool.release(lost)
     while step(scheduler):
         pass
     assert large.num_output_tokens
-    scheduler.release_blocks(large)
+    scheduler.blocks.release(large)
     scheduler.pool.check_integrity(idle=True)
 
 
@@ -565,9 +564,9 @@ def test_a_seat_is_promised_with_the_blocks() -> None:
     scheduler.add(make_sequence(4, name="here"))
     step(scheduler)
     ask(scheduler, "a", "b", "c")
-    assert scheduler.num_free_seats == 2
+    assert scheduler.admission.num_free_seats == 2
     assert reserved(scheduler) == ["a", "b"]
-    assert scheduler.num_free_seats == 0
+    assert scheduler.admission.num_free_seats == 0
     assert reserved(scheduler) == []
     assert scheduler.num_waiting_for_room == 1
     scheduler.stop_receiving(next(iter(scheduler.receiving)))
@@ -593,7 +592,7 @@ def test_one_that_was_preempted_keeps_its_seat_and_takes_it_before_what_is_on_it
     while not scheduler.num_preemptions:
         step(scheduler)
     ask(scheduler, "asks")
-    assert scheduler.num_free_seats == 0
+    assert scheduler.admission.num_free_seats == 0
     assert reserved(scheduler) == []
     assert [sequence.request_id for sequence in scheduler.waiting] == ["young"]
     drain(scheduler)
@@ -606,7 +605,7 @@ def test_a_seat_is_promised_that_will_be_free_when_the_kv_is_here(lead: int, exp
     for name, max_tokens in (("soon", 4), ("too", 4), ("later", 50)):
         scheduler.add(make_sequence(4, name=name, max_tokens=max_tokens))
     step(scheduler)
-    scheduler._leads.extend([lead, lead, 1000])
+    scheduler.receive_queue.leads.extend([lead, lead, 1000])
     ask(scheduler, "a", "b", "c", "d")
     assert reserved(scheduler) == expected
 
@@ -616,7 +615,7 @@ def test_a_seat_is_promised_as_soon_as_its_end_is_near_though_nothing_else_happe
     scheduler.add(make_sequence(4, name="runs", max_tokens=15))
     step(scheduler)
     runs = scheduler.running[0]
-    scheduler._leads.append(3)
+    scheduler.receive_queue.leads.append(3)
     ask(scheduler, "a")
     while runs.num_output_tokens < 11:
         assert reserved(scheduler) == [], f"after {runs.num_output_tokens} tokens"
@@ -635,14 +634,14 @@ def test_how_long_a_lease_takes_is_counted_in_steps_that_decode() -> None:
     for _ in range(5):
         step(scheduler)
     receive(scheduler, lease)
-    assert list(scheduler._leads) == [5]
+    assert list(scheduler.receive_queue.leads) == [5]
 
 
 def test_one_waits_for_a_seat_with_its_blocks_if_others_run_longer_than_they_were_expected_to() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     scheduler.add(make_sequence(4, name="runs", max_tokens=5))
     step(scheduler)
-    scheduler._leads.append(8)
+    scheduler.receive_queue.leads.append(8)
     ask(scheduler, "a", "b")
     (lease,) = scheduler.reserve()
     receive(scheduler, lease)
@@ -668,14 +667,14 @@ def test_no_block_and_no_seat_is_promised_twice(
     """But for seats of those that are expected to end before the KV is here."""
     scheduler = make_scheduler(num_blocks, max_num_seqs=max_num_seqs)
     if not looks_ahead:
-        scheduler._num_ending = lambda: 0  # type: ignore[method-assign]
+        scheduler.admission.lengths = Endless(1)
     pool, open_leases = scheduler.pool, list[Reservation]()
 
     def grant() -> None:
-        least = min(scheduler.num_free_seats, -scheduler._num_ending())
+        least = min(scheduler.admission.num_free_seats, -scheduler.receive_queue.num_ending())
         open_leases.extend(scheduler.reserve())
-        assert scheduler.num_free_seats >= least
-        assert looks_ahead or scheduler.num_free_seats >= 0
+        assert scheduler.admission.num_free_seats >= least
+        assert looks_ahead or scheduler.admission.num_free_seats >= 0
 
     for i, (kind, number, max_tokens, num_steps) in enumerate(events):
         name = f"s{i}"
@@ -688,7 +687,7 @@ def test_no_block_and_no_seat_is_promised_twice(
         elif kind == "stop" and open_leases:
             lease = open_leases.pop(number % len(open_leases))
             scheduler.stop_receiving(lease.sequence)
-            scheduler.release_blocks(lease.sequence)
+            scheduler.blocks.release(lease.sequence)
             pool.release(lease.block_ids)
         elif kind == "abort" and (queued := [*scheduler.running, *scheduler.waiting]):
             scheduler.remove(queued[number % len(queued)])
@@ -703,9 +702,9 @@ def test_no_block_and_no_seat_is_promised_twice(
         assert not held & set(lent), "a block that is lent is somebody's"
         assert len(scheduler.running) <= max_num_seqs
     while open_leases or scheduler.asking or scheduler.running or scheduler.waiting:
-        for sequence in [s for s in scheduler.asking if scheduler._is_hopeless(s)]:
+        for sequence in [s for s in scheduler.asking if scheduler.admission.is_hopeless(s)]:
             scheduler.stop_receiving(sequence)
-        for sequence in [s for s in scheduler.waiting if scheduler._is_hopeless(s)]:
+        for sequence in [s for s in scheduler.waiting if scheduler.admission.is_hopeless(s)]:
             scheduler.remove(sequence)
         grant()
         while open_leases:
@@ -719,7 +718,7 @@ def release_finished(scheduler: Scheduler, handed: list[Sequence]) -> int:
     finished = [sequence for sequence in handed if sequence.status is SequenceStatus.FINISHED]
     count = sum(len(sequence.blocks) for sequence in finished)
     for sequence in finished:
-        scheduler.release_blocks(sequence)
+        scheduler.blocks.release(sequence)
         handed.remove(sequence)
     return count
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tandem.engine.device import DeviceQueue
 from tandem.engine.engine import Engine
-from tandem.engine.scheduler import ScheduledChunk
+from tandem.engine.sequence import ScheduledChunk
 from tandem.kv_transfer.codec import Codec
 
 GARBAGE = 12345.0

@@ -165,7 +165,7 @@ class PressureWorld:
         self.now += STEP_S
         self.num_steps += 1
         for chunk in chunks:
-            self.scheduler.advance(chunk)
+            self.scheduler.blocks.advance(chunk)
         for chunk in chunks:
             if chunk.samples:
                 self._sample(chunk.sequence)

@@ -199,7 +199,7 @@ class Fetcher:
             fetch.onboarding.hold_at = None
         self._ask(fetch, now)
         if not fetch.pieces:  # all that was worth loading is in place
-            self._engine.scheduler.end_onboarding(sequence)
+            self._engine.scheduler.blocks.end_onboarding(sequence)
         return room
 
     def _front(self, sequence: EngineSequence) -> int:
@@ -224,7 +224,7 @@ class Fetcher:
             piece.drop()
             return 0
         num_bytes = piece.place(sequence, first, self._engine.kv)
-        self._engine.scheduler.onboard(sequence, first * size, piece.end_block * size)
+        self._engine.scheduler.blocks.onboard(sequence, first * size, piece.end_block * size)
         fetch.num_loaded_blocks += piece.end_block - first
         self._num_loaded_blocks[piece.kind] += piece.end_block - first
         return num_bytes
@@ -252,7 +252,7 @@ class Fetcher:
             opened.close()
         self._fetches.remove(fetch)
         if fetch.sequence.onboarding is fetch.onboarding:
-            self._engine.scheduler.end_onboarding(fetch.sequence)
+            self._engine.scheduler.blocks.end_onboarding(fetch.sequence)
         self._record(fetch, outcome, now)
 
     def _record(self, fetch: _Fetch, outcome: str, now: float) -> None:

@@ -139,7 +139,7 @@ class PeerLender:
         tier, pool = self._host_tier, self._engine.pool
         missing = loan.digests[len(loan.blocks) :]
         num_blocks = 0 if tier is None else tier.tier.count_present(missing)
-        num_blocks = min(num_blocks, self._engine.scheduler.num_spare_blocks)
+        num_blocks = min(num_blocks, self._engine.scheduler.admission.num_spare_blocks)
         fresh = pool.try_allocate(num_blocks) if num_blocks > 0 else None
         if tier is None or fresh is None:
             return False

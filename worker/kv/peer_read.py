@@ -149,7 +149,8 @@ class PeerRead(OpenSource):
         assert self.block_ids is not None
         remote = self.block_ids[piece.first_block - self.first_block : piece.end_block - self.first_block]
         engine = self.context.engine
-        has_room = piece.num_blocks <= engine.scheduler.num_spare_blocks  # what lands here must not preempt anybody
+        # A read must not preempt a sequence.
+        has_room = piece.num_blocks <= engine.scheduler.admission.num_spare_blocks
         landing = engine.pool.try_allocate(piece.num_blocks) if has_room and len(remote) == piece.num_blocks else None
         if landing is None:  # the peer has less than it was said to, or there is no room
             piece.is_refused = True

@@ -128,7 +128,7 @@ class PeerReader:
                 self._context.links.send(read.peer.worker_id, read.peer.epoch, done)
         if self._reads or self._num_stuck_blocks:
             self._num_stuck_blocks = sum(read.num_stuck_blocks(now) for read in self._reads.values())
-            self._context.engine.scheduler.lost_blocks["peer reads"] = self._num_stuck_blocks
+            self._context.engine.scheduler.admission.lost_blocks["peer reads"] = self._num_stuck_blocks
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """With `idle`, raise AssertionError if anything is being read."""

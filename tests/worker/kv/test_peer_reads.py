@@ -345,12 +345,12 @@ def test_blocks_of_a_read_that_cannot_be_cancelled_are_counted_as_lost(
             await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
             num_held = sum(len(write.local_block_ids) for write in cluster.hub.held)
             assert num_held
-            assert reader.parts.engine.scheduler.num_lost_blocks == 0, "it may only be slow"
-            await eventually(lambda: reader.parts.engine.scheduler.num_lost_blocks == num_held)
+            assert reader.parts.engine.scheduler.admission.num_lost_blocks == 0, "it may only be slow"
+            await eventually(lambda: reader.parts.engine.scheduler.admission.num_lost_blocks == num_held)
             status = await cluster.call("b", reader.status)
             assert status.load.num_quarantined_blocks == num_held
             cluster.hub.release_held()
-            await eventually(lambda: reader.parts.engine.scheduler.num_lost_blocks == 0)
+            await eventually(lambda: reader.parts.engine.scheduler.admission.num_lost_blocks == 0)
             status = await cluster.call("b", reader.status)
             assert status.load.num_quarantined_blocks == 0
             await cluster.becomes_idle()

@@ -353,7 +353,7 @@ def test_blocks_that_are_still_on_the_device_are_bounded_and_stored_when_they_ar
 def test_a_preempted_sequence_comes_back_from_the_tier(tiny_model: Path, tmp_path: Path) -> None:
     rng = random.Random(13)
     engine = make_engine(tiny_model)
-    engine.scheduler.lengths = Expects(1)
+    engine.scheduler.admission.lengths = Expects(1)
     machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine))
     long = SamplingParams(max_tokens=8 * BLOCK_SIZE, temperature=0.0, ignore_eos=True)
     sequences = [engine.make_sequence(f"s{idx}", prompt(rng, 8), long) for idx in range(4)]

@@ -1,0 +1,114 @@
+"""Decides which sequences may take blocks and seats, in the order in which they wait.
+
+Blocks are reserved for all sequences that will grow (see `PoolForecast`). The order is: preempted sequences, prompts
+that a peer has computed and that wait for room (`asking`), prompts to compute here. The first that finds no room is the
+head. Others may pass it if they do not make it wait longer, and all that pass it take at most a pool's worth of blocks.
+Seats (`max_num_seqs`) are reserved together with blocks.
+"""
+
+from __future__ import annotations
+
+from tandem.engine.output_lengths import OutputLengths
+from tandem.engine.pool_forecast import BlockDemand, PoolForecast
+from tandem.engine.queues import SequenceQueues
+from tandem.engine.sequence import Sequence
+from tandem.engine.sequence_blocks import SequenceBlocks
+
+__all__ = ["PoolAdmission"]
+
+# A preempted sequence comes back once there is room for this many steps: its stream stands still meanwhile, and would
+# do so again soon if all others ran longer than there is room for.
+_SURE_STEPS = 128
+
+
+class PoolAdmission:
+    """What the pool and the seats are reserved for."""
+
+    def __init__(
+        self, queues: SequenceQueues, blocks: SequenceBlocks, *, max_num_seqs: int, lengths: OutputLengths
+    ) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.lengths = lengths
+        self.lost_blocks: dict[str, int] = {}  # by holder; nobody knows when they will be free
+        self._queues = queues
+        self._blocks = blocks
+        self._pool = blocks.pool
+        self._head: Sequence | None = None  # the first that finds no room, in the latest forecast
+
+    @property
+    def num_free_seats(self) -> int:
+        """Seats that are neither taken nor reserved."""
+        queues = self._queues
+        num_begun = sum(1 for _ in queues.with_first_token())
+        return self.max_num_seqs - len(queues.running) - len(queues.receiving) - num_begun
+
+    @property
+    def num_lost_blocks(self) -> int:
+        """Blocks of which nobody knows when they will be free."""
+        return sum(self.lost_blocks.values())
+
+    @property
+    def num_spare_blocks(self) -> int:
+        """Blocks that may be lent for a while: no running, waiting or asking sequence is expected to need them."""
+        forecast = self.forecast()
+        for sequence in (*self._queues.asking, *self._queues.waiting):
+            if not sequence.blocks and not forecast.try_take(self._demand(sequence), grows=sequence.decodes_here):
+                return 0
+        return forecast.num_spare
+
+    def forecast(self) -> PoolForecast:
+        """The pool now, with what all holders of blocks will still need."""
+        queues = self._queues
+        holders = [
+            BlockDemand(self._num_steps(sequence), self._pool.count_own(sequence.blocks))
+            for sequence in (*queues.running, *queues.received())
+            if sequence.decodes_here
+        ]
+        holders += [BlockDemand(self._num_steps(one), prompt.num_blocks) for one, prompt in queues.receiving.items()]
+        return PoolForecast(self._pool.num_blocks, self._pool.num_used, holders, block_size=self._blocks.block_size)
+
+    def find_room(self, forecast: PoolForecast, sequence: Sequence, num_shared: int = 0) -> bool:
+        """Whether there is room for a sequence behind those that wait before it.
+
+        Other sequences will hold at least `num_shared` of its blocks.
+        """
+        if self.is_hopeless(sequence):
+            return False
+        demand, had_head = self._demand(sequence, num_shared), forecast.has_head
+        may_pass = True
+        if had_head and self._head is not None:
+            # The stream of a preempted head stands still, so nothing passes it.
+            num_passed = self._head.num_passed_blocks + demand.num_blocks
+            may_pass = not self._head.has_first_token and num_passed <= self._pool.num_blocks
+        num_sure_steps = _SURE_STEPS if sequence.has_first_token else None
+        is_found = forecast.try_take(
+            demand, grows=sequence.decodes_here, may_pass=may_pass, num_sure_steps=num_sure_steps
+        )
+        if forecast.has_head and not had_head:
+            self._head = sequence
+        return is_found
+
+    def take_blocks(self, forecast: PoolForecast, sequence: Sequence) -> list[int]:
+        """Give a sequence for which there is room its cached prefix; returns fresh blocks for its other tokens."""
+        num_available = self._pool.num_available
+        sequence.blocks = self._blocks.match_prefix(sequence.digests, len(sequence.token_ids))
+        fresh = self._pool.try_allocate(self._blocks.num_needed(sequence) - len(sequence.blocks))
+        assert fresh is not None, f"there is no room for {sequence.request_id}, but it was counted"
+        if forecast.has_head and self._head is not None:
+            self._head.num_passed_blocks += num_available - self._pool.num_available
+        return fresh
+
+    def is_hopeless(self, sequence: Sequence) -> bool:
+        """Whether it would not fit even if all others had ended. Others do not wait for such a sequence."""
+        return self._blocks.num_needed(sequence) > self._pool.num_blocks - self.num_lost_blocks
+
+    def _demand(self, sequence: Sequence, num_shared: int = 0) -> BlockDemand:
+        """What a sequence without blocks needs."""
+        usable = self._blocks.usable_digests(sequence.digests, len(sequence.token_ids))
+        num_held = max(self._pool.count_used(usable), num_shared)
+        return BlockDemand(self._num_steps(sequence), self._blocks.num_needed(sequence) - num_held)
+
+    def _num_steps(self, sequence: Sequence) -> int:
+        """Steps in which the sequence is expected to need room for one more token each."""
+        num_rest = self.lengths.expected_rest(sequence.num_output_tokens, sequence.sampling.max_tokens)
+        return num_rest if sequence.has_first_token else num_rest - 1  # the last token's KV is never computed

@@ -1,0 +1,107 @@
+"""What of a sequence's KV is in place: its block table, how far it is computed or loaded, and what is published."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.sequence import ScheduledChunk, Sequence
+from tandem.protocol.digest import extend_digests
+
+__all__ = ["SchedulerListener", "SequenceBlocks"]
+
+
+class SchedulerListener(Protocol):
+    """Something that keeps KV beyond the pool. Its methods are called within a step and must not wait."""
+
+    def admitted(self, sequence: Sequence) -> None:
+        """The sequence has just got its blocks. Before this returns it may be given an onboarding."""
+
+    def published(self, sequence: Sequence, first_block: int, end_block: int) -> None:
+        """Blocks [first_block, end_block) of the sequence hold their final KV."""
+
+
+class SequenceBlocks:
+    """Counts what is in place, and publishes full blocks in the prefix cache."""
+
+    def __init__(self, pool: BlockPool, block_size: int, listeners: Seq[SchedulerListener]) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self._listeners = listeners
+
+    def num_needed(self, sequence: Sequence) -> int:
+        """Blocks for all its tokens so far."""
+        return -(-len(sequence.token_ids) // self.block_size)
+
+    def usable_digests(self, digests: list[bytes], num_tokens: int) -> list[bytes]:
+        """Excludes the block of the last token, which is always computed because its logits are needed."""
+        return digests[: (num_tokens - 1) // self.block_size]
+
+    def match_prefix(self, digests: list[bytes], num_tokens: int) -> list[int]:
+        """Take references on the longest usable cached prefix of a prompt of `num_tokens` tokens."""
+        return self.pool.acquire_cached(self.usable_digests(digests, num_tokens))
+
+    def advance(self, chunk: ScheduledChunk) -> None:
+        """The chunk's KV is in place: count it and publish newly full blocks."""
+        sequence = chunk.sequence
+        sequence.num_computed_tokens = chunk.start + chunk.num_tokens
+        self._join_loaded(sequence)
+        self.publish_computed(sequence)
+
+    def onboard(self, sequence: Sequence, start: int, end: int) -> bool:
+        """The KV of tokens [start, end), whole blocks, is in place in a running sequence's blocks.
+
+        Pieces are loaded back to front: each ends where the one before it starts. False, and nothing changes, if
+        computing has already passed `start`.
+        """
+        onboarding = sequence.onboarding
+        if onboarding is None or start < sequence.num_computed_tokens:
+            return False
+        assert end == onboarding.start, f"tokens {start} to {end} do not meet those from {onboarding.start} on"
+        onboarding.start = start
+        self._join_loaded(sequence)
+        self.publish_computed(sequence)
+        return True
+
+    def end_onboarding(self, sequence: Sequence) -> None:
+        """Nothing more will be loaded: compute up to what is in place."""
+        onboarding = sequence.onboarding
+        if onboarding is not None and onboarding.start == onboarding.end:
+            sequence.onboarding = None
+        elif onboarding is not None:
+            onboarding.hold_at = None
+
+    def publish_computed(self, sequence: Sequence) -> None:
+        """Publish full computed blocks that were not published yet."""
+        num_full = sequence.num_computed_tokens // self.block_size
+        if num_full > sequence.num_published_blocks:
+            extend_digests(sequence.digests, sequence.root, sequence.token_ids, self.block_size)
+            first, sequence.num_published_blocks = sequence.num_published_blocks, num_full
+            self.pool.publish_chain(sequence.blocks[first:num_full], sequence.digests, first)
+            for listener in self._listeners:
+                listener.published(sequence, first, num_full)
+
+    def release(self, sequence: Sequence) -> None:
+        """Drop the sequence's references; cached blocks stay findable until evicted."""
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Take a sequence's blocks. Computed KV stays findable until it is evicted; the rest is computed again."""
+        sequence.onboarding = None
+        self.publish_computed(sequence)
+        self.release(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.num_published_blocks = 0
+
+    def _join_loaded(self, sequence: Sequence) -> None:
+        """Count loaded tokens once everything before them is computed."""
+        onboarding = sequence.onboarding
+        if onboarding is None or sequence.num_computed_tokens < onboarding.start:
+            return
+        if not sequence.has_first_token:  # otherwise it was preempted, and its prompt is counted already
+            num_cached = sequence.num_cached_tokens + onboarding.end - sequence.num_computed_tokens
+            sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens - 1)
+        sequence.num_computed_tokens = onboarding.end
+        sequence.onboarding = None
