@@ -165,11 +165,11 @@ class VirtualCluster:
 
     def book(self, decided: Dispatch) -> Booking:
         """Book this decision, so that the next one sees it."""
-        return self.registry.reserve(decided.placement.load, decided.turn)
+        return self.registry.reserve(decided.placement.load, decided.prefill_priority)
 
     def _decide(self) -> None:
         while (decided := self.admission.next(self.now)) is not None:
-            job: Job = decided.waiting.payload
+            job: Job = decided.queued.payload
             if isinstance(decided, Drop):
                 self._refuse(job, decided.error)
                 continue
@@ -189,7 +189,7 @@ class VirtualCluster:
     def _leave(self, job: Job) -> None:
         if math.isnan(job.ended_s) and math.isnan(job.ttft_s):
             job.ended_s = self.now
-            for waiting in [one for one in self.admission.waiting() if one.payload is job]:
+            for waiting in [one for one in self.admission.requests if one.payload is job]:
                 self.admission.leave(waiting, "client_gone")
             self._end(job)
             self._decide()
@@ -201,7 +201,7 @@ class VirtualCluster:
         chunks: list[tuple[Job, int]] = []
         for job in machine.prompts:
             assert job.dispatch is not None
-            limit = job.dispatch.turn.max_step_tokens or CHUNK_TOKENS
+            limit = job.dispatch.prefill_priority.max_step_tokens or CHUNK_TOKENS
             num = min(job.num_left, room, limit - (CHUNK_TOKENS - room))
             if num <= 0:
                 break
@@ -265,7 +265,7 @@ class VirtualCluster:
 
 def _order(job: Job) -> float:
     assert job.dispatch is not None
-    return job.dispatch.turn.order
+    return job.dispatch.prefill_priority.order
 
 
 def poisson(

@@ -18,9 +18,9 @@ from tandem.scheduling.workers import RegisteredWorker, queue_s
 __all__ = [
     "AutoscalerPolicy",
     "AutoscalerState",
-    "Decision",
     "Flip",
     "Observation",
+    "ScalingDecision",
     "WorkerView",
     "decide",
     "observe",
@@ -79,7 +79,7 @@ class Flip:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class ScalingDecision:
     """What to do now, if anything, and why."""
 
     flip: Flip | None
@@ -100,7 +100,7 @@ class AutoscalerState:
 
 def decide(
     observation: Observation, now: float, state: AutoscalerState, policy: AutoscalerPolicy | None = None
-) -> tuple[Decision, AutoscalerState]:
+) -> tuple[ScalingDecision, AutoscalerState]:
     """Flip one worker or hold, and the state for the next call."""
     policy = policy or AutoscalerPolicy()
     pools = {role: _pool(observation, role) for role in (Role.PREFILL, Role.DECODE)}
@@ -111,8 +111,8 @@ def decide(
         f"prefill waits {prefill_wait_s:.2f} s on {num_prefill} workers, decode {decode_wait_s:.2f} s on {num_decode}"
     )
 
-    def hold(reason: str, new_state: AutoscalerState) -> tuple[Decision, AutoscalerState]:
-        return Decision(None, f"hold: {reason}; {numbers}", prefill_wait_s, decode_wait_s), new_state
+    def hold(reason: str, new_state: AutoscalerState) -> tuple[ScalingDecision, AutoscalerState]:
+        return ScalingDecision(None, f"hold: {reason}; {numbers}", prefill_wait_s, decode_wait_s), new_state
 
     if state.moving is not None and _is_in_flight(state.moving, observation):
         return hold(f"{state.moving.worker_id} is moving to {state.moving.to_role}", _calm(state))
@@ -145,7 +145,7 @@ def decide(
     worker = min(pools[shrink], key=lambda view: (view.num_running, view.num_queued_tokens, view.worker_id))
     flip = Flip(worker.worker_id, grow)
     reason = f"flip {worker.worker_id} from {shrink} to {grow}: {numbers}; longer wait after the flip {after_s:.2f} s"
-    return Decision(flip, reason, prefill_wait_s, decode_wait_s), AutoscalerState(moving=flip, last_flip_s=now)
+    return ScalingDecision(flip, reason, prefill_wait_s, decode_wait_s), AutoscalerState(moving=flip, last_flip_s=now)
 
 
 def observe(workers: Iterable[RegisteredWorker], costs: CostModel, expected_output_tokens: float) -> Observation:

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.protocol.errors import Overloaded, ServingError
-from tandem.scheduling.admission import Forecast
+from tandem.scheduling.forecast import Forecast
 from tandem.scheduling.placement import Candidate, Placement
 from tandem.scheduling.request import ServiceClass
 
-__all__ = ["MAX_DECISIONS", "Decision", "DecisionLog"]
+__all__ = ["MAX_DECISIONS", "DecisionLog", "RoutingDecision"]
 
 MAX_DECISIONS = 256
 
 
 @dataclass(eq=False, slots=True)
-class Decision:
+class RoutingDecision:
     """What was decided for one request, and how it went on. Changed as that becomes known."""
 
     request_id: str
@@ -80,12 +80,12 @@ class DecisionLog:
     """The latest decisions; older ones are forgotten."""
 
     def __init__(self) -> None:
-        self._decisions: deque[Decision] = deque(maxlen=MAX_DECISIONS)
+        self._decisions: deque[RoutingDecision] = deque(maxlen=MAX_DECISIONS)
 
     def __len__(self) -> int:
         return len(self._decisions)
 
-    def add(self, decision: Decision) -> None:
+    def add(self, decision: RoutingDecision) -> None:
         """Keep a decision. It may go on changing."""
         self._decisions.append(decision)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tandem.kv_transfer.eviction import create_policy
 from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
 from tandem.protocol.messages import HOST_TIER, TierLoad
-from tandem.scheduling.admission import OutputLengths
+from tandem.scheduling.answer_lengths import AnswerLengths
 from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cost_model import prefill_attention
 from tandem.scheduling.load import RequestLoad
@@ -126,7 +126,7 @@ class _Simulation:
         self._policy = POLICIES[policy](self._fleet, random.Random(seed))
         self._open: dict[Job, _Open] = {}
         self._computing: set[SimulatedWorker] = set()  # may have progress to tell
-        self._lengths = OutputLengths()
+        self._lengths = AnswerLengths()
         self._gaps: list[Gaps] = []
         self._place_s = 0.0
         capacity = self._machine.pool_tokens // TRACE_BLOCK_SIZE * TRACE_BLOCK_SIZE

@@ -31,7 +31,7 @@ from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.openai.answer import new_answer_id
 from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
 from tandem.router.text.tokenizer import TokenizerPool
-from tandem.scheduling.decisions import Decision
+from tandem.scheduling.decisions import RoutingDecision
 from tandem.scheduling.placement import Placement
 from tandem.scheduling.request import PlacementRequest
 from tandem.scheduling.tenants import CacheScopes
@@ -152,7 +152,7 @@ class Forwarder:
         body["model"] = known[0]
         return known[0]
 
-    async def _open(self, request: ClientRequest) -> tuple[Attempt, Decision]:
+    async def _open(self, request: ClientRequest) -> tuple[Attempt, RoutingDecision]:
         """The attempt that answers, after waiting in the queue and up to `max_attempts` attempts."""
         queue = self.queues.of(request.model)
         placement_request = queue.placement_request(request)
@@ -191,7 +191,7 @@ class Forwarder:
         placed = self._fleet.placed(placement_request, placement)
         return Attempt(self._fleet, placed, request, self._metrics, on_end)
 
-    def _headers(self, request: ClientRequest, attempt: Attempt, decision: Decision) -> dict[str, str]:
+    def _headers(self, request: ClientRequest, attempt: Attempt, decision: RoutingDecision) -> dict[str, str]:
         headers = {
             "x-request-id": request.request_id,
             "x-tandem-engine": attempt.engine.name,

@@ -22,14 +22,15 @@ from tandem.router.engines.fleet import EngineDigests, EngineFleet
 from tandem.router.engines.prompts import max_tokens_of
 from tandem.router.processes.sibling_messages import Waiting
 from tandem.router.processes.siblings import PeerRouters
-from tandem.scheduling.admission import Admission, Dispatch, TenantStats
+from tandem.scheduling.admission import Admission, Dispatch
+from tandem.scheduling.admission_stats import TenantStats
 from tandem.scheduling.cost_model import Rows
-from tandem.scheduling.decisions import Decision
-from tandem.scheduling.fair_queue import Work
+from tandem.scheduling.decisions import RoutingDecision
 from tandem.scheduling.placement import Placement
 from tandem.scheduling.placer import Placer
 from tandem.scheduling.registry import Registry
 from tandem.scheduling.request import PlacementRequest
+from tandem.scheduling.work import Work
 from tandem.scheduling.worker_table import Workers, WorkerTable
 from tandem.scheduling.workers import RegisteredWorker, can_decode
 
@@ -65,7 +66,7 @@ class ModelQueue:
         forecast = self.admission.forecast(self.placement_request(request), now, num_others=NUM_OTHERS)
         outcome = "rejected" if forecast.error else "admitted"
         service_class = request.options.service_class
-        return Decision("", service_class, now, forecast, outcome, error=forecast.error).to_json(now)
+        return RoutingDecision("", service_class, now, forecast, outcome, error=forecast.error).to_json(now)
 
     def try_elsewhere(
         self, request: ClientRequest, placement_request: PlacementRequest, tried: set[str]
@@ -75,7 +76,7 @@ class ModelQueue:
         return self._book(request, placement_request, placement), placement
 
     def _begin(self, request: ClientRequest, dispatch: Dispatch) -> Attempt:
-        return self._book(request, dispatch.waiting.request, dispatch.placement)
+        return self._book(request, dispatch.queued.request, dispatch.placement)
 
     def _book(self, request: ClientRequest, placement_request: PlacementRequest, placement: Placement) -> Attempt:
         on_end = partial(self.admission.lengths.note, placement_request.tenant)
@@ -156,15 +157,16 @@ class _SharedAdmission(Admission):
 
     def __init__(self, siblings: PeerRouters, model: str, *parts: Any) -> None:
         super().__init__(*parts)
-        self._siblings = siblings
-        self._model = model
+        alone_s = self.forecaster.start_s
 
-    def _start_s(self, placement: Placement, ahead: Work, *options: Any) -> float:
-        """Siblings let their requests through as fast as we do: while what is ahead goes, so does as much of theirs."""
-        total = ahead
-        for waiting in self._siblings.waiting_in(self._model):
-            total += Work(*map(min, msgspec.structs.astuple(ahead), msgspec.structs.astuple(waiting)))
-        return super()._start_s(placement, total, *options)
+        def shared_s(placement: Placement, ahead: Work, order: float) -> float:
+            """Siblings dispatch as fast as we do: while what is ahead goes, so does as much of theirs."""
+            total = ahead
+            for waiting in siblings.waiting_in(model):
+                total += Work(*map(min, msgspec.structs.astuple(ahead), msgspec.structs.astuple(waiting)))
+            return alone_s(placement, total, order)
+
+        self.forecaster.start_s = shared_s  # type: ignore[method-assign]
 
 
 class _ModelWorkers:

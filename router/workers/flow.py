@@ -28,7 +28,7 @@ from tandem.scheduling.admission import Admission, Dispatch
 from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.decisions import Decision
+from tandem.scheduling.decisions import RoutingDecision
 from tandem.scheduling.placement import Placement
 from tandem.scheduling.placer import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
@@ -142,7 +142,7 @@ class RequestFlow:
         now = self._clock()
         forecast = self.admission.forecast(self._placement_request(request, digests), now, num_others=NUM_OTHERS)
         outcome = "rejected" if forecast.error else "admitted"
-        decision = Decision("", request.service_class, now, forecast, outcome, error=forecast.error)
+        decision = RoutingDecision("", request.service_class, now, forecast, outcome, error=forecast.error)
         return decision.to_json(now)
 
     async def decisions(self) -> list[dict[str, Any]]:
@@ -215,9 +215,9 @@ class RequestFlow:
         )
         # An answer of one token comes from the prefill worker, and no KV ever reaches the other.
         holders = {prefill_id} if request.sampling.max_tokens == 1 else {prefill_id, decode_id}
-        digests = dispatch.waiting.request.digests.of(best.prefill.card)
+        digests = dispatch.queued.request.digests.of(best.prefill.card)
         self._index.speculate(holders, digests, self._clock())
-        return self._registry.reserve(dispatch.placement.load, dispatch.turn)
+        return self._registry.reserve(dispatch.placement.load, dispatch.prefill_priority)
 
     def _dispatch(
         self,
@@ -238,7 +238,7 @@ class RequestFlow:
                 sampling=sampling,
                 cache_salt=request.cache_scope,
                 kv_holder=kv_holder,
-                priority=entered.turn,
+                priority=entered.prefill_priority,
             )
             legs.append(self._workers.open_leg(decode.worker_id, whole, queue))
             return
@@ -249,7 +249,7 @@ class RequestFlow:
             decode_worker=decode,
             cache_salt=request.cache_scope,
             kv_holder=kv_holder,
-            priority=entered.turn,
+            priority=entered.prefill_priority,
         )
         rest = Decode(
             request_id=request_id,

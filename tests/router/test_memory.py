@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tandem.router.workers import flow, pins
-from tandem.scheduling import admission, fair_queue
+from tandem.scheduling import answer_lengths, contention, fair_queue
 from tests.support.memory_world import MemoryWorld, table_sizes
 
 SOAK_ENV = "TANDEM_SOAK_REQUESTS"
@@ -62,7 +62,8 @@ def test_the_walk_sees_what_grows() -> None:
 def test_nothing_grows_with_the_number_of_requests(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # So that these tables are at their bounds soon, and come and go by less than what counts as growth.
     monkeypatch.setattr(flow, "MAX_ROOTS", 60)
-    monkeypatch.setattr(admission, "MAX_MEANS", 60)
+    monkeypatch.setattr(answer_lengths, "MAX_TENANTS", 60)
+    monkeypatch.setattr(contention, "MAX_TENANTS", 60)
     monkeypatch.setattr(fair_queue, "MAX_IDLE_TENANTS", 60)
     monkeypatch.setattr(pins.Conversations.__init__, "__defaults__", (64 * 1024,))
     print("seed 1")

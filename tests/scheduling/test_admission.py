@@ -15,26 +15,21 @@ from benchmarks.virtual_cluster import Arrival, VirtualCluster, poisson
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import DeadlineUnmet, NoWorker, Overloaded
 from tandem.protocol.messages import PrefillPriority, Role, StepStats, WorkerState
-from tandem.scheduling.admission import (
-    LEAD_S,
-    MAX_SCANNED,
-    MAX_TENANTS,
-    Admission,
-    Dispatch,
-    Drop,
-    OutputLengths,
-    Waiting,
-    fill_level,
-)
+from tandem.scheduling.admission import Admission, Dispatch, Drop
+from tandem.scheduling.answer_lengths import AnswerLengths
 from tandem.scheduling.bookings import Booking
+from tandem.scheduling.contention import MAX_TENANTS
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel, StepModel
 from tandem.scheduling.fair_queue import CREDIT_S
+from tandem.scheduling.forecaster import LEAD_S, MAX_SCANNED, fill_level
 from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.placer import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
+from tandem.scheduling.queued_request import QueuedRequest
 from tandem.scheduling.registry import Registry
 from tandem.scheduling.request import CommonDigests, PlacementRequest, ServiceClass
 from tandem.scheduling.tenants import TenantPolicy, Tenants
+from tandem.scheduling.worker_room import WorkerRoom
 from tandem.scheduling.workers import queue_s, wait_s
 from tests.support.builders import add_ready, make_card
 
@@ -47,8 +42,9 @@ class Desk:
     index: PrefixIndex
     admission: Admission
     bookings: list[Booking]
+    room: WorkerRoom
 
-    def enter(self, num_tokens: int = 512, now: float = 0.0, **fields: object) -> Waiting:
+    def enter(self, num_tokens: int = 512, now: float = 0.0, **fields: object) -> QueuedRequest:
         request = make_request(num_tokens, **fields)
         return self.admission.enter(request, self.admission.forecast(request, now), now)
 
@@ -61,11 +57,11 @@ class Desk:
         return decisions
 
     def book(self, decided: Dispatch) -> Booking:
-        return self.registry.reserve(decided.placement.load, decided.turn)
+        return self.registry.reserve(decided.placement.load, decided.prefill_priority)
 
     def full_step_s(self) -> float:
         worker = next(iter(self.registry))
-        return self.admission._full_step_s(worker)
+        return self.room.full_step_s(worker)
 
     def computes(self, worker_id: str, num_tokens: int) -> None:
         self.registry.note_step(worker_id, StepStats(duration_s=0.4, num_prefill_tokens=num_tokens))
@@ -100,18 +96,18 @@ def make_desk(
     placer = Placer(registry, index, costs, settings)
     admission = Admission(registry, costs, placer, Tenants(named=tenants or {}), settings)
     if not one_priority:
-        admission._priorities_until_s = math.inf
-    return Desk(registry, index, admission, [])
+        admission.contention.urgencies_until_s = math.inf
+    return Desk(registry, index, admission, [], WorkerRoom(registry, costs, settings))
 
 
 def test_requests_wait_here_once_their_worker_has_enough() -> None:
     desk = make_desk()
     waiting = [desk.enter() for _ in range(3)]
-    assert [decided.waiting for decided in desk.decide()] == waiting[:1]
+    assert [decided.queued for decided in desk.decide()] == waiting[:1]
     desk.computes("w0", 256)
     assert desk.decide() == [], "the rest of the first prompt is half a step"
     desk.computes("w0", 100)
-    assert [decided.waiting for decided in desk.decide()] == waiting[1:2]
+    assert [decided.queued for decided in desk.decide()] == waiting[1:2]
 
 
 @pytest.mark.parametrize("tenant", ["default", "other"])
@@ -142,7 +138,7 @@ def use_up_credit(desk: Desk, tenant: str) -> None:
         desk.bookings.pop().release()
 
 
-def two_tenants(desk: Desk) -> Waiting:
+def two_tenants(desk: Desk) -> QueuedRequest:
     """One has had more than its share and has two prompts at the worker; the other's first request comes at 20 s."""
     use_up_credit(desk, "greedy")
     for _ in range(5):
@@ -159,7 +155,7 @@ def test_a_tenant_below_its_share_does_not_wait_for_the_prompts_of_one_above_it(
     assert modest.placement.best.terms.queue_s == modest.forecast.start_s
     (decided,) = desk.decide(20.0)
     assert isinstance(decided, Dispatch)
-    assert decided.waiting is modest
+    assert decided.queued is modest
     (worker,) = desk.registry
     assert [booking.order for booking in worker.prompts] == [20.0 - LEAD_S, 20.0, 20.0]
 
@@ -199,7 +195,7 @@ def test_what_waits_for_prefill_workers_does_not_hold_up_what_a_decode_worker_co
     assert short.forecast.start_s == 0.0
     (decided,) = desk.decide(20.5)
     assert isinstance(decided, Dispatch)
-    assert decided.waiting is short
+    assert decided.queued is short
     long = desk.admission.forecast(make_request(2048), 20.5)
     assert long.placement.best.is_pair
     assert long.start_s >= 2 * desk.full_step_s(), "it is behind them"
@@ -211,7 +207,7 @@ def test_what_is_not_looked_past_in_deciding_is_counted_in_the_forecast() -> Non
         desk.enter(2048, now=20.0)
     desk.decide(20.0)
     short = desk.enter(6, now=20.5, expected_output_tokens=2)
-    assert all(decided.waiting is not short for decided in desk.decide(20.5))
+    assert all(decided.queued is not short for decided in desk.decide(20.5))
     assert short.forecast.start_s > 10.0
 
 
@@ -226,7 +222,7 @@ def test_only_the_step_in_progress_is_waited_for() -> None:
     assert queue_s(worker, model, order=10.0) == 0
 
 
-def no_room(desk: Desk) -> Waiting:
+def no_room(desk: Desk) -> QueuedRequest:
     """The default tenant has had its credit; at 20 s the worker has a prompt of its, and another one waits."""
     use_up_credit(desk, "default")
     desk.enter(now=20.0)
@@ -242,11 +238,11 @@ def test_a_deadline_goes_where_there_is_room_for_it_but_not_for_the_first_in_lin
     hurried = desk.enter(ttft_slo_s=5.0, now=20.0)
     (decided,) = desk.decide(22.5)  # too late if it were to wait for the 4000 tokens
     assert isinstance(decided, Dispatch)
-    assert (decided.waiting, decided.turn) == (hurried, PrefillPriority(order=22.5 - LEAD_S))
+    assert (decided.queued, decided.prefill_priority) == (hurried, PrefillPriority(order=22.5 - LEAD_S))
     desk.enter(ttft_slo_s=9.0, now=22.5)
     assert desk.decide(22.5) == [], "the worker has one of that order"
     desk.computes("w0", 1024)
-    assert next(decided.waiting for decided in desk.decide(23.0)) is first
+    assert next(decided.queued for decided in desk.decide(23.0)) is first
 
 
 def test_who_has_waited_long_is_not_overtaken_by_a_deadline() -> None:
@@ -256,7 +252,7 @@ def test_who_has_waited_long_is_not_overtaken_by_a_deadline() -> None:
     desk.bookings[0].release()
     hurried = desk.enter(ttft_slo_s=60.0, now=28.0)
     assert desk.decide(20.0 + LEAD_S) == []
-    assert [decided.waiting for decided in desk.decide(19.9 + LEAD_S)] == [hurried]
+    assert [decided.queued for decided in desk.decide(19.9 + LEAD_S)] == [hurried]
 
 
 def test_deadlines_of_one_tenant_overtake_another_only_within_its_credit() -> None:
@@ -267,16 +263,16 @@ def test_deadlines_of_one_tenant_overtake_another_only_within_its_credit() -> No
         now = 20.0 + 0.1 * number
         desk.enter(128, ttft_slo_s=60.0, tenant="hurried", now=now)
         decisions = desk.decide(now)
-        if first in [decided.waiting for decided in decisions]:
+        if first in [decided.queued for decided in decisions]:
             break
         for decided in decisions:  # computed at once, as they overtake what the worker has
-            overtaking_s += decided.waiting.work.worker_s
+            overtaking_s += decided.queued.work.worker_s
             desk.bookings.pop().release()
         if not decisions:
             desk.computes("w0", 512)
     # The tenant had its own credit before it was behind the first in line.
     assert 2 * CREDIT_S < overtaking_s < 2 * CREDIT_S + 2
-    assert first not in desk.admission.waiting()
+    assert first not in desk.admission.requests
 
 
 def test_looking_for_deadlines_takes_no_time_however_many_wait() -> None:
@@ -303,14 +299,14 @@ def test_what_others_may_overtake_takes_short_steps_while_there_are_others() -> 
     desk.computes("w0", 1536)
     greedy = [decided for decided in desk.decide(21.0) if isinstance(decided, Dispatch)]
     assert isinstance(modest, Dispatch)
-    assert modest.turn == PrefillPriority(order=20.0 - LEAD_S)
-    assert {decided.turn for decided in greedy} == {PrefillPriority(order=21.0, max_step_tokens=240)}, (
+    assert modest.prefill_priority == PrefillPriority(order=20.0 - LEAD_S)
+    assert {decided.prefill_priority for decided in greedy} == {PrefillPriority(order=21.0, max_step_tokens=240)}, (
         "20 ms of 200 are fixed"
     )
     desk.computes("w0", 10_000)
     (last,) = desk.decide(100.0)
     assert isinstance(last, Dispatch)
-    assert last.turn == PrefillPriority(order=100.0), "the other tenant came over a minute ago"
+    assert last.prefill_priority == PrefillPriority(order=100.0), "the other tenant came over a minute ago"
 
 
 @pytest.mark.parametrize("max_worker_queue_s", [0.0, 1e9])
@@ -337,11 +333,11 @@ def test_a_late_urgent_request_goes_first() -> None:
     desk = make_desk()
     first, second = desk.enter(), desk.enter()
     urgent = desk.enter(priority=-1, now=0.1)
-    assert [decided.waiting for decided in desk.decide(0.1)] == [urgent], "nothing has been decided before"
+    assert [decided.queued for decided in desk.decide(0.1)] == [urgent], "nothing has been decided before"
     desk.computes("w0", 512)
-    assert [decided.waiting for decided in desk.decide(0.5)] == [first]
+    assert [decided.queued for decided in desk.decide(0.5)] == [first]
     desk.computes("w0", 512)
-    assert [decided.waiting for decided in desk.decide(0.9)] == [second]
+    assert [decided.queued for decided in desk.decide(0.9)] == [second]
 
 
 def test_a_request_is_placed_again_when_its_turn_comes() -> None:
@@ -352,7 +348,7 @@ def test_a_request_is_placed_again_when_its_turn_comes() -> None:
     assert waiting.placement.best.decode.worker_id == "w0"
     desk.computes("w1", 1000)
     (decided,) = desk.decide(0.1)
-    assert decided.waiting is waiting
+    assert decided.queued is waiting
     assert isinstance(decided, Dispatch)
     assert decided.placement.best.decode.worker_id == "w1"
 
@@ -366,7 +362,7 @@ def test_one_that_waits_for_its_prefix_does_not_block_the_others() -> None:
     cached, other = desk.enter(240 * 16, digests=chain), desk.enter(16)
     assert desk.decide() == []
     desk.computes("w1", 500)
-    assert [decided.waiting for decided in desk.decide(0.1)] == [other]
+    assert [decided.queued for decided in desk.decide(0.1)] == [other]
     assert cached.placement.best.prefill.worker_id == "w0"
 
 
@@ -400,7 +396,7 @@ def test_where_all_seats_are_taken_requests_wait_here() -> None:
         booking.prefill_done()
     assert desk.decide(1.0) == []
     forecast = desk.admission.forecast(make_request(10, expected_output_tokens=500), 1.0)
-    step_s = desk.registry.table.pace(desk.admission._costs).step_s.item(0)
+    step_s = desk.registry.table.pace(CostModel()).step_s.item(0)
     assert forecast.start_s == pytest.approx(500 * step_s * 4 / 2), "three go first, and two run"
     desk.bookings[0].release()
     assert len(desk.decide(2.0)) == 1
@@ -565,7 +561,7 @@ def test_a_client_that_comes_back_when_told_is_let_in() -> None:
 
 
 def test_each_tenant_is_expected_to_answer_at_its_own_length() -> None:
-    lengths = OutputLengths()
+    lengths = AnswerLengths()
     for _ in range(200):
         lengths.note("long", 1000)
         lengths.note("short", 10)
@@ -576,7 +572,7 @@ def test_each_tenant_is_expected_to_answer_at_its_own_length() -> None:
 
 
 def test_of_very_many_tenants_the_mean_length_of_the_one_that_answered_longest_ago_is_forgotten() -> None:
-    lengths = OutputLengths()
+    lengths = AnswerLengths()
     for _ in range(200):
         lengths.note("oldest", 1000)
         lengths.note("long", 1000)
@@ -596,7 +592,7 @@ def test_of_very_many_tenants_the_latest_priority_of_the_others_is_kept() -> Non
     desk.enter(1, tenant="mixed", priority=1)
     for _ in range(6):
         desk.enter()
-    assert len([one for one in desk.decide() if one.waiting.tenant == "default"]) == 1, "urgencies are mixed"
+    assert len([one for one in desk.decide() if one.queued.tenant == "default"]) == 1, "urgencies are mixed"
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from tandem.protocol.messages import PeerAddress, Role, StepStats, WorkerCard, W
 from tandem.scheduling.autoscaler import (
     AutoscalerPolicy,
     AutoscalerState,
-    Decision,
     Observation,
+    ScalingDecision,
     WorkerView,
     decide,
     observe,
@@ -48,7 +48,7 @@ def make_observation(
     )
 
 
-def flipped(observation: Observation, decision: Decision) -> Observation:
+def flipped(observation: Observation, decision: ScalingDecision) -> Observation:
     """What is observed once the decision was carried out."""
     flip = decision.flip
     if flip is None:

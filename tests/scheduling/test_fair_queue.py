@@ -11,11 +11,11 @@ from tandem.scheduling.fair_queue import (
     CREDIT_S,
     MAX_IDLE_TENANTS,
     MAX_OVERTAKEN_S,
-    OLDEST_TURN,
+    OLDEST_FIRST_INTERVAL,
     FairQueue,
-    Ticket,
-    Work,
+    QueueEntry,
 )
+from tandem.scheduling.work import Work
 
 WEIGHTS = {"a": 1.0, "b": 3.0, "c": 1.0}
 
@@ -24,46 +24,46 @@ def make_queue() -> FairQueue:
     return FairQueue(lambda tenant: WEIGHTS.get(tenant, 1.0))
 
 
-def make_ticket(tenant: str = "a", *, priority: int = 0, arrived_s: float = 0.0, worker_s: float = 1.0) -> Ticket:
-    return Ticket(
+def make_entry(tenant: str = "a", *, priority: int = 0, arrived_s: float = 0.0, worker_s: float = 1.0) -> QueueEntry:
+    return QueueEntry(
         tenant=tenant, priority=priority, arrived_s=arrived_s, work=Work(1, worker_s, worker_s / 2, new_tokens=10)
     )
 
 
-def serve(queue: FairQueue, num: int, now: float = 0.0) -> list[Ticket]:
+def serve(queue: FairQueue, num: int, now: float = 0.0) -> list[QueueEntry]:
     served = []
     for _ in range(num):
-        ticket = next(queue.in_order(now))
-        queue.serve(ticket)
-        served.append(ticket)
+        entry = next(queue.in_order(now))
+        queue.serve(entry)
+        served.append(entry)
     return served
 
 
-def tenants(served: list[Ticket]) -> Counter[str]:
-    return Counter(ticket.tenant for ticket in served)
+def tenants(served: list[QueueEntry]) -> Counter[str]:
+    return Counter(entry.tenant for entry in served)
 
 
 def test_worker_seconds_go_by_weight() -> None:
     queue = make_queue()
     for _ in range(40):
-        queue.add(make_ticket("a"))
-        queue.add(make_ticket("b"))
+        queue.add(make_entry("a"))
+        queue.add(make_entry("b"))
     assert tenants(serve(queue, 40)) == {"a": 10, "b": 30}
 
 
 def test_seconds_count_not_requests() -> None:
     queue = make_queue()
     for _ in range(40):
-        queue.add(make_ticket("a", worker_s=4.0))
-        queue.add(make_ticket("c", worker_s=1.0))
+        queue.add(make_entry("a", worker_s=4.0))
+        queue.add(make_entry("c", worker_s=1.0))
     assert tenants(serve(queue, 30)) == {"a": 6, "c": 24}
 
 
 def test_what_one_leaves_goes_to_the_others() -> None:
     queue = make_queue()
-    queue.add(make_ticket("b"))
+    queue.add(make_entry("b"))
     for _ in range(10):
-        queue.add(make_ticket("a"))
+        queue.add(make_entry("a"))
     assert tenants(serve(queue, 11)) == {"a": 10, "b": 1}
 
 
@@ -71,12 +71,12 @@ def test_what_one_leaves_goes_to_the_others() -> None:
 def test_who_was_idle_has_a_bounded_credit_and_who_was_alone_no_debt(idle_s: float) -> None:
     queue = make_queue()
     for _ in range(100):
-        queue.add(make_ticket("a"))
+        queue.add(make_entry("a"))
     serve(queue, 50)
     for _ in range(50):
-        queue.add(make_ticket("c", arrived_s=idle_s))
+        queue.add(make_entry("c", arrived_s=idle_s))
     served = serve(queue, 41, idle_s)
-    first = next(idx for idx, ticket in enumerate(served) if ticket.tenant == "a")
+    first = next(idx for idx, entry in enumerate(served) if entry.tenant == "a")
     assert CREDIT_S <= first <= CREDIT_S + 2, "worker seconds at once, however long it was away"
     rest = tenants(served[first:])
     assert abs(rest["a"] - rest["c"]) <= 1, "then in turn"
@@ -85,15 +85,15 @@ def test_who_was_idle_has_a_bounded_credit_and_who_was_alone_no_debt(idle_s: flo
 def test_a_clump_of_a_tenant_below_its_share_is_within_it() -> None:
     queue = make_queue()
     for _ in range(100):
-        queue.add(make_ticket("a"))
+        queue.add(make_entry("a"))
     for _ in range(2):
-        queue.add(make_ticket("c"))
+        queue.add(make_entry("c"))
         serve(queue, 20)
-    clump = [make_ticket("c") for _ in range(8)]
-    for ticket in clump:
-        queue.add(ticket)
+    clump = [make_entry("c") for _ in range(8)]
+    for entry in clump:
+        queue.add(entry)
     list(queue.in_order(0.0))
-    assert [queue.is_within_share(ticket.start_tag) for ticket in clump] == [True] * 5 + [False] * 3
+    assert [queue.is_within_share(entry.start_tag) for entry in clump] == [True] * 5 + [False] * 3
     assert not queue.is_within_share(queue.start_tag("a", 0))
     assert queue.is_within_share(queue.start_tag("new", 0))
 
@@ -101,49 +101,49 @@ def test_a_clump_of_a_tenant_below_its_share_is_within_it() -> None:
 def test_a_newcomer_goes_before_one_that_floods() -> None:
     queue = make_queue()
     for _ in range(10):
-        queue.add(make_ticket("a"))
+        queue.add(make_entry("a"))
     serve(queue, 3)
-    queue.add(make_ticket("c", arrived_s=1.0))
-    assert [ticket.tenant for ticket in serve(queue, 3, now=1.0)] == ["c", "a", "a"]
+    queue.add(make_entry("c", arrived_s=1.0))
+    assert [entry.tenant for entry in serve(queue, 3, now=1.0)] == ["c", "a", "a"]
 
 
 def test_the_more_urgent_goes_first_within_its_tenant_only() -> None:
     queue = make_queue()
     for priority in (5, 0, -1, 0):
-        queue.add(make_ticket("a", priority=priority))
-    queue.add(make_ticket("c", priority=9))
+        queue.add(make_entry("a", priority=priority))
+    queue.add(make_entry("c", priority=9))
     order = serve(queue, 5)
-    assert [ticket.priority for ticket in order if ticket.tenant == "a"] == [-1, 0, 0, 5]
-    assert order.index(next(ticket for ticket in order if ticket.tenant == "c")) < 2, "priorities are no other tenant's"
+    assert [entry.priority for entry in order if entry.tenant == "a"] == [-1, 0, 0, 5]
+    assert order.index(next(entry for entry in order if entry.tenant == "c")) < 2, "priorities are no other tenant's"
 
 
 def test_nobody_is_overtaken_for_ever() -> None:
     queue = make_queue()
-    patient = make_ticket(priority=100)
+    patient = make_entry(priority=100)
     queue.add(patient)
     for i in range(200):
         now = float(i)
-        queue.add(make_ticket(priority=-100, arrived_s=now))
+        queue.add(make_entry(priority=-100, arrived_s=now))
         if serve(queue, 1, now)[0] is patient:
             break
-    assert MAX_OVERTAKEN_S <= now < MAX_OVERTAKEN_S + OLDEST_TURN
+    assert MAX_OVERTAKEN_S <= now < MAX_OVERTAKEN_S + OLDEST_FIRST_INTERVAL
 
 
 def test_an_old_backlog_takes_a_part_only_from_what_is_urgent() -> None:
     queue, now = make_queue(), 2 * MAX_OVERTAKEN_S
     for _ in range(100):
-        queue.add(make_ticket(priority=5))
+        queue.add(make_entry(priority=5))
     for _ in range(100):
-        queue.add(make_ticket(priority=0, arrived_s=now))
-    assert Counter(ticket.priority for ticket in serve(queue, 40, now)) == {5: 10, 0: 30}
+        queue.add(make_entry(priority=0, arrived_s=now))
+    assert Counter(entry.priority for entry in serve(queue, 40, now)) == {5: 10, 0: 30}
 
 
 def test_ahead_is_the_own_line_and_what_others_are_served_meanwhile() -> None:
     queue = make_queue()
     for _ in range(4):
-        queue.add(make_ticket("a"))
+        queue.add(make_entry("a"))
     for _ in range(100):
-        queue.add(make_ticket("c"))
+        queue.add(make_entry("c"))
     assert queue.ahead("a", 0, 0.0).worker_s == pytest.approx(4 + 5), "four of c, and one that passes the tag"
     assert queue.ahead("a", -1, 0.0).worker_s == 0
     assert queue.ahead("new", 0, 0.0).worker_s == 0
@@ -153,10 +153,10 @@ def test_ahead_is_the_own_line_and_what_others_are_served_meanwhile() -> None:
 def test_who_asks_a_lot_is_expected_to_go_on() -> None:
     queue = make_queue()
     for i in range(100):
-        queue.add(make_ticket("c", arrived_s=i / 10))
+        queue.add(make_entry("c", arrived_s=i / 10))
         serve(queue, 1, now=i / 10)
     for _ in range(50):
-        queue.add(make_ticket("a", arrived_s=10.0))
+        queue.add(make_entry("a", arrived_s=10.0))
     none, some = (queue.ahead("a", 0, 10.0, horizon_s).worker_s - 50 for horizon_s in (0.0, 2.0))
     assert none == 0
     assert some == pytest.approx(2.0 * 10 * (1 - math.exp(-1)), rel=0.02), "of ten a second the window has seen this"
@@ -164,41 +164,41 @@ def test_who_asks_a_lot_is_expected_to_go_on() -> None:
 
 def test_what_was_refused_was_asked_too_but_strangers_are_not_remembered() -> None:
     queue = make_queue()
-    queue.add(make_ticket("c"))
+    queue.add(make_entry("c"))
     serve(queue, 1)
     for _ in range(50):
-        queue.add(make_ticket("a"))
+        queue.add(make_entry("a"))
     for _ in range(20):
         for tenant in ("c", "stranger"):
-            queue.note_asked(tenant, make_ticket(tenant).work, 0.0)
+            queue.note_demand(tenant, make_entry(tenant).work, 0.0)
     assert queue.ahead("a", 0, 0.0, 2.0).worker_s - 50 == pytest.approx(2.0 * 21 / 10)
-    assert "stranger" not in queue._lines
+    assert "stranger" not in queue._tenants
 
 
 def test_tenants_that_ask_no_more_are_forgotten() -> None:
     queue = make_queue()
     for i in range(3 * MAX_IDLE_TENANTS):
-        queue.add(make_ticket(f"t{i}"))
+        queue.add(make_entry(f"t{i}"))
         serve(queue, 1)
-    assert len(queue._lines) <= MAX_IDLE_TENANTS
+    assert len(queue._tenants) <= MAX_IDLE_TENANTS
     queue.check_integrity()
 
 
 def test_of_very_many_tenants_those_that_asked_longest_ago_are_forgotten_and_no_others() -> None:
     queue = make_queue()
     for tenant in ("debtor", "oldest", "debtor"):
-        queue.add(make_ticket(tenant, worker_s=100.0))
+        queue.add(make_entry(tenant, worker_s=100.0))
         serve(queue, 1)
     new_tag, debts = queue.start_tag("new", 0), {name: queue.start_tag(name, 0) for name in ("debtor", "oldest")}
     assert min(debts.values()) > new_tag
     for i in range(MAX_IDLE_TENANTS - 1):
-        queue.add(make_ticket(f"t{i}", worker_s=0.0))
+        queue.add(make_entry(f"t{i}", worker_s=0.0))
         serve(queue, 1)
     assert queue.start_tag("debtor", 0) == debts["debtor"], "it has been served more than its share lately"
     assert queue.start_tag("oldest", 0) == new_tag
-    queue.note_asked("debtor", Work(), 0.0)
+    queue.note_demand("debtor", Work(), 0.0)
     for i in range(MAX_IDLE_TENANTS - 1):
-        queue.add(make_ticket(f"u{i}", worker_s=0.0))
+        queue.add(make_entry(f"u{i}", worker_s=0.0))
         serve(queue, 1)
     assert queue.start_tag("debtor", 0) == debts["debtor"], "a refused request renews it"
     queue.check_integrity()
@@ -218,13 +218,13 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_books_agree_and_everyone_is_served_once(steps: list[tuple[str, str, int, float, float]]) -> None:
-    queue, waiting, now = make_queue(), set[Ticket](), 0.0
+    queue, waiting, now = make_queue(), set[QueueEntry](), 0.0
     for action, tenant, priority, worker_s, pause_s in steps:
         now += pause_s
         if action == "add":
-            ticket = make_ticket(tenant, priority=priority, arrived_s=now, worker_s=worker_s)
-            queue.add(ticket)
-            waiting.add(ticket)
+            entry = make_entry(tenant, priority=priority, arrived_s=now, worker_s=worker_s)
+            queue.add(entry)
+            waiting.add(entry)
         elif waiting and action == "serve":
             waiting.remove(serve(queue, 1, now)[0])
         elif waiting:

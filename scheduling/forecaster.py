@@ -1,0 +1,152 @@
+"""Predicts when the first token of a request would come, in front of all that waits and runs already."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from tandem.protocol.config import RouterConfig
+from tandem.scheduling.cost_model import CostModel
+from tandem.scheduling.fair_queue import FairQueue
+from tandem.scheduling.forecast import Forecast
+from tandem.scheduling.held_work import HeldWork
+from tandem.scheduling.placement import Placement
+from tandem.scheduling.placer import Placer
+from tandem.scheduling.queued_request import QueuedRequest
+from tandem.scheduling.refusals import Refusals
+from tandem.scheduling.request import PlacementRequest
+from tandem.scheduling.tenants import Tenants
+from tandem.scheduling.work import Work
+from tandem.scheduling.worker_room import WorkerRoom
+from tandem.scheduling.worker_table import Workers
+
+__all__ = ["LEAD_S", "MAX_SCANNED", "Forecaster", "fill_level", "work_of"]
+
+LEAD_S = 10.0  # an under-served tenant's prompt may overtake prompts that arrived up to this much earlier
+MAX_SCANNED = 64  # waiting requests examined for one that a free worker is best for
+NUM_ROUNDS = 2  # iterations of a forecast
+
+
+class Forecaster:
+    """Forecasts change nothing: they read the queue, the workers and the cost model."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        costs: CostModel,
+        placer: Placer,
+        tenants: Tenants,
+        config: RouterConfig,
+        queue: FairQueue[QueuedRequest],
+        held: HeldWork,
+        room: WorkerRoom,
+    ) -> None:
+        self._workers = workers
+        self._costs = costs
+        self._placer = placer
+        self._tenants = tenants
+        self._queue = queue
+        self._held = held
+        self._room = room
+        self._refusals = Refusals(workers, costs, config, queue, room)
+
+    def forecast(self, request: PlacementRequest, now: float, *, num_others: int = 0) -> Forecast:
+        """What would become of this request. Raises `NoWorker`."""
+        tenant, priority = request.tenant, request.service_class.priority
+        policy = self._tenants.policy(tenant)
+        slo_s = request.service_class.ttft_slo_s
+        slo_s = policy.ttft_slo_s if slo_s is None else slo_s
+        slo_s = math.inf if slo_s is None else slo_s
+        order = self.order_of(self._queue.start_tag(tenant, priority), slo_s, now)
+        placement = self._placer.place(request, now, order=order, held=self._held.of(tenant), num_others=num_others)
+        terms = placement.best.terms
+        ahead = waiting = self._queue.ahead(tenant, priority, now)
+        start_s = max(terms.queue_s, self.start_s(placement, ahead, order))
+        for _ in range(NUM_ROUNDS):  # the longer it waits, the more of others' next requests go first
+            before, ahead = ahead, self._queue.ahead(tenant, priority, now, start_s)
+            if ahead == before:
+                break
+            start_s = max(terms.queue_s, self.start_s(placement, ahead, order))
+        ttft_s = start_s + terms.fetch_s + terms.prefill_s
+        forecast = Forecast(placement, work_of(placement, self._costs), waiting, start_s, ttft_s, slo_s, None)
+        error = self._refusals.refusal(tenant, forecast, policy.max_queue_share)
+        return forecast if error is None else forecast._replace(error=error)
+
+    def remaining_s(self, queued: QueuedRequest, now: float) -> float:
+        """Predicted seconds until a request like this one would be begun if it arrived now."""
+        tenant, priority = queued.tenant, queued.priority
+        order = self.order_of(self._queue.start_tag(tenant, priority), queued.forecast.slo_s, now)
+        return self.start_s(queued.placement, self._queue.ahead(tenant, priority, now), order)
+
+    def order_of(self, start_tag: float, slo_s: float, now: float) -> float:
+        """The order at its worker of a prompt that is sent now. Tenants within their share overtake the others.
+
+        They do not overtake each other, which would shorten no tail latency, nor a request with a deadline, whose first
+        token was promised when it was sent. No prompt is overtaken for ever.
+        """
+        return now - LEAD_S if slo_s < math.inf or self._queue.is_within_share(start_tag) else now
+
+    def start_s(self, placement: Placement, ahead: Work, order: float) -> float:
+        """Predicted seconds until the work ahead has been begun, limited by prefill and by memory for answers.
+
+        Prompts are modelled as a fluid that the workers of one kind share: it fills the shortest queues first. While
+        some worker has room, requests that wait for workers of the other kind are overtaken by this one. Where no
+        prompt is ahead only memory counts.
+        """
+        memory_s = self._memory_s(placement, ahead)
+        table, is_pair = self._workers.table, placement.best.is_pair
+        prefill_s = ahead.pair_s if is_pair else ahead.alone_s
+        if prefill_s < ahead.prefill_s and not self._is_passed(ahead):
+            prefill_s = ahead.prefill_s
+        if prefill_s <= 0:
+            return memory_s
+        side = table.can_prefill if is_pair else table.can_decode
+        queues = table.pace(self._costs, order).wait_s[side].tolist()
+        return max(fill_level(queues, prefill_s), memory_s)
+
+    def _memory_s(self, placement: Placement, ahead: Work) -> float:
+        """As `Terms.memory_s`, over all workers that decode: running sequences end evenly over one lifetime."""
+        table = self._workers.table
+        decoders = table.can_decode
+        booked, num_seqs = float(table.booked_kv_tokens @ decoders), float(table.num_booked_seqs @ decoders)
+        tokens = booked + ahead.kv_tokens + placement.num_kv_tokens - table.decode_capacity_tokens
+        seqs = num_seqs + ahead.num_requests + 1 - table.decode_capacity_seqs
+        if (tokens <= 0 and seqs <= 0) or booked == 0:
+            return 0.0
+        lifetime_s = placement.expected_output_tokens * float(table.pace(self._costs).step_s[decoders].mean())
+        return max(tokens / booked, seqs / max(num_seqs, 1.0)) * lifetime_s
+
+    def _is_passed(self, ahead: Work) -> bool:
+        """Whether `Admission.next` would get to a request behind this work though none of it can be dispatched."""
+        return ahead.num_requests < MAX_SCANNED and self._room.is_anywhere()
+
+
+def work_of(placement: Placement, costs: CostModel) -> Work:
+    """The request's work in worker seconds: its prompt, and its answer of the expected length.
+
+    Seconds of both roles count alike, because workers flip from one role to the other.
+    """
+    prefill_s = placement.best.terms.fetch_s + placement.best.terms.prefill_s
+    decode_s = placement.expected_output_tokens * output_token_s(placement, costs)
+    pair_s, alone_s = (prefill_s, 0.0) if placement.best.is_pair else (0.0, prefill_s)
+    return Work(1, prefill_s + decode_s, pair_s, alone_s, placement.num_new_tokens, placement.num_kv_tokens)
+
+
+def output_token_s(placement: Placement, costs: CostModel) -> float:
+    """Worker seconds of one output token: its share of a step's fixed time, and what it adds to the step."""
+    worker = placement.best.decode
+    step = costs.steps(worker.card.kind).costs
+    mean_tokens = placement.num_prompt_tokens + placement.expected_output_tokens / 2
+    return step.base_s / (worker.num_booked_seqs + 1) + step.decode_seq_s + step.kv_token_s * mean_tokens
+
+
+def fill_level(queues_s: Iterable[float], work_s: float) -> float:
+    """Seconds until workers with these queues have begun `work_s` of work, each taking some when it is free."""
+    sum_s = work_s
+    level_s = 0.0
+    for num, waits_s in enumerate(sorted(queues_s)):
+        if num and level_s <= waits_s:
+            break
+        sum_s += waits_s
+        level_s = sum_s / (num + 1)
+    return level_s
