@@ -157,7 +157,7 @@ class Supervisor:
             return await member.ended()
         except (RayError, ServingError, TimeoutError) as exc:
             return first_line(exc)
-        except Exception as exc:  # Ray raises what it likes; a new process may do better
+        except (OSError, RuntimeError, ValueError) as exc:  # Ray raises these too; a new process may do better
             logger.exception("worker %s is given up", member.worker_id)
             return first_line(exc)
 

@@ -27,7 +27,7 @@ def server() -> Iterator[FakeServer]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.support.tiny_model import save_tiny_model  # here: torch takes seconds
+    from tests.support.tiny_llama import save_tiny_model  # here: torch takes seconds
 
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 

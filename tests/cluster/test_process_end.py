@@ -69,6 +69,7 @@ class Ticking:
     """An actor whose thread shows in a file that its process runs."""
 
     def start(self, file: str) -> ProcessIdentity:
+        self._tick_once(file)
         threading.Thread(target=self._tick, args=(file,), daemon=True).start()
         return own_identity(ray.get_runtime_context().get_node_id())
 
@@ -77,10 +78,13 @@ class Ticking:
 
     def _tick(self, file: str) -> None:
         while True:
-            next_file = Path(f"{file}.next")
-            next_file.write_text(str(time.monotonic()))
-            next_file.replace(file)  # whole, whenever it is killed
+            self._tick_once(file)
             time.sleep(0.002)
+
+    def _tick_once(self, file: str) -> None:
+        next_file = Path(f"{file}.next")
+        next_file.write_text(str(time.monotonic()))
+        next_file.replace(file)  # whole, whenever it is killed
 
 
 @pytest.mark.cluster

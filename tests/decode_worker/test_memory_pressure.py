@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ def prompt(rng: random.Random, num_tokens: int) -> list[int]:
 
 
 def arrivals(load: float, rng: random.Random, full: float = FULL) -> Iterator[int]:
-    """How many requests come in each step; `full` are as many as the worker can serve."""
+    """Number of requests that come in each step; the worker can serve `full` of them in a step."""
     due = rng.expovariate(load * full)
     for step in range(1 << 30):
         count = 0
@@ -60,7 +61,7 @@ def arrivals(load: float, rng: random.Random, full: float = FULL) -> Iterator[in
 def offer(
     world: PressureWorld, send: Send, load: float, seconds: float, rng: random.Random, full: float = FULL
 ) -> float:
-    """Offer this share of what the worker can serve; output tokens per second over the last two thirds."""
+    """Offer this share of the load that the worker can serve; output tokens per second over the last two thirds."""
     num_steps = round(seconds / STEP_S)
     coming, num_before = arrivals(load, rng, full), 0
     for step in range(num_steps):
@@ -72,53 +73,60 @@ def offer(
     return (world.output_tokens - num_before) / (num_steps - num_steps // 3) / STEP_S
 
 
-def check_does_not_fall(speeds: dict[float, float]) -> None:
-    best = 0.0
-    for load, speed in speeds.items():
-        assert speed > 0.9 * best, f"{speeds} falls at load {load}"
-        best = max(best, speed)
-
-
 def check_drained(world: PressureWorld) -> None:
     world.drain()
     assert world.failed == []
     world.check(idle=True)
 
 
+def serve_rising_load(
+    send: Send,
+    loads: Sequence[float],
+    seconds: float,
+    check: Callable[[PressureWorld], None],
+    *,
+    full: float = FULL,
+    seed: int = 1,
+    **fields: Any,
+) -> dict[float, float]:
+    """Offer each load to a world of its own and check it; output tokens per second by load, which must not fall."""
+    speeds = {}
+    for load in loads:
+        world = PressureWorld(**fields)
+        speeds[load] = offer(world, send, load, seconds, random.Random(seed), full)
+        print(
+            f"seed {seed} load {load}: {speeds[load]:.0f} tok/s, {world.num_ended} of {len(world.requests)} answered, "
+            f"{world.scheduler.num_preemptions} preemptions, {world.num_without_a_seat} without a seat, "
+            f"longest gap {world.longest_gap_s:.1f} s"
+        )
+        world.check()
+        assert world.failed == []
+        check(world)
+    best = 0.0
+    for load, speed in speeds.items():
+        assert speed > 0.9 * best, f"{speeds} falls at load {load}"
+        best = max(best, speed)
+    return speeds
+
+
 @pytest.mark.parametrize("send", [handed_over, handed_over_without_a_bound, computed_here, half_and_half])
 def test_nothing_fails_streams_go_on_and_throughput_does_not_fall_as_load_rises(send: Send) -> None:
-    speeds = {}
-    for load in (0.6, 0.9, 1.2, 2.0):
-        world = PressureWorld(num_blocks=NUM_BLOCKS)
-        speeds[load] = offer(world, send, load, 60.0, random.Random(1))
-        world.check()
-        print(
-            f"load {load}: {speeds[load]:.0f} tok/s, {world.num_ended} of {len(world.requests)} answered, "
-            f"{world.scheduler.num_preemptions} preemptions, longest gap {world.longest_gap_s:.1f} s"
-        )
-        assert world.failed == []
+    def check(world: PressureWorld) -> None:
         assert world.longest_gap_s < MAX_GAP_S
         assert world.scheduler.num_preemptions <= 3
-    check_does_not_fall(speeds)
+
+    serve_rising_load(send, (0.6, 0.9, 1.2, 2.0), 60.0, check, num_blocks=NUM_BLOCKS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("send", [handed_over, handed_over_without_a_bound, computed_here, half_and_half])
 def test_long_runs_of_load(send: Send, seed: int) -> None:
-    speeds = {}
-    for load in (0.6, 0.9, 1.2, 2.0):
-        world = PressureWorld(num_blocks=NUM_BLOCKS)
-        speeds[load] = offer(world, send, load, 250.0, random.Random(seed))
-        print(
-            f"seed {seed} load {load}: {speeds[load]:.0f} tok/s, {world.num_ended} of {len(world.requests)}, "
-            f"{world.scheduler.num_preemptions} preemptions, longest gap {world.longest_gap_s:.1f} s"
-        )
-        world.check()
-        assert world.failed == []
+    def check(world: PressureWorld) -> None:
         gaps = sorted(request.longest_gap_s for request in world.requests.values())
         assert gaps[int(0.99 * len(gaps))] < MAX_GAP_S
-    check_does_not_fall(speeds)
+
+    serve_rising_load(send, (0.6, 0.9, 1.2, 2.0), 250.0, check, seed=seed, num_blocks=NUM_BLOCKS)
 
 
 def test_one_large_prompt_neither_fails_nor_empties_the_pool_of_others() -> None:
@@ -220,7 +228,7 @@ def test_whole_prompts_of_one_block_more_than_they_have_pass_a_preempted_head() 
     small.num_computed_tokens = BLOCK_SIZE
     small.token_ids.append(7)
     world.requests["small"] = Request("small", [], 5, 5, world.now)
-    world._add(small)
+    world.add(small)
     world.step()
     assert small in world.scheduler.running
     assert preempted in world.scheduler.waiting
@@ -300,19 +308,22 @@ def test_where_seats_are_short_streams_go_on_and_no_seat_stands_empty(
     send: Send, mean_output: float, transfer_steps: int
 ) -> None:
     """Whoever finds no seat waits before its first token; and leases travel while others end."""
-    num_seats, speeds = 32, {}
-    for load in (0.6, 0.9, 1.2, 1.5, 2.0):
-        world = PressureWorld(num_blocks=20_000, max_num_seqs=num_seats, transfer_steps=transfer_steps)
-        speeds[load] = offer(world, send, load, 50.0, random.Random(1), num_seats / mean_output)
-        world.check()
-        print(
-            f"load {load}: {speeds[load]:.0f} tok/s, {world.num_ended} of {len(world.requests)} answered, "
-            f"{world.num_without_a_seat} without a seat, longest gap {world.longest_gap_s:.1f} s"
-        )
-        assert world.failed == []
+    num_seats = 32
+
+    def check(world: PressureWorld) -> None:
         assert world.longest_gap_s < MAX_GAP_S
         assert world.num_without_a_seat <= num_seats // 4
-    check_does_not_fall(speeds)
+
+    speeds = serve_rising_load(
+        send,
+        (0.6, 0.9, 1.2, 1.5, 2.0),
+        50.0,
+        check,
+        full=num_seats / mean_output,
+        num_blocks=20_000,
+        max_num_seqs=num_seats,
+        transfer_steps=transfer_steps,
+    )
     assert speeds[2.0] > 0.97 * num_seats / STEP_S
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny_model import save_tiny_text_model
+from tests.support.tiny_llama import save_tiny_text_model
 
 
 @pytest.fixture(scope="session")

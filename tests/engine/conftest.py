@@ -9,7 +9,7 @@ import torch
 
 from tandem.engine.engine import Engine
 from tandem.protocol.config import EngineConfig
-from tests.support.tiny_models import SERVED, save_model
+from tests.support.architectures import SERVED, save_model
 
 BuildEngine = Callable[..., Engine]
 

@@ -18,7 +18,7 @@ from tandem.protocol.messages import FinishReason, PrefillPriority
 from tandem.protocol.sampling import SamplingParams
 from tests.engine.conftest import BuildEngine
 from tests.support.answers import Expects
-from tests.support.tiny_models import EOS, LONGROPE, REFUSED, SERVED, VOCAB, save_model
+from tests.support.architectures import EOS, LONGROPE, REFUSED, SERVED, VOCAB, save_model
 
 EDGE_LENGTHS = (1, 15, 16, 17, 33, 60)
 EXACT = ("llama", "gemma2", "phi3", "gpt2", "mixtral", "qwen3_moe")

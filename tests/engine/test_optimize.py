@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as hal
 
 from tandem.engine.cpu.ops import make_rms_norm, make_rotate, make_silu_multiply
 from tandem.engine.cpu.optimize import PackedLinear, _agrees, _first, _rotary_agrees, optimize
-from tests.support.tiny_models import SERVED
+from tests.support.architectures import SERVED
 
 DTYPES = [torch.float32, torch.bfloat16]
 

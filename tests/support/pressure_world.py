@@ -80,7 +80,7 @@ class PressureWorld:
             scheduler=self.scheduler,
             pool=self.pool,
             make_sequence=self.make_sequence,
-            add=self._add,
+            add=self.add,
         )
         links: Any = SimpleNamespace(me=D, remember=lambda peer: None, send=self._sent)
         self.failed: list[tuple[str, str, str]] = []
@@ -101,7 +101,7 @@ class PressureWorld:
     ) -> Sequence:
         return Sequence(request_id, list(token_ids), len(token_ids), sampling, root=b"root")
 
-    def _add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence) -> None:
         self.sequences[sequence.request_id] = sequence
         self.scheduler.add(sequence)
 
@@ -134,7 +134,7 @@ class PressureWorld:
         """A request that this worker does alone."""
         max_tokens = max_tokens or num_outputs
         request = self.requests[request_id] = Request(request_id, prompt, num_outputs, max_tokens, self.now)
-        self._add(self.make_sequence(request_id, prompt, SamplingParams(max_tokens=max_tokens)))
+        self.add(self.make_sequence(request_id, prompt, SamplingParams(max_tokens=max_tokens)))
         return request
 
     def cancel(self, request_id: str) -> None:
@@ -146,7 +146,7 @@ class PressureWorld:
         del self.requests[request_id]
 
     def step(self) -> None:
-        """A turn of the worker's loop: what came, then a step."""
+        """One iteration of the worker's loop: messages, then a step."""
         for worker_id in {sender.worker_id for sender, _ in self.handoffs.values()}:
             if not self.is_silent(worker_id):
                 vouched = [
@@ -205,12 +205,12 @@ class PressureWorld:
         self.role.check_integrity(idle=idle)
 
     def run(self, num_steps: int) -> None:
-        """Only what is there, for so long."""
+        """Let what is here go on for this many steps."""
         for _ in range(num_steps):
             self.step()
 
     def drain(self, limit: int = 40_000) -> None:
-        """Until every request has ended; fails if that takes for ever."""
+        """Run until every request has ended; fail if that takes for ever."""
         until = self.num_steps + limit
         while any(request.ended_s is None for request in self.requests.values()) and not self.failed:
             assert self.num_steps < until, f"{self.num_unended} requests have not ended after {limit} steps"
@@ -218,7 +218,7 @@ class PressureWorld:
 
     @property
     def num_without_a_seat(self) -> int:
-        """Sequences whose KV is here and that do not run."""
+        """Sequences that do not run although their KV is here."""
         return sum(1 for sequence in self.scheduler.waiting if sequence.num_output_tokens)
 
     @property

@@ -27,7 +27,7 @@ from tests.support.cluster_harness import (
     running_cluster,
     worker_config,
 )
-from tests.support.tiny_model import EOS_TOKEN_ID, VOCAB_SIZE
+from tests.support.tiny_llama import EOS_TOKEN_ID, VOCAB_SIZE
 
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "repetition_penalty": 1.1}
 

@@ -24,7 +24,7 @@ from tandem.router.processes.remote_backend import RemoteBackend
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.scheduling.tenants import TenantPolicy, Tenants
 from tests.support.cluster_harness import running_cluster
-from tests.support.tiny_model import save_tiny_text_model
+from tests.support.tiny_llama import save_tiny_text_model
 
 pytestmark = pytest.mark.anyio
 

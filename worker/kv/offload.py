@@ -30,7 +30,7 @@ _BATCHES_WHEN_IDLE = 8
 _MAX_IN_FLIGHT_BYTES = 256 << 20  # encoded and not in host memory yet: none on a CPU, about 10 ms of a GPU's link
 
 
-class _Batch(NamedTuple):
+class _OffloadBatch(NamedTuple):
     """Encoded blocks on their way from the device to a tier."""
 
     cached: CachedTier
@@ -45,7 +45,7 @@ class Offloader:
         self._engine = engine
         self._tiers = tiers
         self._backlog: deque[BlockName] = deque()
-        self._in_flight: deque[_Batch] = deque()
+        self._in_flight: deque[_OffloadBatch] = deque()
         self._num_bytes_in_flight = 0
 
     @property
@@ -94,5 +94,5 @@ class Offloader:
         data = torch.empty(len(present), cached.block_bytes, dtype=torch.uint8, device=queue.device)
         cached.codec.gather(self._engine.kv, blocks, data)
         queue.wait()  # a peer may be granted these blocks next, and write past the device's own order
-        self._in_flight.append(_Batch(cached, [name for name, _ in present], HostCopy(data)))
+        self._in_flight.append(_OffloadBatch(cached, [name for name, _ in present], HostCopy(data)))
         self._num_bytes_in_flight += data.numel()

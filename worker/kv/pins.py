@@ -18,7 +18,7 @@ from tandem.protocol.messages import POOL_PLACE, Pin, PinLoad, PinReport
 from tandem.worker.kv.prefetch import Prefetcher
 from tandem.worker.kv.tiered_cache import TieredCache
 
-__all__ = ["KeptBlocks", "PinTable", "Place", "WorkerPins"]
+__all__ = ["KeptBlocks", "Place", "WorkerPinTable", "WorkerPins"]
 
 _MAX_PINS = 4096  # however many a router sends
 _REVIEW_S = 1.0  # blocks that came or went change what is kept this late at most, if there was no room for them at once
@@ -97,7 +97,7 @@ class KeptBlocks:
         assert not unwanted, f"{len(unwanted)} blocks are kept for no pin: {unwanted[:5]}"
 
 
-class PinTable:
+class WorkerPinTable:
     """The pins of one worker and what is kept for them. No clock: the time is passed in."""
 
     def __init__(self, places: Mapping[str, KeptBlocks]) -> None:
@@ -171,7 +171,7 @@ class WorkerPins:
         places = {name: KeptBlocks(tier, int(tier.capacity_blocks * share)) for name, tier in self._tiers.items()}
         if "host" not in places:  # then the pool is the only place that is fast
             places[POOL_PLACE] = KeptBlocks(self._pool, int(self._pool.num_blocks * share))
-        self._table = PinTable(places)
+        self._table = WorkerPinTable(places)
         self._prefetcher = Prefetcher(engine, cache)
         self._now = -math.inf
 

@@ -38,7 +38,7 @@ class HostBlocks(Protocol):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Piece:
+class _PrefetchPiece:
     """Blocks [first_block, first_block + len(data)) of a chain on their way up."""
 
     pin_id: str
@@ -60,7 +60,7 @@ class Prefetcher:
         self._host = cache.tier("host")
         self._to_host: set[str] = set()  # pins
         self._to_pool: set[str] = set()  # pins; each until its chain is there as far as it can be
-        self._piece: _Piece | None = None
+        self._piece: _PrefetchPiece | None = None
         self._look_at = math.inf
 
     @property
@@ -98,7 +98,7 @@ class Prefetcher:
             self._piece = self._next_piece(chains, 0 if kept is None else kept.room)
             self._look_at = math.inf
 
-    def _next_piece(self, chains: Mapping[str, tuple[bytes, ...]], host_room: int) -> _Piece | None:
+    def _next_piece(self, chains: Mapping[str, tuple[bytes, ...]], host_room: int) -> _PrefetchPiece | None:
         self._to_host &= chains.keys()
         self._to_pool &= chains.keys()
         for pin_id, chain in chains.items():
@@ -109,7 +109,7 @@ class Prefetcher:
                 return piece
         return None
 
-    def _piece_to_host(self, pin_id: str, chain: tuple[bytes, ...], room: int) -> _Piece | None:
+    def _piece_to_host(self, pin_id: str, chain: tuple[bytes, ...], room: int) -> _PrefetchPiece | None:
         """The first blocks that are in a tier below host memory and not in it."""
         host = self._host
         if host is None or room <= 0:
@@ -124,7 +124,7 @@ class Prefetcher:
                 return self._begin(pin_id, chain, idx, min(next(ends, len(chain)), idx + room), source, host)
         return None
 
-    def _piece_to_pool(self, pin_id: str, chain: tuple[bytes, ...]) -> _Piece | None:
+    def _piece_to_pool(self, pin_id: str, chain: tuple[bytes, ...]) -> _PrefetchPiece | None:
         """The blocks behind those in the pool, as long as there are free ones to put them in."""
         pool = self._engine.pool
         first, room = pool.count_cached(chain), pool.num_free
@@ -136,13 +136,13 @@ class Prefetcher:
 
     def _begin(
         self, pin_id: str, chain: tuple[bytes, ...], first: int, end: int, source: CachedTier, target: CachedTier | None
-    ) -> _Piece:
+    ) -> _PrefetchPiece:
         end = min(end, first + max(_PIECE_BYTES // self._engine.block_bytes, 1), len(chain))
         end = first + max(source.tier.count_present(chain[first:end]), 1)
         data, load = source.begin_load(chain[first:end])
-        return _Piece(pin_id, chain, first, source, target, data, load)
+        return _PrefetchPiece(pin_id, chain, first, source, target, data, load)
 
-    def _land(self, piece: _Piece, kept: HostBlocks | None) -> bool:
+    def _land(self, piece: _PrefetchPiece, kept: HostBlocks | None) -> bool:
         """Put a piece where it belongs. Whether it is worth going on at once."""
         num_loaded = piece.load.num_loaded
         if not num_loaded:
@@ -153,7 +153,7 @@ class Prefetcher:
         num_fitting = min(num_loaded, kept.room)
         return num_fitting > 0 and self._land_in_host(piece, piece.data[:num_fitting], piece.target, kept)
 
-    def _land_in_host(self, piece: _Piece, data: Tensor, host: CachedTier, kept: HostBlocks) -> bool:
+    def _land_in_host(self, piece: _PrefetchPiece, data: Tensor, host: CachedTier, kept: HostBlocks) -> bool:
         if host.codec.name != piece.source.codec.name:
             encoded = torch.empty(len(data), host.block_bytes, dtype=torch.uint8, device=self._engine.kv.device)
             host.codec.encode(self._decoded(piece, data), encoded)
@@ -167,7 +167,7 @@ class Prefetcher:
         self.num_blocks[host.name] += len(stored)
         return bool(stored)
 
-    def _land_in_pool(self, piece: _Piece, data: Tensor) -> bool:
+    def _land_in_pool(self, piece: _PrefetchPiece, data: Tensor) -> bool:
         pool, first = self._engine.pool, piece.first_block
         num_blocks = min(len(data), pool.num_free)
         parents = pool.acquire_cached(piece.chain[:first])
@@ -180,7 +180,7 @@ class Prefetcher:
         pool.release([*parents, *(blocks or ())])
         return bool(blocks)
 
-    def _decoded(self, piece: _Piece, data: Tensor) -> Tensor:
+    def _decoded(self, piece: _PrefetchPiece, data: Tensor) -> Tensor:
         """Blocks [n, *block_shape] on the engine's device."""
         kv = self._engine.kv
         content = torch.empty(len(data), *kv.shape[1:], dtype=kv.dtype, device=kv.device)

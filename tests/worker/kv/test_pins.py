@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tandem.engine.block_pool import BlockPool
-from tandem.worker.kv.pins import KeptBlocks, PinTable
+from tandem.worker.kv.pins import KeptBlocks, WorkerPinTable
 
 BOUND = 4
 
@@ -25,7 +25,7 @@ class Cache:
 
     def __init__(self, num_blocks: int = 12, bound: int = BOUND) -> None:
         self.pool = BlockPool(num_blocks)
-        self.table = PinTable({"pool": KeptBlocks(self.pool, bound)})
+        self.table = WorkerPinTable({"pool": KeptBlocks(self.pool, bound)})
 
     @property
     def kept(self) -> list[int]:
