@@ -82,7 +82,7 @@ def serve(values: Values) -> int:
     name = config.engine.served_model_name or served_name(model)
     config = build_config(values | {"model": str(folder), "served_model_name": name})
 
-    from tandem.cluster.serve import serve as launch  # here: it brings Ray, which `tandem --help` need not wait for
+    from tandem.cluster.serve import serve as launch  # late: it imports Ray, and --help need not wait
 
     return launch(config, policies, api_keys)
 

@@ -49,6 +49,7 @@ PANELS = (MODEL, WORKERS, ENGINES, HTTP, ENGINE, TRANSFER, TIERS, PINS, QUEUES, 
 
 DType = Literal["auto", "float32", "bfloat16"]
 Codec = Literal["raw", "fp8", "int8", "int4"]
+EvictionPolicyName = Literal["hit-density", "lru", "s3-fifo"]
 
 # Upper bounds only catch typing mistakes, which would otherwise fail much later.
 _DAY_S = 86_400
@@ -223,7 +224,9 @@ class TierConfig:
             metavar="FILE",
         ),
     ] = ""
-    eviction_policy: Annotated[str, Setting("Policy that chooses what a full tier evicts.", TIERS)] = "hit-density"
+    eviction_policy: Annotated[EvictionPolicyName, Setting("Policy that chooses what a full tier evicts.", TIERS)] = (
+        "hit-density"
+    )
     pin_share: Annotated[
         float,
         Meta(ge=0, le=0.9),
@@ -385,7 +388,7 @@ class RouterFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExternalEnginesConfig:
-    """How `tandem route` treats the engines behind it."""
+    """How `tandem route` treats its engines."""
 
     allow_local_engines: Annotated[
         bool,

@@ -26,17 +26,17 @@ _UNITS = {"_s": " seconds", "_gb": " GB", "_bytes": " bytes", "_tokens": " token
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a user is told about a field, and the check that its type and bounds leave open."""
+    """How a field is presented to users, and the check beyond its type and bounds."""
 
     help: str
     panel: str  # heading in `--help` and in the reference
-    metavar: str = ""  # stands for the value in `--help`; empty = the name of its type
+    metavar: str = ""  # name of the value in `--help`; empty = its type
     flag: str = ""  # empty = made from the field's name
     short: str = ""  # second name of the flag
-    flag_type: Any = None  # of flags, files and helm values, where they offer less than the field accepts
+    flag_type: Any = None  # type of flags, files and helm values, if they accept less than the field
     is_valid: Callable[[Any], bool] | None = None  # for a tuple: of each item
-    rule: str = ""  # what a value must be, where type and bounds do not say it
-    own_workers_only: bool = False  # `tandem route` does not have it
+    rule: str = ""  # what a value must be, if type and bounds do not say it
+    own_workers_only: bool = False  # not a setting of `tandem route`
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""TOML files that a user writes: reading them, and checking a value by a type whose errors a user understands."""
+"""Reads TOML files of users, and checks their values by types that describe themselves."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_no_flag_means_the_defaults_of_the_config() -> None:
             "serve --disk-cache-path /dev/null/a",
             "/dev/null/a cannot be a folder, as /dev/null is none",
         ),
-        ("serve --eviction-policy fifo", "eviction_policy='fifo' is unknown; choose one of "),
+        ("serve --eviction-policy fifo", "'--eviction-policy'"),
         ("serve --object-cache-url s4://bucket", "object store 's4://bucket' cannot be opened"),
         ("serve --ray-address head", "ray_address='head' must be host:port"),
         ("serve --pool-gb nan", "pool_gb=nan must be from 0"),

@@ -4,6 +4,7 @@ import os
 import pickle
 import random
 from collections import Counter
+from typing import get_args
 
 import pytest
 
@@ -12,6 +13,7 @@ from tandem.kv_transfer.eviction import POLICIES, EvictionPolicy, create_policy
 from tandem.kv_transfer.eviction.hit_density import HitDensity
 from tandem.kv_transfer.eviction.lru import LRU
 from tandem.kv_transfer.eviction.s3fifo import S3FIFO
+from tandem.protocol.config import EvictionPolicyName
 from tandem.protocol.errors import ConfigError
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
@@ -59,6 +61,10 @@ class Model:
     def evictable(self) -> set[object]:
         parents = set(self.parent_of.values())
         return {key for key in self.parent_of if key not in parents and not self.pins[key]}
+
+
+def test_the_configuration_names_every_policy() -> None:
+    assert set(get_args(EvictionPolicyName)) == POLICIES.keys()
 
 
 @pytest.mark.parametrize("name", POLICIES)

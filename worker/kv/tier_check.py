@@ -20,11 +20,6 @@ def check_tiers(config: TierConfig, *, is_local: bool) -> None:
 
     Files and folders are looked at where the workers run on this machine, and are only looked at: none is made.
     """
-    from tandem.kv_transfer.eviction import (
-        create_policy,  # here: numpy takes a tenth of a second, which --help need not wait
-    )
-
-    create_policy(config.eviction_policy, 1)
     if is_local and config.kv_key_file:
         from tandem.kv_transfer.tiers.key import load_key
 
