@@ -1,7 +1,7 @@
 """Decides when a worker changes its role: a pure function of what is observed, the clock and a little state.
 
 Compares the predicted waiting seconds of the prefill and the decode pool, and moves one worker at a time to the pool
-that waits longer, when that shortens the longer wait. Applying the decision is the caller's business.
+that waits longer, if that shortens the longer wait. The caller applies the decision.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role, WorkerState
@@ -29,10 +30,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscalerPolicy:
-    """How sure the autoscaler must be. Waits are seconds a request loses to the load of its pool."""
+    """When the autoscaler acts. A wait is the time that a request loses to the load of its pool."""
 
     min_ratio: float = 2.0  # longer wait / shorter wait
-    min_wait_s: float = 0.25  # of the longer one; below it nobody is helped much
+    min_wait_s: float = 0.25  # least longer wait; below it a flip helps little
     num_agreeing: int = 3  # observations in a row that want the same
     cooldown_s: float = 15.0  # between two flips
 
@@ -44,14 +45,17 @@ class AutoscalerPolicy:
             )
 
 
+DEFAULT_POLICY = AutoscalerPolicy()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """One worker, as far as its role is concerned."""
+    """What the autoscaler knows of one worker."""
 
     worker_id: str
     role: Role
     is_ready: bool = True
-    num_running: int = 0  # what a flip would leave unfinished in the old role
+    num_running: int = 0  # requests that a flip would leave unfinished in the old role
     num_queued_tokens: int = 0
 
 
@@ -60,19 +64,19 @@ class Observation:
     """Load of the two pools, and the learned costs that turn it into seconds."""
 
     workers: tuple[WorkerView, ...]
-    queued_prompt_tokens: int  # uncached, not computed yet, over all workers
-    prefill_tokens_per_s: float  # of one prefill worker
-    # Over the decode pool: past their first token, or held back with it for want of room. The others wait for prefill.
+    queued_prompt_tokens: int  # uncached and not computed yet, over all workers
+    prefill_tokens_per_s: float  # speed of one prefill worker
+    # Sequences of the decode pool that have their first token, or whose prompt is computed and waits for room.
     num_decode_seqs: int
     num_decode_kv_tokens: int
-    num_waiting_seqs: int  # of these, not running yet for want of memory or a seat
+    num_waiting_seqs: int  # sequences among them that do not run yet, for lack of memory or seats
     decode_costs: StepCosts
     expected_output_tokens: float
 
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """Use this worker in another role."""
+    """Move this worker to another role."""
 
     worker_id: str
     to_role: Role
@@ -90,62 +94,41 @@ class ScalingDecision:
 
 @dataclass(frozen=True, slots=True)
 class AutoscalerState:
-    """What has to be remembered between two decisions."""
+    """What is remembered between two decisions."""
 
-    wanted: Role | None = None  # the pool that should grow, by the latest observations
-    num_wanted: int = 0  # how many in a row
-    moving: Flip | None = None  # decided, not seen done yet
+    wanted: Role | None = None  # the pool that should grow by the latest observations
+    num_wanted: int = 0  # number of these observations in a row
+    moving: Flip | None = None  # decided, and not complete at the latest observation
     last_flip_s: float = field(default=-math.inf)
 
 
 def decide(
-    observation: Observation, now: float, state: AutoscalerState, policy: AutoscalerPolicy | None = None
+    observation: Observation, now: float, state: AutoscalerState, policy: AutoscalerPolicy = DEFAULT_POLICY
 ) -> tuple[ScalingDecision, AutoscalerState]:
     """Flip one worker or hold, and the state for the next call."""
-    policy = policy or AutoscalerPolicy()
-    pools = {role: _pool(observation, role) for role in (Role.PREFILL, Role.DECODE)}
-    num_prefill, num_decode = len(pools[Role.PREFILL]), len(pools[Role.DECODE])
-    prefill_wait_s = _prefill_wait_s(observation, num_prefill)
-    decode_wait_s = _decode_wait_s(observation, num_decode)
-    numbers = (
-        f"prefill waits {prefill_wait_s:.2f} s on {num_prefill} workers, decode {decode_wait_s:.2f} s on {num_decode}"
-    )
+    waits = _Waits.of(observation)
+    proposal = _proposal(observation, waits, state, policy)
+    if isinstance(proposal, str):
+        is_done = state.moving is not None and not _is_in_flight(state.moving, observation)
+        calm = replace(state, wanted=None, num_wanted=0, moving=None if is_done else state.moving)
+        return waits.decision(None, f"hold: {proposal}; {waits}"), calm
 
-    def hold(reason: str, new_state: AutoscalerState) -> tuple[ScalingDecision, AutoscalerState]:
-        return ScalingDecision(None, f"hold: {reason}; {numbers}", prefill_wait_s, decode_wait_s), new_state
-
-    if state.moving is not None and _is_in_flight(state.moving, observation):
-        return hold(f"{state.moving.worker_id} is moving to {state.moving.to_role}", _calm(state))
-    state = replace(state, moving=None)
-    if num_prefill + num_decode < 3:
-        return hold("fewer than three workers leave nothing to move", _calm(state))
-
-    grow, shrink = Role.PREFILL, Role.DECODE
-    longer_s, shorter_s = prefill_wait_s, decode_wait_s
-    if decode_wait_s > prefill_wait_s:
-        grow, shrink = shrink, grow
-        longer_s, shorter_s = shorter_s, longer_s
-    if longer_s < policy.min_wait_s:
-        return hold(f"no wait reaches min_wait_s={policy.min_wait_s}", _calm(state))
-    if longer_s < policy.min_ratio * shorter_s:
-        return hold(f"waits differ by less than min_ratio={policy.min_ratio}", _calm(state))
-    if len(pools[shrink]) <= 1:
-        return hold(f"the last {shrink} worker stays", _calm(state))
-    step = 1 if grow == Role.PREFILL else -1
-    after_s = max(_prefill_wait_s(observation, num_prefill + step), _decode_wait_s(observation, num_decode - step))
-    if after_s >= longer_s:
-        return hold(f"one more {grow} worker would make the longer wait {after_s:.2f} s", _calm(state))
-
+    grow, shrink = proposal.grow, proposal.shrink
     num_wanted = state.num_wanted + 1 if state.wanted == grow else 1
-    state = replace(state, wanted=grow, num_wanted=num_wanted)
+    state = replace(state, wanted=grow, num_wanted=num_wanted, moving=None)
     if num_wanted < policy.num_agreeing:
-        return hold(f"{grow} should grow, seen {num_wanted} of num_agreeing={policy.num_agreeing} times", state)
+        reason = f"{grow} should grow, seen {num_wanted} of num_agreeing={policy.num_agreeing} times"
+        return waits.decision(None, f"hold: {reason}; {waits}"), state
     if now - state.last_flip_s < policy.cooldown_s:
-        return hold(f"{grow} should grow, {now - state.last_flip_s:.1f} of cooldown_s={policy.cooldown_s} over", state)
-    worker = min(pools[shrink], key=lambda view: (view.num_running, view.num_queued_tokens, view.worker_id))
+        reason = f"{grow} should grow, {now - state.last_flip_s:.1f} of cooldown_s={policy.cooldown_s} over"
+        return waits.decision(None, f"hold: {reason}; {waits}"), state
+    pool = _pool(observation, shrink)
+    worker = min(pool, key=lambda view: (view.num_running, view.num_queued_tokens, view.worker_id))
     flip = Flip(worker.worker_id, grow)
-    reason = f"flip {worker.worker_id} from {shrink} to {grow}: {numbers}; longer wait after the flip {after_s:.2f} s"
-    return ScalingDecision(flip, reason, prefill_wait_s, decode_wait_s), AutoscalerState(moving=flip, last_flip_s=now)
+    reason = (
+        f"flip {worker.worker_id} from {shrink} to {grow}: {waits}; longer wait after the flip {proposal.wait_s:.2f} s"
+    )
+    return waits.decision(flip, reason), AutoscalerState(moving=flip, last_flip_s=now)
 
 
 def observe(workers: Iterable[RegisteredWorker], costs: CostModel, expected_output_tokens: float) -> Observation:
@@ -172,7 +155,7 @@ def observe(workers: Iterable[RegisteredWorker], costs: CostModel, expected_outp
     num_awaited = sum(worker.num_awaited_seqs for worker in decoders)
     awaited_kv_tokens = sum(worker.awaited_kv_tokens for worker in decoders)
     num_for_room = sum(worker.load.num_waiting_for_room for worker in decoders)
-    num_held = min(num_for_room, num_awaited)  # their prompts are computed: the decode pool keeps them waiting
+    num_held = min(num_for_room, num_awaited)  # their prompts are computed, so they wait for the decode pool
     num_decoding = sum(worker.num_booked_seqs for worker in decoders) - num_awaited + num_held
     kv_tokens = sum(worker.booked_kv_tokens for worker in decoders) - awaited_kv_tokens
     num_waiting = max(sum(worker.load.num_waiting for worker in decoders) - num_awaited, num_for_room)
@@ -188,6 +171,65 @@ def observe(workers: Iterable[RegisteredWorker], costs: CostModel, expected_outp
     )
 
 
+class _Waits(NamedTuple):
+    """Predicted waiting seconds and size of the two pools."""
+
+    prefill_s: float
+    decode_s: float
+    num_prefill: int
+    num_decode: int
+
+    @classmethod
+    def of(cls, observation: Observation) -> _Waits:
+        num_prefill, num_decode = len(_pool(observation, Role.PREFILL)), len(_pool(observation, Role.DECODE))
+        prefill_s, decode_s = _prefill_wait_s(observation, num_prefill), _decode_wait_s(observation, num_decode)
+        return cls(prefill_s, decode_s, num_prefill, num_decode)
+
+    def __str__(self) -> str:
+        return (
+            f"prefill waits {self.prefill_s:.2f} s on {self.num_prefill} workers, "
+            f"decode {self.decode_s:.2f} s on {self.num_decode}"
+        )
+
+    def decision(self, flip: Flip | None, reason: str) -> ScalingDecision:
+        return ScalingDecision(flip, reason, self.prefill_s, self.decode_s)
+
+
+class _Proposal(NamedTuple):
+    """A move of one worker that would help now."""
+
+    grow: Role
+    shrink: Role
+    wait_s: float  # the longer wait after the move
+
+
+def _proposal(
+    observation: Observation, waits: _Waits, state: AutoscalerState, policy: AutoscalerPolicy
+) -> _Proposal | str:
+    """The move to make if further observations agree, or why there is none."""
+    if state.moving is not None and _is_in_flight(state.moving, observation):
+        return f"{state.moving.worker_id} is moving to {state.moving.to_role}"
+    if waits.num_prefill + waits.num_decode < 3:
+        return "fewer than three workers leave nothing to move"
+    grow, shrink, num_left, step = Role.PREFILL, Role.DECODE, waits.num_decode, 1
+    longer_s, shorter_s = waits.prefill_s, waits.decode_s
+    if waits.decode_s > waits.prefill_s:
+        grow, shrink, num_left, step = Role.DECODE, Role.PREFILL, waits.num_prefill, -1
+        longer_s, shorter_s = shorter_s, longer_s
+    if longer_s < policy.min_wait_s:
+        return f"no wait reaches min_wait_s={policy.min_wait_s}"
+    if longer_s < policy.min_ratio * shorter_s:
+        return f"waits differ by less than min_ratio={policy.min_ratio}"
+    if num_left <= 1:
+        return f"the last {shrink} worker stays"
+    after_s = max(
+        _prefill_wait_s(observation, waits.num_prefill + step), _decode_wait_s(observation, waits.num_decode - step)
+    )
+    if after_s >= longer_s:
+        return f"one more {grow} worker would make the longer wait {after_s:.2f} s"
+    return _Proposal(grow, shrink, after_s)
+
+
 def _pool(observation: Observation, role: Role) -> list[WorkerView]:
     return [view for view in observation.workers if view.role == role and view.is_ready]
 
@@ -200,11 +242,6 @@ def _is_in_flight(move: Flip, observation: Observation) -> bool:
     )
 
 
-def _calm(state: AutoscalerState) -> AutoscalerState:
-    """The same state, with the observations in a row counted from zero again."""
-    return replace(state, wanted=None, num_wanted=0)
-
-
 def _prefill_wait_s(observation: Observation, num_workers: int) -> float:
     """Seconds until the prompts queued now are computed."""
     if observation.queued_prompt_tokens <= 0:
@@ -214,7 +251,7 @@ def _prefill_wait_s(observation: Observation, num_workers: int) -> float:
 
 
 def _decode_wait_s(observation: Observation, num_workers: int) -> float:
-    """Seconds an answer takes longer than on a decode worker of its own: slower steps, and waiting for room."""
+    """How much longer an answer takes than alone on a decode worker, in seconds: slower steps, and waiting for room."""
     num_seqs = observation.num_decode_seqs
     if num_seqs <= 0:
         return 0.0
@@ -224,7 +261,7 @@ def _decode_wait_s(observation: Observation, num_workers: int) -> float:
     seq_s = costs.decode_seq_s + costs.kv_token_s * observation.num_decode_kv_tokens / num_seqs
     num_beside = max(num_seqs / num_workers - 1, 0.0)
     slower_s = observation.expected_output_tokens * num_beside * seq_s
-    # Who waits for room waits for others to finish; with more workers there is room for more at once.
+    # Waiting for room is waiting for other sequences to end; with more workers there is room for more at once.
     lifetime_s = observation.expected_output_tokens * (costs.base_s + (num_beside + 1) * seq_s)
     num_now = max(len(_pool(observation, Role.DECODE)), 1)
     num_slots = max(num_seqs - observation.num_waiting_seqs, 1) * num_workers / num_now
@@ -233,7 +270,7 @@ def _decode_wait_s(observation: Observation, num_workers: int) -> float:
 
 
 def _prefill_tokens_per_s(worker: RegisteredWorker, costs: CostModel) -> float:
-    """Speed at what is queued there now, or at one full chunk."""
+    """Speed at the prompts queued there now, or at one full chunk."""
     model = costs.steps(worker.card.kind)
     if worker.uncomputed_tokens > 0:
         return worker.uncomputed_tokens / max(queue_s(worker, model), 1e-6)

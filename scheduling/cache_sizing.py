@@ -1,4 +1,4 @@
-"""What prompt caches of other sizes would have found in the live traffic, beside the sizes that are configured.
+"""Hit ratios that prompt caches of other sizes would have in the live traffic, next to the configured sizes.
 
 Knows requests as digests; places nothing.
 """
@@ -17,24 +17,24 @@ from tandem.scheduling.workers import RegisteredWorker
 
 __all__ = ["CacheSizing"]
 
-# What the last hour brought is half of the curve: long enough for conversations to come back, short enough to follow
-# the day. Counts fade once a minute at most and only while requests come, so after a quiet night the first request
-# does not outweigh all that was seen before.
+# The last hour's traffic has half of the weight in the curve: long enough for conversations to return, short enough to
+# follow the day. Counts fade at most once a minute and only while requests arrive, so that the first request after a
+# quiet night does not outweigh everything before it.
 _HALF_LIFE_S = 3600.0
 _FADE_INTERVAL_S = 60.0
-_OCTAVES = range(-3, 6)  # around the present size of the pools
+_OCTAVES = range(-3, 6)  # reported sizes, relative to the present size of the pools
 
 
 class CacheSizing:
-    """Estimates the share of prompt tokens found by caches of many sizes, over all tenants and for each.
+    """Estimates the token hit ratio of caches of many sizes, over all tenants and for each tenant.
 
-    One cache that all workers share is meant. Each router knows only the traffic that went through it.
+    The model is one cache that all workers share. Each router knows only its own traffic.
     """
 
     def __init__(self, registry: Registry, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._registry = registry
         self._clock = clock
-        self._curve = MissRatioCurve(block_size=1)  # until a request tells the real one
+        self._curve = MissRatioCurve(block_size=1)  # until the first request tells the block size
         self._num_cached_tokens = 0.0  # fades with the curve
         self._faded_at = clock()
         self.num_tokens = 0  # observed since the start
@@ -49,9 +49,9 @@ class CacheSizing:
         num_cached_tokens: int,
         tenant: str,
     ) -> None:
-        """Count a request, by the digests of its prompt's blocks and of those that its answer added.
+        """Count a request: the digests of its prompt's blocks, and of the blocks that its answer added.
 
-        `num_cached_tokens` of the prompt were really found.
+        `num_cached_tokens` prompt tokens were found in the real cache.
         """
         if self._curve.block_size != block_size:
             self._curve, self._num_cached_tokens = MissRatioCurve(block_size), 0.0
@@ -61,13 +61,13 @@ class CacheSizing:
         self.num_tokens += num_prompt_tokens
 
     def hit_ratios(self, capacities: Sequence[int]) -> list[float]:
-        """Predicted token hit ratio of all traffic, for caches of so many blocks."""
+        """Predicted token hit ratio of all traffic, for caches of these numbers of blocks."""
         return self._curve.curve(capacities)
 
     def levels(self) -> dict[str, int]:
-        """Blocks that the workers have room for by configuration: in their pools, and in each kind of tier.
+        """Configured capacity of the workers in blocks: of their pools, and of each kind of tier.
 
-        What workers share counts once. The levels do not add up: a tier is given every block of the pools.
+        A shared store counts once. The levels do not add up: every block of the pools is also stored in each tier.
         """
         levels = Counter({"pool": sum(worker.card.num_blocks for worker in self._registry)})
         tiers = {
@@ -112,14 +112,14 @@ class CacheSizing:
 
 
 def _owner(tier: str, worker: RegisteredWorker) -> str:
-    """Who the tier of this worker belongs to: the worker, its host, or everyone."""
+    """The owner of this worker's tier: the worker, its host, or (empty) all workers."""
     if tier == "object":
         return ""
     return urlsplit(worker.card.address.endpoint).hostname or "" if tier == "disk" else worker.worker_id
 
 
 def _capacities(levels: dict[str, int]) -> list[int]:
-    """Sizes in blocks to answer for, in order: powers of two around the pools, each level as it is, and twice that."""
+    """Sizes to report in blocks, ascending: powers of two around the pools, each level, and twice each level."""
     around = levels["pool"].bit_length() - 1
     sizes = {int(2.0 ** (around + octave)) for octave in _OCTAVES} if levels["pool"] else set()
     for num_blocks in levels.values():

@@ -1,6 +1,6 @@
 """Predicted seconds of engine steps and KV transfers, learned online per worker kind.
 
-Everything placement and autoscaling compare comes from here. Knows features and durations only; no workers, no clock.
+Placement and autoscaling compare these costs. Knows features and durations only; no workers, no clock.
 
     step_s     = base + a * new tokens + b * attention + c * decoding sequences + d * their KV tokens
     transfer_s = latency + bytes / bandwidth
@@ -34,20 +34,20 @@ __all__ = [
 Vector = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 Rows = npt.NDArray[np.intp]
-Number = TypeVar("Number", float, Vector)  # of one worker, or of each of many
+Number = TypeVar("Number", float, Vector)  # for one worker, or for each of many
 
-PRIOR_STD = 3.0  # of each weight, as a multiple of its prior
-RELATIVE_NOISE = 0.1  # of one measured duration
-MAX_DEVIATION = 3.0  # standard deviations; a measurement further off counts as this far
-MAX_SURPRISES = 5  # measurements in a row further off, all to one side: then the world has changed
+PRIOR_STD = 3.0  # standard deviation of each weight, as a multiple of its prior
+RELATIVE_NOISE = 0.1  # relative standard deviation of one measured duration
+MAX_DEVIATION = 3.0  # standard deviations; a larger deviation counts as this one
+MAX_SURPRISES = 5  # this many larger deviations in a row, all to one side, mean that the costs have changed
 MIN_VARIANCE = 1e-12
 MIN_PREDICTION_S = 1e-6
-MIN_DURATION_S, MAX_DURATION_S = 1e-9, 1e6  # what can have been measured
-ERROR_WEIGHT = 0.05  # of the newest measurement in the exported prediction error
+MIN_DURATION_S, MAX_DURATION_S = 1e-9, 1e6  # range of plausible measurements
+ERROR_WEIGHT = 0.05  # weight of the newest measurement in the exported prediction error
 
 
 class StepCosts(NamedTuple):
-    """Coefficients of one step's duration, in seconds per unit; or arrays of them, of many workers at once."""
+    """Coefficients of one step's duration, in seconds per unit; or arrays of coefficients, for many workers at once."""
 
     base_s: float
     prefill_token_s: float
@@ -60,20 +60,20 @@ class StepCosts(NamedTuple):
         return self.base_s + self.decode_seq_s * num_decode_seqs + self.kv_token_s * num_kv_tokens
 
     def prefill_work_s(self, num_new_tokens: Number, attention: Number) -> Number:
-        """What prefill work adds to the steps it is part of: also what it takes from each sequence beside it."""
+        """Time that prefill work adds to the steps it is part of, which delays each sequence in these steps too."""
         return self.prefill_token_s * num_new_tokens + self.attention_s * attention
 
     def added_decode_s(self, step_s: Number, num_decode_seqs: Number, num_tokens: float, num_outputs: float) -> Number:
-        """Seconds one more sequence costs at decoding: its own steps, and what it adds to those of the others.
+        """Seconds that decoding one more sequence costs: its own steps, and what it adds to the others' steps.
 
-        `step_s` is what a step of those takes; `num_tokens` is its mean length meanwhile.
+        `step_s` is the duration of a step of the others; `num_tokens` is the mean length of the new sequence.
         """
         added_s = self.decode_seq_s + self.kv_token_s * num_tokens
         return num_outputs * (step_s + added_s + num_decode_seqs * added_s)
 
 
 class TransferCosts(NamedTuple):
-    """Coefficients of one transfer's duration; or arrays of them, of many links at once."""
+    """Coefficients of one transfer's duration; or arrays of coefficients, for many links at once."""
 
     latency_s: float
     byte_s: float
@@ -83,7 +83,7 @@ class TransferCosts(NamedTuple):
         return self.latency_s + self.byte_s * num_bytes
 
     def exposed_s(self, num_bytes: float, last_chunk_bytes: float | Vector, prefill_s: Number) -> Number:
-        """Part of the transfer that prefill does not hide: each chunk travels while the next is computed."""
+        """The part of the transfer that prefill does not hide: each chunk is sent while the next is computed."""
         least_bytes: Any = np.minimum(num_bytes, last_chunk_bytes)
         exposed: Number = np.maximum(self.transfer_s(num_bytes) - prefill_s, self.transfer_s(least_bytes))
         return exposed
@@ -91,7 +91,7 @@ class TransferCosts(NamedTuple):
 
 # One CPU core and a 135 M parameter model in bfloat16: weights are read in ~17 ms, a 2,048-token prompt takes ~1.6 s.
 CPU_PRIOR = StepCosts(20e-3, 0.75e-3, 50e-9, 0.6e-3, 1.5e-6)
-# A current data-centre GPU and a model of some billion parameters.
+# A current data-centre GPU and a model of a few billion parameters.
 ACCELERATOR_PRIOR = StepCosts(8e-3, 30e-6, 1e-9, 30e-6, 30e-9)
 
 TRANSFER_LATENCY_S = 3e-3
@@ -102,12 +102,12 @@ ACCELERATOR_BYTES_PER_S = 20e9  # a 200 Gb/s port; NVLink has ten times that
 class LinearModel:
     """A non-negative linear model of a duration, fitted by recursive least squares.
 
-    Weights are multiples of the prior coefficients and measurements are divided by their prediction, so every
-    number in the filter is near one. A feature's certainty fades only while the feature is seen, and never below
-    the prior's: what a worker does not do at present (prefill, say) is neither forgotten nor blown up.
+    Weights are multiples of the prior coefficients, and measurements are divided by their prediction, so every number
+    in the filter is near one. A weight's certainty fades only while its feature occurs, and never below the prior's: a
+    feature that does not occur at present (prefill, for example) is neither forgotten nor inflated.
 
-    One outlier hardly moves it. Several in a row to the same side are none: the features seen are scaled by what they
-    were off by, and are uncertain again.
+    One outlier hardly moves the model. Several in a row to the same side are not outliers: the weights of the features
+    that occurred are scaled by the mean deviation, and become uncertain again.
     """
 
     def __init__(self, prior: Sequence[float], *, forgetting: float = 0.995) -> None:
@@ -117,7 +117,7 @@ class LinearModel:
         self._growth = 1 / math.sqrt(forgetting)
         self.coefficients: tuple[float, ...] = tuple(prior)
         self.num_measurements = 0
-        self._surprises: list[float] = []  # measured over predicted, in a row, all above 1 or all below
+        self._surprises: list[float] = []  # measured / predicted of outliers in a row, all above 1 or all below
         self.relative_error = 0.0  # moving average of |measured - predicted| / measured
 
     def predict(self, features: Sequence[float]) -> float:
@@ -125,7 +125,7 @@ class LinearModel:
         return sum(c * x for c, x in zip(self.coefficients, features, strict=True))
 
     def observe(self, features: Sequence[float], duration_s: float) -> bool:
-        """Learn from one measurement. Returns False when it is junk, which changes nothing."""
+        """Learn from one measurement. Returns False for an implausible one, which changes nothing."""
         if not MIN_DURATION_S <= duration_s <= MAX_DURATION_S:
             return False
         if not all(math.isfinite(x) and 0 <= x < 1e15 for x in features):
@@ -148,7 +148,7 @@ class LinearModel:
         return True
 
     def _note_surprise(self, excess: float, ratio: float, is_seen: npt.NDArray[np.bool_]) -> None:
-        """Keep a measurement that lies beyond the limit, and follow when that has become the rule."""
+        """Remember a measurement beyond the limit, and follow such measurements once they are the rule."""
         if excess == 0 or (self._surprises and (ratio > 1) != (self._surprises[-1] > 1)):
             self._surprises.clear()
         if excess == 0:
@@ -158,14 +158,16 @@ class LinearModel:
             self._weights[is_seen] *= np.exp(np.mean(np.log(self._surprises)))
             self._covariance[is_seen, :] = self._covariance[:, is_seen] = 0.0
             weights = self._weights[is_seen]
-            self._covariance[is_seen, is_seen] = np.maximum(weights, 0.1 * weights.mean()) ** 2  # a 0 may come back
+            self._covariance[is_seen, is_seen] = (
+                np.maximum(weights, 0.1 * weights.mean()) ** 2
+            )  # a weight of 0 may grow again
             self._surprises.clear()
 
     def _lift_negative_weights(self) -> None:
-        """Go to the most likely weights that are not negative.
+        """Move to the most likely weights that are not negative.
 
-        Lifting one moves those it is confused with, too. Left where they are, they would be wrong for good: of a link
-        whose bytes cost nothing, the latency would stay at twice what it is.
+        Lifting one weight also moves the weights correlated with it. Otherwise these would stay wrong: for a link whose
+        bytes cost nothing, the latency would stay at twice its true value.
         """
         for _ in self._weights:
             idx = int(np.argmin(self._weights))
@@ -176,7 +178,7 @@ class LinearModel:
         self._weights = np.maximum(self._weights, 0.0)
 
     def _fade(self, is_seen: npt.NDArray[np.bool_]) -> None:
-        """Let the variance of the features seen grow a little, up to the prior's."""
+        """Let the variance of the features that occurred grow a little, up to the prior's."""
         deviations = np.sqrt(np.maximum(np.diagonal(self._covariance), MIN_VARIANCE))
         growth = np.where(is_seen, np.minimum(self._growth, PRIOR_STD / deviations), 1.0)
         self._covariance *= np.outer(growth, growth)
@@ -205,7 +207,7 @@ class StepModel:
         return self._model.num_measurements
 
     def observe(self, stats: StepStats) -> None:
-        """Learn from one step; steps without work and junk are ignored."""
+        """Learn from one step; steps without work and implausible ones are ignored."""
         if stats.num_prefill_tokens <= 0 and stats.num_decode_seqs <= 0:
             return
         features = (
@@ -227,7 +229,7 @@ class StepModel:
         num_decode_seqs: float = 0,
         num_kv_tokens: float = 0,
     ) -> float:
-        """Time to compute a prompt in chunks, each in one step with the sequences already decoding there."""
+        """Time to compute a prompt in chunks, each in a step with the sequences already decoding there."""
         num_steps = math.ceil(num_new_tokens / chunk_tokens)
         attention = prefill_attention(num_new_tokens, num_context_tokens)
         step_s = self.costs.step_s(num_decode_seqs, num_kv_tokens)
@@ -235,13 +237,13 @@ class StepModel:
 
 
 class TransferModel:
-    """Time a link takes to write what is left of a handoff when its prompt was computed.
+    """Time that a link takes to write the rest of a handoff once the prompt is computed.
 
-    Taught by the sending workers' own measurements (`LinkLoad.exposed_s`), latency and the final notification included.
+    It learns from the sending workers' measurements (`LinkLoad.exposed_s`), latency and final notification included.
     """
 
     def __init__(self, bytes_per_s: float = TRANSFER_BYTES_PER_S) -> None:
-        """`bytes_per_s` is what is believed before there are measurements."""
+        """`bytes_per_s` is the prior, used until there are measurements."""
         self.costs = TransferCosts(TRANSFER_LATENCY_S, 1 / bytes_per_s)
         self._model = LinearModel(self.costs)
 
@@ -251,20 +253,20 @@ class TransferModel:
         return self._model.relative_error
 
     def observe(self, num_bytes: float, duration_s: float) -> None:
-        """Learn from one transfer; junk is ignored."""
+        """Learn from one transfer; implausible ones are ignored."""
         if self._model.observe((1.0, num_bytes), duration_s):
             self.costs = TransferCosts(*self._model.coefficients)
 
 
 class CostModel:
-    """The models of all kinds of workers and links; made on first use and kept when workers come and go."""
+    """The models of all kinds of workers and links, made on first use and kept when workers join and leave."""
 
     def __init__(self) -> None:
         self._steps: dict[str, StepModel] = {}
         self._transfers: dict[tuple[str, str], TransferModel] = {}
 
     def steps(self, kind: str) -> StepModel:
-        """Model of the steps of this kind of worker."""
+        """The model of the steps of this kind of worker."""
         model = self._steps.get(kind)
         if model is None:
             prior = CPU_PRIOR if _is_cpu(kind) else ACCELERATOR_PRIOR
@@ -272,7 +274,7 @@ class CostModel:
         return model
 
     def transfer(self, from_kind: str, to_kind: str) -> TransferModel:
-        """Model of the handoffs from one kind of worker to another."""
+        """The model of handoffs from one kind of worker to another."""
         model = self._transfers.get((from_kind, to_kind))
         if model is None:
             both = (from_kind, to_kind)
@@ -281,7 +283,7 @@ class CostModel:
         return model
 
     def steps_of(self, kinds: Sequence[str], kind_idx: Rows) -> StepCosts:
-        """Step costs of many workers at once, as arrays, or as numbers where all are of one kind.
+        """Step costs of many workers at once, as arrays, or as numbers where all workers are of one kind.
 
         Worker i is of kind `kinds[kind_idx[i]]`.
         """
@@ -290,7 +292,7 @@ class CostModel:
         return StepCosts(*_columns([self.steps(kind).costs for kind in kinds], kind_idx))
 
     def transfers_of(self, links: Sequence[tuple[str, str]], link_idx: Rows) -> TransferCosts:
-        """Transfer costs of many links at once, alike; link i is the one at `link_idx[i]` of `links`."""
+        """Transfer costs of many links at once, in the same form; link i is `links[link_idx[i]]`."""
         if len(links) == 1:
             return self.transfer(*links[0]).costs
         return TransferCosts(*_columns([self.transfer(*link).costs for link in links], link_idx))
@@ -320,10 +322,10 @@ def _is_cpu(kind: str) -> bool:
 
 
 def _columns(costs: Sequence[tuple[float, ...]], idx: Rows) -> Any:
-    """Coefficient by coefficient, an array with that of `costs[i]` for each i of `idx`."""
+    """For each coefficient, an array with the coefficient of `costs[i]` for each i of `idx`."""
     return np.array(costs).T[:, idx]
 
 
 def prefill_attention(num_new_tokens: Number, num_context_tokens: Number) -> Number:
-    """Attention work of computing new tokens behind a context, in tokens squared; chunking does not change it."""
+    """Attention work of computing new tokens after a context, in tokens squared; chunking does not change it."""
     return num_new_tokens * (num_context_tokens + num_new_tokens / 2)

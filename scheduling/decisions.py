@@ -1,4 +1,4 @@
-"""The latest decisions of the router with their reasons, to be shown. Prompts are never in them."""
+"""The latest routing decisions with their reasons, for display. They contain no prompts."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ MAX_DECISIONS = 256
 
 @dataclass(eq=False, slots=True)
 class RoutingDecision:
-    """What was decided for one request, and how it went on. Changed as that becomes known."""
+    """What was decided for one request, and what became of it. Updated as that becomes known."""
 
     request_id: str
     service_class: ServiceClass
     arrived_s: float  # on the router's clock
-    forecast: Forecast | None = None  # None where no worker could take it
-    outcome: str = "waiting"  # then "dispatched"; or "rejected" at once, or "dropped" after waiting
+    forecast: Forecast | None = None  # None where no worker could take the request
+    outcome: str = "waiting"  # later "dispatched" or "dropped"; or "rejected" at once
     placement: Placement | None = None  # the one it was dispatched with
     wait_s: float | None = None
     actual_ttft_s: float | None = None
     error: ServingError | None = None
 
     def to_json(self, now: float) -> dict[str, Any]:
-        """The decision with its numbers; times in seconds, six digits."""
+        """The decision with its numbers; times are in seconds, with six digits."""
         forecast, error = self.forecast, self.error
         placement = self.placement or (forecast.placement if forecast else None)
         shown: dict[str, Any] = {
@@ -66,7 +66,7 @@ class RoutingDecision:
         if placement is not None:
             candidates = _candidates(placement, forecast.placement.others if forecast else ())
             shown["placement"] = {
-                "candidates": [candidate.explain() for candidate in candidates],  # the first one was taken
+                "candidates": [candidate.explain() for candidate in candidates],  # the first one was chosen
                 "num_prompt_tokens": placement.num_prompt_tokens,
                 "num_new_tokens": placement.num_new_tokens,
                 "expected_output_tokens": placement.expected_output_tokens,
@@ -86,16 +86,16 @@ class DecisionLog:
         return len(self._decisions)
 
     def add(self, decision: RoutingDecision) -> None:
-        """Keep a decision. It may go on changing."""
+        """Keep a decision, which may still be updated."""
         self._decisions.append(decision)
 
     def to_json(self, now: float) -> list[dict[str, Any]]:
-        """All of them, newest first."""
+        """All decisions, newest first."""
         return [decision.to_json(now) for decision in reversed(self._decisions)]
 
 
 def _candidates(placement: Placement, others: Sequence[Candidate]) -> list[Candidate]:
-    """The one taken, then what it was preferred to, cheapest first and each pair of workers once."""
+    """The chosen candidate, then the others, cheapest first and each pair of workers once."""
     rest = [*([placement.runner_up] if placement.runner_up else []), *placement.others, *others]
     known = {(placement.best.prefill.worker_id, placement.best.decode.worker_id)}
     found = [placement.best]

@@ -1,4 +1,4 @@
-"""What one request adds to the work of its workers."""
+"""The load that one request puts on its workers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["RequestLoad"]
 
 
 class RequestLoad(msgspec.Struct, frozen=True, array_like=True):
-    """The work and the memory one request needs, on a prefill and a decode worker or on one that is both."""
+    """Work and memory that one request needs, on a prefill and a decode worker, or on one worker that does both."""
 
     prefill: str  # worker id
     decode: str
-    num_new_tokens: int  # of the prompt, to compute
-    num_context_tokens: int  # cached ones before them
-    num_kv_tokens: int  # length the sequence is expected to reach
+    num_new_tokens: int  # prompt tokens to compute
+    num_context_tokens: int  # cached prompt tokens before them
+    num_kv_tokens: int  # expected final length of the sequence

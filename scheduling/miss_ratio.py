@@ -1,21 +1,21 @@
-"""How many prompt tokens a prefix cache of any size would have found: a miss-ratio curve of live traffic.
+"""A miss-ratio curve of live traffic: how many prompt tokens a prefix cache of any size would have found.
 
-An LRU cache of C blocks holds the C most recent blocks of one LRU stack, so one pass over the traffic that notes at
-which depth of the stack each block is found answers for every C at once (Mattson et al. 1970). Exactly that needs every
-block ever seen. Here blocks are sampled by their digest (SHARDS, Waldspurger et al., FAST 2015), with two changes that
-chained blocks and a fixed memory allow:
+An LRU cache of C blocks holds the C most recent blocks of one LRU stack. So one pass over the traffic, which notes the
+depth in the stack at which each block is found, answers for every C at once (Mattson et al. 1970). An exact answer
+needs every block ever seen. Here blocks are sampled by their digest (SHARDS, Waldspurger et al., FAST 2015), with two
+changes that chained blocks and a fixed memory allow:
 
-- Depth decides the rate. The top of the stack is kept whole, and each time the depth grows fourfold every second block
-  is dropped. Small caches and hot prefixes are measured exactly; where a cache is large, many blocks are there to
-  sample. The size of the whole part follows from the memory.
-- Only the end of the hit counts. A block is used whenever its descendants are, and a request uses its root last, so
-  depths never fall along a chain: the blocks found within a depth are a prefix. If `s` is the last sampled one
-  among them, at a rate of 1/k, then s + k blocks is an unbiased estimate of that prefix's length (proof: the chance
-  that block m - 1 is sampled and thus the last is 1/k; if not, the estimate is that for m - 1; so E(m) = m by
-  induction). Its error is a few blocks however long the chain is, where counting samples errs by a share of it.
+- The depth decides the sampling rate. The top of the stack is kept whole, and each time the depth grows fourfold every
+  second block is dropped. Small caches and hot prefixes are measured exactly; for a large cache there are many blocks
+  to sample. The size of the whole part follows from the memory.
+- Only the end of a hit counts. A block is used whenever its descendants are used, and a request uses its root last, so
+  depths never fall along a chain: the blocks found within a depth are a prefix. If `s` is the last sampled block of the
+  prefix, at a rate of 1/k, then s + k blocks is an unbiased estimate of the prefix's length (proof: block m - 1 is
+  sampled, and thus the last, with probability 1/k; if not, the estimate is that for m - 1; so E(m) = m by induction).
+  Its error is a few blocks for a chain of any length, where counting samples errs by a share of the length.
 
-Knows neither caches nor time. Digests of a tenant are not those of another, so tenants share one stack, as they share
-one cache, and each has its own counts.
+Knows neither caches nor time. Tenants have no digests in common, so they share one stack, as they share one cache, and
+each tenant has its own counts.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = ["OTHER_TENANTS", "MissRatioCurve"]
 OTHER_TENANTS = "(others)"
 
 _NUM_SEGMENTS = 512
-_SEGMENT_SHARE = 1 / 32  # of its depth: what a segment may cover, and so the error of a depth
-_OCTAVES_PER_LEVEL = 2  # of depth, from one halving of the rate to the next
-_FILL = 0.75  # of the slots, after a sweep
-_NUM_OCTAVES = 24  # of depth; what is deeper counts as if it were just there
+_SEGMENT_SHARE = 1 / 32  # share of its depth that a segment may cover, and so the relative error of a depth
+_OCTAVES_PER_LEVEL = 2  # octaves of depth between two halvings of the sampling rate
+_FILL = 0.75  # share of the slots in use after a sweep
+_NUM_OCTAVES = 24  # octaves of depth; deeper blocks count in the last one
 _STEPS_PER_OCTAVE = 16
 _SLOT_BYTES = 4 + 2
-_FIXED_BYTES = _NUM_SEGMENTS * (8 + 1) + _NUM_OCTAVES * _STEPS_PER_OCTAVE * 8 + 2048  # and Python's objects
+_FIXED_BYTES = _NUM_SEGMENTS * (8 + 1) + _NUM_OCTAVES * _STEPS_PER_OCTAVE * 8 + 2048  # arrays, and Python objects
 _EDGES = 2.0 ** (np.arange(_NUM_OCTAVES * _STEPS_PER_OCTAVE + 1) / _STEPS_PER_OCTAVE)
 _EDGES[0] = 0.0
 
@@ -49,7 +49,7 @@ class MissRatioCurve:
     """Estimates the token hit ratio of LRU prefix caches of every size at once."""
 
     def __init__(self, block_size: int, *, num_bytes: int = 128 * 1024, max_tenants: int = 64) -> None:
-        """Take about `num_bytes`, and 3 KB for each tenant; tenants beyond `max_tenants` share one count."""
+        """Takes about `num_bytes`, and 3 KB for each tenant; tenants beyond `max_tenants` share one count."""
         self.block_size = block_size
         self._max_tenants = max_tenants
         self._stack = _SampledStack((num_bytes - _FIXED_BYTES) // _SLOT_BYTES)
@@ -57,12 +57,12 @@ class MissRatioCurve:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all that grows or is large."""
+        """Size of everything that grows or is large."""
         return self._stack.num_bytes + sum(counts.tokens.nbytes for counts in self._tenants.values())
 
     @property
     def num_tokens(self) -> float:
-        """Prompt tokens that the curve stands for: those observed, less what has faded."""
+        """Prompt tokens that the curve represents: those observed, less what has faded."""
         return sum(counts.num_tokens for counts in self._tenants.values())
 
     def observe(
@@ -70,8 +70,8 @@ class MissRatioCurve:
     ) -> None:
         """Count one request: the digests of its prompt's blocks, root first, and the prompt's length in tokens.
 
-        A last block that is not full may be among them. The blocks of the `answer` are not asked for, but from now on
-        they can be found. Takes some 55 us, and 190 us for 512 blocks.
+        The last block may be partial. The blocks of the `answer` are not looked up, but can be found from now on. Takes
+        about 55 us, and 190 us for 512 blocks.
         """
         counts = self._counts_of(tenant)
         counts.num_tokens += num_tokens
@@ -87,7 +87,7 @@ class MissRatioCurve:
         counts.tokens += np.bincount(steps, tokens, len(counts.tokens))
 
     def curve(self, capacities: Sequence[int], *, tenant: str | None = None) -> list[float]:
-        """Token hit ratio of LRU caches of so many blocks, of all requests or of one tenant's among all."""
+        """Token hit ratio of LRU caches of these numbers of blocks, for all requests or one tenant's among all."""
         counts = [*self._tenants.values()] if tenant is None else [self._tenants.get(tenant, _Counts())]
         tokens = sum((count.tokens for count in counts), np.zeros(len(_EDGES) - 1))
         hits = np.interp(capacities, _EDGES, np.concatenate([[0.0], np.cumsum(tokens)]))
@@ -105,9 +105,9 @@ class MissRatioCurve:
         }
 
     def fade(self, share: float) -> None:
-        """Let what was counted so far weigh only `share`, so that the curve follows the traffic.
+        """Scale all counts so far by `share`, so that the curve follows the traffic.
 
-        A tenant that has faded to less than a token makes room for another.
+        A tenant whose count fades below one token is forgotten, which makes room for another.
         """
         for counts in self._tenants.values():
             counts.num_tokens *= share
@@ -132,11 +132,11 @@ class _Found(NamedTuple):
     """The sampled blocks of a chain that are in the stack, in order."""
 
     idx: NDArray[np.int64]  # in the chain
-    depth: NDArray[np.float64]  # blocks of the stack above this one's middle
-    spacing: NDArray[np.int64]  # one in so many blocks is sampled there
+    depth: NDArray[np.float64]  # number of blocks in the stack above the middle of this one
+    spacing: NDArray[np.int64]  # one of this number of blocks is sampled at that depth
 
     def up_to(self, end: int) -> _Found:
-        """Those before block `end` of the chain."""
+        """The blocks before block `end` of the chain."""
         num = int(np.searchsorted(self.idx, end))
         return _Found(self.idx[:num], self.depth[:num], self.spacing[:num])
 
@@ -144,15 +144,15 @@ class _Found(NamedTuple):
 class _SampledStack:
     """The LRU stack: sampled blocks in segments of about equal recency, the newest last.
 
-    A block is its tag, 32 bits of its digest; it is sampled at level n if n low bits of the tag are zero.
+    A block is represented by its tag, 32 bits of its digest. At level n a block is sampled if the n low bits are zero.
     """
 
     def __init__(self, num_slots: int) -> None:
         if num_slots <= 0:
             raise ValueError(f"{num_slots * _SLOT_BYTES + _FIXED_BYTES} bytes are too few; {2 * _FIXED_BYTES} would do")
         self._num_slots = num_slots
-        self._whole_depth = float(num_slots)  # to here every block is kept
-        self._tags = np.zeros(1, np.uint32)  # sorted, and never empty, which spares a case
+        self._whole_depth = float(num_slots)  # down to here every block is kept
+        self._tags = np.zeros(1, np.uint32)  # sorted; never empty, which avoids a special case
         self._segment_of = np.zeros(1, np.uint16)  # by slot
         self._num_segments = 0
         self._sizes = np.zeros(_NUM_SEGMENTS)  # in blocks, by segment
@@ -163,8 +163,8 @@ class _SampledStack:
         return sum(array.nbytes for array in (self._tags, self._segment_of, self._sizes, self._levels))
 
     def touch(self, tags: NDArray[np.uint32]) -> _Found:
-        """Find a chain's blocks and put all of the chain on top."""
-        order = np.argsort(tags)  # what is looked up in order is found in half the time
+        """Find a chain's blocks, and move the whole chain to the top."""
+        order = np.argsort(tags)  # sorted lookups take half the time
         slots = np.empty(len(tags), np.int64)
         slots[order] = np.searchsorted(self._tags, tags[order])
         is_found = self._tags.take(slots, mode="clip") == tags
@@ -183,9 +183,9 @@ class _SampledStack:
         return found
 
     def _locate(self, idx: NDArray[np.int64], segments: NDArray[np.uint16]) -> _Found:
-        """Where in the stack these blocks are: those of one segment are spread evenly over it, first ones on top.
+        """Where these blocks are in the stack. The blocks of one segment are spread evenly over it, first ones on top.
 
-        Written with the array's own methods: `np.diff` and `np.append` would take as long as all of it.
+        It uses the array's own methods: `np.diff` and `np.append` would take as long as the whole function.
         """
         sizes = self._sizes[: self._num_segments]
         above = sizes[::-1].cumsum()[::-1] - sizes
@@ -198,7 +198,7 @@ class _SampledStack:
         return _Found(idx, above[segments] + share * (rank + 0.5), 1 << self._levels[segments].astype(np.int64))
 
     def _insert(self, tags: NDArray[np.uint32], slots: NDArray[np.int64]) -> None:
-        """Give the newest segment these tags. `np.insert` would take twice as long: it looks for the room twice."""
+        """Add these tags to the newest segment. `np.insert` would take twice as long, because it searches twice."""
         order = np.argsort(tags)
         is_new = np.zeros(len(self._tags) + len(tags), bool)
         is_new[slots[order] + np.arange(len(tags))] = True
@@ -209,7 +209,7 @@ class _SampledStack:
         self._tags, self._segment_of = all_tags, segment_of
 
     def _sweep(self) -> None:
-        """Merge segments, and thin out those that have sunk, until there is room again."""
+        """Merge segments and thin out the deeper ones, until there is room again."""
         while True:
             self._merge()
             levels = self._levels[self._segment_of].astype(np.uint32)
@@ -222,7 +222,7 @@ class _SampledStack:
             self._whole_depth *= 0.9
 
     def _merge(self) -> None:
-        """Join neighbours that are small for their depth, and set each segment's level by its depth."""
+        """Merge neighbours that are small for their depth, and set each segment's level by its depth."""
         sizes, levels = self._sizes[: self._num_segments].tolist(), self._levels[: self._num_segments].tolist()
         merged: list[list[float]] = []  # size, level; newest first
         target = np.zeros(self._num_segments, np.uint16)

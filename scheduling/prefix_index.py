@@ -1,7 +1,7 @@
 """Which worker has which cached blocks, kept from the block events of all workers.
 
 Knows digests and worker ids only. Digests are chained, so a worker that holds block i of a prompt holds all blocks
-before it (workers evict the tail of a chain first): the longest prefix is found by bisection, for all workers at once.
+before it (workers evict the tail of a chain first). So bisection finds the longest prefix, for all workers at once.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tandem.protocol.messages import BlockEvents, BlockSnapshot
 __all__ = ["PrefixIndex"]
 
 SPECULATIVE_TTL_S = 2.0
-MAX_KNOWN_MASKS = 65_536  # most blocks are held by one worker or by the two of a handoff
+MAX_KNOWN_MASKS = 65_536  # few masks occur: most blocks are held by one worker or by the two of a handoff
 
 
 @dataclass(eq=False, slots=True)
 class _Holder:
-    """What the index knows of one worker. `bit` is its place in every mask; it is reused after the worker left."""
+    """One worker in the index. `bit` is its bit in every mask; it is reused after the worker left."""
 
     bit: int
     epoch: int
@@ -33,7 +33,7 @@ class _Holder:
 class PrefixIndex:
     """Digest -> bit mask of the workers that hold it.
 
-    One mask per digest instead of one set per worker: a block that many workers hold is stored once, and one lookup
+    With one mask per digest, not one set per worker, a block that many workers hold is stored once, and one lookup
     answers for all of them. The price is a pass over the whole index when a worker leaves or sends a snapshot.
     """
 
@@ -41,10 +41,10 @@ class PrefixIndex:
         self._masks: dict[bytes, int] = {}
         self._known_masks: dict[int, int] = {}
         self._holders: dict[str, _Holder] = {}
-        self._worker_ids: dict[int, str] = {}  # by the place of the worker's bit
+        self._worker_ids: dict[int, str] = {}  # by the position of the worker's bit
         self._everyone = 0  # the mask of all workers
-        # Speculative entries live in two generations; a whole one is dropped at a time, so an entry lives between
-        # half the ttl and the ttl and needs no timer of its own.
+        # Speculative entries are in two generations, and a whole generation is dropped at a time: an entry lives
+        # between half the TTL and the TTL, and needs no timer of its own.
         self._generation_s = speculative_ttl_s / 2
         self._young: dict[bytes, int] = {}
         self._old: dict[bytes, int] = {}
@@ -59,7 +59,7 @@ class PrefixIndex:
         return holder.num_blocks if holder else 0
 
     def add_worker(self, worker_id: str, epoch: int) -> None:
-        """Start to follow a worker, from event 1 of this epoch. Forgets an earlier epoch of it."""
+        """Follow a worker from event 1 of this epoch on. Forgets its earlier epoch."""
         self.remove_worker(worker_id)
         place = next(place for place in itertools.count() if place not in self._worker_ids)
         self._worker_ids[place] = worker_id
@@ -79,7 +79,7 @@ class PrefixIndex:
     def apply(self, events: BlockEvents) -> bool:
         """Apply one message of events. Returns whether the worker must be asked for a snapshot.
 
-        It must when a message is missing (and until the snapshot came) or the epoch is newer than the known one.
+        A snapshot is needed when a message is missing, until it comes, or when the epoch is newer than the known one.
         Duplicates, older epochs and unknown workers are ignored. A digest in both lists counts as stored.
         """
         holder = self._holders.get(events.holder)
@@ -100,7 +100,7 @@ class PrefixIndex:
         return False
 
     def apply_snapshot(self, snapshot: BlockSnapshot) -> None:
-        """Replace what is known of the worker, unless something newer is known already."""
+        """Replace the worker's blocks, unless newer events are known already."""
         holder = self._holders.get(snapshot.holder)
         if holder is None or snapshot.epoch < holder.epoch:
             return
@@ -114,9 +114,9 @@ class PrefixIndex:
         holder.is_synced = True
 
     def speculate(self, worker_ids: Iterable[str], digests: Sequence[bytes], now: float) -> None:
-        """Count the blocks of a prompt that was just routed as held by these workers, for a short while.
+        """Count the blocks of a prompt that was just routed as held by these workers, for a short time.
 
-        Its siblings, arriving before the first block event, then see the decision and follow it.
+        Requests with the same prefix that arrive before the first block event then follow the decision.
         """
         self._expire(now)
         bits = 0
@@ -134,12 +134,12 @@ class PrefixIndex:
         self._expire(now)
         masks, young, old = self._masks, self._young, self._old
         depths: dict[str, int] = {}
-        # Open questions: the workers of `mask` hold at least `low` and at most `high` leading blocks.
+        # Open ranges: the workers of `mask` hold at least `low` and at most `high` leading blocks.
         open_ranges = [(0, len(digests), self._everyone)] if self._everyone else []
         while open_ranges:
             low, high, mask = open_ranges.pop()
             while low < high:
-                # Most workers hold nothing of a prompt: they are told by its first block.
+                # Most workers hold nothing of a prompt: its first block rules them out.
                 middle = (low + high + 1) // 2 if low else 1
                 digest = digests[middle - 1]
                 holding = mask & (masks.get(digest, 0) | young.get(digest, 0) | old.get(digest, 0))
@@ -150,16 +150,16 @@ class PrefixIndex:
                     open_ranges.append((middle, high, holding))
                     mask ^= holding
                 high = middle - 1
-            if low and not mask & (mask - 1):  # one worker, as mostly
+            if low and not mask & (mask - 1):  # one worker, the usual case
                 depths[self._worker_ids[mask.bit_length() - 1]] = low
             elif low:
                 depths.update((self._worker_ids[place], low) for place in _places(mask))
         return depths
 
     def count_held(self, worker_id: str, digests: Sequence[bytes], at_most: int) -> int:
-        """Number of leading blocks the worker has said it holds: what is only expected of it does not count.
+        """Number of leading blocks the worker has reported to hold; speculative blocks do not count.
 
-        `at_most` is what `longest_prefix` said, and nearly always the answer.
+        `at_most` is the result of `longest_prefix`, and nearly always the answer.
         """
         holder = self._holders.get(worker_id)
         if holder is None:
@@ -195,7 +195,7 @@ class PrefixIndex:
                 masks[digest] = self._one_object(mask ^ bit)
 
     def _one_object(self, mask: int) -> int:
-        """The mask, as one object for all blocks that have it: a number of its own would be a third of an entry."""
+        """An equal mask that all blocks share: an int object of its own would take a third of an entry's memory."""
         if len(self._known_masks) >= MAX_KNOWN_MASKS:
             self._known_masks.clear()
         return self._known_masks.setdefault(mask, mask)
@@ -215,7 +215,7 @@ class PrefixIndex:
 
 
 def _clear_bits(masks: dict[bytes, int], bits: int) -> None:
-    """Take workers out of every mask, in place."""
+    """Remove workers from every mask, in place."""
     if not bits:
         return
     for digest, rest in [(digest, mask & ~bits) for digest, mask in masks.items() if mask & bits]:
@@ -226,7 +226,7 @@ def _clear_bits(masks: dict[bytes, int], bits: int) -> None:
 
 
 def _places(mask: int) -> Iterator[int]:
-    """The places of the bits that are set, lowest first. Of a large mask a text is searched sooner than a number."""
+    """Positions of the set bits, lowest first. Searching a large mask as text is faster than shifting it."""
     bits = f"{mask:b}"[::-1]
     place = bits.find("1")
     while place >= 0:

@@ -1,4 +1,4 @@
-"""A request as admission and placement know it: prompt, expected answer, and how it is to be served. No text."""
+"""A request as admission and placement know it: length, block digests, expected answer, and service class."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """What each tenant may have: weight, default TTFT SLO, largest share of the queue, workers, cache; from a TOML file.
 
-[default]                # for tenants that are not named below, each by itself
+[default]                # for each tenant that is not named below
 weight = 1.0
 [tenants.search]
 weight = 4.0             # four times the worker seconds of a tenant of weight 1, while both have requests waiting
 ttft_slo_ms = 800
 max_queue_share = 0.5    # of max_queued_prompt_tokens
-workers = ["prefill-0", "decode-*"]  # glob patterns of the ids of those it may use; without it all
-shared_cache = true      # it shares cached prefixes with all other tenants that say so
+workers = ["prefill-0", "decode-*"]  # glob patterns of the worker ids it may use; default: all workers
+shared_cache = true      # it shares cached prefixes with all other tenants that set this
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from tandem.protocol.toml_file import checked_as, read_toml
 
 __all__ = ["DEFAULT_TENANT", "OTHER_TENANTS", "TENANT_NAME", "CacheScopes", "TenantPolicy", "Tenants", "load_tenants"]
 
-DEFAULT_TENANT = "default"  # of requests that name none
-OTHER_TENANTS = "other"  # stands in metrics for all tenants the file does not name: their number has no bound
+DEFAULT_TENANT = "default"  # the tenant of requests that name none
+OTHER_TENANTS = "other"  # the label in metrics of all tenants that the file does not name: their number is unbounded
 TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SHARED_CACHE = ""  # stands for all tenants that share their caches; no tenant has this name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantPolicy:
-    """What one tenant may have."""
+    """The limits of one tenant."""
 
     weight: float = 1.0
-    ttft_slo_s: float | None = None  # of requests that set none
-    max_queue_share: float = 1.0  # of max_queued_prompt_tokens, for what of it waits in the router
-    workers: tuple[str, ...] = ()  # glob patterns of the ids of those it may use; () = all
-    shared_cache: bool = False  # whether it shares cached prefixes with the other tenants that do
+    ttft_slo_s: float | None = None  # for requests that set none
+    max_queue_share: float = 1.0  # share of max_queued_prompt_tokens that its requests may have in the router's queue
+    workers: tuple[str, ...] = ()  # glob patterns of the worker ids it may use; () = all workers
+    shared_cache: bool = False  # whether it shares cached prefixes with the other tenants that set this
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Tenants:
     named: Mapping[str, TenantPolicy] = field(default_factory=dict)
 
     def policy(self, tenant: str) -> TenantPolicy:
-        """What this tenant may have."""
+        """The policy of this tenant."""
         return self.named.get(tenant, self.default)
 
     def label(self, tenant: str) -> str:
@@ -60,13 +60,13 @@ class Tenants:
 
 @dataclass(frozen=True, slots=True)
 class CacheScopes:
-    """Tells whose cached blocks a request may use."""
+    """Decides whose cached blocks a request may use."""
 
     tenants: Tenants
-    has_keys: bool  # API keys tell tenants apart; without keys clients are believed, so all of them are as one
+    has_keys: bool  # API keys tell tenants apart; without keys all clients share one scope
 
     def of(self, tenant: str, cache_salt: str) -> CacheScope:
-        """The scope of a tenant's requests with this salt; "" = with none."""
+        """The scope of a tenant's requests with this salt; "" = no salt."""
         if not self.has_keys:
             return cache_scope(cache_salt)
         return cache_scope(cache_salt, _SHARED_CACHE if self.tenants.policy(tenant).shared_cache else tenant)
