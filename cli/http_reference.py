@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.errors import ConfigError, ServingError
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.engines.app import create_engines_app
-from tandem.router.engines.fleet import EngineFleet
+from tandem.router.engines.connections import EngineConnections
 from tandem.router.http.app import RouterApp
 from tandem.router.http.refusals import Refusal
 from tandem.router.http.request_options import EXPLAIN_HEADER, SLO_HEADER, TENANT_HEADER
@@ -37,10 +36,6 @@ from tandem.router.openai.schema import (
     TokenizeRequest,
     UnpinFields,
 )
-from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry
-from tandem.scheduling.tenants import Tenants
 
 __all__ = ["http_api_page"]
 
@@ -144,7 +139,7 @@ def http_api_page() -> str:
 
 
 def _routes() -> Iterator[str]:
-    apps = {"`serve`": _serve_app(), "`route`": asyncio.run(_route_app())}
+    apps = {"`serve`": _serve_app(), "`route`": _route_app()}
     commands: dict[tuple[str, str], list[str]] = {}
     summaries: dict[tuple[str, str], str] = {}
     for command, app in apps.items():
@@ -172,17 +167,19 @@ def _serve_app() -> RouterApp:
     return create_app(cast(Any, backend), cast(Any, tokenizer), RouterConfig(), CollectorRegistry(), api_keys={})
 
 
-async def _route_app() -> RouterApp:
-    """The app of `tandem route`, without engines. A fleet can only be made in an event loop."""
-    fleet = EngineFleet(
-        registry=Registry(),
-        index=PrefixIndex(),
-        costs=CostModel(),
+def _route_app() -> RouterApp:
+    """The app of `tandem route`, without dispatcher and engines."""
+    dispatcher = SimpleNamespace(decisions=None, pools=None, max_model_len=None)
+    return create_engines_app(
+        cast(Any, dispatcher),
+        EngineConnections(connect_timeout_s=1.0),
+        {},
+        CollectorRegistry(),
         config=RouterConfig(),
-        engines=ExternalEnginesConfig(),
-        tenants=Tenants(),
+        engines_config=ExternalEnginesConfig(),
+        scrape=cast(Any, None),
+        api_keys={},
     )
-    return create_engines_app(fleet, [], {}, CollectorRegistry(), api_keys={})
 
 
 # -- request bodies

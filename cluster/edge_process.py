@@ -6,46 +6,66 @@ It obeys its parent as `cluster/processes.py` says, and ends with it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import shutil
 import socket
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import msgspec
 import uvloop
 
 from tandem.cluster.processes import ParentPipe
-from tandem.protocol.config import RouterConfig
+from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.errors import ServingError
 from tandem.router.http.listening import listening
 from tandem.runtime.no_torch import keep_torch_out
 from tandem.scheduling.tenants import Tenants
 
-__all__ = ["EdgeSettings", "main"]
+__all__ = ["EdgeSettings", "EngineEdge", "TextEdge", "main"]
 
 METRICS_FOLDER_ENV = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's
 
 
+class TextEdge(msgspec.Struct, frozen=True, tag=True):
+    """An edge of `tandem serve`: turns text into tokens for the hub's backend, and tokens into text."""
+
+    model: str  # folder of the tokenizer
+
+
+class EngineEdge(msgspec.Struct, frozen=True, tag=True):
+    """An edge of `tandem route`: relays requests to engines that the hub chooses."""
+
+    tokenizers: dict[str, str]  # folder or hub id, by model
+    engines: ExternalEnginesConfig
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeSettings:
-    """What one edge process needs to know."""
+    """What one edge process needs to know.
+
+    Keys and tenants are read once, so that a process which replaces another has the same when the files have changed.
+    """
 
     edge_id: str
     hub_endpoint: str
-    model: str  # folder of the tokenizer
+    edge: TextEdge | EngineEdge
     port: int
     router: RouterConfig
     metrics_folder: str  # where the counters of all processes are
     started_at_s: int  # Unix time
     api_keys: dict[bytes, str] = field(default_factory=dict, repr=False)  # tenants by digest
     tenants: Tenants = field(default_factory=Tenants)
+    admin_token: str = field(default="", repr=False)
 
 
 def main() -> None:
     """Serve until drained, terminated, or left alone."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    pipe = ParentPipe()
+    pipe, parent = ParentPipe(), os.getppid()
     if not pipe.setup:
         return  # the parent ended before it said anything
     settings = msgspec.json.decode(pipe.setup, type=EdgeSettings)
@@ -60,40 +80,99 @@ def main() -> None:
     except (OSError, ServingError, ValueError) as exc:
         pipe.say(f"error: {exc}")
         sys.exit(1)
+    if os.getppid() != parent:  # it was killed and cannot remove the folder itself
+        shutil.rmtree(settings.metrics_folder, ignore_errors=True)
 
 
 async def _serve(settings: EdgeSettings, pipe: ParentPipe, listener: socket.socket) -> None:
-    from prometheus_client import CollectorRegistry, generate_latest
-    from prometheus_client.multiprocess import MultiProcessCollector
-
     from tandem.router.http.server import serve_until
+
+    async with pipe.obeying() as (stop, stop_now):
+        if isinstance(settings.edge, TextEdge):
+            making, drain_timeout_s = _text_app(settings, settings.edge.model), None  # the hub ends what takes too long
+        else:
+            making, drain_timeout_s = _engines_app(settings, settings.edge), settings.router.drain_timeout_s
+        async with making as app:
+            await serve_until(
+                stop,
+                stop_now,
+                app,
+                settings.router,
+                listener,
+                lambda: pipe.say("ready"),
+                drain_timeout_s=drain_timeout_s,
+            )
+
+
+@contextlib.asynccontextmanager
+async def _text_app(settings: EdgeSettings, model: str) -> AsyncIterator[object]:
+    from prometheus_client import CollectorRegistry
+
     from tandem.router.openai.app import create_app
     from tandem.router.processes.remote_backend import RemoteBackend
     from tandem.router.text.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer(settings.model)
-    totals = CollectorRegistry()
-    MultiProcessCollector(totals, path=settings.metrics_folder)
+    tokenizer = Tokenizer(model)
     backend = RemoteBackend(settings.hub_endpoint, settings.edge_id, timeout_s=settings.router.worker_timeout_s)
+    await backend.start()
 
     async def scrape() -> bytes:
-        return bytes(generate_latest(totals)) + await backend.scrape()
+        return _counters(settings) + await backend.scrape()
 
-    async with pipe.obeying() as (stop, stop_now):
-        await backend.start()
-        app = create_app(
-            backend,
-            tokenizer,
-            settings.router,
-            CollectorRegistry(),
-            readiness=backend,
-            scrape=scrape,
-            started_at_s=settings.started_at_s,
-            api_keys=settings.api_keys,
-            tenants=settings.tenants,
-        )
-        await serve_until(stop, stop_now, app, settings.router, listener, lambda: pipe.say("ready"))
-        await backend.close()
+    yield create_app(
+        backend,
+        tokenizer,
+        settings.router,
+        CollectorRegistry(),
+        readiness=backend,
+        scrape=scrape,
+        started_at_s=settings.started_at_s,
+        api_keys=settings.api_keys,
+        tenants=settings.tenants,
+    )
+    await backend.close()
+
+
+@contextlib.asynccontextmanager
+async def _engines_app(settings: EdgeSettings, edge: EngineEdge) -> AsyncIterator[object]:
+    from prometheus_client import CollectorRegistry
+
+    from tandem.router.engines.app import create_engines_app
+    from tandem.router.engines.connections import EngineConnections
+    from tandem.router.engines.prompts import load_readers
+    from tandem.router.processes.remote_dispatcher import RemoteDispatcher
+
+    connections = EngineConnections(edge.engines.connect_timeout_s)
+    dispatcher = RemoteDispatcher(
+        settings.hub_endpoint, settings.edge_id, connections, timeout_s=settings.router.worker_timeout_s
+    )
+
+    async def scrape() -> bytes:
+        return _counters(settings) + await dispatcher.scrape()
+
+    yield create_engines_app(
+        dispatcher,
+        connections,
+        load_readers(edge.tokenizers),
+        CollectorRegistry(),
+        config=settings.router,
+        engines_config=edge.engines,
+        scrape=scrape,
+        started_at_s=settings.started_at_s,
+        api_keys=settings.api_keys,
+        tenants=settings.tenants,
+        admin_token=settings.admin_token,
+    )
+
+
+def _counters(settings: EdgeSettings) -> bytes:
+    """What all edge processes have counted, those that have ended too."""
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    totals = CollectorRegistry()
+    MultiProcessCollector(totals, path=settings.metrics_folder)
+    return bytes(generate_latest(totals))
 
 
 if __name__ == "__main__":

@@ -11,19 +11,16 @@ import contextlib
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from tandem.cluster.edge_process import EdgeSettings
+from tandem.cluster.edge_process import EdgeSettings, EngineEdge, TextEdge
 from tandem.cluster.processes import ProcessGroup
 from tandem.protocol.config import RouterConfig
-from tandem.router.backend import Backend
-from tandem.router.openai.readiness import Ready
-from tandem.router.processes.backend_service import BackendService
-from tandem.router.processes.hub import EdgeHub
+from tandem.router.processes.hub import EdgeHub, HubService
 from tandem.scheduling.tenants import Tenants
 
 __all__ = ["EdgeProcesses", "edge_processes"]
@@ -33,33 +30,34 @@ CLOSING_S = 5.0  # beyond drain_timeout_s, for what a process does after its las
 
 @contextlib.asynccontextmanager
 async def edge_processes(
-    backend: Backend,
-    readiness: Ready,
-    scrape: Callable[[], bytes],
+    service: HubService,
+    edge: TextEdge | EngineEdge,
     *,
-    model: str,
     config: RouterConfig,
     listener: socket.socket,
     api_keys: dict[bytes, str],
     tenants: Tenants = Tenants(),
+    admin_token: str = "",
 ) -> AsyncIterator[EdgeProcesses]:
-    """`config.router_processes` of them for as long as the block runs; each serves once it has joined."""
-    # A folder with a short name: there is a socket in it, whose path must not be long.
+    """`config.router_processes` of them for as long as the block runs; each serves once it has joined the hub."""
+    # A folder with a short name, because there is a socket in it, whose path must not be long. Only this user may
+    # enter it: whoever can write to the socket can generate, and add engines.
     with tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as folder:
         endpoint = f"ipc://{folder}/hub"
-        hub = EdgeHub(BackendService(backend, readiness, scrape), endpoint)
+        hub = EdgeHub(service, endpoint)
         # Set after the parent's bind, which was refused had anyone been there.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         settings = EdgeSettings(
             edge_id="",
             hub_endpoint=endpoint,
-            model=model,
+            edge=edge,
             port=listener.getsockname()[1],
             router=config,
             metrics_folder=folder,
             started_at_s=int(time.time()),
             api_keys=api_keys,
             tenants=tenants,
+            admin_token=admin_token,
         )
         hub.start()
         processes = EdgeProcesses(hub, settings)
@@ -74,8 +72,8 @@ class EdgeProcesses:
     """`router_processes` edge processes, from its making on. One that ends or hangs is replaced until they drain."""
 
     def __init__(self, hub: EdgeHub, settings: EdgeSettings) -> None:
-        self.is_serving = False  # whether all of them have begun to
-        self._hub = hub
+        self.has_started = asyncio.Event()  # all of them serve
+        self.hub = hub
         self._settings = settings
         self._edge_ids: dict[int, str] = {}  # by number, of the process that runs
         self._num_started = 0
@@ -92,8 +90,13 @@ class EdgeProcesses:
 
     @property
     def num_running(self) -> int:
-        """Sequences that are being generated for clients."""
-        return self._hub.num_running
+        """Requests that the hub serves for clients."""
+        return self.hub.num_running
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether all of them have begun to."""
+        return self.has_started.is_set()
 
     def drain(self) -> None:
         """Accept nothing more, let answers end, and end."""
@@ -106,16 +109,16 @@ class EdgeProcesses:
         await asyncio.gather(self.serving, return_exceptions=True)
 
     def _ready(self) -> None:
-        self.is_serving = True
+        self.has_started.set()
 
     def _setup(self, number: int) -> bytes:
         self._num_started += 1
         edge_id = self._edge_ids[number] = f"edge-{number}-{self._num_started}"
-        self._hub.expect(edge_id)
+        self.hub.expect(edge_id)
         return msgspec.json.encode(replace(self._settings, edge_id=edge_id))
 
     def _ended(self, number: int, pid: int) -> None:
         """What it asked for is cancelled. What it counted stays in the sums, what it had running goes."""
-        self._hub.drop(self._edge_ids.pop(number))
+        self.hub.drop(self._edge_ids.pop(number))
         for path in Path(self._settings.metrics_folder).glob(f"gauge_live*_{pid}.db"):
             path.unlink(missing_ok=True)

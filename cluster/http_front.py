@@ -10,12 +10,14 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 
+from tandem.cluster.edge_process import TextEdge
 from tandem.cluster.edge_processes import edge_processes
 from tandem.protocol.config import ClusterConfig
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.http.server import http_server
 from tandem.router.openai.app import create_app
 from tandem.router.openai.readiness import Readiness, Ready
+from tandem.router.processes.backend_service import BackendService
 from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.workers.flow import RequestFlow
 from tandem.router.workers.metrics import CacheSizingCollector, WorkerCollector
@@ -68,10 +70,8 @@ async def serve_http(
     async with (
         Readiness(flow, tokenizer.start_id or 0) as readiness,
         edge_processes(
-            flow,
-            readiness,
-            lambda: generate_latest(metrics),
-            model=config.engine.model,
+            BackendService(flow, readiness, lambda: generate_latest(metrics)),
+            TextEdge(config.engine.model),
             config=config.router,
             listener=listener,
             api_keys=api_keys,

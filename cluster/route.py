@@ -1,63 +1,46 @@
-"""`tandem route` from a config to a clean exit: the router in front of engines, in one process or several on one port.
-
-python -m cluster.front     one of several; its parent is a `ProcessGroup`, which tells it all it needs
-"""
+"""`tandem route` from a config to a clean exit: the router in front of engines, in one process or several."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import os
-import shutil
 import signal
 import socket
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import msgspec
 import uvloop
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from rich.console import Console
 
-from tandem.cluster.processes import ParentPipe, ProcessGroup
+from tandem.cluster.edge_process import EngineEdge
+from tandem.cluster.edge_processes import edge_processes
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
-from tandem.protocol.errors import ConfigError
 from tandem.router.engines.app import create_engines_app
 from tandem.router.engines.config import FleetFile
+from tandem.router.engines.connections import EngineConnections
 from tandem.router.engines.fleet import EngineFleet
-from tandem.router.engines.prompts import PromptReader, TokenReader
+from tandem.router.engines.local_dispatcher import LocalDispatcher
+from tandem.router.engines.prompts import load_readers
 from tandem.router.http.app import RouterApp
 from tandem.router.http.listening import listening
 from tandem.router.http.server import serve_until
-from tandem.router.processes.sibling_bus import PeerRouterBus
-from tandem.router.processes.siblings import PeerRouters
-from tandem.router.text.tokenizer import Tokenizer
-from tandem.runtime.no_torch import keep_torch_out
-from tandem.runtime.signals import stop_events
+from tandem.router.processes.dispatch_service import DispatchService, EngineNews
+from tandem.runtime.gc_tuning import freeze_startup_heap
+from tandem.runtime.signals import stop_events, wait_for_any
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Registry
 from tandem.scheduling.tenants import Tenants
 
-__all__ = ["RouterSetup", "serve_engines", "token_readers"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["RouterSetup", "serve_engines"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSetup:
-    """All that one process of the router is told.
-
-    Keys and tenants are read once, so those that take another's place have the same when the files have changed.
-    """
+    """All that the router is told."""
 
     fleet_file: FleetFile
     router: RouterConfig
@@ -65,22 +48,14 @@ class RouterSetup:
     admin_token: str = field(default="", repr=False)
     api_keys: dict[bytes, str] = field(default_factory=dict, repr=False)  # tenants by digest
     tenants: Tenants = field(default_factory=Tenants)
-    number: int = 0  # among its siblings
-    epoch: int = 0  # larger in each life of this number
-    bus: tuple[str, ...] = ()  # ZMQ endpoints of all siblings by number; none of a process that is alone
 
 
 def serve_engines(setup: RouterSetup) -> int:
     """Serve until SIGINT or SIGTERM; the exit code. Raises `ConfigError` for what the user can mend."""
-    router = setup.router
-    if setup.router.router_processes == 1:
-        with listening(router.host, router.port) as listener:
-            return _run(_serve_alone(setup, listener))
-    with listening(router.host, router.port) as listener:
-        port = listener.getsockname()[1]  # asked for without sharing first: another router there would share silently
-    # Held, but not listened on: only the children get connections, and the port is ours while one is replaced.
-    with listening(router.host, port, is_shared=True) as listener, _bus_folder() as folder:
-        return asyncio.run(_serve_together(replace(setup, router=replace(router, port=port)), listener, folder))
+    serve = _serve_alone if setup.router.router_processes == 1 else _serve_with_edges
+    with listening(setup.router.host, setup.router.port) as listener:
+        _run(serve(setup, listener))
+    return 0
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
@@ -89,105 +64,92 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
         return result
 
 
-def token_readers(tokenizers: dict[str, str]) -> dict[str, PromptReader]:
-    """A reader for each model whose tokenizer is given. Raises `ConfigError` for one that cannot be loaded."""
-    readers: dict[str, PromptReader] = {}
-    for model, folder in tokenizers.items():
-        try:
-            readers[model] = TokenReader(Tokenizer(folder))
-        except (OSError, ValueError) as exc:
-            reason = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
-            raise ConfigError(f"tokenizers: {model!r} = {folder!r} cannot be loaded: {reason}") from exc
-    return readers
-
-
-async def _serve_alone(setup: RouterSetup, listener: socket.socket) -> int:
+async def _serve_alone(setup: RouterSetup, listener: socket.socket) -> None:
+    """Decide and relay in this process."""
     stop, stop_now = stop_events(signal.SIGINT, signal.SIGTERM)
-    await _serve_until(stop, stop_now, setup, listener, lambda: _welcome(setup, listener))
-    return 0
-
-
-async def _serve_together(setup: RouterSetup, listener: socket.socket, folder: Path) -> int:
-    """The parent: it serves nothing itself."""
-    count = setup.router.router_processes
-    endpoints = tuple(f"ipc://{folder}/{number}" for number in range(count))
-
-    def make_setup(number: int) -> bytes:
-        return msgspec.json.encode(replace(setup, number=number, epoch=time.time_ns(), bus=endpoints))
-
-    stop, stop_now = stop_events(signal.SIGINT, signal.SIGTERM)
-    # A child has drain_timeout_s for its answers, and some time to close what it has.
-    group = ProcessGroup(
-        "tandem.cluster.route",
-        make_setup,
-        count,
-        stop_timeout_s=setup.router.drain_timeout_s + 5.0,
-        silence_timeout_s=setup.router.worker_timeout_s,
+    router = setup.router
+    await serve_until(
+        stop,
+        stop_now,
+        _app(setup),
+        router,
+        listener,
+        lambda: _welcome(setup, listener),
+        drain_timeout_s=router.drain_timeout_s,
     )
-    await group.run(stop, stop_now, lambda: _welcome(setup, listener))
-    return 0
 
 
-def _serve_as_child() -> int:
-    """One of several processes: obeys its parent, and ends with it. The exit code."""
-    pipe, parent = ParentPipe(), os.getppid()
-    if not pipe.setup:
-        return 0  # the parent ended before it said anything
-    keep_torch_out()
-    setup = msgspec.json.decode(pipe.setup, type=RouterSetup)
-    try:
-        with listening(setup.router.host, setup.router.port, is_shared=True) as listener:
-            _run(_serve_for_parent(setup, listener, pipe))
-    except ConfigError as exc:
-        pipe.say(f"error: {exc.message}")
-        return 1
-    if os.getppid() != parent:  # it can do so no more
-        shutil.rmtree(Path(setup.bus[0].removeprefix("ipc://")).parent, ignore_errors=True)
-    return 0
-
-
-async def _serve_for_parent(setup: RouterSetup, listener: socket.socket, pipe: ParentPipe) -> None:
-    async with pipe.obeying() as (stop, stop_now):
-        await _serve_until(stop, stop_now, setup, listener, lambda: pipe.say("ready"))
-
-
-async def _serve_until(
-    stop: asyncio.Event,
-    stop_now: asyncio.Event,
-    setup: RouterSetup,
-    listener: socket.socket,
-    on_serving: Callable[[], None],
-) -> None:
-    """Serve in this process."""
-    app, router = _app(setup), setup.router
-    await serve_until(stop, stop_now, app, router, listener, on_serving, drain_timeout_s=router.drain_timeout_s)
+async def _serve_with_edges(setup: RouterSetup, listener: socket.socket) -> None:
+    """Decide in this process, for edge processes that relay. Listens to nothing itself, but keeps the port."""
+    stop, stop_now = stop_events(signal.SIGINT, signal.SIGTERM)
+    dispatcher, metrics = _dispatcher(setup), CollectorRegistry()
+    dispatcher.register_metrics(metrics)
+    service = DispatchService(dispatcher, lambda: generate_latest(metrics))
+    _show_num_processes(metrics, lambda: service.num_edges)
+    edge = EngineEdge(setup.fleet_file.tokenizers, setup.engines)
+    async with (
+        dispatcher.running(),
+        edge_processes(
+            service,
+            edge,
+            config=setup.router,
+            listener=listener,
+            api_keys=setup.api_keys,
+            tenants=setup.tenants,
+            admin_token=setup.admin_token,
+        ) as processes,
+    ):
+        EngineNews(processes.hub, service, dispatcher)
+        await wait_for_any(processes.serving, processes.has_started, stop)
+        if processes.is_serving:
+            freeze_startup_heap()
+            _welcome(setup, listener)
+        await wait_for_any(processes.serving, stop)
+        processes.drain()
+        await wait_for_any(processes.serving, stop_now)
+        await processes.close()
+        processes.serving.result()
 
 
 def _app(setup: RouterSetup) -> RouterApp:
-    """The app of one process, with a fleet of its own. To be made in the event loop it serves in."""
-    readers = token_readers(setup.fleet_file.tokenizers)
-    registry = Registry()
-    siblings = PeerRouters(registry, name=str(setup.number), epoch=setup.epoch)
+    """The app of a process that is alone. To be made in the event loop it serves in."""
+    dispatcher, metrics = _dispatcher(setup), CollectorRegistry()
+    connections = EngineConnections(setup.engines.connect_timeout_s)
+    dispatcher.fleet.listen(connections)
+    dispatcher.register_metrics(metrics)
+    _show_num_processes(metrics, lambda: 1)
+
+    async def scrape() -> bytes:
+        return bytes(generate_latest(metrics))
+
+    return create_engines_app(
+        dispatcher,
+        connections,
+        load_readers(setup.fleet_file.tokenizers),
+        metrics,
+        config=setup.router,
+        engines_config=setup.engines,
+        scrape=scrape,
+        api_keys=setup.api_keys,
+        tenants=setup.tenants,
+        admin_token=setup.admin_token,
+    )
+
+
+def _dispatcher(setup: RouterSetup) -> LocalDispatcher:
     fleet = EngineFleet(
-        registry=registry,
+        registry=Registry(),
         index=PrefixIndex(),
         costs=CostModel(),
         config=setup.router,
         engines=setup.engines,
         tenants=setup.tenants,
-        siblings=siblings,
     )
-    bus = PeerRouterBus(siblings, setup.bus[setup.number], setup.bus) if setup.bus else None
-    specs = setup.fleet_file.engines
-    return create_engines_app(
-        fleet,
-        specs,
-        readers,
-        CollectorRegistry(),
-        admin_token=setup.admin_token,
-        bus=bus,
-        api_keys=setup.api_keys,
-    )
+    return LocalDispatcher(fleet, setup.fleet_file.engines, setup.fleet_file.tokenizers)
+
+
+def _show_num_processes(metrics: CollectorRegistry, count: Callable[[], float]) -> None:
+    Gauge("tandem_router_processes", "Processes of this router", registry=metrics).set_function(count)
 
 
 def _welcome(setup: RouterSetup, listener: socket.socket) -> None:
@@ -197,14 +159,3 @@ def _welcome(setup: RouterSetup, listener: socket.socket) -> None:
     by = f" by {count} processes" if count > 1 else ""
     line = f"Routing to {len(setup.fleet_file.engines)} engine(s) on {where}{by}  (Ctrl-C stops it)"
     Console(stderr=True, highlight=False).print(line)
-
-
-@contextlib.contextmanager
-def _bus_folder() -> Iterator[Path]:
-    """A folder for the siblings' sockets that only this user may enter."""
-    with tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
-
-
-if __name__ == "__main__":
-    sys.exit(_serve_as_child())

@@ -29,6 +29,7 @@ __all__ = [
     "chain_digests",
     "extend_digests",
     "namespace_digest",
+    "packed_digests",
     "root_digest",
     "token_bytes",
 ]
@@ -132,6 +133,10 @@ def extend_digests(digests: list[bytes], root: bytes, token_ids: Sequence[int], 
 
 def block_digests(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
     """Digests of all full blocks of `token_ids`, first block first; a partial tail has none."""
+    return packed_digests(root, token_bytes(token_ids), block_size)
+
+
+def packed_digests(root: bytes, data: bytes, block_size: int) -> list[bytes]:
+    """`block_digests` of token ids that `token_bytes` packed."""
     block_bytes = block_size * TOKEN_BYTES
-    data = token_bytes(token_ids)
     return chain_digests(root, data[: len(data) // block_bytes * block_bytes], block_bytes)

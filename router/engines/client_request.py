@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.protocol.digest import CacheScope
-from tandem.router.engines.engine import RemoteEngine
+from tandem.router.engines.config import EngineSpec
+from tandem.router.engines.dispatcher import RoutingRequest
 from tandem.router.engines.errors import EngineFailed
-from tandem.router.http.request_options import RequestOptions
 
 __all__ = ["ClientRequest", "decode_body", "prefill_body"]
 
@@ -31,19 +30,10 @@ _KEEP_KV: dict[str, Any] = {
 class ClientRequest:
     """A client's request. Engines get its body unchanged, except for `cache_salt` and `stream_options`."""
 
-    request_id: str
     path: str
     body: dict[str, Any]
-    model: str
-    token_ids: list[int]
-    cache_scope: CacheScope  # whose cached blocks it may use
+    routing: RoutingRequest
     arrived_s: float  # time.perf_counter()
-    options: RequestOptions
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether the client asked for a stream."""
-        return bool(self.body.get("stream"))
 
     @property
     def wants_usage(self) -> bool:
@@ -51,23 +41,18 @@ class ClientRequest:
         options = self.body.get("stream_options")
         return isinstance(options, dict) and bool(options.get("include_usage"))
 
-    @property
-    def explains(self) -> bool:
-        """Whether the response says why this engine was chosen."""
-        return self.options.explains
-
-    def body_for(self, engine: RemoteEngine) -> dict[str, Any]:
+    def body_for(self, engine: EngineSpec) -> dict[str, Any]:
         """The body for an engine. It always asks for usage, which says how many tokens were cached.
 
         The salt is our name of the scope, never the client's own: an engine shares blocks among requests of one salt.
         """
         body = self.body
-        if self.cache_scope:
-            body = body | {"cache_salt": self.cache_scope}
-            if not engine.spec.cache_salt:
+        if scope := self.routing.cache_scope:
+            body = body | {"cache_salt": scope}
+            if not engine.cache_salt:
                 del body["cache_salt"]
         options = body.get("stream_options") or {}
-        if not self.is_stream or engine.spec.kind not in _KINDS_WITH_STREAM_USAGE or not isinstance(options, dict):
+        if not self.routing.is_stream or engine.kind not in _KINDS_WITH_STREAM_USAGE or not isinstance(options, dict):
             return body
         return body | {"stream_options": options | {"include_usage": True}}
 

@@ -1,4 +1,4 @@
-"""One engine at run time: its state, circuit breaker and connections, and what the router knows of its cache and load.
+"""One engine as the deciding side knows it: its state, circuit breaker, cache and load.
 
 Used from one event loop only. `EngineFleet` adds and removes it, `EngineProber` finds out whether it is there, and
 running requests count themselves in and out.
@@ -23,7 +23,6 @@ from tandem.router.engines.engine_status import CacheSize
 from tandem.router.engines.foreign_load import ForeignLoad, MeanLengths
 from tandem.router.engines.probe_client import ProbeClient
 from tandem.router.engines.step_timing import StepTiming
-from tandem.router.engines.upstream import Upstream
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Registry
 
@@ -84,9 +83,7 @@ class RemoteEngine:
         self.cache = CacheView(spec.name, index, context, self._set_reason)
         self._registry = registry
         self._epoch = 0
-        headers = spec.request_headers()
-        self.upstream = Upstream(spec.url, headers, connect_timeout_s=config.connect_timeout_s, resolve=resolve)
-        self.probe_client = ProbeClient(spec.url, headers, resolve)
+        self.probe_client = ProbeClient(spec.url, spec.request_headers(), resolve)
 
     @property
     def name(self) -> str:
@@ -162,7 +159,6 @@ class RemoteEngine:
     async def close(self) -> None:
         """Close its connections and sockets."""
         await self.cache.close()
-        await self.upstream.close()
         await self.probe_client.aclose()
 
     def to_json(self, now: float) -> dict[str, Any]:

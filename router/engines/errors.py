@@ -5,6 +5,8 @@ WorkerError
  |- AnswerRefused   its answer cannot be passed on; another engine's would be the same
 Overloaded
  |- EngineBusy      it refused for now, and said for how long
+RequestError
+ |- EngineNotFound  no engine of this name is registered
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tandem.protocol.errors import Overloaded, WorkerError
+from tandem.protocol.errors import Overloaded, RequestError, WorkerError
 from tandem.router.engines.upstream import AnswerTooLarge, Unreachable
 
-__all__ = ["AnswerRefused", "EngineBusy", "EngineFailed", "engine_errors"]
+__all__ = ["AnswerRefused", "EngineBusy", "EngineFailed", "EngineNotFound", "engine_errors"]
 
 
 class EngineFailed(WorkerError):
@@ -46,6 +48,13 @@ class EngineBusy(Overloaded):
     def __init__(self, message: str, *, retry_after_s: float, engine: str = "") -> None:
         super().__init__(message, retry_after_s=retry_after_s)
         self.engine = engine
+
+
+class EngineNotFound(RequestError):
+    """No engine of this name is registered."""
+
+    status = 404
+    code = "engine_not_found"
 
 
 @contextmanager

@@ -16,21 +16,20 @@ import msgspec
 from zmq.asyncio import Context
 
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
-from tandem.protocol.digest import CacheScope, block_digests, root_digest
-from tandem.protocol.errors import ConfigError, ModelNotFound, NoWorker
+from tandem.protocol.digest import CacheScope, packed_digests, root_digest
+from tandem.protocol.errors import ModelNotFound, NoWorker
 from tandem.protocol.messages import Role, WorkerCard, WorkerState
 from tandem.router.engines.addresses import public_addresses
 from tandem.router.engines.cache_view import digest_root
 from tandem.router.engines.config import EngineSpec, check_fleet
+from tandem.router.engines.dispatcher import EngineListener
 from tandem.router.engines.engine import RemoteEngine
 from tandem.router.engines.errors import EngineBusy
 from tandem.router.engines.foreign_load import MeanLengths
 from tandem.router.engines.prober import EngineProber
-from tandem.router.processes.sibling_messages import EngineEntry
-from tandem.router.processes.siblings import PeerRouters, SharedBooking
 from tandem.runtime.background import BackgroundTasks
+from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.placement import Placement
 from tandem.scheduling.placer import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
@@ -47,8 +46,9 @@ logger = logging.getLogger(__name__)
 class EngineDigests:
     """Digests of a prompt's blocks for each model and block size, computed when they are first asked for."""
 
-    def __init__(self, token_ids: Sequence[int], scope: CacheScope) -> None:
-        self._token_ids = token_ids
+    def __init__(self, prompt: bytes, scope: CacheScope) -> None:
+        """`prompt` are token ids, as `token_bytes` packs them."""
+        self._prompt = prompt
         self._scope = scope
         self._digests: dict[tuple[str, int], list[bytes]] = {}
 
@@ -58,7 +58,7 @@ class EngineDigests:
         found = self._digests.get(key)
         if found is None:
             root = root_digest(digest_root(*key), cache_salt=self._scope)
-            found = self._digests[key] = block_digests(root, self._token_ids, card.block_size)
+            found = self._digests[key] = packed_digests(root, self._prompt, card.block_size)
         return found
 
 
@@ -93,7 +93,6 @@ class EngineFleet:
         config: RouterConfig,
         engines: ExternalEnginesConfig,
         tenants: Tenants = Tenants(),
-        siblings: PeerRouters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = registry
@@ -102,15 +101,13 @@ class EngineFleet:
         self.config = config
         self.engines_config = engines
         self.tenants = tenants
-        self.siblings = siblings or PeerRouters(registry)  # of which there are none
-        self.siblings.listen(self)
         self.clock = clock
         self.trusted_urls: frozenset[str] = frozenset()  # that the operator named; others may not be on this machine
         self.lengths = MeanLengths()
         self._placer = Placer(registry, index, costs, config)
         self._engines: dict[str, RemoteEngine] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
-        self._followers: dict[str, asyncio.Task[None]] = {}  # by name, of engines that siblings changed
+        self._listeners: list[EngineListener] = []
         self._background = BackgroundTasks()
         self._context = Context()
 
@@ -131,6 +128,16 @@ class EngineFleet:
             engine.state is WorkerState.READY and engine.spec.role is not Role.PREFILL for engine in self.engines
         )
 
+    def listen(self, listener: EngineListener) -> None:
+        """Tell `listener` of all engines, now and from now on."""
+        self._listeners.append(listener)
+        for engine in self.engines:
+            listener.engine_added(engine.configured, is_trusted=self.trusts(engine.configured))
+
+    def trusts(self, spec: EngineSpec) -> bool:
+        """Whether the engine may be at an address of this machine."""
+        return self.engines_config.allow_local_engines or spec.url in self.trusted_urls
+
     def get(self, name: str) -> RemoteEngine | None:
         """The engine of this name."""
         return self._engines.get(name)
@@ -140,39 +147,29 @@ class EngineFleet:
         return max((e.card.max_model_len for e in self.engines if e.card and e.spec.model == model), default=None)
 
     def add(self, spec: EngineSpec) -> RemoteEngine:
-        """Take an engine in, here and at the siblings, and begin to probe it.
+        """Take an engine in and begin to probe it.
 
         Raises `ConfigError` when it cannot stand beside the others.
         """
         check_fleet([*(engine.spec for engine in self.engines), spec])
-        engine = self._start(spec)
-        self.siblings.set_engine(spec.name, msgspec.to_builtins(spec))
-        return engine
+        return self._start(spec)
 
     def add_all(self, specs: Iterable[EngineSpec]) -> None:
-        """Take in the engines of a file, whose order does not matter, but those that siblings know better.
-
-        Raises `ConfigError`.
-        """
+        """Take in the engines of a file, whose order does not matter. Raises `ConfigError`."""
         specs = list(specs)
         check_fleet(specs)
         for spec in specs:
-            if spec.name not in self.siblings.engines:
-                self._start(spec)
+            self._start(spec)
 
     async def remove(self, name: str) -> None:
-        """Give an engine nothing new, here and at the siblings, wait for what it runs, and forget it.
+        """Give an engine nothing new, wait for what it runs, and forget it.
 
         What it still runs after `drain_timeout_s` is ended.
         """
-        self.siblings.set_engine(name, None)
         await self._drain(self._engines[name])
 
     async def close(self) -> None:
         """End every request and forget every engine."""
-        for follower in self._followers.values():
-            follower.cancel()
-        await asyncio.gather(*self._followers.values(), return_exceptions=True)
         for engine in self.engines:
             await self._forget(engine)
         self._context.term()
@@ -229,12 +226,12 @@ class EngineFleet:
         prefill, decode = self._engines[best.prefill.worker_id], self._engines[best.decode.worker_id]
         return Placed(placement, prefill, decode, request.digests.of(best.prefill.card))
 
-    def book(self, placed: Placed) -> SharedBooking:
-        """Let the next decision see this one, here and at the siblings."""
+    def book(self, placed: Placed) -> Booking:
+        """Let the next decision see this one."""
         now = self.clock()
         for engine in placed.engines:
             engine.cache.expect(placed.digests, now)
-        return self.siblings.reserve(placed.placement.load, placed.digests)
+        return self.registry.reserve(placed.placement.load)
 
     def learn_first_token(
         self,
@@ -242,13 +239,14 @@ class EngineFleet:
         worker: RegisteredWorker,
         *,
         sent_s: float,
+        now: float,
         num_new_tokens: int,
         num_cached_tokens: int,
     ) -> None:
         """A prompt sent to the engine then has its first token now."""
         stats = engine.step_timing.first_token(
             sent_s=sent_s,
-            now=self.clock(),
+            now=now,
             num_new_tokens=num_new_tokens,
             num_cached_tokens=num_cached_tokens,
             num_decode_seqs=worker.num_booked_seqs - worker.num_awaited_seqs,
@@ -260,56 +258,6 @@ class EngineFleet:
     def note_lengths(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Remember how long prompts and answers are."""
         self.lengths.note(num_prompt_tokens, num_output_tokens)
-
-    # -- what siblings see --------------------------------------------------------------------------------------
-
-    def sibling_opened(self, load: RequestLoad, digests: Sequence[bytes]) -> None:
-        """Their engines will have the prompt cached."""
-        now = self.clock()
-        for name in dict.fromkeys((load.prefill, load.decode)):
-            if (engine := self._engines.get(name)) is not None:
-                engine.cache.expect(digests, now)
-
-    def sibling_first_token(self, load: RequestLoad, wait_s: float) -> None:
-        """An engine computes our prompts and theirs one after the other, so its pace needs both."""
-        engine, worker = self._engines.get(load.prefill), self.registry.get(load.prefill)
-        if engine is not None and worker is not None:
-            self.learn_first_token(
-                engine,
-                worker,
-                sent_s=self.clock() - wait_s,
-                num_new_tokens=load.num_new_tokens,
-                num_cached_tokens=load.num_context_tokens,
-            )
-
-    def sibling_ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Their prompts and answers are as long as ours."""
-        self.note_lengths(num_prompt_tokens, num_output_tokens)
-
-    def sibling_engine(self, entry: EngineEntry) -> None:
-        """Follow, one change after the other."""
-        if entry.name not in self._followers:
-            self._followers[entry.name] = self._background.start(
-                f"following the siblings' engine {entry.name}", lambda: self._follow(entry.name)
-            )
-
-    async def _follow(self, name: str) -> None:
-        """Make of our engine what the siblings' latest word says. Who was asked first has checked it."""
-        try:
-            while True:
-                entry, engine = self.siblings.engines.get(name), self._engines.get(name)
-                wanted = entry.spec if entry is not None else None  # forgotten, as long as that took
-                if engine is not None and (wanted is None or msgspec.to_builtins(engine.configured) != wanted):
-                    await self._drain(engine)
-                elif engine is None and wanted is not None:
-                    self._start(msgspec.convert(wanted, EngineSpec))
-                else:
-                    return
-        except (ConfigError, ValueError) as exc:
-            logger.error("engine %s, added through a sibling, cannot be used here: %s", name, exc)
-        finally:
-            # NOTE: no `await` between the last look and this: a word that comes later begins anew.
-            del self._followers[name]
 
     def _place_in(
         self, members: Collection[str], request: PlacementRequest, now: float, options: dict[str, Any]
@@ -332,7 +280,6 @@ class EngineFleet:
     # -- life of an engine ------------------------------------------------------------------------------------
 
     def _start(self, spec: EngineSpec) -> RemoteEngine:
-        is_trusted = self.engines_config.allow_local_engines or spec.url in self.trusted_urls
         engine = RemoteEngine(
             spec,
             self.engines_config,
@@ -340,19 +287,21 @@ class EngineFleet:
             index=self.index,
             context=self._context,
             lengths=self.lengths,
-            resolve=None if is_trusted else public_addresses,
+            resolve=None if self.trusts(spec) else public_addresses,
         )
         prober = EngineProber(
             engine,
             self.engines_config,
             self.registry,
             worker_timeout_s=self.config.worker_timeout_s,
-            num_ours=lambda: len(engine.running) + self.siblings.num_on(engine.name),
+            num_ours=lambda: len(engine.running),
             check_card=lambda card: self._check_block_size(engine, card),
             clock=self.clock,
         )
         self._engines[spec.name] = engine
         self._probes[spec.name] = self._background.keep(f"probe of engine {spec.name}", prober.run)
+        for listener in self._listeners:
+            listener.engine_added(spec, is_trusted=self.trusts(spec))
         return engine
 
     async def _drain(self, engine: RemoteEngine) -> None:
@@ -376,6 +325,8 @@ class EngineFleet:
             request.abort("it was removed")
         engine.leave("removed")
         del self._engines[engine.name]
+        for listener in self._listeners:
+            listener.engine_removed(engine.name)
         engine.is_gone.set()
         await engine.close()
 

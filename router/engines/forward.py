@@ -1,13 +1,10 @@
-"""`/v1/chat/completions` and `/v1/completions` in front of engines: read, place, send, and try elsewhere if it must.
-
-A request goes to another engine before its first byte only: after it the client has part of an answer.
-"""
+"""`/v1/chat/completions` and `/v1/completions` in front of engines: read, have placed, send, relay the answer."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -15,13 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tandem.protocol.digest import token_bytes
 from tandem.protocol.errors import ModelNotFound, NoWorker, RequestError, ServingError
 from tandem.router.engines.attempt import Attempt
+from tandem.router.engines.attempts import AttemptLimits, Attempts
 from tandem.router.engines.client_request import ClientRequest
-from tandem.router.engines.errors import EngineBusy, EngineFailed
-from tandem.router.engines.fleet import EngineFleet
-from tandem.router.engines.prompts import PromptReader, TextReader, cache_salt_of, priority_of
-from tandem.router.engines.queues import Queues
+from tandem.router.engines.connections import EngineConnections
+from tandem.router.engines.dispatcher import Dispatcher, RoutingRequest, Target
+from tandem.router.engines.prompts import PromptReader, TextReader, cache_salt_of, max_tokens_of, priority_of
 from tandem.router.http.disconnect import cancel_on_disconnect
 from tandem.router.http.errors import ClientDisconnected, serving_error_body
 from tandem.router.http.json_body import read_json
@@ -31,9 +29,6 @@ from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.openai.answer import new_answer_id
 from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
 from tandem.router.text.tokenizer import TokenizerPool
-from tandem.scheduling.decisions import RoutingDecision
-from tandem.scheduling.placement import Placement
-from tandem.scheduling.request import PlacementRequest
 from tandem.scheduling.tenants import CacheScopes
 
 __all__ = ["Forwarder", "read_object"]
@@ -49,6 +44,7 @@ _ROUTERS_FIELDS = frozenset(
         *("id_slot", "slot_id"),  # llama.cpp
     }
 )
+MAX_OUTPUTS = 1 << 20  # where a request sets no limit
 _OUR_IDS = ("request_id", "rid")  # of a request: the router gives it one
 _MAX_BRACKETS = 250  # more could be nested more deeply than JSON can be written again
 
@@ -64,27 +60,29 @@ class Forwarder:
 
     def __init__(
         self,
-        fleet: EngineFleet,
+        dispatcher: Dispatcher,
+        connections: EngineConnections,
         scopes: CacheScopes,
         readers: Mapping[str, PromptReader],
         pool: TokenizerPool,
         metrics: EdgeMetrics,
+        limits: AttemptLimits,
     ) -> None:
-        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._connections = connections
         self._scopes = scopes
         self._readers = readers
         self._text = TextReader()
         self._pool = pool
         self._metrics = metrics
-        self.queues = Queues(fleet, self._book)
-        self.num_retries = 0
+        self._limits = limits
 
     async def explain(self, request: Request) -> list[dict[str, Any]]:
         """The decision that would be made now. Nothing is sent or booked. Raises a `ServingError`."""
         raw, body = await read_object(request)
         _check_fields(raw, body)
         asked = await self._read(request, "", raw, body, time.perf_counter())
-        return [self.queues.of(asked.model).explain(asked)]
+        return [await self._dispatcher.explain(asked.routing)]
 
     async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Raises a `ServingError` for a failure before the first byte."""
@@ -93,16 +91,17 @@ class Forwarder:
         raw, body = await read_object(http_request)
         _check_fields(raw, body)
         request = await self._read(http_request, path, raw, body, arrived_s)
-        attempt = None
+        attempts = Attempts(self._dispatcher, self._connections, request, self._metrics, self._limits)
         writer = ResponseWriter(scope, send)
+        attempt = None
         try:
             async with cancel_on_disconnect(receive):
-                attempt, decision = await self._open(request)
-                headers = self._headers(request, attempt, decision)
+                attempt = await attempts.open()
+                headers = _headers(request, attempt.target)
                 if attempt.content is None:
                     await self._relay(attempt, headers, writer)
                 else:
-                    attempt.close()
+                    attempts.close()
                     response = Response(attempt.content, attempt.status, headers, attempt.content_type)
                     await response(scope, receive, writer.send)
         except ClientDisconnected:
@@ -111,8 +110,7 @@ class Forwarder:
                 raise
         finally:
             writer.close()
-            if attempt is not None:
-                attempt.close()
+            attempts.close()
 
     async def _read(
         self, http_request: Request, path: str, raw: bytes, body: dict[str, Any], arrived_s: float
@@ -121,85 +119,38 @@ class Forwarder:
         options = request_options(http_request, priority_of(body))
         scope = self._scopes.of(options.service_class.tenant, cache_salt_of(body))
         reader = self._readers.get(model, self._text)
-        max_tokens = self._fleet.max_model_len(model) or UNKNOWN_CONTEXT_TOKENS
+        max_tokens = self._dispatcher.max_model_len(model) or UNKNOWN_CONTEXT_TOKENS
         token_ids = await self._pool.run(lambda: reader.read(body, scope, max_tokens), num_bytes=len(raw))
-        return ClientRequest(
+        routing = RoutingRequest(
             request_id=new_answer_id("req-"),
-            path=path,
-            body=body,
             model=model,
-            token_ids=token_ids,
+            prompt=token_bytes(token_ids),
             cache_scope=scope,
-            arrived_s=arrived_s,
-            options=options,
+            max_tokens=max_tokens_of(body) or MAX_OUTPUTS,
+            is_stream=bool(body.get("stream")),
+            service_class=options.service_class,
+            explains=options.explains,
         )
+        return ClientRequest(path=path, body=body, routing=routing, arrived_s=arrived_s)
 
     def _model_of(self, body: dict[str, Any]) -> str:
         """The model asked for; one need not be named where there is but one."""
-        model, known = body.get("model"), self._fleet.models
+        model, known = body.get("model"), self._dispatcher.models
         if isinstance(model, str) and model:
             if model not in known:
-                if silent := [engine.name for engine in self._fleet.engines if not engine.spec.model]:
+                if silent := self._dispatcher.unknown_engines:
                     raise NoWorker(f"no engine of {model[:200]} is known yet; {', '.join(silent)} may be, once reached")
                 raise ModelNotFound(f"The model '{model[:200]}' does not exist.", param="model")
             return model
         if model is not None and not isinstance(model, str):
             raise RequestError("Invalid value for 'model': expected a string.", param="model")
         if not known:
-            raise NoWorker("no engine has told its model yet" if self._fleet.engines else "there is no engine")
+            has_engines = bool(self._dispatcher.unknown_engines)
+            raise NoWorker("no engine has told its model yet" if has_engines else "there is no engine")
         if len(known) > 1:
             raise RequestError(f"Name the model: one of {', '.join(known)}.", param="model")
         body["model"] = known[0]
         return known[0]
-
-    async def _open(self, request: ClientRequest) -> tuple[Attempt, RoutingDecision]:
-        """The attempt that answers, after waiting in the queue and up to `max_attempts` attempts."""
-        queue = self.queues.of(request.model)
-        placement_request = queue.placement_request(request)
-        admitted = await queue.gate.enter(request, placement_request)
-        attempt, decision = admitted.booking, admitted.decision
-        tried: set[str] = set()
-        while True:
-            try:
-                await attempt.open(admitted.first_token)
-            except (EngineFailed, EngineBusy) as exc:
-                attempt.close()
-                last: EngineFailed | EngineBusy = exc
-                tried.add(exc.engine)
-            except BaseException:  # raised again: whatever ends the request gives its booking back
-                attempt.close()
-                raise
-            else:
-                return attempt, decision
-            if len(tried) == self._fleet.engines_config.max_attempts:
-                raise last
-            try:
-                attempt, decision.placement = queue.try_elsewhere(request, placement_request, tried)
-            except (NoWorker, EngineBusy):
-                if isinstance(last, EngineFailed):
-                    raise last from None  # it says more than that no engine is left
-                raise
-            self.num_retries += 1
-
-    def _book(
-        self,
-        request: ClientRequest,
-        placement_request: PlacementRequest,
-        placement: Placement,
-        on_end: Callable[[int], None],
-    ) -> Attempt:
-        placed = self._fleet.placed(placement_request, placement)
-        return Attempt(self._fleet, placed, request, self._metrics, on_end)
-
-    def _headers(self, request: ClientRequest, attempt: Attempt, decision: RoutingDecision) -> dict[str, str]:
-        headers = {
-            "x-request-id": request.request_id,
-            "x-tandem-engine": attempt.engine.name,
-            "x-tandem-expected-cached-tokens": str(attempt.num_expected_cached_tokens),
-        }
-        if request.explains:
-            headers[EXPLAIN_HEADER] = json.dumps(decision.to_json(self._fleet.clock()), separators=(",", ":"))
-        return headers
 
     async def _relay(self, attempt: Attempt, headers: dict[str, str], writer: ResponseWriter) -> None:
         raw_headers = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
@@ -213,6 +164,17 @@ class Forwarder:
         finally:
             self._metrics.running_requests.dec()
         await writer.end(last)
+
+
+def _headers(request: ClientRequest, target: Target) -> dict[str, str]:
+    headers = {
+        "x-request-id": request.routing.request_id,
+        "x-tandem-engine": target.decode,
+        "x-tandem-expected-cached-tokens": str(target.num_expected_cached_tokens),
+    }
+    if target.decision is not None:
+        headers[EXPLAIN_HEADER] = json.dumps(target.decision, separators=(",", ":"))
+    return headers
 
 
 async def read_object(request: Request) -> tuple[bytes, dict[str, Any]]:

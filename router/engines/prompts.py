@@ -14,14 +14,14 @@ from typing import Any, Protocol
 import orjson
 
 from tandem.protocol.digest import CacheScope
-from tandem.protocol.errors import RequestError
+from tandem.protocol.errors import ConfigError, RequestError
 from tandem.router.openai.chat import template_messages, template_options
 from tandem.router.openai.request_limits import check_messages
 from tandem.router.openai.schema import ChatRequest, check_cache_salt, decode_body
 from tandem.router.text.token_lengths import PromptLimit
 from tandem.router.text.tokenizer import Tokenizer
 
-__all__ = ["PromptReader", "TextReader", "TokenReader", "cache_salt_of", "max_tokens_of", "priority_of"]
+__all__ = ["PromptReader", "TextReader", "TokenReader", "cache_salt_of", "load_readers", "max_tokens_of", "priority_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +103,18 @@ class TokenReader:
             options["tools"] = body["tools"]
         add_special_tokens = bool(fields.add_special_tokens)
         return self._tokenizer.encode_chat(messages, options, scope, add_special_tokens=add_special_tokens, limit=limit)
+
+
+def load_readers(tokenizers: dict[str, str]) -> dict[str, PromptReader]:
+    """A reader for each model whose tokenizer is given. Raises `ConfigError` for one that cannot be loaded."""
+    readers: dict[str, PromptReader] = {}
+    for model, folder in tokenizers.items():
+        try:
+            readers[model] = TokenReader(Tokenizer(folder))
+        except (OSError, ValueError) as exc:
+            reason = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
+            raise ConfigError(f"tokenizers: {model!r} = {folder!r} cannot be loaded: {reason}") from exc
+    return readers
 
 
 def max_tokens_of(body: dict[str, Any]) -> int | None:

@@ -6,22 +6,17 @@ engines of its model as the workers there are, and places on those that may be g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
-import msgspec
 import numpy as np
 
 from tandem.protocol.errors import NoWorker
 from tandem.router.admission_queue import NUM_OTHERS, AdmissionQueue
-from tandem.router.engines.attempt import Attempt
-from tandem.router.engines.client_request import ClientRequest
+from tandem.router.engines.booked_attempt import BookedAttempt
+from tandem.router.engines.dispatcher import RoutingRequest
 from tandem.router.engines.fleet import EngineDigests, EngineFleet
-from tandem.router.engines.prompts import max_tokens_of
-from tandem.router.processes.sibling_messages import Waiting
-from tandem.router.processes.siblings import PeerRouters
 from tandem.scheduling.admission import Admission, Dispatch
 from tandem.scheduling.admission_stats import TenantStats
 from tandem.scheduling.cost_model import Rows
@@ -36,65 +31,64 @@ from tandem.scheduling.workers import RegisteredWorker, can_decode
 
 __all__ = ["ModelQueue", "Queues"]
 
-MAX_OUTPUTS = 1 << 20  # where a request sets no limit
+
+class Requester(Protocol):
+    """A request on its way through a queue."""
+
+    @property
+    def request_id(self) -> str:
+        """Its name in the log of decisions."""
+
+    @property
+    def explains(self) -> bool:
+        """Whether other candidates than the best are recorded too."""
+
+    def book(self, placement_request: PlacementRequest, placement: Placement) -> BookedAttempt:
+        """Book a placement that was decided just now."""
 
 
 class ModelQueue:
     """The queue of one model."""
 
-    def __init__(self, fleet: EngineFleet, model: str, admission: Admission, make_attempt: _AttemptFactory) -> None:
+    def __init__(self, fleet: EngineFleet, model: str, admission: Admission) -> None:
         self.admission = admission
         self._fleet = fleet
         self._model = model
-        self._make_attempt = make_attempt
-        self.gate: AdmissionQueue[ClientRequest, Attempt] = AdmissionQueue(
-            admission, fleet.registry, self._begin, timeout_s=fleet.config.request_timeout_s, clock=fleet.clock
+        self.gate: AdmissionQueue[Any, BookedAttempt] = AdmissionQueue(
+            admission, fleet.registry, _book, timeout_s=fleet.config.request_timeout_s, clock=fleet.clock
         )
 
-    def placement_request(self, request: ClientRequest) -> PlacementRequest:
+    def placement_request(self, request: RoutingRequest) -> PlacementRequest:
         """The request as admission and placement know it."""
         return self.admission.request(
-            request.options.service_class,
-            num_prompt_tokens=max(1, len(request.token_ids)),
-            digests=EngineDigests(request.token_ids, request.cache_scope),
-            max_tokens=max_tokens_of(request.body) or MAX_OUTPUTS,
+            request.service_class,
+            num_prompt_tokens=max(1, request.num_prompt_tokens),
+            digests=EngineDigests(request.prompt, request.cache_scope),
+            max_tokens=request.max_tokens,
         )
 
-    def explain(self, request: ClientRequest) -> dict[str, Any]:
+    def explain(self, request: RoutingRequest) -> dict[str, Any]:
         """What would be decided for this request now, as JSON; nothing is sent or booked. Raises a `ServingError`."""
         now = self._fleet.clock()
         forecast = self.admission.forecast(self.placement_request(request), now, num_others=NUM_OTHERS)
         outcome = "rejected" if forecast.error else "admitted"
-        service_class = request.options.service_class
-        return RoutingDecision("", service_class, now, forecast, outcome, error=forecast.error).to_json(now)
+        return RoutingDecision("", request.service_class, now, forecast, outcome, error=forecast.error).to_json(now)
 
-    def try_elsewhere(
-        self, request: ClientRequest, placement_request: PlacementRequest, tried: set[str]
-    ) -> tuple[Attempt, Placement]:
-        """A request that had its turn and failed goes elsewhere at once. Raises a `ServingError`."""
-        placement = self._fleet.place(self._model, placement_request, self._fleet.clock(), tried)
-        return self._book(request, placement_request, placement), placement
-
-    def _begin(self, request: ClientRequest, dispatch: Dispatch) -> Attempt:
-        return self._book(request, dispatch.queued.request, dispatch.placement)
-
-    def _book(self, request: ClientRequest, placement_request: PlacementRequest, placement: Placement) -> Attempt:
-        on_end = partial(self.admission.lengths.note, placement_request.tenant)
-        return self._make_attempt(request, placement_request, placement, on_end)
+    def place_elsewhere(self, placement_request: PlacementRequest, tried: set[str]) -> Placement:
+        """Another placement for a request that has waited already. Raises a `ServingError`."""
+        return self._fleet.place(self._model, placement_request, self._fleet.clock(), tried)
 
 
-# Books a placed request; the last argument is called with the length of a complete answer.
-_AttemptFactory = Callable[[ClientRequest, PlacementRequest, Placement, Callable[[int], None]], Attempt]
+def _book(requester: Requester, dispatch: Dispatch) -> BookedAttempt:
+    return requester.book(dispatch.queued.request, dispatch.placement)
 
 
 class Queues:
     """The queues of all models, made when they are first asked for. What is counted, is over all."""
 
-    def __init__(self, fleet: EngineFleet, make_attempt: _AttemptFactory) -> None:
+    def __init__(self, fleet: EngineFleet) -> None:
         self._fleet = fleet
-        self._make_attempt = make_attempt
         self._queues: dict[str, ModelQueue] = {}
-        fleet.siblings.waiting = self.waiting
 
     def of(self, model: str) -> ModelQueue:
         """The queue of a model, which must be one of the fleet's."""
@@ -105,8 +99,8 @@ class Queues:
             placer = _ModelPlacer(fleet, workers, model)
             # Where prompts may go the placer knows, group by group; to admission every engine with room is one.
             config = replace(fleet.config, local_prefill=True)
-            admission = _SharedAdmission(fleet.siblings, model, workers, fleet.costs, placer, fleet.tenants, config)
-            queue = self._queues[model] = ModelQueue(fleet, model, admission, self._make_attempt)
+            admission = Admission(workers, fleet.costs, placer, fleet.tenants, config)
+            queue = self._queues[model] = ModelQueue(fleet, model, admission)
         return queue
 
     @property
@@ -131,11 +125,6 @@ class Queues:
                 total[label] = total.get(label, Work()) + work
         return total
 
-    def waiting(self) -> dict[str, Waiting]:
-        """What waits, by model, as siblings are told it."""
-        totals = {model: queue.admission.total for model, queue in self._queues.items() if len(queue.admission)}
-        return {model: Waiting(*msgspec.structs.astuple(total)) for model, total in totals.items()}
-
     def report(self) -> dict[str, Any]:
         """The queues by model, as JSON."""
         return {model: queue.admission.report() for model, queue in self._queues.items()}
@@ -150,23 +139,6 @@ class Queues:
         now = self._fleet.clock()
         found = [decision for queue in self._queues.values() for decision in queue.gate.log.to_json(now)]
         return sorted(found, key=lambda decision: cast(float, decision["age_s"]))
-
-
-class _SharedAdmission(Admission):
-    """Admission of one process among several with queues of their own for the same engines."""
-
-    def __init__(self, siblings: PeerRouters, model: str, *parts: Any) -> None:
-        super().__init__(*parts)
-        alone_s = self.forecaster.start_s
-
-        def shared_s(placement: Placement, ahead: Work, order: float) -> float:
-            """Siblings dispatch as fast as we do: while what is ahead goes, so does as much of theirs."""
-            total = ahead
-            for waiting in siblings.waiting_in(model):
-                total += Work(*map(min, msgspec.structs.astuple(ahead), msgspec.structs.astuple(waiting)))
-            return alone_s(placement, total, order)
-
-        self.forecaster.start_s = shared_s  # type: ignore[method-assign]
 
 
 class _ModelWorkers:

@@ -74,11 +74,10 @@ class Upstream:
             raise
         return reply
 
-    async def close(self) -> None:
-        """Close all connections; requests that wait for an answer fail."""
+    def close(self) -> None:
+        """Close all connections in the next iteration of the event loop; requests that wait for an answer fail."""
         for connection in self._open:
             connection.close()
-        await asyncio.sleep(0)  # they close in the next iteration of the event loop
 
     def _take(self) -> _Connection | None:
         """The connection that was used last, if it is young enough; else all idle ones are too old and are closed."""

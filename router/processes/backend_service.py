@@ -111,7 +111,7 @@ class BackendService:
         self._readiness = readiness
         self._scrape = scrape
 
-    def open(self, request: GenerateRequest, put: Callable[[TokenDelta], None]) -> _Generation:
+    def open(self, edge_id: str, request: GenerateRequest, put: Callable[[TokenDelta], None]) -> _Generation:
         """Generate, when it runs."""
         return _Generation(self._backend, request, put)
 
@@ -139,9 +139,12 @@ class BackendService:
             case ListPins(tenant, cache_scope):
                 return await backend.cache.pins(tenant, cache_scope)
 
-    def welcome(self) -> Sequence[Status]:
-        """The status."""
+    def joined(self, edge_id: str) -> Sequence[Status]:
+        """The status is all that an edge process needs."""
         return [self.status()]
+
+    def left(self, edge_id: str) -> None:
+        """Nothing is kept of it here."""
 
     def status(self) -> Status:
         """As it is now."""

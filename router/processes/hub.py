@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -45,14 +46,17 @@ class HubService(Protocol):
     def wire_format(self) -> wire.WireFormat:
         """The types of its messages."""
 
-    def open(self, request: Any, put: Callable[[Any], None]) -> HubCall:
-        """A new call, whose items go to `put`."""
+    def open(self, edge_id: str, request: Any, put: Callable[[Any], None]) -> HubCall:
+        """A new call of an edge process. Its items go to `put`."""
 
     async def answer(self, question: Any) -> Any:
         """The answer to a question. Raises a `ServingError`."""
 
-    def welcome(self) -> Sequence[Any]:
-        """News for an edge process that joins."""
+    def joined(self, edge_id: str) -> Sequence[Any]:
+        """An edge process has joined; returns the news for it. It begins to serve with the first of them."""
+
+    def left(self, edge_id: str) -> None:
+        """An edge process that had joined has ended. Its calls are cancelled, and end later."""
 
     def status(self) -> Any:
         """News for all edge processes, sent at an interval."""
@@ -73,11 +77,6 @@ class EdgeHub:
         socket.sndhwm = socket.rcvhwm = 0  # the owner of the edge processes ends those that hang
         socket.bind(endpoint)
         self._socket = MessageSocket(socket, self._on_message)
-
-    @property
-    def num_edges(self) -> int:
-        """Edge processes that have joined and have not ended."""
-        return len(self._edges)
 
     @property
     def num_running(self) -> int:
@@ -106,8 +105,11 @@ class EdgeHub:
         """An edge process has ended: cancel its calls and questions, and ignore what else it sent."""
         self._expected.discard(edge_id)
         edge = self._edges.pop(edge_id, None)
-        for task in list(edge.tasks.values()) if edge is not None else ():
+        if edge is None:
+            return
+        for task in list(edge.tasks.values()):
             task.cancel()
+        self._service.left(edge_id)
 
     def publish(self, news: Any) -> None:
         """Send news to all edge processes, ahead of whatever is sent to them later."""
@@ -130,15 +132,15 @@ class EdgeHub:
             return None
         edge = self._edges.get(edge_id)
         if edge is None:
-            edge = self._edges[edge_id] = _Edge(lambda data: self._socket.send(identity, data))
-            for news in self._service.welcome():
+            edge = self._edges[edge_id] = _Edge(edge_id, lambda data: self._socket.send(identity, data))
+            for news in self._service.joined(edge_id):
                 edge.out.send(wire.News(news))
         return edge
 
     def _dispatch(self, edge: _Edge, message: Any) -> None:
         match message:
             case wire.Open(number, request):
-                call = edge.calls[number] = self._service.open(request, lambda item: edge.out.add(number, item))
+                call = edge.calls[number] = self._service.open(edge.edge_id, request, partial(edge.out.add, number))
                 self._run(edge, number, call.run())
             case wire.Notes(items):
                 for number, note in items:
@@ -186,7 +188,8 @@ class EdgeHub:
 class _Edge:
     """One edge process and what it asked for."""
 
-    def __init__(self, send: Callable[[bytes], object]) -> None:
+    def __init__(self, edge_id: str, send: Callable[[bytes], object]) -> None:
+        self.edge_id = edge_id
         self.calls: dict[int, HubCall] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}  # of calls and questions
         self.out: wire.Batch[Any] = wire.Batch(send, wire.Items)

@@ -75,7 +75,7 @@ class HubClient:
 
     async def close(self) -> None:
         """Fail what still runs and leave."""
-        self._fail_all("the edge process is closing")
+        self._fail_all("the router is shutting down; send the request again")
         await self._background.close()
         self._socket.close()
         self._context.term()

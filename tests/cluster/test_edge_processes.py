@@ -18,7 +18,7 @@ import msgspec
 import psutil
 import pytest
 
-from tandem.cluster.edge_process import EdgeSettings
+from tandem.cluster.edge_process import EdgeSettings, TextEdge
 from tandem.cluster.edge_processes import EdgeProcesses, edge_processes
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import cache_scope
@@ -86,10 +86,8 @@ async def edges(
     router = RouterConfig(port=0, router_processes=num_processes, **config)
     with listening(router.host, 0) as listener:
         serving = edge_processes(
-            backend,
-            Always(),
-            lambda: b"tandem_hub 1.0\n",
-            model=str(model),
+            BackendService(backend, Always(), lambda: b"tandem_hub 1.0\n"),
+            TextEdge(str(model)),
             config=router,
             listener=listener,
             api_keys=api_keys or {},
@@ -173,7 +171,7 @@ def test_a_replaced_process_has_the_keys_and_the_tenants_of_the_others(tmp_path:
             (pid,) = here.pids()
             os.kill(pid, signal.SIGKILL)
             await until(lambda: here.pids() not in ([], [pid]))
-            await until(lambda: "edge-0-2" in here.processes._hub._edges, START_S)
+            await until(lambda: "edge-0-2" in here.processes.hub._edges, START_S)
             await until(lambda: here.is_listening(), START_S)
             assert (await here.chat()).status_code == 200
             here.client.headers["authorization"] = "Bearer second"
@@ -209,7 +207,11 @@ def test_a_process_that_cannot_start_is_told(tmp_path: Path) -> None:
             config = RouterConfig(port=0, router_processes=2)
             model = str(tmp_path / "nothing")
             serving = edge_processes(
-                backend, Always(), lambda: b"", model=model, config=config, listener=listener, api_keys={}
+                BackendService(backend, Always(), lambda: b""),
+                TextEdge(model),
+                config=config,
+                listener=listener,
+                api_keys={},
             )
             async with asyncio.timeout(START_S), serving as processes:
                 with pytest.raises(ConfigError, match="nothing"):
@@ -230,7 +232,7 @@ def test_a_process_whose_parent_is_gone_ends(tmp_path: Path) -> None:
             settings = EdgeSettings(
                 edge_id="edge",
                 hub_endpoint=f"ipc://{tmp_path}/hub",
-                model=str(tmp_path),
+                edge=TextEdge(str(tmp_path)),
                 port=listener.getsockname()[1],
                 router=RouterConfig(),
                 metrics_folder=str(tmp_path),

@@ -314,14 +314,14 @@ def _is_listening(url: str) -> bool:
 
 def test_nothing_outlives_a_parent_that_was_killed(tmp_path: Path) -> None:
     with fakes(1) as engines, routing(tmp_path, engines, 2) as running:
-        [folder] = {Path(path).parent for pid in running.ever for path in _bus_paths(pid)}
+        [folder] = {Path(path).parent for path in _socket_paths(running.process.pid)}
         running.process.kill()
         running.process.wait()
         running.assert_gone()
         until(lambda: not folder.exists(), "the folder of the sockets is left")
 
 
-def _bus_paths(pid: int) -> list[str]:
+def _socket_paths(pid: int) -> list[str]:
     return [
         str(connection.laddr)
         for connection in psutil.Process(pid).net_connections("unix")

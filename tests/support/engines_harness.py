@@ -5,24 +5,30 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.messages import WorkerState
 from tandem.router.engines.app import create_engines_app
 from tandem.router.engines.config import EngineSpec, spec_from
+from tandem.router.engines.connections import EngineConnections
+from tandem.router.engines.dispatcher import Dispatcher
 from tandem.router.engines.fleet import EngineFleet
+from tandem.router.engines.local_dispatcher import LocalDispatcher
 from tandem.router.engines.prompts import PromptReader
 from tandem.router.http.api_keys import key_digest
-from tandem.router.processes.sibling_bus import PeerRouterBus
-from tandem.router.processes.siblings import PeerRouters
+from tandem.router.http.app import RouterApp
+from tandem.router.processes.dispatch_service import DispatchService, EngineNews
+from tandem.router.processes.hub import EdgeHub
+from tandem.router.processes.remote_dispatcher import RemoteDispatcher
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Registry
@@ -34,10 +40,14 @@ CHAT = "/v1/chat/completions"
 
 
 @dataclass
-class Router:
-    app: FastAPI
-    fleet: EngineFleet
-    client: httpx.AsyncClient
+class Deciding:
+    """Where requests are decided on."""
+
+    dispatcher: LocalDispatcher
+
+    @property
+    def fleet(self) -> EngineFleet:
+        return self.dispatcher.fleet
 
     def engine(self, name: str) -> Any:
         engine = self.fleet.get(name)
@@ -47,12 +57,125 @@ class Router:
     async def all_ready(self, *names: str) -> None:
         await until(lambda: all(self.engine(name).state is WorkerState.READY for name in names))
 
+    def is_idle(self) -> bool:
+        return not any(engine.running for engine in self.fleet.engines)
+
     def assert_nothing_left(self) -> None:
-        """Every load is off again: bookings, attempts, trials."""
+        """Every load is off again: bookings, running requests, trials."""
         assert self.fleet.registry.num_bookings == sum(len(engine.foreign) for engine in self.fleet.engines)
         for engine in self.fleet.engines:
             assert not engine.running
             assert engine.idle.is_set()
+
+
+@dataclass
+class Router(Deciding):
+    """An app that relays requests, and where they are decided on."""
+
+    app: FastAPI
+    client: httpx.AsyncClient
+
+
+@dataclass
+class Edge(Router):
+    """An edge process, as far as it can be one in this process."""
+
+    edge_id: str
+    remote: RemoteDispatcher
+
+
+class Hub(Deciding):
+    """A hub with any number of edges."""
+
+    def __init__(
+        self, folder: Path, settings: RouterSettings, specs: Sequence[EngineSpec], stack: AsyncExitStack
+    ) -> None:
+        super().__init__(settings.dispatcher(specs))
+        self.metrics = CollectorRegistry()
+        self.dispatcher.register_metrics(self.metrics)
+        self.service = DispatchService(self.dispatcher, lambda: generate_latest(self.metrics))
+        self.endpoint = f"ipc://{folder}/hub"
+        self.hub = EdgeHub(self.service, self.endpoint)
+        EngineNews(self.hub, self.service, self.dispatcher)
+        self.hub.start()
+        self._settings = settings
+        self._stack = stack
+
+    async def edge(self, edge_id: str, timeout_s: float = 20.0) -> Edge:
+        """One more edge, once it has joined."""
+        self.hub.expect(edge_id)
+        connections = EngineConnections(self._settings.external.connect_timeout_s)
+        remote = RemoteDispatcher(self.endpoint, edge_id, connections, timeout_s=timeout_s)
+        counters = CollectorRegistry()
+
+        async def scrape() -> bytes:
+            return bytes(generate_latest(counters)) + await remote.scrape()
+
+        app = self._settings.app(remote, connections, counters, scrape)
+        await self._stack.enter_async_context(app.router.lifespan_context(app))
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+        await self._stack.enter_async_context(client)
+        return Edge(self.dispatcher, app, client, edge_id, remote)
+
+
+@dataclass
+class RouterSettings:
+    """What processes of one router are told alike."""
+
+    config: RouterConfig
+    external: ExternalEnginesConfig
+    tenants: Tenants
+    readers: dict[str, PromptReader]
+    admin_token: str
+    api_keys: Mapping[str, str]
+    clock: Callable[[], float]
+
+    def dispatcher(self, specs: Sequence[EngineSpec]) -> LocalDispatcher:
+        fleet = EngineFleet(
+            registry=Registry(),
+            index=PrefixIndex(),
+            costs=CostModel(),
+            config=self.config,
+            engines=self.external,
+            tenants=self.tenants,
+            clock=self.clock,
+        )
+        return LocalDispatcher(fleet, specs, self.readers)
+
+    def app(
+        self,
+        dispatcher: Dispatcher,
+        connections: EngineConnections,
+        metrics: CollectorRegistry,
+        scrape: Callable[[], Awaitable[bytes]],
+    ) -> RouterApp:
+        return create_engines_app(
+            dispatcher,
+            connections,
+            self.readers,
+            metrics,
+            config=self.config,
+            engines_config=self.external,
+            scrape=scrape,
+            api_keys={key_digest(key): tenant for key, tenant in self.api_keys.items()},
+            tenants=self.tenants,
+            admin_token=self.admin_token,
+        )
+
+
+def settings_of(
+    config: RouterConfig | None = None,
+    tenants: Tenants = Tenants(),
+    readers: dict[str, PromptReader] | None = None,
+    admin_token: str = "",
+    api_keys: Mapping[str, str] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    **engines: Any,
+) -> RouterSettings:
+    """Probes come every 20 ms unless `engines`, which are external engines' settings, say otherwise."""
+    external = ExternalEnginesConfig(**({"probe_interval_s": 0.02, "allow_local_engines": True} | engines))
+    config = config or RouterConfig(request_timeout_s=20.0, drain_timeout_s=5.0)
+    return RouterSettings(config, external, tenants, readers or {}, admin_token, api_keys or {}, clock)
 
 
 def spec_of(fake: FakeServer, name: str, **values: Any) -> EngineSpec:
@@ -78,52 +201,45 @@ async def until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> No
 
 
 @asynccontextmanager
-async def routing(
-    *specs: EngineSpec,
-    config: RouterConfig | None = None,
-    tenants: Tenants = Tenants(),
-    readers: dict[str, PromptReader] | None = None,
-    admin_token: str = "",
-    wait: bool = True,
-    clock: Callable[[], float] = time.monotonic,
-    number: int = 0,
-    bus: Sequence[str] = (),
-    api_keys: Mapping[str, str] | None = None,
-    **engines: Any,
-) -> AsyncIterator[Router]:
-    """The app with these engines; probes come every 20 ms. At the end nothing may be left.
+async def routing(*specs: EngineSpec, wait: bool = True, **options: Any) -> AsyncIterator[Router]:
+    """A router with these engines, alone in its process. `options` are those of `settings_of`.
 
-    With a `bus` it is this number among the processes that publish at those endpoints. `api_keys` are tenants by key.
+    At the end nothing may be left.
     """
-    registry = Registry()
-    siblings = PeerRouters(registry, name=str(number), epoch=time.time_ns())
-    fleet = EngineFleet(
-        registry=registry,
-        index=PrefixIndex(),
-        costs=CostModel(),
-        config=config or RouterConfig(request_timeout_s=20.0, drain_timeout_s=5.0),
-        engines=ExternalEnginesConfig(**({"probe_interval_s": 0.02, "allow_local_engines": True} | engines)),
-        tenants=tenants,
-        siblings=siblings,
-        clock=clock,
-    )
-    app = create_engines_app(
-        fleet,
-        specs,
-        readers or {},
-        CollectorRegistry(),
-        admin_token=admin_token,
-        bus=PeerRouterBus(siblings, bus[number], bus) if bus else None,
-        api_keys={key_digest(key): tenant for key, tenant in (api_keys or {}).items()},
-    )
+    settings = settings_of(**options)
+    dispatcher, metrics = settings.dispatcher(specs), CollectorRegistry()
+    connections = EngineConnections(settings.external.connect_timeout_s)
+    dispatcher.fleet.listen(connections)
+    dispatcher.register_metrics(metrics)
+
+    async def scrape() -> bytes:
+        return bytes(generate_latest(metrics))
+
+    app = settings.app(dispatcher, connections, metrics, scrape)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
     ):
-        router = Router(app, fleet, client)
+        router = Router(dispatcher, app, client)
         if wait:
             await router.all_ready(*(spec.name for spec in specs))
         yield router
-        await until(lambda: not any(engine.running for engine in fleet.engines))
-        await until(lambda: not any(map(siblings.num_open, siblings.living)))
+        await until(router.is_idle)
         router.assert_nothing_left()
+
+
+@asynccontextmanager
+async def routing_by_hub(folder: Path, *specs: EngineSpec, wait: bool = True, **options: Any) -> AsyncIterator[Hub]:
+    """A hub with these engines and no edges yet. `options` are those of `settings_of`.
+
+    At the end nothing may be left.
+    """
+    async with AsyncExitStack() as stack:
+        hub = Hub(folder, settings_of(**options), specs, stack)
+        stack.push_async_callback(hub.hub.close)
+        await stack.enter_async_context(hub.dispatcher.running())
+        if wait:
+            await hub.all_ready(*(spec.name for spec in specs))
+        yield hub
+        await until(lambda: hub.is_idle() and hub.hub.num_running == 0)
+        hub.assert_nothing_left()

@@ -4,10 +4,8 @@ import asyncio
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
-from tandem.router.processes.sibling_messages import EngineEntry
 from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, spec_of, until
 from tests.support.fake_openai import FakeServer, fake_openai
 
@@ -98,23 +96,6 @@ async def test_an_unknown_engine_cannot_be_removed(fake_a: FakeServer) -> None:
         response = await router.client.delete("/v1/engines/b", headers=TOKEN)
         assert response.status_code == 404
         assert "there are: a" in response.json()["error"]["message"]
-
-
-async def test_no_word_of_a_sibling_is_lost_however_it_comes(
-    fake_a: FakeServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with routing() as router:
-        fleet = router.fleet
-        good = msgspec.to_builtins(spec_of(fake_a, "a"))
-        bad = [good | {"headers": {"x": "two\nlines"}}, good | {"block_size": "many"}, {"name": "a"}]
-        for version, spec in enumerate([None, *bad, None, good]):
-            entry = EngineEntry("a", version, "1/1", spec)
-            fleet.siblings.engines["a"] = entry
-            fleet.sibling_engine(entry)
-            await asyncio.sleep(0)  # the turn in which it is followed, and no more
-        assert len(caplog.messages) == len(bad)
-        assert all("engine a, added through a sibling, cannot be used here" in text for text in caplog.messages)
-        await router.all_ready("a")
 
 
 async def test_an_engine_that_died_comes_back_with_an_empty_cache() -> None:

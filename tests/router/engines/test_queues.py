@@ -48,7 +48,7 @@ def order(fake: FakeServer) -> list[str]:
 
 
 def num_waiting(router: Router) -> int:
-    return sum(len(queue.admission) for queue in router.app.state.queues._queues.values())
+    return sum(len(queue.admission) for queue in router.dispatcher.queues._queues.values())
 
 
 async def one_runs(router: Router, fake: FakeServer) -> asyncio.Task[httpx.Response]:

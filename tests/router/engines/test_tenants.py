@@ -13,7 +13,7 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import cache_scope
 from tandem.router.engines.prompts import TextReader
 from tandem.scheduling.tenants import TenantPolicy, Tenants
-from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of, until
+from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, routing_by_hub, spec_of, until
 from tests.support.fake_openai import FakeServer
 from tests.support.kv_event_publisher import IDS, Publisher, stored
 
@@ -132,13 +132,8 @@ async def test_events_of_a_tenants_blocks_count_for_it_alone(fake_a: FakeServer)
 
 
 async def test_a_tenant_is_shown_its_own_by_whichever_process_it_asks(fake_a: FakeServer, tmp_path: Path) -> None:
-    bus = [f"ipc://{tmp_path}/{number}" for number in range(2)]
-    spec = spec_of(fake_a, "x")
-    async with (
-        routing(spec, number=0, bus=bus, **KEYED) as one,
-        routing(spec, number=1, bus=bus, **KEYED) as two,
-    ):
-        await until(lambda: all(router.fleet.siblings.living for router in (one, two)))
+    async with routing_by_hub(tmp_path, spec_of(fake_a, "x"), **KEYED) as hub:
+        one, two = await hub.edge("one"), await hub.edge("two")
         for router, key in ((one, "sk-a"), (two, "sk-b"), (two, "sk-a")):
             assert (await send(router, key)).status_code == 200
 

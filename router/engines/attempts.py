@@ -1,0 +1,96 @@
+"""All attempts of one request, one after the other: retries happen before the first byte only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.protocol.errors import NoWorker
+from tandem.router.engines.attempt import Attempt
+from tandem.router.engines.client_request import ClientRequest
+from tandem.router.engines.connections import EngineConnections
+from tandem.router.engines.dispatcher import Dispatcher, Target
+from tandem.router.engines.errors import EngineBusy, EngineFailed
+from tandem.router.http.metrics import EdgeMetrics
+
+__all__ = ["AttemptLimits", "Attempts"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptLimits:
+    """How long and how often engines are asked."""
+
+    max_attempts: int  # different engines
+    timeout_s: float  # an engine may be silent for so long
+
+
+class Attempts:
+    """Its owner calls `close` on every path, and again without effect."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        connections: EngineConnections,
+        request: ClientRequest,
+        metrics: EdgeMetrics,
+        limits: AttemptLimits,
+    ) -> None:
+        self._now = dispatcher.now
+        self._connections = connections
+        self._request = request
+        self._metrics = metrics
+        self._limits = limits
+        self._attempt: Attempt | None = None
+        self._abort_reason: str | None = None  # of an attempt that has not begun
+        self._reservation = dispatcher.reserve(request.routing, self._abort)
+
+    async def open(self) -> Attempt:
+        """The attempt that answers: the first one, or one on another engine. Raises a `ServingError`."""
+        attempt = self._begin(await self._reservation.place())
+        tried: set[str] = set()
+        while True:
+            try:
+                await attempt.open()
+                return attempt
+            except (EngineFailed, EngineBusy) as exc:
+                last: EngineFailed | EngineBusy = exc
+                tried.add(exc.engine)
+            self._end_attempt()
+            if len(tried) == self._limits.max_attempts:
+                raise last
+            try:
+                attempt = self._begin(await self._reservation.place_elsewhere())
+            except (NoWorker, EngineBusy):
+                if isinstance(last, EngineFailed):
+                    raise last from None  # it says more than that no engine is left
+                raise
+
+    def close(self) -> None:
+        """End what still runs and give everything back."""
+        self._end_attempt()
+        self._reservation.release()
+
+    def _begin(self, target: Target) -> Attempt:
+        attempt = self._attempt = Attempt(
+            self._reservation,
+            target,
+            self._connections,
+            self._request,
+            self._metrics,
+            timeout_s=self._limits.timeout_s,
+            now=self._now,
+        )
+        if self._abort_reason is not None:
+            attempt.abort(self._abort_reason)
+            self._abort_reason = None
+        return attempt
+
+    def _end_attempt(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.close()
+
+    def _abort(self, reason: str) -> None:
+        if self._attempt is None:
+            self._abort_reason = reason  # its target was booked just now
+        else:
+            self._attempt.abort(reason)

@@ -1,0 +1,140 @@
+"""One attempt of a request as the deciding side sees it: booked on its engines, learned from, released."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from tandem.router.engines.engine import RemoteEngine
+from tandem.router.engines.fleet import EngineFleet, Placed
+from tandem.scheduling.cost_model import StepModel
+
+__all__ = ["BookedAttempt"]
+
+MIN_TRANSFER_S = 1e-4
+
+
+class BookedAttempt:
+    """Booked from its construction until `release`, which its owner calls on every path."""
+
+    def __init__(self, fleet: EngineFleet, placed: Placed, abort: Callable[[str], None], *, is_stream: bool) -> None:
+        """Book the load. `abort` is called with a reason when an engine is gone.
+
+        NOTE: no `await` between the placement and this, so that the next decision sees the booking.
+        """
+        self.abort = abort
+        self.has_answer = False  # the first byte has come
+        self._fleet = fleet
+        self._placed = placed
+        self._sent_s = now = fleet.clock()
+        self._trials = {engine: engine.breaker.begin(now) for engine in placed.engines}
+        for engine in placed.engines:
+            engine.begin(self)
+        self._booking = fleet.book(placed)
+        self._predicted_first_token: asyncio.TimerHandle | None = None
+        if not is_stream and not placed.is_pair:
+            # Nothing shows when the first token of a plain answer is there: the prediction has to do.
+            ttft_s = placed.placement.best.terms.ttft_s
+            loop = asyncio.get_running_loop()
+            self._predicted_first_token = loop.call_later(ttft_s, self.prefill_done)
+
+    def prefill_done(self) -> None:
+        """The first token came. Later calls change nothing."""
+        self._booking.prefill_done()
+        self._fleet.registry.notify_progress()
+
+    def release(self) -> None:
+        """Give the booking back; a trial whose outcome is unknown was abandoned. Later calls change nothing."""
+        self._booking.release()
+        if self._predicted_first_token is not None:
+            self._predicted_first_token.cancel()
+        for engine in self._placed.engines:
+            engine.end(self)
+        for engine, trial in self._trials.items():
+            engine.breaker.abandoned(trial=trial)
+        self._trials.clear()
+        self._fleet.registry.notify_progress()
+
+    # -- does the engine work?
+
+    def answered(self) -> None:
+        """The first byte of the answer came: its engines work."""
+        self.has_answer = True
+        for engine in self._trials:
+            engine.breaker.succeeded()
+        self._trials.clear()
+
+    def failed(self, name: str, *, is_absent: bool) -> None:
+        """The engine failed the request. `is_absent`: nobody listens there."""
+        engine = self._fleet.get(name)
+        if engine is None:
+            return
+        engine.num_failures += 1
+        trial = self._trials.pop(engine, 0)
+        engine.breaker.failed(self._fleet.clock(), trial=trial, is_absent=is_absent)
+
+    def refused(self, name: str, retry_after_s: float) -> None:
+        """The engine wants nothing for so long."""
+        engine = self._fleet.get(name)
+        if engine is not None:
+            engine.hold_back(retry_after_s, self._fleet.clock())
+
+    # -- how long do its steps take?
+
+    def prefilled(self, now: float) -> None:
+        """The prefill engine of a pair returned; the request goes to the decode engine next."""
+        self._learn_prefill(self._placed.prefill, now)
+        self._sent_s = now
+
+    def first_token(self, now: float) -> None:
+        """The first token of a stream came. What is learned counts the prompt as waiting still."""
+        if self._placed.is_pair:
+            self._learn_transfer(now)
+        else:
+            self._learn_prefill(self._placed.decode, now)
+
+    def is_gap_due(self, now: float) -> bool:
+        """Whether `gap` has any use now."""
+        return self._placed.decode.step_timing.is_gap_due(now)
+
+    def gap(self, duration_s: float, now: float) -> None:
+        """Two tokens of the stream came this far apart: a decode step, unless the engine computes a prompt too."""
+        engine, worker = self._placed.decode, self._placed.placement.best.decode
+        if worker.queued_prompt_tokens:
+            return
+        stats = engine.step_timing.gap(
+            duration_s=duration_s,
+            now=now,
+            num_decode_seqs=worker.num_booked_seqs,
+            num_kv_tokens=worker.booked_kv_tokens,
+        )
+        if stats is not None:
+            self._steps_of(engine).observe(stats)
+
+    def ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """The answer is complete."""
+        self._fleet.note_lengths(num_prompt_tokens, num_output_tokens)
+
+    def _learn_prefill(self, engine: RemoteEngine, now: float) -> None:
+        placement = self._placed.placement
+        self._fleet.learn_first_token(
+            engine,
+            placement.best.prefill,
+            sent_s=self._sent_s,
+            now=now,
+            num_new_tokens=placement.num_new_tokens,
+            num_cached_tokens=placement.best.num_cached_tokens,
+        )
+        self.prefill_done()
+
+    def _learn_transfer(self, now: float) -> None:
+        """From the end of prefill to the decode engine's first token: the KV transfer, and one decode step."""
+        placement, engine = self._placed.placement, self._placed.decode
+        worker = placement.best.decode
+        step_s = self._steps_of(engine).costs.step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
+        num_bytes = placement.num_prompt_tokens * engine.spec.kv_bytes_per_token
+        kinds = self._placed.prefill.spec.cost_kind, engine.spec.cost_kind
+        self._fleet.costs.transfer(*kinds).observe(num_bytes, max(now - self._sent_s - step_s, MIN_TRANSFER_S))
+
+    def _steps_of(self, engine: RemoteEngine) -> StepModel:
+        return self._fleet.costs.steps(engine.spec.cost_kind)

@@ -1,0 +1,259 @@
+"""Deciding in this process: the `Dispatcher` around fleet and queues, and the reservations it gives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Container, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from tandem.protocol.errors import ConfigError, ModelNotFound, RequestError
+from tandem.router.admission_metrics import AdmissionCollector
+from tandem.router.admission_queue import AdmittedRequest
+from tandem.router.engines.addresses import check_addresses
+from tandem.router.engines.booked_attempt import BookedAttempt
+from tandem.router.engines.config import EngineSpec, check_tokenizer, spec_from
+from tandem.router.engines.dispatcher import RoutingRequest, Target
+from tandem.router.engines.errors import EngineNotFound
+from tandem.router.engines.fleet import EngineFleet
+from tandem.router.engines.metrics import EngineCollector
+from tandem.router.engines.queues import ModelQueue, Queues
+from tandem.router.workers.metrics import WorkerCollector
+from tandem.runtime.background import BackgroundTasks
+from tandem.scheduling.placement import Placement
+from tandem.scheduling.request import PlacementRequest
+
+__all__ = ["KEY_PREFIX", "LocalDispatcher", "LocalReservation"]
+
+# Over HTTP only variables of this prefix, or such that the file names too, may be sent to a URL as a key: the admin of
+# engines need not be the one who may read every secret of the process.
+KEY_PREFIX = "TANDEM_ENGINE_"
+
+
+class LocalDispatcher:
+    """Decides for one process that relays, or for several."""
+
+    def __init__(self, fleet: EngineFleet, specs: Iterable[EngineSpec], tokenizers: Container[str]) -> None:
+        """`specs` are the engines to begin with, `tokenizers` the models whose tokenizer is known."""
+        self.fleet = fleet
+        self.queues = Queues(fleet)
+        self.num_retries = 0
+        self._specs = list(specs)
+        self._tokenizers = tokenizers
+        self._known_keys = {spec.api_key_env for spec in self._specs}
+        self._removals = BackgroundTasks()
+        fleet.trusted_urls = frozenset(spec.url for spec in self._specs)
+
+    def register_metrics(self, registry: CollectorRegistry) -> None:
+        """Show engines and queues in a registry."""
+        registry.register(EngineCollector(self.fleet, lambda: self.num_retries))
+        registry.register(WorkerCollector(self.fleet.registry))
+        registry.register(AdmissionCollector(self.queues))
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Have the engines to begin with; at the end, refuse what waits and end what runs. Raises `ConfigError`."""
+        try:
+            self.fleet.add_all(self._specs)
+            yield
+        finally:
+            self.queues.close()
+            await self._removals.close()
+            await self.fleet.close()
+
+    # -- Dispatcher -----------------------------------------------------------------------------------------------
+
+    @property
+    def models(self) -> list[str]:
+        """Names of the models that are served, or would be if their engines were there."""
+        return self.fleet.models
+
+    @property
+    def unknown_engines(self) -> list[str]:
+        """Names of engines that have not told their model yet."""
+        return [engine.name for engine in self.fleet.engines if not engine.spec.model]
+
+    @property
+    def unready(self) -> str | None:
+        """Why requests should not be sent here now; None when they should."""
+        if self.fleet.is_ready:
+            return None
+        now = self.now()
+        reasons = ", ".join(f"{engine.name} ({engine.refusal(now)})" for engine in self.fleet.engines)
+        return f"No engine is ready: {reasons or 'none is registered'}."
+
+    def max_model_len(self, model: str) -> int | None:
+        """Longest context of the model's engines; None while none has told."""
+        return self.fleet.max_model_len(model)
+
+    def now(self) -> float:
+        """The fleet's clock."""
+        return self.fleet.clock()
+
+    def reserve(self, request: RoutingRequest, abort: Callable[[str], None]) -> LocalReservation:
+        """A reservation that holds nothing yet. `abort` is called with a reason when its target is gone."""
+        return LocalReservation(self, request, abort)
+
+    async def explain(self, request: RoutingRequest) -> dict[str, Any]:
+        """What would be decided for this request now, as JSON. Raises a `ServingError`."""
+        return self.queue_of(request.model).explain(request)
+
+    async def decisions(self) -> list[dict[str, Any]]:
+        """The latest decisions, newest first, as JSON."""
+        return self.queues.decisions()
+
+    async def pools(self) -> dict[str, Any]:
+        """Body of `/v1/pools`."""
+        fleet = self.fleet
+        now = fleet.clock()
+        return {
+            "engines": [engine.to_json(now) for engine in fleet.engines],
+            "costs": fleet.costs.export(),
+            "queued_prompt_tokens": fleet.registry.queued_prompt_tokens,
+            "num_requests": sum(len(engine.running) for engine in fleet.engines),
+            "num_indexed_blocks": len(fleet.index),
+            "mean_output_tokens": fleet.lengths.mean_output_tokens,
+            "admission": self.queues.report(),
+        }
+
+    async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Take an engine in; returns it as JSON. Raises `RequestError`."""
+        try:
+            spec = spec_from(fields, "engine")
+            self._check_key(spec)
+            check_tokenizer(spec, self._tokenizers)
+            if not (self.fleet.engines_config.allow_local_engines or spec.url in self.fleet.trusted_urls):
+                await check_addresses(spec, self.fleet.engines_config.connect_timeout_s)
+            engine = self.fleet.add(spec)
+        except ConfigError as exc:
+            raise RequestError(exc.message, code="invalid_engine") from exc
+        return engine.to_json(self.now())
+
+    async def remove_engine(self, name: str) -> dict[str, Any]:
+        """Begin to drain an engine; returns it as JSON. Raises `EngineNotFound`."""
+        engine = self.fleet.get(name)
+        if engine is None:
+            names = ", ".join(engine.name for engine in self.fleet.engines) or "none"
+            raise EngineNotFound(f"Engine '{name[:100]}' is not registered; there are: {names}.", param="name")
+        if not engine.is_removed:
+            # In the background: the caller does not wait for it, and cannot stop it by hanging up.
+            self._removals.start(f"removal of engine {name}", lambda: self.fleet.remove(name))
+            await asyncio.sleep(0)  # it is draining when this answer is made
+        return engine.to_json(self.now())
+
+    # -- reservations ---------------------------------------------------------------------------------------------
+
+    def queue_of(self, model: str) -> ModelQueue:
+        """The queue of a model. Raises `ModelNotFound`."""
+        if model not in self.fleet.models:
+            raise ModelNotFound(f"The model '{model[:200]}' does not exist.", param="model")
+        return self.queues.of(model)
+
+    def _check_key(self, spec: EngineSpec) -> None:
+        key = spec.api_key_env
+        if key and key not in self._known_keys and not key.startswith(KEY_PREFIX):
+            raise ConfigError(
+                f"engine: api_key_env={key!r} cannot be used over HTTP; name a variable that begins with {KEY_PREFIX}"
+            )
+
+
+class LocalReservation:
+    """As `Reservation` says."""
+
+    def __init__(self, dispatcher: LocalDispatcher, request: RoutingRequest, abort: Callable[[str], None]) -> None:
+        self.request_id = request.request_id
+        self.explains = request.explains
+        self._dispatcher = dispatcher
+        self._request = request
+        self._abort = abort
+        self._queue: ModelQueue | None = None
+        self._admitted: AdmittedRequest[LocalReservation, BookedAttempt] | None = None
+        self._attempt: BookedAttempt | None = None  # the latest
+        self._tried: set[str] = set()  # engines that failed or refused it
+
+    async def place(self) -> Target:
+        """Wait in the queue if necessary, and book a target. Raises a `ServingError`."""
+        queue = self._queue = self._dispatcher.queue_of(self._request.model)
+        self._placement_request = queue.placement_request(self._request)
+        self._admitted = await queue.gate.enter(self, self._placement_request)
+        return self._target(self._admitted.placement)
+
+    async def place_elsewhere(self) -> Target:
+        """Give the target up and book another one. Raises a `ServingError`."""
+        return self.move()
+
+    def move(self) -> Target:
+        """`place_elsewhere`, at once."""
+        assert self._admitted is not None, "it has been placed"
+        assert self._queue is not None, "it has been placed"
+        self.release()
+        placement = self._queue.place_elsewhere(self._placement_request, self._tried)
+        self.book(self._placement_request, placement)
+        self._admitted.decision.placement = placement
+        self._dispatcher.num_retries += 1
+        return self._target(placement)
+
+    def book(self, placement_request: PlacementRequest, placement: Placement) -> BookedAttempt:
+        """Book a placement that was decided just now."""
+        fleet = self._dispatcher.fleet
+        placed = fleet.placed(placement_request, placement)
+        self._attempt = BookedAttempt(fleet, placed, self._abort, is_stream=self._request.is_stream)
+        return self._attempt
+
+    def answered(self) -> None:
+        """The first byte of the answer came."""
+        self._booked.answered()
+
+    def failed(self, engine: str, *, is_absent: bool = False) -> None:
+        """The engine failed the request."""
+        self._tried.add(engine)
+        self._booked.failed(engine, is_absent=is_absent)
+
+    def refused(self, engine: str, retry_after_s: float) -> None:
+        """The engine has no room and wants nothing for so long."""
+        self._tried.add(engine)
+        self._booked.refused(engine, retry_after_s)
+
+    def prefilled(self, now: float) -> None:
+        """The prefill engine of a pair returned."""
+        self._booked.prefilled(now)
+
+    def first_token(self, now: float) -> None:
+        """The first token of a stream came."""
+        assert self._admitted is not None, "it has been placed"
+        self._booked.first_token(now)
+        self._admitted.first_token()
+
+    def is_gap_due(self, now: float) -> bool:
+        """Whether `gap` has any use now."""
+        return self._booked.is_gap_due(now)
+
+    def gap(self, duration_s: float, now: float) -> None:
+        """Two tokens of the stream came this far apart."""
+        self._booked.gap(duration_s, now)
+
+    def ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """The answer is complete."""
+        assert self._queue is not None, "it has been placed"
+        self._booked.ended(num_prompt_tokens, num_output_tokens)
+        self._queue.admission.lengths.note(self._placement_request.tenant, num_output_tokens)
+
+    def release(self) -> None:
+        """Give everything back. Later calls change nothing."""
+        if self._attempt is not None:
+            self._attempt.release()
+
+    @property
+    def _booked(self) -> BookedAttempt:
+        assert self._attempt is not None, "it has been placed"
+        return self._attempt
+
+    def _target(self, placement: Placement) -> Target:
+        best = placement.best
+        decision = None
+        if self.explains:
+            assert self._admitted is not None, "it has been placed"
+            decision = self._admitted.explain()
+        return Target(best.prefill.worker_id, best.decode.worker_id, best.num_cached_tokens, decision)

@@ -1,0 +1,311 @@
+"""A `LocalDispatcher` served to edge processes: what they ask and tell, and what they are told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from tandem.protocol.errors import ServingError
+from tandem.router.engines.config import EngineSpec
+from tandem.router.engines.dispatcher import RoutingRequest, Target
+from tandem.router.engines.local_dispatcher import LocalDispatcher, LocalReservation
+from tandem.router.processes.hub import EdgeHub
+from tandem.router.processes.wire import WireFormat
+
+__all__ = [
+    "WIRE_FORMAT",
+    "Aborted",
+    "AddEngine",
+    "Answered",
+    "Decisions",
+    "DispatchService",
+    "Ended",
+    "EngineAdded",
+    "EngineFailure",
+    "EngineNews",
+    "EngineRefusal",
+    "EngineRemoved",
+    "Explain",
+    "FirstToken",
+    "FleetStatus",
+    "Gap",
+    "Item",
+    "News",
+    "Note",
+    "PlaceElsewhere",
+    "Pools",
+    "Prefilled",
+    "RemoveEngine",
+    "Scrape",
+]
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+# -- notes about a call: as the methods of `Reservation` of these names ----------------------------------------------
+
+
+class FirstToken(_Message, frozen=True):
+    """The first token of a stream came."""
+
+    now: float
+
+
+class Gap(_Message, frozen=True):
+    """Two tokens of a stream came this far apart."""
+
+    duration_s: float
+    now: float
+
+
+class Answered(_Message, frozen=True):
+    """The first byte of the answer came."""
+
+
+class Prefilled(_Message, frozen=True):
+    """The prefill engine of a pair returned."""
+
+    now: float
+
+
+class EngineFailure(_Message, frozen=True):
+    """An engine failed the request."""
+
+    engine: str
+    is_absent: bool
+
+
+class EngineRefusal(_Message, frozen=True):
+    """An engine has no room."""
+
+    engine: str
+    retry_after_s: float
+
+
+class Ended(_Message, frozen=True):
+    """The answer is complete."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+class PlaceElsewhere(_Message, frozen=True):
+    """The call wants another target."""
+
+
+Note = FirstToken | Gap | Answered | Prefilled | EngineFailure | EngineRefusal | Ended | PlaceElsewhere
+
+
+# -- items of a call: targets, and ------------------------------------------------------------------------------------
+
+
+class Aborted(_Message, frozen=True):
+    """The engine of the latest target is gone."""
+
+    reason: str
+
+
+Item = Target | Aborted
+
+
+# -- questions --------------------------------------------------------------------------------------------------------
+
+
+class Explain(_Message, frozen=True):
+    """`Dispatcher.explain`."""
+
+    request: RoutingRequest
+
+
+class Decisions(_Message, frozen=True):
+    """`Dispatcher.decisions`."""
+
+
+class Pools(_Message, frozen=True):
+    """`Dispatcher.pools`."""
+
+
+class Scrape(_Message, frozen=True):
+    """The metrics of the hub's process, as Prometheus reads them."""
+
+
+class AddEngine(_Message, frozen=True):
+    """`Dispatcher.add_engine`."""
+
+    fields: dict[str, Any]
+
+
+class RemoveEngine(_Message, frozen=True):
+    """`Dispatcher.remove_engine`."""
+
+    name: str
+
+
+Question = Explain | Decisions | Pools | Scrape | AddEngine | RemoveEngine
+
+
+# -- news -------------------------------------------------------------------------------------------------------------
+
+
+class FleetStatus(_Message, frozen=True):
+    """What every request needs to know of the fleet."""
+
+    models: dict[str, int | None]  # with the longest context of each
+    unknown_engines: list[str]
+    unready: str | None
+
+
+class EngineAdded(_Message, frozen=True):
+    """An engine joined the fleet. An edge process hears this before it is told to use it."""
+
+    spec: EngineSpec
+    is_trusted: bool
+
+
+class EngineRemoved(_Message, frozen=True):
+    """An engine left the fleet."""
+
+    name: str
+
+
+News = FleetStatus | EngineAdded | EngineRemoved
+
+WIRE_FORMAT = WireFormat(request=RoutingRequest, note=Note, item=Item, question=Question, news=News)
+
+
+class DispatchService:
+    """The `HubService` of `tandem route`."""
+
+    wire_format = WIRE_FORMAT
+
+    def __init__(self, dispatcher: LocalDispatcher, scrape: Callable[[], bytes]) -> None:
+        self._dispatcher = dispatcher
+        self._scrape = scrape
+        self._num_calls: Counter[str] = Counter()  # by edge process; those without any are there too
+
+    @property
+    def num_edges(self) -> int:
+        """Edge processes that have joined and have not ended."""
+        return len(self._num_calls)
+
+    def open(self, edge_id: str, request: RoutingRequest, put: Callable[[Item], None]) -> _DispatchCall:
+        """Reserve, when it runs."""
+        return _DispatchCall(self._dispatcher, request, put, self._num_calls, edge_id)
+
+    async def answer(self, question: Question) -> Any:
+        """Ask the dispatcher. Raises a `ServingError`."""
+        dispatcher = self._dispatcher
+        match question:
+            case Explain(request):
+                return await dispatcher.explain(request)
+            case Decisions():
+                return await dispatcher.decisions()
+            case Pools():
+                processes = {edge_id: {"num_requests": count} for edge_id, count in sorted(self._num_calls.items())}
+                return await dispatcher.pools() | {"processes": processes}
+            case Scrape():
+                return self._scrape().decode()
+            case AddEngine(fields):
+                return await dispatcher.add_engine(fields)
+            case RemoveEngine(name):
+                return await dispatcher.remove_engine(name)
+
+    def joined(self, edge_id: str) -> Sequence[News]:
+        """The status, with which it can begin, and all engines, which it hears of before it can be told to use them."""
+        self._num_calls[edge_id] = 0
+        fleet = self._dispatcher.fleet
+        specs = [engine.configured for engine in fleet.engines]
+        return [self.status(), *(EngineAdded(spec, fleet.trusts(spec)) for spec in specs)]
+
+    def left(self, edge_id: str) -> None:
+        """An edge process has ended."""
+        del self._num_calls[edge_id]
+
+    def status(self) -> FleetStatus:
+        """As it is now."""
+        dispatcher = self._dispatcher
+        models = {model: dispatcher.max_model_len(model) for model in dispatcher.models}
+        return FleetStatus(models, dispatcher.unknown_engines, dispatcher.unready)
+
+
+class EngineNews:
+    """Tells all edge processes of a hub which engines there are: an `EngineListener`."""
+
+    def __init__(self, hub: EdgeHub, service: DispatchService, dispatcher: LocalDispatcher) -> None:
+        self._hub = hub
+        self._service = service
+        dispatcher.fleet.listen(self)
+        dispatcher.fleet.registry.listen(lambda _: self._publish_status())
+
+    def engine_added(self, spec: EngineSpec, *, is_trusted: bool) -> None:
+        """An engine joined the fleet."""
+        self._hub.publish(EngineAdded(spec, is_trusted))
+        self._publish_status()
+
+    def engine_removed(self, name: str) -> None:
+        """An engine left the fleet."""
+        self._hub.publish(EngineRemoved(name))
+        self._publish_status()
+
+    def _publish_status(self) -> None:
+        self._hub.publish(self._service.status())
+
+
+class _DispatchCall:
+    """One request of an edge process."""
+
+    def __init__(
+        self,
+        dispatcher: LocalDispatcher,
+        request: RoutingRequest,
+        put: Callable[[Item], None],
+        num_calls: Counter[str],
+        edge_id: str,
+    ) -> None:
+        self._put = put
+        self._num_calls = num_calls
+        self._edge_id = edge_id
+        self._reservation: LocalReservation = dispatcher.reserve(request, lambda reason: put(Aborted(reason)))
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        """Place it, and hold its reservation until it is cancelled or cannot be placed elsewhere."""
+        self._num_calls[self._edge_id] += 1
+        try:
+            self._put(await self._reservation.place())
+            await self._failed
+        finally:
+            if self._edge_id in self._num_calls:
+                self._num_calls[self._edge_id] -= 1
+            self._reservation.release()
+
+    def note(self, note: Note) -> None:
+        """Tell the reservation."""
+        reservation = self._reservation
+        match note:
+            case FirstToken(now):
+                reservation.first_token(now)
+            case Gap(duration_s, now):
+                reservation.gap(duration_s, now)
+            case Answered():
+                reservation.answered()
+            case Ended(num_prompt_tokens, num_output_tokens):
+                reservation.ended(num_prompt_tokens, num_output_tokens)
+            case EngineFailure(engine, is_absent):
+                reservation.failed(engine, is_absent=is_absent)
+            case EngineRefusal(engine, retry_after_s):
+                reservation.refused(engine, retry_after_s)
+            case Prefilled(now):
+                reservation.prefilled(now)
+            case PlaceElsewhere():
+                try:
+                    self._put(reservation.move())
+                except ServingError as exc:
+                    if not self._failed.done():
+                        self._failed.set_exception(exc)

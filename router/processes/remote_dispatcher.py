@@ -1,0 +1,197 @@
+"""An edge process' `Dispatcher`: the one that the hub serves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from tandem.protocol.errors import ServingError
+from tandem.router.engines.dispatcher import EngineListener, RoutingRequest, Target
+from tandem.router.engines.step_timing import GAP_INTERVAL_S
+from tandem.router.processes import dispatch_service as service
+from tandem.router.processes.hub_client import HubClient
+
+__all__ = ["RemoteDispatcher", "RemoteReservation"]
+
+# The hub takes one gap of an engine in GAP_INTERVAL_S, and none while a prompt waits there: so some more are offered.
+OFFER_INTERVAL_S = GAP_INTERVAL_S / 4
+
+
+class _GapOffers:
+    """When a gap between tokens of one engine was told last."""
+
+    def __init__(self) -> None:
+        self.last_s = 0.0
+
+
+class RemoteDispatcher:
+    """The dispatcher of `DispatchService`. Used from one event loop only.
+
+    While the hub is silent for more than `timeout_s` nothing can be placed; answers that have begun go on.
+    """
+
+    def __init__(self, endpoint: str, edge_id: str, listener: EngineListener, *, timeout_s: float) -> None:
+        """`listener` is told of the engines."""
+        self._listener = listener
+        self._status = service.FleetStatus({}, [], None)
+        self._gaps: dict[str, _GapOffers] = {}  # by engine
+        self._hub = HubClient(endpoint, edge_id, service.WIRE_FORMAT, self._on_news, timeout_s=timeout_s)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Join the hub; leave at the end. Raises `WorkerError` when it does not answer in time."""
+        try:
+            await self._hub.start()
+            yield
+        finally:
+            await self._hub.close()
+
+    @property
+    def models(self) -> list[str]:
+        """Names of the models that are served, or would be if their engines were there."""
+        return list(self._status.models)
+
+    @property
+    def unknown_engines(self) -> list[str]:
+        """Names of engines that have not told their model yet."""
+        return self._status.unknown_engines
+
+    @property
+    def unready(self) -> str | None:
+        """Why requests should not be sent here now; None when they should."""
+        return "The deciding process does not answer." if self._hub.is_silent else self._status.unready
+
+    def max_model_len(self, model: str) -> int | None:
+        """Longest context of the model's engines; None while none has told."""
+        return self._status.models.get(model)
+
+    def now(self) -> float:
+        """The hub's clock, which is that of all processes here."""
+        return time.monotonic()
+
+    def reserve(self, request: RoutingRequest, abort: Callable[[str], None]) -> RemoteReservation:
+        """A reservation that holds nothing yet. `abort` is called with a reason when its target is gone."""
+        return RemoteReservation(self._hub, request, abort, self._gaps)
+
+    async def explain(self, request: RoutingRequest) -> dict[str, Any]:
+        """What would be decided for this request now, as JSON. Raises a `ServingError`."""
+        return await self._hub.ask(service.Explain(request), dict[str, Any])
+
+    async def decisions(self) -> list[dict[str, Any]]:
+        """The latest decisions, newest first, as JSON."""
+        return await self._hub.ask(service.Decisions(), list[dict[str, Any]])
+
+    async def pools(self) -> dict[str, Any]:
+        """Body of `/v1/pools`."""
+        return await self._hub.ask(service.Pools(), dict[str, Any])
+
+    async def scrape(self) -> bytes:
+        """The metrics of the hub's process."""
+        return (await self._hub.ask(service.Scrape(), str)).encode()
+
+    async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Take an engine in; returns it as JSON. Raises `RequestError`."""
+        return await self._hub.ask(service.AddEngine(fields), dict[str, Any])
+
+    async def remove_engine(self, name: str) -> dict[str, Any]:
+        """Begin to drain an engine; returns it as JSON. Raises `EngineNotFound`."""
+        return await self._hub.ask(service.RemoveEngine(name), dict[str, Any])
+
+    def _on_news(self, news: service.News) -> None:
+        match news:
+            case service.FleetStatus():
+                self._status = news
+            case service.EngineAdded(spec, is_trusted):
+                self._gaps[spec.name] = _GapOffers()
+                self._listener.engine_added(spec, is_trusted=is_trusted)
+            case service.EngineRemoved(name):
+                del self._gaps[name]
+                self._listener.engine_removed(name)
+
+
+class RemoteReservation:
+    """A reservation that the hub holds."""
+
+    def __init__(
+        self, hub: HubClient, request: RoutingRequest, abort: Callable[[str], None], gaps: dict[str, _GapOffers]
+    ) -> None:
+        self._hub = hub
+        self._request = request
+        self._abort = abort
+        self._gaps = gaps
+        self._gap_offers = _GapOffers()  # of the target's engine
+        self._call: int | None = None
+        self._target: asyncio.Future[Target] = asyncio.get_running_loop().create_future()  # the next one, or the latest
+
+    async def place(self) -> Target:
+        """Wait in the queue if necessary, and book a target. Raises a `ServingError`."""
+        self._call = self._hub.open(self._request, self._receive)
+        return await self._next_target()
+
+    async def place_elsewhere(self) -> Target:
+        """Give the target up and book another one. Raises a `ServingError`."""
+        self._target = asyncio.get_running_loop().create_future()
+        self._note(service.PlaceElsewhere())
+        return await self._next_target()
+
+    def answered(self) -> None:
+        """The first byte of the answer came."""
+        self._note(service.Answered())
+
+    def failed(self, engine: str, *, is_absent: bool = False) -> None:
+        """The engine failed the request."""
+        self._note(service.EngineFailure(engine, is_absent))
+
+    def refused(self, engine: str, retry_after_s: float) -> None:
+        """The engine has no room and wants nothing for so long."""
+        self._note(service.EngineRefusal(engine, retry_after_s))
+
+    def prefilled(self, now: float) -> None:
+        """The prefill engine of a pair returned."""
+        self._note(service.Prefilled(now))
+
+    def first_token(self, now: float) -> None:
+        """The first token of a stream came."""
+        self._note(service.FirstToken(now))
+
+    def is_gap_due(self, now: float) -> bool:
+        """Whether `gap` has any use now."""
+        return now - self._gap_offers.last_s >= OFFER_INTERVAL_S
+
+    def gap(self, duration_s: float, now: float) -> None:
+        """Two tokens of the stream came this far apart."""
+        self._gap_offers.last_s = now
+        self._note(service.Gap(duration_s, now))
+
+    def ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """The answer is complete."""
+        self._note(service.Ended(num_prompt_tokens, num_output_tokens))
+
+    def release(self) -> None:
+        """Give everything back. Later calls change nothing."""
+        call, self._call = self._call, None
+        if call is not None:
+            self._hub.close_call(call)
+
+    async def _next_target(self) -> Target:
+        target = await self._target
+        self._gap_offers = self._gaps.get(target.decode) or _GapOffers()
+        return target
+
+    def _note(self, note: service.Note) -> None:
+        if self._call is not None:
+            self._hub.note(self._call, note)
+
+    def _receive(self, item: service.Item | ServingError) -> None:
+        if self._target.done():
+            # An error now is that of a hub that fell silent: what has been placed goes on without it.
+            if isinstance(item, service.Aborted):
+                self._abort(item.reason)
+        elif isinstance(item, Target):
+            self._target.set_result(item)
+        elif isinstance(item, ServingError):
+            self._target.set_exception(item)
+        # else an earlier target is gone, which the request has left already
