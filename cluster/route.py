@@ -113,6 +113,7 @@ async def _serve_with_edges(setup: RouterSetup, listener: socket.socket) -> None
 
 def _app(setup: RouterSetup) -> RouterApp:
     """The app of a process that is alone. To be made in the event loop it serves in."""
+    readers = load_readers(setup.fleet_file.tokenizers)  # first: it may fail
     dispatcher, metrics = _dispatcher(setup), CollectorRegistry()
     connections = EngineConnections(setup.engines.connect_timeout_s)
     dispatcher.fleet.listen(connections)
@@ -125,7 +126,7 @@ def _app(setup: RouterSetup) -> RouterApp:
     return create_engines_app(
         dispatcher,
         connections,
-        load_readers(setup.fleet_file.tokenizers),
+        readers,
         metrics,
         config=setup.router,
         engines_config=setup.engines,

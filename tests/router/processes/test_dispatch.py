@@ -553,7 +553,7 @@ async def test_an_engine_that_does_not_drain_in_time_loses_its_streams(
         assert (await start(edge)).status_code == 503
         fake_a.resume()
         hub.fleet.add(spec_of(fake_b, "a"))  # another one of the same name
-        await hub.all_ready("a")
+        await until(lambda: edge.remote.unready is None)
         assert (await start(edge)).status_code == 200
         assert len(fake_b.requests) == 1
 
