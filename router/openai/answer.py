@@ -31,7 +31,7 @@ from tandem.router.openai.generation import ChoiceDelta, ChoicePlan, run_choices
 from tandem.router.streams import Stream
 from tandem.router.text.tokenizer import Tokenizer
 
-__all__ = ["Answer", "EventStream", "answer_request", "new_answer_id"]
+__all__ = ["PlannedAnswer", "EventStream", "answer_request", "new_answer_id"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def new_answer_id(prefix: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PlannedAnswer:
     """What to generate for a request and how to present it."""
 
     answer_id: str
@@ -62,7 +62,7 @@ class Answer:
 
 
 async def answer_request(
-    request: Request, answer: Answer, backend: Backend, tokenizer: Tokenizer, metrics: EdgeMetrics
+    request: Request, answer: PlannedAnswer, backend: Backend, tokenizer: Tokenizer, metrics: EdgeMetrics
 ) -> Response:
     """Generate and respond. Raises a `ServingError` for what goes wrong before the first token of a stream."""
     metrics.prompt_tokens.inc(answer.num_prompt_tokens)
@@ -93,7 +93,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        answer: Answer,
+        answer: PlannedAnswer,
         first: list[ChoiceDelta],
         deltas: Stream[ChoiceDelta],
         metrics: EdgeMetrics,
@@ -160,7 +160,7 @@ def _explanation(decision: dict[str, Any] | None) -> dict[str, str]:
     return {EXPLAIN_HEADER: json.dumps(decision, separators=(",", ":"))} if decision else {}  # in ASCII
 
 
-async def _collect(answer: Answer, deltas: Stream[ChoiceDelta]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+async def _collect(answer: PlannedAnswer, deltas: Stream[ChoiceDelta]) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The body of the whole answer, and the decision if it was asked for."""
     decision: dict[str, Any] | None = None
     choices = [FinishedChoice(plan.index) for plan in answer.choices]
@@ -195,7 +195,7 @@ async def _collect(answer: Answer, deltas: Stream[ChoiceDelta]) -> tuple[dict[st
 class _Chunks:
     """Makes the events of one stream."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: PlannedAnswer) -> None:
         self._answer = answer
         self._usage = Usage(answer.num_prompt_tokens)
         self._opened: set[int] = set()

@@ -15,7 +15,7 @@ from tandem.protocol.errors import RequestError
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest
 from tandem.router.http.request_options import RequestOptions
-from tandem.router.openai.answer import Answer, new_answer_id
+from tandem.router.openai.answer import PlannedAnswer, new_answer_id
 from tandem.router.openai.formats import AnswerFormat
 from tandem.router.openai.generation import ChoicePlan
 from tandem.router.openai.request_limits import check_held_logprobs, check_prompt_tokens
@@ -62,7 +62,7 @@ def conversation_of(request: Request, fields: GenerationFields) -> str:
     return conversation_id
 
 
-def plan_answer(context: ServingContext, plan: AnswerPlan) -> Answer:
+def plan_answer(context: ServingContext, plan: AnswerPlan) -> PlannedAnswer:
     """The answer to generate, with `n` choices for each prompt. Raises `RequestError` for what cannot be served."""
     fields = plan.fields
     stream_options = fields.stream_options
@@ -75,7 +75,7 @@ def plan_answer(context: ServingContext, plan: AnswerPlan) -> Answer:
         num_tokens = sum(choice.request.sampling.max_tokens for choice in choices)
         check_held_logprobs(num_tokens, plan.num_logprobs)
     has_usage = bool(stream_options and stream_options.include_usage)
-    return Answer(
+    return PlannedAnswer(
         answer_id=answer_id,
         model=fields.model or context.backend.model,
         arrived_s=plan.arrived_s,

@@ -14,7 +14,7 @@ from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import RequestError
 from tandem.router.http.json_body import check_brackets
 from tandem.router.http.request_options import request_options
-from tandem.router.openai.answer import Answer, answer_request
+from tandem.router.openai.answer import PlannedAnswer, answer_request
 from tandem.router.openai.answer_plan import AnswerPlan, Prompt, conversation_of, plan_answer
 from tandem.router.openai.formats import ChatFormat
 from tandem.router.openai.request_limits import check_fields, check_messages
@@ -34,7 +34,7 @@ async def create_chat_completion(context: ServingContext, request: Request) -> R
     return await answer_request(request, answer, context.backend, context.tokenizer, context.metrics)
 
 
-async def plan_chat(context: ServingContext, request: Request, arrived_s: float) -> Answer:
+async def plan_chat(context: ServingContext, request: Request, arrived_s: float) -> PlannedAnswer:
     """What a conversation is to be answered with. Raises a `ServingError`."""
     body, fields = await read_body(request, ChatRequest)
     context.check_model(fields.model)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from tandem.protocol.errors import RequestError
 from tandem.router.http.request_options import request_options
-from tandem.router.openai.answer import Answer, answer_request
+from tandem.router.openai.answer import PlannedAnswer, answer_request
 from tandem.router.openai.answer_plan import AnswerPlan, Prompt, conversation_of, plan_answer
 from tandem.router.openai.formats import CompletionFormat
 from tandem.router.openai.request_limits import check_echo, check_fields
@@ -31,7 +31,7 @@ async def create_completion(context: ServingContext, request: Request) -> Respon
     return await answer_request(request, answer, context.backend, context.tokenizer, context.metrics)
 
 
-async def plan_completion(context: ServingContext, request: Request, arrived_s: float) -> Answer:
+async def plan_completion(context: ServingContext, request: Request, arrived_s: float) -> PlannedAnswer:
     """What each prompt is to be continued with. Raises a `ServingError`."""
     body, fields = await read_body(request, CompletionRequest)
     context.check_model(fields.model)
