@@ -31,7 +31,7 @@ from tandem.router.openai.generation import ChoiceDelta, ChoicePlan, run_choices
 from tandem.router.streams import Stream
 from tandem.router.text.tokenizer import Tokenizer
 
-__all__ = ["PlannedAnswer", "EventStream", "answer_request", "new_answer_id"]
+__all__ = ["EventStream", "PlannedAnswer", "answer_request", "new_answer_id"]
 
 logger = logging.getLogger(__name__)
 

@@ -94,7 +94,7 @@ async def test_nothing_is_left(end: str, seed: int, tokenizer: Tokenizer) -> Non
         async with asyncio.timeout(30):
             await asyncio.gather(*(client.task for client in clients), return_exceptions=True)
             cluster.assert_nothing_left()
-            assert not cluster.flow._running
+            assert cluster.flow.num_running == 0
             assert metrics.get_sample_value("tandem_router_running_requests") == 0
             if going is not None:
                 await going

@@ -9,7 +9,7 @@ import os
 import psutil
 import pytest
 
-from tandem.router.workers import flow, pins
+from tandem.router.workers import pin_ledger, prompt_hasher
 from tandem.scheduling import answer_lengths, contention, fair_queue
 from tests.support.memory_world import MemoryWorld, table_sizes
 
@@ -42,8 +42,8 @@ def test_the_walk_sees_what_grows() -> None:
         world = MemoryWorld(0)
         try:
             before = table_sizes(world.flow)
-            world.flow._roots.update({(b"", str(i)): b"" for i in range(100)})
-            assert set(grown(before, table_sizes(world.flow))) == {"RequestFlow._roots"}
+            world.flow._serving.hasher._roots.update({(b"", str(i)): b"" for i in range(100)})
+            assert set(grown(before, table_sizes(world.flow))) == {"PromptHasher._roots"}
         finally:
             await world.close()
 
@@ -61,11 +61,11 @@ def test_the_walk_sees_what_grows() -> None:
 )
 def test_nothing_grows_with_the_number_of_requests(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # So that these tables are at their bounds soon, and come and go by less than what counts as growth.
-    monkeypatch.setattr(flow, "MAX_ROOTS", 60)
+    monkeypatch.setattr(prompt_hasher, "MAX_ROOTS", 60)
     monkeypatch.setattr(answer_lengths, "MAX_TENANTS", 60)
     monkeypatch.setattr(contention, "MAX_TENANTS", 60)
     monkeypatch.setattr(fair_queue, "MAX_IDLE_TENANTS", 60)
-    monkeypatch.setattr(pins.Conversations.__init__, "__defaults__", (64 * 1024,))
+    monkeypatch.setattr(pin_ledger.Conversations.__init__, "__defaults__", (64 * 1024,))
     print("seed 1")
 
     async def scenario() -> None:

@@ -30,8 +30,9 @@ from tandem.protocol.messages import (
 )
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest
-from tandem.router.workers.client import WorkerClient, _Link
+from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
+from tandem.router.workers.link import Link
 from tandem.scheduling.request import ServiceClass
 from tests.support.builders import make_card
 from tests.support.fake_worker import FakeCluster
@@ -100,7 +101,7 @@ class MemoryWorld:
         for worker_id, role in (("p", Role.PREFILL), ("d", Role.DECODE), ("c", Role.COLOCATED)):
             card = make_card(worker_id, role)
             socket = InstantSocket(self.cluster.client, worker_id, role, self.rng)
-            socket.link = link = _Link(card.address, socket, socket)  # type: ignore[arg-type]
+            socket.link = link = Link(card.address, socket, socket)  # type: ignore[arg-type]
             self.cluster.client._links[worker_id] = link
             self.cluster.client._on_welcome(link, Welcome(card=card))
             link.snapshots_due.clear()

@@ -27,7 +27,7 @@ from tandem.protocol.messages import (
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.streams import DeltaQueue
-from tandem.router.workers.client import LEARN_INTERVAL_S
+from tandem.router.workers.load_recorder import LEARN_INTERVAL_S
 from tandem.runtime import background
 from tandem.runtime.curve import make_keys
 from tests.support.fake_worker import FakeWorker, digests, fake_cluster, silent, until

@@ -27,7 +27,7 @@ from tandem.protocol.messages import (
 )
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest, TokenDelta
-from tandem.router.workers.flow import DeltaOrder
+from tandem.router.workers.generation import DeltaOrder
 from tandem.scheduling.request import ServiceClass
 from tests.support.builders import NAMESPACE
 from tests.support.fake_worker import (

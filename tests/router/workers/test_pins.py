@@ -27,15 +27,9 @@ from tandem.protocol.messages import (
     WorkerState,
 )
 from tandem.router.backend import GenerateRequest, PinRequest
+from tandem.router.workers.pin_ledger import CONVERSATION_BYTES, Conversations, Owner, PinLedger, PinnedChain
 from tandem.router.workers.pin_metrics import PinCollector
-from tandem.router.workers.pins import (
-    CONVERSATION_BYTES,
-    Conversations,
-    Owner,
-    PinnedChain,
-    PinTable,
-    max_pinned_blocks,
-)
+from tandem.router.workers.pins import max_pinned_blocks
 from tandem.scheduling.registry import Registry
 from tests.support.builders import NAMESPACE, add_ready, make_card
 from tests.support.fake_worker import (
@@ -57,12 +51,12 @@ def digests(*names: int) -> list[bytes]:
     return [bytes([name]) * 16 for name in names]
 
 
-def make_table(*, max_pins: int = 10, max_pins_per_tenant: int = 10, tenant_share: float = 1.0) -> PinTable:
-    return PinTable(max_pins=max_pins, max_pins_per_tenant=max_pins_per_tenant, tenant_share=tenant_share)
+def make_ledger(*, max_pins: int = 10, max_pins_per_tenant: int = 10, tenant_share: float = 1.0) -> PinLedger:
+    return PinLedger(max_pins=max_pins, max_pins_per_tenant=max_pins_per_tenant, tenant_share=tenant_share)
 
 
 def add(
-    table: PinTable,
+    ledger: PinLedger,
     pin_id: str,
     *chain: int,
     tenant: str = "",
@@ -72,76 +66,76 @@ def add(
     now: float = 0.0,
 ) -> None:
     pin = PinnedChain(pin_id, Owner(tenant, EVERYONE), conversation_id, expires_at, Prefetch.HOST)
-    table.add(pin, digests(*chain), max_blocks, now)
-    table.check_integrity()
+    ledger.add(pin, digests(*chain), max_blocks, now)
+    ledger.check_integrity()
 
 
 def test_blocks_that_pins_share_count_once() -> None:
-    table = make_table()
-    add(table, "a", 1, 2, 3)
-    add(table, "b", 1, 2, 4)
-    assert table.num_blocks == 4
-    table.remove("a")
-    assert table.num_blocks == 3
-    table.remove("b")
-    assert (table.num_blocks, len(table)) == (0, 0)
-    table.check_integrity()
+    ledger = make_ledger()
+    add(ledger, "a", 1, 2, 3)
+    add(ledger, "b", 1, 2, 4)
+    assert ledger.num_blocks == 4
+    ledger.remove("a")
+    assert ledger.num_blocks == 3
+    ledger.remove("b")
+    assert (ledger.num_blocks, len(ledger)) == (0, 0)
+    ledger.check_integrity()
 
 
 @pytest.mark.parametrize(
-    ("table", "tenant", "chain", "quota"),
+    ("ledger", "tenant", "chain", "quota"),
     [
-        (make_table(max_pins=2), "", [9], "max_pins"),
-        (make_table(max_pins_per_tenant=1), "b", [9], "max_pins_per_tenant"),
-        (make_table(), "c", [7, 8, 9], "pin_share"),
-        (make_table(tenant_share=0.5), "a", [7, 8], "pin_tenant_share"),
+        (make_ledger(max_pins=2), "", [9], "max_pins"),
+        (make_ledger(max_pins_per_tenant=1), "b", [9], "max_pins_per_tenant"),
+        (make_ledger(), "c", [7, 8, 9], "pin_share"),
+        (make_ledger(tenant_share=0.5), "a", [7, 8], "pin_tenant_share"),
     ],
     ids=["pins", "pins of a tenant", "blocks", "blocks of a tenant"],
 )
 def test_a_quota_names_itself_its_value_and_its_limit(
-    table: PinTable, tenant: str, chain: list[int], quota: str
+    ledger: PinLedger, tenant: str, chain: list[int], quota: str
 ) -> None:
-    add(table, "a", 1, 2, tenant="a", expires_at=30.0)
-    add(table, "b", 3, 4, tenant="b", expires_at=50.0)
+    add(ledger, "a", 1, 2, tenant="a", expires_at=30.0)
+    add(ledger, "b", 3, 4, tenant="b", expires_at=50.0)
     with pytest.raises(PinQuotaExceeded, match=rf"over the limit of \d+ \({quota}\)") as refused:
-        add(table, "c", *chain, tenant=tenant)
+        add(ledger, "c", *chain, tenant=tenant)
     assert refused.value.retry_after_s == 30.0
-    assert table.num_refused == {quota: 1}
-    assert (len(table), table.num_blocks) == (2, 4)
-    add(table, "c", *chain, tenant=tenant, now=50.0)  # by then they have expired
-    assert len(table) == 1
+    assert ledger.num_refused == {quota: 1}
+    assert (len(ledger), ledger.num_blocks) == (2, 4)
+    add(ledger, "c", *chain, tenant=tenant, now=50.0)  # by then they have expired
+    assert len(ledger) == 1
 
 
 def test_an_expired_pin_is_not_found() -> None:
-    table = make_table()
-    add(table, "a", 1, expires_at=10.0)
-    assert table.get("a", None, 9.9).pin_id == "a"
+    ledger = make_ledger()
+    add(ledger, "a", 1, expires_at=10.0)
+    assert ledger.get("a", None, 9.9).pin_id == "a"
     with pytest.raises(PinNotFound, match="no pin 'a'"):
-        table.get("a", None, 10.0)
-    assert table.num_blocks == 0
+        ledger.get("a", None, 10.0)
+    assert ledger.num_blocks == 0
 
 
 def test_pins_follow_their_own_conversation_as_far_as_the_quota_goes() -> None:
-    table = make_table()
-    add(table, "a", 1, conversation_id="x", tenant="t")
-    add(table, "other tenant", 2, conversation_id="x", tenant="u")
-    add(table, "other conversation", 3, conversation_id="y", tenant="t")
-    (changed,) = table.follow(T, "x", digests(1, 4, 5, 6, 7, 8), max_blocks=6, now=0.0)
+    ledger = make_ledger()
+    add(ledger, "a", 1, conversation_id="x", tenant="t")
+    add(ledger, "other tenant", 2, conversation_id="x", tenant="u")
+    add(ledger, "other conversation", 3, conversation_id="y", tenant="t")
+    (changed,) = ledger.follow(T, "x", digests(1, 4, 5, 6, 7, 8), max_blocks=6, now=0.0)
     assert (changed.pin_id, changed.digests) == ("a", tuple(digests(1, 4, 5, 6)))
-    assert table.num_blocks == 6
-    assert table.follow(T, "x", digests(1, 4, 5, 6, 7, 9), max_blocks=6, now=0.0) == []
-    (changed,) = table.follow(T, "x", digests(1, 9), max_blocks=6, now=0.0)  # edited: the old turns are let go
+    assert ledger.num_blocks == 6
+    assert ledger.follow(T, "x", digests(1, 4, 5, 6, 7, 9), max_blocks=6, now=0.0) == []
+    (changed,) = ledger.follow(T, "x", digests(1, 9), max_blocks=6, now=0.0)  # edited: the old turns are let go
     assert changed.digests == tuple(digests(1, 9))
-    table.check_integrity()
+    ledger.check_integrity()
 
 
-class PinTableMachine(RuleBasedStateMachine):
+class PinLedgerMachine(RuleBasedStateMachine):
     """Quotas hold after anything, and every pin that lives is one that was taken in."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.table = make_table(max_pins=4, max_pins_per_tenant=3, tenant_share=0.5)
+        self.ledger = make_ledger(max_pins=4, max_pins_per_tenant=3, tenant_share=0.5)
         self.expiries: dict[str, float] = {}
 
     @rule(tenant=st.sampled_from("tu"), chain=st.integers(0, 4), start=st.integers(0, 2), ttl_s=st.integers(1, 9))
@@ -150,7 +144,7 @@ class PinTableMachine(RuleBasedStateMachine):
         first = (10 if tenant == "t" else 60) + 10 * start
         try:
             add(
-                self.table,
+                self.ledger,
                 pin_id,
                 *range(first, first + chain),
                 tenant=tenant,
@@ -166,13 +160,13 @@ class PinTableMachine(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from("tu"), start=st.integers(0, 2), length=st.integers(0, 9))
     def turn(self, tenant: str, start: int, length: int) -> None:
         first = (10 if tenant == "t" else 60) + 10 * start
-        self.table.follow(Owner(tenant, EVERYONE), str(start), digests(*range(first, first + length)), 10, self.now)
+        self.ledger.follow(Owner(tenant, EVERYONE), str(start), digests(*range(first, first + length)), 10, self.now)
 
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
-        if live := [pin.pin_id for pin in self.table.live(self.now)]:
+        if live := [pin.pin_id for pin in self.ledger.live(self.now)]:
             pin_id = data.draw(st.sampled_from(live))
-            self.table.remove(pin_id)
+            self.ledger.remove(pin_id)
             self.expiries[pin_id] = self.now
 
     @rule(seconds=st.integers(1, 4))
@@ -181,18 +175,18 @@ class PinTableMachine(RuleBasedStateMachine):
 
     @invariant()
     def quotas_hold(self) -> None:
-        live = self.table.live(self.now)
+        live = self.ledger.live(self.now)
         assert {pin.pin_id for pin in live} == {pin_id for pin_id, end in self.expiries.items() if end > self.now}
         assert len(live) <= 4
         for tenant in "tu":
             pins = [pin for pin in live if pin.owner.tenant == tenant]
             assert len(pins) <= 3
             assert len({digest for pin in pins for digest in pin.digests}) <= 5
-        self.table.check_integrity()
+        self.ledger.check_integrity()
 
 
-TestPinTableMachine = PinTableMachine.TestCase
-TestPinTableMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+TestPinLedgerMachine = PinLedgerMachine.TestCase
+TestPinLedgerMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
 
 
 def test_conversations_are_known_by_tenant_and_the_oldest_is_forgotten() -> None:
@@ -401,7 +395,7 @@ def test_what_a_worker_keeps_is_on_the_pools_page_and_in_the_metrics() -> None:
             cluster.registry.note_pins("d", load)
             (worker,) = (await cluster.flow.pools())["roles"]["decode"]
             assert worker["pins"] == {"num_pins": 1, "num_blocks": {"pool": 2}, "num_prefetched": {"host": 3}}
-            cluster.flow.cache.table.num_refused["max_pins"] += 5
+            cluster.flow.cache.ledger.num_refused["max_pins"] += 5
             metrics = CollectorRegistry()
             metrics.register(PinCollector(cluster.flow.cache, cluster.registry))
             lines = generate_latest(metrics).decode().splitlines()

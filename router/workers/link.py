@@ -1,0 +1,129 @@
+"""The router's connection to one worker, and the parts of requests that run there."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tandem.protocol.errors import ServingError, WorkerError
+from tandem.protocol.messages import (
+    BlockEvents,
+    BlockSnapshot,
+    Cancel,
+    Decode,
+    Generate,
+    Heartbeat,
+    PeerAddress,
+    PinReport,
+    Prefill,
+    RouterMessage,
+    SequenceDelta,
+    WorkerCard,
+    encode_message,
+)
+from tandem.router.streams import DeltaQueue
+from tandem.runtime.dropped import DroppedMessages
+from tandem.runtime.message_socket import MessageSocket
+
+__all__ = ["Leg", "Link"]
+
+
+class Leg:
+    """One worker's part of a request. It is open until it finishes, fails, or is closed or cancelled here."""
+
+    def __init__(self, link: Link, request_id: str, queue: DeltaQueue[SequenceDelta]) -> None:
+        self.has_delivered = False  # whether the worker has sent tokens
+        self._link = link
+        self._request_id = request_id
+        self._queue = queue
+
+    @property
+    def worker_id(self) -> str:
+        """The worker that does this part."""
+        return self._link.worker_id
+
+    @property
+    def is_open(self) -> bool:
+        """Whether tokens or an error may still arrive."""
+        return self._link.legs.get(self._request_id) is self
+
+    def close(self) -> None:
+        """Expect nothing more from the worker, which is done or gone."""
+        if self.is_open:
+            self._link.drop_leg(self._request_id)
+
+    def cancel(self) -> None:
+        """Tell the worker to stop, unless it has finished. Does not wait."""
+        if self.is_open:
+            self.close()
+            self._link.send(Cancel(request_id=self._request_id))
+
+    def deliver(self, delta: SequenceDelta) -> None:
+        """Pass tokens on to the request; the last ones close the leg."""
+        self.has_delivered = True
+        if delta.finish_reason is not None:
+            self.close()
+        self._queue.put(delta)
+
+    def fail(self, error: ServingError) -> None:
+        """Close the leg and end the request with this error."""
+        self.close()
+        self._queue.fail(error)
+
+
+class Link:
+    """The sockets to one worker, and the legs open on it."""
+
+    def __init__(self, address: PeerAddress, messages: MessageSocket, heartbeats: MessageSocket) -> None:
+        self.address = address
+        self.legs: dict[str, Leg] = {}
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.welcome: asyncio.Future[WorkerCard] = asyncio.get_running_loop().create_future()
+        self.kind = ""  # known from the welcome on
+        self.tiers: dict[str, str] = {}  # known from the welcome on
+        self.places: set[str] = set()  # places that the index follows
+        self.snapshots_due: set[str] = set()  # places whose snapshot was requested and has not arrived
+        self.snapshot_requested_s = 0.0
+        self.pin_reports: dict[str, asyncio.Future[PinReport]] = {}  # awaited, by query
+        self.dropped = DroppedMessages()  # the worker's messages that were not acted upon
+        self._messages = messages
+        self._heartbeats = heartbeats
+
+    @property
+    def worker_id(self) -> str:
+        """The worker's name."""
+        return self.address.worker_id
+
+    def send(self, message: RouterMessage) -> None:
+        """Queue a message. Never blocks: the queue has no limit, and silence ends the link."""
+        self._messages.send(encode_message(message))
+
+    def open_leg(self, request: Generate | Prefill | Decode, queue: DeltaQueue[SequenceDelta]) -> Leg:
+        """Send the worker its part of a request; its tokens go to `queue`."""
+        assert request.request_id not in self.legs, f"request {request.request_id} is already on {self.worker_id}"
+        leg = self.legs[request.request_id] = Leg(self, request.request_id, queue)
+        self.idle.clear()
+        self.send(request)
+        return leg
+
+    def is_of(self, message: BlockEvents | BlockSnapshot | Heartbeat) -> bool:
+        """Whether the message names this worker and epoch as its sender."""
+        return (message.worker_id, message.epoch) == (self.address.worker_id, self.address.epoch)
+
+    def drop_leg(self, request_id: str) -> None:
+        """Forget an open leg."""
+        del self.legs[request_id]
+        if not self.legs:
+            self.idle.set()
+
+    def fail(self, message: str) -> None:
+        """Close the sockets and give every leg an error of its own."""
+        self._messages.close()
+        self._heartbeats.close()
+        for leg in list(self.legs.values()):
+            leg.fail(WorkerError(message))
+        if not self.welcome.done():
+            self.welcome.set_exception(WorkerError(message))
+        for report in self.pin_reports.values():
+            report.cancel()
+        self.welcome.exception()  # marks it as retrieved: maybe no task waits for it

@@ -1,0 +1,181 @@
+"""Pinned prefixes, the quotas of their tenants, and the conversations that pins follow. No I/O and no clock."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tandem.protocol.digest import DIGEST_BYTES, CacheScope
+from tandem.protocol.errors import PinNotFound, PinQuotaExceeded
+from tandem.protocol.messages import Prefetch
+
+__all__ = ["Conversations", "Owner", "PinLedger", "PinnedChain"]
+
+MAX_CONVERSATION_BYTES = 32 << 20  # of all conversations: 2 M blocks, less the fixed cost of short ones
+CONVERSATION_BYTES = 512  # of one conversation besides its digests, about
+
+
+class Owner(NamedTuple):
+    """The tenant of a pin or a conversation, and the scope of its cached blocks."""
+
+    tenant: str
+    scope: CacheScope
+
+
+class Conversations:
+    """The latest chain of digests of each conversation. The least recently used are forgotten first."""
+
+    def __init__(self, max_bytes: int = MAX_CONVERSATION_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._chains: OrderedDict[tuple[Owner, str], bytes] = OrderedDict()  # joined, which takes a third of the memory
+
+    def __len__(self) -> int:
+        return len(self._chains)
+
+    def note(self, owner: Owner, conversation_id: str, digests: Sequence[bytes]) -> None:
+        """Record the blocks that a conversation consists of now."""
+        key = (owner, conversation_id)
+        if key in self._chains:
+            self._num_bytes -= _size(key, self._chains.pop(key))
+        self._chains[key] = joined = b"".join(digests)
+        self._num_bytes += _size(key, joined)
+        while self._num_bytes > self._max_bytes:
+            self._num_bytes -= _size(*self._chains.popitem(last=False))
+
+    def digests(self, owner: Owner, conversation_id: str) -> list[bytes]:
+        """The chain of a conversation's latest turn; empty if the conversation is unknown."""
+        joined = self._chains.get((owner, conversation_id), b"")
+        return [joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES)]
+
+
+@dataclass(eq=False, slots=True)
+class PinnedChain:
+    """One pin. Only `PinLedger` changes it."""
+
+    pin_id: str
+    owner: Owner
+    conversation_id: str  # the pin follows this conversation; "" = it stays as it is
+    expires_at: float
+    prefetch: Prefetch
+    digests: tuple[bytes, ...] = ()
+
+
+class PinLedger:
+    """All live pins, and how much of the quotas their tenants use. No I/O and no clock: the time is passed in.
+
+    A block counts once for each tenant whose pins cover it. Tenants have equal blocks only if they share a cache.
+    """
+
+    def __init__(self, *, max_pins: int, max_pins_per_tenant: int, tenant_share: float) -> None:
+        self.num_refused: Counter[str] = Counter()  # by the exceeded quota
+        self._max_pins = max_pins
+        self._max_pins_per_tenant = max_pins_per_tenant
+        self._tenant_share = tenant_share
+        self._pins: dict[str, PinnedChain] = {}  # oldest first
+        self._uses: dict[str, Counter[bytes]] = {}  # by tenant: by block, the pins that cover it
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that pins cover, whether they are cached or not."""
+        return sum(len(uses) for uses in self._uses.values())
+
+    def live(self, now: float) -> list[PinnedChain]:
+        """The pins that have not expired, oldest first; forgets the others."""
+        for pin in [pin for pin in self._pins.values() if pin.expires_at <= now]:
+            self.remove(pin.pin_id)
+        return list(self._pins.values())
+
+    def get(self, pin_id: str, tenant: str | None, now: float) -> PinnedChain:
+        """A live pin of a tenant; None = of any tenant. Raises `PinNotFound`."""
+        self.live(now)
+        pin = self._pins.get(pin_id)
+        if pin is None or tenant not in (None, pin.owner.tenant):
+            raise PinNotFound(f"There is no pin '{pin_id[:100]}'; it may have expired.", param="id")
+        return pin
+
+    def add(self, pin: PinnedChain, digests: Sequence[bytes], max_blocks: int, now: float) -> None:
+        """Add a pin that covers these blocks; all pins may cover `max_blocks`. Raises `PinQuotaExceeded`."""
+        pins = self.live(now)
+        tenant = pin.owner.tenant
+        num_of_tenant = sum(other.owner.tenant == tenant for other in pins)
+        uses = self._uses.get(tenant, Counter())
+        num_new = len(set(digests) - uses.keys())
+        max_of_tenant = int(max_blocks * self._tenant_share)
+        for quota, value, limit, what in (
+            ("max_pins", len(pins) + 1, self._max_pins, "pins"),
+            ("max_pins_per_tenant", num_of_tenant + 1, self._max_pins_per_tenant, "pins of this tenant"),
+            ("pin_share", self.num_blocks + num_new, max_blocks, "blocks of all pins"),
+            ("pin_tenant_share", len(uses) + num_new, max_of_tenant, "blocks of this tenant's pins"),
+        ):
+            if value > limit:
+                self.num_refused[quota] += 1
+                first_end_s = min((other.expires_at for other in pins), default=now + 1.0) - now
+                raise PinQuotaExceeded(
+                    f"With this pin there would be {value} {what}, over the limit of {limit} ({quota}); unpin others, "
+                    f"wait for one to expire, or raise --{quota.replace('_', '-')}.",
+                    retry_after_s=first_end_s,
+                )
+        self._pins[pin.pin_id] = pin
+        self._cover(pin, digests)
+
+    def remove(self, pin_id: str) -> None:
+        """Forget a live pin."""
+        pin = self._pins.pop(pin_id)
+        self._cover(pin, ())
+
+    def follow(
+        self, owner: Owner, conversation_id: str, digests: Sequence[bytes], max_blocks: int, now: float
+    ) -> list[PinnedChain]:
+        """Make the pins of a conversation cover its latest turn, within the quotas; return those that changed."""
+        changed = []
+        for pin in self.live(now):
+            if (pin.owner, pin.conversation_id) != (owner, conversation_id):
+                continue
+            before = pin.digests
+            self._cover(pin, ())
+            uses = self._uses.get(owner.tenant, Counter())
+            room = min(max_blocks - self.num_blocks, int(max_blocks * self._tenant_share) - len(uses))
+            self._cover(pin, _leading(digests, uses, room))
+            if pin.digests != before:
+                changed.append(pin)
+        return changed
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless the covered blocks are those of the pins."""
+        uses: dict[str, Counter[bytes]] = {}
+        for pin in self._pins.values():
+            if pin.digests:
+                uses.setdefault(pin.owner.tenant, Counter()).update(pin.digests)
+        assert uses == self._uses, "covered blocks disagree"
+
+    def _cover(self, pin: PinnedChain, digests: Sequence[bytes]) -> None:
+        """Make a pin cover exactly these blocks."""
+        uses = self._uses.setdefault(pin.owner.tenant, Counter())
+        uses.update(digests)
+        uses.subtract(pin.digests)
+        for digest in pin.digests:
+            if not uses[digest]:
+                del uses[digest]
+        if not uses:
+            del self._uses[pin.owner.tenant]
+        pin.digests = tuple(digests)
+
+
+def _size(key: tuple[Owner, str], joined: bytes) -> int:
+    owner, conversation_id = key
+    return CONVERSATION_BYTES + sum(map(len, owner)) + len(conversation_id) + len(joined)
+
+
+def _leading(digests: Sequence[bytes], uses: Mapping[bytes, int], room: int) -> tuple[bytes, ...]:
+    """As many leading blocks as fit if at most `room` of them are new."""
+    for count, digest in enumerate(digests):
+        room -= digest not in uses
+        if room < 0:
+            return tuple(digests[:count])
+    return tuple(digests)
