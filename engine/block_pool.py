@@ -1,19 +1,20 @@
-"""The paged pool's bookkeeping: who uses which block, which blocks are cached under which digest, what to evict.
+"""The paged pool's bookkeeping: reference counts, which block is cached under which digest, what to evict.
 
-The pool alone changes a reference count. It knows nothing of tensors; block ids index the first axis of the KV tensor.
+Only the pool changes a reference count. It knows no tensors; block ids index the first axis of the KV tensor.
 
 A block is in exactly one of four places:
     free      no user, no digest                       (taken first)
-    evictable no user, but cached under a digest       (taken when free ones are gone, least recently used first)
-    kept      the same, and its digest is pinned       (taken only when no other is left: a pin never starves a request)
+    evictable no user, but cached under a digest       (taken when none is free, least recently used first)
+    kept      no user, and its cached digest is pinned (taken only when no other is left: a pin never starves a request)
     used      one or more users, cached or not
 
-Sequences release their blocks tail first, and a prefix hit touches every ancestor, so a block is never more recent
-than its parent: evicting in LRU order takes leaves before the blocks they hang from. The one exception is harmless: a
-sequence that computed a block somebody else had cached keeps its private copy, so the cached one may be evicted before
-what hangs from it, which is then not found until it is computed again.
+Sequences release their blocks tail first, and a prefix hit touches every ancestor. So a block is never more recent than
+its parent, and LRU order evicts children before parents. There is one harmless exception: a sequence that computed a
+block which another had cached keeps its private copy. Then the cached block may be evicted before its children, which
+are not found until it is computed again.
 
-A chain that another worker has taken over is demoted: its blocks go first, up to where other chains hang from it.
+A chain that another worker has taken over is demoted: its blocks are evicted first, up to the first with other
+children.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ __all__ = ["BlockPool"]
 class BlockPool:
     """Reference counts, prefix cache and leaf-first LRU over `num_blocks` blocks.
 
-    Every digest that becomes or ceases to be cached is appended to the pending events, in order; `take_events`
-    hands them to whoever publishes them.
+    Every digest that becomes or ceases to be cached is appended to the pending events, in order; `take_events` returns
+    them for publishing.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -37,24 +38,24 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free: list[int] = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._kept: OrderedDict[int, None] = OrderedDict()  # the same
+        self._kept: OrderedDict[int, None] = OrderedDict()  # likewise
         self._pinned: set[bytes] = set()  # cached or not
         self._ref_counts = [0] * num_blocks
         self._digest_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
-        self._parent_of: dict[bytes, bytes] = {}  # of cached digests
-        self._num_children: Counter[bytes] = Counter()  # cached ones, by digest that is cached or not
+        self._parent_of: dict[bytes, bytes] = {}  # for cached digests
+        self._num_children: Counter[bytes] = Counter()  # cached children, by digest, whether cached itself or not
         self._stored: list[bytes] = []
         self._removed: list[bytes] = []
 
     @property
     def num_available(self) -> int:
-        """Blocks an allocation could get now, evicting what nobody uses."""
+        """Blocks that an allocation could get now, evicting unused ones."""
         return len(self._free) + len(self._evictable) + len(self._kept)
 
     @property
     def num_free(self) -> int:
-        """Blocks an allocation could get without evicting any."""
+        """Blocks that an allocation could get without evicting any."""
         return len(self._free)
 
     @property
@@ -67,11 +68,11 @@ class BlockPool:
         return digest in self._block_of
 
     def block_of(self, digest: bytes) -> int | None:
-        """The block cached under this digest. Nobody else may be given it before the next allocation."""
+        """The block cached under this digest. It stays cached until the next allocation."""
         return self._block_of.get(digest)
 
     def cached_digests(self) -> list[bytes]:
-        """All digests cached now: a snapshot for whoever missed events."""
+        """All digests cached now: a snapshot for a listener that missed events."""
         return list(self._block_of)
 
     def count_cached(self, digests: Sequence[bytes]) -> int:
@@ -82,7 +83,7 @@ class BlockPool:
         return len(digests)
 
     def count_used(self, digests: Sequence[bytes]) -> int:
-        """How many leading digests are cached in blocks that somebody uses: taking those takes nothing of the pool."""
+        """How many leading digests are cached in used blocks: sharing those takes no room in the pool."""
         for count, digest in enumerate(digests):
             block = self._block_of.get(digest)
             if block is None or self._ref_counts[block] == 0:
@@ -90,9 +91,9 @@ class BlockPool:
         return len(digests)
 
     def count_own(self, blocks: Sequence[int]) -> int:
-        """How many blocks of a sequence nobody else uses: what becomes available when it ends.
+        """How many blocks of a sequence it alone uses: they become available when it ends.
 
-        What sequences share is a prefix, so its end is searched for.
+        Sequences share a prefix, so its end is found by bisection.
         """
         if not blocks or self._ref_counts[blocks[0]] == 1:
             return len(blocks)
@@ -108,13 +109,13 @@ class BlockPool:
         return blocks
 
     def try_allocate(self, num_blocks: int) -> list[int] | None:
-        """`num_blocks` private blocks with one reference each, or None when there is no room (then nothing changed)."""
+        """`num_blocks` private blocks with one reference each; None, and no change, if there is no room."""
         if num_blocks > self.num_available:
             return None
         return [self._take() for _ in range(num_blocks)]
 
     def publish(self, block: int, digest: bytes, parent: bytes | None = None) -> None:
-        """Make a full, computed block findable. If its content is already cached elsewhere this copy stays private.
+        """Make a full, computed block findable. If another block caches the same content, this copy stays private.
 
         `parent` is the digest of the block before it.
         """
@@ -131,7 +132,7 @@ class BlockPool:
     def publish_chain(
         self, blocks: Iterable[int], digests: Sequence[bytes], first: int, parent: bytes | None = None
     ) -> None:
-        """`publish` consecutive blocks: block `first` of `digests`, which begin behind `parent`, and those after it."""
+        """`publish` consecutive blocks, from digest number `first` on. `digests` begin after `parent`."""
         for idx, block in enumerate(blocks, first):
             self.publish(block, digests[idx], digests[idx - 1] if idx else parent)
 
@@ -147,9 +148,9 @@ class BlockPool:
                     self._free.append(block)
 
     def demote(self, digest: bytes) -> None:
-        """Evict this block before all others, and those before it in its chain up to where another branches off.
+        """Evict this block before all others, and its ancestors up to the first with other children.
 
-        Nothing happens to a block that is used, pinned or followed by another, nor to those before it.
+        A block that is used, pinned or has children is left alone, and so are its ancestors.
         """
         blocks: list[int] = []
         cached: bytes | None = digest
@@ -163,11 +164,11 @@ class BlockPool:
             self._evictable.move_to_end(block, last=False)
 
     def pin(self, digests: Sequence[bytes]) -> None:
-        """Evict the blocks of these digests, given in their chain's order, after all others; also those cached later.
+        """Evict the blocks of these digests, given in chain order, after all others, also if they are cached later.
 
-        A second pin of a digest changes nothing but that its block is recent again.
+        A second pin of a digest only makes its block recent again.
         """
-        for digest in reversed(digests):  # as blocks are released: leaves are taken before what they hang from
+        for digest in reversed(digests):  # tail first, as for `release`
             block = self._block_of.get(digest)
             if block is not None and self._ref_counts[block] == 0:
                 del self._unused(block)[block]
@@ -189,7 +190,7 @@ class BlockPool:
         return set(self._pinned)
 
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
-        """(stored, removed) digests since the last call, disjoint: each digest is listed as it is now."""
+        """(stored, removed) digests since the last call, disjoint: each digest is listed by its current state."""
         changed = dict.fromkeys((*self._stored, *self._removed))
         self._stored, self._removed = [], []
         stored = [digest for digest in changed if digest in self._block_of]
@@ -240,5 +241,5 @@ class BlockPool:
                 del self._num_children[parent]
 
     def _unused(self, block: int) -> OrderedDict[int, None]:
-        """Where a cached block is, or goes, without a user."""
+        """The place of a cached block while it has no user."""
         return self._kept if self._digest_of[block] in self._pinned else self._evictable

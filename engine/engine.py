@@ -30,8 +30,8 @@ __all__ = ["Engine", "SequenceFailure", "SequenceOutput", "StepResult"]
 
 logger = logging.getLogger(__name__)
 
-_STEP_TOKENS = 512  # where nobody who knows the role has chosen
-_MAX_FAILED_STEPS = 3  # in a row, each of which failed for every sequence: then it is not the sequences that are wrong
+_STEP_TOKENS = 512  # the default without a role's own choice
+_MAX_FAILED_STEPS = 3  # in a row, each failing for every sequence: then the engine is at fault, not the sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class SequenceOutput:
 
 @dataclass(frozen=True, slots=True)
 class SequenceFailure:
-    """A sequence that a step ended because something of it raised `error`."""
+    """A sequence that a step ended because it raised `error`."""
 
     sequence: Sequence
     error: Exception
@@ -53,7 +53,7 @@ class SequenceFailure:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step did. `chunks` are computed and published; `outputs` are in batch order."""
+    """The result of a step. `chunks` are computed and published; `outputs` are in batch order."""
 
     chunks: list[ScheduledChunk]
     outputs: list[SequenceOutput]
@@ -62,7 +62,7 @@ class StepResult:
 
 
 def _nothing() -> None:
-    """Nothing else is done within a step."""
+    """Default of a step's callbacks."""
 
 
 class Engine:
@@ -71,7 +71,7 @@ class Engine:
     def __init__(
         self, config: EngineConfig, *, kv_codec: str = "raw", clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """`kv_codec` tells KV that may have been through a lossy codec from KV that never was: both are never mixed."""
+        """`kv_codec` becomes part of the digests, so that KV from a lossy codec never mixes with exact KV."""
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         model = load_model(config)
@@ -128,8 +128,8 @@ class Engine:
     ) -> Sequence:
         """A sequence for this engine, not queued yet.
 
-        Raises ContextLengthExceeded if the prompt does not fit, RequestError for ids outside the model's vocabulary:
-        one of those inside a step would fail the whole batch.
+        Raises ContextLengthExceeded if the prompt does not fit, RequestError for ids outside the model's vocabulary,
+        because one such id would fail a whole step.
         """
         limit = self.config.max_model_len
         if not 0 < len(token_ids) < limit:
@@ -158,7 +158,7 @@ class Engine:
         self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> bool:
-        """Drop a request and free its blocks; False if it is not here (any more)."""
+        """Drop a request and free its blocks; False if it is unknown or has ended."""
         sequence = self.sequences.pop(request_id, None)
         if sequence is None:
             return False
@@ -177,8 +177,8 @@ class Engine:
         A PREFILL_ONLY sequence leaves with its first token, or fails, but keeps its blocks: the caller releases them by
         `scheduler.blocks.release` when the handoff is over.
 
-        What one sequence raises ends that sequence and is among the failures. Raised is what no sequence is to blame
-        for: an error of the device, and what all sequences of several steps in a row fail with.
+        An exception of one sequence ends that sequence and is listed in the failures. The step itself raises only
+        errors of the device, and the error with which all sequences of several steps in a row failed.
         """
         started = self._clock()
         scheduled = self.scheduler.schedule()
@@ -198,12 +198,12 @@ class Engine:
                     raise token
                 if token is not None:
                     outputs.append(self._append(chunk.sequence, token))
-            except Exception as exc:  # whatever this sequence raised, the others are to go on
+            except Exception as exc:  # whatever this sequence raises, the others go on
                 failures.append(self._give_up(chunk.sequence, exc))
         return StepResult(chunks, outputs, _stats(scheduled, self._clock() - started), failures)
 
     def load(self) -> WorkerLoad:
-        """Queues and memory now."""
+        """The current load: queues and memory."""
         waiting, running = self.scheduler.waiting, self.scheduler.running
         return WorkerLoad(
             num_waiting=len(waiting),
@@ -217,7 +217,7 @@ class Engine:
         )
 
     def check_integrity(self, *, idle: bool = False) -> None:
-        """Raise AssertionError unless the pool's books agree with the sequences'; with `idle`, nothing may be held."""
+        """Raise AssertionError unless pool and sequences agree; with `idle`, also if any block or sequence is left."""
         self.pool.check_integrity(idle=idle)
         queued = [*self.scheduler.waiting, *self.scheduler.running]
         assert {s.request_id for s in queued} == set(self.sequences), "a sequence is lost or left behind"
@@ -227,10 +227,10 @@ class Engine:
     def _compute(
         self, chunks: list[ScheduledChunk], between_layers: Callable[[], None]
     ) -> tuple[list[ScheduledChunk], Tensor | None, list[SequenceFailure]]:
-        """Run the chunks: (those computed, logits of those that sample, sequences that could not be computed).
+        """Run the chunks: (computed chunks, logits of those that sample, sequences that could not be computed).
 
-        A step that raises is run again chunk by chunk, which tells who is to blame: a chunk's KV is written to the same
-        slots, and its result does not depend on the others.
+        A step that raises is run again chunk by chunk to find the failing sequences. That is safe: a chunk's KV is
+        written to the same slots, and its result does not depend on the others.
         """
         logits = self._try_run(chunks, between_layers)
         if not isinstance(logits, Exception):
@@ -252,16 +252,16 @@ class Engine:
         return computed, torch.cat(rows) if rows else None, failures
 
     def _try_run(self, chunks: list[ScheduledChunk], between_layers: Callable[[], None]) -> Tensor | Exception | None:
-        """Run the chunks: logits of those that sample, or what it raised. Raises errors of the device."""
+        """Run the chunks: logits of those that sample, or the exception. Raises errors of the device."""
         try:
             return self.runner.run(chunks, between_layers)
         except torch.AcceleratorError:
             raise
-        except Exception as exc:  # a model's code may raise anything; the step's other sequences are to go on
+        except Exception as exc:  # a model's code may raise anything; the step's other sequences go on
             return exc
 
     def _give_up(self, sequence: Sequence, error: Exception) -> SequenceFailure:
-        """End a sequence that raised; a prompt's blocks are the handoff's, as when it leaves with its first token."""
+        """End a sequence that raised. A PREFILL_ONLY one keeps its blocks, as when it leaves with its first token."""
         logger.error("request %s failed", sequence.request_id, exc_info=error)
         self.sequences.pop(sequence.request_id, None)
         sequence.finish_reason = FinishReason.ABORT

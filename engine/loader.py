@@ -1,4 +1,4 @@
-"""Loads any decoder model of transformers for paged serving, and tells what its KV cache looks like."""
+"""Loads any decoder model of transformers for paged serving, and describes the shape of its KV cache."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     revision: str
-    attention: str  # what else decides the KV's content: rope and window settings, as canonical JSON
+    attention: str  # other settings that change the KV's content, rope and window, as canonical JSON
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device `auto` stands for here. Raises ConfigError for cuda without a GPU."""
+    """The device of this name; `auto` is a GPU if there is one. Raises ConfigError for cuda without a GPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
@@ -53,7 +53,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
-    """The dtype `auto` stands for: the checkpoint's, but float32 on CPUs that would emulate bfloat16."""
+    """The dtype of this name; `auto` is the checkpoint's, or float32 on CPUs that would emulate bfloat16."""
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
     if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -62,10 +62,10 @@ def resolve_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
 
 
 def model_revision(folder: Path) -> str:
-    """A name for these very weights: hash of the config and, of each weight file, name, size, head and samples.
+    """Identifies exactly these weights: a hash of the config and of each weight file's name, size, head and samples.
 
-    The head of a safetensors file holds its tensor table. A page out of every MiB tells fine-tunes of one model apart,
-    which often share table and embeddings, without reading gigabytes at each start.
+    The head of a safetensors file holds its tensor table. Fine-tunes of one model often share table and embeddings; one
+    page of every MiB tells them apart without reading gigabytes at each start.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
@@ -136,7 +136,7 @@ def _leave_weight_files(module: nn.Module) -> None:
 
 
 def _require_servable(name: str, config: Any, text: Any) -> None:
-    """Raise ConfigError for what a config already says cannot be served. The rest shows in `check_model`."""
+    """Raise ConfigError if the config alone shows that the model cannot be served. `check_model` finds the rest."""
     if config.is_encoder_decoder:
         raise ConfigError(f"model={name!r} is an encoder-decoder; this engine serves decoder-only models")
     unknown = sorted(set(getattr(text, "layer_types", None) or ()) - _SERVED_LAYER_TYPES)
@@ -148,10 +148,10 @@ def _require_servable(name: str, config: Any, text: Any) -> None:
 
 
 def _max_model_len(text: Any) -> int:
-    """The model's context, as far as a token's KV depends on its position alone."""
+    """The model's context length, up to which a token's KV depends only on its position."""
     parameters = getattr(text, "rope_parameters", None) or {}
     if parameters.get("rope_type") == "longrope":
-        # Beyond this, transformers switches the whole batch to other frequencies, cached keys or not.
+        # Beyond this, transformers switches the whole batch to other frequencies, even if keys are cached.
         original = parameters.get("original_max_position_embeddings") or text.max_position_embeddings
         if original < text.max_position_embeddings:
             logger.warning("longrope: serving contexts up to %d of %d", original, text.max_position_embeddings)
@@ -160,7 +160,7 @@ def _max_model_len(text: Any) -> int:
 
 
 def _eos_token_ids(folder: Path, config: Any, vocab_size: int) -> frozenset[int]:
-    """Those within the vocabulary: some configs say -1, or name a token that the model cannot give."""
+    """The end tokens within the vocabulary: some configs say -1, or name a token that the model cannot produce."""
     eos = config.get_text_config().eos_token_id
     if (folder / "generation_config.json").is_file():
         eos = GenerationConfig.from_pretrained(folder).eos_token_id or eos

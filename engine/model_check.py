@@ -1,7 +1,7 @@
-"""Proves at load time that a model computes the same through paged steps as with its own attention.
+"""Checks at load time that a model computes the same through paged steps as with its own attention.
 
-Transformers' models differ in what they hand to an attention function and in what they mix between tokens elsewhere.
-A model that does not fit must be refused here, by name, and not be noticed by its odd answers.
+Transformers' models differ in what they pass to an attention function and in how they mix tokens elsewhere. A model
+that does not fit must be refused here, by name, before its answers are wrong.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["check_model"]
 
 _LENGTHS = (9, 21, 14, 17, 6)  # prompts computed side by side, each in two chunks
 _CUTS = (4, 13, 7, 1, 5)
-# Difference relative to the logits' size, in the median prompt: in bfloat16, rounding makes a mixture of experts choose
-# another expert now and then.
+# Largest relative difference of the logits, in the median prompt: in bfloat16, rounding sometimes makes a mixture of
+# experts choose another expert.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 class _Recorder:
-    """A backend that remembers which layer was attended with which window."""
+    """A backend that records each layer's window."""
 
     name = "recorder"
 
@@ -97,7 +97,7 @@ def _plain_logits(model: LoadedModel, prompts: list[Tensor]) -> Tensor:
 
 
 def _check_layers(model: LoadedModel, windows: dict[int, int]) -> None:
-    """Every layer attended through the pool, and the sliding ones with their window (longer than the prompts here)."""
+    """Check that all layers attended through the pool, sliding ones with their window (longer than the prompts)."""
     config = model.module.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
     missing = sorted(set(range(model.num_layers)) - set(windows))
     if missing:

@@ -19,7 +19,7 @@ __all__ = ["ModelRunner"]
 
 
 def _nothing() -> None:
-    """Nothing else waits for the end of a step."""
+    """Default of `between_layers`."""
 
 
 class ModelRunner:
@@ -46,12 +46,12 @@ class ModelRunner:
         }
         ends = itertools.accumulate(chunk.num_tokens for chunk in chunks)
         rows = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples]
-        if not rows:  # in the middle of a prompt nobody wants logits: skip the vocabulary-sized product
+        if not rows:  # in the middle of prompts no logits are needed: skip the vocabulary-sized product
             self.model.module.get_decoder()(**arguments)  # type: ignore[operator]
             return None
         keep = torch.tensor(rows, device=self.model.device)
         logits: Tensor = self.model.module(**arguments, logits_to_keep=keep).logits[0]
-        # A few models ignore logits_to_keep and return every token's row.
+        # A few models ignore logits_to_keep and return a row for every token.
         return logits if logits.shape[0] == len(rows) else logits[keep]
 
     def _pack(self, chunks: list[ScheduledChunk]) -> tuple[Tensor, Tensor, StepContext]:

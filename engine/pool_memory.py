@@ -19,8 +19,8 @@ __all__ = ["allocate_pool", "block_shape", "default_pool_bytes", "max_model_len"
 logger = logging.getLogger(__name__)
 
 _GPU_SHARE = 0.9  # of the memory that is free once the weights are loaded
-# A CPU's memory is shared with everything else on the machine: a laptop of 8 GB gives 0.5 GB to each worker, and
-# machines of 32 GB and more give 2 GiB.
+# A CPU's memory is shared with all other processes: a laptop of 8 GB gives 0.5 GB to each worker, and machines of 32 GB
+# and more give 2 GiB.
 _CPU_SHARE_OF_FREE, _CPU_SHARE_OF_TOTAL, _CPU_CAP_BYTES = 1 / 4, 1 / 16, 2 << 30
 
 
@@ -30,7 +30,7 @@ def block_shape(config: EngineConfig, model: LoadedModel) -> tuple[int, int, int
 
 
 def default_pool_bytes(kind: str, free_bytes: int, total_bytes: int) -> int:
-    """Size of a pool on a device of this kind (cpu, cuda) that nobody chose a size for."""
+    """Size of a pool on a device of this kind (cpu, cuda) if none is configured."""
     if kind == "cuda":
         return int(free_bytes * _GPU_SHARE)
     return int(min(free_bytes * _CPU_SHARE_OF_FREE, total_bytes * _CPU_SHARE_OF_TOTAL, _CPU_CAP_BYTES))
@@ -60,8 +60,8 @@ def num_blocks(config: EngineConfig, model: LoadedModel) -> int:
 def allocate_pool(config: EngineConfig, model: LoadedModel, count: int) -> Tensor:
     """A zeroed pool [count, *block_shape] on the model's device.
 
-    A pool of a chosen size takes its memory now: if there is too little, the start fails and not a request. One of
-    the default size on a CPU takes memory as its blocks are first used.
+    A pool of a configured size takes its memory now: if there is too little, the start fails and not a request. A pool
+    of the default size on a CPU takes memory as its blocks are first used.
     """
     shape = (count, *block_shape(config, model))
     if model.device.type != "cpu" or config.pool_bytes:

@@ -1,4 +1,4 @@
-"""What one engine step tells the attention function about its batch."""
+"""The batch of one engine step, as the attention function needs it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StepContext:
     pool:          [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]
     block_tables:  [S, max_blocks], int32; row i names the blocks of sequence i, in order
     query_starts:  [S + 1], int32
-    kv_lens:       [S], int32; tokens of sequence i in the cache once this step has written its own
+    kv_lens:       [S], int32; tokens of sequence i in the cache once this step has written its new ones
     slot_mapping:  [T], int64; block_id * block_size + offset where each token's KV goes
     max_query_len, max_kv_len: host copies of the largest entries, for kernels that need them at launch
     """

@@ -1,7 +1,7 @@
 """Paged attention on CPUs, by the kernel in `engine/cpu/paged_attention.cpp`.
 
-Reading KV where it lies (no gather) is the reason for a kernel of our own; bitwise independence of batch and chunks
-is what makes disaggregated and colocated output equal (see the head of the C++ file).
+A kernel of our own reads KV in place, without a gather. Its result does not depend on batch and chunks, bit for bit,
+so disaggregated and colocated output are equal (see the head of the C++ file).
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ class CpuAttention:
         query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
         out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype)
         element = pool.element_size()
-        side_bytes = pool.stride(2) * element
         layer_keys = pool.data_ptr() + layer_idx * pool.stride(1) * element
         arguments = _Arguments(
             out=out.data_ptr(),
@@ -77,7 +76,7 @@ class CpuAttention:
             key=key.data_ptr(),
             value=value.data_ptr(),
             layer_keys=layer_keys,
-            layer_values=layer_keys + side_bytes,
+            layer_values=layer_keys + pool.stride(2) * element,
             block_tables=context.block_tables.data_ptr(),
             query_starts=context.query_starts.data_ptr(),
             kv_lens=context.kv_lens.data_ptr(),

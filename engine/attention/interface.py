@@ -1,8 +1,8 @@
 """Plugs paged attention into unmodified transformers models.
 
 A model loaded with `attn_implementation=ATTENTION_NAME` calls `paged_attention_forward` in every layer. The step's
-metadata travels as one keyword argument through the model's forward; without it we raise, because attending without
-block tables would silently compute something else.
+metadata travels as one keyword argument through the model's forward. Without it the function raises, because attending
+without block tables would silently compute something else.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def paged_attention_forward(
 
 
 def _check_geometry(name: str, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, pool: Tensor) -> None:
-    """Raise NotImplementedError unless this layer's KV is what a slot of the pool holds: backends trust it blindly."""
+    """Raise NotImplementedError unless this layer's KV fits a slot of the pool; backends do not check that."""
     num_layers, num_kv_heads, head_dim = pool.shape[1], pool.shape[4], pool.shape[5]
     num_tokens = query.shape[2]
     slots = (1, num_kv_heads, num_tokens, head_dim)
@@ -114,7 +114,7 @@ def _check_geometry(name: str, layer_idx: int, query: Tensor, key: Tensor, value
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Causality lies in positions and block tables; without this registration transformers would guess a mask."""
+    """Positions and block tables define causality; without this registration transformers would guess a mask."""
 
 
 def register() -> None:

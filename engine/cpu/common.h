@@ -1,6 +1,6 @@
-// Portable vectors and the two element types, shared by the CPU kernels.
+// Vectors and the two element types of the CPU kernels.
 //
-// Vectors are GCC's portable ones: the same source is AVX-512, AVX2 or NEON, by -march=native.
+// GCC's portable vectors: with -march=native the same source compiles to AVX-512, AVX2 or NEON.
 
 #pragma once
 
@@ -12,7 +12,6 @@
 #include <limits>
 
 namespace {
-
 
 constexpr int LANES = 16;
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
@@ -35,7 +34,7 @@ inline void from_float(float x, float *out) { *out = x; }
 inline void from_float(float x, bfloat16 *out) { // round to nearest, ties to even
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
-  if (x != x) { // NaN: the rounding below would turn some of them into infinity
+  if (x != x) { // NaN: the rounding below would turn some NaNs into infinity
     out->bits = static_cast<uint16_t>((bits >> 16) | 0x40);
     return;
   }
@@ -50,7 +49,7 @@ inline vfloat splat(float x) { return x - vfloat{}; }
 typedef uint32_t vword __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef uint16_t vhalf __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
 
-// LANES elements as floats, and back (rounded to nearest even; NaN stays NaN).
+// Convert LANES elements to floats and back (rounded to nearest even; NaN stays NaN).
 inline vfloat load_lanes(const float *p) { return load(p); }
 inline vfloat load_lanes(const bfloat16 *p) {
   vword words = __builtin_convertvector(*reinterpret_cast<const vhalf *>(p), vword) << 16;
@@ -70,12 +69,12 @@ template <typename T> inline vfloat round_to(vfloat v) { // as if stored and loa
 }
 template <> inline vfloat round_to<float>(vfloat v) { return v; }
 
-// exp(x) for x <= 0 (-inf gives 0): Cephes' polynomial after splitting off a power of two; error about 1 ulp.
+// exp(x) for x <= 0 (-inf gives 0). Splits off a power of two and uses Cephes' polynomial; error about 1 ulp.
 inline vfloat exp_nonpositive(vfloat x) {
   vint tiny = x < splat(-87.0f);
   vfloat clamped = tiny ? splat(-87.0f) : x;
   vfloat scaled = clamped * 1.44269504088896341f - 0.5f;
-  vint n = __builtin_convertvector(scaled, vint); // truncation of a negative number: round to nearest
+  vint n = __builtin_convertvector(scaled, vint); // truncating a negative number here rounds to nearest
   vfloat nf = __builtin_convertvector(n, vfloat);
   vfloat r = clamped - nf * 0.693359375f + nf * 2.12194440e-4f;
   vfloat p = splat(1.9875691500e-4f);

@@ -1,16 +1,16 @@
-// The small per-token functions around the big matrix products: RMS norm, rotary embedding, SiLU times gate.
+// The small per-token functions between the big matrix products: RMS norm, rotary embedding, SiLU times gate.
 //
-// In torch each is five to ten kernel launches of a few microseconds; at batch 1 that is a third of a decode step.
-// Rounding happens exactly where transformers' own code rounds (norm: to bfloat16 before the weight).
+// In torch each takes five to ten kernel launches of a few microseconds; at batch 1 that is a third of a decode step.
+// Values are rounded exactly where transformers' own code rounds them (norm: to bfloat16 before the weight).
 
 #include "common.h"
 
 namespace {
 
-constexpr int64_t ROWS_WORTH_THREADS = 32; // below, waking the others costs more than they help
+constexpr int64_t ROWS_WORTH_THREADS = 32; // with fewer rows, waking other threads costs more than it saves
 
-// Calls body(d, load, store) for each run of LANES elements of a row of `dim`; the last run may be shorter, in which case
-// it goes through a padded buffer, so that every element takes the same instructions.
+// Calls body(load, store) for each run of LANES elements in a row of `dim`. A shorter last run goes through a padded
+// buffer, so that every element takes the same instructions.
 template <typename T, typename Body> inline void for_lanes(int64_t dim, Body body) {
   int64_t d = 0;
   for (; d + LANES <= dim; d += LANES) {
@@ -50,7 +50,7 @@ void rms_norm(const T *x, const T *weight, T *out, int64_t num_rows, int64_t dim
   }
 }
 
-// x * cos + rotate_half(x) * sin for [num_tokens, num_heads, dim]; products are rounded before the sum, as torch does.
+// x * cos + rotate_half(x) * sin for [num_tokens, num_heads, dim]. Products are rounded before the sum, as in torch.
 template <typename T>
 void rotate(const T *x, T *out, const T *cos, const T *sin, int64_t num_tokens, int64_t num_heads, int64_t dim,
             int64_t token_stride, int64_t head_stride) {
@@ -70,7 +70,7 @@ void rotate(const T *x, T *out, const T *cos, const T *sin, int64_t num_tokens, 
   }
 }
 
-// silu(gate) * up, silu rounded before the product.
+// silu(gate) * up, with silu rounded before the product.
 template <typename T>
 void silu_multiply(const T *gate, const T *up, T *out, int64_t num_rows, int64_t dim, int64_t gate_stride,
                    int64_t up_stride) {

@@ -25,11 +25,11 @@ _BUILD_TIMEOUT_S = 120.0
 
 
 class KernelBuildError(RuntimeError):
-    """The kernels could not be compiled on this machine; the message holds the compiler's words."""
+    """The kernels could not be compiled on this machine; the message holds the compiler's output."""
 
 
 def _cpu_flags() -> str:
-    """What -march=native depends on, so that a cache folder shared by different machines stays right."""
+    """The CPU features on which -march=native depends, so that different machines can share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -45,7 +45,7 @@ def _target(compiler: str, sources: list[Path]) -> Path:
 
 
 def _build() -> Path:
-    """Path of the compiled library, compiling it first if these sources were never built for this CPU."""
+    """Path of the library, which is compiled first if these sources were never built for this CPU."""
     compiler = os.environ.get("CXX", "g++")
     sources = sorted([*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.h")])
     target = _target(compiler, sources)
@@ -67,10 +67,10 @@ def _build() -> Path:
 
 @cache
 def load_kernels() -> ctypes.CDLL:
-    """The kernel library, built if need be.
+    """The kernel library, built if necessary.
 
-    Raises KernelBuildError without a working g++ (CXX names another compiler). Calls release the GIL. Its OpenMP
-    resolves to the copy that torch has already loaded, so both share one thread pool.
+    Raises KernelBuildError without a working g++ (CXX names another compiler). Calls release the GIL. OpenMP resolves
+    to the copy that torch has already loaded, so both share one thread pool.
     """
     import torch  # noqa: F401  # loads libgomp first
 

@@ -1,10 +1,11 @@
 """Makes a transformers model fast on a CPU without knowing which model it is.
 
-Parts are recognised by structure (a linear layer; siblings that read the same input; a norm with a weight and an
-epsilon; a gated MLP; a mixture of experts) and replaced only after the replacement has reproduced the original on a
-random probe.
-What a decode step of a small model costs otherwise is mostly launching tiny operations and unpacking weights:
-a packed bfloat16 linear layer takes half the time of a plain one at batch 1.
+Parts are recognised by structure (a linear layer; linear layers that read the same input; a norm with a weight and an
+epsilon; a gated MLP; a mixture of experts). Each is replaced only after the replacement has reproduced the original on
+a random probe.
+
+Without this a decode step of a small model mostly launches tiny operations and unpacks weights: a packed bfloat16
+linear layer takes half the time of a plain one at batch 1.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ __all__ = ["PackedLinear", "optimize"]
 
 logger = logging.getLogger(__name__)
 
-# Linear layers that transformers' attention blocks apply to one and the same input.
+# Linear layers that transformers' attention blocks apply to the same input.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"),)
-# Least and most rows of one product. Outside of these oneDNN takes kernels that sum in another order, and a token's
-# result would depend on the batch it is in: for a single row, which two cost no more than; with AMX, for fewer than 37
-# and for more than some 513 (torch 2.13, Xeon with amx_bf16).
+# Least and most rows of one product. Outside these bounds oneDNN chooses kernels that sum in another order, so a
+# token's result would depend on its batch: for a single row (two rows cost no more); with AMX, below 37 rows and above
+# about 513 (torch 2.13, Xeon with amx_bf16).
 _ROWS, _AMX_ROWS = (2, 1 << 30), (64, 512)
 _PROBE_TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
@@ -64,7 +65,7 @@ class PackedLinear(nn.Module):
 
 
 class _SharedProduct:
-    """One packed product for several sibling modules: the first to be called computes, the others take their part."""
+    """One packed product for several linear layers: the first one called computes it, the others take their part."""
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         self._packed = PackedLinear(linears)
@@ -85,7 +86,7 @@ class _SharedProduct:
 
 
 class _MergedLinear(nn.Module):
-    """Stands where one of the sibling linear layers stood."""
+    """Replaces one of the linear layers that share a product."""
 
     def __init__(self, product: _SharedProduct, idx: int) -> None:
         super().__init__()
@@ -97,9 +98,9 @@ class _MergedLinear(nn.Module):
 
 
 class _PackedWeight:
-    """Stands where a module keeps a weight that it gives to `F.linear` itself: the product is a packed one.
+    """Replaces a weight that a module itself passes to `F.linear`, so that the product is a packed one.
 
-    `F.linear` asks any argument that has a `__torch_function__`, tensor or not.
+    `F.linear` calls `__torch_function__` of any argument that has it, tensor or not.
     """
 
     def __init__(self, *weights: Tensor) -> None:
@@ -107,7 +108,7 @@ class _PackedWeight:
         self._products = {weight.dtype: PackedLinear([_as_linear(weight)]) for weight in weights}
 
     def type(self, _: torch.dtype) -> _PackedWeight:
-        """Itself: a product goes by the dtype of its input."""
+        """Returns itself, because a product uses the dtype of its input."""
         return self
 
     @classmethod
@@ -119,7 +120,7 @@ class _PackedWeight:
 
 
 def optimize(model: nn.Module) -> nn.Module:
-    """Replace what can be replaced, in place, and return the model. Needs float32 or bfloat16 weights on a CPU."""
+    """Replace known parts in place and return the model. Needs float32 or bfloat16 weights on a CPU."""
     with torch.inference_mode():
         for module in list(model.modules()):
             _replace_gated_mlp(module)
@@ -140,7 +141,7 @@ def optimize(model: nn.Module) -> nn.Module:
 
 
 def _warn_of_inexact_parts(model: nn.Module) -> None:
-    """Name what may take another kernel, and so give other bits, when a batch has another number of rows."""
+    """Log the parts whose kernel, and so whose bits, may depend on the number of rows in a batch."""
     parts = {
         type(module).__name__
         for module in model.modules()
@@ -166,7 +167,7 @@ def _as_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 
 def _agrees(original: Callable[[Tensor], Any], candidate: Callable[[Tensor], Any], probe: Tensor) -> bool:
-    """Whether both give the same output up to rounding (relative to the output's size)."""
+    """Whether both give the same output up to rounding (relative to the output's magnitude)."""
     try:
         expected, actual = original(probe).float(), candidate(probe).float()
     except (AttributeError, RuntimeError, TypeError):
@@ -178,7 +179,7 @@ def _agrees(original: Callable[[Tensor], Any], candidate: Callable[[Tensor], Any
 
 
 def _linears(module: nn.Module, names: tuple[str, ...]) -> list[nn.Linear] | None:
-    """The named children if all are plain linear layers over one input width, with or without biases alike."""
+    """The named children if all are plain linear layers of one input width, and all or none have biases."""
     children = [getattr(module, name, None) for name in names]
     if not all(type(child) is nn.Linear for child in children):
         return None
@@ -219,7 +220,7 @@ def _replace_gated_mlp(module: nn.Module) -> None:
 
 
 def _replace_experts(module: nn.Module) -> None:
-    """Multiply expert by expert with packed weights: the rows of a grouped product depend on how many there are."""
+    """Multiply expert by expert with packed weights: a row of a grouped product depends on the number of rows."""
     gate_up, down = _weights_of_experts(module, "gate_up_proj"), _weights_of_experts(module, "down_proj")
     apply_gate: Callable[[Tensor], Tensor] | None = getattr(module, "_apply_gate", None)
     if gate_up is None or down is None or apply_gate is None:
@@ -237,7 +238,7 @@ def _replace_experts(module: nn.Module) -> None:
         computed = torch.cat([low(apply_gate(up(part))) for (up, low), part in parts if len(part)])
         outputs = torch.empty_like(computed).index_copy_(0, order, computed).view(*chosen.shape, -1)
         weighted = (outputs * shares.unsqueeze(-1)).unbind(1)
-        return sum(weighted[1:], weighted[0]).to(x.dtype)  # one by one: always in the same order
+        return sum(weighted[1:], weighted[0]).to(x.dtype)  # one by one, so always in the same order
 
     generator = torch.Generator().manual_seed(0)
     chosen = torch.stack([torch.randperm(len(gate_up), generator=generator)[:2] for _ in range(5)])
@@ -256,7 +257,7 @@ def _weights_of_experts(module: nn.Module, name: str) -> Tensor | None:
 
 
 def _replace_router(module: nn.Module) -> None:
-    """Pack a weight that the module multiplies with by itself, as those do that choose experts."""
+    """Pack a weight that the module itself passes to `F.linear`, as routers of experts do."""
     weight = getattr(module, "weight", None)
     is_known = type(module) in (nn.Linear, Conv1D) or isinstance(module, nn.Embedding)
     if is_known or not isinstance(weight, nn.Parameter) or weight.dim() != 2:
@@ -310,7 +311,7 @@ def _replace_rotary(module: nn.Module) -> None:
     def apply_rotary(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        # What the kernel takes for granted; anything else goes the model's own way.
+        # The kernel assumes this; anything else takes the model's own path.
         table = (1, q.shape[2], q.shape[3])
         fits = (
             not (rest or kwargs)

@@ -1,9 +1,9 @@
 // Paged attention for CPUs: writes new keys and values into their slots, then attends through block tables.
 //
-// One promise shapes this file: the result for a query token depends on that token and the keys before it alone,
-// bit for bit, and never on what else is in the batch, on how the prompt was cut into chunks, or on the number of
-// threads. Hence keys are always visited in tiles of KEYS from position 0, every row goes through the same
-// micro-kernel (rows are padded, there is no second path for the rest), and masked keys add exact zeros.
+// One guarantee shapes this file: the result for a query token depends, bit for bit, only on that token and the keys
+// before it. It never depends on the rest of the batch, on how the prompt was cut into chunks, or on the number of
+// threads. So keys are always visited in tiles of KEYS from position 0, every row goes through the same micro-kernel
+// (rows are padded; remaining rows have no path of their own), and masked keys add exact zeros.
 
 #include "common.h"
 
@@ -18,7 +18,7 @@ constexpr int KEYS = 64;    // keys of one tile
 constexpr int ROWS = 4;     // query rows of one micro-kernel call
 constexpr int QUERIES = 32; // query tokens of one work item
 constexpr int MAX_DIM = 256;        // largest head dimension; CpuAttention checks it
-constexpr int DIM_UNIT = 2 * LANES; // head dimensions are padded to a multiple: whole vectors, also of pairs
+constexpr int DIM_UNIT = 2 * LANES; // head dimensions are padded to a multiple of this: whole vectors, even of pairs
 
 struct Arguments {
   void *out;       // [num_tokens, num_heads, head_dim]
@@ -37,7 +37,7 @@ struct Arguments {
   int64_t block_stride; // elements from one block to the next
   int64_t num_tokens, num_seqs, max_blocks, block_size;
   int64_t num_heads, num_kv_heads, head_dim;
-  int64_t window;   // a token sees itself and window - 1 before it; 0 = all
+  int64_t window;   // a token sees itself and the window - 1 tokens before it; 0 = all
   float scale, softcap; // softcap 0 = off
 };
 
@@ -55,7 +55,7 @@ template <typename T> void write_cache(const Arguments &a) {
   }
 }
 
-// Scratch of one thread, sized for one work item. Operands are in the kernel's own format (see Format below).
+// Scratch memory of one thread for one work item. Operands are in the kernel's own format (see Format below).
 struct Scratch {
   float *query;  // [rows, dim]
   float *keys_t; // [dim, KEYS]
@@ -70,7 +70,7 @@ struct Scratch {
 inline void transpose_square(const float *from, int64_t from_stride, float *to, int64_t to_stride) {
   vfloat r[LANES], s[LANES];
   for (int i = 0; i < LANES; ++i) r[i] = load(from + i * from_stride);
-  // Four rounds of pairwise interleaving; after k rounds, runs of 2^k rows are in place.
+  // Four rounds of pairwise interleaving. After k rounds, runs of 2^k rows are in place.
   for (int round = 0; round < 4; ++round) {
     for (int i = 0; i < 8; ++i) {
       s[2 * i] = __builtin_shuffle(r[i], r[i + 8], (vint){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
@@ -82,7 +82,7 @@ inline void transpose_square(const float *from, int64_t from_stride, float *to, 
   for (int i = 0; i < LANES; ++i) store(to + i * to_stride, r[i]);
 }
 
-// How operands are laid out and multiplied. A word is what one lane holds: one float here, a pair of bfloat16 below.
+// The layout and multiplication of operands. A word is the content of one lane: one float here, two bfloat16 below.
 template <typename T> struct Format {
   static constexpr int PER_WORD = 1;
   static void load_row(const T *from, float *to, int n) {
@@ -98,7 +98,7 @@ template <typename T> struct Format {
 
 #ifdef __AVX512BF16__
 // Pairs of bfloat16 along the summed axis: one instruction multiplies and sums both, at twice the rate of floats.
-// Softmax weights are rounded to bfloat16 for the product with the values, as flash attention does.
+// Softmax weights are rounded to bfloat16 for the product with the values, as in flash attention.
 template <> struct Format<bfloat16> {
   static constexpr int PER_WORD = 2;
   static void load_row(const bfloat16 *from, float *to, int n) { std::memcpy(to, from, n * sizeof(bfloat16)); }
@@ -163,7 +163,7 @@ void load_tile(const Arguments &a, const int32_t *table, int64_t kv_head, int64_
   const T *value_rows[LANES];
   for (int base = 0; base < padded_keys; base += LANES) {
     for (int j = 0; j < LANES; ++j) {
-      const T *key_row = value_rows[j] = zeros; // slots never written may hold NaN, and 0 * NaN is not 0
+      const T *key_row = value_rows[j] = zeros; // unwritten slots may hold NaN, and 0 * NaN is not 0
       if (base + j < num_keys) {
         int64_t position = start + base + j;
         int64_t at = table[position / a.block_size] * a.block_stride +
@@ -185,7 +185,7 @@ void load_tile(const Arguments &a, const int32_t *table, int64_t kv_head, int64_
     for (int j = padded_keys; j < KEYS; ++j) s.keys_t[d * KEYS + j] = 0.0f;
 }
 
-// Reduces the lanes in a tree of fixed shape.
+// Reduces the lanes in a tree of fixed shape, so that the order of operations never changes.
 template <typename Combine> inline float reduce(vfloat v, Combine combine) {
   v = combine(v, __builtin_shuffle(v, (vint){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
   v = combine(v, __builtin_shuffle(v, (vint){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
@@ -194,7 +194,7 @@ template <typename Combine> inline float reduce(vfloat v, Combine combine) {
   return v[0];
 }
 
-// One row's online softmax step over a tile: turns scores into weights and returns the factor for what was summed.
+// One row's online softmax step over a tile: turns scores into weights, and returns the factor for the previous sums.
 inline float soften_row(const Arguments &a, float *scores, int64_t first_key, int64_t position, float &max, float &sum) {
   constexpr int V = KEYS / LANES;
   const vint lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -205,7 +205,7 @@ inline float soften_row(const Arguments &a, float *scores, int64_t first_key, in
     x[v] = load(scores + v * LANES) * a.scale;
     if (a.softcap > 0.0f)
       for (int i = 0; i < LANES; ++i) x[v][i] = a.softcap * std::tanh(x[v][i] / a.softcap);
-    if (last < KEYS - 1 || first > 0) { // most tiles are seen whole
+    if (last < KEYS - 1 || first > 0) { // most tiles are entirely visible
       vint key = lane + v * LANES;
       x[v] = ((key <= last) & (key >= first)) ? x[v] : splat(MINUS_INFINITY);
     }
@@ -257,10 +257,10 @@ void attend(const Arguments &a, int64_t seq, int64_t first_query, int64_t num_qu
     int num_keys = static_cast<int>(std::min<int64_t>(KEYS, last_position + 1 - first_key));
     load_tile<T>(a, table, kv_head, first_key, num_keys, dim, s);
     for (int r = 0; r < padded_rows; r += ROWS) {
-      // Rows padded beyond num_rows repeat the last position; their result is dropped.
+      // Padding rows beyond num_rows repeat the last position; their result is dropped.
       int64_t oldest = first_position + std::min<int64_t>(r / group, num_queries - 1);
       int64_t newest = first_position + std::min<int64_t>((r + ROWS - 1) / group, num_queries - 1);
-      if (newest < first_key) continue; // causal: no row of these sees the tile
+      if (newest < first_key) continue; // causal: none of these rows sees the tile
       if (a.window > 0 && oldest - a.window + 1 >= first_key + KEYS) continue;
       float *scores = s.scores + r * KEYS;
       score_rows<T>(s.query + r * dim, s.keys_t, dim, scores);
@@ -324,7 +324,7 @@ template <typename T> int run(const Arguments &a, int num_threads) {
     for (int64_t item = 0; item < num_items; ++item) {
       if (memory == nullptr) continue;
       int64_t tile = item / a.num_kv_heads, seq = 0;
-      for (;; ++seq) { // few sequences: a search is cheaper than a table
+      for (;; ++seq) { // there are few sequences, so a search is cheaper than a table
         int64_t tiles = (a.query_starts[seq + 1] - a.query_starts[seq] + QUERIES - 1) / QUERIES;
         if (tile < tiles) break;
         tile -= tiles;
@@ -339,7 +339,7 @@ template <typename T> int run(const Arguments &a, int num_threads) {
 
 } // namespace
 
-// Returns 0, or 1 when scratch memory could not be had.
+// Returns 0, or 1 if scratch memory could not be allocated.
 extern "C" int tandem_paged_attention(const Arguments *arguments, int is_bfloat16, int num_threads) {
   return is_bfloat16 ? run<bfloat16>(*arguments, num_threads) : run<float>(*arguments, num_threads);
 }

@@ -1,4 +1,4 @@
-"""Random draws that depend on (seed, token position) alone: no generator state to hand over between workers."""
+"""Random draws that depend only on (seed, token position), so that workers need not pass on a generator's state."""
 
 from __future__ import annotations
 

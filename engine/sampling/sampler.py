@@ -1,10 +1,11 @@
 """Turns logits into tokens: penalties, temperature, top-k, top-p, min-p, seeded draws, log probabilities.
 
-Rows are treated one by one, so that a sequence's token never depends on what else is in the batch. A row that needs
-nothing special costs one argmax for all such rows together.
+Rows are processed one by one, so that a sequence's token never depends on the rest of the batch. All rows that need
+nothing special share one argmax.
 
-Whatever the logits and the parameters are, a row gives a token: where no probability is left (an infinite logit, nan,
-every token banned), the most likely token is taken. What a row raises nevertheless is returned in its place.
+Every row gives a token, whatever its logits and parameters are: if no probability is left (an infinite logit, nan,
+every token banned), the most likely token is taken. If a row raises all the same, the exception is returned in its
+place.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from tandem.protocol.sampling import SamplingParams
 
 __all__ = ["SampledToken", "Sampler"]
 
-# Most nuclei are far smaller than this; only a flat distribution needs the full sort of the vocabulary.
+# Most nuclei are far smaller than this; only flat distributions need the full sort of the vocabulary.
 _NUCLEUS_GUESS = 512
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
-_MIN_LOGPROB = -9999.0  # stands for log(0), which JSON cannot say
+_MIN_LOGPROB = -9999.0  # stands for log(0), which JSON cannot express
 
 
 class SampledToken(NamedTuple):
@@ -45,7 +46,7 @@ class Sampler:
     eos_token_ids: frozenset[int]
 
     def sample(self, logits: Tensor, sequences: Seq[Sequence]) -> list[SampledToken | Exception]:
-        """logits: [n, vocab], row i for sequence i. Returns n tokens, in order; an exception where a row raised it."""
+        """logits: [n, vocab], row i for sequence i. Returns n tokens in order; an exception for a row that raised."""
         greedy = logits.argmax(dim=-1).tolist()  # sync: token ids to host
         return [
             SampledToken(greedy[row], None) if _is_plain_greedy(sequence) else self._try_sample(logits[row], sequence)
@@ -95,7 +96,7 @@ class Sampler:
 
 
 def _bias_of(sequence: Sequence, raw: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and values of its logit_bias, made at its first token: [m], [m]."""
+    """Ids and values of its logit_bias, created at its first token: [m], [m]."""
     if sequence.logit_bias is None:
         bias = sequence.sampling.logit_bias
         ids = torch.tensor(list(bias), device=raw.device)
@@ -118,10 +119,10 @@ def _is_plain_greedy(sequence: Sequence) -> bool:
 def draw_token(logits: Tensor, sampling: SamplingParams, draw: float) -> int | None:
     """Invert the cumulative distribution of one row at `draw` in [0, 1). logits: [vocab]; temperature > 0.
 
-    Filters apply in the order temperature, top-k, top-p, min-p, each to what the one before left. None if the logits
+    Filters apply in the order temperature, top-k, top-p, min-p, each to what the previous one left. None if the logits
     are no distribution: one of them is nan or infinite, or all are banned.
     """
-    # Largest logit first taken to 0: a temperature near 0 then means greedy, where 1e-40 would make inf - inf of it.
+    # Subtract the largest logit first: a temperature near 0 then means greedy, while 1e-40 would give inf - inf.
     temperature = min(max(sampling.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE)
     scaled = (logits - logits.max()) / temperature
     probabilities = scaled.softmax(dim=-1)
@@ -135,23 +136,23 @@ def draw_token(logits: Tensor, sampling: SamplingParams, draw: float) -> int | N
     if not float(cumulative[-1]) > 0.0:
         return None
     idx = int(torch.searchsorted(cumulative, cumulative[-1] * draw, right=True))
-    # Rounding may leave the draw at the very end: the last token with any probability is meant.
+    # Rounding may put the draw past the end: then the last token with any probability is meant.
     idx = min(idx, int(kept.nonzero()[-1]))
     return idx if ids is None else int(ids[idx])
 
 
 def _nucleus(probabilities: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """The most probable tokens that top-k and top-p leave, best first: (probabilities [m], ids [m])."""
+    """The tokens that top-k and top-p leave, most probable first: (probabilities [m], ids [m])."""
     vocab = probabilities.shape[0]
     kept, ids = probabilities.topk(min(top_k if top_k > 0 else _NUCLEUS_GUESS, vocab))
     if top_p >= 1.0:
         return kept, ids
     cumulative = kept.double().cumsum(dim=-1)
-    whole = cumulative[-1] if top_k > 0 else 1.0  # top-p takes what top-k left as the whole
+    whole = cumulative[-1] if top_k > 0 else 1.0  # top-p applies to what top-k left
     if cumulative[-1] < top_p * whole:  # the guess was too small
         kept, ids = probabilities.sort(descending=True)
         cumulative = kept.double().cumsum(dim=-1)
-    inside = cumulative - kept < top_p * whole  # a token is in if those before it do not reach top_p
+    inside = cumulative - kept < top_p * whole  # a token is in if the tokens before it do not reach top_p
     inside[0] = True
     return kept[inside], ids[inside]
 
@@ -163,7 +164,7 @@ def _most_likely(logits: Tensor) -> int | None:
 
 
 def _last_resort(logits: Tensor, raw: Tensor) -> int:
-    """The most likely token of those that are a number and not banned, or else of the model's own logits."""
+    """The most likely token that is finite and not banned, else the most likely one of the model's own logits."""
     numbers = logits.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
     token_id = _most_likely(numbers)
     return int(raw.argmax()) if token_id is None else token_id
@@ -181,5 +182,5 @@ def _logprobs(raw: Tensor, token_id: int, num_logprobs: int | None) -> TokenLogp
 
 
 def _finite(logprob: float) -> float:
-    """The log probability, or the least one where it is -inf or nan."""
+    """The log probability, or the smallest allowed one if it is -inf or nan."""
     return logprob if logprob > _MIN_LOGPROB else _MIN_LOGPROB
