@@ -69,7 +69,7 @@ _ENVIRONMENT = {
 _INTRODUCTION = """\
 # Configuration
 
-<!-- Generated from the settings in protocol/config.py and cli/ by `make generated`. -->
+<!-- Generated from the settings in protocol/config/ and cli/ by `make generated`. -->
 
 Every setting is a flag, a key of a `--config` file and, where the table names one, a helm value. Flags win over the
 file, the file over the defaults. The name is the same everywhere: the flag `--num-decode` is the key `num_decode`; a

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 from tandem.cli.config_flags import Values, fields_by_panel, with_settings
-from tandem.protocol.config import ENGINES, ExternalEnginesConfig, RouterConfig, RouterFiles
+from tandem.protocol.config import ExternalEnginesConfig, RouterConfig, RouterFiles
+from tandem.protocol.config.panels import ENGINES
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.settings import Setting, check_settings, from_values
 from tandem.router.engines.config import FleetFile, load_fleet

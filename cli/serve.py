@@ -10,15 +10,14 @@ from rich.console import Console
 from tandem.cli.config_flags import Values, fields_by_panel, with_settings
 from tandem.cluster.model_store import resolve_model, served_name
 from tandem.protocol.config import (
-    ENGINE,
     ClusterConfig,
     EngineConfig,
-    Gigabytes,
     RouterConfig,
     RouterFiles,
     TierConfig,
     TransferConfig,
 )
+from tandem.protocol.config.panels import ENGINE, Gigabytes
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.settings import Setting, check_settings, from_values
 from tandem.router.http.api_keys import load_api_keys

@@ -16,7 +16,17 @@ import msgspec
 
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["Field", "Setting", "bounds_of", "check_settings", "checked", "from_values", "range_of", "settings_of"]
+__all__ = [
+    "Field",
+    "Setting",
+    "bounds_of",
+    "check_settings",
+    "checked",
+    "from_values",
+    "range_of",
+    "require",
+    "settings_of",
+]
 
 Config = TypeVar("Config")
 
@@ -90,6 +100,12 @@ def check_settings(config: object) -> None:
     """Raise `ConfigError` for the first setting of this object that is not valid."""
     for field in settings_of(type(config)):
         checked(field, getattr(config, field.name))
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `ConfigError` with this message unless the condition, which is on several settings, holds."""
+    if not condition:
+        raise ConfigError(message)
 
 
 def from_values(config: type[Config], values: Mapping[str, Any], **parts: object) -> Config:

@@ -1,0 +1,42 @@
+"""Configuration of every component: one frozen dataclass each, each default written once, in this package.
+
+Flags, keys of a `--config` file, fields and helm values share a name. Values are checked when a configuration is made:
+a bad one raises `ConfigError` with the name, the value and the remedy. `protocol/settings.py` explains the annotations.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tandem.protocol.config.cluster import ClusterConfig
+from tandem.protocol.config.panels import PANELS
+from tandem.protocol.config.router import ExternalEnginesConfig, RouterConfig, RouterFiles
+from tandem.protocol.config.worker import (
+    DEFAULT_MODEL,
+    EngineConfig,
+    EvictionPolicyName,
+    TierConfig,
+    TransferConfig,
+    WorkerConfig,
+)
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "PANELS",
+    "ClusterConfig",
+    "EngineConfig",
+    "EvictionPolicyName",
+    "ExternalEnginesConfig",
+    "RouterConfig",
+    "RouterFiles",
+    "TierConfig",
+    "TransferConfig",
+    "WorkerConfig",
+    "cache_folder",
+]
+
+
+def cache_folder() -> Path:
+    """Folder of everything Tandem fetches: TANDEM_CACHE, else ~/.cache/tandem."""
+    return Path(os.environ.get("TANDEM_CACHE") or "~/.cache/tandem").expanduser()

@@ -1,0 +1,99 @@
+"""Configuration of everything that `tandem serve` starts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta
+
+from tandem.protocol.config.panels import WORKERS, NumWorkers, Seconds, UnitsPerWorker
+from tandem.protocol.config.router import RouterConfig
+from tandem.protocol.config.worker import EngineConfig, TierConfig, TransferConfig
+from tandem.protocol.settings import Setting, check_settings, require
+
+__all__ = ["ClusterConfig"]
+
+_RAY_ADDRESS = re.compile(r"(ray://)?[^\s/:@]+:\d{1,5}|(ray://)?\[[0-9a-fA-F:.]+\]:\d{1,5}|auto")
+
+
+def _is_whole_or_share(value: float) -> bool:
+    return value < 1 or value == int(value)
+
+
+def _is_ray_address(address: str) -> bool:
+    return not address or _RAY_ADDRESS.fullmatch(address) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """Everything that `tandem serve` starts."""
+
+    engine: EngineConfig
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    tiers: TierConfig = field(default_factory=TierConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    num_prefill: Annotated[
+        NumWorkers, Setting("Workers that start as prefill; short: --prefill.", WORKERS, short="--prefill")
+    ] = 1
+    num_decode: Annotated[
+        NumWorkers, Setting("Workers that start as decode; short: --decode.", WORKERS, short="--decode")
+    ] = 1
+    colocated: Annotated[
+        bool,
+        Setting(
+            "One worker that does both, for small machines and for comparison.",
+            WORKERS,
+            flag="--colocated/--disaggregated",
+        ),
+    ] = False
+    autoscale: Annotated[
+        bool, Setting("Move workers between prefill and decode by load; needs three or more.", WORKERS)
+    ] = True
+    autoscale_interval_s: Annotated[Seconds, Setting("Seconds between two decisions of the autoscaler.", WORKERS)] = 2.0
+    num_gpus_per_worker: Annotated[
+        UnitsPerWorker,
+        Setting(
+            "GPUs that Ray reserves for each worker; 0 = one where there are enough; short: --gpus-per-worker.",
+            WORKERS,
+            short="--gpus-per-worker",
+            is_valid=_is_whole_or_share,
+            rule="a whole number or a share of one, from 0 to 4096",
+        ),
+    ] = 0.0
+    num_cpus_per_worker: Annotated[
+        UnitsPerWorker,
+        Setting(
+            "Cores for each worker; 0 = an even share of the machine's; short: --cpus-per-worker.",
+            WORKERS,
+            short="--cpus-per-worker",
+            is_valid=_is_whole_or_share,
+            rule="a whole number or a share of one, from 0 to 4096",
+        ),
+    ] = 0.0
+    max_restarts: Annotated[
+        int,
+        Meta(ge=0, le=1000),
+        Setting(
+            "Restarts of one worker within 300 s of service; beyond them it is restarted only while others serve.",
+            WORKERS,
+        ),
+    ] = 3
+    ray_address: Annotated[
+        str,
+        Setting(
+            "auto or host:port joins a running Ray cluster; empty = a private one on this machine.",
+            WORKERS,
+            is_valid=_is_ray_address,
+            rule="host:port, ray://host:port or auto; leave it empty to start a private Ray",
+        ),
+    ] = ""
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        for name in ("num_prefill", "num_decode"):
+            require(
+                self.colocated or getattr(self, name) >= 1,
+                f"{name}={getattr(self, name)} must be at least 1; use colocated for one worker that does both",
+            )

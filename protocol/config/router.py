@@ -1,0 +1,197 @@
+"""Configuration of the router: HTTP, queues and limits, and the engines of `tandem route`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from tandem.protocol.config.panels import (
+    DAY_S,
+    ENGINES,
+    HTTP,
+    LIMITS,
+    MAX_COUNT,
+    PINS,
+    QUEUES,
+    WORKERS,
+    Count,
+    CountOrZero,
+    Seconds,
+)
+from tandem.protocol.settings import Setting, check_settings, require
+
+__all__ = ["ExternalEnginesConfig", "RouterConfig", "RouterFiles"]
+
+_HOST = re.compile(r"\[[0-9a-fA-F:.]+\](:\d+)?|[^\s/:@*,\[\]]+(:\d+)?|[0-9a-fA-F:.]+")
+_ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://([^\s/@*,\[\]]+|\[[0-9a-fA-F:.]+\](:\d+)?)")
+
+
+def _is_host(name: str) -> bool:
+    return name == "*" or _HOST.fullmatch(name) is not None
+
+
+def _is_origin(origin: str) -> bool:
+    return origin in ("*", "null") or _ORIGIN.fullmatch(origin) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """The HTTP frontend and placement."""
+
+    host: Annotated[str, Setting("Address to listen on; 0.0.0.0 = reachable from outside.", HTTP)] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535), Setting("TCP port; 0 = any free one.", HTTP)] = 8000
+    cors_allow_origins: Annotated[
+        tuple[str, ...],
+        Setting(
+            "Web origin whose pages may call, such as http://localhost:3000; repeat the flag for several; * = all.",
+            HTTP,
+            metavar="ORIGIN",
+            is_valid=_is_origin,
+            rule="a web origin such as http://localhost:3000, with nothing behind the port, or * for any",
+        ),
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Setting(
+            "Host name that requests may be sent to; repeat the flag for several; * = all. A server on loopback "
+            "allows localhost and the machine's own addresses without it; other servers check nothing by default.",
+            HTTP,
+            metavar="HOST",
+            is_valid=_is_host,
+            rule="one host name such as api.example.com, or * for any",
+        ),
+    ] = ()
+    router_processes: Annotated[
+        int,
+        Meta(ge=1, le=64),
+        Setting("Processes that share the HTTP port; more than one is needed beyond about 100 streams.", HTTP),
+    ] = 1
+    local_prefill: Annotated[
+        bool, Setting("Let a decode worker compute a prompt itself where that is cheaper than a handoff.", WORKERS)
+    ] = True
+    max_queued_prompt_tokens: Annotated[
+        int,
+        Meta(ge=1, le=2**62),  # a simulation sets no limit
+        Setting("Most prompt tokens that may wait for one model; requests beyond it get 429.", QUEUES),
+    ] = 2_000_000
+    max_worker_queue_s: Annotated[
+        float,
+        Meta(ge=0, le=1e12),  # a very large value lets every request through to the workers' own queues
+        Setting(
+            "A worker with more predicted seconds of queued prompts gets no more of them; they wait in the router, "
+            "where their order can change. 0 = two full steps, or half of one while a tenant sends several "
+            "priorities.",
+            QUEUES,
+        ),
+    ] = 0.0
+    pin_tenant_share: Annotated[
+        float,
+        Meta(gt=0, le=1),
+        Setting("Share of --pin-share that the pins of one tenant may occupy.", PINS, own_workers_only=True),
+    ] = 0.5
+    max_pins: Annotated[CountOrZero, Setting("Most pins at one time; 0 = no pins.", PINS, own_workers_only=True)] = 1024
+    max_pins_per_tenant: Annotated[
+        CountOrZero, Setting("Most pins of one tenant at one time; 0 = no pins.", PINS, own_workers_only=True)
+    ] = 128
+    max_pin_ttl_s: Annotated[
+        float,
+        Meta(gt=0, le=366 * DAY_S),
+        Setting("Longest time that a pin may last, in seconds.", PINS, own_workers_only=True),
+    ] = 3600.0
+    max_body_bytes: Annotated[int, Meta(ge=1, le=2**40), Setting("Largest request body, in bytes.", LIMITS)] = 8 << 20
+    max_header_bytes: Annotated[
+        int,
+        Meta(ge=4096, le=MAX_COUNT),  # clients need 4 KB for keys and cookies
+        Setting("Largest URL and header lines of a request together, in bytes.", LIMITS),
+    ] = 32 << 10
+    max_connections: Annotated[Count, Setting("Most open connections of each router process.", LIMITS)] = 2048
+    header_timeout_s: Annotated[Seconds, Setting("Seconds a client has to send a header.", LIMITS)] = 10.0
+    body_timeout_s: Annotated[
+        Seconds, Setting("Seconds a client has to send a body, plus 1 s for each 16 KB that has arrived.", LIMITS)
+    ] = 30.0
+    tokenizer_threads: Annotated[
+        int, Meta(ge=1, le=256), Setting("Threads of each router process that tokenize long prompts.", LIMITS)
+    ] = 2
+    worker_timeout_s: Annotated[
+        Seconds, Setting("Seconds of silence after which a worker or an engine counts as dead.", LIMITS)
+    ] = 8.0
+    request_timeout_s: Annotated[
+        Seconds, Setting("Longest time between two tokens of an answer, in seconds.", LIMITS)
+    ] = 600.0
+    drain_timeout_s: Annotated[
+        float, Meta(ge=0, le=DAY_S), Setting("Seconds that running answers get to finish at Ctrl-C.", LIMITS)
+    ] = 5.0
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterFiles:
+    """Files that the command reads once, before anything starts. The router gets their content."""
+
+    api_key_file: Annotated[
+        str,
+        Setting(
+            "File of API keys: one key per line, optionally followed by its tenant, or by * for an operator; "
+            "empty = no authentication.",
+            HTTP,
+            metavar="FILE",
+        ),
+    ] = ""
+    tenants: Annotated[
+        str,
+        Setting(
+            "TOML file with the weight, ttft_slo_ms and max_queue_share of each tenant (docs/admission.md); "
+            "empty = all tenants are alike.",
+            QUEUES,
+            metavar="FILE",
+        ),
+    ] = ""
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExternalEnginesConfig:
+    """How `tandem route` treats its engines."""
+
+    allow_local_engines: Annotated[
+        bool,
+        Setting("Let engines added over /v1/engines be on this machine, or at link-local addresses.", ENGINES),
+    ] = False
+    max_attempts: Annotated[
+        int, Meta(gt=0, le=DAY_S), Setting("Most engines that one request is tried on, before its first byte.", LIMITS)
+    ] = 3
+    connect_timeout_s: Annotated[Seconds, Setting("Seconds to connect to an engine.", LIMITS)] = 2.0
+    probe_interval_s: Annotated[Seconds, Setting("Seconds between two health checks of an engine.", LIMITS)] = 1.0
+    probe_timeout_s: Annotated[Seconds, Setting("Seconds an engine has to answer a health check.", LIMITS)] = 2.0
+    max_failed_probes: Annotated[
+        int,
+        Meta(gt=0, le=DAY_S),
+        Setting(
+            "Failed health checks in a row after which an engine counts as gone. Requests that wait there for their "
+            "first byte then go elsewhere.",
+            LIMITS,
+        ),
+    ] = 2
+    breaker_failures: Annotated[
+        int, Meta(gt=0, le=DAY_S), Setting("Failed requests in a row that open an engine's circuit breaker.", LIMITS)
+    ] = 3
+    breaker_open_s: Annotated[
+        Seconds,
+        Setting("Seconds for which the breaker opens at first; they double with each failed trial.", LIMITS),
+    ] = 1.0
+    # Clients give up after 30 s or more: a healthy engine is tried again well before that.
+    breaker_max_open_s: Annotated[Seconds, Setting("Seconds for which it opens at most.", LIMITS)] = 8.0
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        require(
+            self.breaker_max_open_s >= self.breaker_open_s,
+            f"breaker_max_open_s={self.breaker_max_open_s} is less than breaker_open_s={self.breaker_open_s}",
+        )

@@ -1,0 +1,210 @@
+"""Configuration of a worker: its engine, the transfer of KV to other workers, and the tiers below its pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from tandem.protocol.config.panels import (
+    ENGINE,
+    MODEL,
+    PINS,
+    TIERS,
+    TRANSFER,
+    Count,
+    CountOrZero,
+    Gigabytes,
+    Seconds,
+)
+from tandem.protocol.messages import Role
+from tandem.protocol.settings import Setting, check_settings, require
+
+__all__ = ["DEFAULT_MODEL", "EngineConfig", "EvictionPolicyName", "TierConfig", "TransferConfig", "WorkerConfig"]
+
+DEFAULT_MODEL = "smollm2-135m"
+
+DType = Literal["auto", "float32", "bfloat16"]
+Codec = Literal["raw", "fp8", "int8", "int4"]
+EvictionPolicyName = Literal["hit-density", "lru", "s3-fifo"]
+
+
+def _is_power_of_two(value: int) -> bool:
+    return value & (value - 1) == 0
+
+
+def _is_store_url(url: str) -> bool:
+    return not url or "://" in url
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One paged engine."""
+
+    # A worker's is always a local folder: `tandem serve` fetches the model and puts its folder here.
+    model: Annotated[
+        str,
+        Meta(min_length=1),
+        Setting(
+            f"A local transformers folder, a hub id (org/name), or the built-in {DEFAULT_MODEL}, which is fetched and "
+            "converted at the first start.",
+            MODEL,
+            rule="a folder, a hub id or a built-in name",
+        ),
+    ] = DEFAULT_MODEL
+    served_model_name: Annotated[str, Setting("Name that clients use; empty = the model's own.", MODEL)] = ""
+    dtype: Annotated[DType, Setting("Type of weights and KV; auto = the model's own.", MODEL)] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Setting("auto = a GPU where there is one.", MODEL)] = "auto"
+    block_size: Annotated[
+        int,
+        Meta(ge=1, le=256),
+        Setting(
+            "Tokens of one KV block: a power of two.",
+            ENGINE,
+            is_valid=_is_power_of_two,
+            rule="a power of two from 1 to 256",
+        ),
+    ] = 16
+    pool_bytes: Annotated[
+        int,
+        Meta(ge=0, le=10**15),
+        Setting("Size of the KV pool in bytes; 0 = by the memory of the machine or GPU.", ENGINE),
+    ] = 0
+    max_model_len: Annotated[
+        CountOrZero, Setting("Longest prompt plus answer, in tokens; 0 = the model's own limit.", ENGINE)
+    ] = 0
+    max_num_seqs: Annotated[Count, Setting("Most sequences in one step.", ENGINE)] = 128
+    max_num_batched_tokens: Annotated[
+        CountOrZero,
+        Setting("Most tokens in one step, which is the chunk size of prefill; 0 = by role and device.", ENGINE),
+    ] = 0
+    num_threads: Annotated[
+        int, Meta(ge=0, le=4096), Setting("CPU threads of a step; 0 = as many as torch chooses.", ENGINE)
+    ] = 0
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        require(
+            self.max_num_batched_tokens == 0 or self.max_num_batched_tokens >= self.max_num_seqs,
+            f"max_num_batched_tokens={self.max_num_batched_tokens} is smaller than max_num_seqs={self.max_num_seqs}; "
+            "raise it or lower max_num_seqs, so that every running sequence gets its token in each step",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    """Handoff of KV between two workers."""
+
+    transport: Annotated[
+        Literal["nixl", "nccl", "in_process"],
+        Setting(
+            "Library that moves KV; nccl is gloo on CPUs.",
+            TRANSFER,
+            flag_type=Literal["nixl", "nccl"],  # in_process does not reach the worker processes that `serve` starts
+        ),
+    ] = "nixl"
+    checksums: Annotated[
+        Literal["off", "sample", "all"],
+        Setting("Verify KV blocks that arrive from another worker: none, one in 16, or all.", TRANSFER),
+    ] = "all"
+    lease_ttl_s: Annotated[
+        Seconds, Setting("Seconds that lent blocks stay lent after the sender's last heartbeat.", TRANSFER)
+    ] = 10.0
+    heartbeat_interval_s: Annotated[
+        Seconds, Setting("Seconds between two heartbeats; at most a third of the lease.", TRANSFER)
+    ] = 1.0
+    handoff_timeout_s: Annotated[Seconds, Setting("Seconds to wait for another worker's answer.", TRANSFER)] = 30.0
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        require(
+            self.heartbeat_interval_s * 3 <= self.lease_ttl_s,
+            f"lease_ttl_s={self.lease_ttl_s} must be at least three heartbeats "
+            f"(heartbeat_interval_s={self.heartbeat_interval_s})",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierConfig:
+    """KV beyond the pool: host memory (L2), local disk (L3), object store (L4). A size of 0 or no path: not used."""
+
+    host_cache_gb: Annotated[
+        Gigabytes, Setting("GB of host memory, in each worker, for KV that its pool evicts; 0 = none.", TIERS)
+    ] = 0.0
+    host_cache_codec: Annotated[
+        Codec, Setting("Encoding of KV in host memory; all but raw lose a little precision.", TIERS)
+    ] = "raw"
+    disk_cache_path: Annotated[
+        str,
+        Setting(
+            "Folder for KV on a local disk. The workers of a host share it, and read it again after a restart. "
+            "Empty = none.",
+            TIERS,
+            metavar="FOLDER",
+        ),
+    ] = ""
+    disk_cache_gb: Annotated[Gigabytes, Setting("GB that the folder may hold.", TIERS)] = 20.0
+    disk_cache_codec: Annotated[Codec, Setting("Encoding of KV on disk.", TIERS)] = "raw"
+    object_cache_url: Annotated[
+        str,
+        Setting(
+            "Object store for KV, such as s3://bucket/prefix, gs://, az:// or file:///folder; empty = none.",
+            TIERS,
+            metavar="URL",
+            is_valid=_is_store_url,
+            rule="a URL such as s3://bucket/prefix or file:///folder",
+        ),
+    ] = ""
+    object_cache_gb: Annotated[Gigabytes, Setting("GB that the object store may hold.", TIERS)] = 1000.0
+    object_cache_codec: Annotated[Codec, Setting("Encoding of KV in the object store.", TIERS)] = "raw"
+    kv_key_file: Annotated[
+        str,
+        Setting(
+            "File with the secret that proves who wrote a block to disk or object store; all hosts that share a store "
+            "need the same. Empty = kv-key in the model cache, made at the first start.",
+            TIERS,
+            metavar="FILE",
+        ),
+    ] = ""
+    eviction_policy: Annotated[EvictionPolicyName, Setting("Policy that chooses what a full tier evicts.", TIERS)] = (
+        "hit-density"
+    )
+    pin_share: Annotated[
+        float,
+        Meta(ge=0, le=0.9),
+        Setting("Share of the pool and of each tier that pinned prefixes may occupy; 0 = no pins.", PINS),
+    ] = 0.25
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is any tier below the pool."""
+        return bool(self.host_cache_gb or self.disk_cache_path or self.object_cache_url)
+
+    @property
+    def codec_identity(self) -> str:
+        """Lossy codecs that KV of this worker may have passed through, which is part of its identity; "raw" if none."""
+        used = {
+            self.host_cache_codec if self.host_cache_gb else "raw",
+            self.disk_cache_codec if self.disk_cache_path else "raw",
+            self.object_cache_codec if self.object_cache_url else "raw",
+        }
+        return "+".join(sorted(used - {"raw"})) or "raw"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """One worker process: an engine plus a role."""
+
+    worker_id: str
+    role: Role
+    engine: EngineConfig
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    tiers: TierConfig = field(default_factory=TierConfig)
+    host: str = "127.0.0.1"
+    socket_folder: str = ""  # private folder for its sockets; empty = TCP ports of `host`
+    router_key: str = ""  # public key of the router that may connect; empty = no router may
+    cpu_cores: tuple[int, ...] = ()  # cores to pin to; empty = no pinning
