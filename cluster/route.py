@@ -145,6 +145,7 @@ def _dispatcher(setup: RouterSetup) -> LocalDispatcher:
         config=setup.router,
         engines=setup.engines,
         tenants=setup.tenants,
+        trusted_urls=(spec.url for spec in setup.fleet_file.engines),
     )
     return LocalDispatcher(fleet, setup.fleet_file.engines, setup.fleet_file.tokenizers)
 

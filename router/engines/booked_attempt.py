@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Callable
 
 from tandem.router.engines.engine import RemoteEngine
-from tandem.router.engines.fleet import EngineFleet, Placed
+from tandem.router.engines.fleet import EngineFleet
 from tandem.scheduling.cost_model import StepModel
+from tandem.scheduling.placement import Placement
+from tandem.scheduling.request import PlacementRequest
 
 __all__ = ["BookedAttempt"]
 
@@ -17,7 +19,15 @@ MIN_TRANSFER_S = 1e-4
 class BookedAttempt:
     """Booked from its construction until `release`, which its owner calls on every path."""
 
-    def __init__(self, fleet: EngineFleet, placed: Placed, abort: Callable[[str], None], *, is_stream: bool) -> None:
+    def __init__(
+        self,
+        fleet: EngineFleet,
+        request: PlacementRequest,
+        placement: Placement,
+        abort: Callable[[str], None],
+        *,
+        is_stream: bool,
+    ) -> None:
         """Book the load. `abort` is called with a reason when an engine is gone.
 
         NOTE: no `await` between the placement and this, so that the next decision sees the booking.
@@ -25,16 +35,21 @@ class BookedAttempt:
         self.abort = abort
         self.has_answer = False  # the first byte has come
         self._fleet = fleet
-        self._placed = placed
+        self._placement = placement
+        best = placement.best
+        self._prefill, self._decode = fleet[best.prefill.worker_id], fleet[best.decode.worker_id]
+        self._engines = dict.fromkeys((self._prefill, self._decode))  # each once
         self._sent_s = now = fleet.clock()
-        self._trials = {engine: engine.breaker.begin(now) for engine in placed.engines}
-        for engine in placed.engines:
+        self._trials = {engine: engine.breaker.begin(now) for engine in self._engines}
+        digests = request.digests.of(best.prefill.card)
+        for engine in self._engines:
             engine.begin(self)
-        self._booking = fleet.book(placed)
+            engine.cache.expect(digests, now)
+        self._booking = fleet.registry.reserve(placement.load)
         self._predicted_first_token: asyncio.TimerHandle | None = None
-        if not is_stream and not placed.is_pair:
+        if not is_stream and not best.is_pair:
             # Nothing shows when the first token of a plain answer is there: the prediction has to do.
-            ttft_s = placed.placement.best.terms.ttft_s
+            ttft_s = best.terms.ttft_s
             loop = asyncio.get_running_loop()
             self._predicted_first_token = loop.call_later(ttft_s, self.prefill_done)
 
@@ -48,7 +63,7 @@ class BookedAttempt:
         self._booking.release()
         if self._predicted_first_token is not None:
             self._predicted_first_token.cancel()
-        for engine in self._placed.engines:
+        for engine in self._engines:
             engine.end(self)
         for engine, trial in self._trials.items():
             engine.breaker.abandoned(trial=trial)
@@ -83,23 +98,23 @@ class BookedAttempt:
 
     def prefilled(self, now: float) -> None:
         """The prefill engine of a pair returned; the request goes to the decode engine next."""
-        self._learn_prefill(self._placed.prefill, now)
+        self._learn_prefill(self._prefill, now)
         self._sent_s = now
 
     def first_token(self, now: float) -> None:
         """The first token of a stream came. What is learned counts the prompt as waiting still."""
-        if self._placed.is_pair:
+        if self._placement.best.is_pair:
             self._learn_transfer(now)
         else:
-            self._learn_prefill(self._placed.decode, now)
+            self._learn_prefill(self._decode, now)
 
     def is_gap_due(self, now: float) -> bool:
         """Whether `gap` has any use now."""
-        return self._placed.decode.step_timing.is_gap_due(now)
+        return self._decode.step_timing.is_gap_due(now)
 
     def gap(self, duration_s: float, now: float) -> None:
         """Two tokens of the stream came this far apart: a decode step, unless the engine computes a prompt too."""
-        engine, worker = self._placed.decode, self._placed.placement.best.decode
+        engine, worker = self._decode, self._placement.best.decode
         if worker.queued_prompt_tokens:
             return
         stats = engine.step_timing.gap(
@@ -113,27 +128,30 @@ class BookedAttempt:
 
     def ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """The answer is complete."""
-        self._fleet.note_lengths(num_prompt_tokens, num_output_tokens)
+        self._fleet.lengths.note(num_prompt_tokens, num_output_tokens)
 
     def _learn_prefill(self, engine: RemoteEngine, now: float) -> None:
-        placement = self._placed.placement
-        self._fleet.learn_first_token(
-            engine,
-            placement.best.prefill,
+        best = self._placement.best
+        worker = best.prefill
+        stats = engine.step_timing.first_token(
             sent_s=self._sent_s,
             now=now,
-            num_new_tokens=placement.num_new_tokens,
-            num_cached_tokens=placement.best.num_cached_tokens,
+            num_new_tokens=self._placement.num_new_tokens,
+            num_cached_tokens=best.num_cached_tokens,
+            num_decode_seqs=worker.num_booked_seqs - worker.num_awaited_seqs,
+            num_kv_tokens=worker.booked_kv_tokens - worker.awaited_kv_tokens,
         )
+        if stats is not None:
+            self._steps_of(engine).observe(stats)
         self.prefill_done()
 
     def _learn_transfer(self, now: float) -> None:
         """From the end of prefill to the decode engine's first token: the KV transfer, and one decode step."""
-        placement, engine = self._placed.placement, self._placed.decode
+        placement, engine = self._placement, self._decode
         worker = placement.best.decode
         step_s = self._steps_of(engine).costs.step_s(worker.num_booked_seqs, worker.booked_kv_tokens)
         num_bytes = placement.num_prompt_tokens * engine.spec.kv_bytes_per_token
-        kinds = self._placed.prefill.spec.cost_kind, engine.spec.cost_kind
+        kinds = self._prefill.spec.cost_kind, engine.spec.cost_kind
         self._fleet.costs.transfer(*kinds).observe(num_bytes, max(now - self._sent_s - step_s, MIN_TRANSFER_S))
 
     def _steps_of(self, engine: RemoteEngine) -> StepModel:

@@ -8,20 +8,15 @@ from typing import Any
 
 from zmq.asyncio import Context
 
-from tandem.protocol.digest import root_digest
 from tandem.protocol.messages import BlockEvents, WorkerCard
 from tandem.router.engines.config import EngineSpec
+from tandem.router.engines.digests import digest_root
 from tandem.router.engines.kv_events import BlockTranslator, KvEventFeed
 from tandem.router.engines.simulated_cache import SimulatedCache
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.prefix_index import PrefixIndex
 
-__all__ = ["CacheView", "digest_root"]
-
-
-def digest_root(model: str, block_size: int) -> bytes:
-    """Namespace of the digests by which engines of one model are compared."""
-    return root_digest(b"engines", cache_salt=model, lora=str(block_size))
+__all__ = ["CacheView"]
 
 
 class CacheView:

@@ -17,8 +17,9 @@ from tandem.protocol.digest import root_digest
 from tandem.protocol.messages import PeerAddress, WorkerCard, WorkerState
 from tandem.router.engines.addresses import Resolve
 from tandem.router.engines.breaker import Breaker
-from tandem.router.engines.cache_view import CacheView, digest_root
+from tandem.router.engines.cache_view import CacheView
 from tandem.router.engines.config import EngineSpec
+from tandem.router.engines.digests import digest_root
 from tandem.router.engines.engine_status import CacheSize
 from tandem.router.engines.foreign_load import ForeignLoad, MeanLengths
 from tandem.router.engines.probe_client import ProbeClient

@@ -44,7 +44,6 @@ class LocalDispatcher:
         self._tokenizers = tokenizers
         self._known_keys = {spec.api_key_env for spec in self._specs}
         self._removals = BackgroundTasks()
-        fleet.trusted_urls = frozenset(spec.url for spec in self._specs)
 
     def register_metrics(self, registry: CollectorRegistry) -> None:
         """Show engines and queues in a registry."""
@@ -124,7 +123,7 @@ class LocalDispatcher:
             spec = spec_from(fields, "engine")
             self._check_key(spec)
             check_tokenizer(spec, self._tokenizers)
-            if not (self.fleet.engines_config.allow_local_engines or spec.url in self.fleet.trusted_urls):
+            if not self.fleet.trusts(spec):
                 await check_addresses(spec, self.fleet.engines_config.connect_timeout_s)
             engine = self.fleet.add(spec)
         except ConfigError as exc:
@@ -177,7 +176,7 @@ class LocalReservation:
         """Wait in the queue if necessary, and book a target. Raises a `ServingError`."""
         queue = self._queue = self._dispatcher.queue_of(self._request.model)
         self._placement_request = queue.placement_request(self._request)
-        self._admitted = await queue.gate.enter(self, self._placement_request)
+        self._admitted = await queue.admission_queue.enter(self, self._placement_request)
         return self._target(self._admitted.placement)
 
     async def place_elsewhere(self) -> Target:
@@ -197,9 +196,9 @@ class LocalReservation:
 
     def book(self, placement_request: PlacementRequest, placement: Placement) -> BookedAttempt:
         """Book a placement that was decided just now."""
-        fleet = self._dispatcher.fleet
-        placed = fleet.placed(placement_request, placement)
-        self._attempt = BookedAttempt(fleet, placed, self._abort, is_stream=self._request.is_stream)
+        self._attempt = BookedAttempt(
+            self._dispatcher.fleet, placement_request, placement, self._abort, is_stream=self._request.is_stream
+        )
         return self._attempt
 
     def answered(self) -> None:

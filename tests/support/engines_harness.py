@@ -138,6 +138,7 @@ class RouterSettings:
             config=self.config,
             engines=self.external,
             tenants=self.tenants,
+            trusted_urls=(spec.url for spec in specs),
             clock=self.clock,
         )
         return LocalDispatcher(fleet, specs, self.readers)

@@ -13,7 +13,7 @@ import pytest
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import WorkerState
 from tandem.router.engines.config import EngineSpec
-from tandem.router.engines.queues import _ModelWorkers
+from tandem.router.engines.engine_placer import ModelWorkers
 from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.registry import Registry
 from tandem.scheduling.tenants import load_tenants
@@ -48,7 +48,7 @@ def order(fake: FakeServer) -> list[str]:
 
 
 def num_waiting(router: Router) -> int:
-    return sum(len(queue.admission) for queue in router.dispatcher.queues._queues.values())
+    return sum(report["num_waiting"] for report in router.dispatcher.queues.report().values())
 
 
 async def one_runs(router: Router, fake: FakeServer) -> asyncio.Task[httpx.Response]:
@@ -212,7 +212,7 @@ def test_the_table_of_one_model_follows_the_load_and_is_made_anew_with_the_regis
     for number in range(6):
         card = msgspec.structs.replace(make_card(f"w{number}"), model=f"model-{number % 2}")
         add_ready(registry, card)
-    workers = _ModelWorkers(registry, "model-1")
+    workers = ModelWorkers(registry, "model-1")
     table = workers.table
     assert [worker.worker_id for worker in workers] == ["w1", "w3", "w5"]
     booking = registry.reserve(RequestLoad("w3", "w3", 100, 0, 120))
@@ -225,7 +225,7 @@ def test_the_table_of_one_model_follows_the_load_and_is_made_anew_with_the_regis
     assert workers.table.booked_kv_tokens.tolist() == [0, 0, 0]
     registry.set_state("w1", WorkerState.DEAD, "test")
     assert [worker.worker_id for worker in workers.table.workers] == ["w3", "w5"]
-    alone = _ModelWorkers(Registry(), "model-1")
+    alone = ModelWorkers(Registry(), "model-1")
     assert (len(alone.table), list(alone), alone.queued_prompt_tokens) == (0, [], 0)
 
 
