@@ -1,8 +1,8 @@
-"""The decode role: reserve blocks under a lease when asked for it, receive the prompt's KV into them, join the batch.
+"""The decode role: reserve blocks under a lease, receive the prompt's KV into them, join the batch.
 
 Runs inside a worker's loop and never waits. Nothing is decoded from blocks that did not arrive whole, under their
-lease's generation and before its deadline. A prompt whose sender was done, but whose KV arrived damaged, late or in
-part, is computed again here. It continues from the first token that the sender sampled, which the client may have.
+lease's generation and before its deadline. If the sender was done, but the KV arrived damaged, late or in part, the
+prompt is computed again here. It continues from the first token that the sender sampled, which the client may have.
 """
 
 from __future__ import annotations
@@ -43,11 +43,9 @@ __all__ = ["DecodeRole"]
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two messages to a sender of what it waits for, and of a revoked lease whose end it has not confirmed.
-_REMIND_S = 1.0
+_REMIND_S = 1.0  # between two messages to a sender about prompts in line, and about leases whose end it must confirm
 _LATE = "the prompt's KV did not arrive in time"
-# Requests for a lease that came before the request itself: by another way, so not by much.
-_MAX_EARLY = 4096
+_MAX_EARLY = 4096  # lease requests kept that overtook the request itself, which comes over another connection
 
 
 @dataclass(eq=False, slots=True)
@@ -56,19 +54,19 @@ class _Pending:
 
     sequence: Sequence
     sender: PeerAddress
-    deadline: float  # for a sign of life of the sender; waiting for room has none
+    deadline: float  # for a message from the sender about this request; waiting for room has no deadline
     is_requested: bool = False
     num_matched_blocks: int = 0
     generation: int = 0  # of the lease, once it is granted
-    is_late: bool = False  # the lease ran out; the sender is asked whether it was done
+    is_late: bool = False  # the lease expired, and the sender was asked whether it was done
 
 
 class DecodeRole:
-    """All handoffs this worker receives. `on_failed(request_id, message, code)` tells the router of one that failed.
+    """All handoffs this worker receives. `on_failed(request_id, message, code)` is called for one that failed.
 
-    Two things may take long, and are not mistaken for each other. A sender from which nothing is heard of a request for
-    `handoff_timeout_s` fails it. A full pool fails nothing: the sender keeps the prompt's KV and is told that it is in
-    line, until there is room or the router gives the request up.
+    Two things may take long, and each has its own rule. A request of which its sender says nothing for
+    `handoff_timeout_s` fails. A full pool fails no request: the sender keeps the prompt's KV and is told that the
+    request is in line, until there is room or the router gives the request up.
 
     `num_recomputed` counts prompts that were computed again.
     """
@@ -87,7 +85,7 @@ class DecodeRole:
         self._config = config
         self._on_failed = on_failed
         self._leases = LeaseTable(first_generation=first_generation)
-        self._pending: dict[str, _Pending] = {}  # those that a lease was asked for in the order of that
+        self._pending: dict[str, _Pending] = {}  # by request; those with a lease request in the order of these
         self._early: OrderedDict[tuple[str, str, int], None] = OrderedDict()  # request, sender and its epoch
         self._remind_at = 0.0
         self._fenced_at: dict[int, float] = {}  # by generation, when a lease was first seen to be fenced
@@ -110,7 +108,7 @@ class DecodeRole:
         return self._leases.num_quarantined_blocks
 
     def quarantines(self, now: float) -> list[Quarantine]:
-        """Who keeps how many blocks in quarantine, and for how long."""
+        """By sender, how many blocks are in quarantine and for how long."""
         quarantines: dict[tuple[str, int], Quarantine] = {}
         for lease in self._leases.fenced:
             sender, age_s = (lease.sender_id, lease.sender_epoch), now - self._fenced_at.get(lease.generation, now)
@@ -121,14 +119,14 @@ class DecodeRole:
 
     @property
     def is_transferring(self) -> bool:
-        """Whether polling the transport often makes something finish sooner."""
+        """Whether frequent polling of the transport helps: a sender may be writing."""
         return self.num_leases > 0
 
     def accept(self, request: Decode, now: float) -> None:
-        """Queue the request for a reservation.
+        """Expect the KV of this request's prompt.
 
-        Raises RequestError if the engine cannot take it, PeerLost if the prefill worker is known to be dead: nobody
-        would ever confirm the end of a lease granted to it.
+        Raises RequestError if the engine cannot take it, PeerLost if the prefill worker is known to be dead: it would
+        never confirm the end of a lease.
         """
         sender = request.prefill_worker
         if (sender.worker_id, sender.epoch) in self._dead:
@@ -146,7 +144,7 @@ class DecodeRole:
             self._ask(pending)
 
     def requested(self, message: LeaseRequest, now: float) -> None:
-        """The prompt's KV will be here soon: from now on the request waits for room. Before that it would be empty."""
+        """Let the request wait for room from now on: its KV comes soon. Room reserved earlier would stand empty."""
         sender = message.sender
         pending = self._pending.get(message.request_id)
         if pending is None or (pending.sender.worker_id, pending.sender.epoch) != (sender.worker_id, sender.epoch):
@@ -158,7 +156,7 @@ class DecodeRole:
             pending.deadline = now + self._config.handoff_timeout_s
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request whose KV is not here yet; its lease is fenced, its blocks wait for the sender's word."""
+        """Drop a request whose KV is not here yet. Its lease is fenced: blocks wait for the sender's word."""
         pending = self._pending.pop(request_id, None)
         if pending is None:
             return
@@ -170,7 +168,7 @@ class DecodeRole:
             self._refuse(pending, "cancelled")
 
     def heartbeat(self, sender_id: str, sender_epoch: int, handoffs: list[tuple[str, int]], now: float) -> None:
-        """The sender is alive and works on these."""
+        """Extend leases and deadlines of the handoffs that a living sender works on."""
         self._leases.extend(sender_id, sender_epoch, handoffs, now=now)
         for request_id, generation in handoffs:
             pending = self._pending.get(request_id) if generation == 0 else None
@@ -180,7 +178,7 @@ class DecodeRole:
                 pending.deadline = now + self._config.handoff_timeout_s
 
     def notified(self, notification: Notification, now: float) -> None:
-        """Something a sender wrote is in place. What cannot be read is dropped: its chunk is missing in the end."""
+        """Take in a notification behind a write. A damaged one is dropped: its chunk will be missing."""
         message = _decode(notification)
         if message is None:
             logger.warning("dropped a notification from %s: it was damaged on its way", notification.worker_id)
@@ -204,7 +202,7 @@ class DecodeRole:
             self._release(ended, first_token_id=message.first_token_id)
 
     def closed(self, message: LeaseClosed) -> None:
-        """The sender will not write under this lease any more."""
+        """Free the blocks of a lease under which the sender will write no more."""
         sender = message.sender
         released = self._leases.lease_closed(
             message.request_id, message.generation, sender.worker_id, sender.epoch, message.reason
@@ -216,7 +214,7 @@ class DecodeRole:
         self._release(released, first_token_id=message.first_token_id)
 
     def peer_given_up(self, worker_id: str, epoch: int) -> None:
-        """The process of that epoch is to be ended: its requests fail, and blocks that it may write to are kept."""
+        """Fail the requests of a process that is about to be ended. Blocks that it may still write to stay reserved."""
         self._dead.add((worker_id, epoch))
         self._leases.give_up_sender(worker_id, epoch)
         for request_id, pending in list(self._pending.items()):
@@ -224,13 +222,13 @@ class DecodeRole:
                 self._fail(request_id, f"prefill worker {worker_id} died", PeerLost.code)
 
     def peer_lost(self, worker_id: str, epoch: int) -> None:
-        """The process of that epoch is gone: nothing of it will land any more."""
-        self.peer_given_up(worker_id, epoch)  # a request of it that is still in line would get blocks for ever
+        """Free the blocks that a process might have written to: it is gone."""
+        self.peer_given_up(worker_id, epoch)  # else a request in line would get blocks that nobody frees
         for released in self._leases.sender_lost(worker_id, epoch):
             self._release(released, code=PeerLost.code)
 
     def expire(self, now: float) -> None:
-        """End what is too late. Only for a caller that has read all that came: a heartbeat may be among it."""
+        """End what is too late. Read all messages before calling this: a heartbeat may be among them."""
         for fenced in self._leases.expire(now):
             pending = self._pending[fenced.lease.request_id]
             pending.is_late, pending.deadline = True, now + self._config.handoff_timeout_s
@@ -244,7 +242,7 @@ class DecodeRole:
                 self._fail(request_id, reason, TransferTimeout.code)
 
     def pump(self, now: float) -> None:
-        """Grant what there is room for, in the order in which it was asked for."""
+        """Grant leases while there is room, in the order of the requests for them."""
         for sequence, block_ids in self._engine.scheduler.reserve():
             self._grant(self._pending[sequence.request_id], block_ids, now)
         if now >= self._remind_at:
@@ -258,7 +256,7 @@ class DecodeRole:
             )
             for lease in fenced:
                 self._revoke(lease)
-            self._vouch()
+            self._tell_queued()
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raise AssertionError unless the books agree; with `idle`, no lease may be open."""
@@ -275,7 +273,7 @@ class DecodeRole:
         self._engine.scheduler.ask(pending.sequence)
 
     def _grant(self, pending: _Pending, reserved: list[int], now: float) -> None:
-        """Lend blocks for what is not cached here of the prompt to its sender."""
+        """Grant the sender a lease on blocks for the part of the prompt that is not cached here."""
         sequence = pending.sequence
         pending.num_matched_blocks = len(sequence.blocks)
         lease = self._leases.grant(
@@ -300,7 +298,7 @@ class DecodeRole:
         self._links.send(lease.sender_id, lease.sender_epoch, grant)
 
     def _join(self, received: LeaseReceived) -> None:
-        """The sender is done: if all arrived as sent, publish the blocks and let the scheduler have the sequence."""
+        """Let the sequence run if all blocks arrived as they were sent; else compute its prompt here."""
         lease = received.lease
         wrong = wrong_blocks(self._engine.kv, lease.block_ids, received.checksums)
         if wrong:
@@ -321,7 +319,7 @@ class DecodeRole:
         self._engine.add(sequence)
 
     def _recompute(self, request_id: str, first_token_id: int, reason: str) -> None:
-        """Compute a prompt whose KV did not get here, and go on from the first token: as if it had been preempted."""
+        """Compute a prompt whose KV did not arrive and go on from the first token, as if it had been preempted."""
         pending = self._pending.pop(request_id)
         sequence = pending.sequence
         sender_id = pending.sender.worker_id
@@ -335,7 +333,7 @@ class DecodeRole:
     def _release(
         self, released: LeaseReleased, *, code: str | None = TransferError.code, first_token_id: int | None = None
     ) -> None:
-        """Free the lease's blocks. A request that waited for them is computed here if its first token is known."""
+        """Free the blocks of a lease. A request that waited for them is computed here if its first token is known."""
         lease = released.lease
         self._engine.pool.release(lease.block_ids)
         pending = self._pending.get(lease.request_id)
@@ -349,14 +347,14 @@ class DecodeRole:
             self._fail(lease.request_id, released.reason, code)
 
     def _drop(self, request_id: str) -> bool:
-        """Forget a pending request and give back its cached prefix; whether it was pending."""
+        """Forget a pending request and free its cached prefix; whether it was pending."""
         pending = self._pending.pop(request_id, None)
         if pending is not None:
             self._give_up(pending.sequence)
         return pending is not None
 
     def _give_up(self, sequence: Sequence) -> None:
-        """Nothing is received for it any more; blocks under a lease stay with the lease."""
+        """Give up receiving this sequence. Blocks under a lease stay with the lease."""
         self._engine.scheduler.stop_receiving(sequence)
         self._engine.scheduler.blocks.release(sequence)
 
@@ -364,8 +362,8 @@ class DecodeRole:
         if self._drop(request_id):
             self._on_failed(request_id, f"KV handoff failed: {reason}", code or "")
 
-    def _vouch(self) -> None:
-        """Tell senders what is in line for room, so that they can tell a full pool from a dead worker."""
+    def _tell_queued(self) -> None:
+        """Tell senders which requests are in line for room, so that they can tell a full pool from a dead worker."""
         queued: dict[tuple[str, int], list[str]] = {}
         for sequence in self._engine.scheduler.asking:
             sender = self._pending[sequence.request_id].sender
@@ -383,7 +381,7 @@ class DecodeRole:
 
 
 def _decode(notification: Notification) -> WriteMessage | None:
-    """The message a sender attached to its write, or None if it is not what was sent."""
+    """The message that a sender attached to its write; None if it was damaged on its way."""
     payload = strip_checksum(notification.payload)
     try:
         return None if payload is None else decode_write_message(payload)

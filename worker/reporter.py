@@ -110,7 +110,7 @@ class StatusReporter:
         now = time.monotonic()
         if now >= self._next_report:
             self._next_report = now + _REPORT_S
-            self._links = parts.prefill.link_loads
+            self._links = parts.prefill.writes.loads
             self._quarantines = parts.decode.quarantines(now)
             fetches = parts.cache.fetcher.stats(parts.lender.num_lent_blocks)
             self._tiers = (parts.cache.loads(), fetches, parts.pins.load())

@@ -362,7 +362,7 @@ def test_a_link_on_which_nothing_moves_is_reset_and_its_leases_are_confirmed_whe
         sender.role.expire(now)
         sender.transport.poll()
     sender.role.pump(30.0)
-    (load,) = sender.role.link_loads
+    (load,) = sender.role.writes.loads
     assert (load.num_resets, load.num_lost, load.num_handoffs) == (1, 4, 0)
     assert sender.failed == ["KV handoff failed: a write to d took over 30.0 s"] * 2
     sender.role.check_integrity(idle=True)
@@ -424,7 +424,7 @@ def test_a_transport_that_can_prove_nothing_confirms_nothing(model: Path, monkey
         sender.answer_hello()
         sender.role.pump(now)
     assert closed_leases(sender) == []
-    assert sender.role.link_loads[0].num_lost >= 1
+    assert sender.role.writes.loads[0].num_lost >= 1
 
 
 def test_nothing_is_sent_for_a_receiver_that_is_known_to_be_dead(model: Path) -> None:

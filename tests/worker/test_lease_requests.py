@@ -14,7 +14,7 @@ from tandem.engine.engine import Engine, SequenceOutput
 from tandem.kv_transfer.links import PeerLinks
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport
 from tandem.prefill_worker import PrefillRole
-from tandem.prefill_worker.role import _Written
+from tandem.prefill_worker.block_writes import LinkTotals
 from tandem.protocol.config import TransferConfig
 from tandem.protocol.messages import (
     Decode,
@@ -43,7 +43,8 @@ class Side:
     def __init__(self, tiny_model: Path, me: PeerAddress, peer: PeerAddress) -> None:
         self.now = 0.0
         config = engine_config(tiny_model, num_blocks=28, max_num_batched_tokens=STEP_TOKENS)
-        self.engine = Engine(config, clock=lambda: self.now)
+        self.clock_readings: list[float] = []  # the next ones; then it is `now`
+        self.engine = Engine(config, clock=lambda: self.clock_readings.pop(0) if self.clock_readings else self.now)
         hub = InProcessHub()
         transport = InProcessTransport(me.worker_id, 1, self.engine.kv, hub)
         other = InProcessTransport(peer.worker_id, 1, torch.zeros_like(self.engine.kv), hub)
@@ -72,13 +73,12 @@ class Side:
         )
 
     def measured(self, *, seconds_per_block: float) -> None:
-        self.prefill._written["d"] = _Written(1, self.engine.block_bytes, seconds_per_block)
+        self.prefill.writes.totals["d"] = LinkTotals(1, self.engine.block_bytes, seconds_per_block)
 
     def run_step(self) -> None:
         """One step of a second."""
         self.prefill.pump(self.now)
-        clock = iter((self.now, self.now + 1.0))
-        self.engine._clock = lambda: next(clock)
+        self.clock_readings = [self.now, self.now + 1.0]
         result = self.engine.step(before_compute=lambda: self.prefill.request_leases(self.now))
         self.now += 1.0
         if result is not None:
@@ -139,7 +139,7 @@ def test_room_is_asked_for_as_late_as_the_transfer_allows(
     sender: Side, transfer_steps: float, asked_after: int
 ) -> None:
     sender.measured(seconds_per_block=transfer_steps / 24)
-    sender.prefill._step_s = 1.0
+    sender.prefill.step_s = 1.0
     sender.send("r", 6 * STEP_TOKENS)
     for num_steps in range(6):
         sender.prefill.pump(sender.now)
@@ -160,7 +160,7 @@ def test_a_link_that_nothing_is_known_of_is_asked_at_once(sender: Side) -> None:
 
 def test_prompts_in_the_queue_ask_when_it_is_their_turn(sender: Side) -> None:
     sender.measured(seconds_per_block=0.0)
-    sender.prefill._step_s = 1.0
+    sender.prefill.step_s = 1.0
     for request_id, num_steps in (("a", 3), ("b", 1), ("c", 1)):
         sender.send(request_id, num_steps * STEP_TOKENS)
     asked = []
@@ -182,7 +182,6 @@ def test_a_cached_prompt_asks_while_its_only_step_computes(sender: Side) -> None
     sender.prefill.pump(sender.now)
     tokens = random.Random("first").choices(range(5, 250), k=6 * STEP_TOKENS)
     sender.prefill.accept(Prefill(request_id="again", token_ids=tokens, sampling=GREEDY, decode_worker=D), sender.now)
-    sender.engine._clock = lambda: sender.now
     sender.engine.step(before_compute=lambda: sender.prefill.request_leases(sender.now))
     assert sender.ids(LeaseRequest) == ["first", "again"]
     sender.end("again")
@@ -227,7 +226,7 @@ def test_a_prompt_that_waits_for_room_here_holds_none_there(tiny_model: Path) ->
 
 def test_a_prompt_that_was_never_granted_fails_in_time_after_it_asked(sender: Side) -> None:
     sender.measured(seconds_per_block=0.0)
-    sender.prefill._step_s = 1.0
+    sender.prefill.step_s = 1.0
     sender.send("r", 6 * STEP_TOKENS)
     sender.prefill.expire(100.0)
     sender.prefill.pump(100.0)

@@ -135,7 +135,7 @@ def test_a_write_that_fails_is_not_counted_as_written(tiny_model: Path) -> None:
             with pytest.raises(ServingError):
                 await cluster.generate(make_prompt(100))
             await cluster.becomes_idle()
-            assert await cluster.call("p", lambda: cluster.worker("p").parts.prefill.link_loads) == []
+            assert await cluster.call("p", lambda: cluster.worker("p").parts.prefill.writes.loads) == []
 
     asyncio.run(scenario())
 
@@ -146,9 +146,11 @@ def test_a_dead_peer_is_forgotten_by_the_link_counts(tiny_model: Path) -> None:
             await cluster.generate(make_prompt(100))
             await cluster.becomes_idle()
             prefill, decode = cluster.worker("p"), cluster.worker("d")
-            assert [link.peer_id for link in await cluster.call("p", lambda: prefill.parts.prefill.link_loads)] == ["d"]
+            assert [link.peer_id for link in await cluster.call("p", lambda: prefill.parts.prefill.writes.loads)] == [
+                "d"
+            ]
             await cluster.call("p", lambda: prefill.peer_died(decode.address))
-            assert await cluster.call("p", lambda: prefill.parts.prefill.link_loads) == []
+            assert await cluster.call("p", lambda: prefill.parts.prefill.writes.loads) == []
 
     asyncio.run(scenario())
 
@@ -266,7 +268,7 @@ def test_a_seat_is_waited_for_before_the_first_token(tiny_model: Path, oracle: O
             has_seat = asyncio.create_task(cluster.generate(long, max_tokens=400))
             await eventually(lambda: scheduler.running)
             first = asyncio.create_task(cluster.serve(cluster.request(short), cancel_after=1))
-            await eventually(lambda: cluster.worker("p").parts.prefill._held)
+            await eventually(lambda: cluster.worker("p").parts.prefill.num_held_tokens)
             assert not first.done(), "a token was sent, and nothing would have followed it"
             assert len((await first).token_ids) >= 1
             assert (await has_seat).token_ids == oracle.answer(long, max_tokens=400)

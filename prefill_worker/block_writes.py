@@ -1,0 +1,171 @@
+"""The one-sided writes of a prefill worker: those under way, what each link has carried, and links that stand still."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from tandem.engine.engine import Engine
+from tandem.kv_transfer.checksum import CHECKED_SHARE, append_checksum, block_checksums
+from tandem.kv_transfer.links import PeerLinks
+from tandem.kv_transfer.outgoing_handoff import BlockWrite
+from tandem.kv_transfer.transport.base import Transfer, TransferState, Transport
+from tandem.protocol.config import TransferConfig
+from tandem.protocol.errors import PeerLost, TransferError
+from tandem.protocol.messages import ChunkArrived, LinkLoad, PeerAddress, encode_message
+
+__all__ = ["BlockWrites", "LinkTotals", "SettledWrite"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class LinkTotals:
+    """What was written to one peer since the start, as in `LinkLoad`."""
+
+    num_transfers: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    num_handoffs: int = 0
+    exposed_bytes: int = 0
+    exposed_s: float = 0.0
+    num_lost: int = 0
+    num_resets: int = 0
+
+
+class SettledWrite(NamedTuple):
+    """A write that the transport will not touch any more."""
+
+    write: BlockWrite
+    state: TransferState
+    num_bytes: int
+    seconds: float
+
+
+class _Flight(NamedTuple):
+    write: BlockWrite
+    transfer: Transfer
+    deadline: float
+
+
+@dataclass(eq=False, slots=True)
+class _OldestWrite:
+    """The oldest write of a link, and since when it has been the oldest."""
+
+    transfer: Transfer
+    since: float
+
+
+class BlockWrites:
+    """All writes of one worker. Knows receivers and blocks, and nothing of prompts."""
+
+    def __init__(self, engine: Engine, transport: Transport, links: PeerLinks, config: TransferConfig) -> None:
+        self.totals: dict[str, LinkTotals] = {}  # by receiver
+        self._engine = engine
+        self._transport = transport
+        self._links = links
+        self._config = config
+        self._in_flight: list[_Flight] = []
+        self._oldest: dict[tuple[str, int], _OldestWrite] = {}  # by receiver and its epoch
+        self._draw = random.Random(0).random  # chooses the blocks to check
+
+    @property
+    def num_in_flight(self) -> int:
+        """Writes that have not settled, as far as is known."""
+        return len(self._in_flight)
+
+    @property
+    def loads(self) -> list[LinkLoad]:
+        """What was written to each peer, for the heartbeat."""
+        return [LinkLoad(peer_id=peer_id, **asdict(totals)) for peer_id, totals in self.totals.items()]
+
+    def seconds_to_send(self, receiver_id: str, num_blocks: int) -> float:
+        """Predicted seconds to write blocks to a peer; infinite if nothing was written to it yet."""
+        totals = self.totals.get(receiver_id)
+        if totals is None or totals.num_bytes == 0:
+            return math.inf
+        return num_blocks * self._engine.block_bytes * totals.seconds / totals.num_bytes
+
+    def start(self, write: BlockWrite, receiver: PeerAddress, now: float) -> bool:
+        """Start a write; False, and nothing is written, if that is not possible."""
+        # NOTE: the transport knows peers by name only. After a restart the name leads to another process, where the
+        # blocks that the old one granted belong to somebody else.
+        if not self._links.is_ready(receiver):
+            return False
+        try:
+            transfer = self._transport.write_blocks(
+                write.receiver_id, write.local_block_ids, write.remote_block_ids, self._payload(write)
+            )
+        except TransferError as exc:
+            if isinstance(exc, PeerLost):
+                self._links.broke(write.receiver_id, write.receiver_epoch)
+            return False
+        self._in_flight.append(_Flight(write, transfer, now + self._config.handoff_timeout_s))
+        return True
+
+    def take_settled(self) -> list[SettledWrite]:
+        """The writes that have settled since the last call."""
+        if not self._in_flight:
+            return []
+        settled = [flight for flight in self._in_flight if flight.transfer.is_settled]
+        if settled:
+            self._in_flight = [flight for flight in self._in_flight if not flight.transfer.is_settled]
+        return [self._count(flight.write, flight.transfer) for flight in settled]
+
+    def late(self, now: float) -> list[BlockWrite]:
+        """Writes that have been in flight for longer than a handoff may take."""
+        return [flight.write for flight in self._in_flight if now >= flight.deadline]
+
+    def reset_stalled_links(self, now: float) -> None:
+        """Tear down links whose oldest write has not settled for long: all others would wait behind it for ever."""
+        oldest: dict[tuple[str, int], Transfer] = {}
+        for flight in self._in_flight:
+            oldest.setdefault((flight.write.receiver_id, flight.write.receiver_epoch), flight.transfer)
+        self._oldest = {
+            receiver: known
+            if (known := self._oldest.get(receiver)) is not None and known.transfer is transfer
+            else _OldestWrite(transfer, now)
+            for receiver, transfer in oldest.items()
+        }
+        for (worker_id, epoch), write in self._oldest.items():
+            if now - write.since >= self._config.handoff_timeout_s:
+                logger.warning("nothing moved to %s for %.0f s: the link is reset", worker_id, now - write.since)
+                self._totals_of(worker_id).num_resets += 1
+                self._links.reset(worker_id, epoch)
+
+    def _payload(self, write: BlockWrite) -> bytes:
+        """The notification that travels behind a write, with checksums of the blocks that are to be checked."""
+        notification, share = write.notification, CHECKED_SHARE[self._config.checksums]
+        if share > 0 and isinstance(notification, ChunkArrived):
+            notification = ChunkArrived(
+                request_id=notification.request_id,
+                generation=notification.generation,
+                first_block=notification.first_block,
+                num_blocks=notification.num_blocks,
+                checksums=block_checksums(self._engine.kv, write.local_block_ids, share=share, draw=self._draw),
+            )
+        return append_checksum(encode_message(notification))
+
+    def _count(self, write: BlockWrite, transfer: Transfer) -> SettledWrite:
+        """Add a write to its link's totals.
+
+        Its seconds are the time for which the link was busy: from the start of the write, or from the end of the one
+        before it, to the poll of ours that saw its end and told the receiver. Waiting for the grant, for writes of
+        other handoffs and for the receiver's next step is not in it.
+        """
+        seconds = transfer.seconds or 0.0
+        if transfer.state is TransferState.LOST:
+            self._totals_of(write.receiver_id).num_lost += 1
+            self._links.broke(write.receiver_id, write.receiver_epoch)
+        elif transfer.state is TransferState.DONE:
+            totals = self._totals_of(write.receiver_id)
+            totals.num_transfers += 1
+            totals.num_bytes += transfer.num_bytes
+            totals.seconds += seconds
+        return SettledWrite(write, transfer.state, transfer.num_bytes, seconds)
+
+    def _totals_of(self, receiver_id: str) -> LinkTotals:
+        return self.totals.setdefault(receiver_id, LinkTotals())
