@@ -36,7 +36,6 @@ class TierCounters:
     drops: Counter[str] = field(default_factory=Counter)
     hits: int = 0
     stored: int = 0
-    evictions: int = 0
     bytes_out: int = 0
     seconds_in: float = 0.0
     seconds_out: float = 0.0

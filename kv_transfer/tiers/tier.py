@@ -1,8 +1,9 @@
-"""One tier of cached blocks: which blocks are there and which are evicted. `io_threads.py` moves the bytes.
+"""One tier of cached blocks: loads and stores under way. `block_index.py` knows the blocks, `io_threads.py` moves
+bytes.
 
-The owner's thread makes all calls and alone changes the index, the policy and the counters; `poll` takes in what the
-I/O threads have finished. Nothing the owner calls waits for I/O. Loads go before stores, and stores are dropped when
-there is too much to do.
+The owner's thread makes all calls and alone changes the index and the counters; `poll` takes in what the I/O threads
+have finished. Nothing the owner calls waits for I/O. Loads go before stores, and stores are dropped when there is too
+much to do.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 
 from tandem.kv_transfer.eviction.base import EvictionPolicy
 from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure
+from tandem.kv_transfer.tiers.block_index import BlockIndex, StoredBlock
 from tandem.kv_transfer.tiers.io_threads import IoThreads, ReadDone, ReadJob, ScanDone, WriteDone, WriteJob
 from tandem.kv_transfer.tiers.stats import TierCounters, TierStats
 
@@ -24,22 +25,11 @@ __all__ = ["Tier", "TierRead", "TierWrite"]
 
 logger = logging.getLogger(__name__)
 
-_RECONCILED_PER_POLL = 512  # blocks of a scan that one poll compares with the index: at most a few milliseconds
-
-
-@dataclass(eq=False, slots=True)
-class _StoredBlock:
-    """A block that is there. A load keeps its blocks, so that it sees which were forgotten meanwhile."""
-
-    name: BlockName
-    seen_in: int  # number of the last scan that found it, or during which it was written
-    is_forgotten: bool = False
-
 
 class TierRead(ReadJob):
     """Blocks being loaded. Changes only inside calls of its tier; there is nothing to release."""
 
-    def __init__(self, blocks: list[_StoredBlock], buffers: list[Block], begun_at: float, deadline: float) -> None:
+    def __init__(self, blocks: list[StoredBlock], buffers: list[Block], begun_at: float, deadline: float) -> None:
         super().__init__([block.name for block in blocks], buffers)
         self.is_done = False  # from then on no thread touches the buffers
         self.num_loaded = 0  # leading buffers that hold their blocks; the content of the others is undefined
@@ -95,29 +85,22 @@ class Tier:
         rescan_s: float = float("inf"),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        assert capacity_blocks > 0, f"capacity_blocks={capacity_blocks}"
         self.name = name
-        self.capacity_blocks = capacity_blocks
         self._store = store
-        self._policy = policy
         self._max_queued_stores = max_queued_stores
         self._load_timeout_s = load_timeout_s
         self._pause_s = pause_s
         self._rescan_s = rescan_s
         self._clock = clock
 
-        self._index: dict[bytes, _StoredBlock] = {}
+        self._index = BlockIndex(policy, capacity_blocks)
         self._writes: dict[bytes, TierWrite] = {}
         self._live: list[TierRead] = []
-        self._pinned: set[bytes] = set()  # there or not
-        self._changed: dict[bytes, None] = {}  # digests whose presence changed since they were last taken
         self._counts = TierCounters()
         self._paused_until = float("-inf")
         self._scan_at = float("inf")
-        self._num_scans = 0
         self._is_scanning = False
         self._reconciling: Iterator[None] = iter(())
-        self._gone: set[bytes] = set()  # forgotten since the last scan began; that scan may still have found them
         self._is_closed = False
         self._io = IoThreads(name, store, num_threads)
         self._results = self._io.results
@@ -126,6 +109,11 @@ class Tier:
     def __contains__(self, digest: bytes) -> bool:
         """Whether the block is there or being written."""
         return digest in self._index or digest in self._writes
+
+    @property
+    def capacity_blocks(self) -> int:
+        """The most blocks that it keeps."""
+        return self._index.capacity
 
     @property
     def is_scanning(self) -> bool:
@@ -149,16 +137,11 @@ class Tier:
 
     def digests(self) -> list[bytes]:
         """All blocks that are there: a snapshot for a listener that missed events."""
-        return list(self._index)
+        return self._index.digests()
 
     def count_present(self, digests: Sequence[bytes]) -> int:
         """How many leading digests could be loaded. No I/O; 0 while the store is unreachable."""
-        if self.is_paused:
-            return 0
-        for count, digest in enumerate(digests):
-            if digest not in self._index:
-                return count
-        return len(digests)
+        return 0 if self.is_paused else self._index.count_leading(digests)
 
     def load(self, digests: Sequence[bytes], buffers: Iterable[Block], *, timeout_s: float | None = None) -> TierRead:
         """Begin to copy blocks into buffers of the same number, first block first.
@@ -171,12 +154,9 @@ class Tier:
         for buffer in buffers:
             self._check_size(buffer)
         now = self._clock()
-        blocks = [self._index[digest] for digest in digests[: self.count_present(digests)]]
+        blocks = self._index.use(digests[: self.count_present(digests)])
         load = TierRead(blocks, buffers, now, now + (self._load_timeout_s if timeout_s is None else timeout_s))
         if blocks:
-            self._policy.touch(blocks[-1].name.digest)
-            for block in blocks:
-                self._policy.pin(block.name.digest)
             self._io.read(load)
         if len(blocks) < len(buffers):
             load.failure = self._why_absent
@@ -196,11 +176,10 @@ class Tier:
             self._counts.drops[reason] += 1
             return None
         name = BlockName(digest, parent)
-        evicted = self._try_admit(name)
+        evicted = self._index.try_reserve(name)
         if evicted is None:
             self._counts.drops["not worth it"] += 1
             return None
-        self._policy.pin(digest)
         write = self._writes[digest] = TierWrite(name, data)
         if self._store.is_instant:
             self._write_done(self._io.write_now(write, evicted), self._clock())
@@ -215,21 +194,15 @@ class Tier:
 
     def pin(self, digests: Iterable[bytes]) -> None:
         """Keep these blocks from eviction until `unpin`, also those stored later; a second pin changes nothing."""
-        for digest in digests:
-            if digest not in self._pinned and digest in self._index:
-                self._policy.pin(digest)
-            self._pinned.add(digest)
+        self._index.pin(digests)
 
     def unpin(self, digests: Iterable[bytes]) -> None:
         """End the pins of these blocks; others are ignored."""
-        for digest in digests:
-            if digest in self._pinned and digest in self._index:
-                self._policy.unpin(digest)
-            self._pinned.discard(digest)
+        self._index.unpin(digests)
 
     def pinned_digests(self) -> set[bytes]:
         """A copy of all pinned digests, there or not."""
-        return set(self._pinned)
+        return self._index.pinned_digests()
 
     def poll(self) -> None:
         """Take in what the I/O threads have finished. Under a microsecond when there is nothing."""
@@ -253,10 +226,7 @@ class Tier:
 
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
         """(stored, removed) digests since the last call, disjoint: each digest is listed as it is now."""
-        changed, self._changed = self._changed, {}
-        stored = [digest for digest in changed if digest in self._index]
-        removed = [digest for digest in changed if digest not in self._index]
-        return stored, removed
+        return self._index.take_events()
 
     def stats(self) -> TierStats:
         """What has happened so far."""
@@ -270,7 +240,7 @@ class Tier:
             num_misses=dict(counts.misses),
             num_stored=counts.stored,
             num_drops=dict(counts.drops),
-            num_evictions=counts.evictions,
+            num_evictions=self._index.num_evictions,
             bytes_in=counts.stored * block_bytes,
             bytes_out=counts.bytes_out,
             seconds_in=counts.seconds_in,
@@ -298,13 +268,7 @@ class Tier:
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raise AssertionError unless index, writes and policy agree; with `idle`, also if a load or write is open."""
-        for digest, block in self._index.items():
-            assert block.name.digest == digest, f"{digest.hex()} is filed as {block}"
-            assert not block.is_forgotten, f"{block} is still in the index"
-        assert not self._index.keys() & self._writes.keys(), "a block that is there is being written"
-        known = self._index.keys() | self._writes.keys()
-        assert known == set(self._policy), f"the policy has {len(self._policy)} blocks and the tier {len(known)}"
-        assert len(known) <= self.capacity_blocks, f"{len(known)} blocks, but there is room for {self.capacity_blocks}"
+        self._index.check_integrity(self._writes)
         assert not (idle and self.is_busy), f"{len(self._live)} loads and {len(self._writes)} writes under way"
 
     @property
@@ -343,8 +307,8 @@ class Tier:
             load.failure = done.failure.value
         if done.failure is StoreFailure.UNREACHABLE:
             self._pause(now)
-        elif not load._blocks[done.position].is_forgotten:
-            self._forget(load._blocks[done.position])
+        else:
+            self._index.forget(load._blocks[done.position])
 
     def _settle(self, load: TierRead, now: float) -> None:
         """End the load if everything has arrived that can, or the time is up."""
@@ -355,9 +319,7 @@ class Tier:
         if not self._io.cancel(load):  # a thread writes into a buffer: a matter of microseconds
             return
         self._live.remove(load)
-        for block in load._blocks:
-            if not block.is_forgotten:
-                self._policy.unpin(block.name.digest)
+        self._index.end_use(load._blocks)
         num_missed = load.num_blocks - load.num_loaded
         self._counts.hits += load.num_loaded
         if num_missed:
@@ -372,97 +334,32 @@ class Tier:
             self._drop(write, done.failure.value)
             if done.failure is StoreFailure.UNREACHABLE:
                 self._pause(now)
-            elif done.failure is StoreFailure.FULL and (victim := self._victim()):
-                # The store has less room than configured: make some for the next block.
-                self._io.delete([self._evict(victim)])
+            elif done.failure is StoreFailure.FULL and (evicted := self._index.try_evict()):
+                self._io.delete(evicted)  # the store has less room than configured: make some for the next block
             return
         del self._writes[write.name.digest]
         write.is_done = True
         self._counts.stored += 1
-        self._policy.unpin(write.name.digest)
-        self._publish(write.name)
+        self._index.publish(write.name)
 
     def _drop(self, write: TierWrite, reason: str) -> None:
         del self._writes[write.name.digest]
         write.is_done = True
-        self._policy.remove(write.name.digest)
+        self._index.cancel(write.name)
         self._counts.drops[reason] += 1
 
     def _begin_scan(self) -> None:
         self._scan_at = float("inf")
         self._is_scanning = True
-        self._num_scans += 1
-        self._gone.clear()
+        self._index.begin_scan()
         self._io.scan()
 
     def _reconcile(self, found: Sequence[BlockName] | StoreFailure, now: float) -> Iterator[None]:
         """Bring the index in line with a scan, a piece at a time."""
         if isinstance(found, StoreFailure):
-            self._is_scanning = False
             self._pause(now)
-            return
-        for count, name in enumerate(found, 1):
-            self._adopt(name)
-            if count % _RECONCILED_PER_POLL == 0:
-                yield
-        for count, block in enumerate(list(self._index.values()), 1):
-            if block.seen_in < self._num_scans and not block.is_forgotten:
-                self._forget(block)
-            if count % _RECONCILED_PER_POLL == 0:
-                yield
+        else:
+            yield from self._index.reconcile(found, self._io.delete)
+            self._scan_at = min(self._scan_at, now + self._rescan_s)
+        self._index.end_scan()
         self._is_scanning = False
-        self._scan_at = min(self._scan_at, now + self._rescan_s)
-
-    def _adopt(self, name: BlockName) -> None:
-        """Take in a block that a scan has found."""
-        if name.digest in self._index:
-            self._index[name.digest].seen_in = self._num_scans
-        if name.digest in self or name.digest in self._gone:
-            return
-        evicted = self._try_admit(name)
-        if evicted is None:
-            self._counts.evictions += 1
-            self._io.delete([name])
-            return
-        self._publish(name)
-        if evicted:
-            self._io.delete(evicted)
-
-    def _publish(self, name: BlockName) -> None:
-        self._index[name.digest] = _StoredBlock(name, self._num_scans)
-        if name.digest in self._pinned:
-            self._policy.pin(name.digest)
-        self._changed[name.digest] = None
-
-    def _forget(self, block: _StoredBlock) -> None:
-        """The block is not there any more. Pins of its loads end with it."""
-        block.is_forgotten = True
-        digest = block.name.digest
-        if self._is_scanning:
-            self._gone.add(digest)
-        self._policy.remove(digest)
-        del self._index[digest]
-        self._changed[digest] = None
-
-    def _try_admit(self, name: BlockName) -> list[BlockName] | None:
-        """Enter a block into the policy. The blocks to delete for it; None if all others are in use or worth more."""
-        self._policy.add(name.digest, name.parent)
-        if len(self._policy) <= self.capacity_blocks:
-            return []
-        victim = self._victim()
-        if victim is None or victim == name.digest:
-            self._policy.remove(name.digest)
-            return None
-        return [self._evict(victim)]
-
-    def _victim(self) -> bytes | None:
-        digest = self._policy.victim()
-        assert digest is None or isinstance(digest, bytes), f"{digest!r} is no digest"
-        return digest
-
-    def _evict(self, digest: bytes) -> BlockName:
-        """Forget a block that is there; the caller has it deleted."""
-        block = self._index[digest]
-        self._forget(block)
-        self._counts.evictions += 1
-        return block.name
