@@ -16,7 +16,7 @@ from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.errors import ConfigError, ServingError
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.engines.app import create_engines_app
-from tandem.router.engines.connections import EngineConnections
+from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.http.app import RouterApp
 from tandem.router.http.refusals import Refusal
 from tandem.router.http.request_options import EXPLAIN_HEADER, SLO_HEADER, TENANT_HEADER

@@ -138,8 +138,8 @@ async def _engines_app(settings: EdgeSettings, edge: EngineEdge) -> AsyncIterato
     from prometheus_client import CollectorRegistry
 
     from tandem.router.engines.app import create_engines_app
-    from tandem.router.engines.connections import EngineConnections
-    from tandem.router.engines.prompts import load_readers
+    from tandem.router.engines.relay.connections import EngineConnections
+    from tandem.router.engines.relay.prompts import load_readers
     from tandem.router.processes.remote_dispatcher import RemoteDispatcher
 
     connections = EngineConnections(edge.engines.connect_timeout_s)

@@ -18,10 +18,10 @@ from tandem.cluster.edge_processes import edge_processes
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.router.engines.app import create_engines_app
 from tandem.router.engines.config import FleetFile
-from tandem.router.engines.connections import EngineConnections
-from tandem.router.engines.fleet import EngineFleet
-from tandem.router.engines.local_dispatcher import LocalDispatcher
-from tandem.router.engines.prompts import load_readers
+from tandem.router.engines.fleet.fleet import EngineFleet
+from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
+from tandem.router.engines.relay.connections import EngineConnections
+from tandem.router.engines.relay.prompts import load_readers
 from tandem.router.http.app import RouterApp
 from tandem.router.http.listening import listening
 from tandem.router.http.server import serve_until

@@ -85,6 +85,13 @@ def test_there_is_no_circle_of_imports() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError with the circle
 
 
+@pytest.mark.parametrize(("side", "other"), [("relay", "fleet"), ("fleet", "relay")])
+def test_relaying_and_deciding_about_engines_meet_at_the_dispatcher_only(side: str, other: str) -> None:
+    for name, path in modules_of("router").items():
+        if name.startswith(f"tandem.router.engines.{side}"):
+            assert not [one for one in imports_of(path) if one.startswith(f"tandem.router.engines.{other}")], path
+
+
 @pytest.mark.parametrize("package", sorted(PACKAGES))
 def test_nothing_is_importable_past_the_root(package: str) -> None:
     """A second import of a file would make second classes of the same name, and shadow a user's own module."""

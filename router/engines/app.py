@@ -15,11 +15,11 @@ from starlette.responses import Response
 
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.errors import ServingError
-from tandem.router.engines.attempts import AttemptLimits
-from tandem.router.engines.connections import EngineConnections
 from tandem.router.engines.dispatcher import Dispatcher
-from tandem.router.engines.forward import Forwarder, read_object
-from tandem.router.engines.prompts import PromptReader
+from tandem.router.engines.relay.attempts import AttemptLimits
+from tandem.router.engines.relay.connections import EngineConnections
+from tandem.router.engines.relay.forwarder import Forwarder, read_object
+from tandem.router.engines.relay.prompts import PromptReader
 from tandem.router.http.app import RouterApp, json_response
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.shared_routes import (

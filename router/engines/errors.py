@@ -1,4 +1,4 @@
-"""The errors of engines, and the one place where errors of their connections are translated.
+"""The errors of engines.
 
 WorkerError
  |- EngineFailed    the engine broke, hung or is gone: another engine may do better
@@ -11,13 +11,9 @@ RequestError
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from tandem.protocol.errors import Overloaded, RequestError, WorkerError
-from tandem.router.engines.upstream import AnswerTooLarge, Unreachable
 
-__all__ = ["AnswerRefused", "EngineBusy", "EngineFailed", "EngineNotFound", "engine_errors"]
+__all__ = ["AnswerRefused", "EngineBusy", "EngineFailed", "EngineNotFound"]
 
 
 class EngineFailed(WorkerError):
@@ -55,20 +51,3 @@ class EngineNotFound(RequestError):
 
     status = 404
     code = "engine_not_found"
-
-
-@contextmanager
-def engine_errors(engine: str) -> Iterator[None]:
-    """Translate errors of an HTTP request into `EngineFailed` with the engine's name."""
-    try:
-        yield
-    except AnswerTooLarge as exc:
-        raise AnswerRefused(f"engine {engine}: {exc}") from exc
-    except Unreachable as exc:
-        raise EngineFailed(engine, f"cannot be reached ({_text(exc)})", is_absent=True) from exc
-    except OSError as exc:
-        raise EngineFailed(engine, f"broke the connection ({_text(exc)})") from exc
-
-
-def _text(exc: Exception) -> str:
-    return str(exc) or type(exc).__name__

@@ -12,7 +12,7 @@ import msgspec
 from tandem.protocol.errors import ServingError
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.dispatcher import RoutingRequest, Target
-from tandem.router.engines.local_dispatcher import LocalDispatcher, LocalReservation
+from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher, LocalReservation
 from tandem.router.processes.hub import EdgeHub
 from tandem.router.processes.wire import WireFormat
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.protocol.errors import ServingError
 from tandem.router.engines.dispatcher import EngineListener, RoutingRequest, Target
-from tandem.router.engines.step_timing import GAP_INTERVAL_S
+from tandem.router.engines.fleet.step_timing import GAP_INTERVAL_S
 from tandem.router.processes import dispatch_service as service
 from tandem.router.processes.hub_client import HubClient
 

@@ -19,11 +19,11 @@ from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.messages import WorkerState
 from tandem.router.engines.app import create_engines_app
 from tandem.router.engines.config import EngineSpec, spec_from
-from tandem.router.engines.connections import EngineConnections
 from tandem.router.engines.dispatcher import Dispatcher
-from tandem.router.engines.fleet import EngineFleet
-from tandem.router.engines.local_dispatcher import LocalDispatcher
-from tandem.router.engines.prompts import PromptReader
+from tandem.router.engines.fleet.fleet import EngineFleet
+from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
+from tandem.router.engines.relay.connections import EngineConnections
+from tandem.router.engines.relay.prompts import PromptReader
 from tandem.router.http.api_keys import key_digest
 from tandem.router.http.app import RouterApp
 from tandem.router.processes.dispatch_service import DispatchService, EngineNews

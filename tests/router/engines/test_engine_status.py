@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.router.engines.engine_status import CacheSize, ReportedLoad, parse_cache_size, parse_load, served_model
+from tandem.router.engines.fleet.engine_status import (
+    CacheSize,
+    ReportedLoad,
+    parse_cache_size,
+    parse_load,
+    served_model,
+)
 
 VLLM = """# HELP vllm:num_requests_running Number of requests
 vllm:num_requests_running{engine="0",model_name="m"} 3.0

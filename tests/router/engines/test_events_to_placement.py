@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from zmq.asyncio import Context
 
-from tandem.router.engines.prompts import TextReader
+from tandem.router.engines.relay.prompts import TextReader
 from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, spec_of, until
 from tests.support.fake_openai import FakeServer
 from tests.support.kv_event_publisher import IDS, Publisher, removed, stored

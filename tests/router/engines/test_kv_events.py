@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from zmq.asyncio import Context
 
 from tandem.protocol.digest import block_digests, root_digest
-from tandem.router.engines.kv_events import BlockTranslator, KvEventFeed, decode_batch
+from tandem.router.engines.fleet.kv_events import BlockTranslator, KvEventFeed, decode_batch
 from tests.support.engines_harness import until
 from tests.support.kv_event_publisher import IDS, Publisher, name, pack, removed, stored
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tandem.router.engines.prompts import TextReader, TokenReader, max_tokens_of
+from tandem.router.engines.relay.prompts import TextReader, TokenReader, max_tokens_of
 from tandem.router.text.tokenizer import Tokenizer
 
 

@@ -13,7 +13,7 @@ import pytest
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import WorkerState
 from tandem.router.engines.config import EngineSpec
-from tandem.router.engines.engine_placer import ModelWorkers
+from tandem.router.engines.fleet.engine_placer import ModelWorkers
 from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.registry import Registry
 from tandem.scheduling.tenants import load_tenants

@@ -4,8 +4,8 @@ from typing import Any, cast
 
 import pytest
 
-from tandem.router.engines.relay import StreamRelay
-from tandem.router.engines.upstream import Reply
+from tandem.router.engines.relay.stream_relay import StreamRelay
+from tandem.router.engines.relay.upstream import Reply
 
 
 class Counting:

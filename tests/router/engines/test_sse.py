@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.router.engines.sse import EventSplitter, leading_pieces, parse_event, split_events
+from tandem.router.engines.relay.sse import EventSplitter, leading_pieces, parse_event, split_events
 
 
 @settings(max_examples=200, deadline=None)

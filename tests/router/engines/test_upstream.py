@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tandem.router.engines import upstream as upstream_module
-from tandem.router.engines.upstream import AnswerTooLarge, Unreachable, Upstream
+from tandem.router.engines.relay import upstream as upstream_module
+from tandem.router.engines.relay.upstream import AnswerTooLarge, Unreachable, Upstream
 from tests.support.engines_harness import dead_url, until
 
 pytestmark = pytest.mark.anyio

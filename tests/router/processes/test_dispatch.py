@@ -13,9 +13,9 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import EVERYONE, token_bytes
 from tandem.protocol.errors import NoWorker, WorkerError
 from tandem.router.engines.config import EngineSpec
-from tandem.router.engines.connections import EngineConnections
 from tandem.router.engines.dispatcher import RoutingRequest
-from tandem.router.engines.prompts import TextReader
+from tandem.router.engines.relay.connections import EngineConnections
+from tandem.router.engines.relay.prompts import TextReader
 from tandem.router.processes import dispatch_service as service
 from tandem.router.processes import hub as hub_module
 from tandem.router.processes import hub_client, wire

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.protocol.errors import NoWorker
-from tandem.router.engines.attempt import Attempt
-from tandem.router.engines.client_request import ClientRequest
-from tandem.router.engines.connections import EngineConnections
 from tandem.router.engines.dispatcher import Dispatcher, Target
 from tandem.router.engines.errors import EngineBusy, EngineFailed
+from tandem.router.engines.relay.attempt import Attempt
+from tandem.router.engines.relay.client_request import ClientRequest
+from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.http.metrics import EdgeMetrics
 
 __all__ = ["AttemptLimits", "Attempts"]

@@ -14,12 +14,12 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.protocol.digest import token_bytes
 from tandem.protocol.errors import ModelNotFound, NoWorker, RequestError, ServingError
-from tandem.router.engines.attempt import Attempt
-from tandem.router.engines.attempts import AttemptLimits, Attempts
-from tandem.router.engines.client_request import ClientRequest
-from tandem.router.engines.connections import EngineConnections
 from tandem.router.engines.dispatcher import Dispatcher, RoutingRequest, Target
-from tandem.router.engines.prompts import PromptReader, TextReader, cache_salt_of, max_tokens_of, priority_of
+from tandem.router.engines.relay.attempt import Attempt
+from tandem.router.engines.relay.attempts import AttemptLimits, Attempts
+from tandem.router.engines.relay.client_request import ClientRequest
+from tandem.router.engines.relay.connections import EngineConnections
+from tandem.router.engines.relay.prompts import PromptReader, TextReader, cache_salt_of, max_tokens_of, priority_of
 from tandem.router.http.disconnect import cancel_on_disconnect
 from tandem.router.http.errors import ClientDisconnected, serving_error_body
 from tandem.router.http.json_body import read_json

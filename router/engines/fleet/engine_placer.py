@@ -14,8 +14,8 @@ import numpy as np
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import ModelNotFound, NoWorker
 from tandem.protocol.messages import Role, WorkerState
-from tandem.router.engines.engine import RemoteEngine
 from tandem.router.engines.errors import EngineBusy
+from tandem.router.engines.fleet.engine import RemoteEngine
 from tandem.scheduling.cost_model import CostModel, Rows
 from tandem.scheduling.placement import Placement
 from tandem.scheduling.placer import Placer

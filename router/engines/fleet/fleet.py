@@ -14,9 +14,9 @@ from tandem.protocol.messages import Role, WorkerCard, WorkerState
 from tandem.router.engines.addresses import public_addresses
 from tandem.router.engines.config import EngineSpec, check_fleet
 from tandem.router.engines.dispatcher import EngineListener
-from tandem.router.engines.engine import RemoteEngine
-from tandem.router.engines.foreign_load import MeanLengths
-from tandem.router.engines.prober import EngineProber
+from tandem.router.engines.fleet.engine import RemoteEngine
+from tandem.router.engines.fleet.foreign_load import MeanLengths
+from tandem.router.engines.fleet.prober import EngineProber
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.prefix_index import PrefixIndex

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tandem.router.engines.addresses import public_addresses
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.errors import EngineFailed
-from tandem.router.engines.upstream import Upstream
+from tandem.router.engines.relay.upstream import Upstream
 
 __all__ = ["EngineConnection", "EngineConnections"]
 

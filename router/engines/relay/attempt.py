@@ -17,14 +17,15 @@ from typing import Any, TypeVar
 
 import orjson
 
-from tandem.router.engines.answers import as_dict, error_text, parse_answer
-from tandem.router.engines.client_request import ClientRequest, decode_body, prefill_body
-from tandem.router.engines.connections import EngineConnection, EngineConnections
 from tandem.router.engines.dispatcher import Reservation, Target
-from tandem.router.engines.errors import EngineBusy, EngineFailed, engine_errors
-from tandem.router.engines.observer import AttemptObserver
-from tandem.router.engines.relay import StreamRelay
-from tandem.router.engines.upstream import Reply
+from tandem.router.engines.errors import EngineBusy, EngineFailed
+from tandem.router.engines.relay.answers import as_dict, error_text, parse_answer
+from tandem.router.engines.relay.client_request import ClientRequest, decode_body, prefill_body
+from tandem.router.engines.relay.connections import EngineConnection, EngineConnections
+from tandem.router.engines.relay.engine_errors import engine_errors
+from tandem.router.engines.relay.observer import AttemptObserver
+from tandem.router.engines.relay.stream_relay import StreamRelay
+from tandem.router.engines.relay.upstream import Reply
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.response_writer import ResponseWriter
 

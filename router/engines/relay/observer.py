@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tandem.router.engines.answers import as_count, as_dict
-from tandem.router.engines.client_request import ClientRequest
 from tandem.router.engines.dispatcher import Reservation
+from tandem.router.engines.relay.answers import as_count, as_dict
+from tandem.router.engines.relay.client_request import ClientRequest
 from tandem.router.http.metrics import EdgeMetrics, RequestClock
 
 __all__ = ["AttemptObserver"]

@@ -16,14 +16,14 @@ from tandem.protocol.config import ExternalEnginesConfig
 from tandem.protocol.digest import root_digest
 from tandem.protocol.messages import PeerAddress, WorkerCard, WorkerState
 from tandem.router.engines.addresses import Resolve
-from tandem.router.engines.breaker import Breaker
-from tandem.router.engines.cache_view import CacheView
 from tandem.router.engines.config import EngineSpec
-from tandem.router.engines.digests import digest_root
-from tandem.router.engines.engine_status import CacheSize
-from tandem.router.engines.foreign_load import ForeignLoad, MeanLengths
-from tandem.router.engines.probe_client import ProbeClient
-from tandem.router.engines.step_timing import StepTiming
+from tandem.router.engines.fleet.breaker import Breaker
+from tandem.router.engines.fleet.cache_view import CacheView
+from tandem.router.engines.fleet.digests import digest_root
+from tandem.router.engines.fleet.engine_status import CacheSize
+from tandem.router.engines.fleet.foreign_load import ForeignLoad, MeanLengths
+from tandem.router.engines.fleet.probe_client import ProbeClient
+from tandem.router.engines.fleet.step_timing import StepTiming
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Registry
 

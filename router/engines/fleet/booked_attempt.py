@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from tandem.router.engines.engine import RemoteEngine
-from tandem.router.engines.fleet import EngineFleet
+from tandem.router.engines.fleet.engine import RemoteEngine
+from tandem.router.engines.fleet.fleet import EngineFleet
 from tandem.scheduling.cost_model import StepModel
 from tandem.scheduling.placement import Placement
 from tandem.scheduling.request import PlacementRequest

@@ -13,8 +13,14 @@ import httpx
 
 from tandem.protocol.config import ExternalEnginesConfig
 from tandem.protocol.messages import WorkerCard, WorkerLoad, WorkerState
-from tandem.router.engines.engine import RemoteEngine
-from tandem.router.engines.engine_status import CacheSize, ReportedLoad, parse_cache_size, parse_load, served_model
+from tandem.router.engines.fleet.engine import RemoteEngine
+from tandem.router.engines.fleet.engine_status import (
+    CacheSize,
+    ReportedLoad,
+    parse_cache_size,
+    parse_load,
+    served_model,
+)
 from tandem.scheduling.registry import Registry
 
 __all__ = ["EngineProber"]

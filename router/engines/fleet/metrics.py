@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tandem.protocol.messages import WorkerState
-from tandem.router.engines.breaker import BreakerState
-from tandem.router.engines.fleet import EngineFleet
+from tandem.router.engines.fleet.breaker import BreakerState
+from tandem.router.engines.fleet.fleet import EngineFleet
 
 __all__ = ["EngineCollector"]
 

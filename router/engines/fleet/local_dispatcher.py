@@ -13,13 +13,13 @@ from tandem.protocol.errors import ConfigError, ModelNotFound, RequestError
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.admission_queue import AdmittedRequest
 from tandem.router.engines.addresses import check_addresses
-from tandem.router.engines.booked_attempt import BookedAttempt
 from tandem.router.engines.config import EngineSpec, check_tokenizer, spec_from
 from tandem.router.engines.dispatcher import RoutingRequest, Target
 from tandem.router.engines.errors import EngineNotFound
-from tandem.router.engines.fleet import EngineFleet
-from tandem.router.engines.metrics import EngineCollector
-from tandem.router.engines.queues import ModelQueue, Queues
+from tandem.router.engines.fleet.booked_attempt import BookedAttempt
+from tandem.router.engines.fleet.fleet import EngineFleet
+from tandem.router.engines.fleet.metrics import EngineCollector
+from tandem.router.engines.fleet.queues import ModelQueue, Queues
 from tandem.router.workers.metrics import WorkerCollector
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.placement import Placement

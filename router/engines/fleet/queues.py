@@ -10,11 +10,11 @@ from typing import Any, Protocol, cast
 
 from tandem.protocol.errors import NoWorker
 from tandem.router.admission_queue import NUM_OTHERS, AdmissionQueue
-from tandem.router.engines.booked_attempt import BookedAttempt
-from tandem.router.engines.digests import EngineDigests
 from tandem.router.engines.dispatcher import RoutingRequest
-from tandem.router.engines.engine_placer import EnginePlacer, ModelWorkers
-from tandem.router.engines.fleet import EngineFleet
+from tandem.router.engines.fleet.booked_attempt import BookedAttempt
+from tandem.router.engines.fleet.digests import EngineDigests
+from tandem.router.engines.fleet.engine_placer import EnginePlacer, ModelWorkers
+from tandem.router.engines.fleet.fleet import EngineFleet
 from tandem.scheduling.admission import Admission, Dispatch
 from tandem.scheduling.admission_stats import TenantStats
 from tandem.scheduling.decisions import RoutingDecision

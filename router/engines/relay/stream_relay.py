@@ -10,10 +10,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from tandem.router.engines.answers import error_text
-from tandem.router.engines.errors import EngineFailed, engine_errors
-from tandem.router.engines.sse import Event, EventSplitter, first_event, leading_pieces, parse_event, split_events
-from tandem.router.engines.upstream import Reply
+from tandem.router.engines.errors import EngineFailed
+from tandem.router.engines.relay.answers import error_text
+from tandem.router.engines.relay.engine_errors import engine_errors
+from tandem.router.engines.relay.sse import Event, EventSplitter, first_event, leading_pieces, parse_event, split_events
+from tandem.router.engines.relay.upstream import Reply
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.runtime.idle_timeout import IdleTimeout
 

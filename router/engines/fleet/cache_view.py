@@ -10,9 +10,9 @@ from zmq.asyncio import Context
 
 from tandem.protocol.messages import BlockEvents, WorkerCard
 from tandem.router.engines.config import EngineSpec
-from tandem.router.engines.digests import digest_root
-from tandem.router.engines.kv_events import BlockTranslator, KvEventFeed
-from tandem.router.engines.simulated_cache import SimulatedCache
+from tandem.router.engines.fleet.digests import digest_root
+from tandem.router.engines.fleet.kv_events import BlockTranslator, KvEventFeed
+from tandem.router.engines.fleet.simulated_cache import SimulatedCache
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.prefix_index import PrefixIndex
 

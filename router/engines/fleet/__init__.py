@@ -1,0 +1,1 @@
+"""Deciding: which engines there are, how they are, and where a request goes. One process does this."""
