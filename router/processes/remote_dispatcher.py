@@ -50,6 +50,11 @@ class RemoteDispatcher:
             await self._hub.close()
 
     @property
+    def num_open(self) -> int:
+        """Requests and questions that the hub deals with."""
+        return self._hub.num_open
+
+    @property
     def models(self) -> list[str]:
         """Names of the models that are served, or would be if their engines were there."""
         return list(self._status.models)

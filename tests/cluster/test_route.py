@@ -223,6 +223,27 @@ def test_a_process_that_hangs_is_replaced(tmp_path: Path) -> None:
         burst(running, 8)
 
 
+def test_a_hub_that_hangs_ends_no_answer_that_has_begun_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    with fakes(1) as [engine], routing(tmp_path, [engine], 2, "--worker-timeout-s=2") as running:
+        engine.pause.clear()
+        with ThreadPoolExecutor(4) as pool:
+            streams = [pool.submit(running.complete, stream=True) for _ in range(4)]
+            until(lambda: running.totals("tandem_engine_running_requests") == 4, "not all are placed")
+            until(lambda: engine.num_running == 4, "not all run")
+            os.kill(running.process.pid, signal.SIGSTOP)
+            until(lambda: running.get("/ready").status_code == 503, "nobody has noticed")
+            assert running.complete().status_code == 503
+            engine.resume()
+            for stream in streams:
+                answer = stream.result()
+                assert (answer.status_code, answer.text.endswith("data: [DONE]\n\n")) == (200, True)
+            os.kill(running.process.pid, signal.SIGCONT)
+        until(lambda: all(running.get("/ready").status_code == 200 for _ in range(4)), "it did not go on")
+        assert set(running.children()) <= running.ever  # nobody was replaced
+        running.assert_idle()
+        burst(running, 8)
+
+
 def _is_broken(answer: Any) -> bool:
     """Whether the connection of a request broke within a second; those at the other process still wait."""
     try:

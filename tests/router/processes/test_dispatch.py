@@ -33,6 +33,7 @@ from tests.support.engines_harness import (
 )
 from tests.support.fake_backend import RawClient, events
 from tests.support.fake_openai import FakeServer, fake_openai
+from tests.support.raw_edge import RawEdge
 
 pytestmark = pytest.mark.anyio
 ADMIN = {"authorization": "Bearer secret"}
@@ -395,42 +396,42 @@ async def test_notes_of_a_dead_edge_and_notes_about_nothing_change_nothing(
     fake_a: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
-        one, two = await hub.edge("one"), await hub.edge("two")
-        reservation = two.remote.reserve(routing_request(), lambda _: None)
-        await reservation.place()
-        notes = [service.EngineFailure("a", False), service.Ended(5, 5), service.FirstToken(0.0)]
-        raw = one.remote._hub._socket
-        raw.send(wire.encode(wire.Notes([(number, note) for number in (0, 77) for note in notes])))
-        raw.send(wire.encode(wire.Open(5, "no request")))
-        raw.send(b"\x93nonsense")
-        await until(lambda: caplog.text.count("is no message") == 2)
-        assert (hub.engine("a").num_failures, hub.hub.num_running) == (0, 1)
-        hub.hub.drop("two")
-        two.remote._hub._out.send(wire.Open(9, routing_request()))
-        reservation.failed("a")
-        raw.send(b"\x93nonsense")
-        await until(lambda: caplog.text.count("is no message") == 3)
-        assert (hub.engine("a").num_failures, hub.hub.num_running) == (0, 0)
+        with RawEdge(hub.endpoint, "one") as one, RawEdge(hub.endpoint, "two") as two:
+            hub.hub.expect("one")
+            hub.hub.expect("two")
+            two.send(wire.Open(3, routing_request()))
+            await until(lambda: len(hub.engine("a").running) == 1)
+            for note in (service.EngineFailure("a", False), service.Ended(5, 5), service.FirstToken(0.0)):
+                one.send(wire.Notes([(3, note), (77, note)]))  # another edge's call, and none
+            one.send(wire.Open(5, "no request"))
+            one.send_bytes(b"\x93nonsense")
+            await until(lambda: caplog.text.count("is no message") == 2)
+            assert (hub.engine("a").num_failures, hub.hub.num_running) == (0, 1)
+            hub.hub.drop("two")
+            two.send(wire.Open(9, routing_request()))
+            two.send(wire.Notes([(3, service.EngineFailure("a", False))]))
+            two.send_bytes(b"\x93nonsense")
+            await until(lambda: caplog.text.count("is no message") == 3)
+            assert (hub.engine("a").num_failures, hub.hub.num_running) == (0, 0)
 
 
 async def test_a_note_that_the_hub_cannot_handle_ends_its_own_call_only(
     fake_a: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
-        edge = await hub.edge("edge")
-        first = edge.remote.reserve(routing_request(), lambda _: None)
-        await first.place()
-        second = edge.remote.reserve(routing_request(prompt_of("queued")), lambda _: None)
-        waiting = asyncio.create_task(second.place())
-        await until(lambda: hub.hub.num_running == 2)
-        second.first_token(0.0)  # it has not been placed
-        if not waiting.done():
-            await asyncio.wait({waiting}, timeout=5)
-        first.answered()
-        await until(lambda: any(request.has_answer for request in hub.engine("a").running))
-        first.release()
-        second.release()
-        await asyncio.gather(waiting, return_exceptions=True)
+        with RawEdge(hub.endpoint, "edge") as edge:
+            hub.hub.expect("edge")
+            edge.send(wire.Open(1, routing_request(prompt_of("running"))))
+            await until(lambda: len(hub.engine("a").running) == 1)
+            edge.send(wire.Open(2, routing_request(prompt_of("queued"))))
+            await until(lambda: num_waiting(hub) == 1)
+            # The second one has not been placed, so it can have no token.
+            edge.send(wire.Notes([(2, service.FirstToken(0.0)), (1, service.Answered())]))
+            await until(lambda: hub.hub.num_running == 1)
+            assert "call 2 of an edge process could not be handled" in caplog.text
+            assert [request.has_answer for request in hub.engine("a").running] == [True]
+            assert num_waiting(hub) == 0
+            hub.hub.drop("edge")
 
 
 async def test_streams_outlive_a_hub_that_is_silent_and_requests_are_refused(
@@ -495,9 +496,8 @@ async def test_nothing_is_kept_of_requests_that_ended(fake_a: FakeServer, fake_b
             bodies = [completion(f"{number}"), completion(f"{number}", stream=True), completion(model="none")]
             await asyncio.gather(*(edge.client.post(COMPLETIONS, json=body) for body in bodies))
         await until(lambda: hub.hub.num_running == 0)
-        assert edge.remote._hub.num_open == 0
-        [known] = hub.hub._edges.values()
-        assert (known.calls, known.tasks) == ({}, {})
+        assert edge.remote.num_open == 0
+        assert hub.hub.num_running == 0
 
 
 # -- engines that come and go -----------------------------------------------------------------------------------------
