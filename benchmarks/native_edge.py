@@ -26,7 +26,7 @@ from prometheus_client import CollectorRegistry
 from zmq.utils import z85
 
 from benchmarks.mock_engine import MODEL, expected_text
-from tandem.cluster.http_front import serve_http
+from tandem.cluster.http_frontend import serve_http
 from tandem.cluster.model_store import resolve_model
 from tandem.protocol.config import ClusterConfig, EngineConfig, RouterConfig
 from tandem.protocol.messages import (

@@ -33,7 +33,7 @@ from tandem.scheduling.registry import Registry
 from tandem.scheduling.tenants import Tenants
 
 if TYPE_CHECKING:
-    from tandem.cluster.http_front import HttpFrontend
+    from tandem.cluster.http_frontend import HttpFrontend
     from tandem.router.openai.readiness import Ready
     from tandem.router.text.tokenizer import Tokenizer
 
@@ -108,25 +108,28 @@ async def _serve(
             return 0
         http, tokenizer = starting.result()[1]
         metrics = http.metrics_of(flow, registry, sizing)
-        async with http.serve_http(flow, tokenizer, metrics, config, listener, api_keys, tenants) as (front, readiness):
-            ends = (front.serving, supervisor.failure)
-            is_ready = await _unless(stop, _first_generation(front, readiness, ends), progress)
+        async with http.serve_http(flow, tokenizer, metrics, config, listener, api_keys, tenants) as (
+            frontend,
+            readiness,
+        ):
+            ends = (frontend.serving, supervisor.failure)
+            is_ready = await _unless(stop, _first_generation(frontend, readiness, ends), progress)
             if is_ready:
                 freeze_startup_heap()
                 progress("the first generation succeeded")
                 _print_welcome(config, listener.getsockname()[1], console, needs_key=bool(api_keys))
             await wait_for_any(*ends, stop)
             _raise_failures(ends)
-            await http.drain(front, stop_now, flow, config.router.drain_timeout_s, progress)
+            await http.drain(frontend, stop_now, flow, config.router.drain_timeout_s, progress)
     return 0
 
 
 def _load_http(config: ClusterConfig) -> tuple[ModuleType, Tokenizer]:
     """Imports of the HTTP edge cost seconds (the tokenizer brings transformers); the workers load meanwhile."""
-    from tandem.cluster import http_front
+    from tandem.cluster import http_frontend
     from tandem.router.text.tokenizer import Tokenizer
 
-    return http_front, Tokenizer(config.engine.model)
+    return http_frontend, Tokenizer(config.engine.model)
 
 
 async def _unless(stop: asyncio.Event, work: object, progress: Callable[[str], None]) -> bool:
@@ -151,10 +154,10 @@ def _raise_failures(ends: Iterable[asyncio.Future[Any]]) -> None:
             end.result()
 
 
-async def _first_generation(front: HttpFrontend, readiness: Ready, ends: Iterable[asyncio.Future[Any]]) -> None:
+async def _first_generation(frontend: HttpFrontend, readiness: Ready, ends: Iterable[asyncio.Future[Any]]) -> None:
     """Wait until the readiness probe has generated a token and HTTP is served."""
     deadline = time.monotonic() + _READY_TIMEOUT_S
-    while readiness.reason is not None or not front.is_serving:
+    while readiness.reason is not None or not frontend.is_serving:
         _raise_failures(ends)
         if time.monotonic() > deadline:
             raise WorkerError(f"no token was generated in {_READY_TIMEOUT_S:.0f} s: {readiness.reason}")

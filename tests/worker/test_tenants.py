@@ -12,7 +12,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from tandem.cluster.http_front import metrics_of
+from tandem.cluster.http_frontend import metrics_of
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import cache_scope
 from tandem.protocol.messages import Role

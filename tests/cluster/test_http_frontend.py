@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
-from tandem.cluster.http_front import drain
+from tandem.cluster.http_frontend import drain
 from tandem.protocol.config import RouterConfig
 from tandem.router.http.server import http_server
 from tandem.router.openai.app import create_app

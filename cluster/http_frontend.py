@@ -92,15 +92,19 @@ def metrics_of(flow: RequestFlow, registry: Registry, sizing: CacheSizing) -> Co
 
 
 async def drain(
-    front: HttpFrontend, stop_now: asyncio.Event, flow: RequestFlow, timeout_s: float, progress: Callable[[str], None]
+    frontend: HttpFrontend,
+    stop_now: asyncio.Event,
+    flow: RequestFlow,
+    timeout_s: float,
+    progress: Callable[[str], None],
 ) -> None:
     """Accept nothing more and let answers end, for `timeout_s` or until `stop_now`; those left end with an error."""
-    front.drain()
-    if num_running := front.num_running:
+    frontend.drain()
+    if num_running := frontend.num_running:
         answers = "1 answer" if num_running == 1 else f"{num_running} answers"
         progress(f"stopping: waiting up to {timeout_s:g} s for {answers} (Ctrl-C again stops now)")
-        await wait_for_any(front.serving, stop_now, timeout_s=timeout_s)
+        await wait_for_any(frontend.serving, stop_now, timeout_s=timeout_s)
     else:
         progress("stopping")
     flow.shut_down()
-    await asyncio.wait({front.serving}, timeout=_LAST_WORDS_S)
+    await asyncio.wait({frontend.serving}, timeout=_LAST_WORDS_S)
