@@ -1,4 +1,4 @@
-"""Decoding of bytes from elsewhere: whatever is wrong with them is told by one kind of error."""
+"""Decodes bytes from other processes, with one kind of error for everything that can be wrong with them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["safe_decoder"]
 
 
 def safe_decoder(kind: Any) -> Callable[[Buffer], Any]:
-    """A decoder of MessagePack into this type that raises `msgspec.DecodeError` alone, for all that is not one."""
+    """A decoder of MessagePack into this type. It raises only `msgspec.DecodeError`."""
     decode = msgspec.msgpack.Decoder(kind).decode
 
     def decode_safely(data: Buffer) -> Any:

@@ -1,11 +1,11 @@
-"""Block digests: what a cached block is called, in every process, on every host, in every tier.
+"""Block digests: the names of cached blocks, the same in every process, on every host and in every tier.
 
 Digest of block i = 128-bit BLAKE2b of (digest of block i-1, token ids of block i). The chain starts at a root that
-hashes a typed namespace, so two things that must not share KV cannot collide by being spelled alike. Whose cached
-blocks a request may use is part of the root too: requests of two tenants have no digest in common, so they cannot find
-each other's blocks anywhere, and no other place needs to check for it.
+hashes a typed namespace, so two things that must not share KV cannot collide by equal spelling. The root also contains
+the cache scope: requests of two tenants have no digest in common, so they cannot find each other's blocks anywhere, and
+no other place needs to check for it.
 
-Hashing a prompt's blocks is half of what a routing decision costs: it is done in C (`_digest.c`) where that was built.
+Hashing a prompt's blocks is half of the cost of a routing decision, so it is done in C (`_digest.c`) if that was built.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOKEN_BYTES = 4
 _NAMESPACE_KEY = b"tandem.namespace.v1"
 _SCOPE_KEY = b"tandem.scope.v1"
 _ROOT_KEY = b"tandem.root.v1"
-# Told from other hashes by BLAKE2b's personal string, not by a key: a key would be a second block to compress.
+# BLAKE2b's personal string separates it from other hashes. A key would do so too, but is one more block to compress.
 _BLOCK_HASH = hashlib.blake2b(person=b"tandem.block.v2", digest_size=DIGEST_BYTES)
 
 
@@ -54,7 +54,7 @@ def _tagged_hash(key: bytes, fields: dict[str, str]) -> bytes:
 
 
 def namespace_digest(*, model_revision: str, kv_dtype: str, codec: str, block_size: int, attention: str) -> bytes:
-    """Name everything about a worker that makes its KV bytes what they are. 16 bytes."""
+    """Digest of everything about a worker that its KV bytes depend on. 16 bytes."""
     return _tagged_hash(
         _NAMESPACE_KEY,
         {
@@ -67,17 +67,17 @@ def namespace_digest(*, model_revision: str, kv_dtype: str, codec: str, block_si
     )
 
 
-# A name of the requests that may use each other's cached blocks. Only `cache_scope` makes one: to the type checker a
-# client's `cache_salt` is none.
+# Names a group of requests that may use each other's cached blocks. Only `cache_scope` creates one: the type checker
+# does not accept a client's `cache_salt`.
 CacheScope = NewType("CacheScope", str)
 EVERYONE: Final = CacheScope("")  # the scope of requests without tenant and salt
 
 
 @lru_cache(maxsize=4096)
 def cache_scope(cache_salt: str, tenant: str | None = None) -> CacheScope:
-    """Scope of a tenant's requests with this salt; without a tenant, of everyone's. 32 hex digits, or `EVERYONE`.
+    """Scope of a tenant's requests with this salt; without a tenant, of all requests. 32 hex digits, or `EVERYONE`.
 
-    A salt only divides a tenant's scope further: with none of them it becomes another tenant's.
+    A salt only subdivides a tenant's scope: no salt leads into another tenant's scope.
     """
     if tenant is None and not cache_salt:
         return EVERYONE
@@ -91,7 +91,7 @@ def root_digest(namespace: bytes, *, cache_salt: str = "", lora: str = "") -> by
 
 
 def python_token_bytes(token_ids: Sequence[int], /) -> bytes:
-    """The ids as they are hashed: 4 bytes each, little-endian. Raises OverflowError when one does not fit."""
+    """The ids as they are hashed: 4 bytes each, little-endian. Raises `OverflowError` if one does not fit."""
     words = array("I", token_ids)
     if sys.byteorder == "big":
         words.byteswap()
@@ -99,14 +99,14 @@ def python_token_bytes(token_ids: Sequence[int], /) -> bytes:
 
 
 def python_chain_digests(parent: bytes, data: bytes, block_bytes: int, /) -> list[bytes]:
-    """Digests of the blocks behind `parent`, whose `token_bytes` are `data`, so many of them in each block.
+    """Digests of the blocks after `parent`. `data` are their `token_bytes`, `block_bytes` for each block.
 
-    Raises ValueError when `data` is not whole blocks.
+    Raises `ValueError` if `data` is not whole blocks.
     """
     if block_bytes <= 0 or len(data) % block_bytes:
         raise ValueError(f"{len(data)} bytes are not blocks of {block_bytes}")
     digests = []
-    # Most of the time is Python's. A copy of a state takes less than making one.
+    # Most of the time is Python's. Copying a state takes less time than creating one.
     for (block,) in struct.iter_unpack(f"{block_bytes}s", data):
         state = _BLOCK_HASH.copy()
         state.update(parent + block)
@@ -119,7 +119,7 @@ try:
     from tandem.protocol._digest import chain_digests, token_bytes
 
     IS_COMPILED = True
-except ImportError:  # not built here, for want of a compiler: the same, at 2.5 times the time
+except ImportError:  # not built, because there was no compiler: the same result in 2.5 times the time
     token_bytes, chain_digests = python_token_bytes, python_chain_digests
     IS_COMPILED = False
 

@@ -1,4 +1,4 @@
-"""The one exception tree of the product.
+"""The exceptions of the product, in one tree.
 
 ServingError
  |- RequestError               the client's fault: 4xx
@@ -7,8 +7,8 @@ ServingError
  |   |- PinNotFound            404
  |- Overloaded                 429, with a Retry-After
  |   |- PinQuotaExceeded
- |   |- DeadlineUnmet          its first token would come too late
- |- InternalError              500: this request, and no other, met an error of ours
+ |   |- DeadlineUnmet          the first token would come too late
+ |- InternalError              500: a bug of ours, which ended only this request
  |- WorkerError                a worker failed or is gone: 502/503
  |   |- NoWorker               503: nothing can serve this now
  |- TransferError              KV could not be moved
@@ -41,9 +41,9 @@ __all__ = [
 
 
 class ServingError(Exception):
-    """Base of every error this product raises on purpose.
+    """Base of every error that this product raises on purpose.
 
-    `status`, `error_type`, `code` and `param` are what an OpenAI-shaped error body needs.
+    `status`, `error_type`, `code` and `param` go into an OpenAI-shaped error response.
     """
 
     status = 500
@@ -59,7 +59,7 @@ class ServingError(Exception):
 
 
 class RequestError(ServingError):
-    """The request itself is wrong; sending it again cannot help."""
+    """The request is invalid; sending it again cannot help."""
 
     status = 400
     error_type = "invalid_request_error"
@@ -73,20 +73,20 @@ class ModelNotFound(RequestError):
 
 
 class ContextLengthExceeded(RequestError):
-    """Prompt (plus max_tokens) does not fit the model's context."""
+    """The prompt, with `max_tokens`, does not fit into the model's context."""
 
     code = "context_length_exceeded"
 
 
 class PinNotFound(RequestError):
-    """No pin of this id lives."""
+    """There is no pin with this id."""
 
     status = 404
     code = "pin_not_found"
 
 
 class Overloaded(ServingError):
-    """Refused now to keep the promise made to those already admitted."""
+    """Too much is waiting already: the request is refused, so that admitted ones are served in time."""
 
     status = 429
     error_type = "rate_limit_error"
@@ -98,7 +98,7 @@ class Overloaded(ServingError):
 
 
 class PinQuotaExceeded(Overloaded):
-    """One more pin would keep more than pins may."""
+    """One more pin would exceed the number or the size of pins."""
 
     code = "pin_quota_exceeded"
 
@@ -110,7 +110,7 @@ class DeadlineUnmet(Overloaded):
 
 
 class InternalError(ServingError):
-    """Something raised that should not have while this request was worked on. Other requests go on."""
+    """A bug of ours ended this request; other requests go on."""
 
     code = "internal_error"
 
@@ -143,13 +143,13 @@ class TransferTimeout(TransferError):
 
 
 class PeerLost(TransferError):
-    """The other side of a transfer is gone."""
+    """The other worker of a transfer is gone."""
 
     code = "kv_peer_lost"
 
 
 class IncompatiblePeer(TransferError):
-    """Two workers disagree on something that must be equal before memory is described."""
+    """Two workers differ in something that must be equal before they exchange memory addresses."""
 
     code = "kv_peer_incompatible"
 

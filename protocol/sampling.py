@@ -1,4 +1,4 @@
-"""How the next token is chosen: the one definition shared by router and engine, and the ranges of its values."""
+"""Sampling parameters and their ranges, shared by router and engine."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = [
     "SamplingParams",
 ]
 
-MAX_COUNT = 2**31 - 1  # of tokens and of token ids
+MAX_COUNT = 2**31 - 1  # the largest number of tokens, and the largest token id
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 1024
-# A logit is divided by it: values near 0 would make it infinite.
+# Logits are divided by it: a value near 0 would make them infinite.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
 _RANGES: dict[str, tuple[float, float]] = {
@@ -39,10 +39,10 @@ _MAX_BIAS = 100.0
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling settings of one sequence, complete and within their ranges: a value outside raises ValueError.
+    """Sampling settings of one sequence. A value out of range raises `ValueError`, also when a message is decoded.
 
-    Messages are checked too, because decoding one makes this. `seed` is always set: the router draws one where the
-    client gave none, so that every worker which touches the request makes the same draw for the same token position.
+    `seed` is always set: the router draws one if the client gave none, so that every worker that touches the request
+    makes the same draw for the same token position.
     """
 
     max_tokens: int
@@ -69,7 +69,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_within("number of stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_TOKEN_IDS)
         if self.logit_bias:
             _check_within("number of logit_bias entries", len(self.logit_bias), 0, MAX_LOGIT_BIASES)
-            _check_within("sum of logit_bias values", sum(self.logit_bias.values()), -math.inf, math.inf)  # none is nan
+            _check_within("sum of logit_bias values", sum(self.logit_bias.values()), -math.inf, math.inf)  # refuses nan
             _check_within("logit_bias value", min(self.logit_bias.values()), -_MAX_BIAS, _MAX_BIAS)
             _check_within("logit_bias value", max(self.logit_bias.values()), -_MAX_BIAS, _MAX_BIAS)
 

@@ -1,7 +1,7 @@
-"""Background tasks: none ends unnoticed.
+"""Background tasks whose failures are noticed.
 
-A task that nobody awaits keeps its exception to itself until it is garbage-collected. Here an exception is logged when
-it happens, and the owner decides what follows: the work begins again, or the owner is told.
+A task that nobody awaits hides its exception until it is garbage-collected. Here an exception is logged when it
+happens, and the owner decides what follows: the work is restarted, or the owner is told.
 """
 
 from __future__ import annotations
@@ -15,30 +15,32 @@ __all__ = ["BackgroundTasks"]
 
 logger = logging.getLogger(__name__)
 
-FIRST_DELAY_S = 0.1  # before work that failed begins again; it doubles with each failure in a row
+FIRST_DELAY_S = 0.1  # before failed work is restarted; it doubles with each failure in a row
 MAX_DELAY_S = 10.0
-CALM_S = 60.0  # work that ran this long has recovered: the next failure is a first one again
+CALM_S = 60.0  # work that ran this long has recovered: the delay starts anew
 
-Work = Callable[[], Coroutine[Any, Any, None]]  # begun in its task: one that is cancelled before leaves nothing
+Work = Callable[
+    [], Coroutine[Any, Any, None]
+]  # called inside its task: a task cancelled before leaves no coroutine behind
 
 
 class BackgroundTasks:
-    """The background tasks of one owner, which calls `close` at its end. Used from one event loop only."""
+    """The background tasks of one owner, which calls `close` at its end. For one event loop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
-        self.num_failures = 0  # tasks, and runs of kept work, that ended with an exception
+        self.num_failures = 0  # exceptions of tasks and of restarted work
 
     def start(self, name: str, work: Work, on_failure: Callable[[Exception], None] | None = None) -> asyncio.Task[None]:
-        """Run this once. An exception of it is logged under `name` and then given to `on_failure`."""
+        """Run this once. An exception is logged under `name` and passed to `on_failure`."""
         return self._add(self._guarded(name, work, on_failure), name)
 
     def keep(self, name: str, work: Work) -> asyncio.Task[None]:
-        """Run work that goes on for ever. After an exception, which is logged, it begins again, a little later."""
+        """Run endless work. After an exception, which is logged, it is restarted with a delay."""
         return self._add(self._kept(name, work), name)
 
     async def close(self) -> None:
-        """Cancel what still runs and wait for it."""
+        """Cancel the running tasks and wait for them."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -53,7 +55,7 @@ class BackgroundTasks:
     async def _guarded(self, name: str, work: Work, on_failure: Callable[[Exception], None] | None) -> None:
         try:
             await work()
-        except Exception as exc:
+        except Exception as exc:  # any failure of the owner's work goes to the owner
             self.num_failures += 1
             logger.exception("%s failed", name)
             if on_failure is not None:
@@ -66,10 +68,10 @@ class BackgroundTasks:
             try:
                 await work()
                 return
-            except Exception:
+            except Exception:  # any failure of the owner's work restarts it
                 self.num_failures += 1
                 if loop.time() - began_s > CALM_S:
                     delay_s = FIRST_DELAY_S
-                logger.exception("%s failed and begins again in %g s", name, delay_s)
+                logger.exception("%s failed and is restarted in %g s", name, delay_s)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_DELAY_S)

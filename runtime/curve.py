@@ -1,10 +1,10 @@
-"""Who may speak on the sockets between the router and its workers, and among workers: ZeroMQ's CURVE, on all of them.
+"""Authentication and encryption of all sockets between router and workers and among workers: ZeroMQ's CURVE.
 
-Each process makes a key pair when it starts; the secret key never leaves it. A socket that connects names the public
-key it expects to find, and proves that it holds its own secret key. A socket that listens lets in only keys that its
-`KeyAuthenticator` allows. Everything after that handshake is encrypted. An unknown key gets no answer at all.
+Each process creates a key pair when it starts; the secret key never leaves it. A connecting socket names the public key
+that it expects, and proves that it holds its own secret key. A listening socket accepts only the keys that its
+`KeyAuthenticator` allows. Everything after this handshake is encrypted. An unknown key gets no reply.
 
-The lists come from the one process that starts the workers: it gives each worker the router's key, and its router
+The allowed keys come from the process that starts the workers: it gives each worker the router's key, and its router
 introduces the workers to each other (`tandem.protocol.messages.Introduce`).
 """
 
@@ -28,14 +28,14 @@ from tandem.runtime.dropped import DroppedMessages, DropReason
 __all__ = ["KeyAuthenticator", "KeyPair", "connect_to_worker", "listening_socket", "make_keys"]
 
 # The longest message is the snapshot of a large tier: 18 bytes for each of up to some 60 million blocks. A prompt of a
-# million tokens has 5 MB. Without a bound four bytes would make the receiver allocate what they say.
+# million tokens has 5 MB. Without a bound, a length field of a few bytes could make the receiver allocate any size.
 _MAX_MESSAGE_BYTES = 1 << 30
-_HANDSHAKE_TIMEOUT_MS = 3000  # for a connection that says nothing, or is not answered; then it is tried again
+_HANDSHAKE_TIMEOUT_MS = 3000  # without progress; then the connection is tried again
 _RECONNECT_MS, _MAX_RECONNECT_MS = 20, 500
-_PATIENCE_S = 2.0  # with a key that is not on the list (yet): less than the handshake may take
-_MAX_WAITING = 64  # with such keys; what is beyond is forgotten at once, so that a flood costs little
-_LOOK_AGAIN_MS = 10
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where ZeroMQ asks about each connection (its RFC 27)
+_PATIENCE_S = 2.0  # a key that is not allowed yet may wait this long: less than the handshake timeout
+_MAX_WAITING = 64  # such connections; the oldest beyond it are dropped at once, so that a flood costs little
+_POLL_MS = 10
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where ZeroMQ asks about each connection (RFC 27, ZAP)
 _ZAP_DOMAIN = "tandem"
 
 
@@ -48,7 +48,7 @@ class KeyPair:
 
 
 def make_keys() -> KeyPair:
-    """New keys. Raises ConfigError where ZeroMQ has no CURVE."""
+    """A new key pair. Raises `ConfigError` if ZeroMQ was built without CURVE."""
     if not zmq.has("curve"):
         raise ConfigError(
             f"this libzmq {zmq.zmq_version()} was built without CURVE, which protects the sockets between processes; "
@@ -59,7 +59,7 @@ def make_keys() -> KeyPair:
 
 
 def listening_socket(context: zmq.Context[Any], kind: SocketType, keys: KeyPair, *, max_queued: int) -> Any:
-    """A socket to bind. Nobody gets in while its context has no `KeyAuthenticator`."""
+    """A socket to bind. It accepts nobody until its context has a `KeyAuthenticator`."""
     socket = _socket(context, kind, keys, max_queued)
     socket.setsockopt(SocketOption.CURVE_SERVER, 1)
     socket.setsockopt_string(SocketOption.ZAP_DOMAIN, _ZAP_DOMAIN)
@@ -70,7 +70,7 @@ def listening_socket(context: zmq.Context[Any], kind: SocketType, keys: KeyPair,
 def connect_to_worker(
     context: zmq.Context[Any], keys: KeyPair, worker: PeerAddress, *, max_queued: int
 ) -> tuple[Any, Any]:
-    """A DEALER to a worker and a SUB of its heartbeats. Raises ZMQError for a key or an endpoint that is none."""
+    """A DEALER to a worker and a SUB of its heartbeats. Raises `ZMQError` for an invalid key or endpoint."""
     sockets: list[Any] = []
     try:
         for kind, endpoint in ((SocketType.DEALER, worker.endpoint), (SocketType.SUB, worker.heartbeat_endpoint)):
@@ -106,11 +106,11 @@ def _socket(context: zmq.Context[Any], kind: SocketType, keys: KeyPair, max_queu
 class KeyAuthenticator:
     """The public keys that may connect to the listening sockets of a context.
 
-    ZeroMQ asks it about each connection, on a thread that ends with the context. A key that is not on the list yet is
-    left waiting for a moment: its introduction may be on its way. After that it is forgotten without an answer.
+    ZeroMQ asks it about each connection, on a thread that ends with the context. An unknown key waits for a moment,
+    because its introduction may be on its way. After that it is dropped without a reply.
 
-    Frames of an admitted connection name its key: `frame.get("User-Id")`. NOTE: a key taken off the list stays
-    connected; look the key of each message up.
+    Frames of an accepted connection carry its key: `frame.get("User-Id")`. NOTE: a revoked key stays connected, so
+    check the key of each message.
     """
 
     def __init__(self, context: zmq.Context[Any], dropped: DroppedMessages) -> None:
@@ -119,42 +119,43 @@ class KeyAuthenticator:
         socket = context.socket(SocketType.ROUTER)
         socket.setsockopt(SocketOption.LINGER, 0)
         socket.bind(_ZAP_ENDPOINT)
-        threading.Thread(target=self._answer_all, args=(socket,), name="guest-list", daemon=True).start()
+        threading.Thread(target=self._answer_all, args=(socket,), name="key-authenticator", daemon=True).start()
 
     def allow(self, key: str) -> None:
-        """Let whoever holds this key connect."""
+        """Accept connections with this key."""
         self._keys.add(key)
 
     def revoke(self, key: str) -> None:
-        """Let it connect no more."""
+        """Accept no new connections with this key."""
         self._keys.discard(key)
 
     def _answer_all(self, socket: Any) -> None:
         waiting: list[_ZapRequest] = []
         with contextlib.suppress(ZMQError), contextlib.closing(socket):  # it raises when the context ends
             while True:
-                if socket.poll(_LOOK_AGAIN_MS if waiting else None):
+                if socket.poll(_POLL_MS if waiting else None):
                     waiting.append(_parse_request(socket.recv_multipart(), time.monotonic() + _PATIENCE_S))
-                admitted = [knock for knock in waiting if knock.key in self._keys]
-                for knock in admitted:
-                    socket.send_multipart([*knock.envelope, b"200", b"OK", knock.key.encode(), b""])
-                now = time.monotonic()
-                num_over = len(waiting) - _MAX_WAITING
-                late = [
-                    knock
-                    for place, knock in enumerate(waiting)
-                    if knock.key not in self._keys and (now >= knock.deadline or place < num_over)
-                ]
-                for knock in late:
-                    self._dropped.add(DropReason.STRANGER, f"a connection from {knock.address} with an unknown key")
-                gone = {*admitted, *late}
-                waiting = [knock for knock in waiting if knock not in gone]
+                waiting = self._answer(socket, waiting)
+
+    def _answer(self, socket: Any, waiting: list[_ZapRequest]) -> list[_ZapRequest]:
+        """Accept the allowed keys and drop those that waited too long. Returns the requests that still wait."""
+        now = time.monotonic()
+        num_over = len(waiting) - _MAX_WAITING
+        left = []
+        for position, request in enumerate(waiting):
+            if request.key in self._keys:
+                socket.send_multipart([*request.envelope, b"200", b"OK", request.key.encode(), b""])
+            elif now >= request.deadline or position < num_over:
+                self._dropped.add(DropReason.STRANGER, f"a connection from {request.address} with an unknown key")
+            else:
+                left.append(request)
+        return left
 
 
 class _ZapRequest(NamedTuple):
-    """ZeroMQ's question whether a key may come in."""
+    """ZeroMQ's question whether a connection may be accepted."""
 
-    envelope: tuple[bytes, ...]  # what its answer begins with
+    envelope: tuple[bytes, ...]  # the first frames of the reply
     key: str
     address: str
     deadline: float

@@ -1,4 +1,4 @@
-"""Messages that were not acted upon: counted by reason, logged now and then."""
+"""Counts ignored messages by reason, and logs some of them."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ __all__ = ["DropReason", "DroppedMessages"]
 
 logger = logging.getLogger(__name__)
 
-_LOG_INTERVAL_S = 10.0  # between two log lines of one reason: a flood of messages must not fill a disk
+_LOG_INTERVAL_S = 10.0  # between two log lines of one reason, so that a flood of messages does not fill a disk
 
 
 class DropReason(StrEnum):
-    """Why a message, or a connection with all it would have said, was dropped."""
+    """Why a message or a connection was dropped."""
 
-    STRANGER = "stranger"  # nobody introduced the key it came with
-    IMPOSTOR = "impostor"  # it speaks in another's name
-    MALFORMED = "malformed"  # it does not decode, or a value is out of bounds
+    STRANGER = "stranger"  # the key of its connection is not allowed
+    IMPOSTOR = "impostor"  # it claims another sender's name
+    MALFORMED = "malformed"  # it does not decode, or a value is out of range
     FAILED = "failed"  # handling it raised
-    UNDELIVERED = "undelivered"  # its receiver is unknown or reads too slowly
+    UNDELIVERED = "undelivered"  # the receiver is unknown or reads too slowly
 
 
 class DroppedMessages:
-    """Counts for `/metrics`. May be used from several threads."""
+    """Counts for `/metrics`. Thread-safe."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._quiet_until: dict[str, float] = {}
 
     def add(self, reason: DropReason, text: str, *, exc_info: BaseException | bool = False) -> None:
-        """Count one. `text` says what it was; it is logged unless the reason was logged moments ago."""
+        """Count one. `text` describes it; it is logged unless the same reason was logged moments ago."""
         self.counts[reason.value] += 1
         now = time.monotonic()
         if now >= self._quiet_until.get(reason, 0.0):

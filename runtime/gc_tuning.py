@@ -1,4 +1,4 @@
-"""Garbage collection that does not stop a server for a tenth of a second."""
+"""Garbage collector settings that avoid pauses of a tenth of a second in a server."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import gc
 
 __all__ = ["freeze_startup_heap"]
 
-YOUNG_OBJECTS = 10_000  # made before they are looked through; by default 700, which takes 2 % more of a busy router
+YOUNG_OBJECTS = 10_000  # threshold of the youngest generation; the default of 700 costs a busy router 2 % more
 
 
 def freeze_startup_heap() -> None:
-    """Take all that start-up has made out of the garbage collector's sight. To be called once a process serves.
+    """Exclude everything created during start-up from garbage collection. Call it once the process serves.
 
     Modules, code and configuration are some hundred thousand objects that live as long as the process. A full
-    collection looks at each of them, which takes 0.1 to 0.2 s in which no token goes out, and finds nothing.
+    collection visits each of them and finds nothing. That takes 0.1 to 0.2 s, in which no token goes out.
     """
     gc.collect()
     gc.freeze()

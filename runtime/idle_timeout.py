@@ -1,7 +1,7 @@
-"""Noticing that nothing comes from others, by who may itself have been asleep.
+"""Idle timeouts that do not blame peers for our own pauses.
 
-A process whose event loop stood still, or that was not scheduled, has read nothing meanwhile: by its clock everybody
-was silent. So a watch that comes late to look blames itself first, and everybody has the whole time again.
+A process whose event loop stood still, or that was not scheduled, has read nothing meanwhile: by its clock every peer
+was idle. So a check that runs late blames its own process first, and every peer gets the whole timeout again.
 """
 
 from __future__ import annotations
@@ -13,89 +13,89 @@ from typing import Any
 
 __all__ = ["IdleClock", "IdleTimeout", "answered_in_time"]
 
-LATE_SHARE = 1 / 4  # of the timeout: a look that comes so much later than it was due was kept from looking
-LOOKS = 8  # within a timeout
+LATE_SHARE = 1 / 4  # of the timeout: a check this late shows that our own process stood still
+CHECKS = 8  # within a timeout
 
 
 class IdleClock:
-    """How long others have been silent while their watch was awake. Plain values and the time in, no waits.
+    """Measures how long peers have been idle while this process was awake. Pure: the time is passed in.
 
-    NOTE: a watch that comes late to every look finds nobody silent, ever: it is the process to be mended then.
+    NOTE: if every check runs late, no peer is ever found idle: then this process is the one to be fixed.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._awake_since_s = -math.inf
-        self._due_s = math.inf  # the next look
+        self._due_s = math.inf  # the next check
 
-    def look(self, now: float, next_s: float) -> None:
-        """The watch looks now, and `next_s` from now again."""
+    def check(self, now: float, next_s: float) -> None:
+        """Note that a check runs now; the next one is due in `next_s`."""
         if now - self._due_s > self._timeout_s * LATE_SHARE:
             self._awake_since_s = now
         self._due_s = now + next_s
 
     def idle_s(self, heard_s: float, now: float) -> float:
-        """How long somebody has been silent who was heard then: what was slept through does not count."""
+        """How long a peer last heard at `heard_s` has been idle, not counting our own pauses."""
         return now - max(heard_s, self._awake_since_s)
 
     def is_idle(self, heard_s: float, now: float) -> bool:
-        """Whether that is too long."""
+        """Whether that is longer than the timeout."""
         return self.idle_s(heard_s, now) > self._timeout_s
 
 
 async def answered_in_time(answer: asyncio.Future[Any], timeout_s: float) -> bool:
-    """Whether the answer is there within the time; it is cancelled neither way."""
+    """Whether the future is done within the time. It is never cancelled."""
     loop = asyncio.get_running_loop()
     asked_s = loop.time()
-    silence = IdleClock(timeout_s)
+    clock = IdleClock(timeout_s)
     while not answer.done():
         now = loop.time()
-        silence.look(now, timeout_s / LOOKS)
-        if silence.is_idle(asked_s, now):
+        clock.check(now, timeout_s / CHECKS)
+        if clock.is_idle(asked_s, now):
             return False
-        await asyncio.wait((answer,), timeout=timeout_s / LOOKS)
+        await asyncio.wait((answer,), timeout=timeout_s / CHECKS)
     return True
 
 
 class IdleTimeout:
-    """Calls back when one wait has lasted `timeout_s`, at most twice that. Whoever makes one closes it.
+    """Calls back when a wait has lasted between `timeout_s` and twice that. The owner calls `close`.
 
-    Without a timer for each wait: `asyncio.timeout` costs as much as a token does.
+    It needs no timer for each wait: `asyncio.timeout` costs as much as a token does.
     """
 
-    def __init__(self, timeout_s: float, on_silence: Callable[[], None]) -> None:
+    def __init__(self, timeout_s: float, on_idle: Callable[[], None]) -> None:
         self._timeout_s = timeout_s
-        self._on_silence = on_silence
+        self._on_idle = on_idle
         self._loop = asyncio.get_running_loop()
-        self._since_s = math.inf  # the wait under way began
-        self._silence = IdleClock(timeout_s)
-        self._silence.look(self._loop.time(), timeout_s)
-        self._timer = self._loop.call_later(timeout_s, self._look)
+        self._since_s = math.inf  # start of the wait under way
+        self._clock = IdleClock(timeout_s)
+        self._clock.check(self._loop.time(), timeout_s)
+        self._timer = self._loop.call_later(timeout_s, self._check)
 
     def begin(self) -> None:
         """A wait begins."""
         self._since_s = self._loop.time()
 
     def end(self) -> None:
-        """It was not in vain, or is given up."""
+        """The wait ended, or was given up."""
         self._since_s = math.inf
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop the timer."""
         self._timer.cancel()
-        self._on_silence = _nobody  # so that its owner, which holds this, is gone without the garbage collector
+        self._on_idle = _do_nothing  # breaks the cycle with the owner, which would need the garbage collector
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = self._loop.time()
-        self._silence.look(now, 0)
-        left_s = self._timeout_s - self._silence.idle_s(self._since_s, now)
+        self._clock.check(now, 0)
+        left_s = self._timeout_s - self._clock.idle_s(self._since_s, now)
         if left_s <= 0:
-            self._on_silence()
+            self._on_idle()
         else:
             next_s = min(left_s, self._timeout_s)
-            self._silence.look(now, next_s)
-            self._timer = self._loop.call_later(next_s, self._look)
+            self._clock.check(now, next_s)
+            self._timer = self._loop.call_later(next_s, self._check)
 
 
-def _nobody() -> None:
-    """Who is called back after the end."""
+def _do_nothing() -> None:
+    """The callback after `close`."""

@@ -1,8 +1,8 @@
-"""A ZeroMQ socket on the event loop, for processes that take in thousands of messages a second.
+"""A ZeroMQ socket on the event loop, for processes that receive thousands of messages a second.
 
-`zmq.asyncio` makes a future and wakes a task for each message, both ways: that was a fifth of what a short request cost
-the deciding process. Here one call of the loop takes in all that has come, and before that sends what was queued for
-it: messages that go together wake ZeroMQ's thread once, which takes another tenth off.
+`zmq.asyncio` creates a future and wakes a task for each message, both ways: that was a fifth of a short request's cost
+in the deciding process. Here one callback of the loop first sends all queued messages and then receives all that have
+arrived. Messages that are sent together wake ZeroMQ's thread once, which saves another tenth.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ __all__ = ["MessageSocket"]
 
 logger = logging.getLogger(__name__)
 
-_MAX_PER_TURN = 256  # messages taken in before other work gets its turn
+_MAX_RECEIVED = 256  # messages received before other callbacks of the loop run
 
 
 class MessageSocket:
-    """Calls `on_message` with the frames of each message, in the order of their coming, until `close`.
+    """Calls `on_message` with the frames of each message, in order of arrival, until `close`.
 
-    It may close the socket; what it raises is logged. Belongs to the event loop it is made in.
+    `on_message` may close the socket; its exceptions are logged. The socket belongs to the event loop it is created in.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
         self._socket = socket
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
-        self._is_look_due = False
+        self._is_scheduled = False
         self._unsent: list[tuple[bytes, ...]] = []
         self._loop.add_reader(socket.fileno(), self._read)
-        self._look_again()
+        self._schedule()
 
     @property
     def closed(self) -> bool:
@@ -42,28 +42,28 @@ class MessageSocket:
         return self._socket.closed
 
     def send(self, *frames: bytes) -> None:
-        """Queue a message, to go with all others of this turn of the event loop; after `close` nothing happens.
+        """Queue a message, to be sent with all others of this loop iteration. After `close` it is dropped.
 
-        Never blocks where the socket's queue has no limit.
+        Never blocks if the socket's queue has no limit.
         """
         if not self._socket.closed:
             self._unsent.append(frames)
-            self._look_again()
+            self._schedule()
 
     def close(self) -> None:
-        """Forget what was not sent, and what came and was not taken in. May be called again."""
+        """Close, and drop messages that were not sent or not received yet. May be called again."""
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close(linger=0)
 
-    def _look_again(self) -> None:
-        if not self._is_look_due:
-            self._is_look_due = True
-            self._loop.call_soon(self._look)
+    def _schedule(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._send_and_receive)
 
-    def _look(self) -> None:
-        """Send, then read. NOTE: the descriptor tells of new messages once, and sending may take that word in."""
-        self._is_look_due = False
+    def _send_and_receive(self) -> None:
+        """Send, then receive. NOTE: the descriptor signals new messages once, and sending may consume that signal."""
+        self._is_scheduled = False
         if not self._socket.closed:
             unsent, self._unsent = self._unsent, []
             for *parts, last in unsent:
@@ -73,8 +73,8 @@ class MessageSocket:
             self._read()
 
     def _read(self) -> None:
-        """Take in what is there, and come back for the rest after other work."""
-        for _ in range(_MAX_PER_TURN):
+        """Receive what is there; after `_MAX_RECEIVED` messages, go on in a later callback."""
+        for _ in range(_MAX_RECEIVED):
             if self._socket.closed:
                 return
             try:
@@ -83,6 +83,6 @@ class MessageSocket:
                 return
             try:
                 self._on_message(frames)
-            except Exception:
-                logger.exception("a message could not be handled")  # NOTE: what is left unread here is never announced
-        self._look_again()
+            except Exception:  # NOTE: go on, because messages left unread here are never signalled again
+                logger.exception("a message could not be handled")
+        self._schedule()

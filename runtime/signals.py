@@ -1,4 +1,4 @@
-"""Waiting for whatever comes first, and for the signals to stop."""
+"""Stop signals, what child processes inherit of them, and waiting for the first of several events."""
 
 from __future__ import annotations
 
@@ -18,56 +18,56 @@ __all__ = [
 
 
 async def wait_for_any(*awaited: asyncio.Future[Any] | asyncio.Event, timeout_s: float | None = None) -> None:
-    """Return when one of these works has ended or events is set, or the time is over. Cancels and raises nothing."""
-    works = {one for one in awaited if isinstance(one, asyncio.Future)}
-    happened = {asyncio.create_task(one.wait()) for one in awaited if isinstance(one, asyncio.Event)}
-    await asyncio.wait(works | happened, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    for one in happened:
+    """Return when a future is done, an event is set, or the time is over. Cancels and raises nothing."""
+    futures = {one for one in awaited if isinstance(one, asyncio.Future)}
+    waits = {asyncio.create_task(one.wait()) for one in awaited if isinstance(one, asyncio.Event)}
+    await asyncio.wait(futures | waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for one in waits:
         one.cancel()
 
 
 def restore_child_signals() -> None:
-    """Let the processes that this one starts from here on react to signals, whatever this one inherited.
+    """Let child processes started from here on react to signals, whatever this process inherited.
 
     A shell starts a background job of a script with SIGINT and SIGQUIT ignored. The job keeps ignoring them: the user
-    pressed Ctrl-C for something else. Its children must not: we stop them ourselves, some with SIGINT. `exec` hands on
-    what is ignored and resets what is caught, so an empty handler takes the place of "ignored". SIGHUP stays ignored in
-    children too: `nohup` means all of them.
+    pressed Ctrl-C for something else. Its children must not ignore them: we stop some of them with SIGINT. `exec`
+    passes ignored signals on and resets caught ones, so here an empty handler replaces "ignored". SIGHUP stays ignored
+    in children too, because `nohup` means all processes.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # blocked signals are inherited as well
     for number in (signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, _keep_ignoring)
-    for number in (signal.SIGTERM, signal.SIGCHLD):  # the way to stop us, and the way to hear how a child ended
+    for number in (signal.SIGTERM, signal.SIGCHLD):  # these stop us, and report how a child ended
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def defer_keyboard_interrupt() -> Iterator[None]:
-    """The first Ctrl-C within the block takes effect at its end, a second one at once.
+    """The first Ctrl-C within the block takes effect at its end; a second one takes effect at once.
 
-    Python raises KeyboardInterrupt wherever the main thread is. In what it runs around a fork, the error is dropped
-    together with the rest of that: once it was the release of the lock of `logging`, and then everything stood still.
+    Python raises KeyboardInterrupt wherever the main thread is. In the hooks that it runs around a fork, the exception
+    is dropped and the rest of the hook skipped. Once that was the release of the lock of `logging`: a deadlock.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler:
         yield
         return
-    is_due = False
+    is_pending = False
 
     def note(number: int, frame: object) -> None:
-        nonlocal is_due
-        if is_due:
+        nonlocal is_pending
+        if is_pending:
             raise KeyboardInterrupt
-        is_due = True
+        is_pending = True
 
     signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if is_due:
+    if is_pending:
         raise KeyboardInterrupt
 
 
@@ -82,9 +82,9 @@ def ignore_keyboard_interrupt() -> Iterator[None]:
 
 
 def stop_events(*signals: int) -> tuple[asyncio.Event, asyncio.Event]:
-    """Two events: the first of these signals sets one, to let what runs end; a second sets the other, to end now.
+    """Two events: the first of these signals sets one (drain), a second signal sets the other (end now).
 
-    A signal that this process was started to ignore stays ignored.
+    Signals that this process inherited as ignored stay ignored.
     """
     stop, stop_now = asyncio.Event(), asyncio.Event()
     for number in signals:
@@ -94,4 +94,4 @@ def stop_events(*signals: int) -> tuple[asyncio.Event, asyncio.Event]:
 
 
 def _keep_ignoring(*_: object) -> None:
-    """The handler of a signal that is ignored here and not in children."""
+    """The handler of a signal that this process ignores, but its children do not."""

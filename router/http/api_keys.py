@@ -1,10 +1,8 @@
-"""API keys of clients: who may ask, and as which tenant.
+"""The file of API keys: one key per line, optionally followed by its tenant. Empty lines and comments (#) are ignored.
 
-A file has one key per line, and behind it whose it is. Empty lines and comments (#) are ignored.
-
-    sk-9a...   search        requests of this key are of the tenant search, whatever the header x-tandem-tenant says
-    sk-3f...                 the same for the tenant default
-    sk-71...   *             an operator's key: of any tenant, by the header, and it may see what all tenants do
+sk-9a...   search        requests with this key belong to the tenant search, whatever the header x-tandem-tenant says
+sk-3f...                 the same for the tenant default
+sk-71...   *             an operator's key: the header names the tenant, and it may see what all tenants do
 """
 
 from __future__ import annotations
@@ -18,11 +16,11 @@ from tandem.scheduling.tenants import DEFAULT_TENANT, TENANT_NAME
 
 __all__ = ["ANY_TENANT", "key_digest", "load_api_keys"]
 
-ANY_TENANT = "*"  # in place of a tenant: the key is an operator's
+ANY_TENANT = "*"  # in place of a tenant: an operator's key
 
 
 def load_api_keys(path: str) -> dict[bytes, str]:
-    """Tenant, or `ANY_TENANT`, by the SHA-256 of its key; without a path there are none. Raises `ConfigError`.
+    """Tenant (or `ANY_TENANT`) by `key_digest`; empty if there is no path. Raises `ConfigError`.
 
     The keys themselves are not kept, and no error shows one.
     """
@@ -45,18 +43,17 @@ def load_api_keys(path: str) -> dict[bytes, str]:
             )
         if not words[0].isascii():
             raise ConfigError(
-                f"{path}: the key of line {number} has letters that are not ASCII, which no header can send"
+                f"{path}: the key in line {number} has characters that are not ASCII, which no header can carry"
             )
         digest = key_digest(words[0])
         if digest in tenants:
-            raise ConfigError(f"{path}: the key of line {number} is there twice; remove one of them")
+            raise ConfigError(f"{path}: the key in line {number} is listed twice; remove one of them")
         tenants[digest] = tenant
     if not tenants:
-        raise ConfigError(f"api_key_file={path} has no keys; put one into it: openssl rand -hex 32")
+        raise ConfigError(f"api_key_file={path} has no keys; add one: openssl rand -hex 32")
     return tenants
 
 
 def key_digest(key: str) -> bytes:
-    """What a key is looked up by."""
-    # Looked up by its hash: how long that takes tells nothing of the keys.
+    """SHA-256 of a key. Keys are looked up by it, so that the time of a look-up tells nothing about them."""
     return hashlib.sha256(key.encode()).digest()

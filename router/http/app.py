@@ -1,4 +1,4 @@
-"""The app of a router: FastAPI within one layer, and routes of its own that are answered past FastAPI."""
+"""The base of both apps: FastAPI inside one middleware, and raw routes that bypass FastAPI."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["RouterApp", "json_response"]
 
 
 class RouterApp(FastAPI):
-    """Limits, counters, CORS and errors in the shape OpenAI's clients expect, for FastAPI's routes and raw ones."""
+    """FastAPI with our limits, counters, CORS and OpenAI-shaped errors, also for raw routes."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class RouterApp(FastAPI):
         api_keys: Mapping[bytes, str],
         **options: Any,
     ) -> None:
-        """`api_keys` are tenants by digest. `options` are FastAPI's."""
+        """`api_keys` are tenants by key digest; `options` are passed to FastAPI."""
         super().__init__(title="Tandem", **options)
         self._rules = MiddlewareSettings(
             metrics, api_keys, config.max_body_bytes, config.cors_allow_origins, hosts_allowed(config)
@@ -42,23 +42,23 @@ class RouterApp(FastAPI):
         self.add_exception_handler(HTTPException, http_exception_response)
 
     def add_raw_route(self, path: str, answer: ASGIApp) -> None:
-        """Have POSTs to this path answered by an ASGI app, with none of FastAPI's layers in between."""
+        """Answer POSTs to this path by an ASGI app, without FastAPI's layers in between."""
         self._raw[path] = EdgeMiddleware(answer, self._rules, path)
-        # FastAPI has it too: for other methods, which it refuses, and for paths with a slash at their end.
+        # FastAPI knows the path too: it refuses other methods, and redirects from paths with a slash at their end.
         self.router.routes.append(Route(path, _RawRoute(path, answer), methods=["POST"]))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, as an ASGI app."""
         method = scope["method"] if scope["type"] == "http" else ""
         raw = self._raw.get(scope["path"]) if method == "POST" else None
-        if method == "HEAD":  # the answer to a GET; the server, which knows what was asked, leaves out the body
+        if method == "HEAD":  # answered like a GET; the server knows the method and leaves out the body
             scope = {**scope, "method": "GET"}
         await (super().__call__(scope, receive, send) if raw is None else raw(scope, receive, send))
 
 
 @dataclass(frozen=True, slots=True)
 class _RawRoute:
-    """Not a function, which Starlette would call with a request; its path is for the counters."""
+    """A raw route as Starlette sees it: not a function, which it would call with a request. `path` is for counters."""
 
     path: str
     answer: ASGIApp
@@ -68,5 +68,5 @@ class _RawRoute:
 
 
 def json_response(body: dict[str, Any], status: int = 200) -> Response:
-    """The body as JSON."""
+    """A JSON response."""
     return Response(orjson.dumps(body), status, media_type="application/json")

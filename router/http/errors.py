@@ -1,4 +1,4 @@
-"""Errors as OpenAI clients expect them: `{"error": {message, type, param, code}}` with a status."""
+"""Error responses as OpenAI clients expect them: a status, and `{"error": {message, type, param, code}}`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class BodyTooLarge(RequestError):
-    """The request body is over the limit."""
+    """The request body is larger than `--max-body-bytes`."""
 
     status = 413
     code = "request_too_large"
@@ -40,11 +40,11 @@ class UnsupportedMediaType(RequestError):
 
 
 class ClientDisconnected(Exception):
-    """The client has gone: nobody reads an answer."""
+    """The client has disconnected, so nobody reads the response."""
 
 
 def error_body(message: str, error_type: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The one shape of an error, in a plain response and in a stream."""
+    """Body of every error, in a response and in a stream."""
     return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
 
@@ -59,13 +59,13 @@ def error_response(status: int, body: dict[str, Any], headers: dict[str, str] | 
 
 
 def serving_error_response(exc: ServingError) -> Response:
-    """Response for an error known before the first token."""
+    """Response for an error that comes before the first token."""
     headers = _retry_headers(exc.retry_after_s) if isinstance(exc, Overloaded) else None
     return error_response(exc.status, serving_error_body(exc), headers)
 
 
 def _retry_headers(retry_after_s: float) -> dict[str, str]:
-    """The standard's whole seconds, and the milliseconds that OpenAI's clients look at first."""
+    """Whole seconds, as the standard says, and milliseconds, which OpenAI's clients read first."""
     return {
         "retry-after": str(max(1, math.ceil(retry_after_s))),
         "retry-after-ms": str(max(1, math.ceil(retry_after_s * 1e3))),
@@ -73,12 +73,12 @@ def _retry_headers(retry_after_s: float) -> dict[str, str]:
 
 
 def internal_error_body() -> dict[str, Any]:
-    """Error body for a fault of ours; what it was is in the log only."""
+    """Error body for a bug of ours. The details are only in the log."""
     return error_body("Internal server error.", "server_error", code="internal_error")
 
 
 def internal_error_response() -> Response:
-    """Response for a fault of ours."""
+    """Response for a bug of ours."""
     return error_response(500, internal_error_body())
 
 

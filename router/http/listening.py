@@ -1,4 +1,4 @@
-"""The router's listening socket, bound before anything slow is started."""
+"""The router's listening socket, bound before anything slow starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the HTTP edge. Recorded some deltas of a sequence at a time."""
+"""Prometheus metrics of the HTTP edge. Deltas are recorded in batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 __all__ = ["EdgeMetrics", "RequestClock"]
 
-MAX_UNTOLD = 32  # deltas of one sequence that were not counted yet
+MAX_BATCH = 32  # deltas of one sequence that are recorded at once
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0)
 ITL_BUCKETS_S = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -19,7 +19,7 @@ DURATION_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120
 
 
 class EdgeMetrics:
-    """The counters of one app, registered in its registry."""
+    """The metrics of one app, registered in its registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
@@ -65,7 +65,7 @@ class EdgeMetrics:
 
 
 class _Histogram(Histogram):  # type: ignore[misc]  # no stubs
-    """Takes many values at once, for little more than one of them costs."""
+    """Takes many values at once, at little more than the cost of one."""
 
     def observe_all(self, values: Sequence[float]) -> None:
         """Count each of these values."""
@@ -76,47 +76,47 @@ class _Histogram(Histogram):  # type: ignore[misc]  # no stubs
 
 
 class RequestClock:
-    """Times one sequence's deltas for the metrics, which learn of them some at a time and the rest at its end."""
+    """Times the deltas of one sequence, and records them in batches."""
 
     def __init__(self, metrics: EdgeMetrics, arrived_s: float, now: Callable[[], float] = time.perf_counter) -> None:
         self._metrics = metrics
         self._last_s = arrived_s
         self._now = now
         self._is_first = True
-        self._num_untold = 0  # tokens
-        self._untold_gaps_s: list[float] = []
+        self._num_pending_tokens = 0
+        self._pending_gaps_s: list[float] = []
 
     def start(self) -> None:
         """Count the sequence as running."""
         self._metrics.running_requests.inc()
 
     def stop(self) -> None:
-        """Count it as running no longer, and what of it is not counted yet."""
+        """Count it as no longer running, and record what is pending."""
         self._metrics.running_requests.dec()
-        self.tell()
+        self.flush()
 
     def record(self, num_tokens: int, num_cached_tokens: int | None) -> None:
-        """Count a delta that arrived just now."""
+        """Note a delta that arrived just now."""
         if num_cached_tokens:
             self._metrics.cached_tokens.inc(num_cached_tokens)
         if num_tokens == 0:
             return
         now_s = self._now()
         gap_s, self._last_s = now_s - self._last_s, now_s
-        self._num_untold += num_tokens
+        self._num_pending_tokens += num_tokens
         if self._is_first:
             self._is_first = False
             self._metrics.ttft_s.observe(gap_s)
             return
-        self._untold_gaps_s.append(gap_s)
-        if len(self._untold_gaps_s) == MAX_UNTOLD:
-            self.tell()
+        self._pending_gaps_s.append(gap_s)
+        if len(self._pending_gaps_s) == MAX_BATCH:
+            self.flush()
 
-    def tell(self) -> None:
-        """Count what is not counted yet. To be called at the end."""
-        if self._num_untold:
-            self._metrics.generation_tokens.inc(self._num_untold)
-            self._num_untold = 0
-        if self._untold_gaps_s:
-            self._metrics.itl_s.observe_all(self._untold_gaps_s)
-            self._untold_gaps_s.clear()
+    def flush(self) -> None:
+        """Record what is pending."""
+        if self._num_pending_tokens:
+            self._metrics.generation_tokens.inc(self._num_pending_tokens)
+            self._num_pending_tokens = 0
+        if self._pending_gaps_s:
+            self._metrics.itl_s.observe_all(self._pending_gaps_s)
+            self._pending_gaps_s.clear()

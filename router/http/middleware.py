@@ -1,4 +1,4 @@
-"""The ASGI layer around the routes: who may call, request counts, the limit on a body's size, and errors as JSON."""
+"""ASGI middleware around all routes: access checks, request counts, the body size limit, and errors as JSON."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _VARY = (b"vary", b"Origin")
 
 @dataclass(frozen=True, slots=True)
 class MiddlewareSettings:
-    """What holds for every request of an app."""
+    """The rules for every request of an app."""
 
     metrics: EdgeMetrics
-    tenants: Mapping[bytes, str]  # by the digests of their API keys; empty = no key is asked for
+    tenants: Mapping[bytes, str]  # by digest of their API keys; empty = no key is needed
     max_body_bytes: int
     allow_origins: Collection[str]
     allow_hosts: Collection[str] | None = None  # None = any
 
 
 class EdgeMiddleware:
-    """Lets an app, or one of its routes, have the requests that keep the rules, and answers for it where it raises.
+    """Enforces the rules and turns exceptions into error responses. Refused requests are counted and get CORS headers.
 
-    It is one layer, as each costs a call for every chunk of a stream. Refusals get CORS headers and are counted too.
+    It is one layer because each layer costs a call for every chunk of a stream.
     """
 
     def __init__(self, app: ASGIApp, rules: MiddlewareSettings, path: str = "") -> None:
-        """`path` is what requests are counted under; "" = the path of the route that the app found."""
+        """Requests are counted under `path`; "" = the path of the route that the app finds."""
         self._app = app
         self._rules = rules
         self._path = path
@@ -58,13 +58,13 @@ class EdgeMiddleware:
             await self._app(scope, receive, send)
         elif b"origin" in map(_FIRST, scope["headers"]):
             await self._cors(scope, receive, send)
-        else:  # not from a web page: all that CORS adds to its answer is this
+        else:  # not from a web page: CORS would only add this header
             await self._serve(scope, receive, send, _VARY)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, *headers: tuple[bytes, bytes]) -> None:
         status = 0
 
-        def noting_send(message: Message) -> Awaitable[None]:
+        def send_and_note(message: Message) -> Awaitable[None]:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -73,21 +73,21 @@ class EdgeMiddleware:
 
         try:
             self._check(scope)
-            await self._app(scope, self._limited(receive), noting_send)
-        except Exception as exc:
+            await self._app(scope, self._limited(receive), send_and_note)
+        except Exception as exc:  # whatever the app raises gets an error response
             response = _response_to(exc)
             if status or response is None:
                 logger.exception("Request to %s failed", scope["path"])
             if status:
-                raise  # too late for an answer: the server closes the connection
-            await (response or internal_error_response())(scope, receive, noting_send)
+                raise  # the response has started: the server closes the connection
+            await (response or internal_error_response())(scope, receive, send_and_note)
         finally:
-            # The route's template, not the path, so that clients cannot add label values.
+            # The route's template instead of the path, so that clients cannot add label values.
             path = self._path or getattr(scope.get("route") or scope.get("endpoint"), "path", "unmatched")
             self._rules.metrics.requests.labels(path, str(status or 499)).inc()
 
     def _check(self, scope: Scope) -> None:
-        """Raise a `RequestError` for what can be refused before the body is read."""
+        """Raise a `RequestError` for a request that can be refused before its body is read."""
         headers = dict(scope["headers"])
         check_host_and_origin(
             headers, scope["method"], scope["path"], self._rules.allow_hosts, self._rules.allow_origins
@@ -98,7 +98,7 @@ class EdgeMiddleware:
             raise self._too_large()
 
     def _limited(self, receive: Receive) -> Receive:
-        """`receive`, raising `BodyTooLarge` for a body that did not declare its length."""
+        """`receive` that raises `BodyTooLarge`: a body of undeclared length may turn out too large."""
         num_bytes = 0
 
         async def counting_receive() -> Message:
@@ -116,9 +116,9 @@ class EdgeMiddleware:
 
 
 def _response_to(exc: Exception) -> Response | None:
-    """What an exception is answered with; None for a fault of ours."""
+    """Response for an expected exception; None for a bug of ours."""
     if isinstance(exc, ServingError):
         return serving_error_response(exc)
     if isinstance(exc, (ClientDisconnect, ClientDisconnected)):
-        return Response(status_code=499)  # nobody reads it; it is for the counters
+        return Response(status_code=499)  # nobody reads it; the status is for the counters
     return None

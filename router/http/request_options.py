@@ -1,4 +1,4 @@
-"""How a client wants its request served: for which tenant, how urgently, how soon, and whether with an explanation."""
+"""Options of a request beyond OpenAI's: tenant, priority, TTFT SLO, and whether to explain the decision."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["EXPLAIN_HEADER", "TENANT_HEADER", "RequestOptions", "request_options
 
 TENANT_HEADER = "x-tandem-tenant"
 SLO_HEADER = "x-tandem-ttft-slo-ms"
-EXPLAIN_HEADER = "x-tandem-explain"  # of the request: 1; of the response: the decision as JSON
+EXPLAIN_HEADER = "x-tandem-explain"  # in a request: 1; in a response: the decision as JSON
 
 
 class RequestOptions(NamedTuple):
     """How a client wants its request served."""
 
     service_class: ServiceClass = DEFAULT_CLASS
-    explains: bool = False  # whether the response shall explain the routing decision
+    explains: bool = False  # the response explains the routing decision
 
 
 def request_options(request: Request, priority: int | None) -> RequestOptions:
@@ -32,9 +32,9 @@ def request_options(request: Request, priority: int | None) -> RequestOptions:
 
 
 def tenant_of(request: Request) -> str:
-    """Whose request this is. Raises `RequestError`.
+    """The tenant of a request. Raises `RequestError`.
 
-    NOTE: where no API keys are configured the client is believed, and an operator's key may name any tenant.
+    NOTE: without API keys the client's header is believed; with an operator's key it may name any tenant.
     """
     tenant = request.headers.get(TENANT_HEADER, DEFAULT_TENANT)
     if not TENANT_NAME.fullmatch(tenant):

@@ -1,4 +1,4 @@
-"""uvicorn under our own signals and deadlines."""
+"""uvicorn with our own signal handling and deadlines."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["HttpServer", "http_server", "serve_until"]
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_TIMEOUT_S = 10.0  # for the app to notice that its clients left
-_NUM_OTHER_FILES = 256  # sockets and files of this process besides its clients' connections
+_CLOSE_TIMEOUT_S = 10.0  # for the app to notice that its clients disconnected
+_NUM_OTHER_FILES = 256  # files that this process may need besides its clients' connections
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers: ours stop the workers too, and end with an exit code.
 
-    Serves from its making on.
+    It serves from construction on.
     """
 
     def __init__(self, app: object, config: RouterConfig, listener: socket.socket) -> None:
@@ -51,41 +51,41 @@ class HttpServer(uvicorn.Server):
 
     @property
     def is_serving(self) -> bool:
-        """Whether it has begun to."""
+        """Whether it listens."""
         return self._has_started.is_set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Start to listen."""
         await super().startup(sockets)
         self._has_started.set()
 
     async def on_tick(self, counter: int) -> bool:
-        """What is to be done ten times a second; whether to end."""
+        """Called ten times a second; returns whether to end."""
         self._clients.tick()
         if counter % 10 == 0:
             self._clients.sweep(self.server_state.connections)
         return await super().on_tick(counter)
 
     async def started_serving(self) -> None:
-        """Return when it listens, or has ended without."""
+        """Return when it listens, or has ended without listening."""
         await wait_for_any(self.serving, self._has_started)
 
     @property
     def num_running(self) -> int:
-        """Requests that are being answered."""
+        """Requests that run."""
         return len(self.server_state.tasks)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the process' handlers as they are."""
+        """Leave the process's handlers as they are."""
         yield
 
     def drain(self) -> None:
-        """Accept nothing more, let answers end, and end."""
+        """Accept no more connections, finish the running requests, and end."""
         self.should_exit = True
 
     async def close(self) -> None:
-        """End now. Who still reads an answer finds the connection closed, and the app sees a client that left."""
+        """End now: close all connections. The app sees its clients disconnect."""
         self.should_exit = True
         give_up_s = time.monotonic() + _CLOSE_TIMEOUT_S
         while not self.serving.done():
@@ -97,7 +97,7 @@ class HttpServer(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def http_server(app: object, config: RouterConfig, listener: socket.socket) -> AsyncIterator[HttpServer]:
-    """The HTTP server for as long as the block runs."""
+    """The HTTP server, while the block runs."""
     server = HttpServer(app, config, listener)
     try:
         yield server
@@ -115,9 +115,9 @@ async def serve_until(
     *,
     drain_timeout_s: float | None = None,
 ) -> None:
-    """Serve until `stop`, then let answers end, for `drain_timeout_s` or until `stop_now`.
+    """Serve until `stop`, then finish the running requests, for `drain_timeout_s` or until `stop_now`.
 
-    Calls `on_serving` once it serves. Raises what keeps it from that.
+    Calls `on_serving` once it serves. Raises the error that keeps it from serving.
     """
     async with http_server(app, config, listener) as server:
         await server.started_serving()
@@ -131,7 +131,7 @@ async def serve_until(
 
 
 def _possible_connections(wanted: int) -> int:
-    """How many connections this process can have at once, after it has allowed itself as many files as that takes."""
+    """Connections that this process can have at once. Raises the limit on open files as far as needed and allowed."""
     num_other = _NUM_OTHER_FILES + NUM_RESERVED
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted + num_other:
@@ -139,6 +139,8 @@ def _possible_connections(wanted: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         if soft < wanted + num_other:
             possible = max(1, soft - num_other)
-            logger.warning("max_connections=%d is more than open files allow (ulimit -n): %d", wanted, possible)
+            logger.warning(
+                "max_connections=%d is more than the limit on open files allows (ulimit -n): %d", wanted, possible
+            )
             return possible
     return wanted

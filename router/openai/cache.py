@@ -1,4 +1,4 @@
-"""`/v1/cache/*`: keep a prefix or a conversation in the KV cache for a while."""
+"""`/v1/cache/*`: pin a prefix or a conversation in the KV cache for a while."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOURCES = ("messages", "prompt", "conversation_id")
 
 
 async def pin_prefix(context: ServingContext, request: Request) -> dict[str, Any]:
-    """Body of `POST /v1/cache/pin`: the pin, and how much of it is where now. Raises a `ServingError`."""
+    """Body of `POST /v1/cache/pin`: the pin, and where its blocks are now. Raises a `ServingError`."""
     body, fields = await read_body(request, PinFields)
     context.check_model(fields.model)
     refuse_unserved(body, fields)
@@ -51,7 +51,7 @@ async def unpin_prefix(context: ServingContext, request: Request) -> dict[str, A
 
 
 async def prefetch_pin(context: ServingContext, request: Request) -> dict[str, Any]:
-    """Body of `POST /v1/cache/prefetch`: the pin as it is before its blocks have come up. Raises `PinNotFound`."""
+    """Body of `POST /v1/cache/prefetch`: the pin as it is before its blocks are brought up. Raises `PinNotFound`."""
     _, fields = await read_body(request, PrefetchFields)
     to = Prefetch(fields.to or Prefetch.POOL)
     return _pin_json(await context.backend.cache.prefetch(fields.id, to, visible_tenant(request)))
@@ -60,8 +60,8 @@ async def prefetch_pin(context: ServingContext, request: Request) -> dict[str, A
 async def list_pins(context: ServingContext, request: Request) -> dict[str, Any]:
     """Body of `GET /v1/cache/pins`: the live pins of a tenant, or all of them for an operator.
 
-    Without API keys a salt is what tells clients apart, so only the pins with the salt that is given are shown, as
-    only who knows it can give it.
+    Without API keys only the salt distinguishes clients. So only pins with the given salt are listed: whoever gives it
+    must know it.
     """
     tenant, cache_salt = visible_tenant(request), request.query_params.get("cache_salt")
     is_all = context.scopes.has_keys and (tenant is None or cache_salt is None)
@@ -70,7 +70,7 @@ async def list_pins(context: ServingContext, request: Request) -> dict[str, Any]
 
 
 async def _token_ids(context: ServingContext, fields: PinFields, scope: CacheScope) -> list[int]:
-    """The prefix as a request with this prompt or these messages would have it."""
+    """Token ids of the prefix, as a request with this prompt or these messages would have them."""
     tokenizer = context.tokenizer
     if fields.prompt is not None:
         prompt, add_special_tokens = fields.prompt, fields.add_special_tokens is not False
@@ -80,7 +80,7 @@ async def _token_ids(context: ServingContext, fields: PinFields, scope: CacheSco
             lambda: tokenize_prompt(prompt, tokenizer, limit, add_special_tokens=add_special_tokens)
         )
     given = fields.messages or []
-    # Behind a system message or an answer the client goes on, not the model.
+    # After a system message or an answer the next message is the client's, so the answer is not opened.
     opens_answer = fields.add_generation_prompt
     if opens_answer is None:
         opens_answer = given[-1].role in ("user", "tool")

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: messages through the chat template, answered as a message."""
+"""`POST /v1/chat/completions`: renders messages through the chat template and answers with a message."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def create_chat_completion(context: ServingContext, request: Request) -> R
 
 
 async def plan_chat(context: ServingContext, request: Request, arrived_s: float) -> PlannedAnswer:
-    """What a conversation is to be answered with. Raises a `ServingError`."""
+    """The answer to generate for a conversation. Raises a `ServingError`."""
     body, fields = await read_body(request, ChatRequest)
     context.check_model(fields.model)
     refuse_unserved(body, fields)
@@ -80,7 +80,7 @@ async def tokenize_chat(
     add_special_tokens: bool,
     num_bytes: int = MIN_THREAD_BYTES,
 ) -> list[int]:
-    """Token ids of a conversation that came in a body of so many bytes. Raises `RequestError`."""
+    """Token ids of a conversation; `num_bytes` is the size of its body. Raises `RequestError`."""
     check_messages(messages, template_kwargs)
     options = template_options(template_kwargs, add_generation_prompt)
 
@@ -97,12 +97,12 @@ async def tokenize_chat(
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them. Raises `RequestError` naming the one that is wrong."""
+    """Messages as chat templates expect them. Raises `RequestError` that names the wrong one."""
     return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def template_options(kwargs: dict[str, Any] | None, add_generation_prompt: bool | None) -> dict[str, Any]:
-    """Variables of the chat template; the answer's opening is part of the prompt unless told otherwise."""
+    """Variables of the chat template. By default the prompt ends with the answer's opening."""
     options = dict(kwargs or {})
     if reserved := sorted(RESERVED_OPTIONS & options.keys()):
         raise RequestError(f"'{reserved[0]}' cannot be set here.", param="chat_template_kwargs")
@@ -128,7 +128,7 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
 
 
 def _content_text(message: ChatMessage, where: str) -> str:
-    """Content as one string: parts go on a line each, and null (beside tool calls) is no text."""
+    """Content as one string: one line per part; empty for null, as beside tool calls."""
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
     texts: list[str] = []
@@ -142,7 +142,7 @@ def _content_text(message: ChatMessage, where: str) -> str:
 
 
 def _template_tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call with its arguments as an object: OpenAI sends them as JSON text, templates want to render them."""
+    """A tool call with decoded arguments: OpenAI sends them as JSON text, but templates render objects."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -150,7 +150,7 @@ def _template_tool_call(call: dict[str, Any]) -> dict[str, Any]:
     try:
         arguments = orjson.loads(function["arguments"])
     except orjson.JSONDecodeError:
-        return call  # models write broken JSON at times; the template gets it as it was
+        return call  # models sometimes write broken JSON; the template gets it unchanged
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: prompts as they are, text or token ids, one or many."""
+"""`POST /v1/completions`: continues prompts of text or token ids, one or many."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def create_completion(context: ServingContext, request: Request) -> Respon
 
 
 async def plan_completion(context: ServingContext, request: Request, arrived_s: float) -> PlannedAnswer:
-    """What each prompt is to be continued with. Raises a `ServingError`."""
+    """The answer to generate for each prompt. Raises a `ServingError`."""
     body, fields = await read_body(request, CompletionRequest)
     context.check_model(fields.model)
     refuse_unserved(body, fields)
@@ -68,13 +68,13 @@ async def plan_completion(context: ServingContext, request: Request, arrived_s: 
 
 
 def _separate_prompts(fields: CompletionRequest, limit: PromptLimit) -> list[str | list[int]]:
-    """Each prompt by itself: a plain list of token ids is one prompt, a list of anything else is many."""
+    """The prompts of a request: a flat list of token ids is one prompt, any other list holds several."""
     prompt = fields.prompt
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise RequestError("'prompt' must not be an empty list.", param="prompt")
-    if isinstance(prompt[0], int):  # NOTE: first, as to look at millions of ids or prompts takes long
+    if isinstance(prompt[0], int):  # NOTE: checked first, because looking at millions of ids or prompts takes long
         limit.check(len(prompt))
     else:
         check_fields(fields, len(prompt), fields.logprobs)
@@ -95,7 +95,7 @@ def _tokenize(prompt: str | list[int], fields: CompletionRequest, tokenizer: Tok
 
 
 def check_prompt(prompt: str | list[int], tokenizer: Tokenizer, limit: PromptLimit) -> None:
-    """Raise `ContextLengthExceeded` for a prompt that can be seen to be too long without encoding it. Takes no time."""
+    """Raise `ContextLengthExceeded` if the prompt is too long by its characters or ids. Does not encode it."""
     if isinstance(prompt, str):
         tokenizer.check_length(prompt, limit)
     else:
@@ -113,7 +113,7 @@ def tokenize_prompt(
         check_token_ids(prompt, tokenizer.vocab_size, param="prompt")
         return prompt
     token_ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens, limit=limit)
-    if not token_ids:  # as OpenAI: a text without a beginning starts from the mark that begins texts
+    if not token_ids:  # as OpenAI: an empty text is continued from the token that starts texts
         if tokenizer.start_id is None:
             raise RequestError("'prompt' must not be empty.", param="prompt")
         token_ids = [tokenizer.start_id]

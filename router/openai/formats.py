@@ -13,7 +13,7 @@ __all__ = ["AnswerFormat", "ChatFormat", "CompletionFormat", "FinishedChoice", "
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens a request has used so far. A prompt is counted once, however many choices share it."""
+    """Tokens that a request has used so far. A prompt counts once, even if several choices share it."""
 
     num_prompt_tokens: int
     num_completion_tokens: int = 0
@@ -36,7 +36,7 @@ class Usage:
 
 @dataclass(slots=True)
 class FinishedChoice:
-    """A choice put together from its deltas, for a plain answer."""
+    """A choice joined from its deltas, for a plain answer."""
 
     index: int
     finish_reason: str | None = None
@@ -46,7 +46,7 @@ class FinishedChoice:
 
     @property
     def text(self) -> str:
-        """All of its text."""
+        """Its whole text."""
         return "".join(self._texts)
 
     def add(self, delta: ChoiceDelta) -> None:
@@ -58,15 +58,15 @@ class FinishedChoice:
 
 
 class AnswerFormat(Protocol):
-    """What differs between the two APIs."""
+    """The JSON shapes of one API: chat or completions."""
 
     id_prefix: str
-    prompt_field: str  # where a request has its prompt
+    prompt_field: str  # request field with the prompt
     plain_object: str
     chunk_object: str
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """First streamed piece of a choice, ahead of its first delta; None if there is none."""
+        """A streamed piece before the first delta of a choice, if there is one."""
 
     def piece(self, delta: ChoiceDelta) -> dict[str, Any]:
         """One streamed piece of a choice."""
@@ -87,7 +87,7 @@ class ChatFormat:
         self._num_logprobs = num_logprobs
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The role, with no text yet."""
+        """The role, without text."""
         return {
             "index": index,
             "delta": {"role": "assistant", "content": ""},
@@ -96,7 +96,7 @@ class ChatFormat:
         }
 
     def piece(self, delta: ChoiceDelta) -> dict[str, Any]:
-        """Text as a message delta; the last piece may have none."""
+        """Text as a message delta; the last piece may be empty."""
         piece: dict[str, Any] = {
             "index": delta.index,
             "delta": {"content": delta.text} if delta.text or not delta.finish_reason else {},
@@ -131,7 +131,7 @@ class ChatFormat:
 
 
 class CompletionFormat:
-    """`POST /v1/completions`. `echoes` are the prompts' texts by choice index, if they are to be repeated."""
+    """`POST /v1/completions`. `echoes` are the prompts to repeat, by choice index; empty = repeat none."""
 
     id_prefix = "cmpl-"
     prompt_field = "prompt"
@@ -143,13 +143,13 @@ class CompletionFormat:
         self._echoes = echoes
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The prompt, if it is to be repeated."""
+        """The prompt, if the request asks to repeat it."""
         if not self._echoes:
             return None
         return {"index": index, "text": self._echoes[index], "logprobs": None, "finish_reason": None}
 
     def piece(self, delta: ChoiceDelta) -> dict[str, Any]:
-        """Text as it is."""
+        """The new text."""
         piece: dict[str, Any] = {
             "index": delta.index,
             "text": delta.text,
@@ -161,7 +161,7 @@ class CompletionFormat:
         return piece
 
     def whole(self, choice: FinishedChoice) -> dict[str, Any]:
-        """Text, after the prompt if it is to be repeated."""
+        """Text, after the prompt if the request asks to repeat it."""
         return {
             "index": choice.index,
             "text": (self._echoes[choice.index] if self._echoes else "") + choice.text,
@@ -176,7 +176,7 @@ class CompletionFormat:
         num_top = self._num_logprobs
         top_logprobs: list[dict[str, float]] = []
         for entry in entries:
-            # Two tokens may read alike (parts of characters): the likelier keeps the key. The chosen one is always in.
+            # Tokens may have equal texts (parts of characters): the likelier keeps the key. The chosen one is included.
             top: dict[str, float] = {}
             for text, logprob in [*entry.top[:num_top], (entry.text, entry.logprob)]:
                 top.setdefault(text, logprob)

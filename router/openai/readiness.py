@@ -1,4 +1,4 @@
-"""Ready means that a real generation succeeded, not that a port is open."""
+"""Readiness: a real generation succeeded. An open port is not enough."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Readiness", "Ready"]
 
 logger = logging.getLogger(__name__)
 
-PROBE_TIMEOUT_S = 60.0  # a first generation may have to warm the workers up
+PROBE_TIMEOUT_S = 60.0  # the first generation may have to warm the workers up
 POLL_INTERVAL_S = 0.2
 MAX_RETRY_DELAY_S = 5.0
 NO_WORKERS = "No workers are ready yet."
@@ -30,13 +30,13 @@ class Ready(Protocol):
 
     @property
     def reason(self) -> str | None:
-        """Why not; None when they should."""
+        """The reason if they should not, else None."""
 
 
 class Readiness:
-    """Probes the backend with one token until that succeeds, and again each time its workers were gone.
+    """Generates one token as a probe until that succeeds, and again after the backend lost its workers.
 
-    Does so for as long as it is entered as a context.
+    It probes while it is entered as a context manager.
     """
 
     def __init__(self, backend: Backend, token_id: int) -> None:
@@ -57,7 +57,7 @@ class Readiness:
 
     @property
     def reason(self) -> str | None:
-        """Why requests should not be sent here now; None when they should."""
+        """Why requests should not be sent here now; None if they should."""
         if not self._backend.ready:
             return NO_WORKERS
         return None if self._is_proven else self._reason
@@ -84,14 +84,14 @@ class Readiness:
             self._reason = f"A one-token generation took longer than {PROBE_TIMEOUT_S:.0f} s."
         except ServingError as exc:
             self._reason = f"A one-token generation failed: {exc}"
-        except Exception:
+        except Exception:  # a bug of ours: the loop must go on probing
             logger.exception("The readiness probe failed")
             self._reason = "A one-token generation failed."
         else:
             if num_tokens:
                 logger.info("Ready: a one-token generation succeeded")
                 return True
-            self._reason = "A one-token generation gave no token."
+            self._reason = "A one-token generation returned no token."
         logger.warning("Not ready: %s", self._reason)
         return False
 

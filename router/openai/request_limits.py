@@ -1,6 +1,6 @@
-"""What one request may ask for: limits on counts, sizes and products of its fields, each of which costs a 400.
+"""Limits on what one request may ask for, in counts, sizes and products of its fields. Beyond them it gets a 400.
 
-Each field may be large, all of them together not: what is held, sent and computed for a request is their product.
+One field may be large, but not all of them together: what a request holds, sends and computes is their product.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = [
 
 MAX_SEQUENCES = 2048  # prompts times n
 MAX_STOPS = 1024  # OpenAI: 4
-MAX_STOP_CHARS = 4096  # of one
-MAX_STOPS_CHARS = 16_384  # of all together: as an automaton each takes about 200 bytes
-MAX_TOKEN_RULES = 65_536  # of logit_bias and stop_token_ids, times sequences: every sequence brings them to its workers
-MAX_STEP_LOGPROBS = 4096  # of one token of every sequence
-MAX_HELD_LOGPROBS = 1 << 24  # of all tokens of all sequences, where they are held until the last has come
-MAX_PROMPT_TOKENS = 1 << 24  # of all sequences: 128 of 131,072. Each is sent to its workers
+MAX_STOP_CHARS = 4096  # of one stop string
+MAX_STOPS_CHARS = 16_384  # of all stop strings; in the automaton each character takes about 200 bytes
+MAX_TOKEN_RULES = 65_536  # entries of logit_bias and stop_token_ids, times sequences: each sequence sends them
+MAX_STEP_LOGPROBS = 4096  # for one token of every sequence
+MAX_HELD_LOGPROBS = 1 << 24  # for all tokens of all sequences, in an answer that is not streamed
+MAX_PROMPT_TOKENS = 1 << 24  # of all sequences, each of which sends its prompt: 128 prompts of 131,072 tokens
 MAX_ECHO_CHARS = 1 << 24  # of all sequences
 MAX_MESSAGES = 16_384
 MAX_MESSAGE_PARTS = 65_536  # content parts and tool calls of all messages
@@ -34,47 +34,47 @@ MAX_TEMPLATE_OPTIONS = 64
 
 
 def check_fields(fields: GenerationFields, num_prompts: int, num_logprobs: int | None) -> None:
-    """Raise `RequestError` where a request with so many prompts asks for too much."""
+    """Raise `RequestError` if the fields of a request with this number of prompts ask for too much."""
     num_sequences = num_prompts * (fields.n or 1)
-    _require(num_sequences, MAX_SEQUENCES, "sequences (prompts times n)", "n" if (fields.n or 1) > 1 else "prompt")
+    _check(num_sequences, MAX_SEQUENCES, "sequences (prompts times n)", "n" if (fields.n or 1) > 1 else "prompt")
     num_biases, num_stop_ids = len(fields.logit_bias or ()), len(fields.stop_token_ids or ())
     param = "logit_bias" if num_biases > num_stop_ids else "stop_token_ids"
     what = "entries of logit_bias and stop_token_ids, times its sequences (prompts times n)"
-    _require((num_biases + num_stop_ids) * num_sequences, MAX_TOKEN_RULES, what, param)
+    _check((num_biases + num_stop_ids) * num_sequences, MAX_TOKEN_RULES, what, param)
     if num_logprobs is not None:
         what = "log probabilities of a token (1 + the number asked for), times its sequences (prompts times n)"
-        _require((1 + num_logprobs) * num_sequences, MAX_STEP_LOGPROBS, what, "logprobs")
+        _check((1 + num_logprobs) * num_sequences, MAX_STEP_LOGPROBS, what, "logprobs")
 
 
 def check_stops(stops: Sequence[str]) -> None:
     """Raise `RequestError` for too many stop strings, or too long ones."""
-    _require(len(stops), MAX_STOPS, "stop strings", "stop")
-    _require(max(map(len, stops), default=0), MAX_STOP_CHARS, "characters in one stop string", "stop")
-    _require(sum(map(len, stops)), MAX_STOPS_CHARS, "characters in its stop strings", "stop")
+    _check(len(stops), MAX_STOPS, "stop strings", "stop")
+    _check(max(map(len, stops), default=0), MAX_STOP_CHARS, "characters in one stop string", "stop")
+    _check(sum(map(len, stops)), MAX_STOPS_CHARS, "characters in its stop strings", "stop")
 
 
 def check_messages(messages: Sequence[ChatMessage], template_kwargs: dict[str, object] | None) -> None:
-    """Raise `RequestError` for a conversation of too many parts, which take long to render, however short they are."""
-    _require(len(messages), MAX_MESSAGES, "messages", "messages")
+    """Raise `RequestError` for a conversation of too many parts: even empty ones take time to render."""
+    _check(len(messages), MAX_MESSAGES, "messages", "messages")
     num_parts = sum(_num_parts(message) for message in messages)
-    _require(num_parts, MAX_MESSAGE_PARTS, "content parts and tool calls", "messages")
-    _require(len(template_kwargs or ()), MAX_TEMPLATE_OPTIONS, "template options", "chat_template_kwargs")
+    _check(num_parts, MAX_MESSAGE_PARTS, "content parts and tool calls", "messages")
+    _check(len(template_kwargs or ()), MAX_TEMPLATE_OPTIONS, "template options", "chat_template_kwargs")
 
 
 def check_prompt_tokens(lengths: Iterable[int], num_siblings: int) -> None:
-    """Raise `RequestError` where the prompts of all sequences are too much together."""
-    _require(sum(lengths) * num_siblings, MAX_PROMPT_TOKENS, "prompt tokens, those of its siblings counted each", "n")
+    """Raise `RequestError` if the prompts of all sequences have too many tokens together."""
+    _check(sum(lengths) * num_siblings, MAX_PROMPT_TOKENS, "prompt tokens (prompts times n)", "n")
 
 
 def check_held_logprobs(num_tokens: int, num_logprobs: int) -> None:
-    """Raise `RequestError` where a plain answer of so many tokens would hold too many log probabilities."""
+    """Raise `RequestError` if an answer of this many tokens, not streamed, would hold too many log probabilities."""
     what = "log probabilities (1 + the number asked for, times max_tokens of each sequence) in an answer not streamed"
-    _require((1 + num_logprobs) * num_tokens, MAX_HELD_LOGPROBS, what, "max_tokens")
+    _check((1 + num_logprobs) * num_tokens, MAX_HELD_LOGPROBS, what, "max_tokens")
 
 
 def check_echo(texts: Iterable[str], num_siblings: int) -> None:
-    """Raise `RequestError` where the repeated prompts are too long together."""
-    _require(sum(map(len, texts)) * num_siblings, MAX_ECHO_CHARS, "characters to echo (prompts times n)", "echo")
+    """Raise `RequestError` if the repeated prompts are too long together."""
+    _check(sum(map(len, texts)) * num_siblings, MAX_ECHO_CHARS, "characters to echo (prompts times n)", "echo")
 
 
 def _num_parts(message: ChatMessage) -> int:
@@ -82,7 +82,7 @@ def _num_parts(message: ChatMessage) -> int:
     return num_parts + len(message.content) if isinstance(message.content, list) else num_parts
 
 
-def _require(number: int, limit: int, what: str, param: str | None) -> None:
+def _check(number: int, limit: int, what: str, param: str | None) -> None:
     if number > limit:
         raise RequestError(
             f"The request has {number} {what}; the limit is {limit}. Ask for less, or send several requests.",

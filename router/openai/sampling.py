@@ -1,4 +1,4 @@
-"""From the fields of a request to complete, checked sampling parameters."""
+"""Sampling parameters from the fields of a request, complete and checked."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = [
     "stop_strings",
 ]
 
-MIN_TOP_P = 1e-6  # top_p 0 is allowed and means: only the most likely token
-UNKNOWN_CONTEXT_TOKENS = 1 << 20  # no worker has told its context yet; it ends the answer there itself
+MIN_TOP_P = 1e-6  # top_p 0 is allowed and means that only the most likely token counts
+UNKNOWN_CONTEXT_TOKENS = 1 << 20  # while no worker has reported its context; the worker enforces the real one
 
 
 def sampling_params(
     fields: GenerationFields, *, max_tokens: int, num_logprobs: int | None, vocab_size: int
 ) -> SamplingParams:
-    """Sampling parameters of a request's first choice. Draws a seed where the client gave none."""
+    """Sampling parameters of a request's first choice. Draws a seed if the client gave none."""
     min_tokens = _min_tokens(fields, max_tokens)
     stop_token_ids = tuple(fields.stop_token_ids or ())
     check_token_ids(stop_token_ids, vocab_size, param="stop_token_ids")
@@ -54,13 +54,13 @@ def sampling_params(
 
 
 def other_prompt(params: SamplingParams, fields: GenerationFields, max_tokens: int) -> SamplingParams:
-    """Parameters of another prompt of the same request: the same, with its own length and seed."""
+    """Parameters for another prompt of the same request, with its own length and seed."""
     _min_tokens(fields, max_tokens)
     return msgspec.structs.replace(params, max_tokens=max_tokens, seed=_seed(fields))
 
 
 def sibling_seed(params: SamplingParams, sibling: int) -> SamplingParams:
-    """Parameters of the given sibling: the same, with a seed of its own; sibling 0 keeps the request's."""
+    """Parameters of one of `n` choices: each has its own seed; sibling 0 keeps the request's."""
     if sibling == 0:
         return params
     digest = hashlib.blake2b(f"{params.seed}:{sibling}".encode(), digest_size=8).digest()
@@ -70,9 +70,10 @@ def sibling_seed(params: SamplingParams, sibling: int) -> SamplingParams:
 def max_tokens_for(
     num_prompt_tokens: int, requested: int | None, default: int | None, max_model_len: int | None, *, prompt_field: str
 ) -> int:
-    """Tokens the answer may have. Raises `ContextLengthExceeded` if the request cannot fit.
+    """The most tokens of the answer. Raises `ContextLengthExceeded` if the request does not fit.
 
-    Without a request the default counts, cut to what is left of the context; a default of None is all that is left.
+    If the client did not request a number, it is the default, at most the rest of the context; a default of None means
+    the whole rest.
     """
     wanted = default if requested is None else requested
     if max_model_len is None:
@@ -88,7 +89,7 @@ def max_tokens_for(
 
 
 def stop_strings(fields: GenerationFields) -> StopStrings | None:
-    """Stop strings of a request; None if it has none. Raises `RequestError` for too many, or too long ones."""
+    """Stop strings of a request, if it has any. Raises `RequestError` for too many, or too long ones."""
     if not fields.stop:
         return None
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop
@@ -97,7 +98,7 @@ def stop_strings(fields: GenerationFields) -> StopStrings | None:
 
 
 def check_token_ids(token_ids: Iterable[int], vocab_size: int, *, param: str) -> None:
-    """Raise `RequestError` for an id the model does not know."""
+    """Raise `RequestError` for an id outside the vocabulary."""
     largest = max(token_ids, default=0)
     if largest >= vocab_size:
         raise RequestError(f"Token id {largest} in '{param}' is outside the vocabulary of {vocab_size}.", param=param)

@@ -160,7 +160,7 @@ class HubClient:
         silence = IdleClock(self._timeout_s)
         while True:
             now = self._clock()
-            silence.look(now, WATCH_INTERVAL_S)
+            silence.check(now, WATCH_INTERVAL_S)
             if silence.is_idle(self._heard_s, now) and not self.is_silent:
                 idle_s = silence.idle_s(self._heard_s, now)
                 logger.warning("the deciding process has been silent for %.1f s", idle_s)

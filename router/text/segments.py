@@ -1,13 +1,13 @@
-"""Encoding of growing texts: only what is new in a conversation is encoded, with the ids that the whole would give.
+"""Encodes growing conversations: only new segments are encoded, and the ids equal those of the whole text.
 
-A fast tokenizer first splits a text at its special tokens (`<|im_end|>`, say) and treats each part by itself, so a text
-may be cut before any of them:
+A fast tokenizer first splits a text at its special tokens (`<|im_end|>`, say) and encodes each part by itself. So a
+text may be cut before any special token:
 
     text      <|im_start|>user\\nHi|<|im_end|>\\n|<|im_start|>assistant\\nHello|...
-    segments  cut at each |; all but the new ones were in the turn before, and are remembered
+    segments  cut at each |; all but the new ones were in the previous request, and are cached
 
-Tokens that take spaces beside them with them are the exception: with one of these, texts are not cut. Each tokenizer
-is tried out on texts made to break the rule before it is believed.
+Special tokens that absorb the spaces beside them are the exception: a tokenizer with one of these never cuts texts.
+Each tokenizer is first tested on texts made to break the rule.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ __all__ = ["SegmentEncoder", "SegmentMemo"]
 
 logger = logging.getLogger(__name__)
 
-# Each costs about two bytes with its part of the ids where four ASCII letters make a token; other scripts take up to
-# four bytes a character, and as many for each id.
+# With its share of the ids a character takes about two bytes, if four ASCII letters make a token. Other scripts take up
+# to four bytes a character, and four for each id.
 MAX_MEMO_CHARS = 8 * 1024 * 1024
-ENTRY_CHARS = 128  # what an entry costs beside its text, in characters: 260 bytes of objects (measured)
-MIN_TEXT_CHARS = 512  # a shorter text is encoded before it is cut
-WINDOW_CHARS = 16 * 1024  # searched at once, with the interpreter's lock held
+ENTRY_CHARS = 128  # fixed cost of an entry, in characters: 260 bytes of objects (measured)
+MIN_TEXT_CHARS = 512  # a shorter text is encoded faster than it is cut
+WINDOW_CHARS = 16 * 1024  # searched at once, while holding the GIL
 _PROBE_TEXTS = ("", " ", " a", "a ", "d\n", "\n\nb c", "é", "▁x<", "0 1", "’s", "日本")
 
 
 class SegmentMemo:
-    """Ids by segment and scope, up to a number of characters; what was used longest ago goes first. For many threads.
+    """An LRU cache of ids by scope and segment, bounded by characters. Thread-safe.
 
-    The characters of the scopes count too, and `ENTRY_CHARS` for each entry.
+    The bound counts the characters of the scopes too, and `ENTRY_CHARS` for each entry.
     """
 
     def __init__(self, max_chars: int = MAX_MEMO_CHARS) -> None:
@@ -53,7 +53,7 @@ class SegmentMemo:
         return len(self._ids)
 
     def get(self, scope: CacheScope, segment: str) -> array[int] | None:
-        """Its ids, if they are remembered."""
+        """The segment's ids, if they are cached."""
         with self._lock:
             ids = self._ids.get((scope, segment))
             if ids is not None:
@@ -61,7 +61,7 @@ class SegmentMemo:
             return ids
 
     def put(self, scope: CacheScope, segment: str, ids: list[int]) -> None:
-        """Remember them, unless they are too many to be worth it."""
+        """Cache the ids, unless the segment would take more than an eighth of the cache."""
         num_chars = _cost_chars(scope, segment)
         if num_chars > self._max_chars // 8:
             return
@@ -79,43 +79,43 @@ def _cost_chars(scope: CacheScope, segment: str) -> int:
 
 
 class SegmentEncoder:
-    """Encodes with one fast tokenizer, without what a model puts around a text. May be called from many threads."""
+    """Encodes with one fast tokenizer, without the special tokens that a model puts around a text. Thread-safe."""
 
     def __init__(self, fast: Any, memo: SegmentMemo | None = None) -> None:
         self._fast = fast
         self.memo = SegmentMemo() if memo is None else memo
         self._cuts = _cuts_of(fast)
-        if self._cuts is not None and not self._is_proven():
-            logger.warning("this tokenizer does not split texts at its special tokens: they are encoded whole")
+        if self._cuts is not None and not self._cuts_are_safe():
+            logger.warning("this tokenizer does not split texts at its special tokens: conversations are encoded whole")
             self._cuts = None
 
     @property
     def can_cut(self) -> bool:
-        """Whether texts are encoded in segments at all."""
+        """Whether long texts are encoded in segments."""
         return self._cuts is not None
 
     def encode(self, text: str, scope: CacheScope, limit: PromptLimit | None = None) -> list[int]:
-        """Ids of the text. What is remembered of it was encoded in the same scope: no tenant can time another's.
+        """Ids of the text. Only segments cached in the same scope are reused, so no tenant can time another's.
 
-        Raises `ContextLengthExceeded` where they are more than the limit allows.
+        Raises `ContextLengthExceeded` if there are more ids than the limit allows.
         """
         if self._cuts is None or len(text) < MIN_TEXT_CHARS:
             return self._whole(text, limit)
         ids: list[int] = []
         for segment in self._segments(text, self._cuts):
-            known = self.memo.get(scope, segment)
-            if known is None:
+            cached = self.memo.get(scope, segment)
+            if cached is None:
                 new = self._whole(segment, limit)
                 self.memo.put(scope, segment, new)
                 ids += new
             else:
-                ids += known
+                ids += cached
             if limit is not None:
-                limit.check(len(ids), f"{len(ids)} tokens at least")
+                limit.check(len(ids), f"at least {len(ids)} tokens")
         return ids
 
     def _whole(self, text: str, limit: PromptLimit | None = None) -> list[int]:
-        # As a batch: the call for one text would keep the interpreter's lock.
+        # As a batch: the call for one text would hold the GIL.
         encoding = self._fast.encode_batch_fast([text], add_special_tokens=False)[0]
         if limit is not None:
             limit.check(len(encoding))
@@ -131,8 +131,8 @@ class SegmentEncoder:
         if start < len(text):
             yield text[start:]
 
-    def _is_proven(self) -> bool:
-        """Whether texts of two specials among parts that tend to merge give the same ids cut as whole."""
+    def _cuts_are_safe(self) -> bool:
+        """Whether cutting changes no ids in texts with two special tokens between parts that tend to merge."""
         assert self._cuts is not None
         specials = _plain_specials(self._fast)
         around = [specials[0], specials[-1], specials[len(specials) // 2]]
@@ -145,19 +145,19 @@ class SegmentEncoder:
 
 
 class _Cuts(NamedTuple):
-    """Finds the tokens that a text is split at: the leftmost, and of those that start together the longest."""
+    """Finds the special tokens in a text: the leftmost first, and the longest of those that start together."""
 
     tokens: re.Pattern[str]
     max_chars: int  # of the longest
 
     def starts(self, text: str) -> Iterator[int]:
-        """Where they start. Searched by windows: a search keeps the interpreter's lock up to what it finds."""
+        """Where they start. The search goes by windows, because it holds the GIL until it finds something."""
         start = 0
         while start < len(text):
             end = start + WINDOW_CHARS
             for found in self.tokens.finditer(text, start, end + self.max_chars - 1):
                 if found.start() >= end:
-                    break  # it may go on behind what was searched
+                    break  # it may be longer than the searched part shows
                 yield found.start()
                 start = found.end()
             start = max(start, end)

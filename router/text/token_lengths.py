@@ -1,8 +1,8 @@
-"""Prompts that are too long: refused by their tokens, and before that by the fewest tokens that their text can have.
+"""Refuses prompts that are too long: by their tokens, and before encoding by the fewest tokens that a text can have.
 
-How many characters a token can stand for is known for each part of a tokenizer by its type. One part that is not known
-here, or that can make a token of any length (a normalizer that drops characters, a word that becomes one unknown
-token), and no text is refused before it is encoded.
+The most characters that a token can stand for follows from the types of a tokenizer's parts. If one part is unknown
+here, or can make a token of any length (a normalizer that drops characters, a word that becomes one unknown token), no
+text is refused before it is encoded.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from tandem.protocol.errors import ContextLengthExceeded
 
 __all__ = ["PromptLimit", "TokenLength", "token_length"]
 
-# A character of a composed text is made of 4 at most, as Unicode promises for all time; of ASCII nothing is composed.
+# Composition makes one character of at most 4, as Unicode guarantees; ASCII characters are never composed.
 _COMPOSING = {"NFC": 4, "NFKC": 4}
 _GROWING = {"NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"}  # normalizers that never make a text shorter
-_WHOLE = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}  # pre-tokenizers that drop nothing
-_SPLITTING = {"Split", "Punctuation"}  # these neither, unless they are told to
-_CONTINUATION = range(0x80, 0xC0)  # bytes that every character beyond ASCII has in UTF-8
+_KEEPING = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"}  # pre-tokenizers that drop no characters
+_SPLITTING = {"Split", "Punctuation"}  # these drop none unless their behavior is "Removed"
+_CONTINUATION = range(0x80, 0xC0)  # UTF-8 bytes that every character beyond ASCII contains
 
 
 class PromptLimit(NamedTuple):
-    """The longest prompt there may be, and the field of the request that has it."""
+    """The longest allowed prompt, and the request field that holds it."""
 
     max_tokens: int
     param: str
 
     def check(self, num_tokens: int, size: str = "") -> None:
-        """Raise `ContextLengthExceeded` for more tokens; `size` says in other words how large the prompt is."""
+        """Raise `ContextLengthExceeded` if there are more tokens; `size` replaces their number in the message."""
         if num_tokens > self.max_tokens:
             raise ContextLengthExceeded(
                 f"This model's maximum context length is {self.max_tokens} tokens, but the prompt has "
@@ -41,20 +41,20 @@ class PromptLimit(NamedTuple):
 
 
 class TokenLength(NamedTuple):
-    """The most characters of a text that one token stands for, apart from those that the tokenizer leaves out."""
+    """The most characters that one token can stand for, not counting characters that the tokenizer drops."""
 
     of_ascii: int
     of_any: int
-    left_out: str = ""  # each once
+    left_out: str = ""  # the dropped characters, each once
 
     def min_tokens(self, text: str) -> int:
-        """The fewest tokens that the text can have."""
+        """The fewest tokens that this text can have."""
         num_chars = len(text) - sum(map(text.count, self.left_out))
         return math.ceil(num_chars / (self.of_ascii if text.isascii() else self.of_any))
 
 
 def token_length(fast: Any) -> TokenLength | None:
-    """The most characters that a token of this fast tokenizer stands for; None where there is no bound."""
+    """The most characters that a token of this fast tokenizer can stand for; None if there is no bound."""
     parts = json.loads(fast.to_str())
     normalizers = list(_flat(parts["normalizer"], "normalizers"))
     splits = list(_flat(parts["pre_tokenizer"], "pretokenizers"))
@@ -64,19 +64,21 @@ def token_length(fast: Any) -> TokenLength | None:
     )
     if (
         left_out is None
-        or (left_out and any(part["type"] == "Replace" for part in normalizers))  # which could put such in
+        or (left_out and any(part["type"] == "Replace" for part in normalizers))  # it could insert dropped characters
         or not all(map(_is_bounded, normalizers))
         or not all(map(_drops_nothing, splits))
-        or any(token["lstrip"] or token["rstrip"] for token in parts["added_tokens"])  # they take in all spaces
+        or any(
+            token["lstrip"] or token["rstrip"] for token in parts["added_tokens"]
+        )  # these absorb any number of spaces
     ):
         return None
-    # Each character of a token's name is one of the normalized text, or one byte of it, or none.
+    # Each character of a token's name is a character of the normalized text, or a byte of it, or neither.
     of_ascii = max(map(len, vocab)) * math.prod(map(_shrinking, normalizers))
     return TokenLength(of_ascii, of_ascii * math.prod(_COMPOSING.get(p["type"], 1) for p in normalizers), left_out)
 
 
 def _flat(part: dict[str, Any] | None, name: str) -> Iterator[dict[str, Any]]:
-    """The parts of a sequence, also where it is one of sequences; a single part; or none."""
+    """A part, or the parts of a sequence, which may contain sequences; nothing for None."""
     if part is not None:
         if part["type"] == "Sequence":
             for inner in part[name]:
@@ -93,36 +95,36 @@ def _is_bounded(normalizer: dict[str, Any]) -> bool:
 
 
 def _shrinking(normalizer: dict[str, Any]) -> int:
-    """How many characters become one, composition apart."""
+    """How many characters become one, without composition."""
     if normalizer["type"] != "Replace":
         return 1
     return math.ceil(len(normalizer["pattern"]["String"]) / len(normalizer["content"]))
 
 
 def _drops_nothing(split: dict[str, Any]) -> bool:
-    return split["type"] in _WHOLE or (split["type"] in _SPLITTING and split["behavior"] != "Removed")
+    return split["type"] in _KEEPING or (split["type"] in _SPLITTING and split["behavior"] != "Removed")
 
 
 def _left_out(model: dict[str, Any], vocab: Container[str], *, is_byte_level: bool) -> str | None:
-    """ASCII characters that the model does not know and leaves out; None where it may know others not either.
+    """ASCII characters that the model does not know and drops; None if it may not know others either.
 
-    What is unknown to a model is left out, or becomes one token together with what is unknown beside it.
+    A model drops an unknown character, or makes one token of it and the unknown characters beside it.
     """
     if model["type"] not in ("BPE", "Unigram"):
         return None
     if model.get("byte_fallback"):
         return "" if all(f"<0x{byte:02X}>" in vocab for byte in range(0x100)) else None
     names = _byte_level_names()
-    # A first byte that is unknown is left out alone: the others of its character still count for one.
+    # If a first byte is unknown, only that byte is dropped: the rest of its character still counts as one.
     if not is_byte_level or not all(names[byte] in vocab for byte in _CONTINUATION):
         return None
     return "".join(chr(byte) for byte in range(0x80) if names[byte] not in vocab)
 
 
 def _byte_level_names() -> dict[int, str]:
-    """How byte-level vocabularies name each byte: by the printable character of its number, the others by further ones.
+    """The character that byte-level vocabularies use for each byte. All such vocabularies took it from GPT-2.
 
-    As in GPT-2, of which all such vocabularies have it.
+    A printable byte is the character of that number; the others are characters from 0x100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(0x100) if byte not in printable)

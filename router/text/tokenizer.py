@@ -1,8 +1,8 @@
 """Text to token ids and back: a model folder's tokenizer and chat template, and the threads they run on.
 
-Works without torch. Encoding goes to the fast tokenizer underneath, whose calls are free of shared state: the
-transformers wrapper sets truncation and padding on each call, which fails when two threads meet. Long work is done by
-its calls for batches, also of a single text: the others keep the interpreter's lock, and the event loop stands still.
+Works without torch. Encoding uses the fast tokenizer inside transformers' wrapper, because its calls share no state:
+the wrapper sets truncation and padding on each call, which fails if two threads meet. Long texts go to its batch calls,
+even a single text: the other calls hold the GIL, and the event loop would stand still.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LONG_TOKENS = 1024  # decoded within half a millisecond
 
 
 class Tokenizer:
-    """A model's tokenizer. Every method may be called from several threads at once."""
+    """A model's tokenizer. Thread-safe."""
 
     def __init__(self, folder: str | Path) -> None:
         from transformers import AutoTokenizer  # here: 2 s and 60 MB that a router without tokenizers can spare
@@ -47,22 +47,22 @@ class Tokenizer:
         self.start_id: int | None = (
             self._hf.bos_token_id if self._hf.bos_token_id is not None else self._hf.eos_token_id
         )
-        # Counted over ids: ids need not be dense, and the largest one is what bounds a lookup.
+        # By the largest id, which bounds a look-up: ids need not be dense.
         self.vocab_size: int = max(self._fast.get_vocab(with_added_tokens=True).values()) + 1
         self._anchor: list[int] = self._fast.encode("a", add_special_tokens=False).ids
         self._anchor_text = self.decode(self._anchor)
         self._texts: dict[int, str] = {}
 
     def check_length(self, text: str, limit: PromptLimit) -> None:
-        """Raise `ContextLengthExceeded` for a text that cannot fit, without encoding it. Takes no time."""
+        """Raise `ContextLengthExceeded` if the text is too long by its characters alone. Does not encode it."""
         if self._token_length is not None:
             num_tokens = self._token_length.min_tokens(text)
-            limit.check(num_tokens, f"{len(text)} characters, which are {num_tokens} tokens at least")
+            limit.check(num_tokens, f"{len(text)} characters, which are at least {num_tokens} tokens")
 
     def encode(self, text: str, *, add_special_tokens: bool = True, limit: PromptLimit | None = None) -> list[int]:
-        """Token ids of a text, with what the model puts around one (a BOS, say) unless told otherwise.
+        """Token ids of a text, by default with the special tokens that the model puts around one (a BOS, say).
 
-        Raises `ContextLengthExceeded` where they are more than the limit allows.
+        Raises `ContextLengthExceeded` if there are more than the limit allows.
         """
         if limit is not None:
             self.check_length(text, limit)
@@ -73,7 +73,7 @@ class Tokenizer:
         return ids
 
     def render_chat(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-        """Text of a conversation. Raises `RequestError` where the template refuses it.
+        """Text of a conversation. Raises `RequestError` if the template refuses it.
 
         `options` are variables of the template, such as `add_generation_prompt`.
         """
@@ -98,8 +98,8 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation. The template writes its own BOS, so none is added by default.
 
-        Of a conversation that grows, only what is new takes time; `scope` is whom it is remembered for.
-        Raises `ContextLengthExceeded` where they are more than the limit allows.
+        Of a growing conversation only the new part is encoded; the rest is cached, for requests of the same `scope`.
+        Raises `ContextLengthExceeded` if there are more ids than the limit allows.
         """
         text = self.render_chat(messages, options)
         if add_special_tokens:
@@ -121,12 +121,12 @@ class Tokenizer:
         return [self._fast.id_to_token(i) or "" for i in token_ids]
 
     def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
-        """Incremental decoder of what follows this prompt."""
+        """Incremental decoder of the tokens that follow this prompt."""
         skip_ids = self.special_ids if skip_special_tokens else frozenset[int]()
         return Detokenizer(self._fast, prompt_ids=prompt_ids, skip_ids=skip_ids)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token as it reads within a text: its leading space is kept."""
+        """Text of one token inside a text, with its leading space."""
         text = self._texts.get(token_id)
         if text is None:
             text = self.decode([*self._anchor, token_id])[len(self._anchor_text) :]
@@ -135,20 +135,20 @@ class Tokenizer:
 
 
 class TokenizerPool:
-    """Runs tokenizer work on a few threads, so that a long prompt does not hold up everybody's streams."""
+    """Runs tokenizer work on a few threads, so that a long prompt does not delay other streams."""
 
     def __init__(self, num_threads: int) -> None:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
 
     async def run(self, work: Callable[[], T], *, num_bytes: int = MIN_THREAD_BYTES) -> T:
-        """Result of `work` on so much text, called on one of the threads; waits while all are taken.
+        """Result of `work`, run on one of the threads; waits while all are busy. `num_bytes` is the size of its text.
 
-        Little text is worked on here: waking a thread takes longer, up to 5 ms where the event loop is busy.
+        Work on a short text runs right here: waking a thread takes longer, up to 5 ms if the event loop is busy.
         """
         if num_bytes < MIN_THREAD_BYTES:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def close(self) -> None:
-        """Let running work end and drop what waits."""
+        """Let running work finish, and drop the queue."""
         self._executor.shutdown(wait=False, cancel_futures=True)

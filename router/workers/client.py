@@ -58,7 +58,7 @@ from tandem.router.workers.load_recorder import LoadRecorder
 from tandem.runtime.background import BackgroundTasks
 from tandem.runtime.curve import KeyPair, connect_to_worker, make_keys
 from tandem.runtime.dropped import DropReason
-from tandem.runtime.idle_timeout import LOOKS, IdleClock, answered_in_time
+from tandem.runtime.idle_timeout import CHECKS, IdleClock, answered_in_time
 from tandem.runtime.message_socket import MessageSocket
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.prefix_index import PrefixIndex
@@ -309,11 +309,11 @@ class WorkerClient:
         """Give up silent workers, and request snapshots again that did not arrive."""
         timeout_s = self._config.worker_timeout_s
         idle_clock = IdleClock(timeout_s)
-        idle_clock.look(self._clock(), timeout_s / LOOKS)
+        idle_clock.check(self._clock(), timeout_s / CHECKS)
         while True:
-            await asyncio.sleep(timeout_s / LOOKS)
+            await asyncio.sleep(timeout_s / CHECKS)
             now = self._clock()
-            idle_clock.look(now, timeout_s / LOOKS)
+            idle_clock.check(now, timeout_s / CHECKS)
             for worker in list(self._registry):
                 if idle_clock.is_idle(worker.last_seen_s, now):
                     self.mark_dead(worker.worker_id, f"silent for {idle_clock.idle_s(worker.last_seen_s, now):.1f} s")

@@ -1,4 +1,4 @@
-"""Background tasks: what goes wrong in one is told, and then it begins again or its owner decides."""
+"""Background tasks: failures are logged, and then the work is restarted or its owner decides."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_work_that_fails_is_logged_and_begins_again(
 
     asyncio.run(run())
     assert [record.getMessage() for record in caplog.records] == [
-        f"the watch failed and begins again in {delay} s" for delay in ("0.001", "0.002", "0.004")
+        f"the watch failed and is restarted in {delay} s" for delay in ("0.001", "0.002", "0.004")
     ]
     assert "run 3" in caplog.text
 

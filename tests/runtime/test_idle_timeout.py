@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tandem.runtime.idle_timeout import LATE_SHARE, LOOKS, IdleClock, IdleTimeout, answered_in_time
+from tandem.runtime.idle_timeout import LATE_SHARE, CHECKS, IdleClock, IdleTimeout, answered_in_time
 from tests.support.fake_worker import until
 
 
@@ -57,12 +57,12 @@ def test_in_a_random_world_who_speaks_is_never_silent_and_who_does_not_is_found_
     """The watch sleeps anywhere, for any time. What others say waits for it, and is read at its next turn."""
     rng = random.Random(seed)
     timeout_s, now = 8.0, 0.0
-    interval_s = timeout_s / LOOKS
+    interval_s = timeout_s / CHECKS
     clock = IdleClock(timeout_s)
     heard_s = {"speaks": 0.0, "dead": 0.0}
     dead_from_s = rng.uniform(0, 50)
     num_sleeps, looked_s, awake_since_s, found_s = 0, now, now, None
-    clock.look(now, interval_s)
+    clock.check(now, interval_s)
     while now < 400:
         slept_s = 0.0
         if now < 300 and rng.random() < 0.1:
@@ -72,7 +72,7 @@ def test_in_a_random_world_who_speaks_is_never_silent_and_who_does_not_is_found_
         if now - looked_s > interval_s + timeout_s * LATE_SHARE:
             awake_since_s = now
         looked_s = now
-        clock.look(now, interval_s)
+        clock.check(now, interval_s)
         assert not clock.is_idle(heard_s["speaks"], now), f"at {now:.1f} s"
         if clock.is_idle(heard_s["dead"], now):
             assert now - heard_s["dead"] > timeout_s
@@ -89,10 +89,10 @@ def test_in_a_random_world_who_speaks_is_never_silent_and_who_does_not_is_found_
 
 def test_a_little_late_is_on_time() -> None:
     clock = IdleClock(8.0)
-    clock.look(0.0, 1.0)
-    clock.look(1.0 + 8.0 * LATE_SHARE, 1.0)
+    clock.check(0.0, 1.0)
+    clock.check(1.0 + 8.0 * LATE_SHARE, 1.0)
     assert clock.idle_s(0.0, 3.0) == 3.0
-    clock.look(3.0 + 1.01 + 8.0 * LATE_SHARE, 1.0)
+    clock.check(3.0 + 1.01 + 8.0 * LATE_SHARE, 1.0)
     assert clock.idle_s(0.0, 7.0) == pytest.approx(7.0 - 6.01)
 
 

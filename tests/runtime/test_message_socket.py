@@ -42,7 +42,7 @@ async def pair() -> AsyncIterator[tuple[MessageSocket, MessageSocket, Messages, 
 
 async def test_messages_come_whole_and_in_order() -> None:
     async with pair() as (router, dealer, to_router, to_dealer):
-        sent = [b"%d" % number for number in range(3 * message_socket._MAX_PER_TURN)]
+        sent = [b"%d" % number for number in range(3 * message_socket._MAX_RECEIVED)]
         for data in sent:
             dealer.send(data)
         await until(lambda: len(to_router) == len(sent))

@@ -32,7 +32,7 @@ class AttemptObserver:
 
     def close(self) -> None:
         """Count the tokens that are not counted yet."""
-        self._clock.tell()
+        self._clock.flush()
 
     def saw_tokens(self, count: int) -> None:
         """Tokens came just now. Called once for what one read brought."""

@@ -134,8 +134,8 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
         ("secret a b\n", "line 1 must be a key and at most a tenant"),
         ("good\nsecret no/name\n", "line 2 must be"),
         ("secret **\n", "line 1 must be"),
-        ("good\nsecreté\n", "the key of line 2 has letters that are not ASCII"),
-        ("secret\nother\nsecret t\n", "the key of line 3 is there twice"),
+        ("good\nsecreté\n", "the key in line 2 has characters that are not ASCII"),
+        ("secret\nother\nsecret t\n", "the key in line 3 is listed twice"),
     ],
 )
 def test_a_bad_file_is_told_without_the_key(tmp_path: Path, content: str, expected: str) -> None:
@@ -155,4 +155,4 @@ async def test_an_operators_request_names_one_tenant_at_most(tmp_path: Path) -> 
         refused = await client.get("/", headers=named)
         served = await client.get("/", headers=named[:2])
     assert (refused.status_code, served.status_code) == (400, 200)
-    assert "x-tandem-tenant is there 2 times" in refused.text
+    assert "x-tandem-tenant was sent 2 times" in refused.text

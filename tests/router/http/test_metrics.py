@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
-from tandem.router.http.metrics import ITL_BUCKETS_S, MAX_UNTOLD, EdgeMetrics, RequestClock
+from tandem.router.http.metrics import ITL_BUCKETS_S, MAX_BATCH, EdgeMetrics, RequestClock
 
 
 def value(registry: CollectorRegistry, name: str) -> float:
@@ -36,21 +36,21 @@ def test_deltas_are_counted_some_at_a_time_and_the_rest_at_the_end() -> None:
     one.start()
     assert value(registry, "tandem_router_running_requests") == 1
     one.record(0, 48)  # nothing but what was cached
-    for _ in range(MAX_UNTOLD):
+    for _ in range(MAX_BATCH):
         now += 0.25
         one.record(2, None)
     assert value(registry, "tandem_router_ttft_seconds_sum") == 1.25
     assert value(registry, "tandem_router_generation_tokens_total") == 0
     now += 0.25
     one.record(1, None)
-    assert value(registry, "tandem_router_generation_tokens_total") == 2 * MAX_UNTOLD + 1
-    assert value(registry, "tandem_router_itl_seconds_count") == MAX_UNTOLD
+    assert value(registry, "tandem_router_generation_tokens_total") == 2 * MAX_BATCH + 1
+    assert value(registry, "tandem_router_itl_seconds_count") == MAX_BATCH
     one.record(3, None)
     one.stop()
-    one.tell()  # again
-    assert value(registry, "tandem_router_generation_tokens_total") == 2 * MAX_UNTOLD + 4
-    assert value(registry, "tandem_router_itl_seconds_count") == MAX_UNTOLD + 1
-    assert value(registry, "tandem_router_itl_seconds_sum") == 0.25 * MAX_UNTOLD
+    one.flush()  # again
+    assert value(registry, "tandem_router_generation_tokens_total") == 2 * MAX_BATCH + 4
+    assert value(registry, "tandem_router_itl_seconds_count") == MAX_BATCH + 1
+    assert value(registry, "tandem_router_itl_seconds_sum") == 0.25 * MAX_BATCH
     assert value(registry, "tandem_router_cached_prompt_tokens_total") == 48
     assert value(registry, "tandem_router_ttft_seconds_count") == 1
     assert value(registry, "tandem_router_running_requests") == 0
