@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tandem.runtime.idle_timeout import LATE_SHARE, CHECKS, IdleClock, IdleTimeout, answered_in_time
+from tandem.runtime.idle_timeout import CHECKS, LATE_SHARE, IdleClock, IdleTimeout, answered_in_time
 from tests.support.fake_worker import until
 
 
