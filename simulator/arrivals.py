@@ -1,4 +1,4 @@
-"""When requests arrive: a trace's timestamps, spread where they are coarse and scaled to a wanted load."""
+"""When requests arrive: a trace's timestamps, spread where they are coarse, and scaled to a given load."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MAX_SPREAD_S = 3.0  # the grid of Mooncake's conversation trace
 
 
 def spread(requests: Sequence[TraceRequest], rng: random.Random) -> list[TraceRequest]:
-    """Requests of one timestamp, drawn evenly over the time until the next one (at most 3 s), in the same order.
+    """The requests with those of one timestamp spread evenly until the next one (at most 3 s), in the same order.
 
-    Some traces are published on a grid of seconds; ten requests in one millisecond are an artefact that would
-    dominate every queue.
+    Some traces are published on a grid of seconds. Ten requests in one millisecond are an artefact that would dominate
+    every queue.
     """
     groups = [list(group) for _, group in itertools.groupby(requests, key=lambda request: request.arrival_s)]
     result: list[TraceRequest] = []
@@ -39,9 +39,9 @@ def spread(requests: Sequence[TraceRequest], rng: random.Random) -> list[TraceRe
 
 
 def at_load(requests: Sequence[TraceRequest], load: float | None, cluster: Cluster) -> list[TraceRequest]:
-    """The requests from second 0 on, their pace changed by one factor: without cache the cluster's load is `load`.
+    """The requests from second 0 on, at a pace that makes the cluster's load without caches equal to `load`.
 
-    None keeps the pace.
+    None keeps the pace of the trace.
     """
     first_s = requests[0].arrival_s
     span_s = max(requests[-1].arrival_s - first_s, 1e-9)
@@ -50,9 +50,9 @@ def at_load(requests: Sequence[TraceRequest], load: float | None, cluster: Clust
 
 
 def load_of(requests: Sequence[TraceRequest], cluster: Cluster) -> float:
-    """Seconds the busier pool needs for all requests if nothing is cached and its workers share evenly.
+    """Seconds that the busier pool needs for all requests if nothing is cached and its workers share evenly.
 
-    Prefill: full steps with nothing beside them. Decode: the batch that fills the pool, or all seats.
+    Prefill is computed in full steps without decoding. Decoding runs in the batch that fills the pool, or all seats.
     A colocated worker does one after the other.
     """
     machine = cluster.machine
@@ -60,7 +60,7 @@ def load_of(requests: Sequence[TraceRequest], cluster: Cluster) -> float:
     prefill_s = sum(_prefill_s(machine, request.num_prompt_tokens, chunk) for request in requests)
     lengths = [request.num_prompt_tokens + request.num_output_tokens / 2 for request in requests]
     num_outputs = sum(request.num_output_tokens for request in requests)
-    # Mean length of a sequence in the batch: long answers are there for longer.
+    # Mean length of a sequence in the batch, weighted by its output: long answers stay longer.
     length = sum(n * request.num_output_tokens for n, request in zip(lengths, requests, strict=True)) / max(
         num_outputs, 1
     )

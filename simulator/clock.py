@@ -1,4 +1,4 @@
-"""Virtual time: events in order of their time, and in order of their making where times are equal."""
+"""Virtual time: events in order of their time; events of equal times in the order they were planned."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Clock:
         heapq.heappush(self._events, (time_s, self._num_planned, event, arguments))
 
     def run(self) -> None:
-        """Let time pass until nothing is planned."""
+        """Run all events, until none is planned."""
         while self._events:
             self.now, _, event, arguments = heapq.heappop(self._events)
             self.num_events += 1

@@ -1,4 +1,4 @@
-"""Which workers are simulated."""
+"""The simulated workers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Cluster:
     machine: Machine
     num_prefill: int
     num_decode: int
-    host_cache_tokens: int = 0  # of each worker
-    peer_reads: bool = True  # a worker may read KV from another's pool, where the policy asks for it
+    host_cache_tokens: int = 0  # host memory of each worker
+    peer_reads: bool = True  # whether a worker may read KV from another's pool, where the policy requests it
 
     def __post_init__(self) -> None:
         for name, least in (("num_prefill", 0), ("num_decode", 1), ("host_cache_tokens", 0)):
@@ -30,12 +30,12 @@ class Cluster:
 
     @property
     def num_workers(self) -> int:
-        """All of them."""
+        """Workers of both roles."""
         return self.num_prefill + self.num_decode
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of one step."""
+        """Most tokens in one step."""
         return self.machine.step_tokens if self.num_prefill else self.machine.colocated_step_tokens
 
     def cards(self) -> list[WorkerCard]:

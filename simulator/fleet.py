@@ -1,6 +1,6 @@
 """The router's picture of simulated workers: the product's registry, prefix index and bookings, fed in virtual time.
 
-Simulated workers report here what real ones send over sockets. Messages take no time.
+Simulated workers report here what real workers send over sockets. Messages take no time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EPOCH = 1
 
 @dataclass(eq=False)
 class SimulatedFleet:
-    """All workers, as the router knows them, and what it believes of their costs."""
+    """All workers as the router knows them, and its model of their costs."""
 
     registry: Registry = field(default_factory=Registry)
     index: PrefixIndex = field(default_factory=PrefixIndex)
@@ -41,7 +41,7 @@ class SimulatedFleet:
     _num_prompts: dict[str, int] = field(default_factory=dict)
 
     def join(self, card: WorkerCard) -> RegisteredWorker:
-        """Take in a worker that is ready."""
+        """Add a worker that is ready."""
         worker = self.registry.add(card, now=0.0)
         self.registry.set_state(worker.worker_id, WorkerState.READY, "simulated")
         self.index.add_worker(worker.worker_id, _EPOCH)
@@ -49,24 +49,24 @@ class SimulatedFleet:
         return worker
 
     def num_prompts(self, worker: RegisteredWorker) -> int:
-        """Requests whose first token this worker owes."""
+        """Requests whose prompt this worker has not computed yet."""
         return self._num_prompts[worker.worker_id]
 
     def num_in_flight(self, worker: RegisteredWorker) -> int:
-        """Requests at this worker: prompts on a prefill worker, else sequences that do not have their last token."""
+        """Requests at this worker: prompts on a prefill worker, else unfinished sequences."""
         return worker.num_booked_seqs if can_decode(worker) else self.num_prompts(worker)
 
     def add_prompts(self, worker_id: str, change: int) -> None:
-        """Count prompts given to a worker, and those that got their first token."""
+        """Change the number of prompts at a worker: +1 for a new one, -1 for a first token."""
         self._num_prompts[worker_id] += change
 
     def note_computed(self, worker_id: str, num_prompt_tokens: int) -> None:
-        """Count what a worker's steps computed of the prompts booked there."""
+        """Report prompt tokens that a worker's steps computed."""
         if num_prompt_tokens:
             self.registry.note_step(worker_id, StepStats(duration_s=0.0, num_prefill_tokens=num_prompt_tokens))
 
     def add_tier(self, worker_id: str, tier: TierLoad) -> None:
-        """Follow what a worker keeps in a tier, and what loading it costs."""
+        """Give a worker a tier with this cost of loading, and follow what it holds."""
         holder = holder_name(worker_id, tier.name)
         self.index.add_worker(holder, _EPOCH)
         self._num_messages[holder] = 0
@@ -75,7 +75,7 @@ class SimulatedFleet:
     def announce(
         self, worker_id: str, stored: Sequence[bytes], removed: Sequence[bytes], place: str = POOL_PLACE
     ) -> None:
-        """Tell the index what a worker cached and evicted in a place since its last message."""
+        """Tell the index what a worker stored and evicted in this place since its last message."""
         if not stored and not removed:
             return
         holder = holder_name(worker_id, place)

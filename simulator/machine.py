@@ -1,7 +1,7 @@
-"""What simulated machines truly cost. The router does not know it: it starts from its own priors and learns.
+"""True costs of simulated machines. The router does not know them: it starts from its own priors and learns.
 
-Step time is linear in the batch, as the router's model has it, so what is shown is placement with a model that can
-become right; machines whose step time bends are not modelled.
+Step time is linear in the batch, as in the router's model. So the simulation shows placement with a model that can
+become exact; machines with nonlinear step times are not modelled.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ __all__ = ["MACHINES", "Machine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One worker's hardware with its model."""
+    """The hardware of one worker, with the model it runs."""
 
-    kind: str  # as on a worker's card; workers of one kind share a learned cost model
+    kind: str  # as on a worker's card: workers of one kind share a learned cost model
     costs: StepCosts
     kv_token_bytes: int
     pool_tokens: int
     step_tokens: int  # prefill chunk of a prefill or decode worker
-    colocated_step_tokens: int  # of a worker that does both: smaller, for the sake of ITL
+    colocated_step_tokens: int  # prefill chunk of a colocated worker: smaller, to keep ITL low
     max_num_seqs: int
     link_latency_s: float
     link_bytes_per_s: float
@@ -31,12 +31,12 @@ class Machine:
 
     @property
     def block_bytes(self) -> int:
-        """KV of one block of a trace."""
+        """KV bytes of one block of a trace."""
         return self.kv_token_bytes * TRACE_BLOCK_SIZE
 
 
-# Data sheet figures of an H200 (4.8 TB/s, 141 GB, 990 dense BF16 and 1,979 FP8 TFLOP/s) at the efficiencies that are
-# usual in practice: 80 % of bandwidth for weights, 70 % for KV, half of the FLOP/s in linear layers, 40 % in attention.
+# Data sheet figures of an H200 (4.8 TB/s, 141 GB, 990 dense BF16 and 1,979 FP8 TFLOP/s) at efficiencies usual in
+# practice: 80 % of bandwidth for weights, 70 % for KV, 50 % of the FLOP/s in linear layers, 40 % in attention.
 # Links: 400 Gb/s RDMA at 80 %; host memory over PCIe 5 x16.
 _H200_70B = Machine(  # 80 layers, 8,192 wide, 8 KV heads of 128; weights and KV in FP8
     kind="NVIDIA H200, 70B",

@@ -1,4 +1,4 @@
-"""Numbers of a run, made from what happened to each request."""
+"""Metrics of a run, computed from the outcome of each request."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ __all__ = ["Slo", "Summary", "Timeline", "gap_distribution", "quantile", "summar
 
 Vector = npt.NDArray[np.float64]
 
-_MAX_POINTS = 16  # that stand for the gaps of one run of steps
-NUM_WINDOWS = 40  # of a timeline
+_MAX_POINTS = 16  # points that represent the gaps of one run of steps
+NUM_WINDOWS = 40  # windows of a timeline
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """A request meets it with its time to first token and its mean gap between tokens (TPOT), both in seconds."""
+    """Limits of the time to first token and of the mean gap between tokens (TPOT), both in seconds."""
 
     ttft_s: float
     itl_s: float
 
     def is_met(self, job: Job) -> bool:
-        """Whether the request got both."""
+        """Whether the request is within both limits."""
         return ttft_s(job) <= self.ttft_s and (job.num_output_tokens == 1 or tpot_s(job) <= self.itl_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One policy's run. Ratios are of prompt tokens."""
+    """The metrics of one policy's run. Hit and load ratios are shares of prompt tokens."""
 
     policy: str
     num_requests: int
@@ -47,19 +47,19 @@ class Summary:
     tpot_mean_s: float
     itl_p50_s: float
     itl_p99_s: float
-    token_hit_ratio: float  # found in the pool of the worker that computed the rest
+    token_hit_ratio: float  # found in the pool of the worker that computes the rest
     loaded_ratio: float  # read from a peer or from host memory
-    imbalance: float  # prompt tokens computed by a worker that prefills, maximum over mean
+    imbalance: float  # prompt tokens computed by each prefilling worker, maximum over mean
     slo_attainment: float  # share of requests
     goodput: float  # requests per second that met the SLO
     pair_ratio: float  # share of requests decoded on another worker
     num_events: int
-    wall_s: float  # real seconds
-    place_s: float  # of these, in the policy
+    wall_s: float  # real seconds of the simulation
+    place_s: float  # real seconds in the policy
     step_error: float
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The metrics as JSON."""
         return asdict(self)
 
 
@@ -69,7 +69,7 @@ class Timeline:
 
     centre_s: Vector
     offered: Vector  # requests per second
-    goodput: Vector  # of these, those that met the SLO
+    goodput: Vector  # requests per second that met the SLO
     token_hit_ratio: Vector
     imbalance: Vector  # prompt tokens to compute by worker, maximum over mean
 
@@ -81,14 +81,14 @@ def ttft_s(job: Job) -> float:
 
 
 def tpot_s(job: Job) -> float:
-    """Mean gap between the tokens of a request; NaN of one token."""
+    """Mean gap between the tokens of a request; NaN for one token."""
     assert job.first_token_s is not None, f"request {job.request_id} has no first token"
     assert job.end_s is not None, f"request {job.request_id} has no last token"
     return (job.end_s - job.first_token_s) / (job.num_output_tokens - 1) if job.num_output_tokens > 1 else math.nan
 
 
 def summarize(outcome: Outcome, slo: Slo) -> Summary:
-    """The numbers of a run that served at least one request."""
+    """The metrics of a run, which must have served at least one request."""
     jobs = outcome.jobs
     ttfts = sorted(ttft_s(job) for job in jobs)
     tpots = [tpot_s(job) for job in jobs if job.num_output_tokens > 1]
@@ -121,7 +121,7 @@ def summarize(outcome: Outcome, slo: Slo) -> Summary:
 
 
 def timeline(outcome: Outcome, slo: Slo, num_windows: int = NUM_WINDOWS) -> Timeline:
-    """The run over time."""
+    """The run in windows of time."""
     jobs = outcome.jobs
     width_s = max(jobs[-1].arrival_s, 1e-9) / num_windows
     windows: list[list[Job]] = [[] for _ in range(num_windows)]
@@ -138,7 +138,7 @@ def timeline(outcome: Outcome, slo: Slo, num_windows: int = NUM_WINDOWS) -> Time
 
 
 def gap_distribution(gaps: Sequence[Gaps]) -> tuple[Vector, Vector]:
-    """Inter-token gaps in ascending order, and the share of all gaps up to each."""
+    """Inter-token gaps in ascending order, and for each the share of gaps up to it."""
     values: list[float] = []
     weights: list[float] = []
     for run in gaps:
@@ -153,7 +153,7 @@ def gap_distribution(gaps: Sequence[Gaps]) -> tuple[Vector, Vector]:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The value below which `share` of the ordered values lie, interpolated linearly; NaN of none."""
+    """The value below which `share` of the ordered values lie, interpolated linearly; NaN without values."""
     if not ordered:
         return math.nan
     position = share * (len(ordered) - 1)
@@ -167,7 +167,7 @@ def _at_share(values: Vector, shares: Vector, share: float) -> float:
 
 
 def _prefill_pool(outcome: Outcome) -> list[str]:
-    """The workers whose job prefill is: the prefill workers, or all where none has a role."""
+    """The workers that prefill: the prefill workers, or all workers where they are colocated."""
     cards = outcome.cluster.cards()
     return [card.address.worker_id for card in cards[: outcome.cluster.num_prefill or None]]
 

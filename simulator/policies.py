@@ -1,8 +1,8 @@
 """Routing policies behind one interface: ours, and those that other routers publish, in their own units and defaults.
 
-All see the same: the product's registry with bookings made at each decision, and its prefix index with the workers'
-block events. Where a policy has a picture of its own instead, its docstring says so. With separate roles, policies
-that know nothing of the other half choose each half by itself, as their projects do.
+All policies see the same: the product's registry with the bookings of each decision, and its prefix index with the
+workers' block events. The docstring of a policy says where it keeps state of its own instead. With separate roles,
+policies that choose a worker, not a pair, choose one of each role, as their projects do.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from tandem.scheduling.request import CommonDigests, PlacementRequest
 from tandem.scheduling.workers import RegisteredWorker, can_decode, can_prefill
 from tandem.simulator.fleet import SimulatedFleet
 
-__all__ = ["POLICIES", "Ask", "Choice", "Policy"]
+__all__ = ["POLICIES", "Choice", "Policy", "RoutingRequest"]
 
-UNLIMITED_TOKENS = 1 << 60  # no policy refuses a request: all are to serve the same
+Hits = Mapping[str, int]  # leading cached blocks, by worker id
+UNLIMITED_TOKENS = 1 << 60  # no policy refuses a request: all serve the same requests
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RoutingRequest:
     """A request as the router sees it."""
 
     num_prompt_tokens: int
@@ -37,12 +38,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where a request goes; prefill and decode may be the same worker."""
+    """The workers of a request; prefill and decode may be the same worker."""
 
     prefill: RegisteredWorker
     decode: RegisteredWorker
     num_cached_tokens: int  # expected, as booked
-    candidate: Candidate | None = None  # our placement's, with all its terms
+    candidate: Candidate | None = None  # our placement's candidate, with all its terms
 
     @property
     def is_pair(self) -> bool:
@@ -58,8 +59,8 @@ class Policy(ABC):
         self.rng = rng
 
     @abstractmethod
-    def choose(self, ask: Ask, now: float) -> Choice:
-        """Where this request goes."""
+    def choose(self, request: RoutingRequest, now: float) -> Choice:
+        """The workers for this request."""
 
 
 class Tandem(Policy):
@@ -70,72 +71,72 @@ class Tandem(Policy):
         config = RouterConfig(max_queued_prompt_tokens=UNLIMITED_TOKENS)
         self._placer = Placer(fleet.registry, fleet.index, fleet.costs, config)
 
-    def choose(self, ask: Ask, now: float) -> Choice:
-        """As in production."""
-        request = PlacementRequest(
-            num_prompt_tokens=ask.num_prompt_tokens,
-            expected_output_tokens=ask.expected_output_tokens,
-            digests=CommonDigests(ask.digests),
+    def choose(self, request: RoutingRequest, now: float) -> Choice:
+        """The product's decision."""
+        placement_request = PlacementRequest(
+            num_prompt_tokens=request.num_prompt_tokens,
+            expected_output_tokens=request.expected_output_tokens,
+            digests=CommonDigests(request.digests),
         )
-        best = self._placer.place(request, now).best
+        best = self._placer.place(placement_request, now).best
         return Choice(best.prefill, best.decode, best.num_cached_tokens, best)
 
 
 class _ByRole(Policy):
     """A policy that picks one worker of a pool: of the colocated, or of the prefill and then of the decode workers."""
 
-    def choose(self, ask: Ask, now: float) -> Choice:
+    def choose(self, request: RoutingRequest, now: float) -> Choice:
         """One worker, or one of each role."""
-        hits = self.fleet.index.longest_prefix(ask.digests, now)
+        hits = self.fleet.index.longest_prefix(request.digests, now)
         prefillers = [worker for worker in self.fleet.registry if can_prefill(worker)]
         decoders = [worker for worker in self.fleet.registry if can_decode(worker)]
-        prefill = self.pick(prefillers or decoders, ask, hits)
-        decode = self.pick_decode(decoders, ask, hits) if prefillers else prefill
+        prefill = self.pick(prefillers or decoders, request, hits)
+        decode = self.pick_decode(decoders, request, hits) if prefillers else prefill
         num_cached = hits.get(prefill.worker_id, 0) * prefill.card.block_size
-        return Choice(prefill, decode, min(num_cached, ask.num_prompt_tokens - 1))
+        return Choice(prefill, decode, min(num_cached, request.num_prompt_tokens - 1))
 
     @abstractmethod
-    def pick(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
-        """The worker that computes the prompt. `hits`: leading blocks cached, by worker id."""
+    def pick(self, workers: Sequence[RegisteredWorker], request: RoutingRequest, hits: Hits) -> RegisteredWorker:
+        """The worker that computes the prompt."""
 
-    def pick_decode(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
+    def pick_decode(self, workers: Sequence[RegisteredWorker], request: RoutingRequest, hits: Hits) -> RegisteredWorker:
         """The worker that decodes, where roles are separate."""
-        return self.pick(workers, ask, hits)
+        return self.pick(workers, request, hits)
 
 
 class RoundRobin(_ByRole):
-    """Each worker in turn. Dynamo's default mode; pools are turned independently, as in vLLM production-stack."""
+    """Each worker of a pool after the other. Dynamo's default mode; each pool alone, as in vLLM production-stack."""
 
     def __init__(self, fleet: SimulatedFleet, rng: random.Random) -> None:
         super().__init__(fleet, rng)
         self._num_picked: dict[bool, int] = {}
 
-    def pick(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
-        """The next one of this pool."""
+    def pick(self, workers: Sequence[RegisteredWorker], request: RoutingRequest, hits: Hits) -> RegisteredWorker:
+        """The next worker of this pool."""
         pool = can_prefill(workers[0])
         self._num_picked[pool] = self._num_picked.get(pool, -1) + 1
         return workers[self._num_picked[pool] % len(workers)]
 
 
 class LeastLoaded(_ByRole):
-    """Fewest tokens: uncomputed prompt tokens first, then KV tokens. Knows no cache.
+    """Fewest uncomputed prompt tokens; among equals fewest KV tokens. Knows no cache.
 
-    The reference's `ll` with decoding; routers that count requests instead (Dynamo's least-loaded) see less.
+    The reference's `ll` with decoding; routers that count requests (Dynamo's least-loaded) see less.
     """
 
-    def pick(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
-        """The least of both."""
+    def pick(self, workers: Sequence[RegisteredWorker], request: RoutingRequest, hits: Hits) -> RegisteredWorker:
+        """The least loaded worker."""
         return min(workers, key=lambda worker: (worker.uncomputed_tokens, worker.booked_kv_tokens))
 
 
 class PowerOfTwo(_ByRole):
-    """The one with fewer tokens of two at random (SGLang's gateway, `power_of_two`: token loads where both have them).
+    """The less loaded of two random workers (SGLang's gateway, `power_of_two`, which compares tokens where known).
 
     Load is uncomputed prompt tokens plus KV tokens of booked sequences.
     """
 
-    def pick(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
-        """Two different ones, or the only one."""
+    def pick(self, workers: Sequence[RegisteredWorker], request: RoutingRequest, hits: Hits) -> RegisteredWorker:
+        """Compare two different workers, or take the only one."""
         drawn = self.rng.sample(workers, min(2, len(workers)))
         return min(drawn, key=lambda worker: worker.uncomputed_tokens + worker.booked_kv_tokens)
 
@@ -158,23 +159,23 @@ class CacheAwareThreshold(_ByRole):
         self._num_inserts: dict[str, int] = {}
         self._decode = PowerOfTwo(fleet, rng)
 
-    def pick(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
-        """By the two thresholds."""
+    def pick(self, workers: Sequence[RegisteredWorker], request: RoutingRequest, hits: Hits) -> RegisteredWorker:
+        """Apply the two thresholds."""
         loads = {worker.worker_id: self.fleet.num_in_flight(worker) for worker in workers}
         least, most = min(loads.values()), max(loads.values())
         chosen = min(workers, key=lambda worker: loads[worker.worker_id])
         is_imbalanced = most - least > self.ABSOLUTE_THRESHOLD and most > self.RELATIVE_THRESHOLD * least
-        if not is_imbalanced and ask.digests:
-            matches = self._tree.longest_prefix(ask.digests, 0.0)
+        if not is_imbalanced and request.digests:
+            matches = self._tree.longest_prefix(request.digests, 0.0)
             matched = max(workers, key=lambda worker: matches.get(worker.worker_id, 0))
-            if matches.get(matched.worker_id, 0) / len(ask.digests) > self.CACHE_THRESHOLD:
+            if matches.get(matched.worker_id, 0) / len(request.digests) > self.CACHE_THRESHOLD:
                 chosen = matched
-        self._insert(chosen.worker_id, ask.digests)
+        self._insert(chosen.worker_id, request.digests)
         return chosen
 
-    def pick_decode(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
-        """By load."""
-        return self._decode.pick(workers, ask, hits)
+    def pick_decode(self, workers: Sequence[RegisteredWorker], request: RoutingRequest, hits: Hits) -> RegisteredWorker:
+        """The less loaded of two."""
+        return self._decode.pick(workers, request, hits)
 
     def _insert(self, worker_id: str, digests: Sequence[bytes]) -> None:
         if worker_id not in self._num_inserts:
@@ -192,18 +193,18 @@ class Dynamo(_ByRole):
     ignores decode blocks; decode counts no overlap, so it goes by load alone.
     """
 
-    def pick(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
+    def pick(self, workers: Sequence[RegisteredWorker], request: RoutingRequest, hits: Hits) -> RegisteredWorker:
         """The lowest cost."""
 
         def cost(worker: RegisteredWorker) -> float:
             block_size = worker.card.block_size
-            prefill_tokens = worker.queued_prompt_tokens + ask.num_prompt_tokens
+            prefill_tokens = worker.queued_prompt_tokens + request.num_prompt_tokens
             prefill = max(prefill_tokens / block_size - hits.get(worker.worker_id, 0), 0.0)
-            return prefill + (worker.booked_kv_tokens + ask.num_prompt_tokens) / block_size
+            return prefill + (worker.booked_kv_tokens + request.num_prompt_tokens) / block_size
 
         return _lowest(workers, cost, self.rng)
 
-    def pick_decode(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
+    def pick_decode(self, workers: Sequence[RegisteredWorker], request: RoutingRequest, hits: Hits) -> RegisteredWorker:
         """Fewest active blocks."""
         return _lowest(workers, lambda worker: worker.booked_kv_tokens, self.rng)
 
@@ -220,7 +221,7 @@ class LlmD(_ByRole):
 
     QUEUE_WEIGHT, KV_WEIGHT, PREFIX_WEIGHT = 2, 2, 3
 
-    def pick(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
+    def pick(self, workers: Sequence[RegisteredWorker], request: RoutingRequest, hits: Hits) -> RegisteredWorker:
         """The highest score."""
         queues = {worker.worker_id: self.fleet.num_prompts(worker) for worker in workers}
         most, least = max(queues.values()), min(queues.values())
@@ -228,12 +229,12 @@ class LlmD(_ByRole):
         def negative_score(worker: RegisteredWorker) -> float:
             queue = (most - queues[worker.worker_id]) / (most - least) if most > least else 1.0
             usage = worker.booked_kv_tokens / (worker.card.num_blocks * worker.card.block_size)
-            prefix = hits.get(worker.worker_id, 0) / max(len(ask.digests), 1)
+            prefix = hits.get(worker.worker_id, 0) / max(len(request.digests), 1)
             return -(self.QUEUE_WEIGHT * queue + self.KV_WEIGHT * (1 - min(usage, 1)) + self.PREFIX_WEIGHT * prefix)
 
         return _lowest(workers, negative_score, self.rng)
 
-    def pick_decode(self, workers: Sequence[RegisteredWorker], ask: Ask, hits: Mapping[str, int]) -> RegisteredWorker:
+    def pick_decode(self, workers: Sequence[RegisteredWorker], request: RoutingRequest, hits: Hits) -> RegisteredWorker:
         """Fewest sequences."""
         return _lowest(workers, lambda worker: worker.num_booked_seqs, self.rng)
 

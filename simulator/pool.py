@@ -1,7 +1,7 @@
-"""A worker's block pool: a leaf-first LRU of cached blocks, pinned while in use, and blocks nobody else can find.
+"""A worker's block pool: a leaf-first LRU of cached blocks, pinned while in use, and private blocks of sequences.
 
-As the engine's: full prompt blocks are shared under their digest; the rest of a sequence is its own. A sequence gets
-room for its whole length when it is admitted, so none is ever preempted.
+Like the engine's pool it shares full prompt blocks under their digests; the rest of a sequence is private. A sequence
+gets room for its whole length when it is admitted, so none is ever preempted.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ __all__ = ["Allocation", "Pool"]
 
 @dataclass(eq=False, slots=True)
 class Allocation:
-    """Blocks of one sequence. [0, num_shared) can be found by others, under the prompt's digests."""
+    """The blocks of one sequence. Others can find [0, num_shared) under the prompt's digests."""
 
-    digests: Sequence[bytes]  # of the prompt's full blocks
+    digests: Sequence[bytes]  # digests of the prompt's full blocks
     num_hits: int  # leading blocks that were cached
     num_shared: int
     num_private: int
 
     @property
     def deepest(self) -> bytes | None:
-        """The last shared block; its pin keeps all before it."""
+        """The last shared block; its pin keeps all blocks before it."""
         return self.digests[self.num_shared - 1] if self.num_shared else None
 
 
 class Pool:
-    """`capacity` blocks. Whoever allocates releases."""
+    """`capacity` blocks. The caller of `try_allocate` releases."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._cached = LRU(capacity)
-        self._num_users: dict[bytes, int] = {}  # of cached blocks in use
+        self._num_users: dict[bytes, int] = {}  # cached blocks in use
         self._num_private = 0
         self._stored: list[bytes] = []
         self._removed: list[bytes] = []
@@ -53,7 +53,7 @@ class Pool:
     def try_allocate(self, digests: Sequence[bytes], num_usable: int, num_blocks: int) -> Allocation | None:
         """`num_blocks` blocks, up to `num_usable` of them from the cache; None, and nothing changes, without room."""
         num_hits = min(self.count_cached(digests), num_usable)
-        # What is used of a chain is a prefix of it.
+        # The blocks of a chain that are in use are a prefix of it.
         num_used = bisect_left(digests[:num_hits], True, key=lambda digest: digest not in self._num_users)
         num_private = num_blocks - num_hits
         if self.num_in_use + (num_hits - num_used) + num_private > self.capacity:
@@ -68,13 +68,13 @@ class Pool:
         return allocation
 
     def publish(self, allocation: Allocation, num_full: int) -> None:
-        """Let others find the leading `num_full` blocks: their KV is in place."""
+        """Let others find the leading `num_full` blocks, whose KV is computed."""
         first, before = allocation.num_shared, allocation.deepest
         if num_full <= first:
             return
         parent = before
         for digest in allocation.digests[first:num_full]:
-            if digest not in self._cached:  # else another sequence was faster, and ours stays private
+            if digest not in self._cached:  # otherwise another sequence was faster, and this block stays private
                 self._cached.add(digest, parent)
                 self._stored.append(digest)
                 self._num_private -= 1
@@ -87,7 +87,7 @@ class Pool:
             self._cached.unpin(before)
 
     def release(self, allocation: Allocation) -> None:
-        """End the use of these blocks; shared ones stay findable until evicted."""
+        """End the use of these blocks; shared blocks can be found until they are evicted."""
         self._num_private -= allocation.num_private
         deepest = allocation.deepest
         if deepest is None:
@@ -100,19 +100,19 @@ class Pool:
         self._cached.touch(deepest)
 
     def demote(self, digests: Sequence[bytes]) -> None:
-        """A peer has read what is cached of this chain: its copy is the one to keep (`BlockPool.demote`)."""
+        """A peer has read the cached blocks of this chain, so its copy is the one to keep (see `BlockPool.demote`)."""
         num_cached = self.count_cached(digests)
         if num_cached:
             self._cached.demote(digests[num_cached - 1])
 
     def take_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Digests stored and removed since the last call. Removal is told first: a block may have come back."""
+        """Digests stored and removed since the last call. A digest in both lists is stored: the block came back."""
         stored, self._stored = self._stored, []
         removed, self._removed = self._removed, []
         return stored, removed
 
     def check_integrity(self) -> None:
-        """Assert that the pool is idle, and that the books agree."""
+        """Raise AssertionError unless the pool is idle and its counts agree."""
         assert self.num_in_use == 0, f"{self._num_private} private blocks, {len(self._num_users)} shared ones in use"
         assert len(self._cached) <= self.capacity, f"{len(self._cached)} blocks cached in {self.capacity}"
 

@@ -1,9 +1,9 @@
-"""Routing of block-hash traces under the reference semantics their published cache numbers were computed with.
+"""Routing of block-hash traces under the semantics by which their published cache numbers were computed.
 
 Each worker has a private LRU of C blocks, leaf first, and a first-in first-out queue, a fluid that drains at R tokens
 per second. A request's work on a worker is its prompt less the leading tokens cached there; its blocks enter the cache
 when it is routed. R is set so that the workers are busy a share `utilisation` of the trace's span if nothing is cached.
-There is no decoding. Everything is known exactly, so that only the routing decision differs between policies.
+There is no decoding. Everything is known exactly, so policies differ in their routing decisions only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tandem.kv_transfer.eviction import create_policy
 from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import Role, WorkerCard
@@ -26,6 +25,7 @@ from tandem.scheduling.placer import Placer
 from tandem.scheduling.request import CommonDigests, PlacementRequest
 from tandem.simulator.fleet import SimulatedFleet, make_card
 from tandem.simulator.measures import quantile
+from tandem.simulator.prefix_cache import PrefixCache
 
 __all__ = ["REFERENCE_POLICIES", "ReferenceResult", "route"]
 
@@ -40,7 +40,7 @@ class ReferenceResult:
 
     block_hit_ratio: float
     token_hit_ratio: float
-    imbalance: float  # uncached tokens given to a worker, maximum over mean
+    imbalance: float  # uncached tokens by worker, maximum over mean
     request_imbalance: float
     wait_mean_s: float
     wait_p50_s: float
@@ -53,13 +53,13 @@ class _Worker:
 
     def __init__(self, worker_id: str, capacity_blocks: int) -> None:
         self.worker_id = worker_id
-        self.cache = create_policy("lru", capacity_blocks)
+        self.cache = PrefixCache(capacity_blocks)
         self.queued_tokens = 0.0
         self.num_assigned_tokens = 0
         self.num_requests = 0
 
     def drain(self, num_tokens: float) -> None:
-        """Compute up to so many of the queued tokens."""
+        """Compute up to this number of the queued tokens."""
         self.queued_tokens = max(self.queued_tokens - num_tokens, 0.0)
 
     def give(self, num_new_tokens: int) -> None:
@@ -67,22 +67,6 @@ class _Worker:
         self.queued_tokens += num_new_tokens
         self.num_assigned_tokens += num_new_tokens
         self.num_requests += 1
-
-    def store(self, digests: Sequence[bytes], num_hits: int) -> tuple[Sequence[bytes], Sequence[bytes]]:
-        """Use a request's blocks, of which the leading `num_hits` are here. Returns those stored and those evicted."""
-        parent = digests[num_hits - 1] if num_hits else None
-        if parent is not None:
-            self.cache.touch(parent)
-        for digest in digests[num_hits:]:
-            self.cache.add(digest, parent)
-            parent = digest
-        removed = []
-        while len(self.cache) > self.cache.capacity:
-            victim = self.cache.victim()
-            assert isinstance(victim, bytes), f"{len(self.cache)} blocks, none pinned, and no victim"
-            self.cache.remove(victim)
-            removed.append(victim)
-        return digests[num_hits:], removed
 
 
 class _Routing(ABC):
@@ -116,7 +100,7 @@ class _LeastLoaded(_Routing):
 
 
 class _Cost(_Routing):
-    """Fewest uncached tokens of the request plus queued tokens."""
+    """Least sum of the request's uncached tokens and the queued tokens."""
 
     def choose(self, request: TraceRequest, digests: Sequence[bytes], hits: dict[str, int], now: float) -> _Worker:
         def cost(worker: _Worker) -> tuple[float, int]:
@@ -127,9 +111,9 @@ class _Cost(_Routing):
 
 
 class _Tandem(_Routing):
-    """The product's placement: prefill workers of known speed before one decode worker that costs nothing.
+    """The product's placement: prefill workers of known speed, and one decode worker that costs nothing.
 
-    Each worker has a namespace of its own: under these semantics no KV can be read from a peer.
+    Each worker has a namespace of its own, because under these semantics no KV can be read from a peer.
     """
 
     def __init__(self, workers: Sequence[_Worker], fleet: SimulatedFleet, tokens_per_s: float) -> None:
@@ -137,7 +121,7 @@ class _Tandem(_Routing):
         self._by_id = {worker.worker_id: worker for worker in workers}
         self._tokens_per_s = tokens_per_s
         self._bookings: dict[str, deque[tuple[float, Booking]]] = {worker.worker_id: deque() for worker in workers}
-        self._booked_tokens = dict.fromkeys(self._by_id, 0)  # not computed yet, as the registry knows
+        self._booked_tokens = dict.fromkeys(self._by_id, 0)  # uncomputed tokens by the registry's count
         fleet.costs.steps(_KIND).costs = StepCosts(0.0, 1 / tokens_per_s, 0.0, 0.0, 0.0)
         fleet.join(_card("sink", Role.DECODE))
         config = RouterConfig(local_prefill=False, max_queued_prompt_tokens=_UNLIMITED_TOKENS)
@@ -161,7 +145,7 @@ class _Tandem(_Routing):
         self._booked_tokens[worker.worker_id] += num_new_tokens
 
     def _report(self, worker: _Worker, now: float) -> None:
-        """Tell the registry what was computed since the last decision."""
+        """Report to the registry what was computed since the last decision."""
         num_queued = math.ceil(worker.queued_tokens)  # a token counts once all of it is computed
         num_computed = self._booked_tokens[worker.worker_id] - num_queued
         if num_computed > 0:
@@ -206,7 +190,7 @@ def route(requests: Sequence[TraceRequest], policy: str, *, num_workers: int, ca
         num_cached = request.num_tokens_in(num_hits)
         worker.give(request.num_prompt_tokens - num_cached)
         routing.note(worker, request.num_prompt_tokens - num_cached, num_cached, now)
-        fleet.announce(worker.worker_id, *worker.store(digests, num_hits))
+        fleet.announce(worker.worker_id, *worker.cache.store(digests))
         num_hit_blocks += num_hits
         num_hit_tokens += num_cached
         waits_s.append(worker.queued_tokens / tokens_per_s)

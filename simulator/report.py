@@ -33,9 +33,9 @@ _COLORS = {
 }
 _SIZE_INCHES = (7.2, 4.0)
 _DPI = 130
-_SMOOTH_WINDOWS = 5  # of a timeline, each point the mean of so many
+_SMOOTH_WINDOWS = 5  # windows averaged for each point of a timeline
 
-# Heading, and how a summary's value is written.
+# Column headings, and how the values of a summary are written.
 COLUMNS: Mapping[str, Callable[[Summary], str]] = {
     "policy": lambda run: run.policy,
     "TTFT mean s": lambda run: _number(run.ttft_mean_s),
@@ -52,7 +52,7 @@ COLUMNS: Mapping[str, Callable[[Summary], str]] = {
 
 
 def html_report(title: str, facts: Mapping[str, object], outcomes: Sequence[Outcome], slo: Slo) -> str:
-    """A page with the facts of the run, a table, and a plot of each kind with one curve per policy."""
+    """A page with the facts of the run, a table, and the plots with one curve per policy."""
     summaries = [summarize(outcome, slo) for outcome in outcomes]
     figures = "\n".join(
         f'<figure><img alt="{html.escape(name)}" src="data:image/png;base64,{base64.b64encode(png).decode()}"></figure>'
@@ -105,7 +105,7 @@ def _draw_ttft(axes: Axes, outcomes: Sequence[Outcome], slo: Slo) -> None:
 
 
 def _draw_itl(axes: Axes, outcomes: Sequence[Outcome], slo: Slo) -> None:
-    """Gaps longer than: the tail is what readers of a stream notice."""
+    """The share of gaps longer than x: readers of a stream notice the tail."""
     for outcome in outcomes:
         values, shares = gap_distribution(outcome.gaps)
         if len(values):
@@ -154,7 +154,7 @@ def _style(outcome: Outcome) -> dict[str, Any]:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """The mean of each point and its neighbours, without those that are NaN."""
+    """The mean of each point and its neighbours, without NaN."""
     half = _SMOOTH_WINDOWS // 2
     parts = [values[max(idx - half, 0) : idx + half + 1] for idx in range(len(values))]
     return np.array([np.mean(known) if len(known := part[~np.isnan(part)]) else math.nan for part in parts])

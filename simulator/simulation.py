@@ -1,6 +1,6 @@
-"""One trace through one policy on one cluster: arrivals, the choice, its booking, handoffs, what the router learns.
+"""One trace through one policy on one cluster: arrivals, decisions, bookings, handoffs, and what the router learns.
 
-What router/workers/flow.py does around placement happens here at virtual times; workers are simulator.worker.
+Does at virtual times what router/workers/flow.py does around placement; the workers are simulator.worker.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tandem.kv_transfer.eviction import create_policy
 from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
 from tandem.protocol.messages import HOST_TIER, TierLoad
 from tandem.scheduling.answer_lengths import AnswerLengths
@@ -21,7 +20,8 @@ from tandem.scheduling.load import RequestLoad
 from tandem.simulator.clock import Clock
 from tandem.simulator.cluster import Cluster
 from tandem.simulator.fleet import SimulatedFleet
-from tandem.simulator.policies import POLICIES, Ask, Choice
+from tandem.simulator.policies import POLICIES, Choice, RoutingRequest
+from tandem.simulator.prefix_cache import PrefixCache
 from tandem.simulator.steps import Run
 from tandem.simulator.worker import Job, SimulatedWorker
 
@@ -31,7 +31,7 @@ _MAX_OUTPUT_TOKENS = 1 << 20  # traces do not say what a client would have allow
 
 
 class Gaps(NamedTuple):
-    """Inter-token gaps of one run of steps; they change evenly from the first to the last step's."""
+    """Inter-token gaps of one run of steps; they change evenly from the first to the last step."""
 
     end_s: float
     first_s: float
@@ -41,24 +41,24 @@ class Gaps(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What happened. Times are virtual seconds from the first arrival on."""
+    """The outcome of a simulation. Times are virtual seconds from the first arrival on."""
 
     policy: str
     cluster: Cluster
     seed: int
-    jobs: Sequence[Job]  # every one served to its end, in order of arrival
+    jobs: Sequence[Job]  # all served to their end, in order of arrival
     num_refused: int  # prompts that no worker's pool could hold
     gaps: Sequence[Gaps]
     busy_s: dict[str, float]  # by worker
     prefilled_tokens: dict[str, int]  # by worker
     num_events: int
-    wall_s: float  # real time the simulation took
-    place_s: float  # of it, in the policy
+    wall_s: float  # real time of the simulation
+    place_s: float  # real time in the policy
     step_error: float  # relative error of the router's step model at the end
 
 
 def simulate(requests: Sequence[TraceRequest], cluster: Cluster, policy: str, seed: int = 0) -> Outcome:
-    """Serve the requests, which arrive in order from second 0 on, with one of `POLICIES`."""
+    """Serve the requests with one of `POLICIES`. They must be in order of arrival, from second 0 on."""
     return _Simulation(requests, cluster, policy, seed).run()
 
 
@@ -68,41 +68,11 @@ class _Open:
 
     choice: Choice
     booking: Booking
-    room_s: float | None = None  # since when the decode worker has room for the KV
-
-
-@dataclass(eq=False)
-class _HostTier:
-    """Blocks in a worker's host memory: written as prompts are computed, least recently used leaf first out."""
-
-    capacity: int
-    num_hit_blocks: int = 0
-
-    def __post_init__(self) -> None:
-        self._blocks = create_policy("lru", max(self.capacity, 1))
-
-    def count(self, digests: Sequence[bytes]) -> int:
-        """Leading blocks held."""
-        return next((idx for idx, digest in enumerate(digests) if digest not in self._blocks), len(digests))
-
-    def store(self, digests: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
-        """Use a prompt's blocks, and keep those that are new: what came and what went."""
-        num_held = self.count(digests)
-        if num_held:
-            self._blocks.touch(digests[num_held - 1])
-        for idx in range(num_held, len(digests)):
-            self._blocks.add(digests[idx], digests[idx - 1] if idx else None)
-        removed: list[bytes] = []
-        while len(self._blocks) > self.capacity:
-            victim = self._blocks.victim()
-            assert isinstance(victim, bytes), f"{len(self._blocks)} blocks, none pinned, and no victim"
-            self._blocks.remove(victim)
-            removed.append(victim)
-        return [digest for digest in digests[num_held:] if digest in self._blocks], removed
+    room_s: float | None = None  # when the decode worker had room for the KV
 
 
 class _Simulation:
-    """Also the listener of all workers."""
+    """The simulation. It is also the listener of all workers."""
 
     def __init__(self, requests: Sequence[TraceRequest], cluster: Cluster, policy: str, seed: int) -> None:
         self._cluster = cluster
@@ -115,7 +85,7 @@ class _Simulation:
             worker = SimulatedWorker(card, self._machine, self._clock, self)
             self._workers[worker.worker_id] = worker
         self._hosts = {
-            worker_id: _HostTier(cluster.host_cache_tokens // TRACE_BLOCK_SIZE) for worker_id in self._workers
+            worker_id: PrefixCache(cluster.host_cache_tokens // TRACE_BLOCK_SIZE) for worker_id in self._workers
         }
         if cluster.host_cache_tokens:
             block_s = self._machine.block_bytes / self._machine.host_bytes_per_s
@@ -125,7 +95,7 @@ class _Simulation:
         self._seed = seed
         self._policy = POLICIES[policy](self._fleet, random.Random(seed))
         self._open: dict[Job, _Open] = {}
-        self._computing: set[SimulatedWorker] = set()  # may have progress to tell
+        self._computing: set[SimulatedWorker] = set()  # workers that may have progress to report
         self._lengths = AnswerLengths()
         self._gaps: list[Gaps] = []
         self._place_s = 0.0
@@ -162,15 +132,15 @@ class _Simulation:
         started = time.perf_counter()
         for worker in self._computing:
             self._fleet.note_computed(worker.worker_id, worker.take_progress())
-        ask = Ask(job.num_prompt_tokens, self._lengths.expected("", _MAX_OUTPUT_TOKENS), job.digests)
-        choice = self._policy.choose(ask, self._clock.now)
+        request = RoutingRequest(job.num_prompt_tokens, self._lengths.expected("", _MAX_OUTPUT_TOKENS), job.digests)
+        choice = self._policy.choose(request, self._clock.now)
         self._place_s += time.perf_counter() - started
         prefill_id, decode_id = choice.prefill.worker_id, choice.decode.worker_id
         job.prefill_worker_id, job.decode_worker_id = prefill_id, decode_id
         holders = {prefill_id} if job.num_output_tokens == 1 else {prefill_id, decode_id}
         self._fleet.index.speculate(holders, job.digests, self._clock.now)
         self._fleet.add_prompts(prefill_id, 1)
-        num_cached, num_kv = choice.num_cached_tokens, job.num_prompt_tokens + ask.expected_output_tokens
+        num_cached, num_kv = choice.num_cached_tokens, job.num_prompt_tokens + request.expected_output_tokens
         load = RequestLoad(prefill_id, decode_id, job.num_prompt_tokens - num_cached, num_cached, num_kv)
         self._open[job] = _Open(choice, self._fleet.registry.reserve(load))
         self._load_and_submit(job, choice)
@@ -180,7 +150,7 @@ class _Simulation:
         return job.is_pair and job.num_output_tokens > 1
 
     def _load_and_submit(self, job: Job, choice: Choice) -> None:
-        """Give the worker its prompt, once KV that is to be read from host memory or a peer is there."""
+        """Give the worker its prompt, after the KV to be read from host memory or a peer has arrived."""
         worker = self._workers[choice.prefill.worker_id]
         digests = job.digests[: job.num_usable_blocks(TRACE_BLOCK_SIZE)]
         num_own = worker.pool.count_cached(digests)
@@ -198,7 +168,7 @@ class _Simulation:
         self._clock.at(self._clock.now + load_s, worker.submit, job)
 
     def _host_load(self, worker: SimulatedWorker, digests: Sequence[bytes], num_own: int) -> tuple[float, int]:
-        """Seconds to load, and up to which block; nothing where computing is faster."""
+        """Seconds to load from host memory, and up to which block; (0, 0) where computing is faster."""
         num_blocks = self._hosts[worker.worker_id].count(digests) if self._cluster.host_cache_tokens else 0
         load_s = max(num_blocks - num_own, 0) * self._machine.block_bytes / self._machine.host_bytes_per_s
         num_tokens, num_context = (num_blocks - num_own) * TRACE_BLOCK_SIZE, num_own * TRACE_BLOCK_SIZE
@@ -207,7 +177,7 @@ class _Simulation:
         return (load_s, num_blocks) if load_s < compute_s else (0.0, 0)
 
     def _peer_load(self, holder: SimulatedWorker, digests: Sequence[bytes], num_own: int) -> tuple[float, int]:
-        """The same from a peer's pool: it answers between two steps."""
+        """The same from a peer's pool. A peer answers between two of its steps."""
         num_blocks = holder.pool.count_cached(digests)
         num_bytes = max(num_blocks - num_own, 0) * self._machine.block_bytes
         read_s = self._machine.link_latency_s + num_bytes / self._machine.link_bytes_per_s
@@ -220,7 +190,7 @@ class _Simulation:
         self._note_gaps(run)
 
     def _note_gaps(self, run: Run) -> None:
-        """Gaps as long as a step; those that a handoff is part of are told by `decoding`."""
+        """Record the gaps that last one step; `decoding` records those that contain a handoff."""
         first_s, end_s = run.duration_s(1), self._clock.now
         if run.num_seqs > run.num_joined:
             self._gaps.append(Gaps(end_s, first_s, first_s, run.num_seqs - run.num_joined))
@@ -230,20 +200,20 @@ class _Simulation:
             self._gaps.append(Gaps(end_s, second_s, last_s, run.num_seqs * (run.num_steps - 1)))
 
     def started(self, worker: SimulatedWorker, run: Run) -> None:
-        """Note whether a run has progress to tell before it ends."""
+        """Note whether a run will have progress to report before it ends."""
         if run.chunk_tokens and run.num_steps > 1:
             self._computing.add(worker)
         else:
             self._computing.discard(worker)
 
     def admitted(self, worker: SimulatedWorker, job: Job) -> None:
-        """Ask for room to decode in as late as the transfer allows: blocks that wait for a long prompt serve nobody."""
+        """Reserve room to decode as late as the transfer allows: blocks that wait for a long prompt are wasted."""
         if self._is_handed_over(job):
             decode = self._workers[job.decode_worker_id]
             self._clock.at(self._clock.now + self._until_room_is_needed_s(job), decode.reserve, job)
 
     def _until_room_is_needed_s(self, job: Job) -> float:
-        """Until the last chunk but one begins, as a grant takes a step to be read, or as the transfer takes longer."""
+        """Until the last chunk but one begins, as a grant is read a step later; sooner if the transfer is longer."""
         machine, chunk = self._machine, self._cluster.step_tokens
 
         def compute_s(num_tokens: int) -> float:
@@ -268,13 +238,13 @@ class _Simulation:
             self._hand_over(job, request.room_s)
 
     def has_room(self, worker: SimulatedWorker, job: Job) -> None:
-        """The KV may be sent from now on."""
+        """The decode worker has room: the KV may be sent from now on."""
         self._open[job].room_s = self._clock.now
         if job.first_token_s is not None:
             self._hand_over(job, self._clock.now)
 
     def _hand_over(self, job: Job, room_s: float) -> None:
-        """Plan the arrival of the last block: chunks travel while the next is computed, the last one after that."""
+        """Plan the arrival of the last block: a chunk is sent while the next is computed, the last one after that."""
         assert job.prefill_start_s is not None
         assert job.first_token_s is not None
         assert job.decode_blocks is not None
@@ -288,14 +258,14 @@ class _Simulation:
         self._clock.at(arrival_s, self._arrived, job, exposed_s)
 
     def _arrived(self, job: Job, exposed_s: float) -> None:
-        """All KV is there; the sender reports what of it was exposed."""
+        """All KV has arrived; the sender reports how much of the transfer was exposed."""
         exposed_bytes = (exposed_s - self._machine.link_latency_s) * self._machine.link_bytes_per_s
         self._fleet.costs.transfer(self._machine.kind, self._machine.kind).observe(exposed_bytes, exposed_s)
         self._workers[job.prefill_worker_id].release_prompt(job)
         self._workers[job.decode_worker_id].join(job)
 
     def decoding(self, worker: SimulatedWorker, job: Job) -> None:
-        """Note the gap that the handoff is part of."""
+        """Record the gap that contains the handoff."""
         assert job.first_token_s is not None
         assert job.second_token_s is not None
         gap_s = job.second_token_s - job.first_token_s
@@ -307,12 +277,12 @@ class _Simulation:
         self._lengths.note("", job.num_output_tokens)
 
     def cached(self, worker: SimulatedWorker, stored: list[bytes], removed: list[bytes]) -> None:
-        """Follow the worker's block events."""
+        """Pass on the worker's block events."""
         self._fleet.announce(worker.worker_id, stored, removed)
 
 
 def _job(number: int, request: TraceRequest, digests: dict[int, bytes]) -> Job:
-    """Only full blocks are cached; a block id stands for its digest."""
+    """A request of the trace as a job. Only full blocks are cached; a block id becomes its digest."""
     num_full = request.num_prompt_tokens // TRACE_BLOCK_SIZE
     block_ids = request.block_ids[:num_full]
     return Job(

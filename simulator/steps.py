@@ -4,7 +4,7 @@ While a batch keeps its sequences and one prompt fills the rest of each step, st
 
     base + a * chunk + b * chunk * (context + j * chunk + chunk / 2) + c * seqs + d * (kv + j * seqs)      j = 0, 1, ...
 
-(the coefficients of router.cost_model.StepCosts), so the first j steps take alpha * j + beta * j^2 together.
+(the coefficients of `StepCosts`), so the first j steps take alpha * j + beta * j^2 together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Chunk", "Run"]
 
 
 class Chunk(NamedTuple):
-    """New tokens of one prompt in a step, behind `num_context` that have their KV."""
+    """New tokens of one prompt in a step, after `num_context` tokens whose KV is computed."""
 
     num_tokens: int
     num_context: int
@@ -29,15 +29,15 @@ class Chunk(NamedTuple):
 
 @dataclass(slots=True)
 class Run:
-    """`num_steps` steps from `start_s` on. More than one only without chunks, or with one of the same size in each."""
+    """`num_steps` steps from `start_s` on. Several steps have no chunk, or one chunk of equal size each."""
 
     costs: StepCosts
     start_s: float
     num_steps: int
-    num_seqs: int  # that decode
-    kv_tokens: int  # of these, in the first step
+    num_seqs: int  # decoding sequences
+    kv_tokens: int  # their KV tokens in the first step
     chunks: Sequence[Chunk]
-    num_joined: int = 0  # of the sequences, those handed over whose first token here is due
+    num_joined: int = 0  # sequences among them that were handed over and get their first token here
     _tokens: int = field(init=False)
     _alpha: float = field(init=False)
     _beta: float = field(init=False)
@@ -68,13 +68,13 @@ class Run:
         return self._tokens
 
     def duration_s(self, num_steps: int) -> float:
-        """Time of the first `num_steps` steps."""
+        """Duration of the first `num_steps` steps."""
         return num_steps * (self._alpha + self._beta * num_steps)
 
     def num_done(self, now: float) -> int:
         """Steps that have ended by now."""
         elapsed_s = max(now - self.start_s, 0.0)
-        # The root of beta j^2 + alpha j = elapsed, in the form that is exact for beta = 0; rounding is put right below.
+        # The root of beta j^2 + alpha j = elapsed, in the form that is exact for beta = 0; rounding is corrected below.
         root = 2 * elapsed_s / (self._alpha + math.sqrt(self._alpha**2 + 4 * self._beta * elapsed_s))
         num_steps = min(int(root), self.num_steps)
         if num_steps < self.num_steps and self.start_s + self.duration_s(num_steps + 1) <= now:
@@ -84,7 +84,7 @@ class Run:
         return num_steps
 
     def cut(self, now: float) -> bool:
-        """End the run with the step in progress, or the one that ends right now. Returns whether that is sooner."""
+        """End the run with the step in progress, or the one that ends now. Returns whether that shortens it."""
         num_done = self.num_done(now)
         is_boundary = num_done > 0 and self.start_s + self.duration_s(num_done) >= now
         num_steps = num_done if is_boundary else num_done + 1
@@ -94,7 +94,7 @@ class Run:
         return True
 
     def mean_stats(self) -> StepStats:
-        """The mean step of the run: what a worker would report of each."""
+        """The mean step of the run, as a worker would report it."""
         count = self.num_steps
         attention = sum(prefill_attention(count * new, context) for new, context in self.chunks) / count
         if count == 1:

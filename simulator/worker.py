@@ -1,7 +1,7 @@
 """A simulated worker: chunked prefill and decoding in mixed steps over a block pool, in virtual time.
 
-The engine's scheduling, advanced a run of equal steps at a time (simulator.steps). Decoding sequences get their token
-in each step, prompts what is left of its tokens, in order of arrival.
+Schedules as the engine does, but advances a run of equal steps at a time (simulator.steps). In each step every decoding
+sequence gets one token, and prompts get the remaining tokens in order of arrival.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["Job", "SimulatedWorker", "WorkerListener"]
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One request's work and what came of it. A prompt is computed on one worker and decoded there or on another."""
+    """One request's work and its outcome. A prompt is computed on one worker and decoded there or on another."""
 
     request_id: int
     arrival_s: float
     num_prompt_tokens: int
     num_output_tokens: int
-    digests: Sequence[bytes]  # of the prompt's full blocks
+    digests: Sequence[bytes]  # digests of the prompt's full blocks
     prefill_worker_id: str = ""
     decode_worker_id: str = ""
     num_readable_tokens: int = 0  # leading tokens whose KV was read from a peer or a tier before admission
-    num_loaded_tokens: int = 0  # of these, those that the pool lacked
+    num_loaded_tokens: int = 0  # those of them that the pool lacked
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # found in the pool
     prompt_blocks: Allocation | None = None
@@ -46,7 +46,7 @@ class Job:
 
     @property
     def is_pair(self) -> bool:
-        """Whether it is decoded on another worker than it is computed on."""
+        """Whether the prompt is computed on one worker and decoded on another."""
         return self.prefill_worker_id != self.decode_worker_id
 
     @property
@@ -55,36 +55,36 @@ class Job:
         return self.num_prompt_tokens - self.num_computed_tokens
 
     def num_usable_blocks(self, block_size: int) -> int:
-        """Blocks that may come from a cache: the last token is always computed, for its logits."""
+        """Blocks that may come from a cache. The last token is always computed, for its logits."""
         return min((self.num_prompt_tokens - 1) // block_size, len(self.digests))
 
 
 class WorkerListener(Protocol):
-    """Who is told what a worker did. Called at the end of a step, in order."""
+    """Receives a worker's events, in order, at the end of a step."""
 
     def started(self, worker: SimulatedWorker, run: Run) -> None:
         """A run of steps began; it may be cut short."""
 
     def stepped(self, worker: SimulatedWorker, run: Run, num_prompt_tokens: int) -> None:
-        """A run of steps ended, which computed so many prompt tokens beyond those that `take_progress` told."""
+        """A run of steps ended. `num_prompt_tokens` were computed beyond those that `take_progress` returned."""
 
     def admitted(self, worker: SimulatedWorker, job: Job) -> None:
-        """The next step computes the first chunk of what the prompt lacks."""
+        """The next step computes the first chunk of the prompt's uncached rest."""
 
     def prefilled(self, worker: SimulatedWorker, job: Job) -> None:
-        """The prompt is computed: its first token is here."""
+        """The prompt is computed: it has its first token."""
 
     def has_room(self, worker: SimulatedWorker, job: Job) -> None:
         """Blocks for the KV of a prompt that is computed elsewhere are reserved."""
 
     def decoding(self, worker: SimulatedWorker, job: Job) -> None:
-        """The first token of a sequence handed over to this worker is here."""
+        """A sequence handed over to this worker has its first token here."""
 
     def finished(self, worker: SimulatedWorker, job: Job) -> None:
-        """The last token is here."""
+        """The sequence has its last token."""
 
     def cached(self, worker: SimulatedWorker, stored: list[bytes], removed: list[bytes]) -> None:
-        """What can be found in the worker's pool has changed."""
+        """The cached blocks of the worker's pool have changed."""
 
 
 @dataclass(eq=False)
@@ -102,22 +102,22 @@ class SimulatedWorker:
     _waiting: deque[Job] = field(default_factory=deque)
     _prefilling: list[Job] = field(default_factory=list)
     _awaiting_room: deque[Job] = field(default_factory=deque)
-    _num_steps: int = 0  # ever ended
-    _num_reported: int = 0  # steps of the present run that were told to the router
+    _num_steps: int = 0  # steps that have ended
+    _num_reported: int = 0  # steps of the present run that were reported to the router
     _num_decoding: int = 0
-    _kv_tokens: int = 0  # of the decoding sequences
+    _kv_tokens: int = 0  # KV tokens of the decoding sequences
     _endings: list[tuple[int, int, Job]] = field(default_factory=list)  # step of the last token, tie break, job
     _ties: itertools.count[int] = field(default_factory=itertools.count)
     _arrived: deque[Job] = field(default_factory=deque)  # sequences handed over, before they join the batch
-    _joined: list[Job] = field(default_factory=list)  # those of them that joined with the present run
-    _is_between_steps: bool = False  # listeners are being told; the next step is composed after that
+    _joined: list[Job] = field(default_factory=list)  # sequences that joined the batch with the present run
+    _is_between_steps: bool = False  # the listener is being called; the next step is composed after that
 
     def __post_init__(self) -> None:
         self.pool = Pool(self.card.num_blocks)
 
     @property
     def worker_id(self) -> str:
-        """As on its card."""
+        """The id on its card."""
         return self.card.address.worker_id
 
     def submit(self, job: Job) -> None:
@@ -127,12 +127,12 @@ class SimulatedWorker:
             self._interrupt()
 
     def reserve(self, job: Job) -> None:
-        """Ask for room for KV that another worker computes; answered by `has_room`, in order."""
+        """Request room for KV that another worker computes; `has_room` answers, in order."""
         self._awaiting_room.append(job)
         self._give_room()
 
     def join(self, job: Job) -> None:
-        """The KV of a sequence has arrived in its reserved blocks: decode it."""
+        """Decode a sequence whose KV has arrived in its reserved blocks."""
         assert job.decode_blocks is not None, f"request {job.request_id} has no blocks to decode in"
         self._publish(job.decode_blocks, len(job.digests))
         self._arrived.append(job)
@@ -164,7 +164,7 @@ class SimulatedWorker:
         return num_new * run.chunk_tokens
 
     def check_integrity(self) -> None:
-        """Assert that nothing is left: no work, no blocks in use."""
+        """Raise AssertionError unless nothing is left: no work, and no blocks in use."""
         queues = (self._waiting, self._prefilling, self._awaiting_room, self._arrived, self._endings)
         left = sum(len(queue) for queue in queues)
         assert left == 0, f"{self.worker_id} has {left} requests left"
@@ -172,7 +172,7 @@ class SimulatedWorker:
         self.pool.check_integrity()
 
     def _interrupt(self) -> None:
-        """Something new may join: start now if idle, else after the step in progress."""
+        """Let new work join: now if idle, else after the step in progress."""
         if self._is_between_steps:
             return
         if self._run is None:
@@ -186,7 +186,7 @@ class SimulatedWorker:
         self.clock.at(max(self._run.end_s, self.clock.now), self._end, self._run_number)
 
     def _start(self) -> None:
-        """Compose the next step, and as many more as will look the same."""
+        """Compose the next step, and as many more as will be equal."""
         while self._arrived and self._has_seat:
             self._joined.append(self._arrived.popleft())
             self._decode(self._joined[-1])
@@ -227,7 +227,7 @@ class SimulatedWorker:
         return self._num_decoding + len(self._prefilling) < self.machine.max_num_seqs
 
     def _num_equal_steps(self, chunks: Sequence[Chunk]) -> int:
-        """Steps until a sequence ends or a prompt's last chunk is due, which has a step of its own kind."""
+        """Steps until a sequence ends or a prompt's last chunk is due, which makes a step of its own."""
         until_ending = self._endings[0][0] - self._num_steps if self._endings else None
         if not chunks:
             assert until_ending is not None
@@ -258,7 +258,7 @@ class SimulatedWorker:
         return True
 
     def _is_being_computed(self, digest: bytes, position: int) -> bool:
-        """Whether a running prompt computes this block: waiting for it saves computing it twice."""
+        """Whether a running prompt computes this block: waiting avoids computing it twice."""
         return any(len(job.digests) > position and job.digests[position] == digest for job in self._prefilling)
 
     def _end(self, run_number: int) -> None:
@@ -295,7 +295,7 @@ class SimulatedWorker:
             self._finish(job, blocks)
 
     def _advance_prompts(self, run: Run) -> None:
-        """Count what was computed. Prompts are in the order of their chunks; those behind had no share."""
+        """Count what was computed. Prompts are in the order of their chunks; later prompts had no chunk."""
         jobs = self._prefilling[: len(run.chunks)]
         for job, chunk in zip(jobs, run.chunks, strict=True):
             job.num_computed_tokens += chunk.num_tokens * run.num_steps

@@ -9,7 +9,7 @@ import pytest
 from tandem.protocol.messages import Role
 from tandem.scheduling.load import RequestLoad
 from tandem.simulator.fleet import SimulatedFleet, make_card
-from tandem.simulator.policies import POLICIES, Ask, Policy
+from tandem.simulator.policies import POLICIES, Policy, RoutingRequest
 
 BLOCK_SIZE = 512
 
@@ -38,9 +38,9 @@ def make_policy(name: str, fleet: SimulatedFleet) -> Policy:
     return POLICIES[name](fleet, random.Random(0))
 
 
-def make_ask(num_blocks: int = 10) -> Ask:
+def make_ask(num_blocks: int = 10) -> RoutingRequest:
     digests = [f"{idx}".encode() for idx in range(num_blocks)]
-    return Ask(num_blocks * BLOCK_SIZE + 1, 100, digests)
+    return RoutingRequest(num_blocks * BLOCK_SIZE + 1, 100, digests)
 
 
 def book(fleet: SimulatedFleet, worker_id: str, *, new: int = 0, kv: int = 0, times: int = 1) -> None:
@@ -53,8 +53,8 @@ def cache(fleet: SimulatedFleet, worker_id: str, num_blocks: int) -> None:
     fleet.announce(worker_id, list(make_ask().digests)[:num_blocks], [])
 
 
-def chosen(policy: Policy, ask: Ask | None = None) -> str:
-    return policy.choose(ask or make_ask(), 0.0).prefill.worker_id
+def chosen(policy: Policy, request: RoutingRequest | None = None) -> str:
+    return policy.choose(request or make_ask(), 0.0).prefill.worker_id
 
 
 def test_round_robin_takes_each_in_turn_in_both_pools() -> None:
