@@ -1,4 +1,4 @@
-"""The FastAPI app of a router in front of engines: the OpenAI routes, the admin routes and what shows the fleet."""
+"""The FastAPI app of a router in front of engines: OpenAI routes, admin routes and routes that show the fleet."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The seam between relaying a request's bytes and deciding where it goes.
 
-    relaying    body, connections to engines, streams, retries: any number of processes
-    deciding    fleet, queues, bookings, what is learned of engines: one process
+    relaying (relay/)    bodies, connections to engines, streams, retries: any number of processes
+    deciding (fleet/)    fleet, queues, bookings, learned costs: one process
 
 `LocalDispatcher` decides in this process; `RemoteDispatcher` asks the process that does. All times are of
 `time.monotonic`, which is the same clock in all processes of a machine.
@@ -32,7 +32,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     max_tokens: int
     is_stream: bool
     service_class: ServiceClass
-    explains: bool = False  # whether the target shall say why it was chosen
+    explains: bool = False  # whether the target says why it was chosen
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -41,12 +41,12 @@ class RoutingRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
 
 
 class Target(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Where a request goes: one engine, or a pair of engines that hand KV over. Both are names."""
+    """Where a request goes: the names of one engine twice, or of a pair of engines."""
 
     prefill: str
     decode: str
     num_expected_cached_tokens: int  # prompt tokens that the prefix index expects to be cached there
-    decision: dict[str, Any] | None = None  # why, as JSON, if that was asked for
+    decision: dict[str, Any] | None = None  # why, as JSON, if the request explains
 
     @property
     def is_pair(self) -> bool:
@@ -55,28 +55,28 @@ class Target(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Reservation(Protocol):
-    """What one request holds at the deciding side: its place in the queue, then its booking on a target.
+    """What one request holds on the deciding side: its place in the queue, then its booking on a target.
 
-    Its owner calls `release` on every path, and tells it what happens to the request.
+    Its owner reports what happens to the request, and calls `release` on every path.
     """
 
     async def place(self) -> Target:
         """Wait in the queue if necessary, and book a target. Raises a `ServingError`."""
 
     async def place_elsewhere(self) -> Target:
-        """Give the target up and book another one, without those engines that failed or refused the request.
+        """Give the target up and book another one, on engines that neither failed nor refused the request.
 
-        It does not wait again. Raises a `ServingError`.
+        It does not wait in the queue again. Raises a `ServingError`.
         """
 
     def answered(self) -> None:
         """The first byte of the answer came: the engines of the target work."""
 
     def failed(self, engine: str, *, is_absent: bool = False) -> None:
-        """The engine failed the request. `is_absent`: nobody listens there."""
+        """The engine failed the request. `is_absent`: nothing listens there."""
 
     def refused(self, engine: str, retry_after_s: float) -> None:
-        """The engine has no room and wants nothing for so long."""
+        """The engine is busy: it gets no requests for `retry_after_s`."""
 
     def prefilled(self, now: float) -> None:
         """The prefill engine of a pair returned; the request goes to the decode engine next."""
@@ -85,7 +85,7 @@ class Reservation(Protocol):
         """The first token of a stream came."""
 
     def is_gap_due(self, now: float) -> bool:
-        """Whether `gap` has any use now. Cheap, because it is asked at every token."""
+        """Whether `gap` would use a gap now. Cheap, because it is asked at every token."""
 
     def gap(self, duration_s: float, now: float) -> None:
         """Two tokens of the stream came this far apart, the second of them now."""
@@ -98,44 +98,44 @@ class Reservation(Protocol):
 
 
 class EngineListener(Protocol):
-    """Is told which engines there are."""
+    """Is told of each engine that joins or leaves the fleet."""
 
     def engine_added(self, spec: EngineSpec, *, is_trusted: bool) -> None:
-        """An engine joined the fleet. Only a trusted one may be at an address of this machine."""
+        """An engine was added. Only a trusted one may be at an address of this machine."""
 
     def engine_removed(self, name: str) -> None:
         """An engine left the fleet: what still runs on it is aborted."""
 
 
 class Dispatcher(Protocol):
-    """Decides for the requests of this process."""
+    """Decides where the requests of this process go."""
 
     @property
     def models(self) -> list[str]:
-        """Names of the models that are served, or would be if their engines were there."""
+        """Names of all models of the fleet, whether or not their engines are ready."""
 
     @property
     def unknown_engines(self) -> list[str]:
-        """Names of engines that have not told their model yet."""
+        """Names of engines whose model is not known yet."""
 
     @property
     def unready(self) -> str | None:
-        """Why requests should not be sent here now; None when they should."""
+        """Why the router is not ready; None when it is."""
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """It decides for as long as this context is entered."""
 
     def max_model_len(self, model: str) -> int | None:
-        """Longest context of the model's engines; None while none has told."""
+        """Longest context of the model's engines; None while it is not known."""
 
     def now(self) -> float:
-        """The clock of all times that reservations are told."""
+        """The clock of all times that reservations get."""
 
     def reserve(self, request: RoutingRequest, abort: Callable[[str], None]) -> Reservation:
-        """A reservation that holds nothing yet. `abort` is called with a reason when its target is gone."""
+        """A reservation that holds nothing yet. `abort` is called with a reason when its engine is gone."""
 
     async def explain(self, request: RoutingRequest) -> dict[str, Any]:
-        """What would be decided for this request now, as JSON. Raises a `ServingError`."""
+        """The decision that would be taken now, as JSON. Raises a `ServingError`."""
 
     async def decisions(self) -> list[dict[str, Any]]:
         """The latest decisions, newest first, as JSON."""
@@ -144,7 +144,7 @@ class Dispatcher(Protocol):
         """Body of `/v1/pools`."""
 
     async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Take an engine in; returns it as JSON. Raises `RequestError`."""
+        """Add an engine; returns it as JSON. Raises `RequestError`."""
 
     async def remove_engine(self, name: str) -> dict[str, Any]:
         """Begin to drain an engine; returns it as JSON. Raises `EngineNotFound`."""

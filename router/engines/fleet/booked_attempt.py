@@ -1,4 +1,4 @@
-"""One attempt of a request as the deciding side sees it: booked on its engines, learned from, released."""
+"""One attempt of a request on the deciding side: its booking, and what its engines' behaviour teaches."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class BookedAttempt:
         self._trials.clear()
 
     def failed(self, name: str, *, is_absent: bool) -> None:
-        """The engine failed the request. `is_absent`: nobody listens there."""
+        """The engine failed the request. `is_absent`: nothing listens there."""
         engine = self._fleet.get(name)
         if engine is None:
             return
@@ -89,7 +89,7 @@ class BookedAttempt:
         engine.breaker.failed(self._fleet.clock(), trial=trial, is_absent=is_absent)
 
     def refused(self, name: str, retry_after_s: float) -> None:
-        """The engine wants nothing for so long."""
+        """The engine is busy: it gets no requests for `retry_after_s`."""
         engine = self._fleet.get(name)
         if engine is not None:
             engine.hold_back(retry_after_s, self._fleet.clock())
@@ -102,18 +102,18 @@ class BookedAttempt:
         self._sent_s = now
 
     def first_token(self, now: float) -> None:
-        """The first token of a stream came. What is learned counts the prompt as waiting still."""
+        """The first token of a stream came. NOTE: the prompt still counts as waiting while costs are learned."""
         if self._placement.best.is_pair:
             self._learn_transfer(now)
         else:
             self._learn_prefill(self._decode, now)
 
     def is_gap_due(self, now: float) -> bool:
-        """Whether `gap` has any use now."""
+        """Whether `gap` would use a gap now."""
         return self._decode.step_timing.is_gap_due(now)
 
     def gap(self, duration_s: float, now: float) -> None:
-        """Two tokens of the stream came this far apart: a decode step, unless the engine computes a prompt too."""
+        """Two tokens of the stream came this far apart: one decode step, unless the engine computes a prompt too."""
         engine, worker = self._decode, self._placement.best.decode
         if worker.queued_prompt_tokens:
             return

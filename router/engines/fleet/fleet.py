@@ -61,12 +61,12 @@ class EngineFleet:
 
     @property
     def engines(self) -> list[RemoteEngine]:
-        """All of them, in the order they were added."""
+        """All engines, in the order in which they were added."""
         return list(self._engines.values())
 
     @property
     def models(self) -> list[str]:
-        """Names of the models that are served, or would be if their engines were there."""
+        """Names of all models, whether or not their engines are ready."""
         return list(dict.fromkeys(engine.spec.model for engine in self.engines if engine.spec.model))
 
     @property
@@ -94,29 +94,23 @@ class EngineFleet:
         return self._engines.get(name)
 
     def max_model_len(self, model: str) -> int | None:
-        """Longest context any engine of the model has; None while none has told."""
+        """Longest context of the model's engines; None while it is not known."""
         return max((e.card.max_model_len for e in self.engines if e.card and e.spec.model == model), default=None)
 
     def add(self, spec: EngineSpec) -> RemoteEngine:
-        """Take an engine in and begin to probe it.
-
-        Raises `ConfigError` when it cannot stand beside the others.
-        """
+        """Add an engine and begin to probe it. Raises `ConfigError` when it does not fit the other engines."""
         check_fleet([*(engine.spec for engine in self.engines), spec])
         return self._start(spec)
 
     def add_all(self, specs: Iterable[EngineSpec]) -> None:
-        """Take in the engines of a file, whose order does not matter. Raises `ConfigError`."""
+        """Add the engines of a file, in any order. Raises `ConfigError`."""
         specs = list(specs)
         check_fleet(specs)
         for spec in specs:
             self._start(spec)
 
     async def remove(self, name: str) -> None:
-        """Give an engine nothing new, wait for what it runs, and forget it.
-
-        What it still runs after `drain_timeout_s` is ended.
-        """
+        """Drain an engine and forget it. Requests that still run after `drain_timeout_s` are ended."""
         await self._drain(self._engines[name])
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Deciding in this process: the `Dispatcher` around fleet and queues, and the reservations it gives."""
+"""The `Dispatcher` that decides in this process, by its fleet and queues, and its reservations."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from tandem.scheduling.request import PlacementRequest
 
 __all__ = ["KEY_PREFIX", "LocalDispatcher", "LocalReservation"]
 
-# Over HTTP only variables of this prefix, or such that the file names too, may be sent to a URL as a key: the admin of
-# engines need not be the one who may read every secret of the process.
+# Keys of engines added over HTTP come from variables with this prefix, or from those that the engines file names: an
+# admin of engines must not be able to send any other secret of the process to a URL.
 KEY_PREFIX = "TANDEM_ENGINE_"
 
 
 class LocalDispatcher:
-    """Decides for one process that relays, or for several."""
+    """Decides for the relaying side, in this process or in edge processes."""
 
     def __init__(self, fleet: EngineFleet, specs: Iterable[EngineSpec], tokenizers: Container[str]) -> None:
-        """`specs` are the engines to begin with, `tokenizers` the models whose tokenizer is known."""
+        """`specs` are the engines of the file, `tokenizers` the models that have a tokenizer."""
         self.fleet = fleet
         self.queues = Queues(fleet)
         self.num_retries = 0
@@ -46,14 +46,14 @@ class LocalDispatcher:
         self._removals = BackgroundTasks()
 
     def register_metrics(self, registry: CollectorRegistry) -> None:
-        """Show engines and queues in a registry."""
+        """Add the metrics of engines and queues to a registry."""
         registry.register(EngineCollector(self.fleet, lambda: self.num_retries))
         registry.register(WorkerCollector(self.fleet.registry))
         registry.register(AdmissionCollector(self.queues))
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Have the engines to begin with; at the end, refuse what waits and end what runs. Raises `ConfigError`."""
+        """Add the engines of the file; at the end refuse waiting requests, end running ones. Raises `ConfigError`."""
         try:
             self.fleet.add_all(self._specs)
             yield
@@ -66,17 +66,17 @@ class LocalDispatcher:
 
     @property
     def models(self) -> list[str]:
-        """Names of the models that are served, or would be if their engines were there."""
+        """Names of all models of the fleet, whether or not their engines are ready."""
         return self.fleet.models
 
     @property
     def unknown_engines(self) -> list[str]:
-        """Names of engines that have not told their model yet."""
+        """Names of engines whose model is not known yet."""
         return [engine.name for engine in self.fleet.engines if not engine.spec.model]
 
     @property
     def unready(self) -> str | None:
-        """Why requests should not be sent here now; None when they should."""
+        """Why the router is not ready; None when it is."""
         if self.fleet.is_ready:
             return None
         now = self.now()
@@ -84,7 +84,7 @@ class LocalDispatcher:
         return f"No engine is ready: {reasons or 'none is registered'}."
 
     def max_model_len(self, model: str) -> int | None:
-        """Longest context of the model's engines; None while none has told."""
+        """Longest context of the model's engines; None while it is not known."""
         return self.fleet.max_model_len(model)
 
     def now(self) -> float:
@@ -92,11 +92,11 @@ class LocalDispatcher:
         return self.fleet.clock()
 
     def reserve(self, request: RoutingRequest, abort: Callable[[str], None]) -> LocalReservation:
-        """A reservation that holds nothing yet. `abort` is called with a reason when its target is gone."""
+        """A reservation that holds nothing yet. `abort` is called with a reason when its engine is gone."""
         return LocalReservation(self, request, abort)
 
     async def explain(self, request: RoutingRequest) -> dict[str, Any]:
-        """What would be decided for this request now, as JSON. Raises a `ServingError`."""
+        """The decision that would be taken now, as JSON. Raises a `ServingError`."""
         return self.queue_of(request.model).explain(request)
 
     async def decisions(self) -> list[dict[str, Any]]:
@@ -118,7 +118,7 @@ class LocalDispatcher:
         }
 
     async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Take an engine in; returns it as JSON. Raises `RequestError`."""
+        """Add an engine; returns it as JSON. Raises `RequestError`."""
         try:
             spec = spec_from(fields, "engine")
             self._check_key(spec)
@@ -137,9 +137,9 @@ class LocalDispatcher:
             names = ", ".join(engine.name for engine in self.fleet.engines) or "none"
             raise EngineNotFound(f"Engine '{name[:100]}' is not registered; there are: {names}.", param="name")
         if not engine.is_removed:
-            # In the background: the caller does not wait for it, and cannot stop it by hanging up.
+            # In the background: the caller does not wait, and cannot stop it by disconnecting.
             self._removals.start(f"removal of engine {name}", lambda: self.fleet.remove(name))
-            await asyncio.sleep(0)  # it is draining when this answer is made
+            await asyncio.sleep(0)  # so that the answer shows it as draining
         return engine.to_json(self.now())
 
     # -- reservations ---------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class LocalDispatcher:
 
 
 class LocalReservation:
-    """As `Reservation` says."""
+    """A `Reservation` of `LocalDispatcher`."""
 
     def __init__(self, dispatcher: LocalDispatcher, request: RoutingRequest, abort: Callable[[str], None]) -> None:
         self.request_id = request.request_id
@@ -169,7 +169,7 @@ class LocalReservation:
         self._abort = abort
         self._queue: ModelQueue | None = None
         self._admitted: AdmittedRequest[LocalReservation, BookedAttempt] | None = None
-        self._attempt: BookedAttempt | None = None  # the latest
+        self._attempt: BookedAttempt | None = None  # the latest one
         self._tried: set[str] = set()  # engines that failed or refused it
 
     async def place(self) -> Target:
@@ -184,7 +184,7 @@ class LocalReservation:
         return self.move()
 
     def move(self) -> Target:
-        """`place_elsewhere`, at once."""
+        """`place_elsewhere` without `await`."""
         assert self._admitted is not None, "it has been placed"
         assert self._queue is not None, "it has been placed"
         self.release()

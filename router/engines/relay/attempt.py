@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Attempt:
-    """Its owner calls `close` on every path."""
+    """One attempt. Its owner calls `close` on every path."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Attempt:
         timeout_s: float,
         now: Callable[[], float],
     ) -> None:
-        """An engine may be silent for `timeout_s`. `now` is the clock of the reservation."""
+        """`timeout_s` is the longest silence of an engine. `now` is the clock of the reservation."""
         self.status = 200
         self.content: bytes | None = None  # a plain answer, or the client's own error; None for a stream
         self.content_type = "application/json"

@@ -1,4 +1,4 @@
-"""All attempts of one request, one after the other: retries happen before the first byte only."""
+"""The attempts of one request, one after the other. Retries happen before the first byte only."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["AttemptLimits", "Attempts"]
 
 @dataclass(frozen=True, slots=True)
 class AttemptLimits:
-    """How long and how often engines are asked."""
+    """Limits of all attempts of a request."""
 
-    max_attempts: int  # different engines
-    timeout_s: float  # an engine may be silent for so long
+    max_attempts: int  # each on another engine
+    timeout_s: float  # longest silence of an engine
 
 
 class Attempts:
-    """Its owner calls `close` on every path, and again without effect."""
+    """The attempts of one request. Its owner calls `close` on every path; later calls change nothing."""
 
     def __init__(
         self,
@@ -40,11 +40,11 @@ class Attempts:
         self._metrics = metrics
         self._limits = limits
         self._attempt: Attempt | None = None
-        self._abort_reason: str | None = None  # of an attempt that has not begun
+        self._abort_reason: str | None = None  # why the next attempt must not begin
         self._reservation = dispatcher.reserve(request.routing, self._abort)
 
     async def open(self) -> Attempt:
-        """The attempt that answers: the first one, or one on another engine. Raises a `ServingError`."""
+        """The first attempt that gets an answer. Raises a `ServingError`."""
         attempt = self._begin(await self._reservation.place())
         tried: set[str] = set()
         while True:
@@ -65,7 +65,7 @@ class Attempts:
                 raise
 
     def close(self) -> None:
-        """End what still runs and give everything back."""
+        """End the running attempt and release the reservation."""
         self._end_attempt()
         self._reservation.release()
 
@@ -91,6 +91,6 @@ class Attempts:
 
     def _abort(self, reason: str) -> None:
         if self._attempt is None:
-            self._abort_reason = reason  # its target was booked just now
+            self._abort_reason = reason  # its target is booked, but the attempt has not begun
         else:
             self._attempt.abort(reason)

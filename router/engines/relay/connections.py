@@ -1,4 +1,4 @@
-"""The connections to all engines that this process relays requests to."""
+"""The connections of this process to all engines of the fleet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["EngineConnection", "EngineConnections"]
 
 
 class EngineConnection:
-    """How requests get to one engine."""
+    """One engine, and the connections to it."""
 
     def __init__(self, spec: EngineSpec, upstream: Upstream) -> None:
         self.spec = spec
@@ -24,7 +24,7 @@ class EngineConnection:
 
 
 class EngineConnections:
-    """As many engines as the fleet has: it is the fleet's `EngineListener`."""
+    """Connections by the name of the engine. It is an `EngineListener`, so it follows the fleet."""
 
     def __init__(self, connect_timeout_s: float) -> None:
         self._connect_timeout_s = connect_timeout_s
@@ -32,12 +32,12 @@ class EngineConnections:
 
     def __getitem__(self, name: str) -> EngineConnection:
         connection = self._connections.get(name)
-        if connection is None:  # since a moment ago, when a request was placed on it
+        if connection is None:  # it was removed after the request was placed
             raise EngineFailed(name, "it was removed")
         return connection
 
     def engine_added(self, spec: EngineSpec, *, is_trusted: bool) -> None:
-        """Be ready to connect to it. Raises `ConfigError` when its key is not set."""
+        """As `EngineListener`. Raises `ConfigError` when the variable of the engine's key is not set."""
         resolve = None if is_trusted else public_addresses
         upstream = Upstream(
             spec.url, spec.request_headers(), connect_timeout_s=self._connect_timeout_s, resolve=resolve
@@ -45,7 +45,7 @@ class EngineConnections:
         self._connections[spec.name] = EngineConnection(spec, upstream)
 
     def engine_removed(self, name: str) -> None:
-        """Close the connections to it; what waits for an answer fails."""
+        """As `EngineListener`: close the connections; requests that wait for an answer fail."""
         self._connections.pop(name).upstream.close()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` and `/v1/completions` in front of engines: read, have placed, send, relay the answer."""
+"""`/v1/chat/completions` and `/v1/completions` in front of engines: read a request, place it, relay its answer."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from tandem.scheduling.tenants import CacheScopes
 
 __all__ = ["Forwarder", "read_object"]
 
-# Fields by which whoever stands in front of engines tells them where KV comes from and which of their parts computes:
-# a client's would read foreign KV, or have an engine connect to any host. docs/engines.md has the reason for each.
-_ROUTERS_FIELDS = frozenset(
+# Fields that tell an engine where KV comes from and which of its ranks computes. Only the router may set them: a client
+# could read the KV of others, or make an engine connect to any host. docs/engines.md has the reason for each.
+_ROUTER_FIELDS = frozenset(
     {
         *("kv_transfer_params", "ec_transfer_params"),  # vLLM
         *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),  # SGLang
@@ -44,9 +44,9 @@ _ROUTERS_FIELDS = frozenset(
         *("id_slot", "slot_id"),  # llama.cpp
     }
 )
-MAX_OUTPUTS = 1 << 20  # where a request sets no limit
-_OUR_IDS = ("request_id", "rid")  # of a request: the router gives it one
-_MAX_BRACKETS = 250  # more could be nested more deeply than JSON can be written again
+MAX_OUTPUT_TOKENS = 1 << 20  # of a request that sets no limit
+_REQUEST_IDS = ("request_id", "rid")  # the router sets the id
+_MAX_BRACKETS = 250  # above it, nesting may be too deep to be encoded again
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -56,7 +56,7 @@ _STREAM_HEADERS = [
 
 
 class Forwarder:
-    """Answers clients with what engines say."""
+    """Answers clients with the answers of engines."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Forwarder:
             model=model,
             prompt=token_bytes(token_ids),
             cache_scope=scope,
-            max_tokens=max_tokens_of(body) or MAX_OUTPUTS,
+            max_tokens=max_tokens_of(body) or MAX_OUTPUT_TOKENS,
             is_stream=bool(body.get("stream")),
             service_class=options.service_class,
             explains=options.explains,
@@ -134,7 +134,7 @@ class Forwarder:
         return ClientRequest(path=path, body=body, routing=routing, arrived_s=arrived_s)
 
     def _model_of(self, body: dict[str, Any]) -> str:
-        """The model asked for; one need not be named where there is but one."""
+        """The model of a request, which need not name it if there is only one."""
         model, known = body.get("model"), self._dispatcher.models
         if isinstance(model, str) and model:
             if model not in known:
@@ -190,16 +190,16 @@ async def read_object(request: Request) -> tuple[bytes, dict[str, Any]]:
 
 
 def _check_fields(raw: bytes, body: dict[str, Any]) -> None:
-    """Take out of a body the ids that the router gives. Raises `RequestError` for what must not reach an engine."""
-    for name in _ROUTERS_FIELDS & body.keys():
+    """Remove request ids from a body. Raises `RequestError` for fields that must not reach an engine."""
+    for name in _ROUTER_FIELDS & body.keys():
         if body.pop(name) is not None:
             raise RequestError(
                 f"'{name}' is for the router to set; leave it out.", param=name, code="unsupported_parameter"
             )
-    for name in _OUR_IDS:
+    for name in _REQUEST_IDS:
         body.pop(name, None)
-    extra = body.get("vllm_xargs")  # these become the engine's own extra arguments, where KV's are looked for
-    if isinstance(extra, dict) and (found := _ROUTERS_FIELDS & extra.keys()):
+    extra = body.get("vllm_xargs")  # vLLM copies them to its extra arguments, where it also finds KV parameters
+    if isinstance(extra, dict) and (found := _ROUTER_FIELDS & extra.keys()):
         name = f"vllm_xargs.{min(found)}"
         raise RequestError(
             f"'{name}' is for the router to set; leave it out.", param=name, code="unsupported_parameter"

@@ -1,4 +1,4 @@
-"""What one attempt shows: its tokens' times and its usage, for the metrics and for the deciding side."""
+"""What one attempt shows: times of tokens, usage and the end, for the metrics and the reservation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AttemptObserver:
         self._clock.flush()
 
     def saw_tokens(self, count: int) -> None:
-        """Tokens came just now. Called once for what one read brought."""
+        """Tokens came just now. Called once per read."""
         now = self._now()
         if self._num_tokens == 0:
             self._reservation.first_token(now)
@@ -46,7 +46,7 @@ class AttemptObserver:
         self._clock.record(count, None)
 
     def saw_usage(self, usage: dict[str, Any], *, is_total: bool) -> None:
-        """The engine reported usage. `is_total`: it is that of the whole answer, and counts in the metrics."""
+        """The engine reported usage. `is_total`: of the whole answer, which counts in the metrics."""
         self._usage = usage
         if not is_total:
             return
