@@ -1,6 +1,7 @@
-"""A worker's sockets: one ROUTER for everyone who talks to it, one DEALER and SUB per peer, and its PUB for heartbeats.
+"""A worker's sockets: one ROUTER for all who talk to it, a DEALER and a SUB for each peer, and a PUB for heartbeats.
 
-What `receive` returns was said by who it claims: the router, or a peer that the router introduced, in its own name.
+`receive` returns only messages whose sender is proven: the router, or a peer that the router introduced, in its own
+name.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ __all__ = ["HeartbeatThread", "WorkerSockets", "socket_endpoint"]
 
 logger = logging.getLogger(__name__)
 
-# A peer that reads nothing for this many messages is as good as gone; what is beyond is dropped, never waited for.
+# Messages kept for a peer that does not read. Further ones are dropped: the loop never waits for a peer.
 _SEND_QUEUE_MESSAGES = 100_000
-_MAX_PER_TURN = 10_000  # messages taken in at once: whoever floods us does not keep the loop from its other work
+_MAX_RECEIVED = 10_000  # messages taken in at once: a flood does not keep the loop from its other work
 _MAX_IPC_PATH = 107  # bytes, of a Unix socket on Linux
 
 
@@ -55,8 +56,8 @@ def socket_endpoint(folder: str, host: str, name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Way:
-    """To a peer, and its heartbeats from it."""
+class _PeerSockets:
+    """The sockets for one peer: messages go to it, heartbeats come from it."""
 
     peer: PeerAddress
     messages: Any
@@ -69,20 +70,20 @@ class WorkerSockets:
     def __init__(
         self, context: zmq.Context[Any], endpoint: str, keys: KeyPair, router_key: str, dropped: DroppedMessages
     ) -> None:
-        """`router_key` is the public key of the only router that may connect; empty = none may."""
+        """`router_key` is the public key of the only router that may connect; empty = no router may."""
         self._context = context
         self._keys = keys
         self._router_key = router_key
         self._dropped = dropped
         self._introduced: dict[str, PeerAddress] = {}  # by public key
-        self._gone: set[tuple[str, int]] = set()  # worker and epoch; a late request may still name them
+        self._gone: set[tuple[str, int]] = set()  # worker and epoch; a late request may still name it
         self._authenticator = KeyAuthenticator(context, dropped)
         if router_key:
             self._authenticator.allow(router_key)
         self._router = listening_socket(context, SocketType.ROUTER, keys, max_queued=_SEND_QUEUE_MESSAGES)
         self._router.bind(endpoint)
         self.endpoint: str = self._router.last_endpoint.decode().rstrip("\0")
-        self._ways: dict[tuple[str, int], _Way] = {}
+        self._peer_sockets: dict[tuple[str, int], _PeerSockets] = {}
         self._wake = context.socket(SocketType.PULL)
         self._wake.bind(f"inproc://wake-{id(self)}")
         self._wake_lock = threading.Lock()
@@ -93,86 +94,83 @@ class WorkerSockets:
             self._poller.register(socket, PollEvent.POLLIN)
 
     def wake(self) -> None:
-        """End the present or the next `receive` early. The only method other threads may call."""
+        """End the present or the next `receive` early. This is the only method that other threads may call."""
         with self._wake_lock:
             if self._waker.closed:
                 return
             try:
                 self._waker.send(b"", zmq.NOBLOCK)
             except Again:
-                pass  # it is being woken already
+                pass  # an earlier wake has not been read yet
 
     def receive(self, timeout_ms: int) -> list[tuple[bytes, Message]]:
-        """The messages here now as (who, message), waiting up to `timeout_ms` for a first one.
+        """The messages that are here as (identity, message), after waiting up to `timeout_ms` for a first one.
 
-        Heartbeats come from b"". What is malformed, or not from who it says, is counted and dropped.
+        Heartbeats come from b"". A message that is malformed or names another sender is counted and dropped.
         """
         messages: list[tuple[bytes, Message]] = []
         ready = dict(self._poller.poll(timeout_ms))
         if self._wake in ready:
             for _ in _frames_of(self._wake):
                 pass
-        for way in list(self._ways.values()):
-            if way.heartbeats in ready:
-                for frames in _frames_of(way.heartbeats):
-                    self._take_heartbeat(messages, way.peer, frames)
+        for sockets in list(self._peer_sockets.values()):
+            if sockets.heartbeats in ready:
+                for frames in _frames_of(sockets.heartbeats):
+                    self._take_heartbeat(messages, sockets.peer, frames)
         if self._router in ready:
             for frames in _frames_of(self._router):
                 self._take(messages, frames)
         return messages
 
     def introduce(self, peer: PeerAddress) -> None:
-        """Let this peer connect, and take what it says from now on. Only the router's word introduces a peer."""
+        """Let this peer connect and take its messages from now on. Call it only on the router's word."""
         if peer.public_key and (peer.worker_id, peer.epoch) not in self._gone:
             self._introduced[peer.public_key] = peer
             self._authenticator.allow(peer.public_key)
 
     def reply(self, identity: bytes, message: Message) -> None:
-        """Send to whoever connected under this identity; dropped if it is gone."""
+        """Send to the socket that connected under this identity; dropped if it is gone."""
         try:
             self._router.send_multipart([identity, encode_message(message)], zmq.NOBLOCK)
         except Again:
             self._dropped.add(DropReason.UNDELIVERED, f"a {type(message).__name__}: the router does not read")
 
     def send_peer(self, peer: PeerAddress, message: Message) -> None:
-        """Send to a peer that was introduced, connecting first if this epoch of it was never sent to.
-
-        From then on its heartbeats are heard.
-        """
-        way = self._ways.get((peer.worker_id, peer.epoch)) or self._open(peer)
-        if way is None:
+        """Send to a peer that was introduced. The first message connects to it and subscribes to its heartbeats."""
+        sockets = self._peer_sockets.get((peer.worker_id, peer.epoch)) or self._open(peer)
+        if sockets is None:
             self._dropped.add(DropReason.UNDELIVERED, f"a {type(message).__name__} to {peer}: it is no peer of ours")
             return
         try:
-            way.messages.send(encode_message(message), zmq.NOBLOCK)
+            sockets.messages.send(encode_message(message), zmq.NOBLOCK)
         except Again:
             text = f"a {type(message).__name__} to {peer.worker_id}: it does not read"
             self._dropped.add(DropReason.UNDELIVERED, text)
 
     def forget_peer(self, peer: PeerAddress) -> None:
-        """Close the way to this epoch of a peer, and listen to it no more."""
+        """Close the sockets for this epoch of a peer, and take no message of it any more."""
         self._gone.add((peer.worker_id, peer.epoch))
         self._introduced.pop(peer.public_key, None)
         self._authenticator.revoke(peer.public_key)
-        way = self._ways.pop((peer.worker_id, peer.epoch), None)
-        if way is not None:
-            self._poller.unregister(way.heartbeats)
-            way.messages.close()
-            way.heartbeats.close()
+        sockets = self._peer_sockets.pop((peer.worker_id, peer.epoch), None)
+        if sockets is not None:
+            self._poller.unregister(sockets.heartbeats)
+            sockets.messages.close()
+            sockets.heartbeats.close()
 
     def close(self) -> None:
         """Close all sockets; unsent messages get a moment to leave."""
         with self._wake_lock:
             self._waker.close()
-        for way in self._ways.values():
-            way.messages.close()
-            way.heartbeats.close()
-        self._ways.clear()
+        for sockets in self._peer_sockets.values():
+            sockets.messages.close()
+            sockets.heartbeats.close()
+        self._peer_sockets.clear()
         self._wake.close()
         self._router.close(linger=200)
 
-    def _open(self, peer: PeerAddress) -> _Way | None:
-        """Connect to a peer; None for one that was not introduced, or at an address that is none."""
+    def _open(self, peer: PeerAddress) -> _PeerSockets | None:
+        """Connect to a peer; None for one that was not introduced or whose address cannot be used."""
         if self._introduced.get(peer.public_key) != peer:
             return None
         try:
@@ -181,11 +179,11 @@ class WorkerSockets:
             logger.warning("%s cannot be reached: %s", peer, exc)
             return None
         self._poller.register(heartbeats, PollEvent.POLLIN)
-        way = self._ways[peer.worker_id, peer.epoch] = _Way(peer, messages, heartbeats)
-        return way
+        sockets = self._peer_sockets[peer.worker_id, peer.epoch] = _PeerSockets(peer, messages, heartbeats)
+        return sockets
 
     def _take(self, messages: list[tuple[bytes, Message]], frames: list[zmq.Frame]) -> None:
-        """One message to our ROUTER. The key it came with says which conversation it may be part of."""
+        """Take one message of our ROUTER. The key it came with decides which kinds of message it may be."""
         identity, data, key = frames[0].bytes, frames[-1].buffer, str(frames[-1].get("User-Id"))
         try:
             if key == self._router_key:
@@ -228,7 +226,7 @@ class HeartbeatThread:
         keys: KeyPair,
         interval_s: float,
     ) -> None:
-        """It is heard by the guests of the `WorkerSockets` of this context."""
+        """Peers and routers that the `WorkerSockets` of this context admit may subscribe."""
         self._socket = listening_socket(context, SocketType.PUB, keys, max_queued=_SEND_QUEUE_MESSAGES)
         self._socket.bind(endpoint)
         self.endpoint: str = self._socket.last_endpoint.decode().rstrip("\0")
@@ -254,8 +252,8 @@ class HeartbeatThread:
 
 
 def _frames_of(socket: Any) -> Iterator[list[zmq.Frame]]:
-    """The messages that are here, up to `_MAX_PER_TURN`; the poller tells of the rest again."""
-    for _ in range(_MAX_PER_TURN):
+    """The messages that are here, up to `_MAX_RECEIVED`; the next poll tells of the rest."""
+    for _ in range(_MAX_RECEIVED):
         try:
             yield socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except Again:

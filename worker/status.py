@@ -1,4 +1,4 @@
-"""What a worker tells control. Apart from the worker, so that the router's process need not import torch."""
+"""What a worker tells its supervisor. A module of its own, so that the supervisor need not import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["WorkerStatus"]
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """What control wants to know: is it alive, may it flip, is it clean."""
+    """Load and open business of one worker, for the supervisor and for tests."""
 
     worker_id: str
     role: Role

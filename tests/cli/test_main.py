@@ -100,7 +100,7 @@ def test_no_flag_means_the_defaults_of_the_config() -> None:
         ("serve --kv-key-file /no/such/key", "kv_key_file=/no/such/key is not there; make it with: "),
         (
             "serve --disk-cache-path /dev/null/a",
-            "/dev/null/a cannot be a folder, as /dev/null is none",
+            "/dev/null/a cannot be a folder: /dev/null is not one",
         ),
         ("serve --eviction-policy fifo", "'--eviction-policy'"),
         ("serve --object-cache-url s4://bucket", "object store 's4://bucket' cannot be opened"),

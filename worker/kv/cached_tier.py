@@ -1,4 +1,4 @@
-"""A KV tier as a source of a prompt's blocks: its codec, and what its loads cost."""
+"""A KV tier as a source of a prompt's blocks: its codec, and what loads from it cost."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["CachedTier"]
 
 
 class CachedTier(KvSource):
-    """A tier with the codec its blocks are kept in, and what its loads cost.
+    """A tier, the codec of its blocks and the learned cost of its loads.
 
-    `store` names what it shares with tiers of other workers, "" where it is this worker's own.
+    `store` names a store that tiers of other workers share; "" for a store of this worker's own.
     """
 
     def __init__(
@@ -45,27 +45,27 @@ class CachedTier(KvSource):
         self.device_queue = device_queue
 
     def look_up(self, first_block: int, digests: Sequence[bytes]) -> FetchSource:
-        """What could be loaded from `first_block` on. No I/O."""
+        """How many blocks could be loaded from `first_block` on. No I/O."""
         num_present = self.tier.count_present(digests[first_block:])
         cost, num_queued = self.cost, self.tier.num_queued_loads
         return FetchSource(self.name, first_block + num_present, cost.latency_s, cost.block_s, num_queued)
 
     def open(self, digests: Sequence[bytes], first_block: int, end_block: int, now: float) -> OpenSource:
-        """Nothing begins before a piece is asked for."""
+        """Prepare loads; nothing is read before a piece is requested."""
         return _OpenTier(self, digests, end_block)
 
     def begin_load(self, digests: Sequence[bytes]) -> tuple[Tensor, TierRead]:
-        """Begin to load blocks into a new buffer [num_blocks, encoded bytes], uint8, which is the load's until done."""
+        """Begin to load blocks into a new buffer [num_blocks, encoded bytes], uint8, and do not wait."""
         data = host_buffer(len(digests), self.block_bytes, self.device_queue.device)
         return data, self.tier.load(digests, data.numpy())
 
     def learn(self, load: TierRead) -> None:
-        """Learn from a load of this tier what blocks cost. Its time in the store is summed over the threads."""
+        """Learn the cost of a block from a load. The time of its reads is a sum over the I/O threads."""
         if load.num_loaded:
             self.cost.observe(load.num_loaded, load.read_s / self.num_threads)
 
     def decode_into(self, kv: Tensor, blocks: Sequence[int], data: Tensor) -> None:
-        """Copy encoded blocks into these blocks of the pool."""
+        """Decode blocks into these blocks of the pool."""
         self.codec.scatter(data.to(kv.device, non_blocking=True), kv, torch.tensor(blocks, device=kv.device))
         self.device_queue.wait()
 

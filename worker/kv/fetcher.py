@@ -1,7 +1,7 @@
-"""Fetch or recompute, carried out: what a prompt takes from tiers and peers instead of computing it.
+"""Carries out fetch plans: loads blocks of a prompt from tiers and peers instead of computing them.
 
-A prompt is planned when it is admitted (`tandem.kv_transfer.fetch_planner`). Its loads come in from the back, piece by
-piece, and computing goes on from the front whenever they are late. Runs in the worker's loop and never waits.
+A prompt is planned when it is admitted (`tandem.kv_transfer.fetch_planner`). Its loads arrive from the back, piece by
+piece, and computing goes on from the front if they are late. Runs in the worker's loop and never waits.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ logger = logging.getLogger(__name__)
 
 _PIECE_BLOCKS = 32  # of one load: 12 MB of this project's default model, a few ms from memory
 _PIECES_IN_FLIGHT = 4  # per prompt
-_LANDED_BYTES_PER_TURN = 32 << 20  # copied into the pool between two steps: about 10 ms
+_MAX_PLACED_BYTES = 32 << 20  # copied into the pool between two steps: about 10 ms
 _LATE_FACTOR = 2.0  # a load that takes this much longer than predicted is not waited for
 _LATE_SLACK_S = 0.02
-_PROBE_INTERVAL_S = 5.0  # how often a tier that is not worth using is tried, to notice when it is
+_PROBE_INTERVAL_S = 5.0  # between trials of a source that is not worth using, to notice when it is again
 _PROBE_BLOCKS = 4
 _NUM_RECORDS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchRecord:
-    """One decision, with what became of it. Seconds."""
+    """One plan and its outcome. Times are in seconds."""
 
     request_id: str
     num_cached_blocks: int  # in the pool
@@ -52,14 +52,14 @@ class FetchRecord:
 
 @dataclass(eq=False, slots=True)
 class _Fetch:
-    """A prompt whose blocks are on their way."""
+    """A prompt whose blocks are being loaded."""
 
     sequence: EngineSequence
     plan: FetchPlan
     num_cached_blocks: int
     begun_at: float
     late_at: float = 0.0
-    next_end: int = 0  # blocks from here on are loaded or asked for
+    next_end: int = 0  # blocks from here on are loaded or requested
     onboarding: Onboarding = field(default_factory=lambda: Onboarding(0, 0, None))
     opened: dict[str, OpenSource] = field(default_factory=dict)
     pieces: deque[Piece] = field(default_factory=deque)
@@ -67,7 +67,7 @@ class _Fetch:
 
 
 class Fetcher:
-    """Brings a prompt's blocks from tiers and peers into its sequence."""
+    """Loads prompts' blocks from tiers and peers into their sequences."""
 
     def __init__(
         self,
@@ -91,16 +91,16 @@ class Fetcher:
 
     @property
     def is_loading(self) -> bool:
-        """Whether pumping often makes a prompt go on sooner."""
+        """Whether a prompt waits for loads, so that frequent pumping helps."""
         return bool(self._fetches)
 
     def after_step(self, stats: StepStats) -> None:
-        """Learn what computing costs."""
+        """Learn the cost of computing from a step."""
         self._steps.observe(stats)
 
     def pump(self, now: float) -> None:
-        """Put what has arrived in place, ask for more, give up what is late."""
-        room = _LANDED_BYTES_PER_TURN
+        """Put loaded pieces in place, request more, give up loads that are late."""
+        room = _MAX_PLACED_BYTES
         for fetch in list(self._fetches):
             room = self._advance(fetch, now, room)
         for probe in list(self._probes):
@@ -109,7 +109,7 @@ class Fetcher:
                 _end_probe(*probe)
 
     def stats(self, num_lent_blocks: int = 0) -> FetchStats:
-        """What was decided so far."""
+        """Totals since the start."""
         return FetchStats(
             num_prompts=dict(self._num_prompts),
             num_loaded_blocks=dict(self._num_loaded_blocks),
@@ -129,14 +129,14 @@ class Fetcher:
         assert not (idle and self._fetches), f"{len(self._fetches)} prompts are still being fetched"
 
     def admitted(self, sequence: EngineSequence) -> None:
-        """Plan what this sequence loads, which has just got its blocks. What fails here is computed instead."""
+        """Plan the loads of a sequence that has just got its blocks."""
         try:
             self._plan(sequence)
-        except Exception:  # in the middle of a step; all of the prompt can still be computed
+        except Exception:  # called within a step, which must go on: all of the prompt can still be computed
             logger.exception("request %s: nothing is loaded for it", sequence.request_id)
 
     def _plan(self, sequence: EngineSequence) -> None:
-        """Decide what of a prompt to load, and begin."""
+        """Decide which blocks of a prompt to load, and begin."""
         size, now = self._engine.config.block_size, self._clock()
         num_tokens = len(sequence.token_ids)
         digests = sequence.digests[: (num_tokens - 1) // size]
@@ -170,17 +170,17 @@ class Fetcher:
             fetch.opened[name] = found[name][0].open(digests, first, end, now)
         sequence.onboarding = fetch.onboarding
         self._fetches.append(fetch)
-        self._ask(fetch, now)
+        self._request(fetch, now)
 
     def _sources(self, sequence: EngineSequence) -> list[KvSource]:
         if self._peers is None or sequence.kv_holder is None:
             return self._tiers
-        # Whoever the prompt goes back to needs its own copy for that.
+        # A decode worker to which the prompt is handed over needs its own copy of the prefix for that.
         is_moved = sequence.kv_holder.worker != sequence.kv_receiver
         return [*self._tiers, self._peers.source(sequence.kv_holder, is_moved=is_moved)]
 
     def _advance(self, fetch: _Fetch, now: float, room: int) -> int:
-        """One fetch's turn; the bytes that may still be copied in this one."""
+        """Let one fetch go on; the bytes that others may still copy before the next step."""
         sequence = fetch.sequence
         while fetch.pieces and fetch.pieces[0].is_done and room > 0:
             if sequence.onboarding is not fetch.onboarding:
@@ -191,23 +191,23 @@ class Fetcher:
                 piece.drop()
                 self._fail(fetch, now)
                 return room
-            room -= self._land(fetch, piece)
+            room -= self._place(fetch, piece)
         if sequence.onboarding is not fetch.onboarding:
             self._end(fetch, _outcome(fetch), now)
             return room
         if now >= fetch.late_at:
             fetch.onboarding.hold_at = None
-        self._ask(fetch, now)
-        if not fetch.pieces:  # all that was worth loading is in place
+        self._request(fetch, now)
+        if not fetch.pieces:  # everything that was worth loading is in place
             self._engine.scheduler.blocks.end_onboarding(sequence)
         return room
 
     def _front(self, sequence: EngineSequence) -> int:
-        """First block that computing has not touched."""
+        """First block that computing has not reached."""
         return -(-sequence.num_computed_tokens // self._engine.config.block_size)
 
-    def _ask(self, fetch: _Fetch, now: float) -> None:
-        """Ask for the pieces before those that are loaded or asked for, as far as computing has not got there."""
+    def _request(self, fetch: _Fetch, now: float) -> None:
+        """Request the pieces in front of those that are loaded or requested, up to where computing has got."""
         front = self._front(fetch.sequence)
         for load in reversed(fetch.plan.loads):
             first = max(load.first_block, front)
@@ -216,8 +216,8 @@ class Fetcher:
                 fetch.pieces.append(fetch.opened[load.source].begin(begin, fetch.next_end, now))
                 fetch.next_end = begin
 
-    def _land(self, fetch: _Fetch, piece: Piece) -> int:
-        """Put a piece in place, less what was computed meanwhile; the bytes copied."""
+    def _place(self, fetch: _Fetch, piece: Piece) -> int:
+        """Put a piece in place, without the blocks that were computed meanwhile; the bytes copied."""
         size, sequence = self._engine.config.block_size, fetch.sequence
         first = max(piece.first_block, self._front(sequence))
         if first >= piece.end_block:
@@ -230,7 +230,7 @@ class Fetcher:
         return num_bytes
 
     def _fail(self, fetch: _Fetch, now: float) -> None:
-        """A source has not what it was said to have. What a peer does have is still worth a new plan."""
+        """End a fetch whose source lacks blocks it advertised; plan again with what the peer still has."""
         sequence, holder = fetch.sequence, fetch.sequence.kv_holder
         self._end(fetch, "failed", now)
         if holder is None:
@@ -277,7 +277,7 @@ class Fetcher:
             self._saved_s += record.recompute_s - record.predicted_s
 
     def _probe(self, source: KvSource, first_block: int, end_block: int, digests: Sequence[bytes], now: float) -> None:
-        """Load a few blocks for nothing from a source that has some and is not used, now and then."""
+        """Now and then, load a few blocks from a source that the plan does not use, to learn its cost."""
         end_block = min(end_block, first_block + _PROBE_BLOCKS)
         if end_block <= first_block or now < source.cost.probed_at + _PROBE_INTERVAL_S:
             return
@@ -296,7 +296,7 @@ class Fetcher:
 
 
 def _outcome(fetch: _Fetch) -> str:
-    """What became of a fetch whose sequence expects no more."""
+    """The outcome of a fetch whose sequence expects no more blocks."""
     if fetch.sequence.num_computed_tokens < fetch.onboarding.end:
         return "withdrawn"  # aborted or preempted
     return "loaded" if fetch.num_loaded_blocks else "overtaken"

@@ -1,4 +1,4 @@
-"""Tensors on their way to host memory, without waiting for a GPU."""
+"""Copies of tensors to host memory that do not wait for a GPU."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["HostCopy", "host_buffer"]
 
 
 class HostCopy:
-    """A copy of `data` in host memory. On a CPU it is `data` itself, and is there at once.
+    """A copy of `data` in host memory. On a CPU it is `data` itself, and is done at once.
 
-    On a GPU it travels over a stream of its own, behind what computes `data`, into pinned memory: the step that comes
-    next does not wait for it.
+    On a GPU it is copied into pinned memory on a side stream, after the kernels that compute `data`. The next step does
+    not wait for it.
     """
 
     def __init__(self, data: Tensor) -> None:
@@ -39,7 +39,7 @@ class HostCopy:
 
 
 def host_buffer(num_rows: int, num_bytes: int, device: torch.device) -> Tensor:
-    """Room for `num_rows` rows of bytes in host memory, pinned if `device` is a GPU that will copy from it."""
+    """A buffer [num_rows, num_bytes] in host memory, uint8, pinned if `device` is a GPU that will copy from it."""
     return torch.empty(num_rows, num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
@@ -49,7 +49,7 @@ def _begin_copy(data: Tensor) -> tuple[Tensor, Any]:
     host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
     with torch.cuda.stream(stream):
         host.copy_(data, non_blocking=True)
-        data.record_stream(stream)  # its memory is not given to others before the copy has read it
+        data.record_stream(stream)  # the allocator does not reuse its memory before the copy has read it
         arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrival.record(stream)
     return host, arrival

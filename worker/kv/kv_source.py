@@ -1,4 +1,4 @@
-"""What a prompt's KV can be loaded from: the contract that tiers and peers share, and what their loads cost."""
+"""Sources of a prompt's KV: the contract that tiers and peers share, and the learned cost of their loads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MIN_BLOCK_S = 1e-7
 
 
 class LoadPrior(NamedTuple):
-    """What a load is thought to cost before one was measured."""
+    """The assumed cost of a load before one was measured."""
 
     latency_s: float
     bytes_per_s: float
@@ -27,33 +27,33 @@ class LoadPrior(NamedTuple):
 class LoadCost:
     """Latency and seconds per block of loads from one source, learned.
 
-    Means of logarithms: a source's speed jumps by factors when others begin or cease to use it, and each load halves
-    the distance, up or down.
+    Each load moves the estimate half the way to what was measured, on a logarithmic scale: a source's speed changes by
+    factors when others begin or cease to use it.
     """
 
     def __init__(self, prior: LoadPrior, block_bytes: int) -> None:
         self.latency_s = prior.latency_s
         self.block_s = block_bytes / prior.bytes_per_s
-        self.probed_at = -math.inf  # when a source that is not worth using was last tried
+        self.probed_at = -math.inf  # last trial of a source that is not worth using
 
     def observe(self, num_blocks: int, seconds: float) -> None:
-        """Learn from a load, without its latency."""
+        """Learn from the duration of a load without its latency."""
         self.block_s = math.sqrt(self.block_s * max(seconds / num_blocks, _MIN_BLOCK_S))
 
     def observe_latency(self, seconds: float) -> None:
-        """Learn what it took until a load began."""
+        """Learn from the time that passed before a load began."""
         self.latency_s = math.sqrt(self.latency_s * max(seconds, _MIN_BLOCK_S))
 
     def observe_at_least(self, num_blocks: int, seconds: float) -> None:
-        """Learn from a load that was given up: it would have taken longer than this, nobody knows how much.
+        """Learn from a load that was given up: it would have taken longer than this.
 
-        Twice the last estimate at least, or a prompt of which too much is expected of computing would go on losing.
+        The estimate at least doubles. Otherwise a prompt whose loads are overtaken by computing would plan them again.
         """
         self.block_s = max(2 * self.block_s, seconds / num_blocks)
 
 
 class Piece(abc.ABC):
-    """Blocks [first_block, end_block) of one prompt on their way. Whoever asked for it places or drops it, once."""
+    """Blocks [first_block, end_block) of one prompt that are being loaded. Its owner places or drops it, once."""
 
     kind: str  # of its source
 
@@ -64,7 +64,7 @@ class Piece(abc.ABC):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks asked for."""
+        """Blocks requested."""
         return self.end_block - self.first_block
 
     @property
@@ -75,37 +75,37 @@ class Piece(abc.ABC):
     @property
     @abc.abstractmethod
     def is_complete(self) -> bool:
-        """Whether it is done and all of it arrived, as it was when it was kept."""
+        """Whether it is done and all its blocks arrived undamaged."""
 
     @abc.abstractmethod
     def learn(self) -> None:
-        """Teach the source's cost what a piece that is done has cost."""
+        """Let the source's cost learn from this piece, which is done."""
 
     @abc.abstractmethod
     def learn_late(self, now: float) -> None:
-        """Teach the source's cost that a piece that is not done was not worth waiting for."""
+        """Let the source's cost learn that this piece, which is not done, was too slow."""
 
     @abc.abstractmethod
     def place(self, sequence: EngineSequence, first_block: int, kv: Tensor) -> int:
-        """Put blocks [first_block, end_block) of a complete piece into the sequence's; the bytes copied for it."""
+        """Put blocks [first_block, end_block) of a complete piece in place in the sequence; the bytes copied for it."""
 
     @abc.abstractmethod
     def drop(self) -> None:
-        """Let go of it, done or not."""
+        """Release the piece, done or not."""
 
 
 class OpenSource(abc.ABC):
-    """One prompt's use of a source. Its `end_block` is what it is known to have, not more than it was opened for."""
+    """One prompt's use of a source. The source is known to have its blocks up to `end_block`."""
 
     kind: str
     end_block: int
 
     @abc.abstractmethod
     def begin(self, first_block: int, end_block: int, now: float) -> Piece:
-        """Ask for some of the blocks it was opened for."""
+        """Request some of the blocks it was opened for."""
 
-    def close(self) -> None:  # noqa: B027  (a tier has nothing to let go of)
-        """Nothing more will be asked for."""
+    def close(self) -> None:  # noqa: B027  (a tier has nothing to release)
+        """Request no more pieces."""
 
 
 class KvSource(abc.ABC):
@@ -117,8 +117,8 @@ class KvSource(abc.ABC):
 
     @abc.abstractmethod
     def look_up(self, first_block: int, digests: Sequence[bytes]) -> FetchSource:
-        """What it has of a chain from `first_block` on, for the planner."""
+        """How much of a chain it has from `first_block` on, for the planner. No I/O."""
 
     @abc.abstractmethod
     def open(self, digests: Sequence[bytes], first_block: int, end_block: int, now: float) -> OpenSource:
-        """Begin to load blocks [first_block, end_block) of a chain, which are there by its word."""
+        """Prepare to load blocks [first_block, end_block) of a chain, which `look_up` has found."""

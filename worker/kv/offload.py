@@ -1,7 +1,7 @@
-"""The way down: full blocks of the pool are offered to every tier, a few between two steps.
+"""Offloading: full blocks of the pool are copied to every tier, a few between two steps.
 
-A prompt that was just received may fill a hundred blocks at once; copying all of them would make its next token late.
-So their digests wait here, and blocks that were evicted before their turn came are simply not kept.
+A prompt that was just received may fill a hundred blocks at once, and copying all of them would make its next token
+late. So their digests wait in a backlog. Blocks that are evicted from the pool before they are copied are not kept.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Offloader"]
 
-# Copied between two steps: 4 MiB (a ms on a CPU), or a part of what waits if that is more. Also, glibc gives buffers of
-# this size out of memory it has; larger ones are fresh pages, which take five times as long to write.
+# Copied between two steps: 4 MiB (a ms on a CPU), or a share of the backlog if that is more. glibc serves buffers of
+# this size from memory it has; larger ones are fresh pages, which take five times as long to write.
 _BATCH_BYTES = 4 << 20
 _BACKLOG_SHARE = 1 / 4
 _BATCHES_WHEN_IDLE = 8
@@ -50,7 +50,7 @@ class Offloader:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is anything to pump for."""
+        """Whether blocks wait or are on their way to a tier."""
         return bool(self._backlog or self._in_flight)
 
     def published(self, sequence: EngineSequence, first: int, end: int) -> None:
@@ -61,7 +61,7 @@ class Offloader:
             self._backlog.append(BlockName(sequence.digests[idx], sequence.digests[idx - 1] if idx else None))
 
     def pump(self) -> None:
-        """Copy some of what waits, and give to the tiers what has arrived in host memory."""
+        """Copy some of the backlog, and give the tiers the blocks that have arrived in host memory."""
         if self._backlog:
             self._copy_some()
         while self._in_flight and self._in_flight[0].copy.is_done:
@@ -93,6 +93,6 @@ class Offloader:
         blocks = torch.tensor([block for _, block in present], device=queue.device)
         data = torch.empty(len(present), cached.block_bytes, dtype=torch.uint8, device=queue.device)
         cached.codec.gather(self._engine.kv, blocks, data)
-        queue.wait()  # a peer may be granted these blocks next, and write past the device's own order
+        queue.wait()  # a peer may be granted these blocks next, and its writes do not wait for the device
         self._in_flight.append(_OffloadBatch(cached, [name for name, _ in present], HostCopy(data)))
         self._num_bytes_in_flight += data.numel()

@@ -78,7 +78,7 @@ class PeerRead(OpenSource):
         self.is_moved = is_moved
         self.asked_at = now
         self.deadline = context.clock() + context.config.lease_ttl_s  # NOTE: before the request is sent
-        self.block_ids: list[int] | None = None  # at the peer; None until it has granted them
+        self.block_ids: list[int] | None = None  # at the peer; None before the grant
         self.checksums: list[bytes] = []
         self.is_failed = False
         self._digests = digests
@@ -88,17 +88,17 @@ class PeerRead(OpenSource):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it is under way and nothing will be."""
+        """Whether no piece is under way and none will be."""
         return self._is_closed and not self._pieces
 
     @property
     def is_late(self) -> bool:
-        """Whether what is seen now may have happened after the holder let go."""
+        """Whether the lease has ended: what is seen now may have happened after the lender let go."""
         return self.context.clock() >= self.deadline
 
     @property
     def has_copy(self) -> bool:
-        """Whether what the peer granted is findable here: it is not where the request ended before that."""
+        """Whether the granted blocks can be found here. They cannot if the request ended before they came."""
         return bool(self.block_ids) and self._digests[len(self.block_ids or []) - 1] in self.context.engine.pool
 
     def begin(self, first_block: int, end_block: int, now: float) -> Piece:
@@ -112,7 +112,7 @@ class PeerRead(OpenSource):
         self._is_closed = True
 
     def grant(self, message: ReadGrant, now: float) -> None:
-        """The peer holds these blocks for us. A grant that is no answer to what was asked ends the read."""
+        """Take the blocks that the peer lends. A grant that does not fit the request ends the read."""
         num_blocks = len(message.block_ids)
         if num_blocks > len(self._digests) or len(message.checksums) not in (0, num_blocks):
             logger.warning("%s granted %d blocks, not what was asked for", self.peer.worker_id, num_blocks)
@@ -123,14 +123,14 @@ class PeerRead(OpenSource):
             self.cost.observe_latency(now - self.asked_at)
 
     def fail(self) -> None:
-        """Nothing more can be read."""
+        """Read nothing more."""
         self.is_failed = True
 
     def pump(self, now: float) -> None:
-        """Start the pieces that wait, settle those that are over."""
+        """Start the pieces that wait, settle those that are done."""
         if self.is_late:
             self.is_failed = True
-        if self.num_stuck_blocks(now):  # they, and the link, would wait for ever
+        if self.num_stuck_blocks(now):  # they would wait for ever, and so would the link
             self.context.links.reset(self.peer.worker_id, self.peer.epoch)
         is_ready = self.block_ids is not None and self.context.links.is_ready(self.peer)
         for piece in self._pieces:
@@ -139,7 +139,7 @@ class PeerRead(OpenSource):
         self._pieces = [piece for piece in self._pieces if not piece.settle()]
 
     def num_stuck_blocks(self, now: float) -> int:
-        """Blocks on which the transport has been at work for longer than anything may take."""
+        """Blocks that the transport has been writing for longer than any read may take."""
         config = self.context.config
         if now - self.asked_at < config.lease_ttl_s + config.handoff_timeout_s:
             return 0
@@ -152,7 +152,7 @@ class PeerRead(OpenSource):
         # A read must not preempt a sequence.
         has_room = piece.num_blocks <= engine.scheduler.admission.num_spare_blocks
         landing = engine.pool.try_allocate(piece.num_blocks) if has_room and len(remote) == piece.num_blocks else None
-        if landing is None:  # the peer has less than it was said to, or there is no room
+        if landing is None:  # the peer lends less than was expected, or there is no room
             piece.is_refused = True
             return
         piece.landing = landing
@@ -165,7 +165,7 @@ class PeerRead(OpenSource):
 
 
 class _PeerPiece(Piece):
-    """Blocks that land in blocks of our pool, which take the places of a sequence's own."""
+    """Blocks that are read into landing blocks of our pool, which then replace a sequence's own."""
 
     kind = "peer"
 
@@ -173,7 +173,7 @@ class _PeerPiece(Piece):
         super().__init__(first_block, end_block, begun_at)
         self.transfer: Transfer | None = None
         self.landing: list[int] = []
-        self.is_refused = False  # it cannot be read, other pieces may
+        self.is_refused = False  # this piece cannot be read, others may
         self.is_dropped = False
         self._read = read
         self._engine = read.context.engine
@@ -182,7 +182,7 @@ class _PeerPiece(Piece):
 
     @property
     def is_moving(self) -> bool:
-        """Whether the transport is at work on it."""
+        """Whether the transport is writing it."""
         return self.transfer is not None and not self.transfer.is_settled
 
     @property
@@ -194,7 +194,7 @@ class _PeerPiece(Piece):
         return self._has_arrived
 
     def settle(self) -> bool:
-        """Whether the transport will not touch the landing blocks (any more)."""
+        """Take in the end of the transfer; whether the transport will not touch the landing blocks (any more)."""
         if self.transfer is None:
             self._is_done = self._read.is_failed or self.is_refused or self.is_dropped
         elif self.transfer.is_settled:

@@ -25,7 +25,7 @@ _PRIOR = LoadPrior(latency_s=5e-3, bytes_per_s=1e9)
 
 
 class PeerReader:
-    """The reading side: what this worker knows of its peers' speed, and its reads under way."""
+    """All reads of this worker from its peers."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class PeerReader:
 
     @property
     def is_reading(self) -> bool:
-        """Whether polling the transport often makes something finish sooner."""
+        """Whether frequent polling of the transport helps: a read is open."""
         return bool(self._reads)
 
     @property
@@ -54,7 +54,7 @@ class PeerReader:
         return [read.deadline for read in self._reads.values()]
 
     def source(self, holder: KvHolder, *, is_moved: bool = True) -> KvSource:
-        """The peer as a source of the prompt it was named for; without `is_moved` its copy is not one too many."""
+        """The peer as a source of the prompt it was named for. With `is_moved` the peer's copy goes first."""
         worker_id = holder.worker.worker_id
         if worker_id not in self._costs:
             self._costs[worker_id] = LoadCost(_PRIOR, self._context.engine.block_bytes)
@@ -71,10 +71,7 @@ class PeerReader:
         *,
         is_moved: bool,
     ) -> PeerRead:
-        """Open a lease on a peer's blocks [first_block, end_block) of a chain, and the link to it.
-
-        Of a peer that is known to be dead nothing can be read.
-        """
+        """Request a lease on a peer's blocks [first_block, end_block) of a chain; from a dead peer it fails at once."""
         asked = digests[first_block:end_block]
         read = PeerRead(self._context, cost, next(self._numbers), peer, asked, first_block, now, is_moved)
         self._reads[read.read_id] = read
@@ -96,16 +93,16 @@ class PeerReader:
         return read
 
     def granted(self, message: ReadGrant, now: float) -> None:
-        """Take a `ReadGrant`."""
+        """Take in a grant of blocks."""
         read = self._reads.get(message.read_id)
-        if read is None:  # given up meanwhile: the holder need not wait for its own deadline
+        if read is None:  # given up meanwhile: the lender need not wait for its deadline
             done = ReadDone(sender=self._context.links.me, read_id=message.read_id)
             self._context.links.send(message.sender.worker_id, message.sender.epoch, done)
         elif read.peer == message.sender:
             read.grant(message, now)
 
     def peer_lost(self, worker_id: str, epoch: int) -> None:
-        """The process of that epoch is given up or dead."""
+        """Fail all reads from a process that is given up or dead."""
         self._dead.add((worker_id, epoch))
         for read in self._reads.values():
             if (read.peer.worker_id, read.peer.epoch) == (worker_id, epoch):
@@ -113,11 +110,11 @@ class PeerReader:
 
     @property
     def num_stuck_blocks(self) -> int:
-        """Blocks into which a read may still write whose link was reset: the transport could not cancel it."""
+        """Landing blocks of reads that the transport could not cancel when their link was reset."""
         return self._num_stuck_blocks
 
     def pump(self, now: float) -> None:
-        """Start what may be read, notice what is over."""
+        """Start reads that were granted, end those that are over."""
         for read in list(self._reads.values()):
             read.pump(now)
             if read.is_over:

@@ -1,8 +1,8 @@
-"""What a worker keeps for pins, whatever the router says: which blocks, where, how many at most, and for how long.
+"""The blocks that a worker keeps for pins: which ones, where, how many at most, and for how long.
 
-A pin names a chain of blocks and a time. Where there is host memory for KV, pins keep blocks there and in the tiers
-below; where there is none, in the pool. Each place keeps at most its share of blocks, older pins first, and of a chain
-that does not fit its leading blocks, which are useful without the rest. Time is the worker's own, so a router that dies
+A pin names a chain of blocks and a time. With host memory for KV, pins keep blocks there and in the tiers below;
+without it, in the pool. Each place keeps at most its share of blocks, older pins first. Of a chain that does not fit it
+keeps the leading blocks, which are useful without the rest. The worker's own clock ends pins, so a router that dies
 leaves nothing behind.
 """
 
@@ -20,17 +20,17 @@ from tandem.worker.kv.tiered_cache import TieredCache
 
 __all__ = ["KeptBlocks", "Place", "WorkerPinTable", "WorkerPins"]
 
-_MAX_PINS = 4096  # however many a router sends
-_REVIEW_S = 1.0  # blocks that came or went change what is kept this late at most, if there was no room for them at once
+_MAX_PINS = 4096  # a router may send more; they are not kept
+_REVIEW_S = 1.0  # longest delay until blocks that came or went change what is kept
 
 
 class Place(Protocol):
-    """Where blocks are cached and can be pinned by digest: the pool or a tier."""
+    """A cache whose blocks can be pinned by digest: the pool or a tier."""
 
     def __contains__(self, digest: bytes) -> bool: ...
 
     def pin(self, digests: Sequence[bytes]) -> None:
-        """Keep these blocks of one chain, in its order, now or once they are there."""
+        """Keep these blocks of one chain, in its order, from now on or from when they are stored."""
 
     def unpin(self, digests: Iterable[bytes]) -> None:
         """End the pins of these blocks."""
@@ -40,12 +40,12 @@ class Place(Protocol):
 
 
 class KeptBlocks:
-    """The blocks that pins keep in one place: at most `max_blocks`, all of them there when they were chosen."""
+    """The blocks that pins keep in one place: at most `max_blocks`. All were there when they were chosen."""
 
     def __init__(self, place: Place, max_blocks: int) -> None:
         self.max_blocks = max_blocks
         self._place = place
-        self._kept: dict[bytes, None] = {}  # parents before what hangs from them, within a chain
+        self._kept: dict[bytes, None] = {}  # within a chain, parents before children
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -56,7 +56,7 @@ class KeptBlocks:
         return self.max_blocks - len(self._kept)
 
     def review(self, chains: Iterable[Sequence[bytes]]) -> None:
-        """Choose anew: blocks that are there, chain by chain, each from its beginning, until the bound is reached."""
+        """Choose again: blocks that are there, chain by chain from its beginning, until the bound is reached."""
         chosen: dict[bytes, None] = {}
         for chain in chains:
             of_chain = []
@@ -73,7 +73,7 @@ class KeptBlocks:
         self._kept = chosen
 
     def changed(self, stored: Sequence[bytes], removed: Sequence[bytes], wanted: Container[bytes]) -> bool:
-        """Follow blocks that came and went. Whether a review could choose better."""
+        """Follow blocks that came and went; whether a review could choose better."""
         gone = [digest for digest in removed if digest in self._kept]
         self._place.unpin(gone)
         for digest in gone:
@@ -84,13 +84,13 @@ class KeptBlocks:
         return bool(gone) or num_chosen < len(arrived)
 
     def keep(self, digests: Sequence[bytes]) -> None:
-        """Keep these as well, which pins want and there is room for."""
+        """Keep these blocks too. Pins want them, and there is room."""
         assert len(digests) <= self.room, f"{len(digests)} blocks, but there is room for {self.room}"
         self._place.pin(digests)
         self._kept.update(dict.fromkeys(digests))
 
     def check_integrity(self, wanted: Container[bytes]) -> None:
-        """Raise AssertionError unless what is pinned there is what is kept, within the bound, and wanted by a pin."""
+        """Raise AssertionError unless pinned and kept blocks are the same, within the bound, each wanted by a pin."""
         assert self._place.pinned_digests() == self._kept.keys(), "pinned blocks are not those that are kept"
         assert len(self._kept) <= self.max_blocks, f"{len(self._kept)} blocks are kept, the bound is {self.max_blocks}"
         unwanted = [digest.hex() for digest in self._kept if digest not in wanted]
@@ -98,16 +98,16 @@ class KeptBlocks:
 
 
 class WorkerPinTable:
-    """The pins of one worker and what is kept for them. No clock: the time is passed in."""
+    """The pins of one worker and the blocks kept for them. The time is passed in."""
 
     def __init__(self, places: Mapping[str, KeptBlocks]) -> None:
         self.places = places
         self._longest = max((kept.max_blocks for kept in places.values()), default=0)
-        self.chains: dict[str, tuple[bytes, ...]] = {}  # by pin, oldest first; of each only what could be kept at all
+        self.chains: dict[str, tuple[bytes, ...]] = {}  # by pin, oldest first; cut to what could be kept
         self._expiries: dict[str, float] = {}
         self._wanted: dict[bytes, None] = {}
         self._review_at = math.inf
-        self._expires_at = math.inf  # the first pin to do so
+        self._expires_at = math.inf  # of the pin that ends first
 
     def __len__(self) -> int:
         return len(self.chains)
@@ -117,7 +117,7 @@ class WorkerPinTable:
         return any(digest in self._wanted for digest in digests)
 
     def pin(self, pin_id: str, digests: Sequence[bytes], ttl_s: float, now: float) -> None:
-        """Keep this chain until `now + ttl_s`, in place of what the pin named before."""
+        """Keep this chain until `now + ttl_s`, in place of the chain that the pin named before."""
         if ttl_s <= 0 or not self._longest or (pin_id not in self.chains and len(self) >= _MAX_PINS):
             self.unpin(pin_id)
             return
@@ -132,7 +132,7 @@ class WorkerPinTable:
             self._pins_changed()
 
     def pump(self, now: float) -> None:
-        """End pins whose time is over, and choose anew where that is due."""
+        """End pins whose time is over, and review what is kept if that is due."""
         if now >= self._expires_at:
             for pin_id in [pin_id for pin_id, expires_at in self._expiries.items() if expires_at <= now]:
                 del self.chains[pin_id], self._expiries[pin_id]
@@ -141,13 +141,13 @@ class WorkerPinTable:
             self._review()
 
     def changed(self, place: str, stored: Sequence[bytes], removed: Sequence[bytes], now: float) -> None:
-        """Blocks came to a place and left it."""
+        """Follow blocks that came to a place or left it."""
         kept = self.places.get(place)
         if self.chains and kept is not None and kept.changed(stored, removed, self._wanted):
             self._review_at = min(self._review_at, now + _REVIEW_S)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every place keeps what it says, for a pin, within its bound."""
+        """Raise AssertionError unless every place keeps only blocks that a pin wants, within its bound."""
         for kept in self.places.values():
             kept.check_integrity(self._wanted)
 
@@ -177,16 +177,16 @@ class WorkerPins:
 
     @property
     def max_blocks(self) -> dict[str, int]:
-        """What pins may keep, by place."""
+        """Most blocks that pins may keep, by place."""
         return {name: kept.max_blocks for name, kept in self._table.places.items()}
 
     @property
     def is_prefetching(self) -> bool:
-        """Whether blocks are being brought up now."""
+        """Whether blocks are being loaded for a pin now."""
         return self._prefetcher.is_busy
 
     def pin(self, message: Pin, now: float) -> None:
-        """Keep a chain, and bring it up as far as the message says."""
+        """Keep a chain, and load it to where the message says."""
         self._table.pin(message.pin_id, message.digests, message.ttl_s, now)
         if message.pin_id in self._table.chains:
             self._prefetcher.want(message.pin_id, message.prefetch)
@@ -196,7 +196,7 @@ class WorkerPins:
         self._table.unpin(pin_id)
 
     def pump(self, now: float) -> None:
-        """Let pins expire and blocks come up."""
+        """Let pins expire and prefetching go on."""
         self._now = now
         self._table.pump(now)
         self._prefetcher.pump(self._table.chains, self._table.places.get("host"), now)
@@ -208,7 +208,7 @@ class WorkerPins:
             self._prefetcher.look_again()
 
     def report(self, query_id: str, pin_ids: Sequence[str]) -> PinReport:
-        """How many leading blocks of these pins are where."""
+        """How many leading blocks of these pins are in each place."""
         chains = self._table.chains
         return PinReport(
             query_id=query_id,
@@ -221,7 +221,7 @@ class WorkerPins:
         )
 
     def load(self) -> PinLoad:
-        """What is kept now."""
+        """How many pins there are, and how many blocks they keep."""
         return PinLoad(
             num_pins=len(self._table),
             num_blocks={name: len(kept) for name, kept in self._table.places.items()},
@@ -229,6 +229,6 @@ class WorkerPins:
         )
 
     def check_integrity(self, *, idle: bool = False) -> None:
-        """Raise AssertionError unless the books agree. Pins that live are no leak; others may hold nothing."""
+        """Raise AssertionError unless the books agree; with `idle`, nothing may be loaded without a pin."""
         self._table.check_integrity()
-        assert not (idle and not self._table and self._prefetcher.is_busy), "blocks come up for no pin"
+        assert not (idle and not self._table and self._prefetcher.is_busy), "blocks are loaded for no pin"

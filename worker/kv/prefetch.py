@@ -1,6 +1,6 @@
-"""Brings the blocks of pinned chains up before a request asks for them: into host memory, or into free pool blocks.
+"""Loads the blocks of pinned chains before a request needs them: into host memory, or into free blocks of the pool.
 
-One piece at a time, and none while a prompt waits for its own loads: a piece under way is then given up.
+It loads one piece at a time, and none while a prompt waits for its own loads: then the present piece is given up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem.worker.kv.tiered_cache import TieredCache
 
 __all__ = ["HostBlocks", "Prefetcher"]
 
-_PIECE_BYTES = 8 << 20  # all that is ever in flight; copied between two steps, which takes a few ms
+_PIECE_BYTES = 8 << 20  # at most this much is in flight; copying it between two steps takes a few ms
 _RETRY_S = 1.0  # after a load or a store that failed
 
 
@@ -34,12 +34,12 @@ class HostBlocks(Protocol):
         """Blocks that may still be kept."""
 
     def keep(self, digests: Sequence[bytes]) -> None:
-        """Keep these as well, which pins want and there is room for."""
+        """Keep these blocks too. Pins want them, and there is room."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _PrefetchPiece:
-    """Blocks [first_block, first_block + len(data)) of a chain on their way up."""
+    """Blocks [first_block, first_block + len(data)) of a chain that are being loaded."""
 
     pin_id: str
     chain: tuple[bytes, ...]
@@ -51,25 +51,25 @@ class _PrefetchPiece:
 
 
 class Prefetcher:
-    """Loads for pins. Looks for something to load only when told that it may find something."""
+    """Loads blocks for pins. It looks for work only after `want` or `look_again`."""
 
     def __init__(self, engine: Engine, cache: TieredCache) -> None:
-        self.num_blocks: Counter[str] = Counter()  # brought up so far, by place
+        self.num_blocks: Counter[str] = Counter()  # loaded so far, by place
         self._engine = engine
         self._cache = cache
         self._host = cache.tier("host")
         self._to_host: set[str] = set()  # pins
-        self._to_pool: set[str] = set()  # pins; each until its chain is there as far as it can be
+        self._to_pool: set[str] = set()  # pins, each until as much of its chain as possible is there
         self._piece: _PrefetchPiece | None = None
         self._look_at = math.inf
 
     @property
     def is_busy(self) -> bool:
-        """Whether a piece is under way."""
+        """Whether a piece is being loaded."""
         return self._piece is not None
 
     def want(self, pin_id: str, prefetch: Prefetch) -> None:
-        """Bring this pin's blocks up so far from now on; into the pool once."""
+        """Load this pin's blocks into host memory from now on, and into the pool once, as `prefetch` says."""
         for wanting, is_wanted in (
             (self._to_host, prefetch is not Prefetch.NONE),
             (self._to_pool, prefetch is Prefetch.POOL),
@@ -81,11 +81,11 @@ class Prefetcher:
         self.look_again()
 
     def look_again(self) -> None:
-        """There may be something to load."""
+        """Look for something to load at the next `pump`."""
         self._look_at = -math.inf
 
     def pump(self, chains: Mapping[str, tuple[bytes, ...]], kept: HostBlocks | None, now: float) -> None:
-        """Take in what has arrived and ask for the next piece. `chains` by pin; `kept` is None without host memory."""
+        """Put a loaded piece in place and request the next. `chains` by pin; `kept` is None without host memory."""
         piece = self._piece
         if piece is not None and (self._cache.fetcher.is_loading or chains.get(piece.pin_id) is not piece.chain):
             piece.load.abandon()
@@ -110,7 +110,7 @@ class Prefetcher:
         return None
 
     def _piece_to_host(self, pin_id: str, chain: tuple[bytes, ...], room: int) -> _PrefetchPiece | None:
-        """The first blocks that are in a tier below host memory and not in it."""
+        """The first blocks that a lower tier has and host memory lacks."""
         host = self._host
         if host is None or room <= 0:
             return None
@@ -125,7 +125,7 @@ class Prefetcher:
         return None
 
     def _piece_to_pool(self, pin_id: str, chain: tuple[bytes, ...]) -> _PrefetchPiece | None:
-        """The blocks behind those in the pool, as long as there are free ones to put them in."""
+        """The blocks behind those in the pool, as far as the pool has free blocks for them."""
         pool = self._engine.pool
         first, room = pool.count_cached(chain), pool.num_free
         source = next((c for c in self._cache.tiers if c.tier.count_present(chain[first : first + 1])), None)
@@ -143,7 +143,7 @@ class Prefetcher:
         return _PrefetchPiece(pin_id, chain, first, source, target, data, load)
 
     def _land(self, piece: _PrefetchPiece, kept: HostBlocks | None) -> bool:
-        """Put a piece where it belongs. Whether it is worth going on at once."""
+        """Put a piece in place; whether to go on at once."""
         num_loaded = piece.load.num_loaded
         if not num_loaded:
             return False
@@ -176,7 +176,7 @@ class Prefetcher:
             piece.source.decode_into(self._engine.kv, blocks, data[:num_blocks])
             pool.publish_chain(blocks, piece.chain, first)
             self.num_blocks["pool"] += num_blocks
-        # In one go with the blocks before them, so that leaves stay less recent than what they hang from.
+        # Together with the blocks before them, so that leaves stay less recent than their parents.
         pool.release([*parents, *(blocks or ())])
         return bool(blocks)
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 def check_tiers(config: TierConfig, *, is_local: bool) -> None:
     """Raise `ConfigError` for settings with which no worker could open its tiers.
 
-    Files and folders are looked at where the workers run on this machine, and are only looked at: none is made.
+    `is_local` says that the workers run on this machine: then files and folders are checked too. None is created.
     """
     if is_local and config.kv_key_file:
         from tandem.kv_transfer.tiers.key import load_key
@@ -36,7 +36,7 @@ def check_tiers(config: TierConfig, *, is_local: bool) -> None:
 
 
 def store_key_path(config: TierConfig) -> Path:
-    """File of the key of disk and object store."""
+    """File with the key of disk and object store."""
     return Path(config.kv_key_file).expanduser() if config.kv_key_file else cache_folder() / "kv-key"
 
 
@@ -46,6 +46,6 @@ def _check_folder(name: str, folder: Path) -> None:
     while not os.path.lexists(there) and there != there.parent:
         there = there.parent
     if not there.is_dir():
-        raise ConfigError(f"{name}: {folder} cannot be a folder, as {there} is none; choose another place")
+        raise ConfigError(f"{name}: {folder} cannot be a folder: {there} is not one; choose another place")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{name}: {folder} cannot be written to, as {there} is closed to this user; choose another")
+        raise ConfigError(f"{name}: {folder} cannot be written to: {there} is closed to this user; choose another")

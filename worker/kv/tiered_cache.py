@@ -1,8 +1,7 @@
-"""The KV of one worker beyond its pool: which tiers it has, and what is in them.
+"""The KV of one worker beyond its pool: its tiers, and the way into them and back.
 
-Runs in the worker's loop and never waits. Blocks are offered to every tier once they are full
-(`tandem.worker.kv.offload`), so an eviction from the pool costs nothing. How a prompt gets them back is up to
-`tandem.worker.kv.fetcher`.
+Runs in the worker's loop and never waits. Full blocks are offered to every tier (`tandem.worker.kv.offload`), so an
+eviction from the pool costs nothing. `tandem.worker.kv.fetcher` brings a prompt's blocks back.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _RESCAN_S = {"disk": 60.0, "object": 60.0}  # other workers add blocks to these
 class TieredCache:
     """Keeps the blocks of one engine in tiers, and brings them back.
 
-    `tiers` are ordered from fast to slow. It is a `SchedulerListener`: whoever builds it makes the scheduler tell it.
+    It is a `SchedulerListener`, and must be given to `Scheduler.listen`.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class TieredCache:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is anything to pump for."""
+        """Whether blocks are on their way to a tier or from one."""
         return self._offloader.is_busy or any(cached.tier.is_busy for cached in self.tiers)
 
     def tier(self, name: str) -> CachedTier | None:
@@ -81,18 +80,18 @@ class TieredCache:
         self._offloader.published(sequence, first_block, end_block)
 
     def after_step(self, stats: StepStats) -> None:
-        """Learn what computing costs."""
+        """Learn the cost of computing from a step."""
         self.fetcher.after_step(stats)
 
     def pump(self, now: float) -> None:
-        """Take in what the tiers have done, and let the fetches go on."""
+        """Let offloading, the tiers and the fetches go on."""
         self._offloader.pump()
         for cached in self.tiers:
             cached.tier.poll()
         self.fetcher.pump(now)
 
     def loads(self) -> list[TierLoad]:
-        """The tiers as the router is told of them."""
+        """State of the tiers, for the heartbeat."""
         return [
             TierLoad(
                 name=cached.name,

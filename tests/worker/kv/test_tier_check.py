@@ -45,8 +45,8 @@ def test_a_bad_key_file_is_named_with_what_is_wrong(tmp_path: Path, num_bytes: i
     [
         ({"kv_key_file": "none"}, "kv_key_file={}/none is not there; make it with: "),
         ({"kv_key_file": ""}, "kv_key_file={}.* Is a directory; give a file"),
-        ({"disk_cache_path": "file"}, "disk_cache_path: {}/file cannot be a folder, as {}/file is none"),
-        ({"disk_cache_path": "file/below"}, "disk_cache_path: {}/file/below cannot be a folder, as {}/file is none"),
+        ({"disk_cache_path": "file"}, "disk_cache_path: {}/file cannot be a folder: {}/file is not one"),
+        ({"disk_cache_path": "file/below"}, "disk_cache_path: {}/file/below cannot be a folder: {}/file is not one"),
         ({"disk_cache_path": "dangling/a"}, "disk_cache_path: {}/dangling/a cannot be a folder"),
         ({"object_cache_url": "file"}, "object_cache_url: {}/file cannot be a folder"),
     ],
@@ -65,7 +65,7 @@ def test_bad_files_and_folders_are_told_where_the_workers_run_here(
 
 def test_a_folder_that_is_closed_to_this_user_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)  # as root everything is open
-    with pytest.raises(ConfigError, match=f"{tmp_path}/a/b cannot be written to, as {tmp_path} is closed"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/a/b cannot be written to: {tmp_path} is closed"):
         check_tiers(TierConfig(disk_cache_path=f"{tmp_path}/a/b"), is_local=True)
 
 
