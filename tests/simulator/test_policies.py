@@ -38,7 +38,7 @@ def make_policy(name: str, fleet: SimulatedFleet) -> Policy:
     return POLICIES[name](fleet, random.Random(0))
 
 
-def make_ask(num_blocks: int = 10) -> RoutingRequest:
+def make_request(num_blocks: int = 10) -> RoutingRequest:
     digests = [f"{idx}".encode() for idx in range(num_blocks)]
     return RoutingRequest(num_blocks * BLOCK_SIZE + 1, 100, digests)
 
@@ -50,11 +50,11 @@ def book(fleet: SimulatedFleet, worker_id: str, *, new: int = 0, kv: int = 0, ti
 
 
 def cache(fleet: SimulatedFleet, worker_id: str, num_blocks: int) -> None:
-    fleet.announce(worker_id, list(make_ask().digests)[:num_blocks], [])
+    fleet.announce(worker_id, list(make_request().digests)[:num_blocks], [])
 
 
 def chosen(policy: Policy, request: RoutingRequest | None = None) -> str:
-    return policy.choose(request or make_ask(), 0.0).prefill.worker_id
+    return policy.choose(request or make_request(), 0.0).prefill.worker_id
 
 
 def test_round_robin_takes_each_in_turn_in_both_pools() -> None:
@@ -62,7 +62,7 @@ def test_round_robin_takes_each_in_turn_in_both_pools() -> None:
     for worker_id in ("d0", "d1", "d2"):
         join(fleet, worker_id, Role.DECODE)
     policy = make_policy("round_robin", fleet)
-    choices = [policy.choose(make_ask(), 0.0) for _ in range(4)]
+    choices = [policy.choose(make_request(), 0.0) for _ in range(4)]
     assert [choice.prefill.worker_id for choice in choices] == ["p0", "p1", "p0", "p1"]
     assert [choice.decode.worker_id for choice in choices] == ["d0", "d1", "d2", "d0"]
     assert all(choice.is_pair for choice in choices)
@@ -96,11 +96,11 @@ def test_cache_aware_follows_its_own_decisions_until_loads_differ_too_much() -> 
 def test_cache_aware_needs_three_tenths_of_the_prompt() -> None:
     fleet = make_fleet()
     policy = make_policy("cache_aware", fleet)
-    chosen(policy, make_ask(3))
+    chosen(policy, make_request(3))
     book(fleet, "w0")
-    assert chosen(policy, make_ask(10)) == "w1"  # exactly 0.3 is not more than 0.3
+    assert chosen(policy, make_request(10)) == "w1"  # exactly 0.3 is not more than 0.3
     book(fleet, "w1")
-    assert chosen(policy, make_ask(9)) == "w1"
+    assert chosen(policy, make_request(9)) == "w1"
 
 
 def test_dynamo_weighs_overlap_against_blocks_in_use() -> None:
@@ -143,12 +143,12 @@ def test_load_routers_decode_where_the_load_is_least() -> None:
         for worker_id in ("d0", "d1"):
             join(fleet, worker_id, Role.DECODE)
         book(fleet, "d0", kv=5000)
-        assert make_policy(name, fleet).choose(make_ask(), 0.0).decode.worker_id == "d1", name
+        assert make_policy(name, fleet).choose(make_request(), 0.0).decode.worker_id == "d1", name
 
 
 def test_a_choice_expects_what_the_index_knows() -> None:
     fleet = make_fleet(1)
     cache(fleet, "w0", 10)
     for name in POLICIES:
-        choice = make_policy(name, fleet).choose(make_ask(), 0.0)
+        choice = make_policy(name, fleet).choose(make_request(), 0.0)
         assert choice.num_cached_tokens == 10 * BLOCK_SIZE, name
