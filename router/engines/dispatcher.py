@@ -19,10 +19,10 @@ from tandem.protocol.digest import TOKEN_BYTES, CacheScope
 from tandem.router.engines.config import EngineSpec
 from tandem.scheduling.request import ServiceClass
 
-__all__ = ["Dispatcher", "EngineListener", "Reservation", "RoutingRequest", "Target"]
+__all__ = ["DispatchRequest", "Dispatcher", "EngineListener", "EngineReservation", "EngineTarget"]
 
 
-class RoutingRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class DispatchRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A client's request as the deciding side needs to know it."""
 
     request_id: str
@@ -40,7 +40,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
         return len(self.prompt) // TOKEN_BYTES
 
 
-class Target(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class EngineTarget(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Where a request goes: the names of one engine twice, or of a pair of engines."""
 
     prefill: str
@@ -54,16 +54,16 @@ class Target(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return self.prefill != self.decode
 
 
-class Reservation(Protocol):
+class EngineReservation(Protocol):
     """What one request holds on the deciding side: its place in the queue, then its booking on a target.
 
     Its owner reports what happens to the request, and calls `release` on every path.
     """
 
-    async def place(self) -> Target:
+    async def place(self) -> EngineTarget:
         """Wait in the queue if necessary, and book a target. Raises a `ServingError`."""
 
-    async def place_elsewhere(self) -> Target:
+    async def place_elsewhere(self) -> EngineTarget:
         """Give the target up and book another one, on engines that neither failed nor refused the request.
 
         It does not wait in the queue again. Raises a `ServingError`.
@@ -131,10 +131,10 @@ class Dispatcher(Protocol):
     def now(self) -> float:
         """The clock of all times that reservations get."""
 
-    def reserve(self, request: RoutingRequest, abort: Callable[[str], None]) -> Reservation:
+    def reserve(self, request: DispatchRequest, abort: Callable[[str], None]) -> EngineReservation:
         """A reservation that holds nothing yet. `abort` is called with a reason when its engine is gone."""
 
-    async def explain(self, request: RoutingRequest) -> dict[str, Any]:
+    async def explain(self, request: DispatchRequest) -> dict[str, Any]:
         """The decision that would be taken now, as JSON. Raises a `ServingError`."""
 
     async def decisions(self) -> list[dict[str, Any]]:

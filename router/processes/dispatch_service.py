@@ -11,7 +11,7 @@ import msgspec
 
 from tandem.protocol.errors import ServingError
 from tandem.router.engines.config import EngineSpec
-from tandem.router.engines.dispatcher import RoutingRequest, Target
+from tandem.router.engines.dispatcher import DispatchRequest, EngineTarget
 from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher, LocalReservation
 from tandem.router.processes.hub import EdgeHub
 from tandem.router.processes.wire import WireFormat
@@ -48,7 +48,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
 
-# -- notes about a call: as the methods of `Reservation` of these names ----------------------------------------------
+# -- notes about a call: as the methods of `EngineReservation` of these names ----------------------------------------
 
 
 class FirstToken(_Message, frozen=True):
@@ -111,7 +111,7 @@ class Aborted(_Message, frozen=True):
     reason: str
 
 
-Item = Target | Aborted
+Item = EngineTarget | Aborted
 
 
 # -- questions --------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ Item = Target | Aborted
 class Explain(_Message, frozen=True):
     """`Dispatcher.explain`."""
 
-    request: RoutingRequest
+    request: DispatchRequest
 
 
 class Decisions(_Message, frozen=True):
@@ -176,7 +176,7 @@ class EngineRemoved(_Message, frozen=True):
 
 News = FleetStatus | EngineAdded | EngineRemoved
 
-WIRE_FORMAT = WireFormat(request=RoutingRequest, note=Note, item=Item, question=Question, news=News)
+WIRE_FORMAT = WireFormat(request=DispatchRequest, note=Note, item=Item, question=Question, news=News)
 
 
 class DispatchService:
@@ -194,7 +194,7 @@ class DispatchService:
         """Edge processes that have joined and have not ended."""
         return len(self._num_calls)
 
-    def open(self, edge_id: str, request: RoutingRequest, put: Callable[[Item], None]) -> _DispatchCall:
+    def open(self, edge_id: str, request: DispatchRequest, put: Callable[[Item], None]) -> _DispatchCall:
         """Reserve, when it runs."""
         return _DispatchCall(self._dispatcher, request, put, self._num_calls, edge_id)
 
@@ -263,7 +263,7 @@ class _DispatchCall:
     def __init__(
         self,
         dispatcher: LocalDispatcher,
-        request: RoutingRequest,
+        request: DispatchRequest,
         put: Callable[[Item], None],
         num_calls: Counter[str],
         edge_id: str,

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tandem.protocol.errors import ServingError
-from tandem.router.engines.dispatcher import EngineListener, RoutingRequest, Target
+from tandem.router.engines.dispatcher import DispatchRequest, EngineListener, EngineTarget
 from tandem.router.engines.fleet.step_timing import GAP_INTERVAL_S
 from tandem.router.processes import dispatch_service as service
 from tandem.router.processes.hub_client import HubClient
@@ -77,11 +77,11 @@ class RemoteDispatcher:
         """The hub's clock, which is that of all processes here."""
         return time.monotonic()
 
-    def reserve(self, request: RoutingRequest, abort: Callable[[str], None]) -> RemoteReservation:
+    def reserve(self, request: DispatchRequest, abort: Callable[[str], None]) -> RemoteReservation:
         """A reservation that holds nothing yet. `abort` is called with a reason when its target is gone."""
         return RemoteReservation(self._hub, request, abort, self._gaps)
 
-    async def explain(self, request: RoutingRequest) -> dict[str, Any]:
+    async def explain(self, request: DispatchRequest) -> dict[str, Any]:
         """What would be decided for this request now, as JSON. Raises a `ServingError`."""
         return await self._hub.ask(service.Explain(request), dict[str, Any])
 
@@ -121,7 +121,7 @@ class RemoteReservation:
     """A reservation that the hub holds."""
 
     def __init__(
-        self, hub: HubClient, request: RoutingRequest, abort: Callable[[str], None], gaps: dict[str, _GapOffers]
+        self, hub: HubClient, request: DispatchRequest, abort: Callable[[str], None], gaps: dict[str, _GapOffers]
     ) -> None:
         self._hub = hub
         self._request = request
@@ -129,14 +129,15 @@ class RemoteReservation:
         self._gaps = gaps
         self._gap_offers = _GapOffers()  # of the target's engine
         self._call: int | None = None
-        self._target: asyncio.Future[Target] = asyncio.get_running_loop().create_future()  # the next one, or the latest
+        # The next target, or the latest one.
+        self._target: asyncio.Future[EngineTarget] = asyncio.get_running_loop().create_future()
 
-    async def place(self) -> Target:
+    async def place(self) -> EngineTarget:
         """Wait in the queue if necessary, and book a target. Raises a `ServingError`."""
         self._call = self._hub.open(self._request, self._receive)
         return await self._next_target()
 
-    async def place_elsewhere(self) -> Target:
+    async def place_elsewhere(self) -> EngineTarget:
         """Give the target up and book another one. Raises a `ServingError`."""
         self._target = asyncio.get_running_loop().create_future()
         self._note(service.PlaceElsewhere())
@@ -181,7 +182,7 @@ class RemoteReservation:
         if call is not None:
             self._hub.close_call(call)
 
-    async def _next_target(self) -> Target:
+    async def _next_target(self) -> EngineTarget:
         target = await self._target
         self._gap_offers = self._gaps.get(target.decode) or _GapOffers()
         return target
@@ -195,7 +196,7 @@ class RemoteReservation:
             # An error now is that of a hub that fell silent: what has been placed goes on without it.
             if isinstance(item, service.Aborted):
                 self._abort(item.reason)
-        elif isinstance(item, Target):
+        elif isinstance(item, EngineTarget):
             self._target.set_result(item)
         elif isinstance(item, ServingError):
             self._target.set_exception(item)

@@ -14,7 +14,7 @@ from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.admission_queue import AdmittedRequest
 from tandem.router.engines.addresses import check_addresses
 from tandem.router.engines.config import EngineSpec, check_tokenizer, spec_from
-from tandem.router.engines.dispatcher import RoutingRequest, Target
+from tandem.router.engines.dispatcher import DispatchRequest, EngineTarget
 from tandem.router.engines.errors import EngineNotFound
 from tandem.router.engines.fleet.booked_attempt import BookedAttempt
 from tandem.router.engines.fleet.fleet import EngineFleet
@@ -91,11 +91,11 @@ class LocalDispatcher:
         """The fleet's clock."""
         return self.fleet.clock()
 
-    def reserve(self, request: RoutingRequest, abort: Callable[[str], None]) -> LocalReservation:
+    def reserve(self, request: DispatchRequest, abort: Callable[[str], None]) -> LocalReservation:
         """A reservation that holds nothing yet. `abort` is called with a reason when its engine is gone."""
         return LocalReservation(self, request, abort)
 
-    async def explain(self, request: RoutingRequest) -> dict[str, Any]:
+    async def explain(self, request: DispatchRequest) -> dict[str, Any]:
         """The decision that would be taken now, as JSON. Raises a `ServingError`."""
         return self.queue_of(request.model).explain(request)
 
@@ -159,9 +159,9 @@ class LocalDispatcher:
 
 
 class LocalReservation:
-    """A `Reservation` of `LocalDispatcher`."""
+    """A `EngineReservation` of `LocalDispatcher`."""
 
-    def __init__(self, dispatcher: LocalDispatcher, request: RoutingRequest, abort: Callable[[str], None]) -> None:
+    def __init__(self, dispatcher: LocalDispatcher, request: DispatchRequest, abort: Callable[[str], None]) -> None:
         self.request_id = request.request_id
         self.explains = request.explains
         self._dispatcher = dispatcher
@@ -172,18 +172,18 @@ class LocalReservation:
         self._attempt: BookedAttempt | None = None  # the latest one
         self._tried: set[str] = set()  # engines that failed or refused it
 
-    async def place(self) -> Target:
+    async def place(self) -> EngineTarget:
         """Wait in the queue if necessary, and book a target. Raises a `ServingError`."""
         queue = self._queue = self._dispatcher.queue_of(self._request.model)
         self._placement_request = queue.placement_request(self._request)
         self._admitted = await queue.admission_queue.enter(self, self._placement_request)
         return self._target(self._admitted.placement)
 
-    async def place_elsewhere(self) -> Target:
+    async def place_elsewhere(self) -> EngineTarget:
         """Give the target up and book another one. Raises a `ServingError`."""
         return self.move()
 
-    def move(self) -> Target:
+    def move(self) -> EngineTarget:
         """`place_elsewhere` without `await`."""
         assert self._admitted is not None, "it has been placed"
         assert self._queue is not None, "it has been placed"
@@ -249,10 +249,10 @@ class LocalReservation:
         assert self._attempt is not None, "it has been placed"
         return self._attempt
 
-    def _target(self, placement: Placement) -> Target:
+    def _target(self, placement: Placement) -> EngineTarget:
         best = placement.best
         decision = None
         if self.explains:
             assert self._admitted is not None, "it has been placed"
             decision = self._admitted.explain()
-        return Target(best.prefill.worker_id, best.decode.worker_id, best.num_cached_tokens, decision)
+        return EngineTarget(best.prefill.worker_id, best.decode.worker_id, best.num_cached_tokens, decision)

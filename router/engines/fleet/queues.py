@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 
 from tandem.protocol.errors import NoWorker
 from tandem.router.admission_queue import NUM_OTHERS, AdmissionQueue
-from tandem.router.engines.dispatcher import RoutingRequest
+from tandem.router.engines.dispatcher import DispatchRequest
 from tandem.router.engines.fleet.booked_attempt import BookedAttempt
 from tandem.router.engines.fleet.digests import EngineDigests
 from tandem.router.engines.fleet.engine_placer import EnginePlacer, ModelWorkers
@@ -54,7 +54,7 @@ class ModelQueue:
         )
         self._clock = fleet.clock
 
-    def placement_request(self, request: RoutingRequest) -> PlacementRequest:
+    def placement_request(self, request: DispatchRequest) -> PlacementRequest:
         """The request as admission and placement know it."""
         return self.admission.request(
             request.service_class,
@@ -63,7 +63,7 @@ class ModelQueue:
             max_tokens=request.max_tokens,
         )
 
-    def explain(self, request: RoutingRequest) -> dict[str, Any]:
+    def explain(self, request: DispatchRequest) -> dict[str, Any]:
         """The decision that would be taken now, as JSON. Nothing is sent or booked. Raises a `ServingError`."""
         now = self._clock()
         forecast = self.admission.forecast(self.placement_request(request), now, num_others=NUM_OTHERS)

@@ -28,7 +28,7 @@ _MIN_GAP_S = 0.0005  # a shorter gap is a burst of the network, not a step
 
 
 @dataclass(slots=True)
-class _Span:
+class _PrefillSpan:
     """Prompts computed in one stretch of time."""
 
     started_s: float
@@ -45,7 +45,7 @@ class StepTiming:
     def __init__(self, max_num_batched_tokens: int) -> None:
         self._chunk_tokens = max_num_batched_tokens
         self._last_first_token_s = -math.inf
-        self._open: _Span | None = None
+        self._open: _PrefillSpan | None = None
         self._last_gap_s = -math.inf
 
     def first_token(
@@ -68,7 +68,7 @@ class StepTiming:
             return None
         started_s = max(sent_s, self._last_first_token_s)
         self._last_first_token_s = now
-        self._open = _Span(started_s, now, num_new_tokens, attention, num_decode_seqs, num_kv_tokens)
+        self._open = _PrefillSpan(started_s, now, num_new_tokens, attention, num_decode_seqs, num_kv_tokens)
         return None if span is None else self._mean_step(span)
 
     def is_gap_due(self, now: float) -> bool:
@@ -84,7 +84,7 @@ class StepTiming:
             duration_s=duration_s, num_decode_seqs=max(num_decode_seqs, 1), num_decode_kv_tokens=num_kv_tokens
         )
 
-    def _mean_step(self, span: _Span) -> StepStats:
+    def _mean_step(self, span: _PrefillSpan) -> StepStats:
         num_steps = max(1, math.ceil(span.num_new_tokens / self._chunk_tokens))
         return StepStats(
             duration_s=(span.ended_s - span.started_s) / num_steps,

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from tandem.router.engines.dispatcher import Reservation, Target
+from tandem.router.engines.dispatcher import EngineReservation, EngineTarget
 from tandem.router.engines.errors import EngineBusy, EngineFailed
 from tandem.router.engines.relay.answers import as_dict, error_text, parse_answer
 from tandem.router.engines.relay.client_request import ClientRequest, decode_body, prefill_body
@@ -39,8 +39,8 @@ class Attempt:
 
     def __init__(
         self,
-        reservation: Reservation,
-        target: Target,
+        reservation: EngineReservation,
+        target: EngineTarget,
         connections: EngineConnections,
         request: ClientRequest,
         metrics: EdgeMetrics,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.protocol.errors import NoWorker
-from tandem.router.engines.dispatcher import Dispatcher, Target
+from tandem.router.engines.dispatcher import Dispatcher, EngineTarget
 from tandem.router.engines.errors import EngineBusy, EngineFailed
 from tandem.router.engines.relay.attempt import Attempt
 from tandem.router.engines.relay.client_request import ClientRequest
@@ -69,7 +69,7 @@ class Attempts:
         self._end_attempt()
         self._reservation.release()
 
-    def _begin(self, target: Target) -> Attempt:
+    def _begin(self, target: EngineTarget) -> Attempt:
         attempt = self._attempt = Attempt(
             self._reservation,
             target,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.router.engines.config import EngineSpec
-from tandem.router.engines.dispatcher import RoutingRequest
+from tandem.router.engines.dispatcher import DispatchRequest
 from tandem.router.engines.errors import EngineFailed
 
 __all__ = ["ClientRequest", "decode_body", "prefill_body"]
@@ -32,7 +32,7 @@ class ClientRequest:
 
     path: str
     body: dict[str, Any]
-    routing: RoutingRequest
+    routing: DispatchRequest
     arrived_s: float  # time.perf_counter()
 
     @property

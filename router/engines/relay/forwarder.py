@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.protocol.digest import token_bytes
 from tandem.protocol.errors import ModelNotFound, NoWorker, RequestError, ServingError
-from tandem.router.engines.dispatcher import Dispatcher, RoutingRequest, Target
+from tandem.router.engines.dispatcher import Dispatcher, DispatchRequest, EngineTarget
 from tandem.router.engines.relay.attempt import Attempt
 from tandem.router.engines.relay.attempts import AttemptLimits, Attempts
 from tandem.router.engines.relay.client_request import ClientRequest
@@ -121,7 +121,7 @@ class Forwarder:
         reader = self._readers.get(model, self._text)
         max_tokens = self._dispatcher.max_model_len(model) or UNKNOWN_CONTEXT_TOKENS
         token_ids = await self._pool.run(lambda: reader.read(body, scope, max_tokens), num_bytes=len(raw))
-        routing = RoutingRequest(
+        routing = DispatchRequest(
             request_id=new_answer_id("req-"),
             model=model,
             prompt=token_bytes(token_ids),
@@ -166,7 +166,7 @@ class Forwarder:
         await writer.end(last)
 
 
-def _headers(request: ClientRequest, target: Target) -> dict[str, str]:
+def _headers(request: ClientRequest, target: EngineTarget) -> dict[str, str]:
     headers = {
         "x-request-id": request.routing.request_id,
         "x-tandem-engine": target.decode,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tandem.router.engines.dispatcher import Reservation
+from tandem.router.engines.dispatcher import EngineReservation
 from tandem.router.engines.relay.answers import as_count, as_dict
 from tandem.router.engines.relay.client_request import ClientRequest
 from tandem.router.http.metrics import EdgeMetrics, RequestClock
@@ -18,7 +18,7 @@ class AttemptObserver:
     """Follows one attempt to its end. The attempt calls `close` on every path."""
 
     def __init__(
-        self, reservation: Reservation, request: ClientRequest, metrics: EdgeMetrics, now: Callable[[], float]
+        self, reservation: EngineReservation, request: ClientRequest, metrics: EdgeMetrics, now: Callable[[], float]
     ) -> None:
         """`now` is the clock of the reservation."""
         self._reservation = reservation

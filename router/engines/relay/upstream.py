@@ -56,8 +56,8 @@ class Upstream:
         given = {"host": parts.netloc, "user-agent": "tandem", "accept-encoding": "identity"}
         given |= {"content-type": "application/json"} | {name.lower(): value for name, value in headers.items()}
         self._head = "".join(f"{name}: {_checked(value)}\r\n" for name, value in given.items())
-        self._open: set[_Connection] = set()
-        self._idle: list[_Connection] = []
+        self._open: set[_UpstreamConnection] = set()
+        self._idle: list[_UpstreamConnection] = []
 
     async def post(self, path: str, content: bytes, request_id: str) -> Reply:
         """Send a request and wait for the head of its answer. The caller closes the reply.
@@ -79,7 +79,7 @@ class Upstream:
         for connection in self._open:
             connection.close()
 
-    def _take(self) -> _Connection | None:
+    def _take(self) -> _UpstreamConnection | None:
         """The connection that was used last, if it is young enough; else all idle ones are too old and are closed."""
         if self._idle and time.monotonic() - self._idle[-1].idle_since_s < _MAX_IDLE_S:
             return self._idle.pop()
@@ -87,7 +87,7 @@ class Upstream:
             self._idle.pop().close()
         return None
 
-    async def _connect(self) -> _Connection:
+    async def _connect(self) -> _UpstreamConnection:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 if self._resolve is None:
@@ -102,9 +102,9 @@ class Upstream:
         except OSError as exc:
             raise Unreachable(str(exc) or type(exc).__name__) from exc
 
-    async def _connect_to(self, address: str) -> _Connection:
+    async def _connect_to(self, address: str) -> _UpstreamConnection:
         _, connection = await asyncio.get_running_loop().create_connection(
-            lambda: _Connection(self),
+            lambda: _UpstreamConnection(self),
             address,
             self._port,
             ssl=self._tls,
@@ -112,11 +112,11 @@ class Upstream:
         )
         return connection
 
-    def note_open(self, connection: _Connection) -> None:
+    def note_open(self, connection: _UpstreamConnection) -> None:
         """A connection was made."""
         self._open.add(connection)
 
-    def give_back(self, connection: _Connection) -> None:
+    def give_back(self, connection: _UpstreamConnection) -> None:
         """A connection is free for the next request."""
         if len(self._idle) >= _MAX_IDLE:
             connection.close()
@@ -124,7 +124,7 @@ class Upstream:
         connection.idle_since_s = time.monotonic()
         self._idle.append(connection)
 
-    def forget(self, connection: _Connection) -> None:
+    def forget(self, connection: _UpstreamConnection) -> None:
         """A connection is closed."""
         self._open.discard(connection)
         if connection in self._idle:
@@ -134,7 +134,7 @@ class Upstream:
 class Reply(DeltaQueue[bytes]):
     """One answer: the parts of its body. It ends complete, or raises an `OSError` to its reader."""
 
-    def __init__(self, connection: _Connection) -> None:
+    def __init__(self, connection: _UpstreamConnection) -> None:
         super().__init__()
         self.status = 0
         self.headers: dict[str, str] = {}  # names in lower case
@@ -183,7 +183,7 @@ class Reply(DeltaQueue[bytes]):
         return super()._take_all()
 
 
-class _Connection(asyncio.Protocol):
+class _UpstreamConnection(asyncio.Protocol):
     """One connection: at most one request at a time."""
 
     def __init__(self, upstream: Upstream) -> None:

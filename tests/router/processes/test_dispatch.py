@@ -13,7 +13,7 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import EVERYONE, token_bytes
 from tandem.protocol.errors import NoWorker, WorkerError
 from tandem.router.engines.config import EngineSpec
-from tandem.router.engines.dispatcher import RoutingRequest
+from tandem.router.engines.dispatcher import DispatchRequest
 from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.engines.relay.prompts import TextReader
 from tandem.router.processes import dispatch_service as service
@@ -77,9 +77,9 @@ async def one_runs(edge: Edge, fake: FakeServer) -> asyncio.Task[httpx.Response]
     return running
 
 
-def routing_request(prompt: str = "a b c d") -> RoutingRequest:
+def routing_request(prompt: str = "a b c d") -> DispatchRequest:
     tokens = TextReader().read({"prompt": prompt}, EVERYONE, 1 << 20)
-    return RoutingRequest(
+    return DispatchRequest(
         request_id="r",
         model="fake-model",
         prompt=token_bytes(tokens),
