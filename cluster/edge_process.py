@@ -1,6 +1,6 @@
-"""One edge process: answers HTTP and asks the hub. Started by `cluster/edge_processes.py`, as `python -m` of this file.
+"""One edge process: answers HTTP and asks the hub. `cluster/edge_processes.py` starts it as `python -m` of this module.
 
-It obeys its parent as `cluster/processes.py` says, and ends with it.
+It is a child as `cluster/processes.py` describes, and ends with its parent.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class EdgeSettings:
 
 
 def main() -> None:
-    """Serve until drained, terminated, or left alone."""
+    """Serve until the parent, a signal or the end of the parent stops it."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     pipe, parent = ParentPipe(), os.getppid()
     if not pipe.setup:

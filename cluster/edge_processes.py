@@ -1,7 +1,7 @@
-"""The edge processes of a server: started, replaced and stopped by the process that decides.
+"""The edge processes of a server. The process that decides starts, replaces and stops them.
 
-They share the port: the kernel spreads connections over them. The parent's own socket is bound and never listens; it
-keeps the port while a process is replaced, and keeps others from sharing it by chance.
+They share the port: the kernel spreads connections over them. The parent's own socket is bound and never listens. It
+keeps the port while a process is replaced, and keeps other programs from sharing it by chance.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tandem.scheduling.tenants import Tenants
 
 __all__ = ["EdgeProcesses", "edge_processes"]
 
-CLOSING_S = 5.0  # beyond drain_timeout_s, for what a process does after its last answer
+CLOSING_S = 5.0  # a process has this long after drain_timeout_s to close
 
 
 @contextlib.asynccontextmanager
@@ -39,13 +39,13 @@ async def edge_processes(
     tenants: Tenants = Tenants(),
     admin_token: str = "",
 ) -> AsyncIterator[EdgeProcesses]:
-    """`config.router_processes` of them for as long as the block runs; each serves once it has joined the hub."""
+    """Run `config.router_processes` of them while the block runs. Each serves once it has joined the hub."""
     # A folder with a short name, because there is a socket in it, whose path must not be long. Only this user may
     # enter it: whoever can write to the socket can generate, and add engines.
     with tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as folder:
         endpoint = f"ipc://{folder}/hub"
         hub = EdgeHub(service, endpoint)
-        # Set after the parent's bind, which was refused had anyone been there.
+        # Only now, so that the bind failed if another program had the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         settings = EdgeSettings(
             edge_id="",
@@ -69,13 +69,13 @@ async def edge_processes(
 
 
 class EdgeProcesses:
-    """`router_processes` edge processes, from its making on. One that ends or hangs is replaced until they drain."""
+    """Runs `router_processes` edge processes. Those that end or hang are replaced, until `drain`."""
 
     def __init__(self, hub: EdgeHub, settings: EdgeSettings) -> None:
-        self.has_started = asyncio.Event()  # all of them serve
+        self.has_started = asyncio.Event()  # set once all of them serve
         self.hub = hub
         self._settings = settings
-        self._edge_ids: dict[int, str] = {}  # by number, of the process that runs
+        self._edge_ids: dict[int, str] = {}  # by number; each start gets a new id
         self._num_started = 0
         self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
         self.group = ProcessGroup(
@@ -99,11 +99,11 @@ class EdgeProcesses:
         return self.has_started.is_set()
 
     def drain(self) -> None:
-        """Accept nothing more, let answers end, and end."""
+        """Accept nothing more, let running answers end, then end the processes."""
         self._stop.set()
 
     async def close(self) -> None:
-        """End them now."""
+        """End the processes now."""
         self._stop.set()
         self._stop_now.set()
         await asyncio.gather(self.serving, return_exceptions=True)
@@ -118,7 +118,7 @@ class EdgeProcesses:
         return msgspec.json.encode(replace(self._settings, edge_id=edge_id))
 
     def _ended(self, number: int, pid: int) -> None:
-        """What it asked for is cancelled. What it counted stays in the sums, what it had running goes."""
+        """Cancel its requests. Its counters stay in the totals, its gauges do not."""
         self.hub.drop(self._edge_ids.pop(number))
         for path in Path(self._settings.metrics_folder).glob(f"gauge_live*_{pid}.db"):
             path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What answers HTTP for `tandem serve`: one server in this process, or several processes of their own."""
+"""The HTTP side of `tandem serve`: one server in this process, or several edge processes."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from tandem.scheduling.tenants import Tenants
 
 __all__ = ["HttpFrontend", "drain", "metrics_of", "serve_http"]
 
-_LAST_WORDS_S = 2.0  # for clients to read how their answer ended
+_FINAL_EVENTS_S = 2.0  # for clients to read how their answer ended
 
 
 class HttpFrontend(Protocol):
-    """What answers HTTP, in this process or in others."""
+    """The HTTP server, in this process or in edge processes."""
 
     @property
     def serving(self) -> asyncio.Future[Any]:
-        """Done when it has ended."""
+        """Done when the server has ended."""
 
     @property
     def is_serving(self) -> bool:
-        """Whether it has begun to."""
+        """Whether the server has begun to serve."""
 
     @property
     def num_running(self) -> int:
-        """Answers under way."""
+        """Requests that are being answered."""
 
     def drain(self) -> None:
-        """Accept nothing more, let answers end, and end."""
+        """Accept nothing more, let running answers end, then end the server."""
 
 
 @contextlib.asynccontextmanager
@@ -61,7 +61,7 @@ async def serve_http(
     api_keys: dict[bytes, str],
     tenants: Tenants,
 ) -> AsyncIterator[tuple[HttpFrontend, Ready]]:
-    """HTTP for as long as the block runs: here, or in processes of its own where several are asked for."""
+    """Serve HTTP while the block runs: here, or in edge processes if `router_processes` is more than 1."""
     if config.router.router_processes == 1:
         app = create_app(flow, tokenizer, config.router, metrics, api_keys=api_keys, tenants=tenants)
         async with http_server(app, config.router, listener) as server:
@@ -82,7 +82,7 @@ async def serve_http(
 
 
 def metrics_of(flow: RequestFlow, registry: Registry, sizing: CacheSizing) -> CollectorRegistry:
-    """What is known here, as metrics; those of HTTP come beside them."""
+    """The metrics of the deciding process, without those of HTTP."""
     metrics = CollectorRegistry()
     metrics.register(WorkerCollector(registry))
     metrics.register(CacheSizingCollector(sizing))
@@ -98,7 +98,7 @@ async def drain(
     timeout_s: float,
     progress: Callable[[str], None],
 ) -> None:
-    """Accept nothing more and let answers end, for `timeout_s` or until `stop_now`; those left end with an error."""
+    """Accept nothing more and let answers end for `timeout_s` or until `stop_now`. The rest end with an error."""
     frontend.drain()
     if num_running := frontend.num_running:
         answers = "1 answer" if num_running == 1 else f"{num_running} answers"
@@ -107,4 +107,4 @@ async def drain(
     else:
         progress("stopping")
     flow.shut_down()
-    await asyncio.wait({frontend.serving}, timeout=_LAST_WORDS_S)
+    await asyncio.wait({frontend.serving}, timeout=_FINAL_EVENTS_S)

@@ -1,8 +1,8 @@
-"""Several equal processes under one parent: started, replaced when they die, stopped together.
+"""Several equal processes under one parent: they are started, replaced when they die, and stopped together.
 
 Each child reads its setup from its standard input, writes "ready" or "error: why" to its standard output, and obeys
-the words that follow: "stop" (finish what runs) and "now". The end of its input is the end of its parent, however that
-came, so no child is ever left over. Twice a second its event loop says "alive": one that is silent is killed.
+the commands that follow: "stop" (finish what runs) and "now". The input ends when the parent does, however that
+happened, so no child is ever left over. Twice a second the child's event loop writes "alive". A silent child is killed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 60.0
 BEAT_INTERVAL_S = 0.5
-KILL_AFTER_S = 2.0  # of a child that was told to end now
-_SHORT_LIFE_S = 10.0  # a child that lives shorter is replaced later and later
+KILL_AFTER_S = 2.0  # a child that was told to end now has this long
+_SHORT_LIFE_S = 10.0  # a child that lived shorter is replaced after a growing delay
 _MAX_DELAY_S = 5.0
 _ALIVE = "alive"
 
 
-def _nothing(*_: int) -> None:
-    """Where nobody wants to know."""
+def _ignore(*_: int) -> None:
+    """The end of a child needs no further work."""
 
 
 class ProcessGroup:
-    """`count` children that run `module`. `make_setup` gives the setup of each at each of its starts: one line."""
+    """`count` children that run `module`. `make_setup` makes the setup of a child, one line, whenever it is started."""
 
     def __init__(
         self,
@@ -50,11 +50,12 @@ class ProcessGroup:
         *,
         stop_timeout_s: float,
         silence_timeout_s: float,
-        on_ended: Callable[[int, int], None] = _nothing,
+        on_ended: Callable[[int, int], None] = _ignore,
     ) -> None:
         """`on_ended` is called with number and pid of each child that has ended.
 
-        One that serves and then says nothing for `silence_timeout_s`, and some beats at least, is killed and replaced.
+        A child that has served and is then silent for `silence_timeout_s`, but at least for four beats, is killed and
+        replaced.
         """
         self._module = module
         self._on_ended = on_ended
@@ -66,13 +67,13 @@ class ProcessGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Of the children that run."""
+        """Process ids of the children that run."""
         return [child.pid for child in self._children.values() if child.returncode is None]
 
     async def run(self, stop: asyncio.Event, stop_now: asyncio.Event, on_ready: Callable[[], None]) -> None:
-        """Start all, call `on_ready` once all serve, keep them until `stop` is set and return when all have ended.
+        """Start all, call `on_ready` once all serve, replace those that end until `stop` is set, and stop all.
 
-        `stop_now` ends them without delay. Raises `ConfigError` when one cannot begin to serve.
+        `stop_now` ends them without delay. Raises `ConfigError` when a child cannot begin to serve.
         """
         try:
             await self._until(stop, self._for_each(self._start))
@@ -83,7 +84,7 @@ class ProcessGroup:
             await self._stop_all(stop_now)
 
     async def _until(self, stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work unless it is time to stop before it is done. Raises what the work raises."""
+        """Do the work, or as much of it as is possible before `stop` is set. Raises what the work raises."""
         stopping, working = asyncio.create_task(stop.wait()), asyncio.create_task(work)
         try:
             await asyncio.wait((stopping, working), return_when=asyncio.FIRST_COMPLETED)
@@ -95,7 +96,7 @@ class ProcessGroup:
             await asyncio.gather(stopping, working, return_exceptions=True)
 
     async def _for_each(self, work: Callable[[int], Coroutine[Any, Any, None]]) -> None:
-        """Do it for each child at once. What one of them raises ends the others, and is raised."""
+        """Do the work for all children at the same time. The first error cancels the rest and is raised."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for number in range(self._count):
@@ -104,7 +105,7 @@ class ProcessGroup:
             raise group.exceptions[0] from None
 
     async def _start(self, number: int) -> None:
-        """Start one child and wait until it serves. Raises `ConfigError` with what it says, or why it cannot be."""
+        """Start one child and wait until it serves. Raises `ConfigError` with the reason if it does not."""
         try:
             child = self._children[number] = await self._new_process()
         except OSError as exc:
@@ -113,19 +114,19 @@ class ProcessGroup:
         child.stdin.write(self._make_setup(number) + b"\n")
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                while (word := await _next_word(child)) == _ALIVE:
+                while (line := await _next_line(child)) == _ALIVE:
                     pass
         except TimeoutError as exc:
             _kill(child)
             raise ConfigError(f"process {number} did not serve within {READY_TIMEOUT_S:g} s") from exc
-        if word != "ready":
-            raise ConfigError(word.removeprefix("error: ") or f"process {number} ended before it served")
+        if line != "ready":
+            raise ConfigError(line.removeprefix("error: ") or f"process {number} ended before it served")
 
     async def _new_process(self) -> Process:
-        # In a session of its own: Ctrl-C at the terminal is for the parent, which tells the children.
+        # A session of its own keeps Ctrl-C at the terminal from the child: the parent tells it to stop.
         return await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-P", "-m", self._module),  # with our own path, and without whatever folder we were started in
+            *("-P", "-m", self._module),  # it has our module path, without the folder we were started in
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=PIPE,
             stdout=PIPE,
@@ -133,7 +134,7 @@ class ProcessGroup:
         )
 
     async def _keep(self, number: int) -> None:
-        """Replace the child whenever it ends."""
+        """Replace the child whenever it ends. Never returns."""
         delay_s = 0.0
         while True:
             started_s = time.monotonic()
@@ -149,7 +150,7 @@ class ProcessGroup:
                 logger.error("process %d cannot be replaced yet: %s", number, exc)
 
     async def _end_of(self, number: int) -> int:
-        """The code that a child ends with. One that falls silent is killed."""
+        """Wait for the end of a child, killing it if it falls silent; returns its exit code."""
         child = self._children[number]
         if await self._falls_silent(child):
             logger.warning(
@@ -162,19 +163,19 @@ class ProcessGroup:
         return code
 
     async def _falls_silent(self, child: Process) -> bool:
-        """Wait until it says no more; whether it has not ended."""
+        """Read what the child writes until it is silent for too long (True) or has closed its output (False)."""
         while True:
-            word = asyncio.create_task(_next_word(child))
+            line = asyncio.create_task(_next_line(child))
             try:
-                if not await answered_in_time(word, self._silence_timeout_s):
+                if not await answered_in_time(line, self._silence_timeout_s):
                     return True
-                if not await word:
+                if not await line:
                     return False
             finally:
-                word.cancel()
+                line.cancel()
 
     async def _stop_all(self, stop_now: asyncio.Event) -> None:
-        """Let all finish what runs, for `stop_timeout_s` at most; then, or on `stop_now`, end them."""
+        """Let all children finish what runs; end them after `stop_timeout_s`, or when `stop_now` is set."""
         self._tell("stop")
         ended, hurry = asyncio.create_task(self._all_ended()), asyncio.create_task(stop_now.wait())
         await asyncio.wait((ended, hurry), timeout=self._stop_timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -188,14 +189,14 @@ class ProcessGroup:
     async def _all_ended(self) -> None:
         await asyncio.gather(*map(self._end_of, list(self._children)))
 
-    def _tell(self, word: str) -> None:
+    def _tell(self, command: str) -> None:
         for child in self._children.values():
             if child.returncode is None and child.stdin is not None and not child.stdin.is_closing():
-                child.stdin.write(word.encode() + b"\n")
+                child.stdin.write(command.encode() + b"\n")
 
 
-async def _next_word(child: Process) -> str:
-    """What it says next; "" at its end."""
+async def _next_line(child: Process) -> str:
+    """The next line that the child writes; "" at the end."""
     assert child.stdout is not None, "its output is a pipe"
     return (await child.stdout.readline()).decode(errors="replace").strip()
 
@@ -207,28 +208,28 @@ def _kill(child: Process) -> None:
 
 
 class ParentPipe:
-    """The child's end: its setup, and the words of its parent. Make it before anything else uses standard output."""
+    """The child's end of the pipes: its setup, and the parent's commands. Make it before standard output is used."""
 
     def __init__(self) -> None:
         self._out = os.dup(1)
-        os.dup2(2, 1)  # whatever is printed here is no word to the parent
-        self._input = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - unbuffered: the words are read later
+        os.dup2(2, 1)  # what this process prints must not reach the parent as a message
+        self._input = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - unbuffered: commands are read later
         self.setup = self._input.readline()
 
-    def say(self, word: str) -> None:
-        """Tell the parent; one that is gone does not matter."""
+    def say(self, line: str) -> None:
+        """Write a line to the parent, if it is still there."""
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._out, word.replace("\n", " ").encode() + b"\n")
+            os.write(self._out, line.replace("\n", " ").encode() + b"\n")
 
     @contextlib.asynccontextmanager
     async def obeying(self) -> AsyncIterator[tuple[asyncio.Event, asyncio.Event]]:
-        """Events that the parent's words set, `stop` and `stop_now`, for as long as the block runs; SIGTERM does too.
+        """The events `stop` and `stop_now`, which the parent's commands set, and SIGTERM too.
 
-        A parent that is gone says "now". Shows it meanwhile that we live.
+        The end of the parent counts as "now". While the block runs the parent is shown that this process lives.
         """
         stop, stop_now = stop_events(signal.SIGTERM)
         tasks = BackgroundTasks()
-        tasks.start("hearing the parent", lambda: self._obey(stop, stop_now), lambda _: stop_now.set())
+        tasks.start("commands of the parent", lambda: self._obey(stop, stop_now), lambda _: stop_now.set())
         try:
             yield stop, stop_now
         finally:
@@ -240,8 +241,8 @@ class ParentPipe:
         reader = asyncio.StreamReader()
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._input)
         try:
-            while word := await reader.readline():
-                (stop_now if word.strip() == b"now" else stop).set()
+            while command := await reader.readline():
+                (stop_now if command.strip() == b"now" else stop).set()
             stop_now.set()
         finally:
             beating.cancel()
