@@ -16,9 +16,6 @@ from tandem.router.processes.hub_client import HubClient
 
 __all__ = ["RemoteDispatcher", "RemoteReservation"]
 
-# The hub takes one gap of an engine in GAP_INTERVAL_S, and none while a prompt waits there: so some more are offered.
-OFFER_INTERVAL_S = GAP_INTERVAL_S / 4
-
 
 class _GapOffers:
     """When a gap between tokens of one engine was told last."""
@@ -165,7 +162,7 @@ class RemoteReservation:
 
     def is_gap_due(self, now: float) -> bool:
         """Whether `gap` has any use now."""
-        return now - self._gap_offers.last_s >= OFFER_INTERVAL_S
+        return now - self._gap_offers.last_s >= GAP_INTERVAL_S  # the hub takes one gap of an engine in this time
 
     def gap(self, duration_s: float, now: float) -> None:
         """Two tokens of the stream came this far apart."""
