@@ -15,8 +15,8 @@ from tandem.protocol.errors import RequestError
 from tandem.router.http.json_body import check_brackets
 from tandem.router.http.request_options import request_options
 from tandem.router.openai.answer import PlannedAnswer, answer_request
-from tandem.router.openai.answer_plan import AnswerPlan, Prompt, conversation_of, plan_answer
 from tandem.router.openai.formats import ChatFormat
+from tandem.router.openai.planning import PreparedRequest, Prompt, conversation_of, plan_answer
 from tandem.router.openai.request_limits import check_fields, check_messages
 from tandem.router.openai.schema import ChatMessage, ChatRequest, refuse_unserved
 from tandem.router.openai.serving_context import ServingContext, read_body
@@ -55,7 +55,7 @@ async def plan_chat(context: ServingContext, request: Request, arrived_s: float)
     )
     if not token_ids:
         raise RequestError("The messages make an empty prompt.", param="messages")
-    plan = AnswerPlan(
+    prepared = PreparedRequest(
         fields=fields,
         prompts=[Prompt(token_ids)],
         format=ChatFormat(num_logprobs),
@@ -67,7 +67,7 @@ async def plan_chat(context: ServingContext, request: Request, arrived_s: float)
         options=options,
         cache_scope=scope,
     )
-    return plan_answer(context, plan)
+    return plan_answer(context, prepared)
 
 
 async def tokenize_chat(

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from tandem.protocol.errors import RequestError
 from tandem.router.http.request_options import request_options
 from tandem.router.openai.answer import PlannedAnswer, answer_request
-from tandem.router.openai.answer_plan import AnswerPlan, Prompt, conversation_of, plan_answer
 from tandem.router.openai.formats import CompletionFormat
+from tandem.router.openai.planning import PreparedRequest, Prompt, conversation_of, plan_answer
 from tandem.router.openai.request_limits import check_echo, check_fields
 from tandem.router.openai.sampling import check_token_ids
 from tandem.router.openai.schema import CompletionRequest, refuse_unserved
@@ -52,7 +52,7 @@ async def plan_completion(context: ServingContext, request: Request, arrived_s: 
     if fields.echo:
         check_echo((prompt.echo for prompt in prompts), fields.n or 1)
     echoes = [prompt.echo for prompt in prompts for _ in range(fields.n or 1)] if fields.echo else []
-    plan = AnswerPlan(
+    prepared = PreparedRequest(
         fields=fields,
         prompts=prompts,
         format=CompletionFormat(fields.logprobs, echoes),
@@ -64,7 +64,7 @@ async def plan_completion(context: ServingContext, request: Request, arrived_s: 
         options=options,
         cache_scope=context.scopes.of(options.service_class.tenant, fields.cache_salt or ""),
     )
-    return plan_answer(context, plan)
+    return plan_answer(context, prepared)
 
 
 def _separate_prompts(fields: CompletionRequest, limit: PromptLimit) -> list[str | list[int]]:

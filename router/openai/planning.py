@@ -23,7 +23,7 @@ from tandem.router.openai.sampling import max_tokens_for, other_prompt, sampling
 from tandem.router.openai.schema import MAX_CONVERSATION_ID_CHARS, GenerationFields
 from tandem.router.openai.serving_context import ServingContext
 
-__all__ = ["AnswerPlan", "Prompt", "conversation_of", "plan_answer"]
+__all__ = ["PreparedRequest", "Prompt", "conversation_of", "plan_answer"]
 
 CONVERSATION_HEADER = "x-tandem-conversation"
 
@@ -36,8 +36,8 @@ class Prompt(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerPlan:
-    """A checked request, in the form that chat and completions share."""
+class PreparedRequest:
+    """A checked and tokenized request, in the form that chat and completions share."""
 
     fields: GenerationFields
     prompts: Sequence[Prompt]
@@ -62,84 +62,84 @@ def conversation_of(request: Request, fields: GenerationFields) -> str:
     return conversation_id
 
 
-def plan_answer(context: ServingContext, plan: AnswerPlan) -> PlannedAnswer:
+def plan_answer(context: ServingContext, request: PreparedRequest) -> PlannedAnswer:
     """The answer to generate, with `n` choices for each prompt. Raises `RequestError` for what cannot be served."""
-    fields = plan.fields
+    fields = request.fields
     stream_options = fields.stream_options
     if stream_options is not None and not fields.stream:
         raise RequestError("'stream_options' is only allowed with 'stream'.", param="stream_options")
-    check_prompt_tokens((len(prompt.token_ids) for prompt in plan.prompts), fields.n or 1)
-    answer_id = new_answer_id(plan.format.id_prefix)
-    choices = _choices(context, plan, answer_id)
-    if plan.num_logprobs is not None and not fields.stream and context.backend.max_model_len is not None:
+    check_prompt_tokens((len(prompt.token_ids) for prompt in request.prompts), fields.n or 1)
+    answer_id = new_answer_id(request.format.id_prefix)
+    choices = _choices(context, request, answer_id)
+    if request.num_logprobs is not None and not fields.stream and context.backend.max_model_len is not None:
         num_tokens = sum(choice.request.sampling.max_tokens for choice in choices)
-        check_held_logprobs(num_tokens, plan.num_logprobs)
+        check_held_logprobs(num_tokens, request.num_logprobs)
     has_usage = bool(stream_options and stream_options.include_usage)
     return PlannedAnswer(
         answer_id=answer_id,
         model=fields.model or context.backend.model,
-        arrived_s=plan.arrived_s,
-        format=plan.format,
+        arrived_s=request.arrived_s,
+        format=request.format,
         choices=choices,
-        num_prompt_tokens=sum(len(prompt.token_ids) for prompt in plan.prompts),
+        num_prompt_tokens=sum(len(prompt.token_ids) for prompt in request.prompts),
         is_stream=bool(fields.stream),
         has_usage=has_usage,
         has_running_usage=bool(has_usage and stream_options and stream_options.continuous_usage_stats),
     )
 
 
-def _choices(context: ServingContext, plan: AnswerPlan, answer_id: str) -> list[ChoicePlan]:
+def _choices(context: ServingContext, request: PreparedRequest, answer_id: str) -> list[ChoicePlan]:
     """`n` choices for each prompt; the first of them computes it, and its siblings share it."""
-    stops = stop_strings(plan.fields)
+    stops = stop_strings(request.fields)
     choices: list[ChoicePlan] = []
-    for prompt, params in zip(plan.prompts, _sampling(context, plan), strict=True):
-        for sibling in range(plan.fields.n or 1):
+    for prompt, params in zip(request.prompts, _sampling(context, request), strict=True):
+        for sibling in range(request.fields.n or 1):
             index = len(choices)
             choices.append(
                 ChoicePlan(
                     index=index,
-                    request=_generate_request(plan, prompt, params, f"{answer_id}-{index}", index, sibling),
+                    request=_generate_request(request, prompt, params, f"{answer_id}-{index}", index, sibling),
                     stops=stops,
-                    skip_special_tokens=plan.fields.skip_special_tokens is not False,
+                    skip_special_tokens=request.fields.skip_special_tokens is not False,
                     is_first_sibling=sibling == 0,
                 )
             )
     return choices
 
 
-def _sampling(context: ServingContext, plan: AnswerPlan) -> Iterator[SamplingParams]:
+def _sampling(context: ServingContext, request: PreparedRequest) -> Iterator[SamplingParams]:
     """Sampling parameters of each prompt's first choice."""
     params: SamplingParams | None = None
-    for prompt in plan.prompts:
+    for prompt in request.prompts:
         max_tokens = max_tokens_for(
             len(prompt.token_ids),
-            plan.requested_tokens,
-            plan.default_tokens,
+            request.requested_tokens,
+            request.default_tokens,
             context.backend.max_model_len,
-            prompt_field=plan.format.prompt_field,
+            prompt_field=request.format.prompt_field,
         )
         if params is None:
             vocab_size = context.tokenizer.vocab_size
             params = sampling_params(
-                plan.fields, max_tokens=max_tokens, num_logprobs=plan.num_logprobs, vocab_size=vocab_size
+                request.fields, max_tokens=max_tokens, num_logprobs=request.num_logprobs, vocab_size=vocab_size
             )
         else:
-            params = other_prompt(params, plan.fields, max_tokens)
+            params = other_prompt(params, request.fields, max_tokens)
         yield params
 
 
 def _generate_request(
-    plan: AnswerPlan, prompt: Prompt, params: SamplingParams, request_id: str, index: int, sibling: int
+    request: PreparedRequest, prompt: Prompt, params: SamplingParams, request_id: str, index: int, sibling: int
 ) -> GenerateRequest:
-    service_class = plan.options.service_class
+    service_class = request.options.service_class
     if sibling:  # siblings start after the answer's first token, and the SLO is about that token
         service_class = msgspec.structs.replace(service_class, ttft_slo_s=math.inf)
     return GenerateRequest(
         request_id=request_id,
         token_ids=prompt.token_ids,
         sampling=sibling_seed(params, sibling),
-        cache_scope=plan.cache_scope,
-        conversation_id="" if index else plan.conversation_id,  # the conversation goes on with the first choice
+        cache_scope=request.cache_scope,
+        conversation_id="" if index else request.conversation_id,  # the conversation goes on with the first choice
         service_class=service_class,
-        explains=plan.options.explains and index == 0,
+        explains=request.options.explains and index == 0,
     )
