@@ -20,8 +20,8 @@ from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.http.app import RouterApp
 from tandem.router.http.refusals import Refusal
 from tandem.router.http.request_options import EXPLAIN_HEADER, SLO_HEADER, TENANT_HEADER
-from tandem.router.openai.planning import CONVERSATION_HEADER
 from tandem.router.openai.app import create_app
+from tandem.router.openai.planning import CONVERSATION_HEADER
 from tandem.router.openai.schema import (
     UNSERVED,
     ChatMessage,
