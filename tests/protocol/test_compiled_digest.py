@@ -1,4 +1,4 @@
-"""protocol/_digest.c does what protocol/digest.py does in Python."""
+"""protocol/_digest.c gives the same digests as the Python code in protocol/digest.py."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_messages_around_whole_chunks_of_the_hash(message_bytes: int) -> None:
     assert compiled.chain_digests(parent, data, block_bytes) == by_hashlib(parent, data, block_bytes)
 
 
-@pytest.mark.parametrize("num_tokens", [8192, 8193, 40_000])  # beyond 8,192 the interpreter is let go meanwhile
+@pytest.mark.parametrize("num_tokens", [8192, 8193, 40_000])  # above 8,192 the GIL is released meanwhile
 def test_long_prompts(num_tokens: int) -> None:
     data = random.Random(num_tokens).randbytes(num_tokens * TOKEN_BYTES)
     assert compiled.chain_digests(b"root", data, TOKEN_BYTES) == by_hashlib(b"root", data, TOKEN_BYTES)
@@ -144,9 +144,9 @@ def test_others_run_while_a_long_prompt_is_hashed() -> None:
         order.append("hashed")
 
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000.0)  # nobody is made to let go of the interpreter
+    sys.setswitchinterval(1000.0)  # no thread is forced to release the GIL
     try:
-        for _ in range(20):  # the system may wake us too late, but it will not each time
+        for _ in range(20):  # the system may wake us too late, but not each time
             has_begun, thread = threading.Event(), threading.Thread(target=hash_it)
             order.clear()
             thread.start()

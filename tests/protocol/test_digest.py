@@ -36,7 +36,7 @@ def make_namespace(**changes: object) -> bytes:
 
 
 def test_digests_are_stable_across_versions() -> None:
-    # A change here silently empties every cache and tier that outlives a process: it must be meant.
+    # A change here silently empties every cache and tier that outlives a process, so it must be on purpose.
     root = root_digest(make_namespace(), cache_salt="tenant", lora="l@1")
     assert root.hex() == "6fbc6dbccd0cd543b29965bb9629a117"
     assert [digest.hex() for digest in block_digests(root, list(range(10)), SIZE)] == [
@@ -83,7 +83,7 @@ def test_namespace_depends_on_every_field(change: dict[str, object]) -> None:
 
 @given(st.tuples(text, text), st.tuples(text, text))
 def test_no_value_can_imitate_a_neighbouring_field(left: tuple[str, str], right: tuple[str, str]) -> None:
-    # Tenant and adapter, spelled alike when joined, must not share a root.
+    # A tenant and an adapter whose joined names are equal must not share a root.
     a, b = (root_digest(b"n" * 16, cache_salt=salt, lora=lora) for salt, lora in (left, right))
     assert (a == b) is (left == right)
     c, d = (make_namespace(model_revision=x, attention=y) for x, y in (left, right))
@@ -99,7 +99,7 @@ def test_a_scope_is_of_one_salt_and_one_tenant(left: tuple[str, str | None], rig
 
 
 def test_no_salt_is_the_name_of_a_scope() -> None:
-    """A client that knows a tenant's name can compute its scope: as a salt it must be as good as any other."""
+    """A client that knows a tenant's name can compute its scope, which as a salt must be like any other."""
     scopes = {cache_scope(salt, tenant) for salt in ("", "s") for tenant in (None, "", "a")}
     assert len(scopes) == 6
     assert cache_scope("") == EVERYONE

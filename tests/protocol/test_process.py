@@ -1,4 +1,4 @@
-"""Which process is meant, however often its number was given to others."""
+"""A process id means one process, even if its number was reused."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ BEYOND = [
 
 
 def as_message(sampling: dict[str, Any]) -> bytes:
-    """A `Generate` as a sender that checks nothing would write it."""
+    """A `Generate` message as a sender without checks would encode it."""
     return msgspec.msgpack.encode({"type": "Generate", "request_id": "r", "token_ids": [1], "sampling": sampling})
 
 

@@ -20,7 +20,7 @@ DEADLINE_S = 10.0
 def context() -> Iterator[zmq.Context]:
     context: zmq.Context = zmq.Context()
     yield context
-    context.term()  # which ends the guest list's thread
+    context.term()  # this ends the authenticator's thread
 
 
 def listener(context: zmq.Context) -> tuple[zmq.Socket, PeerAddress]:
@@ -53,13 +53,13 @@ def test_a_zeromq_without_curve_is_told(monkeypatch: pytest.MonkeyPatch) -> None
         make_keys()
 
 
-def test_without_a_guest_list_nobody_gets_in(context: zmq.Context) -> None:
+def test_without_an_authenticator_nobody_is_accepted(context: zmq.Context) -> None:
     socket, address = listener(context)
     with closing(socket), calling(address, make_keys()):
         assert not socket.poll(500)
 
 
-def test_guests_get_in_and_their_messages_bear_their_key(context: zmq.Context) -> None:
+def test_allowed_keys_connect_and_their_messages_carry_the_key(context: zmq.Context) -> None:
     authenticator = KeyAuthenticator(context, DroppedMessages())
     socket, address = listener(context)
     keys = make_keys()
@@ -69,7 +69,7 @@ def test_guests_get_in_and_their_messages_bear_their_key(context: zmq.Context) -
         assert socket.recv_multipart(copy=False)[-1].get("User-Id") == keys.public
 
 
-def test_an_early_guest_waits_at_the_door_and_a_stranger_is_counted(context: zmq.Context) -> None:
+def test_a_key_allowed_soon_after_is_accepted_and_an_unknown_one_is_counted(context: zmq.Context) -> None:
     dropped = DroppedMessages()
     authenticator = KeyAuthenticator(context, dropped)
     socket, address = listener(context)
@@ -87,7 +87,7 @@ def test_an_early_guest_waits_at_the_door_and_a_stranger_is_counted(context: zmq
         assert set(dropped.counts) == {"stranger"}
 
 
-def test_a_flood_of_strangers_keeps_no_guest_out(context: zmq.Context) -> None:
+def test_a_flood_of_unknown_keys_keeps_no_allowed_key_out(context: zmq.Context) -> None:
     dropped = DroppedMessages()
     authenticator = KeyAuthenticator(context, dropped)
     socket, address = listener(context)
@@ -100,7 +100,7 @@ def test_a_flood_of_strangers_keeps_no_guest_out(context: zmq.Context) -> None:
         assert socket.poll(DEADLINE_S * 1000)
         assert socket.recv_multipart(copy=False)[-1].get("User-Id") == guest.public
         deadline = time.monotonic() + DEADLINE_S
-        while dropped.counts["stranger"] <= 30:  # those beyond the limit, without the patience with the others
+        while dropped.counts["stranger"] <= 30:  # those above the limit are dropped at once
             assert time.monotonic() < deadline, dropped.counts
             time.sleep(0.01)
         assert not socket.poll(0)

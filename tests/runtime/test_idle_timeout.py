@@ -54,7 +54,7 @@ def test_who_waits_for_nothing_is_not_told() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_in_a_random_world_who_speaks_is_never_silent_and_who_does_not_is_found_out(seed: int) -> None:
-    """The watch sleeps anywhere, for any time. What others say waits for it, and is read at its next turn."""
+    """The process may stand still at any time, for any time. Messages wait, and are read before its next check."""
     rng = random.Random(seed)
     timeout_s, now = 8.0, 0.0
     interval_s = timeout_s / CHECKS
@@ -102,8 +102,8 @@ def test_whoever_answered_while_the_loop_stood_still_has_answered() -> None:
         answer = loop.create_future()
         waiting = asyncio.create_task(answered_in_time(answer, 0.1))
         await asyncio.sleep(0)
-        loop.call_later(0.25, answer.set_result, None)  # said meanwhile, read a little later
-        time.sleep(0.2)  # noqa: ASYNC251 - it is this event loop that stands still
+        loop.call_later(0.25, answer.set_result, None)  # sent meanwhile, read a little later
+        time.sleep(0.2)  # noqa: ASYNC251 - the event loop itself must stand still
         assert await waiting
 
     asyncio.run(scenario())

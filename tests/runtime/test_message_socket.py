@@ -19,7 +19,7 @@ Messages = list[list[bytes]]
 
 @asynccontextmanager
 async def pair() -> AsyncIterator[tuple[MessageSocket, MessageSocket, Messages, Messages]]:
-    """Two ends, and what came to each."""
+    """Two sockets, and the messages that each received."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router, dealer = context.socket(SocketType.ROUTER), context.socket(SocketType.DEALER)
     for socket in (router, dealer):
@@ -58,7 +58,7 @@ async def test_what_comes_while_one_sends_is_not_overlooked() -> None:
         await until(lambda: len(to_router) == 1)
         await asyncio.sleep(0)
         dealer._socket.send(b"second")
-        # As sending does now and then: the word that something has come is taken in, and the descriptor is silent.
+        # As sending does now and then: the signal for new messages is consumed, and the descriptor stays silent.
         assert router._socket.poll(0, zmq.POLLIN)
         router.send(b"dealer", b"mine")
         await until(lambda: len(to_router) == 2)

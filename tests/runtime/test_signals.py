@@ -1,4 +1,4 @@
-"""Signals as a shell hands them to a background job: what is ignored, what is blocked, and what a child sees of it."""
+"""Signals as a background job inherits them from a shell: which are ignored or blocked, and what a child sees."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.runtime.signals import defer_keyboard_interrupt
 
 ROOT = Path(__file__).parents[2]
 IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD)
-# Prints the signals its child finds ignored and blocked, once the child has ended with 3.
+# Prints the signals that its child found ignored and blocked, after the child has ended with 3.
 PARENT = """
 import subprocess, sys
 from tandem.runtime.signals import restore_child_signals
@@ -28,7 +28,7 @@ raise SystemExit(3)
 '''
 print("code:", subprocess.run([sys.executable, "-c", child]).returncode, flush=True)
 """
-# Says on what it stops.
+# Prints which signal stopped it.
 STOPPING = """
 import asyncio, signal, sys
 from tandem.runtime.signals import restore_child_signals, stop_events
@@ -44,7 +44,7 @@ asyncio.run(wait())
 
 
 def inherit() -> None:
-    """Run in a child before its program: what a careless parent leaves it."""
+    """Run in a child before its program: ignores and blocks signals, as a careless parent does."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGALRM))

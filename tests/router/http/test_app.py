@@ -1,4 +1,4 @@
-"""The rules of an app hold for FastAPI's routes and for raw ones alike."""
+"""An app enforces its rules on FastAPI's routes and on raw routes alike."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAGE = {"origin": "http://page.example"}
 
 
 def app_of(answer: Any, registry: CollectorRegistry | None = None) -> RouterApp:
-    """An app that answers POSTs to both paths so, and lets one key in."""
+    """An app that answers POSTs to both paths with `answer`, and accepts one key."""
     config = RouterConfig(max_body_bytes=100, cors_allow_origins=("http://page.example",))
     app = RouterApp(config, EdgeMetrics(registry or CollectorRegistry()), {key_digest("ours"): "search"})
 
@@ -116,7 +116,7 @@ async def test_head_is_answered_as_get_is(tokenizer: Tokenizer) -> None:
         for path in [*paths, "/v1/models/", "/v1/completions", "/none"]:
             head, get = await client.head(path), await client.get(path)
             assert head.status_code == get.status_code, path
-            drop = {"content-length"} if path == "/metrics" else set()  # which counts the requests between
+            drop = {"content-length"} if path == "/metrics" else set()  # /metrics counts the requests in between
             assert {n: v for n, v in head.headers.items() if n not in drop} == {
                 n: v for n, v in get.headers.items() if n not in drop
             }

@@ -1,4 +1,4 @@
-"""API keys: who is let in, as whom, and what stays open."""
+"""API keys: who is accepted, as which tenant, and which paths need no key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ORIGIN = {"origin": "http://page"}
 def app_with(
     tmp_path: Path, keys: str, registry: CollectorRegistry | None = None, tells: Callable[[Request], Any] = tenant_of
 ) -> httpx.AsyncClient:
-    """An app that tells something of a request, with these keys."""
+    """An app with these keys, whose route reports what it sees of a request."""
     path = tmp_path / "keys"
     path.write_text(keys)
     return client_of(load_api_keys(str(path)), tells, registry)
@@ -52,7 +52,7 @@ def bearer(key: str, **headers: str) -> dict[str, str]:
 
 async def test_a_known_key_is_let_in_and_may_be_of_a_tenant(tmp_path: Path) -> None:
     registry = CollectorRegistry()
-    async with app_with(tmp_path, "# clients\n\nany *  # of all tenants\nours search\nplain\n", registry) as client:
+    async with app_with(tmp_path, "# clients\n\nany *  # an operator\nours search\nplain\n", registry) as client:
         headers: dict[str, str]
         for headers, tenant in [
             (bearer("any"), "default"),
@@ -93,7 +93,7 @@ async def test_what_a_request_may_see_is_its_keys_tenant(tmp_path: Path) -> None
         for path in ("/v1/pools", "/metrics"):
             for headers, seen in [
                 (bearer("ops"), None),
-                (bearer("ops", x_tandem_tenant="batch"), "batch"),  # a gateway, for a client of its own
+                (bearer("ops", x_tandem_tenant="batch"), "batch"),  # a gateway, on behalf of a client
                 (bearer("ours"), "search"),
                 (bearer("ours", x_tandem_tenant="batch"), "search"),
                 (bearer("plain", x_tandem_tenant="*"), "default"),
@@ -149,7 +149,7 @@ def test_a_bad_file_is_told_without_the_key(tmp_path: Path, content: str, expect
 
 
 async def test_an_operators_request_names_one_tenant_at_most(tmp_path: Path) -> None:
-    """Else a gateway that adds the header, and does not replace a client's own, would let the client choose."""
+    """Otherwise a gateway that adds the header without removing a client's own would let the client choose."""
     named = [("authorization", "Bearer any"), ("x-tandem-tenant", "victim"), ("x-tandem-tenant", "ours")]
     async with app_with(tmp_path, "any *") as client:
         refused = await client.get("/", headers=named)

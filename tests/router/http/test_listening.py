@@ -1,4 +1,4 @@
-"""The port of a server that may be several processes."""
+"""The port of a server, which several processes may share."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_deltas_are_counted_some_at_a_time_and_the_rest_at_the_end() -> None:
     one = RequestClock(EdgeMetrics(registry), arrived_s=9.0, now=clock)
     one.start()
     assert value(registry, "tandem_router_running_requests") == 1
-    one.record(0, 48)  # nothing but what was cached
+    one.record(0, 48)  # no tokens, only a number of cached ones
     for _ in range(MAX_BATCH):
         now += 0.25
         one.record(2, None)

@@ -1,4 +1,4 @@
-"""Which callers a server listens to: web pages and names that were made to point to it are kept out."""
+"""Host and Origin checks: web pages and names that were made to resolve to the server are refused."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_other_names_are_refused_with_the_remedy(host: str, method: str) -> None
         ("http://localhost:8000", (), True),  # its own pages, such as /docs
         ("http://localhost:8001", (), False),
         ("http://page.example", (), False),
-        ("http://127.0.0.2:8000", (), False),  # a server of somebody else on this machine
+        ("http://127.0.0.2:8000", (), False),  # another server on this machine
         ("null", (), False),  # a sandboxed frame, a file
         ("null", ("null",), True),
         ("http://page.example", ("http://page.example",), True),
@@ -99,7 +99,7 @@ def test_a_page_may_change_something_only_where_its_origin_is_allowed(
     origin: str, origins: tuple[str, ...], is_allowed: bool
 ) -> None:
     headers = {b"host": b"localhost:8000", b"origin": origin.encode()}
-    for method in ("GET", "HEAD", "OPTIONS"):  # the browser does not show it the answer
+    for method in ("GET", "HEAD", "OPTIONS"):  # the browser does not show the page the response
         check_host_and_origin(headers, method, COMPLETIONS, OWN, origins)
     for method in ("POST", "DELETE", "PUT", "PATCH"):
         if is_allowed:

@@ -1,4 +1,4 @@
-"""A real server and clients that speak bytes: streams past ASGI, and what clients send that no client should."""
+"""A real server and clients that send raw bytes: streams past ASGI, and input that no client should send."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PART = b"data: %d\n\n"
 
 @asynccontextmanager
 async def serving(answer: Callable[[ResponseWriter], Awaitable[None]]) -> AsyncIterator[int]:
-    """The port of a server whose requests are answered so."""
+    """The port of a server that answers requests with `answer`."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
@@ -43,7 +43,7 @@ async def serving(answer: Callable[[ResponseWriter], Awaitable[None]]) -> AsyncI
 
 @asynccontextmanager
 async def serving_app(app: Any, **config: Any) -> AsyncIterator[int]:
-    """The port of a server of this app."""
+    """The port of a server with this app."""
     with listening("127.0.0.1", 0) as listener:
         async with http_server(app, RouterConfig(**config), listener) as server:
             await server.started_serving()
@@ -51,7 +51,7 @@ async def serving_app(app: Any, **config: Any) -> AsyncIterator[int]:
 
 
 class Echo:
-    """Answers with what it saw of a request, when it may."""
+    """Answers with what it saw of a request, once the test lets it."""
 
     def __init__(self) -> None:
         self.headers: list[tuple[bytes, bytes]] = []
@@ -81,7 +81,7 @@ class Echo:
 
 
 async def exchange(port: int, *parts: bytes) -> bytes:
-    """All that comes back, until the server hangs up."""
+    """Everything that the server sends until it hangs up."""
     async with asyncio.timeout(30):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
@@ -94,7 +94,7 @@ async def exchange(port: int, *parts: bytes) -> bytes:
 
 
 def error_of(answer: bytes) -> tuple[int, str]:
-    """Status and message of an error in OpenAI's shape, with nothing behind it."""
+    """Status and message of an OpenAI-shaped error that is the last response."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"connection: close" in head
     error = json.loads(body)["error"]
@@ -109,7 +109,7 @@ async def ask(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
 
 
 async def read_chunked(reader: asyncio.StreamReader) -> tuple[bytes, list[bytes]]:
-    """Head and chunks of one answer."""
+    """Head and chunks of one response."""
     head, chunks = await reader.readuntil(b"\r\n\r\n"), []
     while size := int(await reader.readuntil(b"\r\n"), 16):
         chunks.append((await reader.readexactly(size + 2))[:-2])
@@ -125,7 +125,7 @@ async def test_parts_are_chunks_of_a_body_and_the_connection_goes_on() -> None:
         await outlet.start([(b"content-type", b"text/event-stream")])
         for number in range(20):
             assert outlet.show(PART % number)
-            assert outlet._write(b"")  # is not the end
+            assert outlet._write(b"")  # an empty write does not end the body
         ways.append(outlet._write(PART % 20))
         await outlet.end(b"last")
         ways.append(outlet._write(b"too late"))
@@ -308,7 +308,9 @@ async def test_a_body_arrives_however_it_is_sent(request_bytes: bytes) -> None:
             answer = await exchange(port, request_bytes[:-cut] if cut else b"", request_bytes[-cut:])
             assert answer.endswith(b"\r\n\r\nbody"), cut
             assert b" 200 " in answer
-            assert b"x-tandem-tenant" not in dict(app.headers)  # a trailer is none of the headers that were checked
+            assert b"x-tandem-tenant" not in dict(
+                app.headers
+            )  # a trailer does not count as a header, because only headers were checked
 
 
 async def test_expect_is_answered_and_a_refusal_ends_the_connection() -> None:
@@ -319,9 +321,11 @@ async def test_expect_is_answered_and_a_refusal_ends_the_connection() -> None:
         assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
         writer.write(b"body")
         assert await reader.readuntil(b"\r\n\r\nbody")
-        app.reads = False  # as where it refuses by the head
+        app.reads = False  # as if it refused the request by its head
         writer.write(HEAD + b"expect: 100-continue\r\ncontent-length: 4\r\n\r\n")
-        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")  # and the end: is what follows its body?
+        assert (await reader.read()).startswith(
+            b"HTTP/1.1 200 "
+        )  # and the connection ends: what follows could be the body
         writer.close()
 
 
@@ -344,7 +348,7 @@ async def test_any_number_of_pipelined_requests_is_answered_in_order() -> None:
             app.may_answer.set()
             await expect_answers(reader, range(num_requests))
         writer.write(GET.replace(b"host", b"connection: close\r\nhost") + b"\r\n" + GET + b"\r\n")
-        assert (await reader.read()).count(b"HTTP/1.1 200") == 1  # nothing behind the one that says it is the last
+        assert (await reader.read()).count(b"HTTP/1.1 200") == 1  # nothing after the response that says it is the last
         writer.close()
 
 
@@ -362,7 +366,7 @@ async def test_pipelined_requests_that_wait_take_bounded_memory(monkeypatch: pyt
     async with serving_app(app) as port, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"".join(PIPELINED % (number % 100_000) for number in range(num_requests)))
-        while not connections or not connections[0].flow.read_paused:  # noqa: ASYNC110 - it tells nobody
+        while not connections or not connections[0].flow.read_paused:  # noqa: ASYNC110 - it notifies nobody
             await asyncio.sleep(0.001)
         (connection,) = connections
         assert len(connection.pipeline) < http_protocol_module.PIECE_BYTES / len(GET)
@@ -384,7 +388,7 @@ async def test_a_client_that_leaves_is_noticed_while_others_of_its_requests_wait
     async with serving_app(app) as port, asyncio.timeout(30):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write((GET + b"\r\n") * 3)
-        await asyncio.sleep(0.1)  # so that it is asked for all of them first
+        await asyncio.sleep(0.1)  # so that all requests arrive first
         writer.close()
         await left.wait()
 
@@ -422,7 +426,7 @@ async def test_a_request_that_came_as_a_whole_is_not_late_for_waiting_its_turn(s
         app.may_answer.clear()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(PIPELINED % 0 + HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % size + b"q" * size)
-        await asyncio.sleep(0.8)  # longer than a client may take for a body
+        await asyncio.sleep(0.8)  # longer than the body timeout
         app.may_answer.set()
         answers = await reader.read()
         assert answers.count(b"HTTP/1.1 200") == 2, answers[:2000]
@@ -491,10 +495,10 @@ async def test_slow_clients_are_ended_and_quick_ones_are_not() -> None:
         assert error_of(await head[0].read())[0] == 408
         assert error_of(await part[0].read())[0] == 408
         assert app.num_disconnects == 1
-        app.may_answer.set()  # these waited longer, for us
+        app.may_answer.set()  # these waited for us, not for their client
         for reader, writer in (later, running):
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
-            writer.write(GET)  # the next one has a deadline of its own
+            writer.write(GET)  # the next request has its own deadline
         for reader, writer in (later, running, silent, head, part):
             if reader in (later[0], running[0]):
                 assert error_of(await reader.read())[0] == 408
@@ -513,7 +517,7 @@ async def test_a_large_body_gets_longer_and_an_endless_one_that_nobody_reads_doe
     async with serving_app(app, body_timeout_s=0.5) as port, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(HEAD + b"content-length: 65536\r\n\r\n" + b"b" * 60_000)
-        await asyncio.sleep(2.5)  # over its time, but for what has come
+        await asyncio.sleep(2.5)  # longer than the body timeout, without the extension for received bytes
         writer.write(b"b" * 5_536)
         assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
         await reader.readexactly(65_536)
@@ -535,14 +539,14 @@ async def test_beyond_max_connections_those_that_wait_longest_go_first_and_opera
         for number in range(8):
             served.append(await asyncio.open_connection("127.0.0.1", port))
             served[-1][1].write(GET + b"\r\n")
-            while app.num_asked <= number:  # noqa: ASYNC110 - the app tells nobody
+            while app.num_asked <= number:  # noqa: ASYNC110 - the app notifies nobody
                 await asyncio.sleep(0.001)
         for reader, _ in slow:
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
         status, message = error_of(await exchange(port, GET + b"\r\n"))
         assert (status, message) == (503, "All 8 connections of this server are in use; try again later.")
-        waiting = await asyncio.open_connection("127.0.0.1", port)  # a slow one cannot keep others out
+        waiting = await asyncio.open_connection("127.0.0.1", port)  # a slow client cannot keep others out
         assert b" 200 " in await exchange(port, b"GET /health?x HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")
         app.may_answer.set()
         for reader, writer in served:
@@ -559,10 +563,10 @@ async def test_bodies_that_do_not_end_are_kept_in_bounded_memory_and_the_oldest_
     head = HEAD + b"content-length: 65536\r\n\r\n"
     async with serving_app(app, max_body_bytes=65_536) as port, asyncio.timeout(60):
         slow = []
-        for number in range(100):  # of which 69 go into 64 times 64 KB
+        for number in range(100):  # 69 of them fit into 64 times 64 KB
             slow.append(await asyncio.open_connection("127.0.0.1", port))
             slow[-1][1].write(head + part)
-            while app.num_asked <= number:  # noqa: ASYNC110 - the app tells nobody
+            while app.num_asked <= number:  # noqa: ASYNC110 - the app notifies nobody
                 await asyncio.sleep(0.001)
             if number % 10 == 9:  # meanwhile others are served
                 assert b" 200 " in await exchange(
@@ -640,7 +644,7 @@ async def test_nothing_that_comes_is_a_fault_of_ours(seed: int) -> None:
             for _ in range(rng.randint(0, 9)):
                 await asyncio.sleep(0)
             await app(scope, receive, send)
-        except Exception as exc:  # such as a write to a client that hung up behind a pipelined request
+        except Exception as exc:  # such as a write to a client that hung up after a pipelined request
             faults.append(exc)
 
     async with serving_app(watched) as port, asyncio.timeout(60):

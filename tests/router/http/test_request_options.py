@@ -1,4 +1,4 @@
-"""Tenant, priority, TTFT SLO and explanation, as clients ask for them."""
+"""Tenant, priority, TTFT SLO and explanation, from a request's headers."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ async def test_a_pin_is_answered_with_its_end_and_what_is_where(tokenizer: Token
     ("messages", "more", "opens_answer"),
     [
         ([SYSTEM, USER], {}, True),
-        ([SYSTEM], {}, False),  # the client goes on there, not the model
+        ([SYSTEM], {}, False),  # the next message is the client's
         ([SYSTEM], {"add_generation_prompt": True}, True),
     ],
 )

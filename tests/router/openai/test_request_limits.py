@@ -1,4 +1,4 @@
-"""What one request may ask for is bounded, and a refusal names the value, the limit and the field."""
+"""Limits on what one request may ask for: a refusal names the value, the limit and the field."""
 
 from __future__ import annotations
 
@@ -205,12 +205,14 @@ def test_a_body_of_a_million_lists_is_read_without_the_collector() -> None:
     finally:
         gc.callbacks.pop()
     assert len(request.prompt) == 500_001
-    assert num_collections <= 1  # behind it; else 700 of them, which take five times as long as the rest
+    assert (
+        num_collections <= 1
+    )  # after decoding; without the pause there are 700, which take five times as long as the rest
     assert gc.isenabled()
 
 
 async def test_a_long_text_is_encoded_without_holding_the_event_loop_up(tokenizer: Tokenizer) -> None:
-    """What is accepted, not what is refused: a context as long as the body may be."""
+    """The text is accepted, not refused: the context is as long as the body may be."""
     text = "hello wörld " * 60_000
     num_turns = 0
 
@@ -226,7 +228,7 @@ async def test_a_long_text_is_encoded_without_holding_the_event_loop_up(tokenize
     took_s = time.perf_counter() - started_s
     turner.cancel()
     assert tokenizer.decode(ids[1:]) == text
-    # The call that keeps the lock lets the loop turn once or twice in all that time.
+    # A call that held the GIL would let the loop run once or twice in all that time.
     assert num_turns > 10, f"{num_turns} turns of the event loop in {took_s:.2f} s"
 
 
@@ -240,7 +242,7 @@ async def test_millions_of_arrays_are_refused_before_they_are_made(tokenizer: To
 
 
 async def test_arguments_of_a_tool_call_are_bounded_like_a_body(tokenizer: Tokenizer) -> None:
-    arguments = "[" + "\\u005b]," * 600_000 + "1]"  # in the body these brackets do not show
+    arguments = "[" + "\\u005b]," * 600_000 + "1]"  # escaped, so the body shows no brackets
     call = '{"function":{"name":"f","arguments":"' + arguments + '"}}'
     body = '{"messages":[{"role":"assistant","content":"","tool_calls":[' + call + "]}]}"
     async with closing(FakeBackend(tokenizer)) as client:

@@ -1,4 +1,4 @@
-"""What the schema lets through makes sampling parameters, or a 400: never an error of ours."""
+"""Every request that the schema accepts gives sampling parameters or a 400, never an internal error."""
 
 from __future__ import annotations
 

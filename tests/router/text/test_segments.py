@@ -1,4 +1,4 @@
-"""Cut texts give the ids of whole ones: on a byte-level BPE, on one with metaspaces, and on tokenizers that refuse."""
+"""Cut texts give the ids of whole texts: with byte-level BPE, with metaspaces, and with tokenizers that never cut."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPECIALS = ["<|im_start|>", "<|im_end|>", "<s>", "<|im_end|>x"]
 
 
 def byte_level(**flags: bool) -> FastTokenizer:
-    """As GPT-2, Llama 3 and Qwen: bytes, a splitting pattern, merges over spaces and letters."""
+    """Like GPT-2, Llama 3 and Qwen: bytes, a splitting pattern, merges over spaces and letters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(alphabet)}
     merges = [
@@ -43,7 +43,7 @@ def byte_level(**flags: bool) -> FastTokenizer:
 
 
 def metaspaced(scheme: str) -> FastTokenizer:
-    """As Llama 2 and Mistral: spaces become letters, one is put before a text, or before each part of it."""
+    """Like Llama 2 and Mistral: spaces become letters, and one is put before a text, or before each part of it."""
     chars = ["▁", *"abcdehlorw <|>_imstndx\n"]
     vocab = {"<unk>": 0} | {char: i + 1 for i, char in enumerate(dict.fromkeys(chars))}
     merges = [("▁", "w"), ("h", "e"), ("l", "l"), ("▁", "▁")]
@@ -114,7 +114,7 @@ def test_tokens_that_reach_beyond_themselves_are_not_cut_at(flag: str) -> None:
 
 def test_a_tokenizer_that_breaks_the_rule_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
     class Merging:
-        """Gives one id less to a text of several segments."""
+        """A tokenizer that gives one id less for a text of several segments."""
 
         def __init__(self) -> None:
             self._fast = byte_level()

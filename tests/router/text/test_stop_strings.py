@@ -12,7 +12,7 @@ from tests.router.text.test_detokenizer import FAST, split, stream
 
 
 def cut_at_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """The plain definition: the stop string that starts first, of those the shortest."""
+    """The definition: the stop string that starts first; of several that start together, the shortest."""
     starts = [(text.find(stop), len(stop), stop) for stop in stops if stop in text]
     if not starts:
         return text, None
@@ -48,13 +48,13 @@ def test_joined_stream_is_the_text_cut_at_the_earliest_stop(
 
 
 def naive(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
-    """Looks at all that is held again for each piece."""
+    """The slow version: searches the whole held text again for each piece."""
     shown, held = [], ""
     for piece in pieces:
         held += piece
         text, stop = cut_at_stop(held, stops)
         begun = (i for i in range(len(text)) if any(stop.startswith(held[i:]) for stop in stops))
-        start = next(begun, len(text))  # a stop string begins here that is not complete
+        start = next(begun, len(text))  # an incomplete stop string begins here
         if stop is not None and start == len(text):
             return [*shown, text], stop
         shown.append(held[:start])
@@ -75,18 +75,18 @@ def test_the_matcher_shows_after_each_piece_what_a_naive_one_does(stops: list[st
 @pytest.mark.parametrize("num_stops", [1, 64, 1024])
 def test_a_piece_costs_the_same_however_many_stops_are_held_back_for(num_stops: int) -> None:
     class Counting(dict[int, int]):
-        num_looks = 0
+        num_lookups = 0
 
         def get(self, *args: int) -> int | None:
-            self.num_looks += 1
+            self.num_lookups += 1
             return super().get(*args)
 
     stops = StopStrings(["a" * 12 + f"{i:04d}" for i in range(num_stops)])
-    stops.next = looks = Counting(stops.next)
+    stops.next = lookups = Counting(stops.next)
     matcher = StopMatcher(stops)
     for _ in range(1000):
         assert matcher.push("aaab").stop is None
-    assert looks.num_looks <= 4 * 4000  # for a character one to see that it does not go on, one for each way back
+    assert lookups.num_lookups <= 4 * 4000  # per character: one that fails, and one for each state it falls back to
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""No text that fits is refused before it is encoded, whatever the tokenizer is made of."""
+"""No text that fits is refused before it is encoded, for any parts of a tokenizer."""
 
 from __future__ import annotations
 
