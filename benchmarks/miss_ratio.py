@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common import console, print_table, write_result
-from benchmarks.eviction import CAPACITIES, TRACES, load
 from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
 from tandem.protocol.digest import DIGEST_BYTES
 from tandem.scheduling.miss_ratio import MissRatioCurve
+from tests.support.trace_replay import CAPACITIES, TRACES, load
 
 _MEMORY_SHARE = 0.01
 

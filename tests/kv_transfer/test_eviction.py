@@ -8,13 +8,13 @@ from typing import get_args
 
 import pytest
 
-from benchmarks.eviction import CAPACITIES, TRACES, load, optimal, replay
 from tandem.kv_transfer.eviction import POLICIES, EvictionPolicy, create_policy
 from tandem.kv_transfer.eviction.hit_density import HitDensity
 from tandem.kv_transfer.eviction.lru import LRU
 from tandem.kv_transfer.eviction.s3fifo import S3FIFO
 from tandem.protocol.config import EvictionPolicyName
 from tandem.protocol.errors import ConfigError
+from tests.support.trace_replay import CAPACITIES, TRACES, load, optimal, replay
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.faults import Faults, run, save_tiny_model
 from tandem.decode_worker import DecodeRole
 from tandem.engine.engine import Engine
 from tandem.kv_transfer.checksum import append_checksum, block_checksums, strip_checksum, wrong_blocks
@@ -37,6 +36,7 @@ from tandem.protocol.messages import (
     decode_message,
 )
 from tandem.protocol.sampling import SamplingParams
+from tests.support.fault_world import Faults, run, save_tiny_model
 from tests.support.faulty_transport import Fault, FaultyTransport
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)

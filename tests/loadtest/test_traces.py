@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.eviction import TRACES, load
 from tandem.loadtest.traces import TraceRequest, read_trace
+from tests.support.trace_replay import TRACES, load
 
 LINE = {"timestamp": 1500, "input_length": 700, "output_length": 9, "hash_ids": [4, 5]}
 

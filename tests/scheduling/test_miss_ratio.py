@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from benchmarks.eviction import CAPACITIES, TRACES, load
 from benchmarks.miss_ratio import ExactCurve, draw_digests, measure
 from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
 from tandem.scheduling.miss_ratio import OTHER_TENANTS, MissRatioCurve
 from tests.kv_transfer.test_eviction import LRU_REFERENCE
+from tests.support.trace_replay import CAPACITIES, TRACES, load
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 DIGESTS = draw_digests(100_000, "digests")
