@@ -41,7 +41,7 @@ CHAT = "/v1/chat/completions"
 
 @dataclass
 class Deciding:
-    """Where requests are decided on."""
+    """The deciding side of a router."""
 
     dispatcher: LocalDispatcher
 
@@ -61,7 +61,7 @@ class Deciding:
         return not any(engine.running for engine in self.fleet.engines)
 
     def assert_nothing_left(self) -> None:
-        """Every load is off again: bookings, running requests, trials."""
+        """All load was released: bookings, running requests, trials."""
         assert self.fleet.registry.num_bookings == sum(len(engine.foreign) for engine in self.fleet.engines)
         for engine in self.fleet.engines:
             assert not engine.running
@@ -70,7 +70,7 @@ class Deciding:
 
 @dataclass
 class Router(Deciding):
-    """An app that relays requests, and where they are decided on."""
+    """An app that relays requests, with its deciding side."""
 
     app: FastAPI
     client: httpx.AsyncClient
@@ -78,7 +78,7 @@ class Router(Deciding):
 
 @dataclass
 class Edge(Router):
-    """An edge process, as far as it can be one in this process."""
+    """An edge process, simulated in this process."""
 
     edge_id: str
     remote: RemoteDispatcher
@@ -102,7 +102,7 @@ class Hub(Deciding):
         self._stack = stack
 
     async def edge(self, edge_id: str, timeout_s: float = 20.0) -> Edge:
-        """One more edge, once it has joined."""
+        """Add an edge and wait until it has joined."""
         self.hub.expect(edge_id)
         connections = EngineConnections(self._settings.external.connect_timeout_s)
         remote = RemoteDispatcher(self.endpoint, edge_id, connections, timeout_s=timeout_s)
@@ -120,7 +120,7 @@ class Hub(Deciding):
 
 @dataclass
 class RouterSettings:
-    """What processes of one router are told alike."""
+    """Settings that all processes of one router share."""
 
     config: RouterConfig
     external: ExternalEnginesConfig
@@ -184,7 +184,7 @@ def spec_of(fake: FakeServer, name: str, **values: Any) -> EngineSpec:
 
 
 def dead_url() -> str:
-    """An address where nobody listens."""
+    """An address where nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
@@ -195,7 +195,7 @@ def completion(prompt: Any = "a b c d", *, max_tokens: int = 4, stream: bool = F
 
 
 async def until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
-    """Wait for a condition; fail when it does not come true in time."""
+    """Wait for a condition; fail if it does not become true in time."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - the condition is set by other tasks and threads that know no event
             await asyncio.sleep(0.002)

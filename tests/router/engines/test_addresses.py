@@ -65,7 +65,7 @@ async def test_an_engine_on_this_machine_cannot_be_added_at_run_time(url: str) -
         {"kv_events": "tcp://10.0.0.9:5557", "kv_replay": "tcp://169.254.169.254:80"},
     ],
 )
-async def test_its_events_come_from_no_local_address_either(endpoints: dict[str, str]) -> None:
+async def test_kv_events_of_a_runtime_engine_come_from_no_local_address(endpoints: dict[str, str]) -> None:
     good = {"name": "x", "url": "http://10.0.0.9:1", "model": "m"}
     await check_addresses(spec_from(good | {"kv_events": "tcp://10.0.0.9:5557"}, "test"), 5.0)
     with pytest.raises(ConfigError, match="numeric address"):
@@ -79,10 +79,10 @@ async def test_engines_of_the_operators_file_may_be_local(fake_a: FakeServer) ->
         await router.all_ready("a", "b")
 
 
-async def test_a_name_that_comes_to_mean_this_machine_is_connected_to_no_more(
+async def test_a_name_that_resolves_to_this_machine_later_is_not_connected_to(
     fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The name of an engine added at run time resolves to what it is told to, one time this and one time that."""
+    """The addresses that the name of the engine resolves to change during the test."""
     port = int(fake_a.url.rpartition(":")[2])
     meant, local = ["127.0.0.1"], set[str]()
     asked: list[str] = []
@@ -132,7 +132,7 @@ async def test_probes_are_bounded_in_size_and_time(fake_a: FakeServer) -> None:
         fake_a.resume()
 
 
-async def test_an_engine_that_answered_while_this_process_stood_still_has_answered(fake_a: FakeServer) -> None:
+async def test_a_probe_answered_while_this_process_was_paused_counts(fake_a: FakeServer) -> None:
     async with aclosing(ProbeClient(fake_a.url, {}, None)) as client:
         asking = asyncio.create_task(client.get("/health", 0.3))
         await asyncio.sleep(0)

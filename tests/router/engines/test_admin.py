@@ -35,7 +35,7 @@ async def test_a_wrong_token_is_refused(given: str | None) -> None:
         assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_admin_token")
 
 
-async def test_an_engine_that_refuses_our_key_is_told_with_the_remedy(fake_a: FakeServer) -> None:
+async def test_an_engine_that_refuses_our_key_is_reported_with_the_remedy(fake_a: FakeServer) -> None:
     fake_a.health = 401
     async with routing(admin_token="secret") as router:
         await post(router, name="a", url=fake_a.url, kind="vllm")

@@ -36,13 +36,13 @@ def test_a_success_between_failures_keeps_it_closed() -> None:
     assert breaker.state(10) is BreakerState.CLOSED
 
 
-def test_nobody_there_opens_at_once() -> None:
+def test_an_absent_engine_opens_at_once() -> None:
     breaker = make_breaker()
     fail(breaker, 0.0, is_absent=True)
     assert breaker.state(0.0) is BreakerState.OPEN
 
 
-def test_who_is_there_may_be_asked_behind_an_open_circuit_without_a_trial() -> None:
+def test_an_open_breaker_may_be_bypassed_if_the_engine_is_reachable() -> None:
     breaker = make_breaker(max_failures=1)
     fail(breaker, 0.0)
     assert breaker.may_be_bypassed
@@ -99,7 +99,7 @@ STEPS = st.lists(
 
 @settings(max_examples=500, deadline=None)
 @given(STEPS)
-def test_never_more_than_one_trial_and_never_shut_for_longer_than_the_limit(
+def test_never_more_than_one_trial_and_never_open_for_longer_than_the_limit(
     steps: list[tuple[str, float, int]],
 ) -> None:
     breaker = make_breaker(max_failures=2, open_s=0.5, max_open_s=3.0)

@@ -121,7 +121,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         load_fleet(tmp_path / "none.toml")
 
 
-def test_prefill_engines_need_someone_to_decode_in_their_group() -> None:
+def test_prefill_engines_need_a_decode_engine_in_their_group() -> None:
     prefill = spec_from({"url": URL, "kind": "vllm", "role": "prefill", "group": "g"}, "test")
     elsewhere = spec_from({"url": "http://h:2", "kind": "vllm", "role": "decode"}, "test")
     with pytest.raises(ConfigError, match="only prefill engines in group 'g'"):

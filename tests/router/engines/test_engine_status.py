@@ -40,13 +40,13 @@ def test_load_of_every_kind(text: str, expected: ReportedLoad | None) -> None:
     assert parse_load(text) == expected
 
 
-def test_size_where_it_is_told() -> None:
+def test_the_cache_size_if_it_is_reported() -> None:
     assert parse_cache_size(VLLM) == CacheSize(128, 364)
     assert parse_cache_size('vllm:cache_config_info{block_size="None"} 1\n') == CacheSize(0, 0)
     assert parse_cache_size(SGLANG) == CacheSize(0, 0)
 
 
-def test_the_model_that_is_wanted_or_the_first() -> None:
+def test_the_wanted_model_or_the_first() -> None:
     catalog = {"data": [{"id": "a", "max_model_len": 10}, {"id": "b"}]}
     assert served_model(catalog, "") == ("a", 10)
     assert served_model(catalog, "b") == ("b", 0)

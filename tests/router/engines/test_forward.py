@@ -41,7 +41,7 @@ async def answered_by(router: Router, **fields: Any) -> str:
 # -- what goes through -----------------------------------------------------------------------------------
 
 
-async def test_a_plain_answer_goes_through_as_it_came(fake_a: FakeServer) -> None:
+async def test_a_plain_answer_is_passed_on_unchanged(fake_a: FakeServer) -> None:
     async with routing(spec_of(fake_a, "a")) as router:
         body = completion(model="fake-model", weird={"new": ["field"]}, logit_bias={"3": 1})
         response = await router.client.post(COMPLETIONS, json=body)
@@ -54,9 +54,7 @@ async def test_a_plain_answer_goes_through_as_it_came(fake_a: FakeServer) -> Non
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("usage", [["many"], {"prompt_tokens": "4", "prompt_tokens_details": [{"cached_tokens": 1}]}])
-async def test_usage_of_another_shape_is_not_read_and_goes_through(
-    fake_a: FakeServer, usage: Any, stream: bool
-) -> None:
+async def test_usage_of_another_shape_is_passed_on_and_not_read(fake_a: FakeServer, usage: Any, stream: bool) -> None:
     fake_a.whole = {"usage": usage}
     async with routing(spec_of(fake_a, "a")) as router:
         body = completion(stream=stream, stream_options={"include_usage": True})
@@ -67,7 +65,7 @@ async def test_usage_of_another_shape_is_not_read_and_goes_through(
         assert router.engine("a").num_failures == 0
 
 
-async def test_tool_calls_and_unknown_fields_come_back_unharmed(fake_a: FakeServer) -> None:
+async def test_tool_calls_and_unknown_fields_are_passed_on_unchanged(fake_a: FakeServer) -> None:
     calls = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
     fake_a.extra = {"tool_calls": calls, "reasoning": "because"}
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -81,7 +79,7 @@ async def test_tool_calls_and_unknown_fields_come_back_unharmed(fake_a: FakeServ
         assert fake_a.requests[0]["tools"] == tools
 
 
-async def test_a_stream_goes_through_and_usage_only_where_it_was_asked_for(fake_a: FakeServer) -> None:
+async def test_a_stream_is_passed_on_and_its_usage_only_on_request(fake_a: FakeServer) -> None:
     async with routing(spec_of(fake_a, "a")) as router:
         plain = events(await router.client.post(COMPLETIONS, json=completion(stream=True)))
         assert [e["choices"][0]["text"] for e in plain[:-1]] == ["word "] * 4
@@ -95,7 +93,7 @@ async def test_a_stream_goes_through_and_usage_only_where_it_was_asked_for(fake_
         assert "tandem_router_generation_tokens_total 8.0" in metrics
 
 
-async def test_an_engine_of_no_known_kind_is_sent_the_body_as_it_was(fake_a: FakeServer) -> None:
+async def test_an_engine_of_unknown_kind_gets_the_body_unchanged(fake_a: FakeServer) -> None:
     async with routing(spec_of(fake_a, "a", kind="openai")) as router:
         await router.client.post(COMPLETIONS, json=completion(stream=True))
         assert fake_a.requests == [completion(stream=True, model="fake-model")]
@@ -126,7 +124,7 @@ async def test_models_and_readiness(fake_a: FakeServer, fake_b: FakeServer) -> N
         assert (wrong.status_code, wrong.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_a_model_may_be_one_that_no_engine_has_told_yet(fake_a: FakeServer) -> None:
+async def test_an_unknown_model_may_be_one_that_no_engine_has_reported_yet(fake_a: FakeServer) -> None:
     unknown = spec_from({"name": "mute", "url": dead_url()}, "test")
     async with routing(unknown, spec_of(fake_a, "a"), wait=False) as router:
         await router.all_ready("a")
@@ -136,7 +134,7 @@ async def test_a_model_may_be_one_that_no_engine_has_told_yet(fake_a: FakeServer
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff", b'{"model": 3}'])
-async def test_what_is_no_request_is_refused_here(fake_a: FakeServer, content: bytes) -> None:
+async def test_a_body_that_is_not_a_request_is_refused(fake_a: FakeServer, content: bytes) -> None:
     async with routing(spec_of(fake_a, "a")) as router:
         response = await router.client.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
         assert response.status_code == 400
@@ -186,7 +184,7 @@ async def test_a_failure_before_the_first_byte_goes_elsewhere(
         assert router.engine("a").num_failures == len(fake_a.requests) <= 3  # then its circuit opens
 
 
-async def test_an_engine_where_nobody_listens_is_not_waited_for(fake_a: FakeServer) -> None:
+async def test_an_engine_where_nothing_listens_is_not_waited_for(fake_a: FakeServer) -> None:
     dead = spec_from({"name": "dead", "url": dead_url(), "model": "fake-model", "kind": "vllm"}, "test")
     async with routing(dead, spec_of(fake_a, "a", model="fake-model"), wait=False) as router:
         await router.all_ready("a")
@@ -205,7 +203,7 @@ async def test_when_all_fail_the_error_names_the_engine(fake_a: FakeServer) -> N
         assert response.json()["error"]["code"] == "engine_failed"
 
 
-async def test_an_engine_that_hangs_loses_what_waits_for_its_first_byte(fake_a: FakeServer, fake_b: FakeServer) -> None:
+async def test_a_hanging_engine_loses_requests_without_a_first_byte(fake_a: FakeServer, fake_b: FakeServer) -> None:
     fake_a.headers_pause.clear()
     config = RouterConfig(worker_timeout_s=1000.0)  # for running streams: what has no byte yet need not wait so long
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b"), config=config, probe_timeout_s=0.5) as router:
@@ -221,7 +219,7 @@ async def test_an_engine_that_hangs_loses_what_waits_for_its_first_byte(fake_a: 
         assert router.fleet.engines[0].num_failures == 1
 
 
-async def test_slow_headers_are_waited_for_while_the_engine_lives(fake_a: FakeServer) -> None:
+async def test_slow_headers_are_waited_for_while_the_engine_passes_its_probes(fake_a: FakeServer) -> None:
     fake_a.headers_pause.clear()
     async with routing(spec_of(fake_a, "a")) as router:
         request = asyncio.create_task(answered_by(router, stream=True))
@@ -232,7 +230,7 @@ async def test_slow_headers_are_waited_for_while_the_engine_lives(fake_a: FakeSe
         assert router.engine("a").num_failures == 0 < probes
 
 
-async def test_silence_has_its_limit(fake_a: FakeServer) -> None:
+async def test_silence_is_limited(fake_a: FakeServer) -> None:
     fake_a.headers_pause.clear()
     config = RouterConfig(request_timeout_s=0.1)
     async with routing(spec_of(fake_a, "a"), config=config) as router:
@@ -245,7 +243,7 @@ async def test_silence_has_its_limit(fake_a: FakeServer) -> None:
 # -- refusals --------------------------------------------------------------------------------------------
 
 
-async def test_a_busy_engine_is_left_alone_for_as_long_as_it_says(fake_a: FakeServer, fake_b: FakeServer) -> None:
+async def test_a_busy_engine_gets_no_requests_for_as_long_as_it_says(fake_a: FakeServer, fake_b: FakeServer) -> None:
     busy(fake_a, "30")
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
         for _ in range(6):
@@ -288,7 +286,9 @@ async def test_the_circuit_opens_and_closes_again(fake_a: FakeServer, fake_b: Fa
         assert router.engine("a").breaker.state(router.fleet.clock()) is BreakerState.CLOSED
 
 
-async def test_requests_that_every_engine_fails_on_shut_nobody_else_out(fake_a: FakeServer, fake_b: FakeServer) -> None:
+async def test_requests_that_fail_on_every_engine_do_not_shut_out_others(
+    fake_a: FakeServer, fake_b: FakeServer
+) -> None:
     fakes = fake_a, fake_b
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b"), breaker_open_s=60, breaker_max_open_s=60) as router:
         for fake in fakes:
@@ -307,7 +307,7 @@ async def test_requests_that_every_engine_fails_on_shut_nobody_else_out(fake_a: 
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
-async def test_a_stream_that_breaks_ends_in_an_error_and_is_not_begun_again(
+async def test_a_broken_stream_ends_in_an_error_and_is_not_retried(
     fake_a: FakeServer, fake_b: FakeServer, is_reset: bool
 ) -> None:
     for fake in (fake_a, fake_b):
@@ -321,7 +321,7 @@ async def test_a_stream_that_breaks_ends_in_an_error_and_is_not_begun_again(
         assert len(fake_a.requests) + len(fake_b.requests) == 1
 
 
-async def test_a_running_stream_of_an_engine_that_hangs_ends_in_an_error(fake_a: FakeServer) -> None:
+async def test_a_running_stream_of_a_hanging_engine_ends_in_an_error(fake_a: FakeServer) -> None:
     fake_a.pause.clear()
     config = RouterConfig(worker_timeout_s=0.2)
     async with routing(spec_of(fake_a, "a"), config=config, probe_timeout_s=0.5) as router:
@@ -335,7 +335,7 @@ async def test_a_running_stream_of_an_engine_that_hangs_ends_in_an_error(fake_a:
 
 
 @pytest.mark.parametrize("when", ["before", "within"])
-async def test_a_client_that_leaves_ends_it_at_the_engine(fake_a: FakeServer, when: str) -> None:
+async def test_a_client_that_disconnects_ends_the_request_at_the_engine(fake_a: FakeServer, when: str) -> None:
     (fake_a.headers_pause if when == "before" else fake_a.pause).clear()
     async with routing(spec_of(fake_a, "a")) as router:
         client = RawClient(router.app, COMPLETIONS, completion(stream=True))
@@ -352,7 +352,7 @@ async def test_a_client_that_leaves_ends_it_at_the_engine(fake_a: FakeServer, wh
 
 
 class SlowClient(RawClient):
-    """Takes so many parts of a body, and nothing more until it may."""
+    """Takes `num_parts` parts of a body, and the rest when `may_go_on` is set."""
 
     def __init__(self, router: Router, body: dict[str, Any], *, num_parts: int) -> None:
         self.may_go_on = asyncio.Event()
@@ -389,7 +389,9 @@ async def test_a_slow_client_gets_all_of_a_stream_in_order(fake_a: FakeServer, n
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])
-async def test_a_slow_client_that_leaves_ends_it_at_the_engine(fake_a: FakeServer, num_parts: int) -> None:
+async def test_a_slow_client_that_disconnects_ends_the_request_at_the_engine(
+    fake_a: FakeServer, num_parts: int
+) -> None:
     fake_a.pause.clear()
     async with routing(spec_of(fake_a, "a")) as router:
         client = SlowClient(router, completion(stream=True, max_tokens=300), num_parts=num_parts)
@@ -406,7 +408,7 @@ async def test_a_slow_client_that_leaves_ends_it_at_the_engine(fake_a: FakeServe
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_connection_that_breaks_under_the_answer_is_a_client_that_left(
+async def test_a_connection_that_breaks_during_the_answer_counts_as_a_disconnect(
     fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     async def broken(*_: Any) -> None:
@@ -420,7 +422,7 @@ async def test_a_connection_that_breaks_under_the_answer_is_a_client_that_left(
 
 
 @pytest.mark.parametrize("name", ["open", "relay"])
-async def test_no_error_of_ours_is_taken_for_a_client_that_left(
+async def test_our_own_errors_do_not_count_as_disconnects(
     fake_a: FakeServer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def broken(*_: Any) -> None:
@@ -443,7 +445,7 @@ async def num_left(router: Router) -> float:
 # -- load, prefixes, pairs -------------------------------------------------------------------------------
 
 
-async def test_what_others_put_on_an_engine_counts(fake_a: FakeServer, fake_b: FakeServer) -> None:
+async def test_load_of_other_clients_on_an_engine_counts(fake_a: FakeServer, fake_b: FakeServer) -> None:
     fake_a.metrics = "vllm:num_requests_running 30\nvllm:num_requests_waiting 20\nvllm:kv_cache_usage_perc 0.5\n"
     fake_b.metrics = "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n"
     async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
@@ -459,7 +461,7 @@ async def test_what_others_put_on_an_engine_counts(fake_a: FakeServer, fake_b: F
         assert worker.num_booked_seqs == 0
 
 
-async def test_what_we_put_on_an_engine_is_not_counted_twice(fake_a: FakeServer) -> None:
+async def test_our_own_load_on_an_engine_is_not_counted_twice(fake_a: FakeServer) -> None:
     fake_a.metrics = "vllm:num_requests_running 0\n"
     fake_a.headers_pause.clear()
     async with routing(spec_of(fake_a, "a")) as router:
@@ -475,7 +477,7 @@ async def test_what_we_put_on_an_engine_is_not_counted_twice(fake_a: FakeServer)
         assert await request == "a"
 
 
-async def test_a_prompt_goes_where_its_beginning_was(fake_a: FakeServer, fake_b: FakeServer) -> None:
+async def test_a_prompt_goes_where_its_prefix_is_cached(fake_a: FakeServer, fake_b: FakeServer) -> None:
     specs = [spec_of(fake_a, "a", hardware="cpu"), spec_of(fake_b, "b", hardware="cpu")]
     prompts = {i: f"{i} " * 2000 for i in range(4)}
     async with routing(*specs) as router:
@@ -487,7 +489,7 @@ async def test_a_prompt_goes_where_its_beginning_was(fake_a: FakeServer, fake_b:
         assert router.fleet.index.num_blocks(other) > 0
 
 
-async def test_an_estimate_expires(fake_a: FakeServer) -> None:
+async def test_simulated_blocks_expire(fake_a: FakeServer) -> None:
     async with routing(spec_of(fake_a, "a", cache_ttl_s=0.1)) as router:
         await answered_by(router, prompt="x" * 400)
         assert router.fleet.index.num_blocks("a") > 0
@@ -523,7 +525,7 @@ async def test_a_pair_computes_on_one_and_decodes_on_the_other(
 
 
 @pytest.mark.parametrize("usage", [["many"], {"prompt_tokens_details": [1]}], ids=str)
-async def test_a_pair_serves_whatever_its_prefill_engine_says_of_usage(
+async def test_a_pair_serves_whatever_usage_its_prefill_engine_reports(
     fake_a: FakeServer, fake_b: FakeServer, usage: Any
 ) -> None:
     fake_a.whole = {"usage": usage}
@@ -532,7 +534,7 @@ async def test_a_pair_serves_whatever_its_prefill_engine_says_of_usage(
         assert len(fake_a.requests) == 2
 
 
-async def test_a_prefill_engine_without_a_connector_is_told_how_to_get_one(
+async def test_a_prefill_engine_without_a_connector_fails_and_others_take_over(
     fake_a: FakeServer, fake_b: FakeServer
 ) -> None:
     fake_a.has_kv_params = False
@@ -627,7 +629,7 @@ async def test_a_request_has_the_routers_id_and_no_header_of_the_client(fake_a: 
 
 @pytest.mark.parametrize("depth", [240, 260, 1000, 1030, 100_000])
 @pytest.mark.parametrize("field", ["prompt", "messages", "tools", "unknown"])
-async def test_what_is_nested_deeply_is_the_clients_fault(fake_a: FakeServer, field: str, depth: int) -> None:
+async def test_deep_nesting_is_the_clients_fault(fake_a: FakeServer, field: str, depth: int) -> None:
     deep = "[" * depth + "]" * depth
     content = json.dumps({"prompt": "a", "max_tokens": 1, "stream": False} | {field: "DEEP"}).replace('"DEEP"', deep)
     async with routing(spec_of(fake_a, "a")) as router:
@@ -658,7 +660,7 @@ async def test_an_engines_answer_that_cannot_be_passed_on_is_its_failure(
         assert status == 200 or "cannot be sent on" in response.text
 
 
-async def test_a_plain_answer_that_is_too_large_is_refused_and_no_failure_of_the_engine(
+async def test_a_plain_answer_that_is_too_large_is_not_the_engines_failure(
     fake_a: FakeServer, fake_b: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upstream_module, "MAX_ANSWER_BYTES", 100_000)

@@ -1,4 +1,4 @@
-"""From vLLM's messages to digests of ours, and the feed that misses none."""
+"""Translation of vLLM's messages to our digests, and the feed that replays missed ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_translator() -> BlockTranslator:
     return BlockTranslator(NAMESPACE, 16)
 
 
-def test_digests_are_those_of_the_prompt_however_it_comes_in_pieces() -> None:
+def test_digests_are_those_of_the_prompt_however_it_is_cut() -> None:
     expected = block_digests(ROOT, IDS, 16)
     assert make_translator().apply([stored(0, 4)]).stored == expected
     pieces = make_translator()
@@ -43,7 +43,7 @@ def test_removed_and_cleared_blocks() -> None:
     assert len(translator.digests) == 1
 
 
-def test_what_counts_of_a_batch_is_how_it_ends() -> None:
+def test_only_the_last_event_of_a_block_in_a_batch_counts() -> None:
     translator = make_translator()
     first = translator.apply([stored(0, 1), removed(0), stored(0, 1)])
     assert (first.stored, first.removed) == (block_digests(ROOT, IDS[:16], 16), [])
@@ -63,7 +63,7 @@ def test_salt_and_adapter_keep_chains_apart() -> None:
     [stored(1, 2), stored(0, 1, medium="CPU"), stored(0, 1, group_idx=1), stored(0, 1, block_size=32)],
     ids=["parent unknown", "other tier", "other group", "other size"],
 )
-def test_blocks_that_say_nothing_of_a_prefix_here_are_left_out(event: dict[str, Any]) -> None:
+def test_blocks_that_cannot_be_prefixes_here_are_skipped(event: dict[str, Any]) -> None:
     assert make_translator().apply([event]) == ([], [], False)
 
 
@@ -75,15 +75,15 @@ def test_events_of_older_versions_are_arrays() -> None:
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", msgspec.msgpack.encode({}), pack("text"), pack(["Unknown"])])
-def test_anything_else_is_refused(payload: bytes) -> None:
+def test_other_payloads_are_refused(payload: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode_batch(payload)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(1, 3)), max_size=30))
-def test_what_is_told_equals_what_the_engine_holds(steps: list[tuple[bool, int, int]]) -> None:
-    """An engine that stores behind what it has and evicts what it likes; the changes add up to what it holds."""
+def test_the_changes_add_up_to_what_the_engine_holds(steps: list[tuple[bool, int, int]]) -> None:
+    """An engine that extends chains and evicts any blocks: the changes add up to what it holds."""
     translator, engine, ours = make_translator(), set[int](), set[bytes]()
     digests = block_digests(ROOT, IDS, 16)
     for is_store, first, count in steps:
@@ -102,7 +102,7 @@ def test_what_is_told_equals_what_the_engine_holds(steps: list[tuple[bool, int, 
 
 
 class Heard(list[tuple[list[Any], bool]]):
-    """Batches as the feed hands them on."""
+    """Collects the batches of a feed."""
 
     def take(self, events: list[dict[str, Any]], is_lost: bool) -> None:
         self.append(([event["type"] for event in events], is_lost))
@@ -129,7 +129,7 @@ async def feeding(*, has_replay: bool = True, **options: Any) -> AsyncIterator[t
 
 
 async def connected(publisher: Publisher, heard: Heard) -> None:
-    """Publish until the feed hears it: a SUB socket says nothing when its subscription has arrived."""
+    """Publish until the feed receives it: a SUB socket does not tell when its subscription has arrived."""
     async with asyncio.timeout(10):
         while not heard:
             await publisher.publish()
@@ -141,7 +141,7 @@ def run(scenario: Any) -> None:
     asyncio.run(asyncio.wait_for(scenario, 30))
 
 
-def test_the_feed_asks_for_what_was_before_it_and_what_was_lost() -> None:
+def test_the_feed_requests_earlier_and_lost_batches() -> None:
     async def scenario() -> None:
         async with feeding() as (publisher, feed, heard):
             await publisher.publish(stored(0, 1), is_lost=True)
@@ -170,7 +170,7 @@ def test_older_versions_replay_without_a_topic() -> None:
 
 
 @pytest.mark.parametrize("options", [{"has_replay": False}, {"keeps": 1}], ids=["no replay", "forgotten"])
-def test_a_gap_that_stays_is_told(options: dict[str, Any]) -> None:
+def test_a_gap_that_no_replay_fills_is_reported(options: dict[str, Any]) -> None:
     async def scenario() -> None:
         async with feeding(**options) as (publisher, feed, heard):
             await connected(publisher, heard)
@@ -185,7 +185,7 @@ def test_a_gap_that_stays_is_told(options: dict[str, Any]) -> None:
     run(scenario())
 
 
-def test_an_engine_that_began_anew_has_nothing_of_what_it_had() -> None:
+def test_a_restarted_engine_has_an_empty_cache() -> None:
     async def scenario() -> None:
         async with feeding() as (publisher, _, heard):
             await connected(publisher, heard)
@@ -199,7 +199,7 @@ def test_an_engine_that_began_anew_has_nothing_of_what_it_had() -> None:
     run(scenario())
 
 
-def test_junk_is_a_gap_and_the_feed_goes_on() -> None:
+def test_a_malformed_message_is_a_gap_and_the_feed_continues() -> None:
     async def scenario() -> None:
         async with feeding() as (publisher, _, heard):
             await connected(publisher, heard)

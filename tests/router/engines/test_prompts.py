@@ -14,7 +14,7 @@ def turn(*contents: str, **fields: Any) -> dict[str, Any]:
     return {"messages": messages} | fields
 
 
-def test_without_a_tokenizer_a_conversation_still_begins_as_it_did() -> None:
+def test_without_a_tokenizer_a_longer_conversation_keeps_its_prefix() -> None:
     first = TextReader().read(turn("hello " * 20), "", 1000)
     second = TextReader().read(turn("hello " * 20, "hi", "more"), "", 1000)
     assert second[: len(first) - 1] == first[:-1]
@@ -26,7 +26,7 @@ def test_without_a_tokenizer_a_conversation_still_begins_as_it_did() -> None:
     ("prompt", "expected"),
     [([1, 2, 3], [1, 2, 3]), ([[4, 5], [6]], [4, 5]), ([1, -2], []), ([], []), (None, []), (["ab"], [0x6261])],
 )
-def test_prompts_of_ids_are_taken_as_they_are(prompt: Any, expected: list[int]) -> None:
+def test_prompts_of_token_ids_are_used_unchanged(prompt: Any, expected: list[int]) -> None:
     assert TextReader().read({"prompt": prompt}, "", 1000) == expected
 
 
@@ -72,7 +72,7 @@ def test_the_limit_of_an_answer() -> None:
         {"messages": [{"role": "user", "content": ""}] * 100_000},
     ],
 )
-def test_of_a_prompt_that_no_engine_takes_only_the_beginning_is_read(
+def test_only_the_beginning_of_a_prompt_too_long_for_any_engine_is_read(
     tokenizer: Tokenizer, body: dict[str, Any]
 ) -> None:
     for reader in (TextReader(), TokenReader(tokenizer)):

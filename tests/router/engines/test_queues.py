@@ -1,4 +1,4 @@
-"""Admission in front of engines: who waits in the router, who goes first, who is refused, and why."""
+"""Admission in front of engines: which requests wait in the router, which go first, which are refused, and why."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ EXPLAIN = "/v1/route/explain"
 
 
 def small(fake: FakeServer, name: str, **fields: Any) -> EngineSpec:
-    """An engine that computes 64 prompt tokens in a step, so that one long prompt is enough to do for a while."""
+    """An engine that computes 64 prompt tokens per step, so that one long prompt keeps it busy for a while."""
     return spec_of(fake, name, max_num_batched_tokens=64, **fields)
 
 
 def prompt_of(name: str) -> str:
-    """Some thousand tokens that begin with the name, so that nothing of another is cached."""
+    """About 2,000 tokens that begin with the name, so that prompts share no prefix."""
     return f"{name:16}" + "x" * 8000
 
 
@@ -43,7 +43,7 @@ def start(router: Router, name: str, **options: Any) -> asyncio.Task[httpx.Respo
 
 
 def order(fake: FakeServer) -> list[str]:
-    """Names of the requests, as the engine got them."""
+    """Names of the requests, in the order in which the engine got them."""
     return [request["prompt"][:16].strip() for request in fake.requests]
 
 
@@ -52,14 +52,14 @@ def num_waiting(router: Router) -> int:
 
 
 async def one_runs(router: Router, fake: FakeServer) -> asyncio.Task[httpx.Response]:
-    """One prompt is being computed; what comes now waits in the router."""
+    """Start a prompt that keeps the engine busy; later requests wait in the router."""
     fake.headers_pause.clear()
     running = start(router, "running")
     await until(lambda: len(fake.requests) == 1)
     return running
 
 
-async def test_requests_wait_in_the_router_and_the_urgent_and_the_other_tenant_go_first(fake_a: FakeServer) -> None:
+async def test_urgent_requests_and_other_tenants_overtake_in_the_routers_queue(fake_a: FakeServer) -> None:
     async with routing(small(fake_a, "a")) as router:
         tasks = [await one_runs(router, fake_a)]
         for number, (name, options) in enumerate(
@@ -141,7 +141,7 @@ async def test_a_client_that_leaves_the_queue_leaves_nothing_behind(fake_a: Fake
         assert [decision["outcome"] for decision in decisions] == ["dropped", "dispatched"]
 
 
-async def test_who_waits_for_an_engine_that_dies_goes_elsewhere_or_is_told(fake_a: FakeServer) -> None:
+async def test_requests_that_wait_for_a_dying_engine_go_elsewhere_or_are_refused(fake_a: FakeServer) -> None:
     async with routing(small(fake_a, "a")) as router:
         running = await one_runs(router, fake_a)
         waiting = start(router, "waiting")
@@ -178,7 +178,7 @@ async def test_a_second_attempt_stays_on_the_tenants_engines(
         assert not fake_b.requests
 
 
-async def test_a_group_that_may_not_or_cannot_take_a_request_leaves_it_to_another(
+async def test_a_group_that_cannot_take_a_request_leaves_it_to_another(
     fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
 ) -> None:
     path = tmp_path / "tenants.toml"
@@ -196,7 +196,7 @@ async def test_a_group_that_may_not_or_cannot_take_a_request_leaves_it_to_anothe
         assert not fake_a.requests
 
 
-async def test_one_models_queue_does_not_hold_up_another(fake_a: FakeServer, fake_b: FakeServer) -> None:
+async def test_the_queue_of_one_model_does_not_hold_up_another(fake_a: FakeServer, fake_b: FakeServer) -> None:
     fake_b.model = "other-model"
     async with routing(small(fake_a, "a"), small(fake_b, "b")) as router:
         fake_a.headers_pause.clear()
@@ -207,7 +207,7 @@ async def test_one_models_queue_does_not_hold_up_another(fake_a: FakeServer, fak
         assert [(await task).status_code for task in tasks] == [200] * 3
 
 
-def test_the_table_of_one_model_follows_the_load_and_is_made_anew_with_the_registrys() -> None:
+def test_the_table_of_one_model_follows_the_load_and_the_registry() -> None:
     registry = Registry()
     for number in range(6):
         card = msgspec.structs.replace(make_card(f"w{number}"), model=f"model-{number % 2}")

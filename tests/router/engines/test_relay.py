@@ -32,7 +32,7 @@ class Counting:
         b'data: {"choices":[{"text":"\xff"}]}\n\n',
     ],
 )
-def test_pieces_that_are_no_strict_json_are_passed_on_whatever_they_come_with(piece: bytes) -> None:
+def test_pieces_that_are_not_strict_json_are_passed_on_in_any_company(piece: bytes) -> None:
     ping, done = b": ping\n\n", b"data: [DONE]\n\n"
     for events, shown in ((piece, piece), (piece + done, piece + done), (ping + piece, piece), (piece + ping, piece)):
         observer = Counting()

@@ -7,11 +7,11 @@ from tandem.router.engines.fleet.simulated_cache import SimulatedCache
 
 
 def chain(*names: str) -> list[bytes]:
-    """A chain's digests: each names all before it."""
+    """The digests of a chain: each one contains all before it."""
     return ["/".join(names[: i + 1]).encode() for i in range(len(names))]
 
 
-def test_the_tail_of_the_chain_used_longest_ago_leaves_first() -> None:
+def test_the_tail_of_the_least_recently_used_chain_is_evicted_first() -> None:
     cache = SimulatedCache(capacity=4, ttl_s=100.0)
     assert cache.touch(chain("a", "b", "c"), 0.0) == (chain("a", "b", "c"), [])
     stored, removed = cache.touch(chain("x", "y"), 1.0)
@@ -20,7 +20,7 @@ def test_the_tail_of_the_chain_used_longest_ago_leaves_first() -> None:
     assert cache.touch(chain("q"), 3.0) == ([b"q"], [b"x/y"])
 
 
-def test_what_was_not_used_for_the_time_to_live_leaves() -> None:
+def test_blocks_not_used_for_the_time_to_live_expire() -> None:
     cache = SimulatedCache(capacity=10, ttl_s=5.0)
     cache.touch(chain("a", "b"), 0.0)
     cache.touch(chain("a"), 3.0)
@@ -41,7 +41,7 @@ CHAINS = st.lists(st.sampled_from("ab"), min_size=1, max_size=6).map(lambda name
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 8), st.lists(st.tuples(CHAINS, st.floats(0.0, 4.0)), max_size=40))
-def test_events_tell_what_it_holds_and_no_block_is_there_without_those_before_it(
+def test_changes_add_up_to_the_cache_and_chains_have_no_holes(
     capacity: int, prompts: list[tuple[list[bytes], float]]
 ) -> None:
     cache, held, now = SimulatedCache(capacity, ttl_s=6.0), set[bytes](), 0.0

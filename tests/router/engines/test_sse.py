@@ -39,7 +39,7 @@ EVENTS = st.one_of(
 @given(
     st.lists(EVENTS, min_size=1, max_size=5), st.booleans(), st.sampled_from([b"", b": ping\n\n", b"data: [DONE]\n\n"])
 )
-def test_what_counts_as_pieces_has_nothing_else_in_it(bodies: list[dict[str, Any]], spaced: bool, tail: bytes) -> None:
+def test_leading_pieces_contain_nothing_but_pieces(bodies: list[dict[str, Any]], spaced: bool, tail: bytes) -> None:
     separators = (", ", ": ") if spaced else (",", ":")
     wire = b"".join(f"data: {json.dumps(body, separators=separators)}\n\n".encode() for body in bodies) + tail
     count, end = leading_pieces(wire)
@@ -55,7 +55,7 @@ def test_what_counts_as_pieces_has_nothing_else_in_it(bodies: list[dict[str, Any
         assert not rest or len(plain) < len(rest), "what is nothing but text takes the slow way"
 
 
-def test_only_the_end_of_a_stream_is_looked_into() -> None:
+def test_only_the_end_of_a_stream_is_parsed() -> None:
     piece = b'data: {"choices": [{"text": "a"}]}\n\n'
     usage, done = b'data: {"choices": [], "usage": {"prompt_tokens": 1}}\n\n', b"data: [DONE]\n\n"
     assert leading_pieces(70 * piece) == (70, 70 * len(piece))

@@ -12,7 +12,7 @@ def observe_all(model: StepModel, stats: StepStats | None) -> None:
         model.observe(stats)
 
 
-def test_first_tokens_one_behind_the_other_teach_the_cost_of_a_token() -> None:
+def test_successive_first_tokens_teach_the_cost_of_a_token() -> None:
     """Prompts sent together to an engine that computes them in order: the second waits for the first."""
     model, timing, now = StepModel(CPU_PRIOR), StepTiming(2048), 0.0
     for i in range(200):
@@ -50,7 +50,7 @@ def test_prompts_of_one_step_are_one_span() -> None:
     assert (stats.duration_s, stats.num_prefill_tokens, stats.num_decode_seqs) == (1.0, 160, 2)
 
 
-def test_a_prompt_of_several_steps_is_taught_as_their_mean() -> None:
+def test_a_prompt_of_several_steps_is_learned_as_their_mean() -> None:
     timing = StepTiming(64)
     first_token(timing, 0.5, 256, sent_s=0.1)
     stats = first_token(timing, 9.0, 1)
@@ -59,7 +59,7 @@ def test_a_prompt_of_several_steps_is_taught_as_their_mean() -> None:
     assert (stats.num_prefill_tokens, stats.prefill_attention) == (64, 256 * 128 / 4)
 
 
-def test_one_gap_counts_in_a_while_and_bursts_do_not() -> None:
+def test_one_gap_per_interval_counts_and_bursts_do_not() -> None:
     timing = StepTiming(64)
 
     def gap(duration_s: float, now: float) -> StepStats | None:

@@ -1,4 +1,4 @@
-"""Tenants in front of engines: what an engine is told of whose request it is, and what a tenant is shown."""
+"""Tenants in front of engines: the salt that an engine gets, and what a tenant is shown."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ async def test_an_engine_that_refuses_the_field_gets_none(fake_a: FakeServer) ->
 
 @pytest.mark.parametrize("salt", [5, ["s"], {"s": 1}, True, HUGE])
 @pytest.mark.parametrize("keyed", [KEYED, {}])
-async def test_a_salt_that_is_none_is_refused(fake_a: FakeServer, keyed: dict[str, Any], salt: object) -> None:
+async def test_an_invalid_salt_is_refused(fake_a: FakeServer, keyed: dict[str, Any], salt: object) -> None:
     async with routing(spec_of(fake_a, "x"), **keyed) as router:
         response = await send(router, "sk-a", cache_salt=salt)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "cache_salt")
     assert fake_a.requests == []
 
 
-async def test_without_keys_a_body_without_a_salt_goes_on_as_it_came(fake_a: FakeServer) -> None:
+async def test_without_keys_a_body_without_a_salt_is_passed_on_unchanged(fake_a: FakeServer) -> None:
     async with routing(spec_of(fake_a, "x"), tenants=TENANTS) as router:
         assert (await send(router, "", headers={"x-tandem-tenant": "a"})).status_code == 200
         assert fake_a.requests[-1] == completion(PROMPT) | {"model": "fake-model"}
@@ -98,7 +98,7 @@ async def test_without_keys_a_body_without_a_salt_goes_on_as_it_came(fake_a: Fak
         assert await expected_tokens(router, "", headers={"x-tandem-tenant": "b"}) == 64
 
 
-async def test_a_prompt_is_expected_where_its_tenants_own_was(fake_a: FakeServer) -> None:
+async def test_a_prompt_is_expected_where_its_own_tenants_prompt_was(fake_a: FakeServer) -> None:
     async with routing(spec_of(fake_a, "x"), **KEYED) as router:
         assert [await expected_tokens(router, key) for key in ("sk-a", "sk-b", "sk-a")] == [0, 0, 64]
         assert await expected_tokens(router, "sk-b", headers={"x-tandem-tenant": "a"}) == 64  # b's own, of just now
@@ -113,7 +113,7 @@ async def test_a_prompt_is_expected_where_its_tenants_own_was(fake_a: FakeServer
         assert found == [0, 64]
 
 
-async def test_events_of_a_tenants_blocks_count_for_it_alone(fake_a: FakeServer) -> None:
+async def test_events_of_a_tenants_blocks_count_for_this_tenant_only(fake_a: FakeServer) -> None:
     context = Context()
     publisher = Publisher(context)
     spec = spec_of(
@@ -131,7 +131,7 @@ async def test_events_of_a_tenants_blocks_count_for_it_alone(fake_a: FakeServer)
         context.term()
 
 
-async def test_a_tenant_is_shown_its_own_by_whichever_process_it_asks(fake_a: FakeServer, tmp_path: Path) -> None:
+async def test_every_process_shows_a_tenant_only_its_own_requests(fake_a: FakeServer, tmp_path: Path) -> None:
     async with routing_by_hub(tmp_path, spec_of(fake_a, "x"), **KEYED) as hub:
         one, two = await hub.edge("one"), await hub.edge("two")
         for router, key in ((one, "sk-a"), (two, "sk-b"), (two, "sk-a")):
@@ -155,7 +155,7 @@ async def test_a_tenant_is_shown_its_own_by_whichever_process_it_asks(fake_a: Fa
             assert 'tenant="a"' in (await get(router, "/metrics", "sk-ops")).text
 
 
-async def test_half_a_character_is_no_salt(fake_a: FakeServer) -> None:
+async def test_a_lone_surrogate_is_not_a_salt(fake_a: FakeServer) -> None:
     async with routing(spec_of(fake_a, "x"), **KEYED) as router:
         headers = {"authorization": "Bearer sk-a", "content-type": "application/json"}
         response = await router.client.post(

@@ -1,4 +1,4 @@
-"""The lean HTTP client against a server whose every byte the test writes."""
+"""The HTTP client against a server whose bytes the test writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encod
 
 
 class Peer:
-    """The engine's side of every connection, and what it got."""
+    """The engine's side of every connection, with the bytes that it received."""
 
     def __init__(self) -> None:
         self.requests: list[bytes] = []
@@ -224,7 +224,7 @@ async def test_an_answer_that_ends_too_soon_is_an_error(wire: bytes, got: bytes)
         assert received == got
 
 
-async def test_who_lets_go_early_hangs_up_and_who_has_the_last_event_does_not() -> None:
+async def test_closing_early_drops_the_connection_unless_the_last_event_has_arrived() -> None:
     async with connected() as (upstream, peer):
         go_on = asyncio.Event()
 
@@ -249,7 +249,7 @@ async def test_who_lets_go_early_hangs_up_and_who_has_the_last_event_does_not() 
         await until(lambda: peer.num_hung_up == 1)
 
 
-async def test_a_failure_from_outside_reaches_whoever_waits() -> None:
+async def test_a_failure_from_outside_reaches_the_waiting_reader() -> None:
     async with connected() as (upstream, peer):
         peer.handle = answer(CHUNKED + b"1\r\na\r\n")
         reply = await upstream.post("/", b"", "r")
@@ -262,7 +262,7 @@ async def test_a_failure_from_outside_reaches_whoever_waits() -> None:
         reply.close()
 
 
-async def test_what_nobody_reads_is_not_taken_from_the_network() -> None:
+async def test_an_unread_answer_stops_the_reading_from_the_network() -> None:
     async with connected() as (upstream, peer):
         size, num_written = 64 * 1024, 0
 
@@ -286,7 +286,7 @@ async def test_what_nobody_reads_is_not_taken_from_the_network() -> None:
         reply.close()
 
 
-async def test_nobody_there() -> None:
+async def test_nothing_listens_there() -> None:
     upstream = Upstream(dead_url(), {}, connect_timeout_s=5.0)
     with pytest.raises(Unreachable):
         await upstream.post("/", b"", "r")
@@ -338,7 +338,7 @@ async def test_a_plain_answer_that_is_too_large_is_given_up_on_the_way(monkeypat
     assert num_sent < 30
 
 
-async def test_nothing_that_upgrades_is_an_answer() -> None:
+async def test_an_upgrade_is_not_an_answer() -> None:
     async with connected() as (upstream, peer), asyncio.timeout(30):
         peer.handle = answer(b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\nhello")
         with pytest.raises(ConnectionError):
