@@ -1,10 +1,11 @@
-"""One to three processes of `tandem route` on one port: what sharing costs, and how evenly bursts are spread.
+"""`tandem route` in one process, and with two or three edge processes and a hub: costs, and how even bursts are.
 
     python -m benchmarks.router_processes [--seconds 8] [--streams 32] [--engines 4] [--processes 1,2,3]
 
-Engines are mocks in one process that answer at once, so what is measured is the router. The processes share the cores
-of the machine with mocks and clients: CPU time per request says what one more process costs, requests/s only where
-there are cores to spare. A burst is `3 * 16` requests on connections of their own, answered when all have arrived.
+Engines are mocks in one process that answer at once, so what is measured is the router. Its processes share the cores
+of the machine with mocks and clients: CPU time per request, of all its processes, says what the hub costs; requests/s
+only where there are cores to spare. A burst is `3 * 16` requests on connections of their own, answered when all have
+arrived.
 """
 
 from __future__ import annotations
@@ -215,7 +216,7 @@ def _asked(mocks: Connection, word: str) -> list[int]:
 
 @contextlib.contextmanager
 def _router(ports: list[int], count: int) -> Iterator[tuple[int, int]]:
-    """Port and pid of a router with so many processes, once each of them has reached all engines."""
+    """Port and pid of a router with so many processes, once it has reached all engines."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "engines.toml")
         path.write_text(

@@ -74,6 +74,7 @@ class EdgeProcesses:
     def __init__(self, hub: EdgeHub, settings: EdgeSettings) -> None:
         self.has_started = asyncio.Event()  # set once all of them serve
         self.hub = hub
+        self.metrics_folder = settings.metrics_folder
         self._settings = settings
         self._edge_ids: dict[int, str] = {}  # by number; each start gets a new id
         self._num_started = 0
@@ -120,5 +121,5 @@ class EdgeProcesses:
     def _ended(self, number: int, pid: int) -> None:
         """Cancel its requests. Its counters stay in the totals, its gauges do not."""
         self.hub.drop(self._edge_ids.pop(number))
-        for path in Path(self._settings.metrics_folder).glob(f"gauge_live*_{pid}.db"):
+        for path in Path(self.metrics_folder).glob(f"gauge_live*_{pid}.db"):
             path.unlink(missing_ok=True)

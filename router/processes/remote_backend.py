@@ -39,6 +39,11 @@ class RemoteBackend:
         """Fail what still runs and leave."""
         await self._hub.close()
 
+    @property
+    def num_open(self) -> int:
+        """Requests and questions that the hub deals with."""
+        return self._hub.num_open
+
     # -- Backend --------------------------------------------------------------------------------------------------
 
     @property

@@ -32,5 +32,12 @@ class RawEdge:
     def send(self, message: Any) -> None:
         self.send_bytes(wire.encode(message))
 
+    def take(self) -> list[bytes]:
+        """The messages that have come since the last time."""
+        taken = []
+        while self._socket.poll(0):
+            taken.append(self._socket.recv())
+        return taken
+
     def send_bytes(self, data: bytes) -> None:
         self._socket.send(data)

@@ -37,6 +37,7 @@ from tandem.router.processes.remote_backend import RemoteBackend
 from tandem.router.streams import Stream
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, events, until
+from tests.support.raw_edge import RawEdge
 from tests.support.streams import Pulled
 
 pytestmark = pytest.mark.anyio
@@ -56,14 +57,15 @@ class Line:
     def __init__(self, backend: FakeBackend, endpoint: str, stack: AsyncExitStack) -> None:
         self.backend = backend
         self.readiness = Always()
-        self.hub = EdgeHub(BackendService(backend, self.readiness, lambda: b"tandem_worker_running 1.0\n"), endpoint)
+        self.service = BackendService(backend, self.readiness, lambda: b"tandem_worker_running 1.0\n")
+        self.hub = EdgeHub(self.service, endpoint)
         self.hub.start()
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._stack = stack
 
     async def edge(self, name: str = "edge", timeout_s: float = 20.0) -> RemoteBackend:
         self.hub.expect(name)
-        edge = RemoteBackend(self._endpoint, name, timeout_s=timeout_s)
+        edge = RemoteBackend(self.endpoint, name, timeout_s=timeout_s)
         self._stack.push_async_callback(edge.close)
         await edge.start()
         return edge
@@ -135,20 +137,24 @@ async def test_deltas_arrive_whole_and_in_order(tokenizer: Tokenizer, tmp_path: 
 async def test_deltas_of_one_turn_travel_in_one_message(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Twenty sequences that step together, as a worker's batch does, cost few messages a step."""
     async with line(tokenizer, tmp_path) as here:
-        edge = await here.edge()
+        steps = here.backend.reply_steps(REQUEST)
         step = asyncio.Event()
-        here.backend.script = lambda request: [step, *here.backend.reply_steps(request)]
-        serving = asyncio.gather(*(collect(edge.serve(REQUEST)) for _ in range(20)))
-        await until(lambda: here.backend.num_open == 20)
-        sent: list[bytes] = []
-        known = here.hub._edges["edge"]
-        send = known.out._send
-        known.out._send = lambda data: (sent.append(data), send(data))
-        step.set()
-        num_steps = len((await serving)[0])
-        messages = [message for message in map(WIRE_FORMAT.decode_for_edge, sent) if isinstance(message, wire.Items)]
-        assert sum(len(message.items) for message in messages) == 20 * num_steps
-        assert len(messages) <= 2 * num_steps
+        here.backend.script = lambda _: [step, *steps]
+        here.hub.expect("edge")
+        with RawEdge(here.endpoint, "edge") as edge:
+            for call in range(20):
+                edge.send(wire.Open(call, REQUEST))
+            await until(lambda: here.backend.num_open == 20)
+            step.set()
+            messages: list[wire.Items[TokenDelta]] = []
+
+            def num_items() -> int:
+                decoded = map(WIRE_FORMAT.decode_for_edge, edge.take())
+                messages.extend(message for message in decoded if isinstance(message, wire.Items))
+                return sum(len(message.items) for message in messages)
+
+            await until(lambda: num_items() == 20 * len(steps))
+            assert len(messages) <= 2 * len(steps)
 
 
 async def test_every_error_is_the_same_on_the_other_side() -> None:
@@ -218,13 +224,16 @@ async def test_what_a_dropped_edge_sent_starts_nothing_when_it_is_read_late(
     tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with line(tokenizer, tmp_path) as here:
-        edge = await here.edge()
-        here.hub.drop("edge")
-        edge._hub._out.send(wire.Open(0, REQUEST))
-        edge._hub._socket.send(b"\x93nonsense")
-        await until(lambda: "is no message" in caplog.text)  # and what was sent before it has been read
-        assert here.backend.requests == []
-        assert (here.hub.num_running, here.hub._edges) == (0, {})
+        here.hub.expect("edge")
+        with RawEdge(here.endpoint, "edge") as edge:
+            edge.send(wire.Join())
+            await until(lambda: bool(edge.take()))
+            here.hub.drop("edge")
+            edge.send(wire.Open(0, REQUEST))
+            edge.send_bytes(b"\x93nonsense")
+            await until(lambda: "is no message" in caplog.text)  # and what was sent before it has been read
+            assert here.backend.requests == []
+            assert here.hub.num_running == 0
 
 
 async def test_a_hub_that_is_silent_fails_calls_and_is_taken_back_when_it_speaks(
@@ -235,7 +244,7 @@ async def test_a_hub_that_is_silent_fails_calls_and_is_taken_back_when_it_speaks
     now = [100.0]
     async with line(tokenizer, tmp_path) as here:
         here.hub.expect("edge")
-        edge = RemoteBackend(here._endpoint, "edge", timeout_s=5.0, clock=lambda: now[0])
+        edge = RemoteBackend(here.endpoint, "edge", timeout_s=5.0, clock=lambda: now[0])
         here._stack.push_async_callback(edge.close)
         await edge.start()
         here.backend.script = lambda _: [asyncio.Event()]
@@ -317,10 +326,13 @@ async def test_what_is_no_message_is_told_and_harms_nothing(
     tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with line(tokenizer, tmp_path) as here:
-        edge = await here.edge()
-        edge._hub._socket.send(b"\x93nonsense")
-        assert await edge.pools() == {"workers": []}
-        assert "is no message" in caplog.text
+        here.hub.expect("raw")
+        with RawEdge(here.endpoint, "raw") as raw:
+            for data in (b"\x93nonsense", b"", wire.encode(["Ask", 1]), wire.encode(["Open", 1, "no request"])):
+                raw.send_bytes(data)
+            await until(lambda: caplog.text.count("is no message") == 4)
+            raw.send(wire.Close(77))
+        assert await (await here.edge()).pools() == {"workers": []}
 
 
 async def test_a_fault_of_ours_ends_neither_side(
@@ -336,8 +348,8 @@ async def test_a_fault_of_ours_ends_neither_side(
                 raise faults.pop()
             return known()
 
-        known = here.hub._service.status
-        monkeypatch.setattr(here.hub._service, "status", status)
+        known = here.service.status
+        monkeypatch.setattr(here.service, "status", status)
         await until(lambda: not faults)
         here.readiness.reason = "warming up"
         await until(lambda: edge.reason == "warming up")  # status is still told
@@ -348,8 +360,10 @@ async def test_a_fault_of_ours_ends_neither_side(
                 await collect(edge.serve(REQUEST))
         with monkeypatch.context() as patch:
             patch.setattr(here.hub, "_dispatch", lambda *_: 1 / 0)
-            edge._hub._out.send(wire.Close(0))
-            await until(lambda: "a message could not be handled" in caplog.text)
+            here.hub.expect("raw")
+            with RawEdge(here.endpoint, "raw") as raw:
+                raw.send(wire.Close(0))
+                await until(lambda: "a message could not be handled" in caplog.text)
         assert await edge.pools() == {"workers": []}
 
 
@@ -360,7 +374,7 @@ async def test_what_cannot_be_encoded_leaves_nothing_behind(tokenizer: Tokenizer
             await collect(edge.serve(replace(REQUEST, sampling=object())))  # type: ignore[arg-type]
         with pytest.raises(TypeError):
             await edge.unpin(object())  # type: ignore[arg-type]
-        assert edge._hub.num_open == 0
+        assert edge.num_open == 0
 
 
 async def test_nothing_is_kept_of_calls_that_ended(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -374,5 +388,4 @@ async def test_nothing_is_kept_of_calls_that_ended(tokenizer: Tokenizer, tmp_pat
             await asyncio.gather(collect(edge.serve(replace(REQUEST, request_id=name))), return_exceptions=True)
         gc.collect()
         await until(lambda: here.hub.num_running == 0)
-        assert edge._hub.num_open == 0
-        assert not any(known.calls for known in here.hub._edges.values())
+        assert edge.num_open == 0
