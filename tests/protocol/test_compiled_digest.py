@@ -86,7 +86,7 @@ def test_a_token_that_does_not_fit_is_refused(token_bytes: Callable[[Any], bytes
 
 @TOKENS
 @pytest.mark.parametrize("wrong", [[1.5], ["a"], [None], "ab", 7, None])
-def test_what_is_no_token_is_refused(token_bytes: Callable[[Any], bytes], wrong: object) -> None:
+def test_values_that_are_not_tokens_are_refused(token_bytes: Callable[[Any], bytes], wrong: object) -> None:
     with pytest.raises(TypeError):
         token_bytes(wrong)
 
@@ -106,7 +106,7 @@ def test_wrong_arguments_are_refused(arguments: tuple[object, ...]) -> None:
         compiled.chain_digests(*arguments)
 
 
-def test_keeps_nothing_of_what_it_was_given_or_made() -> None:
+def test_no_references_leak() -> None:
     parent, data, ids, wrong = b"p" * 16, bytes(4000), list(range(1000, 2000)), [1000, -1]
 
     def use_all() -> None:
@@ -135,7 +135,7 @@ def test_keeps_nothing_of_what_it_was_given_or_made() -> None:
     assert growth < 100_000, f"{growth} bytes in 200 rounds; one list of digests is 5 KB"
 
 
-def test_others_run_while_a_long_prompt_is_hashed() -> None:
+def test_other_threads_run_while_a_long_prompt_is_hashed() -> None:
     data, order = bytes(1 << 24), []
 
     def hash_it() -> None:

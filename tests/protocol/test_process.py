@@ -27,7 +27,7 @@ def test_our_own_process_names_us() -> None:
     assert own_process() == known(os.getpid())
 
 
-def test_the_descriptor_tells_the_end(child: subprocess.Popen[bytes]) -> None:
+def test_the_descriptor_signals_the_end(child: subprocess.Popen[bytes]) -> None:
     process = known(child.pid)
     descriptor = process.open()
     assert descriptor is not None
@@ -51,7 +51,7 @@ def many_files() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("many_files")
-def test_a_descriptor_of_any_size_tells_it(child: subprocess.Popen[bytes]) -> None:
+def test_a_large_descriptor_number_works(child: subprocess.Popen[bytes]) -> None:
     first = known(child.pid).open()
     assert first is not None
     large = fcntl.fcntl(first, fcntl.F_DUPFD, 2000)  # as in a process with many connections
@@ -64,11 +64,11 @@ def test_a_descriptor_of_any_size_tells_it(child: subprocess.Popen[bytes]) -> No
         os.close(large)
 
 
-def test_a_process_that_took_the_number_is_another(child: subprocess.Popen[bytes]) -> None:
+def test_a_process_with_a_reused_number_is_another(child: subprocess.Popen[bytes]) -> None:
     assert replace(known(child.pid), started=1).open() is None
 
 
-def test_a_number_of_another_machine_means_nothing(child: subprocess.Popen[bytes]) -> None:
+def test_a_number_of_another_machine_is_invalid(child: subprocess.Popen[bytes]) -> None:
     elsewhere = replace(known(child.pid), machine="another")
     assert not elsewhere.is_here
     with pytest.raises(ValueError, match="another"):

@@ -61,7 +61,7 @@ def as_message(sampling: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize("fields", AT_THE_BOUNDS, ids=str)
-def test_values_at_their_bounds_are_taken(fields: dict[str, Any]) -> None:
+def test_values_at_their_bounds_are_accepted(fields: dict[str, Any]) -> None:
     fields = {"max_tokens": 1} | fields
     assert decode_message(as_message(fields)).sampling == SamplingParams(**fields)  # type: ignore[union-attr]
 

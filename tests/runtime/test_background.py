@@ -10,9 +10,7 @@ from tandem.runtime import background
 from tandem.runtime.background import BackgroundTasks
 
 
-def test_work_that_fails_is_logged_and_begins_again(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_work_is_logged_and_restarted(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "FIRST_DELAY_S", 0.001)
 
     async def run() -> None:
@@ -40,7 +38,7 @@ def test_work_that_fails_is_logged_and_begins_again(
     assert "run 3" in caplog.text
 
 
-def test_a_task_that_fails_tells_its_owner(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_task_notifies_its_owner(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> list[str]:
         tasks, told = BackgroundTasks(), list[str]()
 
@@ -56,7 +54,7 @@ def test_a_task_that_fails_tells_its_owner(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.filterwarnings("error")  # a coroutine that was never awaited
-def test_a_task_closed_before_it_began_leaves_nothing() -> None:
+def test_a_task_closed_before_it_started_leaves_no_coroutine() -> None:
     async def run() -> None:
         tasks, began = BackgroundTasks(), False
 

@@ -47,7 +47,7 @@ def test_a_secret_key_is_not_printed() -> None:
     assert keys != make_keys()
 
 
-def test_a_zeromq_without_curve_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zeromq_without_curve_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq, "has", lambda _: False)
     with pytest.raises(ConfigError, match="without CURVE"):
         make_keys()
@@ -118,7 +118,7 @@ def test_a_flood_of_drops_is_counted_and_logged_once(caplog: pytest.LogCaptureFi
     ]
 
 
-def test_a_message_that_is_too_long_is_not_taken_in(context: zmq.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_that_is_too_long_is_not_received(context: zmq.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.runtime.curve._MAX_MESSAGE_BYTES", 1000)
     authenticator = KeyAuthenticator(context, DroppedMessages())
     socket, address = listener(context)

@@ -24,6 +24,6 @@ print(is_gone() is None, gc.get_freeze_count() > 50_000, len(seen) < 10_000, any
 """
 
 
-def test_garbage_is_collected_and_what_lasts_is_not_looked_at_again() -> None:
+def test_garbage_is_collected_and_startup_objects_are_not_visited_again() -> None:
     done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["True"] * 4, done

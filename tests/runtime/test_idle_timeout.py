@@ -10,7 +10,7 @@ from tandem.runtime.idle_timeout import CHECKS, LATE_SHARE, IdleClock, IdleTimeo
 from tests.support.fake_worker import until
 
 
-def test_a_wait_that_lasts_too_long_is_told_once() -> None:
+def test_a_wait_that_lasts_too_long_calls_back_once() -> None:
     async def scenario() -> None:
         told: list[str] = []
         watch = IdleTimeout(0.02, lambda: told.append("silent"))
@@ -22,7 +22,7 @@ def test_a_wait_that_lasts_too_long_is_told_once() -> None:
     asyncio.run(scenario())
 
 
-def test_short_waits_are_not_silence_however_many() -> None:
+def test_many_short_waits_do_not_time_out() -> None:
     async def scenario() -> None:
         told: list[str] = []
         loop = asyncio.get_running_loop()
@@ -38,7 +38,7 @@ def test_short_waits_are_not_silence_however_many() -> None:
     asyncio.run(scenario())
 
 
-def test_who_waits_for_nothing_is_not_told() -> None:
+def test_without_a_wait_nothing_times_out() -> None:
     async def scenario() -> None:
         told: list[str] = []
         watch = IdleTimeout(0.01, lambda: told.append("silent"))
@@ -53,7 +53,7 @@ def test_who_waits_for_nothing_is_not_told() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_in_a_random_world_who_speaks_is_never_silent_and_who_does_not_is_found_out(seed: int) -> None:
+def test_with_random_pauses_a_talking_peer_is_never_idle_and_a_dead_one_is_found(seed: int) -> None:
     """The process may stand still at any time, for any time. Messages wait, and are read before its next check."""
     rng = random.Random(seed)
     timeout_s, now = 8.0, 0.0
@@ -96,7 +96,7 @@ def test_a_little_late_is_on_time() -> None:
     assert clock.idle_s(0.0, 7.0) == pytest.approx(7.0 - 6.01)
 
 
-def test_whoever_answered_while_the_loop_stood_still_has_answered() -> None:
+def test_an_answer_that_arrived_while_the_loop_stood_still_counts() -> None:
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         answer = loop.create_future()
@@ -109,7 +109,7 @@ def test_whoever_answered_while_the_loop_stood_still_has_answered() -> None:
     asyncio.run(scenario())
 
 
-def test_no_answer_is_told_in_time_and_not_before() -> None:
+def test_a_missing_answer_is_noticed_in_time_and_not_before() -> None:
     async def scenario() -> None:
         answer = asyncio.get_running_loop().create_future()
         started_s = time.monotonic()
@@ -120,7 +120,7 @@ def test_no_answer_is_told_in_time_and_not_before() -> None:
     asyncio.run(scenario())
 
 
-def test_a_wait_through_which_the_loop_stood_still_begins_again() -> None:
+def test_a_wait_during_which_the_loop_stood_still_starts_again() -> None:
     async def scenario() -> None:
         told: list[float] = []
         loop = asyncio.get_running_loop()

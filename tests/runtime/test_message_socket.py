@@ -40,7 +40,7 @@ async def pair() -> AsyncIterator[tuple[MessageSocket, MessageSocket, Messages, 
         context.term()
 
 
-async def test_messages_come_whole_and_in_order() -> None:
+async def test_messages_arrive_whole_and_in_order() -> None:
     async with pair() as (router, dealer, to_router, to_dealer):
         sent = [b"%d" % number for number in range(3 * message_socket._MAX_RECEIVED)]
         for data in sent:
@@ -52,7 +52,7 @@ async def test_messages_come_whole_and_in_order() -> None:
         assert to_dealer == [[b"a", b"b"]]
 
 
-async def test_what_comes_while_one_sends_is_not_overlooked() -> None:
+async def test_messages_that_arrive_while_sending_are_not_missed() -> None:
     async with pair() as (router, dealer, to_router, _):
         dealer.send(b"first")
         await until(lambda: len(to_router) == 1)
@@ -64,7 +64,7 @@ async def test_what_comes_while_one_sends_is_not_overlooked() -> None:
         await until(lambda: len(to_router) == 2)
 
 
-async def test_what_cannot_be_handled_is_logged_and_the_rest_is_read(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_message_whose_handler_raises_is_logged_and_the_rest_is_read(caplog: pytest.LogCaptureFixture) -> None:
     async with pair() as (router, dealer, _, _):
         found: list[bytes] = []
 
@@ -81,7 +81,7 @@ async def test_what_cannot_be_handled_is_logged_and_the_rest_is_read(caplog: pyt
         assert [record.exc_info is not None for record in caplog.records] == [True]
 
 
-async def test_a_socket_closed_by_a_message_reads_no_further() -> None:
+async def test_a_socket_closed_by_a_message_stops_reading() -> None:
     async with pair() as (router, dealer, to_router, _):
 
         def on_message(frames: list[bytes]) -> None:

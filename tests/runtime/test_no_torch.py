@@ -26,7 +26,7 @@ except SystemExit:
 
 
 @pytest.mark.parametrize("code", [TOKENIZER, COMMAND], ids=["tokenizer", "command"])
-def test_torch_stays_out_and_nothing_is_said_about_it(tmp_path: Path, code: str) -> None:
+def test_torch_is_not_imported_and_no_warning_is_printed(tmp_path: Path, code: str) -> None:
     code = f"import sys; FOLDER = {str(build_tokenizer(tmp_path))!r}\n{code}\nassert sys.modules['torch'] is None"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110)
     assert (result.returncode, result.stderr) == (0, "")

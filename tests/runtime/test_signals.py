@@ -50,7 +50,7 @@ def inherit() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGALRM))
 
 
-def test_children_obey_again_whatever_was_inherited() -> None:
+def test_children_react_to_signals_whatever_was_inherited() -> None:
     command = [sys.executable, "-c", PARENT]
     done = subprocess.run(command, cwd=ROOT, preexec_fn=inherit, capture_output=True, text=True, timeout=60, check=True)
     ignored, blocked, code = done.stdout.splitlines()
@@ -96,7 +96,7 @@ def run_interrupted(done: list[str], num_interrupts: int, error: Exception | Non
 
 
 @pytest.mark.usefixtures("python_interrupts")
-def test_an_interrupt_waits_for_the_end_of_what_must_not_be_cut() -> None:
+def test_an_interrupt_waits_for_the_end_of_the_block() -> None:
     done: list[str] = []
     run_interrupted(done, 0)
     with pytest.raises(KeyboardInterrupt):
@@ -106,7 +106,7 @@ def test_an_interrupt_waits_for_the_end_of_what_must_not_be_cut() -> None:
 
 
 @pytest.mark.usefixtures("python_interrupts")
-def test_a_second_interrupt_waits_for_nothing() -> None:
+def test_a_second_interrupt_takes_effect_at_once() -> None:
     done: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         run_interrupted(done, 3)
@@ -115,7 +115,7 @@ def test_a_second_interrupt_waits_for_nothing() -> None:
 
 
 @pytest.mark.usefixtures("python_interrupts")
-def test_an_error_within_comes_before_the_interrupt_and_what_is_ignored_stays_so() -> None:
+def test_an_error_in_the_block_comes_before_the_interrupt_and_ignored_signals_stay_ignored() -> None:
     with pytest.raises(ValueError, match="within"):
         run_interrupted([], 1, ValueError("within"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)

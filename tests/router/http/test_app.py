@@ -77,7 +77,7 @@ async def test_every_answer_has_its_cors_headers(path: str, origin: dict[str, st
 @pytest.mark.parametrize(
     ("error", "status"), [(NoWorker("none"), 503), (ValueError("secret"), 500), (ClientDisconnect(), 499)], ids=str
 )
-async def test_what_is_raised_is_answered_and_counted(
+async def test_exceptions_become_responses_and_are_counted(
     path: str, error: Exception, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fail(_: Request) -> Response:
@@ -94,7 +94,7 @@ async def test_what_is_raised_is_answered_and_counted(
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("error", [NoWorker("none"), ValueError("secret")], ids=str)
-async def test_what_is_raised_within_an_answer_ends_the_connection(path: str, error: Exception) -> None:
+async def test_an_exception_after_the_response_started_ends_the_connection(path: str, error: Exception) -> None:
     class Broken(Response):
         async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -125,7 +125,7 @@ async def test_head_is_answered_as_get_is(tokenizer: Tokenizer) -> None:
         assert (await client.head("/fast", headers=KEY)).status_code == 405
 
 
-async def test_a_raw_route_takes_posts_alone() -> None:
+async def test_a_raw_route_takes_only_posts() -> None:
     registry = CollectorRegistry()
     async with client_of(app_of(tell, registry)) as client:
         response = await client.get("/raw", headers=KEY)

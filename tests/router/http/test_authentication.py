@@ -50,7 +50,7 @@ def bearer(key: str, **headers: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} | {name.replace("_", "-"): value for name, value in headers.items()}
 
 
-async def test_a_known_key_is_let_in_and_may_be_of_a_tenant(tmp_path: Path) -> None:
+async def test_a_known_key_is_accepted_and_may_belong_to_a_tenant(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     async with app_with(tmp_path, "# clients\n\nany *  # an operator\nours search\nplain\n", registry) as client:
         headers: dict[str, str]
@@ -73,7 +73,7 @@ async def test_a_known_key_is_let_in_and_may_be_of_a_tenant(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("given", [None, "Bearer wrong", "Bearer", "Bearer ", "Basic any", "any", "Bearer search"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/pools", "/v1/models", "/health/", "/v1/enginesx", "/"])
-async def test_others_get_a_401_in_openais_shape(tmp_path: Path, given: str | None, path: str) -> None:
+async def test_unknown_keys_get_an_openai_shaped_401(tmp_path: Path, given: str | None, path: str) -> None:
     async with app_with(tmp_path, "any\nours search\n") as client:
         headers = ORIGIN | ({"authorization": given} if given is not None else {})
         response = await client.post(path, headers=headers, content=b"x" * 100)
@@ -103,12 +103,12 @@ async def test_what_a_request_may_see_is_its_keys_tenant(tmp_path: Path) -> None
             assert (await client.get("/metrics", headers=headers)).json() == ""
 
 
-async def test_where_no_key_is_asked_for_everything_is_seen() -> None:
+async def test_without_keys_everything_is_visible() -> None:
     async with client_of({}, visible_tenant) as client:
         assert (await client.get("/v1/pools", headers={"x-tandem-tenant": "batch"})).json() is None
 
 
-async def test_what_concerns_all_tenants_is_for_operators(tmp_path: Path) -> None:
+async def test_routes_about_all_tenants_are_for_operators(tmp_path: Path) -> None:
     async with app_with(tmp_path, "ops *\nours search\n", tells=check_operator) as client:
         for headers in (bearer("ours"), bearer("ops", x_tandem_tenant="search")):
             refused = await client.post("/v1/pools/check", headers=headers)
@@ -116,11 +116,11 @@ async def test_what_concerns_all_tenants_is_for_operators(tmp_path: Path) -> Non
         assert (await client.post("/v1/pools/check", headers=bearer("ops"))).status_code == 200
 
 
-def test_without_a_file_no_key_is_asked_for() -> None:
+def test_without_a_file_no_key_is_needed() -> None:
     assert load_api_keys("") == {}
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_part_of_the_first_key(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("any\n", encoding="utf-8-sig")
     assert load_api_keys(str(path)) == {key_digest("any"): "default"}
@@ -138,7 +138,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
         ("secret\nother\nsecret t\n", "the key in line 3 is listed twice"),
     ],
 )
-def test_a_bad_file_is_told_without_the_key(tmp_path: Path, content: str, expected: str) -> None:
+def test_an_error_about_the_file_does_not_show_the_key(tmp_path: Path, content: str, expected: str) -> None:
     path = tmp_path / "keys"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=expected) as raised:

@@ -10,7 +10,7 @@ from tandem.protocol.errors import ConfigError
 from tandem.router.http.listening import listening
 
 
-def test_a_shared_port_is_had_by_several_and_connections_go_to_who_listens() -> None:
+def test_a_shared_port_is_bound_by_several_and_connections_go_to_those_that_listen() -> None:
     with listening("127.0.0.1", 0, is_shared=True) as held:
         port = held.getsockname()[1]
         with listening("127.0.0.1", port, is_shared=True) as served:
@@ -20,7 +20,7 @@ def test_a_shared_port_is_had_by_several_and_connections_go_to_who_listens() -> 
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_a_port_that_somebody_serves_is_not_had_alone(is_shared: bool) -> None:
+def test_a_port_in_use_cannot_be_bound_exclusively(is_shared: bool) -> None:
     with listening("127.0.0.1", 0, is_shared=is_shared) as served:
         served.listen()
         with (

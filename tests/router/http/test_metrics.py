@@ -26,7 +26,7 @@ def test_many_values_at_once_count_as_one_by_one(values: list[float]) -> None:
     assert value(registry, "tandem_router_itl_seconds_sum") == pytest.approx(total)
 
 
-def test_deltas_are_counted_some_at_a_time_and_the_rest_at_the_end() -> None:
+def test_deltas_are_recorded_in_batches_and_the_rest_at_the_end() -> None:
     registry, now = CollectorRegistry(), 10.0
 
     def clock() -> float:

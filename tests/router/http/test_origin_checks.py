@@ -30,7 +30,7 @@ OWN = frozenset({"localhost"})
         ("0.0.0.0", ("box.example",), OWN | {"box.example"}),
     ],
 )
-def test_hosts_are_checked_on_loopback_and_where_some_are_named(
+def test_hosts_are_checked_on_loopback_and_if_some_are_configured(
     host: str, allowed: tuple[str, ...], expected: frozenset[str] | None
 ) -> None:
     assert hosts_allowed(RouterConfig(host=host, allowed_hosts=allowed)) == expected
@@ -95,7 +95,7 @@ def test_other_names_are_refused_with_the_remedy(host: str, method: str) -> None
         ("", (), False),
     ],
 )
-def test_a_page_may_change_something_only_where_its_origin_is_allowed(
+def test_a_page_may_change_something_only_if_its_origin_is_allowed(
     origin: str, origins: tuple[str, ...], is_allowed: bool
 ) -> None:
     headers = {b"host": b"localhost:8000", b"origin": origin.encode()}
@@ -109,7 +109,7 @@ def test_a_page_may_change_something_only_where_its_origin_is_allowed(
                 check_host_and_origin(headers, method, COMPLETIONS, OWN, origins)
 
 
-async def test_what_a_page_can_send_unasked_reaches_no_worker(tokenizer: Tokenizer) -> None:
+async def test_what_a_page_can_send_without_preflight_reaches_no_worker(tokenizer: Tokenizer) -> None:
     backend = FakeBackend(tokenizer)
     body = b'{"prompt": "a"}'
     json_type = {"content-type": "application/json"}

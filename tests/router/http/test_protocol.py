@@ -117,7 +117,7 @@ async def read_chunked(reader: asyncio.StreamReader) -> tuple[bytes, list[bytes]
     return head, chunks
 
 
-async def test_parts_are_chunks_of_a_body_and_the_connection_goes_on() -> None:
+async def test_parts_are_chunks_of_a_body_and_the_connection_stays_open() -> None:
     ways: list[bool] = []
 
     async def answer(outlet: ResponseWriter) -> None:
@@ -141,7 +141,7 @@ async def test_parts_are_chunks_of_a_body_and_the_connection_goes_on() -> None:
     assert ways[:3] == [False, True, False]  # only between the start and the end
 
 
-async def test_a_client_that_does_not_read_holds_the_stream_back_and_gets_all_of_it() -> None:
+async def test_a_slow_reader_pauses_the_stream_and_gets_all_of_it() -> None:
     part, num_parts = b"x" * 65_536, 400
     num_waits = 0
 
@@ -167,7 +167,7 @@ async def test_a_client_that_does_not_read_holds_the_stream_back_and_gets_all_of
     assert num_waits > 0
 
 
-async def test_a_client_that_left_is_written_to_no_more() -> None:
+async def test_nothing_is_written_to_a_client_that_left() -> None:
     left, shown = asyncio.Event(), asyncio.Event()
     ways: list[bool] = []
 
@@ -192,7 +192,7 @@ async def test_a_client_that_left_is_written_to_no_more() -> None:
     assert ways == [True]
 
 
-async def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol_module, "_STALL_S", 0.3)
     ended = asyncio.Event()
 
@@ -212,7 +212,9 @@ async def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.Monke
         writer.close()
 
 
-async def test_an_app_that_does_not_notice_holds_up_the_end_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_app_that_ignores_a_disconnect_delays_shutdown_for_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(http_server_module, "_CLOSE_TIMEOUT_S", 0.2)
     asked, never = asyncio.Event(), asyncio.Event()
 
@@ -260,7 +262,7 @@ NO_REQUESTS = [
 
 
 @pytest.mark.parametrize("has_answered", [False, True], ids=["first", "second"])
-async def test_a_request_that_is_none_gets_one_error_and_the_end(has_answered: bool) -> None:
+async def test_invalid_http_gets_one_error_and_the_connection_ends(has_answered: bool) -> None:
     async with serving_app(Echo()) as port:
         for request_bytes, status, expected in NO_REQUESTS:
             async with asyncio.timeout(30):
@@ -280,7 +282,7 @@ async def test_a_request_that_is_none_gets_one_error_and_the_end(has_answered: b
     [(b"GET /", b"a" * 65_536, 414), (GET + b"a: ", b"b" * 65_536, 431), (GET, b"a: b\r\n" * 10_000, 431)],
     ids=["URL", "header", "headers"],
 )
-async def test_what_has_no_end_is_cut_short_and_the_client_still_reads_why(
+async def test_endless_input_is_cut_short_and_the_client_still_reads_why(
     start: bytes, piece: bytes, status: int
 ) -> None:
     async with serving_app(Echo()) as port:
@@ -300,7 +302,7 @@ async def test_what_has_no_end_is_cut_short_and_the_client_still_reads_why(
     ],
     ids=["plain", "chunked", "websocket", "h2c", "large header"],
 )
-async def test_a_body_arrives_however_it_is_sent(request_bytes: bytes) -> None:
+async def test_a_body_arrives_in_any_framing(request_bytes: bytes) -> None:
     app = Echo()
     request_bytes = request_bytes.replace(b"/x HTTP/1.1\r\n", b"/x HTTP/1.1\r\nconnection: close\r\n")
     async with serving_app(app) as port:
@@ -376,7 +378,7 @@ async def test_pipelined_requests_that_wait_take_bounded_memory(monkeypatch: pyt
         writer.close()
 
 
-async def test_a_client_that_leaves_is_noticed_while_others_of_its_requests_wait() -> None:
+async def test_a_client_that_leaves_is_noticed_while_its_pipelined_requests_wait() -> None:
     left = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -405,7 +407,7 @@ async def test_a_client_that_leaves_is_noticed_while_others_of_its_requests_wait
     ],
     ids=["no request", "two hosts", "no chunk", "large header", "slow body", "slow header"],
 )
-async def test_a_refusal_comes_behind_the_answers_to_the_requests_before(last: bytes, status: int) -> None:
+async def test_a_refusal_follows_the_responses_to_earlier_requests(last: bytes, status: int) -> None:
     app = Echo()
     for num_before in (1, 200):
         async with serving_app(app, header_timeout_s=0.3, body_timeout_s=0.3) as port, asyncio.timeout(30):
@@ -420,7 +422,7 @@ async def test_a_refusal_comes_behind_the_answers_to_the_requests_before(last: b
 
 
 @pytest.mark.parametrize("size", [100, 6_000, 20_000, 60_000, 200_000])
-async def test_a_request_that_came_as_a_whole_is_not_late_for_waiting_its_turn(size: int) -> None:
+async def test_a_complete_request_that_waits_in_the_pipeline_does_not_time_out(size: int) -> None:
     app = Echo()
     async with serving_app(app, header_timeout_s=0.2, body_timeout_s=0.2) as port, asyncio.timeout(30):
         app.may_answer.clear()
@@ -434,7 +436,7 @@ async def test_a_request_that_came_as_a_whole_is_not_late_for_waiting_its_turn(s
 
 
 @pytest.mark.parametrize("headers", [b"", b"host: h\r\n", b"connection: keep-alive\r\n"])
-async def test_a_client_of_http_1_0_gets_a_stream_without_chunks_that_ends_with_the_connection(headers: bytes) -> None:
+async def test_an_http_1_0_client_gets_a_stream_without_chunks_that_ends_with_the_connection(headers: bytes) -> None:
     async def answer(outlet: ResponseWriter) -> None:
         await outlet.start([(b"content-type", b"text/event-stream")])
         for number in range(3):
@@ -470,7 +472,7 @@ async def test_head_gets_the_headers_of_get_and_no_body() -> None:
     assert re.sub(rb"(date: .*|connection: close)\r\n", b"", answers) == without_date * 2
 
 
-async def test_a_client_of_http_1_0_gets_a_known_length_and_can_tell_a_body_that_was_cut() -> None:
+async def test_an_http_1_0_client_gets_a_known_length_and_notices_a_body_that_was_cut() -> None:
     async with serving_app(Echo()) as port:
         request = b"POST /x HTTP/1.0\r\ncontent-length: 4\r\n\r\nbody"
         head, _, body = (await exchange(port, request + request)).partition(b"\r\n\r\n")
@@ -479,7 +481,7 @@ async def test_a_client_of_http_1_0_gets_a_known_length_and_can_tell_a_body_that
         assert b"connection: close" in head
 
 
-async def test_slow_clients_are_ended_and_quick_ones_are_not() -> None:
+async def test_slow_clients_are_disconnected_and_quick_ones_are_not() -> None:
     app = Echo()
     body = HEAD + b"content-length: 3000\r\n\r\n"
     async with serving_app(app, header_timeout_s=0.3, body_timeout_s=0.3) as port, asyncio.timeout(30):
@@ -512,7 +514,7 @@ async def send_for_ever(writer: asyncio.StreamWriter, part: bytes) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_a_large_body_gets_longer_and_an_endless_one_that_nobody_reads_does_not() -> None:
+async def test_a_large_body_gets_more_time_and_an_endless_unread_one_does_not() -> None:
     app = Echo()
     async with serving_app(app, body_timeout_s=0.5) as port, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -528,7 +530,7 @@ async def test_a_large_body_gets_longer_and_an_endless_one_that_nobody_reads_doe
         writer.close()
 
 
-async def test_beyond_max_connections_those_that_wait_longest_go_first_and_operators_get_through() -> None:
+async def test_above_max_connections_the_longest_waiting_are_closed_and_operators_get_through() -> None:
     app = Echo()
     async with serving_app(app, max_connections=8) as port, asyncio.timeout(60):
         slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
@@ -557,7 +559,7 @@ async def test_beyond_max_connections_those_that_wait_longest_go_first_and_opera
             writer.close()
 
 
-async def test_bodies_that_do_not_end_are_kept_in_bounded_memory_and_the_oldest_go_first() -> None:
+async def test_unfinished_bodies_take_bounded_memory_and_the_oldest_are_refused_first() -> None:
     app = Echo()
     part = b"b" * 60_000
     head = HEAD + b"content-length: 65536\r\n\r\n"
@@ -595,7 +597,7 @@ async def test_bodies_that_do_not_end_are_kept_in_bounded_memory_and_the_oldest_
         (-1, -1, 100_000, 100_000, -1),
     ],
 )
-def test_connections_are_bounded_by_the_files_that_may_be_open(
+def test_connections_are_bounded_by_the_open_file_limit(
     monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, wanted: int, possible: int, new_soft: int
 ) -> None:
     limits = [(soft, hard)]
@@ -635,7 +637,7 @@ PIECES += [
 
 @pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})], ids=["uvloop"])  # as in production
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_nothing_that_comes_is_a_fault_of_ours(seed: int) -> None:
+async def test_no_input_causes_an_internal_error(seed: int) -> None:
     rng = random.Random(seed)
     app, faults = Echo(), list[Exception]()
 
@@ -667,7 +669,7 @@ async def test_nothing_that_comes_is_a_fault_of_ours(seed: int) -> None:
     assert faults == []
 
 
-async def test_a_url_that_is_none_is_named_in_the_refusal() -> None:
+async def test_an_invalid_url_is_named_in_the_refusal() -> None:
     async with serving_app(Echo()) as port:
         status, message = error_of(await exchange(port, b"CONNECT example:443 HTTP/1.1\r\nhost: x\r\n\r\n"))
     assert status == 400

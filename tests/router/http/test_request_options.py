@@ -94,7 +94,7 @@ async def test_the_explanation_is_a_header_and_in_the_last_chunk(
             assert chunks[-1]["choices"][0]["finish_reason"] is not None
 
 
-async def test_openais_client_takes_the_explanation(tokenizer: Tokenizer) -> None:
+async def test_openais_client_accepts_the_explanation(tokenizer: Tokenizer) -> None:
     transport = httpx.ASGITransport(make_app(FakeBackend(tokenizer)))
     async with (
         httpx.AsyncClient(transport=transport) as http,

@@ -39,7 +39,7 @@ async def test_small_routes(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("held", "idle"), [({}, True), ({"p": "", "d": ""}, True), ({"p": "", "d": "2 blocks in use"}, False)]
 )
-async def test_check_of_the_pools_tells_what_each_worker_holds(
+async def test_the_pool_check_says_what_each_worker_holds(
     tokenizer: Tokenizer, held: dict[str, str], idle: bool
 ) -> None:
     backend = FakeBackend(tokenizer)
@@ -132,7 +132,7 @@ async def test_a_large_body_is_refused_before_it_is_read(tokenizer: Tokenizer, c
         (ValueError("secret internals"), 500, "internal_error"),
     ],
 )
-async def test_errors_before_the_first_token_are_plain(
+async def test_errors_before_the_first_token_are_plain_responses(
     tokenizer: Tokenizer, error: Exception, status: int, code: str, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = FakeBackend(tokenizer)
@@ -166,7 +166,7 @@ async def test_errors_after_the_first_token_are_the_last_event(
 
 
 @pytest.mark.parametrize("last", [[], [TokenDelta([], FinishReason.ABORT)]])
-async def test_an_answer_that_was_given_up_is_an_error(tokenizer: Tokenizer, last: list[Any]) -> None:
+async def test_an_aborted_answer_is_an_error(tokenizer: Tokenizer, last: list[Any]) -> None:
     backend = FakeBackend(tokenizer)
     backend.script = lambda _: [TokenDelta(tokenizer.encode("a")), *last]
     async with closing(backend) as client:
@@ -204,7 +204,7 @@ async def test_a_server_that_stops_closes_its_streams(tokenizer: Tokenizer) -> N
     assert backend.num_open == 0
 
 
-async def test_tokens_go_out_as_they_come_one_write_each(tokenizer: Tokenizer) -> None:
+async def test_each_token_is_written_at_once(tokenizer: Tokenizer) -> None:
     backend = FakeBackend(tokenizer, "abc", run=2)
     client = RawClient(make_app(backend), CHAT, hello(stream=True))
     await asyncio.wait_for(client.task, 5)

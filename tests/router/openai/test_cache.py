@@ -18,7 +18,7 @@ USER = {"role": "user", "content": "hello world"}
 SYSTEM = {"role": "system", "content": "be kind"}
 
 
-async def test_a_pin_is_answered_with_its_end_and_what_is_where(tokenizer: Tokenizer) -> None:
+async def test_a_pin_is_answered_with_its_expiry_and_where_its_blocks_are(tokenizer: Tokenizer) -> None:
     backend = FakeBackend(tokenizer)
     async with closing(backend) as client:
         body = {"prompt": "hello world", "ttl_s": 30, "cache_salt": "t", "prefetch": "pool", "model": "org/toy"}
@@ -73,7 +73,7 @@ async def test_messages_are_pinned_as_a_chat_request_renders_them(
     assert pinned.token_ids == served.token_ids
 
 
-async def test_token_ids_are_pinned_as_they_are(tokenizer: Tokenizer) -> None:
+async def test_token_ids_are_pinned_unchanged(tokenizer: Tokenizer) -> None:
     backend = FakeBackend(tokenizer)
     async with closing(backend) as client:
         await client.post(PIN, json={"prompt": [5, 6, 7]})
@@ -143,9 +143,7 @@ async def test_a_header_that_is_too_long_is_refused(tokenizer: Tokenizer) -> Non
         assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-async def test_beyond_the_quota_is_429_with_a_time_to_try_again(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_above_the_quota_is_429_with_a_retry_time(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = FakeBackend(tokenizer)
 
     async def refuse(_: PinRequest) -> PinState:

@@ -358,7 +358,7 @@ async def test_the_openai_sdk_reads_plain_and_streamed_answers(tokenizer: Tokeni
 
 
 @pytest.mark.parametrize("depth", [200, 900, 1000, 1020, 3000])
-async def test_what_is_nested_deeply_is_the_clients_fault(tokenizer: Tokenizer, depth: int) -> None:
+async def test_deep_nesting_is_the_clients_fault(tokenizer: Tokenizer, depth: int) -> None:
     def body_of(arguments: Any = None, **fields: Any) -> str:
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
         said = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "a"}]

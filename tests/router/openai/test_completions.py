@@ -169,9 +169,7 @@ async def test_the_openai_sdk_reads_plain_and_streamed_answers(tokenizer: Tokeni
 
 
 @pytest.mark.parametrize("fields", [{"prompt": ["a"] * 300}, {"prompt": ["a"] * 3, "n": 100}])
-async def test_many_choices_begin_one_in_each_turn_of_the_event_loop(
-    tokenizer: Tokenizer, fields: dict[str, Any]
-) -> None:
+async def test_many_choices_start_one_per_event_loop_iteration(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
     backend = FakeBackend(tokenizer, "ab")
     begun: list[int] = []  # how many had, at each turn
 

@@ -99,7 +99,7 @@ async def test_too_much_is_refused_with_value_limit_and_field(
         {"stop_token_ids": [1] * 1024, "prompt": ["a"] * 64},
     ],
 )
-async def test_what_is_at_the_limit_is_served(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
+async def test_a_request_at_the_limit_is_served(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
     async with closing(FakeBackend(tokenizer, "hi")) as client:
         response = await client.post(COMPLETIONS, json={"prompt": "a", **fields})
     assert response.status_code == 200, response.text
@@ -119,7 +119,7 @@ async def test_prompts_of_all_sequences_are_bounded_together(
     assert "has 52 characters to echo" in echoed.json()["error"]["message"]
 
 
-async def test_log_probabilities_that_are_held_are_bounded_and_those_streamed_are_not(
+async def test_held_log_probabilities_are_bounded_and_streamed_ones_are_not(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_limits, "MAX_HELD_LOGPROBS", 59)
@@ -194,7 +194,7 @@ async def test_min_tokens_is_checked_against_each_prompts_room(tokenizer: Tokeni
     assert error["message"] == "min_tokens=10 is greater than max_tokens=6."
 
 
-def test_a_body_of_a_million_lists_is_read_without_the_collector() -> None:
+def test_a_body_of_a_million_lists_is_decoded_without_garbage_collection() -> None:
     body = b'{"prompt":[' + b"[1]," * 500_000 + b"[1]]}"
     assert len(body) > LARGE_BODY_BYTES
     collections: list[object] = []
@@ -211,7 +211,7 @@ def test_a_body_of_a_million_lists_is_read_without_the_collector() -> None:
     assert gc.isenabled()
 
 
-async def test_a_long_text_is_encoded_without_holding_the_event_loop_up(tokenizer: Tokenizer) -> None:
+async def test_a_long_text_is_encoded_without_blocking_the_event_loop(tokenizer: Tokenizer) -> None:
     """The text is accepted, not refused: the context is as long as the body may be."""
     text = "hello wörld " * 60_000
     num_turns = 0
@@ -233,7 +233,7 @@ async def test_a_long_text_is_encoded_without_holding_the_event_loop_up(tokenize
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/v1/cache/pin", "/v1/route/explain"])
-async def test_millions_of_arrays_are_refused_before_they_are_made(tokenizer: Tokenizer, path: str) -> None:
+async def test_millions_of_arrays_are_refused_before_they_are_decoded(tokenizer: Tokenizer, path: str) -> None:
     body = b'{"prompt":"a","messages":[{"role":"user","content":"a"}],"unknown":[' + b"[]," * 600_000 + b"{}]}"
     async with closing(FakeBackend(tokenizer)) as client:
         response = await client.post(path, content=body, headers={"content-type": "application/json"})

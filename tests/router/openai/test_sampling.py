@@ -44,7 +44,7 @@ def test_any_body_gives_parameters_or_a_bad_request(fields: dict[str, Any]) -> N
     assert isinstance(params, SamplingParams)
 
 
-def test_as_many_biases_and_stop_tokens_as_the_schema_allows_are_taken() -> None:
+def test_as_many_biases_and_stop_tokens_as_the_schema_allows_are_accepted() -> None:
     body = {"prompt": "a", "logit_bias": {str(i): -100 for i in range(1024)}, "stop_token_ids": list(range(1024))}
     request = decode_body(msgspec.json.encode(body), CompletionRequest)
     params = sampling_params(request, max_tokens=1, num_logprobs=None, vocab_size=2000)

@@ -49,12 +49,12 @@ def test_an_incomplete_character_is_held_back(tokenizer: Tokenizer) -> None:
     assert stream(tokenizer.detokenizer([]), [[i] for i in ids]) == ["a", "", "", "", "🎉", "b", ""]
 
 
-def test_complete_characters_are_sent_though_the_last_one_is_not(tokenizer: Tokenizer) -> None:
+def test_complete_characters_are_returned_before_an_incomplete_one(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("ab🎉", add_special_tokens=False)
     assert stream(tokenizer.detokenizer([]), [ids[:3], ids[3:]]) == ["ab", "🎉", ""]
 
 
-def test_runs_that_all_end_within_a_character_are_not_taken_for_invalid_bytes(tokenizer: Tokenizer) -> None:
+def test_runs_that_all_end_within_a_character_are_not_invalid_bytes(tokenizer: Tokenizer) -> None:
     text = "\x80" * 40  # two tokens each
     ids = tokenizer.encode(text, add_special_tokens=False)
     runs = [ids[:1], *(ids[i : i + 2] for i in range(1, len(ids), 2))]

@@ -104,7 +104,7 @@ def test_each_turn_of_a_conversation_gives_the_ids_of_the_whole_and_encodes_the_
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
-def test_tokens_that_reach_beyond_themselves_are_not_cut_at(flag: str) -> None:
+def test_texts_are_not_cut_at_tokens_that_absorb_spaces(flag: str) -> None:
     fast = byte_level(**{flag: True})
     encoder = SegmentEncoder(fast)
     assert not encoder.can_cut
@@ -112,7 +112,7 @@ def test_tokens_that_reach_beyond_themselves_are_not_cut_at(flag: str) -> None:
     assert encoder.encode(text, "") == whole(fast, text)
 
 
-def test_a_tokenizer_that_breaks_the_rule_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tokenizer_that_breaks_the_rule_is_detected(caplog: pytest.LogCaptureFixture) -> None:
     class Merging:
         """A tokenizer that gives one id less for a text of several segments."""
 
@@ -138,14 +138,14 @@ def test_without_special_tokens_there_is_nothing_to_cut_at() -> None:
     assert not SegmentEncoder(fast).can_cut
 
 
-def test_what_one_tenant_sent_is_not_remembered_for_another() -> None:
+def test_segments_of_one_tenant_are_not_cached_for_another() -> None:
     encoder = SegmentEncoder(byte_level())
     encoder.encode("<s>secret", "a")
     assert encoder.memo.get("a", "<s>secret") is not None
     assert encoder.memo.get("b", "<s>secret") is None
 
 
-def test_the_memo_keeps_to_its_bound_and_forgets_what_was_used_longest_ago() -> None:
+def test_the_memo_keeps_its_bound_and_drops_the_least_recently_used() -> None:
     memo = SegmentMemo(8 * (10 + ENTRY_CHARS))
     for i in range(8):
         memo.put("", f"{i}" * 10, [i])
@@ -158,7 +158,7 @@ def test_the_memo_keeps_to_its_bound_and_forgets_what_was_used_longest_ago() -> 
     assert memo.num_chars == 8 * (10 + ENTRY_CHARS)
 
 
-def test_long_salts_and_many_short_segments_keep_to_the_bound_too() -> None:
+def test_long_salts_and_many_short_segments_keep_the_bound_too() -> None:
     memo = SegmentMemo(100_000)
     for i in range(5000):
         memo.put("", f"{i}", [i])

@@ -68,7 +68,7 @@ def naive(stops: list[str], pieces: list[str]) -> tuple[list[str], str | None]:
     stops=st.lists(st.text("ab\n", min_size=1, max_size=7), min_size=1, max_size=6),
     pieces=st.lists(st.text("ab\n", max_size=9), max_size=9),
 )
-def test_the_matcher_shows_after_each_piece_what_a_naive_one_does(stops: list[str], pieces: list[str]) -> None:
+def test_the_matcher_shows_the_same_after_each_piece_as_a_naive_one(stops: list[str], pieces: list[str]) -> None:
     assert matched(stops, pieces) == naive(stops, pieces)
 
 
@@ -104,7 +104,7 @@ def test_a_piece_costs_the_same_however_many_stops_are_held_back_for(num_stops: 
         ([], ["a"], ["a", ""], None),
     ],
 )
-def test_stop_matcher_shows_nothing_that_may_be_a_stop(
+def test_nothing_that_may_become_a_stop_string_is_shown(
     stops: list[str], pieces: list[str], shown: list[str], stop: str | None
 ) -> None:
     assert matched(stops, pieces) == (shown, stop)

@@ -52,7 +52,7 @@ BOUNDED = {
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-def test_no_text_has_fewer_tokens_than_are_expected_of_it(name: str) -> None:
+def test_no_text_has_fewer_tokens_than_the_bound(name: str) -> None:
     fast = BOUNDED[name]
     length = token_length(fast)
     assert length is not None
@@ -84,7 +84,7 @@ def test_the_bound_is_reached_by_the_longest_token() -> None:
     assert length.min_tokens(" " * SPACES * 100) == 100
 
 
-def test_what_a_tokenizer_leaves_out_does_not_count() -> None:
+def test_characters_that_a_tokenizer_drops_do_not_count() -> None:
     fast = BOUNDED["byte level that leaves control characters out"]
     length = token_length(fast)
     assert length is not None
@@ -126,11 +126,11 @@ def with_token(**fields: bool) -> FastTokenizer:
         FastTokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]")),
     ],
 )
-def test_where_a_token_can_be_of_any_length_there_is_no_bound(fast: FastTokenizer) -> None:
+def test_if_a_token_can_have_any_length_there_is_no_bound(fast: FastTokenizer) -> None:
     assert token_length(fast) is None
 
 
-def test_bytes_are_named_as_the_library_names_them() -> None:
+def test_byte_names_are_those_of_the_library() -> None:
     names = _byte_level_names()
     assert set(names.values()) == set(ALPHABET)
     byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
