@@ -22,7 +22,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Function from an architecture's name to its folder, written once per session."""
+    """Returns the folder of an architecture's model, which is written once per session."""
     folders: dict[str, Path] = {}
 
     def folder(name: str) -> Path:
@@ -35,7 +35,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 @pytest.fixture(scope="session")
 def build_engine(model_folder: Callable[[str], Path]) -> BuildEngine:
-    """Function that makes an engine on the CPU; `num_blocks` sizes its pool exactly."""
+    """Makes an engine on the CPU whose pool has exactly `num_blocks`."""
     block_bytes: dict[tuple[object, ...], int] = {}
 
     def build(name: str = "llama", *, num_blocks: int = 200, dtype: str = "float32", **settings: Any) -> Engine:

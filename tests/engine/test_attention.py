@@ -17,7 +17,7 @@ NUM_LAYERS = 2
 
 
 class Case:
-    """Two or more sequences' queries, keys and values, and the pool they are to be written into."""
+    """Queries, keys and values of two or more sequences, and the pool into which they are written."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Case:
 
 
 def assert_agrees(case: Case, **options: Any) -> None:
-    """The kernel equals the reference, within rounding, over a pool full of NaN; and writes the same KV."""
+    """Over a pool full of NaN, the kernel equals the reference up to rounding and writes the same KV."""
     pools = case.new_pool(float("nan")), case.new_pool(0.0)
     actual = case.run(CpuAttention(2), pools[0], case.whole(), **options)
     expected = case.run(ReferenceAttention(), pools[1], case.whole(), **options)

@@ -15,7 +15,7 @@ def digest(i: int) -> bytes:
 
 
 def chain(pool: BlockPool, *names: int, after: int | None = None) -> list[int]:
-    """Allocate and publish one block per name, each behind the one before it."""
+    """Allocate and publish one block per name, as a chain."""
     blocks = pool.try_allocate(len(names))
     assert blocks is not None
     parent = None if after is None else digest(after)

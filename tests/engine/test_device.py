@@ -26,7 +26,7 @@ def test_a_gpu_is_waited_for() -> None:
 
 
 def make_late(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> LateDevice:
-    """A late device, and checks that no block is published or freed before its content is there."""
+    """A late device, with checks that no block is published or freed before its content is written."""
     device, pool = LateDevice(engine), engine.pool
     release = pool.release
 

@@ -50,7 +50,7 @@ def output(sequence: Sequence) -> list[int]:
 
 
 def generate(engine: Engine, prompts: Iterable[list[int]], **sampling: Any) -> list[list[int]]:
-    """All prompts together; their outputs. Nothing is left behind."""
+    """Run all prompts together and return their outputs. Checks that nothing is left behind."""
     sequences = [add(engine, str(i), prompt, **sampling) for i, prompt in enumerate(prompts)]
     drain(engine)
     engine.check_integrity(idle=True)
@@ -62,7 +62,7 @@ def prompt_kv(engine: Engine, blocks: list[int], num_tokens: int) -> Tensor:
     return engine.kv[blocks].permute(1, 2, 0, 3, 4, 5).flatten(2, 3)[:, :, :num_tokens].clone()
 
 
-# -- equal to transformers ----------------------------------------------------------------------------------------
+# Equal to transformers.
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -91,7 +91,7 @@ def test_tokens_equal_transformers_own_generate(build_engine: BuildEngine, model
     assert generate(build_engine(), prompts) == expected
 
 
-# -- refusals -----------------------------------------------------------------------------------------------------
+# Refusals.
 
 
 @pytest.mark.parametrize("reason", REFUSED)
@@ -144,7 +144,7 @@ def test_ids_outside_the_vocabulary_are_refused_before_a_step(wrong: dict[str, A
         engine.make_sequence("r", [5] if wrong else [5, VOCAB], make_sampling(**wrong))
 
 
-# -- bit for bit the same, however it was computed ----------------------------------------------------------------
+# Bit for bit the same, however it was computed.
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -237,7 +237,7 @@ def test_being_overtaken_changes_nothing(dtype: str, build_engine: BuildEngine) 
     assert [output(sequence) for sequence in sequences] == alone
 
 
-# -- handoff ------------------------------------------------------------------------------------------------------
+# Handoff.
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -277,13 +277,13 @@ def test_a_prefilled_prompt_keeps_its_blocks_until_released(build_engine: BuildE
 
 
 def use_the_rest_of_the_pool(engine: Engine) -> None:
-    """Write every block that nobody uses, several times over."""
+    """Overwrite every unused block several times."""
     for i in range(4):
         add(engine, f"filler{i}", make_prompt(60, seed=10 + i))
         drain(engine)
 
 
-# -- ends ---------------------------------------------------------------------------------------------------------
+# Ends.
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 8])
@@ -390,11 +390,11 @@ def test_a_step_tells_what_it_did(build_engine: BuildEngine) -> None:
     engine.check_integrity(idle=True)
 
 
-# -- what one sequence raises ends that sequence --------------------------------------------------------------------
+# What one sequence raises ends that sequence.
 
 
 def fail_for(engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str, error: Exception) -> None:
-    """Make a forward that computes anything of this request raise."""
+    """Make every forward pass that computes tokens of this request raise."""
     run = engine.runner.run
 
     def run_or_fail(chunks: list[ScheduledChunk], *hooks: Callable[[], None]) -> Tensor | None:

@@ -11,7 +11,7 @@ from tandem.protocol.errors import ConfigError
 
 
 def save_weights(folder: Path, last: float = 0.0, config: str = "{}") -> Path:
-    """Weights of 3 MB; the last tensor holds `last` throughout."""
+    """Weights of 3 MB; all elements of the last tensor are `last`."""
     folder.mkdir()
     (folder / "config.json").write_text(config)
     tensors = {"embed": torch.zeros(512, 1024), "layer": torch.full((256, 1024), last)}

@@ -1,4 +1,4 @@
-"""Prompts whose KV comes from elsewhere while the engine computes the blocks before it."""
+"""Prompts whose KV is loaded from elsewhere while the engine computes the blocks before it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.scheduler_listener import FakeListener
 
 
 def onboarding(scheduler: Scheduler, *, end: int, hold_at: int | None) -> FakeListener:
-    """The next admitted sequence expects tokens up to `end` from elsewhere."""
+    """Let the next admitted sequence expect its tokens up to `end` from elsewhere."""
 
     def begin(sequence: Sequence) -> None:
         sequence.onboarding = Onboarding(start=end, end=end, hold_at=hold_at)

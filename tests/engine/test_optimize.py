@@ -153,7 +153,7 @@ def test_rotation_equals_transformers_bit_for_bit(dtype: torch.dtype) -> None:
     torch.testing.assert_close(make_rotate()(q, cos, sin), expected, atol=1e-6, rtol=0)
 
 
-# -- mixtures of experts -----------------------------------------------------------------------------------------
+# Mixtures of experts.
 
 # Wide enough for products to be blocked: the kernels of small ones have but one way.
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "initializer_range": 0.08}

@@ -17,7 +17,7 @@ def room(num_blocks: int, *holders: tuple[int, int], held_by_others: int = 0) ->
 
 
 def uses(num_blocks: int, holders: list[BlockDemand], num_used: int) -> list[int]:
-    """Blocks used in each step from now on, counted one by one: every one grows by a block each `SIZE` steps."""
+    """Blocks used in each step from now on, counted one by one: each holder takes one more every `SIZE` steps."""
     others = num_used - sum(claim.num_blocks for claim in holders)
     last = max((claim.num_steps for claim in holders), default=0)
     return [

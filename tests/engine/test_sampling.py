@@ -28,7 +28,7 @@ def make_sequence(prompt: list[int] | None = None, output: list[int] | None = No
 
 
 class Unchecked(SamplingParams, frozen=True):
-    """Parameters that nobody checked."""
+    """Parameters that were not validated."""
 
     def __post_init__(self) -> None:
         pass
@@ -48,7 +48,7 @@ def sample(logits: torch.Tensor, *sequences: Sequence) -> list[int]:
 
 
 def oracle(logits: np.ndarray[Any, Any], sampling: SamplingParams, draw: float) -> tuple[int, set[int]]:
-    """(token, possible tokens) by sorting everything, in float64."""
+    """(token, possible tokens), by sorting all tokens in float64."""
     scaled = logits.astype(np.float64) / sampling.temperature
     p = np.exp(scaled - scaled.max())
     p /= p.sum()
@@ -225,7 +225,7 @@ def test_no_logprobs_unless_asked_for() -> None:
     assert token.logprobs is None
 
 
-# -- whatever the logits and the parameters are ----------------------------------------------------------------------
+# Whatever the logits and the parameters are.
 
 LARGEST = float(torch.finfo(torch.float32).max)
 ODD_FLOATS = (

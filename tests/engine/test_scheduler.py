@@ -20,7 +20,7 @@ SIZE = 4
 def make_scheduler(
     num_blocks: int = 32, *, max_num_seqs: int = 8, max_num_batched_tokens: int = 16, expects: int | None = 1
 ) -> Scheduler:
-    """One that expects each answer to end soon, so that it lets in what has room now; or that learns, with None."""
+    """Expects each answer to end soon, so that every sequence with room now is admitted. With None it learns."""
     return Scheduler(
         BlockPool(num_blocks),
         block_size=SIZE,
@@ -65,7 +65,7 @@ def plan(chunks: list[ScheduledChunk]) -> list[tuple[str, int, int]]:
 
 
 def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
-    """One step of an engine whose model always says 7."""
+    """One step of an engine whose model always samples token 7."""
     chunks = scheduler.schedule()
     assert sum(chunk.num_tokens for chunk in chunks) <= scheduler.max_num_batched_tokens
     assert len(scheduler.running) <= scheduler.max_num_seqs
@@ -372,7 +372,7 @@ def test_a_prompt_being_handed_over_is_never_preempted() -> None:
 def test_a_prompt_that_lacks_blocks_holds_others_up_until_handed_over_prompts_are_gone_and_no_longer(
     phase: Phase,
 ) -> None:
-    """A prompt to hand over lacks room for as long as those before it wait for room at their receivers."""
+    """A prompt to hand over lacks room as long as those before it wait for room at their receivers."""
     scheduler = make_scheduler(num_blocks=10)
     handed = [make_sequence(12, name=name, phase=Phase.PREFILL_ONLY) for name in ("x", "y")]
     for sequence in handed:
@@ -385,7 +385,7 @@ def test_a_prompt_that_lacks_blocks_holds_others_up_until_handed_over_prompts_ar
         scheduler.add(sequence)
 
     def hand_over() -> int:
-        """Compute what finds room; what was computed is received elsewhere at once. How many of the small are done."""
+        """Compute all that has room; receivers take it at once. Returns how many of the small prompts are done."""
         while step(scheduler):
             for sequence in (large, *small):
                 if sequence.status is SequenceStatus.FINISHED:
@@ -403,7 +403,7 @@ def test_a_prompt_that_lacks_blocks_holds_others_up_until_handed_over_prompts_ar
 
 
 def test_a_prompt_to_hand_over_that_cannot_fit_holds_nobody_up() -> None:
-    """As blocks are in quarantine for long: nobody can say when there will be room for it."""
+    """Blocks are in quarantine for long, so nothing tells when there will be room for it."""
     scheduler = make_scheduler(num_blocks=10)
     lost = scheduler.pool.try_allocate(3)
     assert lost is not None
@@ -540,13 +540,13 @@ def test_every_mix_of_arrivals_drains(
 
 
 def ask(scheduler: Scheduler, *names: str, num_tokens: int = 4, max_tokens: int = 100) -> None:
-    """Prompts that a peer computed, and that ask for room here."""
+    """Let prompts that a peer computed ask for room here."""
     for name in names:
         scheduler.ask(make_sequence(num_tokens, name=name, max_tokens=max_tokens))
 
 
 def receive(scheduler: Scheduler, reservation: Reservation) -> Sequence:
-    """The KV of a reservation has arrived."""
+    """Let the KV of a reservation arrive."""
     sequence = reservation.sequence
     sequence.blocks = [*sequence.blocks, *reservation.block_ids]
     sequence.num_computed_tokens = sequence.num_prompt_tokens
@@ -664,7 +664,7 @@ leases = st.tuples(
 def test_no_block_and_no_seat_is_promised_twice(
     events: list[tuple[str, int, int, int]], num_blocks: int, max_num_seqs: int, looks_ahead: bool
 ) -> None:
-    """But for seats of those that are expected to end before the KV is here."""
+    """Except seats of sequences that are expected to end before the KV arrives."""
     scheduler = make_scheduler(num_blocks, max_num_seqs=max_num_seqs)
     if not looks_ahead:
         scheduler.admission.lengths = Endless(1)
@@ -714,7 +714,7 @@ def test_no_block_and_no_seat_is_promised_twice(
 
 
 def release_finished(scheduler: Scheduler, handed: list[Sequence]) -> int:
-    """Give back what finished handoffs hold; how many blocks that were."""
+    """Release the blocks of finished handoffs; returns their number."""
     finished = [sequence for sequence in handed if sequence.status is SequenceStatus.FINISHED]
     count = sum(len(sequence.blocks) for sequence in finished)
     for sequence in finished:

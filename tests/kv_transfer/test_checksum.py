@@ -11,7 +11,7 @@ from tandem.kv_transfer.checksum import block_checksums, wrong_blocks
 
 
 def device_checksums(pool: Tensor, block_ids: list[int]) -> list[bytes]:
-    """What a pool on a GPU gives."""
+    """The checksums of a pool on a GPU."""
     return [b"d" + digest for digest in checksum._device_digests(pool, block_ids)]
 
 

@@ -28,7 +28,7 @@ def make_blocks(
     seed: int = 0,
     spread: float = 1.0,
 ) -> Tensor:
-    """Random blocks with some channels far from zero, as keys have them."""
+    """Random blocks in which some channels are far from zero, as in keys."""
     generator = torch.Generator().manual_seed(seed)
     channels = torch.randn(shape[0], 2, 1, *shape[3:], generator=generator).pow(3) * 10
     return ((torch.randn(num_blocks, *shape, generator=generator) + channels) * spread).to(dtype)
@@ -47,7 +47,7 @@ def round_trip(codec: Codec, blocks: Tensor) -> Tensor:
 
 
 def largest_error(name: str, x: Tensor) -> Tensor:
-    """Half a step at each element of float32 blocks, by what the codec's description says; float64."""
+    """Half a step at each element of float32 blocks, by the codec's description; float64."""
     x = x.double()
     magnitude = x.abs().amax(-1, keepdim=True)
     if name == "int8":

@@ -43,7 +43,7 @@ def wait_for(condition: Callable[[], object], *transports: Transport) -> None:
 
 
 class Stranger:
-    """Speaks to a transport from outside: raw messages over its own connection."""
+    """Sends raw messages to a transport over a connection of its own."""
 
     def __init__(self, transport: Transport) -> None:
         metadata = msgspec.msgpack.decode(transport.local_metadata())

@@ -27,7 +27,7 @@ LRU_REFERENCE = {
 
 
 def store(policy: EvictionPolicy, *keys: object) -> None:
-    """Add a chain, root first; keys that are there already are its hit."""
+    """Use a chain: resident keys are its hit, the others are added, root first."""
     parent = None
     hits = [key for key in keys if key in policy]
     if hits:
@@ -52,7 +52,7 @@ def evict(policy: EvictionPolicy, count: int) -> list[object]:
 
 
 class Model:
-    """What is resident and pinned, in the plainest way."""
+    """A naive model of the resident and pinned keys."""
 
     def __init__(self) -> None:
         self.parent_of: dict[object, object] = {}
@@ -222,7 +222,7 @@ def test_s3_fifo_puts_a_key_that_returns_after_its_eviction_into_the_main_queue(
 
 
 def replay_conversations(policy: EvictionPolicy, num_turns: int, num_conversations: int) -> float:
-    """Conversations that take turns, each adding a block; the share of blocks found."""
+    """Conversations take turns, and each turn adds a block. Returns the share of blocks that were found."""
     num_hits = num_blocks = 0
     for turn in range(1, num_turns + 1):
         for conversation in range(num_conversations):

@@ -1,4 +1,4 @@
-"""Faults on purpose: the faulty transport, roles whose peers and writes go wrong, and handoffs by the hundred."""
+"""Injected faults: the faulty transport, roles whose peers and writes fail, and hundreds of handoffs."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-# -- the faulty transport --------------------------------------------------------------------------------------
+# The faulty transport.
 
 
 class Link:
-    """A faulty sender "p" and a receiver "d" over the in-process transport, at a time set by hand."""
+    """A faulty sender "p" and a receiver "d" over the in-process transport; the test sets the time."""
 
     def __init__(self, rates: dict[Fault, float], *, num_blocks: int = 8, seed: int = 0) -> None:
         self.now = 0.0
@@ -181,7 +181,7 @@ def test_a_stuck_write_holds_up_its_link_until_that_is_reset() -> None:
     assert (stuck.state, behind.state) == (TransferState.LOST, TransferState.LOST)
 
 
-# -- checksums -------------------------------------------------------------------------------------------------
+# Checksums.
 
 
 def test_a_sealed_message_shows_every_flipped_bit_and_every_cut() -> None:
@@ -221,7 +221,7 @@ def test_a_flipped_bit_in_a_sampled_block_is_caught_and_one_beside_it_is_not() -
     assert wrong_blocks(pool, block_ids, checksums) == checked
 
 
-# -- roles -----------------------------------------------------------------------------------------------------
+# Roles.
 
 
 def make_engine(model: Path) -> Engine:
@@ -236,7 +236,7 @@ def address(worker_id: str, epoch: int = 1) -> PeerAddress:
 
 
 class SenderSide:
-    """A prefill role with a link to "d", whose pool and answers the test plays."""
+    """A prefill role with a link to "d". The test plays d's pool and answers."""
 
     def __init__(
         self, model: Path, *, rates: dict[Fault, float] | None = None, max_delay_s: float = 1000.0, **config: Any
@@ -309,7 +309,7 @@ class SenderSide:
         self.role.granted(grant, self.now)
 
     def hand_off(self, request_id: str, prompt: list[int]) -> list[ChunkArrived]:
-        """What the receiver is told, the end of the handoff left out."""
+        """The notifications that the receiver gets, without the one that ends the handoff."""
         self.prefill(request_id, prompt)
         self.grant(request_id, -(-len(prompt) // BLOCK_SIZE))
         self.role.pump(self.now)
@@ -486,7 +486,7 @@ def test_a_lost_notification_alone_keeps_no_block_in_quarantine() -> None:
     assert any(isinstance(ended, LeaseEnded) for ended in outbox.take_ended())  # it carried no block that could land
 
 
-# -- handoffs by the hundred -----------------------------------------------------------------------------------
+# Handoffs by the hundred.
 
 
 @pytest.mark.parametrize("seed", [1])

@@ -1,4 +1,4 @@
-"""The planner's choice against every other one, and its behaviour at the edges."""
+"""The planner's choice against all others, and its behaviour at the edges."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plan(*sources: FetchSource, first: int = 0, tokens: int = 4001, queue_s: flo
 def total_s(
     loads: list[tuple[FetchSource, int, int]], meet: int, end: int, tokens: int, first: int, queue: float
 ) -> float:
-    """The formula of the module's docstring, written down once more."""
+    """The formula in the module's docstring, written again."""
     by_source = [
         s.latency_s + s.block_s * (s.queued_blocks + b - max(a, meet)) for s, a, b in loads if b > max(a, meet)
     ]

@@ -13,7 +13,7 @@ from tests.support.handoff_world import World, walk
 
 
 class Exploration(RuleBasedStateMachine):
-    """Lets hypothesis choose every step and every fault, and shrink what it finds."""
+    """Lets hypothesis choose every step and every fault, and shrink failures."""
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:

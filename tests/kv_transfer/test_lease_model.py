@@ -55,14 +55,14 @@ class Message(NamedTuple):
 
 
 class Stray(NamedTuple):
-    """A block of a lost write: it may land at any time while its sender lives."""
+    """A block of a lost write, which may land at any time while its sender lives."""
 
     generation: int
     block_id: int
 
 
 class Bounds(NamedTuple):
-    """How large the world is: each number is a budget."""
+    """The size of the world: each number is a budget."""
 
     num_blocks: int = 1  # of the prompt
     num_pool_blocks: int = 1
@@ -78,7 +78,10 @@ class Bounds(NamedTuple):
 
 @dataclass(eq=False)
 class World:
-    """All state. What can happen in it is named by `actions`, the first of which belongs to the quiet schedule."""
+    """All state. `actions` names all events; the first of them belongs to the quiet schedule.
+
+    NOTE: it reads and copies private state of both objects: a model checker has to tell all their states apart.
+    """
 
     bounds: Bounds
     table_type: type[LeaseTable] = LeaseTable
@@ -111,10 +114,10 @@ class World:
         self.lent.clear()
         self.content.clear()
 
-    # -- what can happen ---------------------------------------------------------------------------------------
+    # What can happen.
 
     def actions(self) -> list[tuple[str, Callable[[World], None]]]:
-        """Everything that can happen now. The quiet schedule takes the first; faults and clients come after."""
+        """All events that can happen now. The quiet schedule takes the first; faults and clients come after it."""
         return [*self._quiet_actions(), *self._client_actions(), *self._fault_actions()]
 
     def _quiet_actions(self) -> list[tuple[str, Callable[[World], None]]]:
@@ -197,7 +200,7 @@ class World:
     def _use(self, budget: str) -> None:
         self.used[budget] = self.used.get(budget, 0) + 1
 
-    # -- how it happens ----------------------------------------------------------------------------------------
+    # How it happens.
 
     def open(self) -> None:
         self._use("opens")
@@ -267,7 +270,7 @@ class World:
                 self.outbox.write_settled(write, TransferState.FAILED)
 
     def collect(self) -> None:
-        """What the sender's shell does with what has ended. It follows every step: it waits for nobody."""
+        """Act for the sender on what has ended. This follows every step, because it waits for nothing."""
         self.outbox.expire(self.now)
         for ended in self.outbox.take_ended():
             if isinstance(ended, HandoffEnded):
@@ -291,7 +294,7 @@ class World:
         self.outbox.write_settled(self.writes.popleft(), TransferState.FAILED)
 
     def lose_link(self) -> None:
-        """All writes of the link are lost, and what they carry may land at any time."""
+        """All writes of the link are lost, and their blocks may land at any time."""
         self.is_link_up = False
         while self.writes:
             write = self.writes.popleft()
@@ -370,7 +373,7 @@ class World:
             self._end(self.table.lease_closed(REQUEST, message.generation, SENDER, message.sender_epoch))
 
     def kill_sender(self) -> None:
-        """Nothing of the process lands after its death. What it sent before may still be under way."""
+        """None of the process' writes lands after its death. Its earlier messages may still be in flight."""
         self._use("sender_deaths")
         self.sender_epoch += 1
         self.outbox = self.outbox_type()
@@ -406,7 +409,7 @@ class World:
         self.network |= {message}
 
     def _end(self, end: LeaseReceived | LeaseReleased | LeaseFenced | None) -> None:
-        """What the receiver's shell does with what the table says."""
+        """Act for the receiver on what its lease table returned."""
         if end is None or isinstance(end, LeaseFenced):
             return
         lease = end.lease
@@ -436,7 +439,7 @@ class World:
         return {write.handoff.handoff_id for write in self.writes}
 
     def clone(self) -> World:
-        """An independent copy, by hand: copy.deepcopy takes ten times as long, and this is most of a walk's time."""
+        """An independent copy. Copies are most of a walk's time, and copy.deepcopy is ten times slower."""
         new = World.__new__(World)
         new.__dict__ |= self.__dict__
         new.free, new.pinned, new.used = set(self.free), set(self.pinned), dict(self.used)
@@ -450,10 +453,10 @@ class World:
         new.outbox = _clone_outbox(outbox, copies)
         return new
 
-    # -- what can be said of it --------------------------------------------------------------------------------
+    # What can be said of it.
 
     def check(self) -> None:
-        """The invariants of every state; those of a step are checked when it is taken."""
+        """Check the invariants of every state; those of a step are checked when it is taken."""
         try:
             self.table.check_integrity()
             self.outbox.check_integrity()
@@ -466,12 +469,12 @@ class World:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether nobody holds anything."""
+        """Whether no block is held on either side."""
         is_free = len(self.free) == self.bounds.num_pool_blocks
         return is_free and not self.pinned and self.outbox.num_open == 0 and not self.outbox._early_grants
 
     def snapshot(self) -> Snapshot:
-        """What tells this state from others: times count from now, and deadlines that have passed are all equal."""
+        """Identifies this state: times count from now, and all deadlines that have passed are equal."""
         table, outbox, now = self.table, self.outbox, self.now
         names = {id(handoff): handoff.handoff_id for handoff in outbox._active.values()}
         handoffs = {id(h): h for h in (*outbox._active.values(), *outbox._by_lease.values())}
@@ -518,7 +521,7 @@ def _clone_table(table: LeaseTable) -> LeaseTable:
 
 
 def _clone_outbox(outbox: Outbox, copies: dict[Any, Any]) -> Outbox:
-    """`copies` has the copy of each handoff that anybody refers to."""
+    """`copies` maps each handoff to its copy."""
     assert not outbox._ended, "collect comes first"
     new = object.__new__(type(outbox))
     new.__dict__ |= outbox.__dict__
@@ -542,7 +545,7 @@ class Explored(NamedTuple):
 
 
 def explore(world: World) -> Explored:
-    """Expand all states breadth first until an invariant breaks; then the shortest way there is the trace."""
+    """Expand all states breadth first until an invariant breaks; the trace is the shortest way there."""
     numbers: dict[Snapshot, int] = {world.snapshot(): 0}  # states are numbered, as hashing a snapshot is what costs
     parents: list[tuple[int, str]] = [(0, "")]
     quiet: dict[int, int] = {}
@@ -578,7 +581,7 @@ def explore(world: World) -> Explored:
 
 
 def _find_leak(quiet: dict[int, int], at_rest: set[int]) -> int | None:
-    """A state from which the first step that changes anything, taken again and again, never leads to rest."""
+    """A state from which the quiet schedule (always the first event that changes anything) never comes to rest."""
     safe = set(at_rest)
     for start in quiet:
         way: dict[int, None] = {}
@@ -604,7 +607,7 @@ def _trace(parents: list[tuple[int, str]], state: int) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _no_garbage_collection() -> Iterator[None]:
-    """A walk makes many objects and no cycles: looking for some would take half of its time."""
+    """A walk makes many objects but no cycles; collecting garbage would take half of its time."""
     gc.disable()
     yield
     gc.enable()

@@ -11,7 +11,7 @@ TIMEOUT_S = 5.0
 
 
 class Side:
-    """One worker's links; what it sends waits in `sent` until `deliver`."""
+    """One worker's links; its messages wait in `sent` until `deliver`."""
 
     def __init__(self, hub: InProcessHub, worker_id: str, epoch: int = 1, **fields: str) -> None:
         self.address = PeerAddress(worker_id, epoch, f"tcp://{worker_id}", f"tcp://{worker_id}-beat")

@@ -1,4 +1,4 @@
-"""What NIXL's transport lets in: where it listens, whom it hears, which descriptions of memory it takes."""
+"""The trust boundary of NIXL's transport: where it listens, which senders and memory descriptions it accepts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every transport promises, asserted of each of them by the same tests."""
+"""The contract of transports: the same tests for each of them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def settle(transfers: list[Transfer], *transports: Transport) -> None:
 
 
 def receive(count: int, receiver: Transport, *others: Transport) -> list[Notification]:
-    """Poll until this many notifications have come to `receiver`."""
+    """Poll until `receiver` has got this many notifications."""
     arrived: list[Notification] = []
     deadline = time.monotonic() + DEADLINE_S
     while len(arrived) < count:

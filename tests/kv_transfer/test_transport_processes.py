@@ -35,7 +35,7 @@ def make_transport(name: str, folder: str, worker_id: str, epoch: int, pool: tor
 
 
 def run_peer(connection: Connection, name: str, folder: str, epoch: int) -> None:
-    """A worker "d": polls its transport and does what the test asks for."""
+    """A worker "d" that polls its transport and follows the test's commands."""
     torch.set_num_threads(1)
     pool = zero_pool()
     transport = make_transport(name, folder, "d", epoch, pool)
@@ -321,7 +321,7 @@ def test_close_does_not_wait_for_a_stopped_peer(peers: Callable[..., Peer], tran
 def test_senders_killed_while_they_notify_do_not_silence_the_others(
     peers: Callable[..., Peer], transport: Transport
 ) -> None:
-    """In UCX's ring of shared memory one killed in mid-message would."""
+    """A sender killed in the middle of a message would stop UCX's ring of shared memory."""
     for epoch in range(1, 9):
         peer = peers(epoch)
         peer.connection.send(("write", transport.local_metadata(), 10_000))

@@ -367,7 +367,7 @@ class _World:
             )
         )
 
-    # -- the run -----------------------------------------------------------------------------------------------
+    # The run.
 
     def play(self, handoffs: int) -> None:
         """Start this many requests, a few at a time, and run until all have ended."""
@@ -414,7 +414,7 @@ class _World:
             self.report.complaints.append(f"{worker.address.worker_id} at {self.now:.1f} s: {exc}")
             self.report.leaked_blocks += worker.engine.pool.num_used
 
-    # -- the router and its clients ----------------------------------------------------------------------------
+    # The router and its clients.
 
     def _start_request(self) -> None:
         self.report.handoffs += 1
@@ -500,7 +500,7 @@ class _World:
     def _random_tokens(self, count: int) -> list[int]:
         return self.source.choices(range(3, _VOCAB_SIZE), k=count)
 
-    # -- the network and the supervisor ------------------------------------------------------------------------
+    # The network and the supervisor.
 
     def send(self, peer: PeerAddress, message: Message) -> None:
         """Send from worker to worker over the lossy network."""

@@ -1,7 +1,7 @@
-"""A transport that goes wrong on purpose: wraps any other and injects faults into what it sends.
+"""A transport that wraps another one and injects faults into its writes. For tests and benchmarks.
 
-For tests and benchmarks. Everything is drawn from one random source and timed by one clock, both passed in, so a run
-over the in-process transport with a virtual clock repeats exactly.
+All faults come from one random source and one clock, both passed in, so a run over the in-process transport with a
+virtual clock repeats exactly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Fault", "FaultyTransport"]
 
 
 class Fault(enum.Enum):
-    """What can happen to a write."""
+    """The faults of a write."""
 
     DELAY = "write delayed"  # it stays pending, and later writes of this link queue behind it
     STICK = "write stuck"  # it stays pending, and so do later writes of this link, until the link is reset
@@ -51,7 +51,7 @@ class _Write(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """A write that waits: for its own delay or for those before it."""
+    """A write that waits for its own delay or for earlier writes."""
 
     write: _Write
     transfer: Transfer
@@ -62,8 +62,8 @@ class _Held:
 class FaultyTransport(Transport):
     """`inner` with faults in its writes. `rates` gives each fault's probability per write, and may be replaced.
 
-    `injected` counts what happened, in a counter that several transports may share. A flipped bit is put back once the
-    write was handed over, so the inner transport must copy inside `write_blocks`, as both of ours do on CPUs.
+    `injected` counts the faults, in a counter that several transports may share. A flipped bit is restored after
+    `write_blocks` of the inner transport, which must copy inside that call, as both of ours do on CPUs.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class FaultyTransport(Transport):
         self._clock = clock
         self._max_delay_s = max_delay_s
         self._queues: dict[str, deque[_Held]] = {}
-        self._strays: list[tuple[float, _Write]] = []  # lost blocks and when they land
+        self._strays: list[tuple[float, _Write]] = []  # lost blocks, each with the time at which it lands
         self._lost: set[str] = set()
         self._epochs: dict[str, int] = {}
         self._mirrored: list[tuple[Transfer, Transfer]] = []  # (of the inner transport, ours)
@@ -160,12 +160,12 @@ class FaultyTransport(Transport):
         self._mirror()
 
     def _forget(self, worker_id: str) -> None:
-        """What was under way to a process that is gone lands nowhere."""
+        """Drop everything in flight to a process that is gone."""
         self._lose_queue(worker_id)
         self._strays = [(due, write) for due, write in self._strays if write.worker_id != worker_id]
 
     def _draw(self, write: _Write) -> Fault | None:
-        """The first fault whose share of [0, 1) the drawn number falls into, if this write can have it."""
+        """The fault whose share of [0, 1) contains the drawn number, if this write can have it."""
         drawn = self._source.random()
         for fault, rate in self.rates.items():
             drawn -= rate
@@ -179,7 +179,7 @@ class FaultyTransport(Transport):
         return None
 
     def _advance(self, worker_id: str) -> None:
-        """Carry out what is due of this link, in order."""
+        """Carry out this link's due writes, in order."""
         queue = self._queues[worker_id]
         while queue and queue[0].due <= self._clock():
             held = queue.popleft()
@@ -213,7 +213,7 @@ class FaultyTransport(Transport):
         return transfer
 
     def _lose_link(self, write: _Write) -> Transfer:
-        """Break the link in the middle of this write; all that is queued behind it is lost with it."""
+        """Break the link in the middle of this write; the writes queued behind it are lost, too."""
         landed = self._source.randint(0, len(write.local_block_ids))
         self._inner.write_blocks(write.worker_id, write.local_block_ids[:landed], write.remote_block_ids[:landed])
         self._lost.add(write.worker_id)
@@ -229,14 +229,14 @@ class FaultyTransport(Transport):
         queue.clear()  # `_advance` may be walking it
 
     def _mirror(self) -> None:
-        """Tell the ends of inner transfers that began later than ours."""
+        """Settle our transfers whose inner transfers have ended."""
         for inner, ours in self._mirrored:
             if inner.is_settled:
                 ours.settle(inner.state)
         self._mirrored = [(inner, ours) for inner, ours in self._mirrored if not inner.is_settled]
 
     def _stray(self, write: _Write, landed: int) -> None:
-        """Let the rest of a lost write land whenever it likes, with what its local blocks hold by then."""
+        """Let the rest of a lost write land at random times, with the content that its local blocks have then."""
         for local_id, remote_id in zip(write.local_block_ids[landed:], write.remote_block_ids[landed:], strict=True):
             due = self._clock() + self._source.uniform(0.0, self._max_delay_s)
             self._strays.append((due, _Write(write.worker_id, [local_id], [remote_id], b"")))
@@ -248,7 +248,7 @@ class FaultyTransport(Transport):
         for write in due:
             try:
                 self._inner.write_blocks(*write)
-            except TransferError:  # the link is down: they land when it is back, unless another process is there then
+            except TransferError:  # the link is down: they land when it is back, unless the process was replaced
                 self._strays.append((now, write))
 
     def _write_flipped(self, write: _Write) -> Transfer:

@@ -1,7 +1,7 @@
 """A world of one receiver and two senders over unreliable links, for random exploration of leases and outbox.
 
 Memory is modelled block by block: a write in flight may land at any time until it settled or its sender died. Every
-landing checks that its block is still lent to that write, and everything received is compared with what was sent.
+landing checks that its block is still lent to that write, and all received blocks are compared with the sent ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Content = tuple[str, int, int]  # request id, generation, index in the prompt
 
 @dataclass(eq=False)
 class Flying:
-    """A write handed to the transport and not settled yet."""
+    """A write that the transport has not settled yet."""
 
     write: BlockWrite
     missing: list[int]  # positions that have not landed
@@ -43,7 +43,7 @@ class Sender:
 
 
 class World:
-    """All state, and one method per thing that can happen. `pick(n)` chooses below n."""
+    """All state, and one method per event. `pick(n)` chooses a number below n."""
 
     def __init__(self, pick: Callable[[int], int]) -> None:
         self.pick = pick
@@ -51,8 +51,8 @@ class World:
         self.num_requests = 0
         self.receiver_epoch = 0
         self.senders = [Sender("p0"), Sender("p1")]
-        self.zombies: list[Sender] = []  # given up, and running on until they are known to be gone
-        self.control: list[Callable[[], None]] = []  # messages under way; they may be lost, repeated and reordered
+        self.zombies: list[Sender] = []  # given up, but running on until they are known to be gone
+        self.control: list[Callable[[], None]] = []  # messages in flight; they may be lost, repeated and reordered
         self.num_received = 0
         self.num_released = 0
         self._start_receiver()
@@ -64,7 +64,7 @@ class World:
         self.content: list[Content | None] = [None] * NUM_BLOCKS
         self.lent: dict[int, int] = {}  # block -> generation, the world's own account
 
-    # -- what can happen ---------------------------------------------------------------------------------------
+    # Events.
 
     def new_request(self) -> None:
         """Both legs are dispatched; either may be lost."""
@@ -113,7 +113,7 @@ class World:
             )
 
     def control_message(self) -> None:
-        """One message arrives, out of order, perhaps twice, perhaps never."""
+        """One message arrives: out of order, perhaps twice, perhaps never."""
         if not self.control:
             return
         position, fate = self.pick(len(self.control)), self.pick(10)
@@ -122,7 +122,7 @@ class World:
             message()
 
     def compute(self) -> None:
-        """Some handoff gets on with its prefill."""
+        """A handoff's prefill computes more."""
         sender = self.senders[self.pick(2)]
         active = list(sender.outbox._active.values())
         if not active:
@@ -136,7 +136,7 @@ class World:
             sender.outbox.first_token(request_id, 42)
 
     def submit(self) -> None:
-        """A sender's step hands its writes to the transport."""
+        """A sender's step passes its writes to the transport."""
         self._submit(self.senders[self.pick(2)])
 
     def _submit(self, sender: Sender) -> None:
@@ -150,7 +150,7 @@ class World:
         """One block of a flying or lost write lands."""
         running = [*self.senders, *self.zombies]
         sender = running[self.pick(len(running))]
-        if sender.stray and self.pick(8) == 0:  # lost bytes take their time
+        if sender.stray and self.pick(8) == 0:  # lost bytes land late
             write, position = sender.stray.pop(self.pick(len(sender.stray)))
             self._land(write, position)
         elif sender.flying:
@@ -159,7 +159,7 @@ class World:
                 self._land(flying.write, flying.missing.pop(self.pick(len(flying.missing))))
 
     def settle(self) -> None:
-        """The oldest write of a link is over, well or not. Its notification may come twice or not at all."""
+        """The oldest write of a link ends, well or not. Its notification may arrive twice or never."""
         sender = self.senders[self.pick(2)]
         if not sender.flying:
             return
@@ -178,7 +178,7 @@ class World:
             self._notify(flying.write)
 
     def heal(self) -> None:
-        """A link comes back, and its transport knows that nothing that was lost on it can land any more."""
+        """A link comes back, and its transport knows that none of its lost writes can land any more."""
         sender = self.senders[self.pick(2)]
         if not sender.is_link_up:
             self._heal(sender)
@@ -212,7 +212,7 @@ class World:
                 self.senders[self.pick(2)].outbox.cancel(request_id)
 
     def collect(self) -> None:
-        """Shells pick up what has ended, and the receiver repeats its revocations."""
+        """Both sides act on what has ended, and the receiver repeats its revocations."""
         for sender in self.senders:
             for ended in sender.outbox.take_ended():
                 if isinstance(ended, HandoffEnded):
@@ -223,7 +223,7 @@ class World:
             self._send_revoked(lease.sender_id, lease.sender_epoch, lease.request_id, lease.generation)
 
     def give_up_sender(self) -> None:
-        """The process is said to be dead, and replaced. It may run on: nobody has seen its end."""
+        """The process is reported dead and replaced. It may run on, because nothing has proved its end."""
         position = self.pick(2)
         old = self.senders[position]
         self.senders[position] = Sender(old.worker_id, old.epoch + 1)
@@ -232,7 +232,7 @@ class World:
             self._end(fenced)
 
     def end_zombie(self) -> None:
-        """The process is gone for certain, and the receiver learns of it: nothing of it lands from now on."""
+        """The process is certainly gone, and the receiver learns of it: none of its writes lands from now on."""
         if self.zombies:
             zombie = self.zombies.pop(self.pick(len(self.zombies)))
             for released in self.leases.sender_lost(zombie.worker_id, zombie.epoch):
@@ -259,7 +259,7 @@ class World:
         assert sorted(held) == sorted(self.lent), "table and world disagree on what is lent"
 
     def wind_down(self) -> None:
-        """Everything still under way comes to its end; then nothing may be left anywhere."""
+        """Everything in flight ends; then nothing may be left anywhere."""
         for sender in self.senders:
             if not sender.is_link_up and self.pick(2):
                 self._heal(sender)
@@ -281,7 +281,7 @@ class World:
                 self.control.pop(0)()
             self.check()
         for position, sender in enumerate(self.senders):
-            if not sender.is_link_up:  # lost writes: only the end of the process makes its leases safe
+            if not sender.is_link_up:  # it has lost writes: only the end of the process makes its leases safe
                 for released in self.leases.sender_lost(sender.worker_id, sender.epoch):
                     self._end(released)
                 assert not sender.pinned, f"{sender.worker_id} keeps blocks pinned"
@@ -292,7 +292,7 @@ class World:
         assert self.free == set(range(NUM_BLOCKS)), f"leaked: {self.leases.held_block_ids}"
         self.check()
 
-    # -- how it happens ----------------------------------------------------------------------------------------
+    # Effects of the events.
 
     def _land(self, write: BlockWrite, position: int) -> None:
         assert isinstance(write.notification, ChunkArrived)
@@ -314,7 +314,7 @@ class World:
             )
 
     def _end(self, end: LeaseReceived | LeaseReleased | LeaseFenced | None) -> None:
-        """What the receiver's shell does with what the table says."""
+        """Act for the receiver on what its lease table returned."""
         if end is None:
             return
         lease = end.lease
@@ -329,13 +329,13 @@ class World:
             assert [self.content[block] for block in lease.block_ids] == expected, "received what was not sent"
         else:
             self.num_released += 1
-        for block in lease.block_ids:  # a received block is decoded from at once and then freed
+        for block in lease.block_ids:  # received blocks are used at once and then freed
             assert self.lent.pop(block) == lease.generation
             assert block not in self.free, f"block {block} is freed twice"
             self.free.add(block)
 
     def _lose_link(self, sender: Sender) -> None:
-        """All that flies may land later, and the link stays down."""
+        """The link goes down; all writes in flight may land later."""
         sender.is_link_up = False
         while sender.flying:
             lost = sender.flying.popleft()
@@ -367,7 +367,7 @@ class World:
 
 
 def walk(seed: int, num_steps: int) -> World:
-    """A world after a random walk, not wound down."""
+    """A world after a random walk, with everything still in flight."""
     source = random.Random(seed)
     world = World(source.randrange)
     steps = [

@@ -1,4 +1,4 @@
-"""A device whose work is done late: until somebody waits for it, what it writes is garbage."""
+"""A device that finishes its work late: until the engine waits for it, the memory it writes is garbage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GARBAGE = 12345.0
 
 
 class LateDevice(DeviceQueue):
-    """Takes the place of an engine's queue. Reading logits waits, as it does on a GPU, and work is done in order."""
+    """Replaces an engine's device queue. Reading logits waits, as on a GPU, and work is done in order."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.kv.device)
@@ -37,7 +37,7 @@ class LateDevice(DeviceQueue):
         self._pending.clear()
 
     def make_late(self, codec: Codec) -> None:
-        """What this codec moves is moved late."""
+        """Make this codec move its bytes late."""
         scatter, gather = codec.scatter, codec.gather
 
         def scatter_late(source: Tensor, kv: Tensor, blocks: Tensor) -> None:

@@ -43,7 +43,7 @@ class Request:
     num_outputs: int
     max_tokens: int
     came: float
-    first_s: float | None = None  # when its first token was sent: with the lease, or sampled here
+    first_s: float | None = None  # time of its first token, sent with the lease or sampled here
     last_s: float = 0.0
     longest_gap_s: float = 0.0
     num_tokens: int = 0
@@ -51,7 +51,7 @@ class Request:
 
 
 class PressureWorld:
-    """One decode worker; `P` and others are prefill workers, of which only messages exist."""
+    """One decode worker. `P` and others are prefill workers, of which only the messages exist."""
 
     def __init__(
         self,
@@ -89,10 +89,10 @@ class PressureWorld:
             engine, links, config, lambda *failed: self.failed.append(failed), first_generation=first_generation
         )
         self.requests: dict[str, Request] = {}
-        self.handoffs: dict[str, tuple[PeerAddress, int]] = {}  # what senders vouch for
+        self.handoffs: dict[str, tuple[PeerAddress, int]] = {}  # named by the senders' heartbeats
         self.grants: list[tuple[str, LeaseGrant]] = []
-        self.transfer_steps = transfer_steps  # from a grant until the KV is here
-        self.transfers: list[tuple[int, LeaseGrant]] = []  # by the step in which it is
+        self.transfer_steps = transfer_steps  # steps from a grant until its KV has arrived
+        self.transfers: list[tuple[int, LeaseGrant]] = []  # each with the step in which its KV arrives
         self.is_silent = lambda worker_id: False
         self.output_tokens = 0
 
@@ -131,7 +131,7 @@ class PressureWorld:
         return request
 
     def compute_here(self, request_id: str, prompt: list[int], num_outputs: int, max_tokens: int = 0) -> Request:
-        """A request that this worker does alone."""
+        """A request that only this worker computes."""
         max_tokens = max_tokens or num_outputs
         request = self.requests[request_id] = Request(request_id, prompt, num_outputs, max_tokens, self.now)
         self.add(self.make_sequence(request_id, prompt, SamplingParams(max_tokens=max_tokens)))
@@ -205,12 +205,12 @@ class PressureWorld:
         self.role.check_integrity(idle=idle)
 
     def run(self, num_steps: int) -> None:
-        """Let what is here go on for this many steps."""
+        """Run this many steps without new requests."""
         for _ in range(num_steps):
             self.step()
 
     def drain(self, limit: int = 40_000) -> None:
-        """Run until every request has ended; fail if that takes for ever."""
+        """Run until every request has ended; fail if that never happens."""
         until = self.num_steps + limit
         while any(request.ended_s is None for request in self.requests.values()) and not self.failed:
             assert self.num_steps < until, f"{self.num_unended} requests have not ended after {limit} steps"
@@ -218,7 +218,7 @@ class PressureWorld:
 
     @property
     def num_without_a_seat(self) -> int:
-        """Sequences that do not run although their KV is here."""
+        """Sequences whose KV has arrived but that do not run."""
         return sum(1 for sequence in self.scheduler.waiting if sequence.num_output_tokens)
 
     @property

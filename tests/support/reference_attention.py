@@ -1,6 +1,6 @@
 """Paged attention in plain torch: the oracle of the attention tests.
 
-Exact in the mathematical sense, but not bitwise independent of how a prompt was cut into chunks.
+Mathematically exact, but the bits of its result depend on how a prompt was cut into chunks.
 """
 
 from __future__ import annotations

@@ -42,16 +42,16 @@ def name_of(number: int, parent: int | None = None) -> BlockName:
 
 
 def digest_of(number: int) -> bytes:
-    return number.to_bytes(16, "big")[::-1]  # the first byte differs, by which disk folders are chosen
+    return number.to_bytes(16, "big")[::-1]  # the first byte differs, and it selects the folder on disk
 
 
 def chain(*numbers: int) -> list[BlockName]:
-    """Names of blocks that hang from each other in this order."""
+    """Names of the blocks of a chain in this order."""
     return [name_of(number, parent) for number, parent in zip(numbers, (None, *numbers[:-1]), strict=True)]
 
 
 def content(name: BlockName, size: int = BLOCK_BYTES) -> Block:
-    """The bytes a block of this digest has."""
+    """The bytes of a block with this digest."""
     return np.random.default_rng(list(name.digest)).integers(0, 256, size, dtype=np.uint8)
 
 
@@ -81,7 +81,7 @@ class S3Server:
         self.start()
 
     def start(self) -> None:
-        """Begin with an empty bucket; again on the same port after `kill`."""
+        """Start with an empty bucket; after `kill`, on the same port again."""
         script = Path(__file__).with_name("s3_server.py")
         self._process = subprocess.Popen([sys.executable, script, str(self.port)], stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
@@ -112,7 +112,7 @@ class S3Server:
 
 
 class World:
-    """A place where a store of one kind lies. It can be opened again, as after a restart, and its bytes damaged."""
+    """The place of a store of one kind. It can be opened again, as after a restart, and its bytes can be damaged."""
 
     def __init__(self, kind: str, folder: Path, server: S3Server | None = None) -> None:
         self.kind = kind
@@ -188,7 +188,7 @@ def put(tier: Tier, names: Sequence[BlockName]) -> None:
 
 
 def get(tier: Tier, names: Sequence[BlockName]) -> int:
-    """Load blocks and wait for them; how many have come, each with its bytes."""
+    """Load blocks, wait for them and check their bytes; returns how many were loaded."""
     buffers = zeros(len(names))
     load = tier.load([name.digest for name in names], buffers)
     poll_until(tier, lambda: load.is_done)

@@ -1,4 +1,4 @@
-"""A slow store, to test and measure what depends on a tier's speed."""
+"""A store of limited speed, for tests and benchmarks of slow tiers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ThrottledStore(BlockStore):
         self.bytes_per_s = bytes_per_s
         self.latency_s = latency_s
         self._store = store
-        self._free_at = 0.0  # when the bytes of all calls so far are through
+        self._free_at = 0.0  # the time at which the bytes of all calls so far have passed
         self._lock = threading.Lock()
 
     @override

@@ -17,6 +17,6 @@ def s3_server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
-    """A store's place; of which kind, says the test by indirect parameters."""
+    """A store's place; the test chooses its kind by indirect parameters."""
     server = request.getfixturevalue("s3_server") if request.param == "object-s3" else None
     return World(request.param, tmp_path, server)

@@ -1,4 +1,4 @@
-"""The disk tier where the world is at its worst: killed writers, full disks, strange files, shared folders."""
+"""The disk tier under bad conditions: killed writers, full disks, strange files, shared folders."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_a_folder_that_another_user_made_is_refused(world: World, tmp_path: Path
 
 
 def put_stray(kind: str, path: Path, outside: Path) -> None:
-    """Something in the place of `path` that no store has made. `outside` is what links lead to."""
+    """Put something at `path` that no store has made. `outside` is the target of links."""
     match kind:
         case "folder":
             path.mkdir()

@@ -1,4 +1,4 @@
-"""The key of the persistent tiers: where it lies, who may read it, and what is derived from it."""
+"""The key of the persistent tiers: where it is, who may read it, and what is derived from it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_is_no_key_is_refused(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_key_may_lie_behind_a_link(tmp_path: Path) -> None:
-    """So Kubernetes mounts a Secret."""
+    """Kubernetes mounts a Secret like this."""
     (tmp_path / "key").symlink_to("data")
     (tmp_path / "data").write_bytes(KEY.secret)
     (tmp_path / "data").chmod(0o600)

@@ -36,7 +36,7 @@ PAUSE_S = 0.2
 
 @pytest.fixture
 def mortal_server() -> Iterator[S3Server]:
-    """One that only this test uses."""
+    """A server that only this test uses."""
     server = S3Server()
     yield server
     server.kill()

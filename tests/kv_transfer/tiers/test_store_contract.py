@@ -1,4 +1,4 @@
-"""What every store promises, asserted of each of them by the same tests."""
+"""The contract of stores: the same tests for each of them."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_namespaces_do_not_mix(world: World) -> None:
 
 @every_persistent_kind
 def test_a_store_of_another_key_is_another_store(world: World) -> None:
-    """Nobody deletes what another key made: two hosts that were given different ones would empty each other's store."""
+    """A worker deletes only blocks of its own key: two hosts with different keys would empty each other's store."""
     store, other = world.open(), world.open(key=StoreKey(bytes(32)))
     store.write(name_of(1), content(name_of(1)))
     assert read(other, name_of(1)) is StoreFailure.ABSENT
@@ -122,7 +122,7 @@ def test_a_store_of_another_key_is_another_store(world: World) -> None:
 
 @every_persistent_kind
 def test_a_block_of_somebody_without_the_key_is_a_miss(world: World) -> None:
-    """Who may write to the store but has another key: the bytes are right for that key, and the place is ours."""
+    """An attacker may write to the store but has another key: the bytes fit that key, and the place is ours."""
     store, forger = world.open(), BlockAuthenticator(StoreKey(bytes(32)))
     name = name_of(1)
     store.write(name, content(name))

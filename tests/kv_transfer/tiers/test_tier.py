@@ -1,4 +1,4 @@
-"""Tiers: what is present, what goes first, and what happens when the store is slow, full, broken or gone."""
+"""Tiers: what is present, what is evicted first, and stores that are slow, full, broken or gone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ every_kind = pytest.mark.parametrize("world", KINDS, indirect=True)
 
 
 class ScriptedStore(MemoryStore):
-    """Memory that fails as it is told, can be held up, and notes what it is asked."""
+    """Memory that fails on command, can be held up, and records its calls."""
 
     is_instant = False
 
