@@ -21,7 +21,7 @@ from tandem.scheduling.request import PlacementRequest
 
 __all__ = ["AdmissionQueue", "AdmittedRequest", "Bookable", "Booked"]
 
-NUM_OTHERS = 4  # candidates shown beside the chosen one, where an explanation is requested
+_NUM_OTHERS = 4  # candidates shown beside the chosen one, where an explanation is requested
 _TIMER_SLACK_S = 1e-3  # a timer may fire a little early
 
 
@@ -126,7 +126,7 @@ class AdmissionQueue(Generic[R, B]):
         decision = RoutingDecision(request.request_id, placement_request.service_class, now)
         self.log.add(decision)
         try:
-            num_others = NUM_OTHERS * request.explains
+            num_others = _NUM_OTHERS * request.explains
             decision.forecast = self._admission.forecast(placement_request, now, num_others=num_others)
             waiter: _Waiter[R, B] = _Waiter(request, decision, asyncio.get_running_loop().create_future())
             queued = self._admission.enter(placement_request, decision.forecast, now, waiter)
@@ -142,6 +142,13 @@ class AdmissionQueue(Generic[R, B]):
         except BaseException as exc:  # raised again: whatever ends the wait frees the place
             self._leave(queued, waiter, exc)
             raise
+
+    def explain(self, request: PlacementRequest) -> dict[str, Any]:
+        """The decision that would be taken now, as JSON. Nothing is sent or booked. Raises a `ServingError`."""
+        now = self.now()
+        forecast = self._admission.forecast(request, now, num_others=_NUM_OTHERS)
+        outcome = "rejected" if forecast.error else "admitted"
+        return RoutingDecision("", request.service_class, now, forecast, outcome, error=forecast.error).to_json(now)
 
     def wake(self) -> None:
         """The load has changed: decide again, once for all changes of this iteration of the event loop."""

@@ -75,7 +75,7 @@ class Admission:
         self._room = WorkerRoom(workers, costs, config)
         self._stats = AdmissionStats(tenants)
         self._version = 0  # counts the calls of `next`
-        self.forecaster = Forecaster(workers, costs, placer, tenants, config, self._queue, self._held, self._room)
+        self._forecaster = Forecaster(workers, costs, placer, tenants, config, self._queue, self._held, self._room)
         self.contention = Contention()
         self.lengths = AnswerLengths()
 
@@ -118,7 +118,7 @@ class Admission:
 
     def forecast(self, request: PlacementRequest, now: float, *, num_others: int = 0) -> Forecast:
         """What would become of this request; changes nothing. Raises `NoWorker`."""
-        return self.forecaster.forecast(request, now, num_others=num_others)
+        return self._forecaster.forecast(request, now, num_others=num_others)
 
     def enter(self, request: PlacementRequest, forecast: Forecast, now: float, payload: Any = None) -> QueuedRequest:
         """Put a request in the queue, with its forecast of just now; `next` may dispatch it at once.
@@ -183,7 +183,7 @@ class Admission:
         return Overloaded(
             f"The request waited {now - queued.arrived_s:.1f} s in the queue; "
             f"request_timeout_s={self._config.request_timeout_s:g}",
-            retry_after_s=self.forecaster.remaining_s(queued, now),
+            retry_after_s=self._forecaster.remaining_s(queued, now),
             code="queue_timeout",
         )
 
@@ -303,7 +303,7 @@ class Admission:
         return PrefillPriority(order=order, max_step_tokens=math.ceil(num_tokens))
 
     def _order_of(self, queued: QueuedRequest, now: float) -> float:
-        return self.forecaster.order_of(queued.start_tag, queued.forecast.slo_s, now)
+        return self._forecaster.order_of(queued.start_tag, queued.forecast.slo_s, now)
 
     def _drop(self, queued: QueuedRequest, error: ServingError) -> Drop:
         self.leave(queued, error.code or "other")

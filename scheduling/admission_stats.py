@@ -24,6 +24,14 @@ class TenantStats:
     wait_s: float = 0.0  # sum over the admitted requests
     waits: list[int] = field(default_factory=lambda: [0] * (len(WAIT_BUCKETS_S) + 1))  # by bucket, the last is +Inf
 
+    def add(self, other: TenantStats) -> None:
+        """Add the counts of another queue."""
+        self.num_admitted += other.num_admitted
+        self.rejected.update(other.rejected)
+        self.dropped.update(other.dropped)
+        self.wait_s += other.wait_s
+        self.waits = [sum(pair) for pair in zip(self.waits, other.waits, strict=True)]
+
 
 class AdmissionStats:
     """The counts of all tenants, under their labels in metrics."""

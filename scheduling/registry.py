@@ -96,7 +96,7 @@ class Registry:
         worker = RegisteredWorker(card=card, role=card.role, state=WorkerState.STARTING, last_seen_s=now)
         self._workers[worker_id] = worker
         self._table = None
-        self._notify(WorkerChange(worker, None, "joined"))
+        self._notify(WorkerChange(worker, "joined"))
         return worker
 
     def set_state(self, worker_id: str, state: WorkerState, reason: str) -> None:
@@ -104,14 +104,15 @@ class Registry:
         worker = self._workers.get(worker_id)
         if worker is None or worker.state == state:
             return
-        before = worker.state
-        assert state in _TRANSITIONS[before], f"worker {worker_id} cannot go from {before} to {state} ({reason})"
+        assert state in _TRANSITIONS[worker.state], (
+            f"worker {worker_id} cannot go from {worker.state} to {state} ({reason})"
+        )
         worker.state = state
         self._table = None
         if state == WorkerState.DEAD:
             del self._workers[worker_id]
             self._reporters = {store: reporter for store, reporter in self._reporters.items() if reporter != worker_id}
-        self._notify(WorkerChange(worker, before, reason))
+        self._notify(WorkerChange(worker, reason))
 
     def set_role(self, worker_id: str, role: Role) -> None:
         """Change a worker's role from the next decision on; its running requests stay there."""

@@ -109,10 +109,9 @@ class RegisteredWorker:
 
 
 class WorkerChange(NamedTuple):
-    """What listeners are told after a change of state. `before` is None for a worker that just joined."""
+    """What listeners are told after a worker joined or changed its state."""
 
     worker: RegisteredWorker
-    before: WorkerState | None
     reason: str
 
 

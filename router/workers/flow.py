@@ -11,7 +11,7 @@ import msgspec
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import Role
-from tandem.router.admission_queue import NUM_OTHERS, AdmissionQueue
+from tandem.router.admission_queue import AdmissionQueue
 from tandem.router.backend import GenerateRequest, TokenDelta
 from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.streams import DeltaQueue, Stream
@@ -24,7 +24,6 @@ from tandem.scheduling.admission import Admission, Dispatch
 from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.decisions import RoutingDecision
 from tandem.scheduling.placer import Placer
 from tandem.scheduling.prefix_index import PrefixIndex
 from tandem.scheduling.registry import Registry
@@ -135,11 +134,7 @@ class RequestFlow:
         """What would be decided for this request now, as JSON; nothing is sent or booked. Raises `NoWorker`."""
         serving = self._serving
         digests = await serving.hasher.digests(request.token_ids, request.cache_scope, request.adapter)
-        now = self._clock()
-        forecast = self.admission.forecast(serving.placement_request(request, digests), now, num_others=NUM_OTHERS)
-        outcome = "rejected" if forecast.error else "admitted"
-        decision = RoutingDecision("", request.service_class, now, forecast, outcome, error=forecast.error)
-        return decision.to_json(now)
+        return serving.queue.explain(serving.placement_request(request, digests))
 
     async def decisions(self) -> list[dict[str, Any]]:
         """The latest decisions, newest first, as JSON."""

@@ -9,7 +9,7 @@ from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel, StepModel
 from tandem.scheduling.load import RequestLoad
 from tandem.scheduling.registry import Registry
-from tandem.scheduling.workers import RegisteredWorker, WorkerChange, can_decode, can_prefill, queue_s
+from tandem.scheduling.workers import RegisteredWorker, can_decode, can_prefill, queue_s
 from tests.support.builders import add_ready, make_card
 
 
@@ -42,15 +42,15 @@ def booked(worker: RegisteredWorker) -> tuple[float, ...]:
 
 def test_tells_listeners_each_change_and_forgets_the_dead() -> None:
     registry = Registry()
-    changes: list[WorkerChange] = []
-    registry.listen(changes.append)
+    changes: list[tuple[WorkerState, str]] = []
+    registry.listen(lambda change: changes.append((change.worker.state, change.reason)))
     add_ready(registry, make_card("w0"))
     registry.set_state("w0", WorkerState.DRAINING, "scale down")
     registry.set_state("w0", WorkerState.DEAD, "silent")
     registry.set_state("w0", WorkerState.DEAD, "silent")
-    before = [change.before for change in changes]
-    assert before == [None, WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING]
-    assert changes[-1].reason == "silent"
+    states = [state for state, _ in changes]
+    assert states == [WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING, WorkerState.DEAD]
+    assert changes[-1] == (WorkerState.DEAD, "silent")
     assert len(registry) == 0
     assert registry.get("w0") is None
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Protocol, cast
 
 from tandem.protocol.errors import NoWorker
-from tandem.router.admission_queue import NUM_OTHERS, AdmissionQueue
+from tandem.router.admission_queue import AdmissionQueue
 from tandem.router.engines.dispatcher import DispatchRequest
 from tandem.router.engines.fleet.booked_attempt import BookedAttempt
 from tandem.router.engines.fleet.digests import EngineDigests
@@ -17,7 +17,6 @@ from tandem.router.engines.fleet.engine_placer import EnginePlacer, ModelWorkers
 from tandem.router.engines.fleet.fleet import EngineFleet
 from tandem.scheduling.admission import Admission, Dispatch
 from tandem.scheduling.admission_stats import TenantStats
-from tandem.scheduling.decisions import RoutingDecision
 from tandem.scheduling.placement import Placement
 from tandem.scheduling.request import PlacementRequest
 from tandem.scheduling.work import Work
@@ -65,10 +64,7 @@ class ModelQueue:
 
     def explain(self, request: DispatchRequest) -> dict[str, Any]:
         """The decision that would be taken now, as JSON. Nothing is sent or booked. Raises a `ServingError`."""
-        now = self._clock()
-        forecast = self.admission.forecast(self.placement_request(request), now, num_others=NUM_OTHERS)
-        outcome = "rejected" if forecast.error else "admitted"
-        return RoutingDecision("", request.service_class, now, forecast, outcome, error=forecast.error).to_json(now)
+        return self.admission_queue.explain(self.placement_request(request))
 
     def place_elsewhere(self, placement_request: PlacementRequest, tried: set[str]) -> Placement:
         """Another placement for a request that has waited already. Raises a `ServingError`."""
@@ -99,12 +95,7 @@ class Queues:
         total: dict[str, TenantStats] = {}
         for queue in self._queues.values():
             for label, stats in queue.admission.stats.items():
-                known = total.setdefault(label, TenantStats())
-                known.num_admitted += stats.num_admitted
-                known.rejected.update(stats.rejected)
-                known.dropped.update(stats.dropped)
-                known.wait_s += stats.wait_s
-                known.waits = [sum(pair) for pair in zip(known.waits, stats.waits, strict=True)]
+                total.setdefault(label, TenantStats()).add(stats)
         return total
 
     def queued(self) -> dict[str, Work]:
