@@ -1,4 +1,4 @@
-"""Prometheus metrics of admission: who waits and how long, who was let through, refused or dropped, and why."""
+"""Prometheus metrics of admission: requests that wait, and those admitted, refused or dropped, with reasons."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from tandem.scheduling.admission_stats import WAIT_BUCKETS_S, TenantStats
 from tandem.scheduling.work import Work
 
-__all__ = ["AdmissionCollector", "Admitting"]
+__all__ = ["AdmissionCollector", "AdmissionSource"]
 
 _BOUNDS = [*map(str, WAIT_BUCKETS_S), "+Inf"]
 
 
-class Admitting(Protocol):
-    """An `Admission`, or several taken together."""
+class AdmissionSource(Protocol):
+    """An `Admission`, or the sum of several."""
 
     @property
     def stats(self) -> Mapping[str, TenantStats]:
         """What became of requests, by the tenants' labels."""
 
     def queued(self) -> Mapping[str, Work]:
-        """What waits, by the tenants' labels."""
+        """Work of the waiting requests, by the tenants' labels."""
 
 
 class AdmissionCollector:
-    """Reads the queue of a router when asked. Tenants that the tenants file does not name count together."""
+    """Reads the queue of a router when scraped. Tenants that the tenants file does not name have one label."""
 
-    def __init__(self, admission: Admitting) -> None:
+    def __init__(self, admission: AdmissionSource) -> None:
         self._admission = admission
 
     def collect(self) -> Iterator[Metric]:
@@ -39,10 +39,12 @@ class AdmissionCollector:
         by_reason = ["tenant", "reason"]
         admitted = CounterMetricFamily("tandem_router_admitted", "Requests sent to workers", labels=["tenant"])
         waits = HistogramMetricFamily(
-            "tandem_router_queue_wait_seconds", "Time in the router's queue of requests let through", labels=["tenant"]
+            "tandem_router_queue_wait_seconds",
+            "Time admitted requests waited in the queue",
+            labels=["tenant"],
         )
         rejected = CounterMetricFamily("tandem_router_rejected", "Requests refused at once", labels=by_reason)
-        dropped = CounterMetricFamily("tandem_router_dropped", "Requests that waited in vain", labels=by_reason)
+        dropped = CounterMetricFamily("tandem_router_dropped", "Requests that waited and failed", labels=by_reason)
         for tenant, stats in self._admission.stats.items():
             admitted.add_metric([tenant], stats.num_admitted)
             counts = [float(count) for count in accumulate(stats.waits)]
@@ -54,10 +56,10 @@ class AdmissionCollector:
         yield from (admitted, waits, rejected, dropped)
 
     def _queue(self) -> Iterator[Metric]:
-        requests = GaugeMetricFamily("tandem_router_queue_requests", "Requests that wait", labels=["tenant"])
+        requests = GaugeMetricFamily("tandem_router_queue_requests", "Waiting requests", labels=["tenant"])
         tokens = GaugeMetricFamily("tandem_router_queue_tokens", "Prompt tokens they need computed", labels=["tenant"])
         seconds = GaugeMetricFamily(
-            "tandem_router_queue_worker_seconds", "What they take of workers", labels=["tenant"]
+            "tandem_router_queue_worker_seconds", "Seconds of workers that they need", labels=["tenant"]
         )
         for tenant, work in self._admission.queued().items():
             requests.add_metric([tenant], work.num_requests)

@@ -14,8 +14,9 @@ from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import RequestError
 from tandem.router.http.json_body import check_brackets
 from tandem.router.http.request_options import request_options
-from tandem.router.openai.answer import PlannedAnswer, answer_request
+from tandem.router.openai.answer import answer_request
 from tandem.router.openai.formats import ChatFormat
+from tandem.router.openai.planned_answer import PlannedAnswer
 from tandem.router.openai.planning import PreparedRequest, Prompt, conversation_of, plan_answer
 from tandem.router.openai.request_limits import check_fields, check_messages
 from tandem.router.openai.schema import ChatMessage, ChatRequest, refuse_unserved

@@ -10,8 +10,9 @@ from starlette.responses import Response
 
 from tandem.protocol.errors import RequestError
 from tandem.router.http.request_options import request_options
-from tandem.router.openai.answer import PlannedAnswer, answer_request
+from tandem.router.openai.answer import answer_request
 from tandem.router.openai.formats import CompletionFormat
+from tandem.router.openai.planned_answer import PlannedAnswer
 from tandem.router.openai.planning import PreparedRequest, Prompt, conversation_of, plan_answer
 from tandem.router.openai.request_limits import check_echo, check_fields
 from tandem.router.openai.sampling import check_token_ids

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tandem.router.openai.generation import ChoiceDelta, TokenEntry
+from tandem.router.openai.choice_text import ChoiceDelta, TokenEntry
 
 __all__ = ["AnswerFormat", "ChatFormat", "CompletionFormat", "FinishedChoice", "Usage"]
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the workers and of what caches of other sizes would find, read when they are asked for."""
+"""Prometheus metrics of the workers, and of the hit ratios that caches of other sizes would have."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.scheduling.workers import RegisteredWorker
 
 __all__ = ["CacheSizingCollector", "WorkerCollector"]
 
-# Fixed, so that the series stay the same whatever is configured: 256 to 16 million blocks.
+# Fixed, so that the series do not depend on the configuration: 256 to 16 million blocks.
 _CAPACITIES = [2**power for power in range(8, 25)]
 
 _LOAD = {
@@ -21,21 +21,21 @@ _LOAD = {
     "num_waiting_tokens": "Prompt tokens not computed yet",
     "num_kv_tokens": "KV tokens of running sequences",
     "num_free_blocks": "Blocks of the pool that are unused or evictable",
-    "num_free_seats": "Sequences that the batch still has a seat for, without those promised",
-    "num_open_leases": "Leases of blocks to other workers that write into them",
-    "num_quarantined_blocks": "Blocks of ended leases and reads in which something that was lost might still land",
+    "num_free_seats": "Sequences that the batch still has room for, less those promised",
+    "num_open_leases": "Leases of blocks that other workers write into",
+    "num_quarantined_blocks": "Blocks of ended leases and reads into which a lost write might still land",
     "num_waiting_for_room": "Preempted sequences, and prompts computed elsewhere that wait for blocks or a seat",
 }
 _LOAD_COUNTERS = {
     "num_preemptions": "Sequences whose blocks were given to others",
     "num_errors": "Internal errors, each of which ended one request or one message",
-    "num_recomputed": "Prompts computed again as their KV arrived damaged, late or in part",
+    "num_recomputed": "Prompts computed again because their KV arrived damaged, late or incomplete",
 }
 _TIER_GAUGES = {
     "num_blocks": "Blocks in the tier",
     "capacity_blocks": "Blocks the tier has room for",
-    "num_queued_loads": "Blocks asked for and not loaded yet",
-    "num_queued_stores": "Blocks on their way down",
+    "num_queued_loads": "Blocks requested and not loaded yet",
+    "num_queued_stores": "Blocks being stored",
     "block_s": "Learned seconds to load a block",
 }
 _TIER_COUNTERS = {
@@ -48,24 +48,24 @@ _TIER_COUNTERS = {
     "seconds_out": "Seconds of I/O threads spent reading",
 }
 _TIER_REASONS = {
-    "num_misses": "Blocks a load asked for and did not get",
-    "num_drops": "Blocks that were to be stored and were not",
+    "num_misses": "Blocks that a load requested and did not get",
+    "num_drops": "Blocks that should have been stored and were not",
 }
 _LINK_COUNTERS = {
     "num_transfers": "Writes to the peer that succeeded",
     "num_bytes": "Bytes of KV written to the peer",
-    "seconds": "Seconds the link was busy with them",
-    "num_handoffs": "Handoffs to the peer that were completed",
-    "exposed_bytes": "Bytes still to write when the prompt was computed",
-    "exposed_s": "Seconds the link was busy with those",
-    "num_lost": "Writes to the peer of which nobody knew whether they would still land",
-    "num_resets": "Times the link was reset because nothing moved on it",
+    "seconds": "Seconds the link was busy with writes",
+    "num_handoffs": "Completed handoffs to the peer",
+    "exposed_bytes": "Bytes not yet written when the prompt was computed",
+    "exposed_s": "Seconds the link was busy with those bytes",
+    "num_lost": "Writes to the peer whose outcome is unknown: they might still land",
+    "num_resets": "Resets of the link because nothing moved on it",
 }
 _FETCH_COUNTERS = {
     "num_lent_blocks": "Blocks kept for peers to read",
     "predicted_load_s": "Predicted seconds of loads",
     "actual_load_s": "Actual seconds of loads",
-    "saved_s": "Predicted seconds of computing that loads saved",
+    "saved_s": "Predicted seconds of computing saved by loads",
 }
 
 
@@ -86,7 +86,7 @@ class WorkerCollector:
         yield from _link_metrics(workers)
         yield CounterMetricFamily(
             "tandem_listener_failures",
-            "Listeners to changes of workers that raised an error, which is logged",
+            "Errors raised by listeners to changes of workers; each is logged",
             value=self._registry.num_listener_failures,
         )
         yield _dropped_metric(workers)
@@ -109,13 +109,15 @@ class CacheSizingCollector:
             ratios.add_metric([str(capacity)], ratio)
         yield ratios
         capacities = GaugeMetricFamily(
-            "tandem_cache_capacity_blocks", "Blocks that all workers together have room for", labels=["level"]
+            "tandem_cache_capacity_blocks", "Blocks that fit into all workers together", labels=["level"]
         )
         for level, num_blocks in self._sizing.levels().items():
             capacities.add_metric([level], num_blocks)
         yield capacities
         yield CounterMetricFamily(
-            "tandem_cache_observed_tokens", "Prompt tokens the predictions come from", value=self._sizing.num_tokens
+            "tandem_cache_observed_tokens",
+            "Prompt tokens that the predictions are based on",
+            value=self._sizing.num_tokens,
         )
 
 
@@ -134,7 +136,7 @@ def _tier_metrics(workers: list[RegisteredWorker]) -> Iterator[Metric]:
 def _fetch_metrics(workers: list[RegisteredWorker]) -> Iterator[Metric]:
     fetches = [([worker.worker_id], worker.fetches) for worker in workers if worker.fetches is not None]
     outcomes = CounterMetricFamily(
-        "tandem_fetch_prompts", "Prompts whose KV a tier had, by what became of it", labels=["worker", "outcome"]
+        "tandem_fetch_prompts", "Prompts whose KV was in a tier, by outcome", labels=["worker", "outcome"]
     )
     for labels, stats in fetches:
         for outcome, count in stats.num_prompts.items():
@@ -158,7 +160,7 @@ def _link_metrics(workers: list[RegisteredWorker]) -> Iterator[Metric]:
 def _dropped_metric(workers: list[RegisteredWorker]) -> Metric:
     dropped = CounterMetricFamily(
         "tandem_dropped_messages",
-        "Messages, and connections with all they would have said, that a worker or the router did not act upon",
+        "Messages and connections that a worker or the router did not act upon",
         labels=["worker", "at", "reason"],
     )
     for worker in workers:
@@ -175,7 +177,7 @@ def _fields(
     labels: Sequence[str],
     rows: Iterable[tuple[list[str], object]],
 ) -> Iterator[Metric]:
-    """A metric for each field that `texts` describes; `rows` are the objects that have it, with their labels."""
+    """A metric for each field that `texts` describes; `rows` are label values and the object with the fields."""
     for name, text in texts.items():
         metric = family(f"tandem_{group}_{_plain(name)}", text, labels=labels)
         for values, source in rows:
@@ -184,6 +186,6 @@ def _fields(
 
 
 def _plain(name: str) -> str:
-    """A field's name as part of a metric's: Prometheus wants no `num_`, and units written out."""
+    """A field's name as part of a metric's name: without `num_`, and with the unit spelled out."""
     name = name.removeprefix("num_")
     return f"{name[:-2]}_seconds" if name.endswith("_s") else name

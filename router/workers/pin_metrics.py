@@ -1,4 +1,4 @@
-"""Prometheus metrics of pins: what is promised, what was refused, and what each worker keeps."""
+"""Prometheus metrics of pins: live pins, refused pins, and the blocks that each worker keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PinCollector"]
 
 
 class PinCollector:
-    """Reads the pins of a router and what its workers say of them, when asked."""
+    """Reads the pins of a router, and its workers' reports of them, when scraped."""
 
     def __init__(self, service: PinService, registry: Registry) -> None:
         self._service = service
@@ -31,9 +31,9 @@ class PinCollector:
         for reason, count in pins.num_refused.items():
             refused.add_metric([reason], count)
         yield refused
-        yield from self._of_workers()
+        yield from self._worker_metrics()
 
-    def _of_workers(self) -> Iterator[Metric]:
+    def _worker_metrics(self) -> Iterator[Metric]:
         kept = GaugeMetricFamily("tandem_pinned_blocks", "Blocks kept for pins", labels=["worker", "place"])
         prefetched = CounterMetricFamily(
             "tandem_prefetched_blocks", "Blocks brought up for pins, by where to", labels=["worker", "place"]

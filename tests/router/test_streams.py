@@ -14,7 +14,8 @@ from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest, TokenDelta
 from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.http.metrics import EdgeMetrics, RequestClock
-from tandem.router.openai.generation import ChoiceDelta, ChoicePlan, run_choices
+from tandem.router.openai.choice_text import ChoiceDelta, ChoicePlan
+from tandem.router.openai.choices import run_choices
 from tandem.router.streams import DeltaQueue, QueueStream, Stream
 from tandem.router.text.stop_strings import StopStrings
 from tandem.router.text.tokenizer import Tokenizer

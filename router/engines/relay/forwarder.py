@@ -26,7 +26,7 @@ from tandem.router.http.json_body import read_json
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.request_options import EXPLAIN_HEADER, request_options
 from tandem.router.http.response_writer import ResponseWriter
-from tandem.router.openai.answer import new_answer_id
+from tandem.router.openai.planned_answer import new_answer_id
 from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
 from tandem.router.text.tokenizer import TokenizerPool
 from tandem.scheduling.tenants import CacheScopes

@@ -81,7 +81,7 @@ class StreamRelay:
         try:
             self._forward(writer, self._pending)
             while not self.is_done:
-                await writer.drained()
+                await writer.drain()
                 if self._failure is not None:
                     raise self._failure
                 with engine_errors(self._engine):
@@ -143,7 +143,7 @@ class StreamRelay:
         if self.is_done:
             self._last = shown
             return False
-        if shown and not writer.show(shown):
+        if shown and not writer.write(shown):
             return False
         return self._failure is None
 

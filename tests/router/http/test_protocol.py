@@ -120,15 +120,15 @@ async def read_chunked(reader: asyncio.StreamReader) -> tuple[bytes, list[bytes]
 async def test_parts_are_chunks_of_a_body_and_the_connection_stays_open() -> None:
     ways: list[bool] = []
 
-    async def answer(outlet: ResponseWriter) -> None:
-        ways.append(outlet._write(b"too early"))
-        await outlet.start([(b"content-type", b"text/event-stream")])
+    async def answer(writer: ResponseWriter) -> None:
+        ways.append(writer._write(b"too early"))
+        await writer.start([(b"content-type", b"text/event-stream")])
         for number in range(20):
-            assert outlet.show(PART % number)
-            assert outlet._write(b"")  # an empty write does not end the body
-        ways.append(outlet._write(PART % 20))
-        await outlet.end(b"last")
-        ways.append(outlet._write(b"too late"))
+            assert writer.write(PART % number)
+            assert writer._write(b"")  # an empty write does not end the body
+        ways.append(writer._write(PART % 20))
+        await writer.end(b"last")
+        ways.append(writer._write(b"too late"))
 
     async with serving(answer) as port:
         reader, writer = await ask(port)
@@ -145,15 +145,15 @@ async def test_a_slow_reader_pauses_the_stream_and_gets_all_of_it() -> None:
     part, num_parts = b"x" * 65_536, 400
     num_waits = 0
 
-    async def answer(outlet: ResponseWriter) -> None:
+    async def answer(writer: ResponseWriter) -> None:
         nonlocal num_waits
-        await outlet.start([])
+        await writer.start([])
         for number in range(num_parts):
-            if not outlet.show(b"%08d" % number + part):
+            if not writer.write(b"%08d" % number + part):
                 num_waits += 1
                 waiting.set()
-                await outlet.drained()
-        await outlet.end(b"last")
+                await writer.drain()
+        await writer.end(b"last")
 
     waiting = asyncio.Event()
     async with serving(answer) as port:
@@ -171,15 +171,15 @@ async def test_nothing_is_written_to_a_client_that_left() -> None:
     left, shown = asyncio.Event(), asyncio.Event()
     ways: list[bool] = []
 
-    async def answer(outlet: ResponseWriter) -> None:
-        await outlet.start([])
-        outlet.show(b"one")
+    async def answer(writer: ResponseWriter) -> None:
+        await writer.start([])
+        writer.write(b"one")
         await left.wait()
         async with asyncio.timeout(30):
-            while outlet._write(b"more"):  # noqa: ASYNC110 - until the server has noticed
+            while writer._write(b"more"):  # noqa: ASYNC110 - until the server has noticed
                 await asyncio.sleep(0.01)
-        ways.append(outlet.show(b"nobody reads this"))
-        await outlet.end(b"")
+        ways.append(writer.write(b"nobody reads this"))
+        await writer.end(b"")
         shown.set()
 
     async with serving(answer) as port:
@@ -196,12 +196,12 @@ async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.M
     monkeypatch.setattr(http_protocol_module, "_STALL_S", 0.3)
     ended = asyncio.Event()
 
-    async def answer(outlet: ResponseWriter) -> None:
+    async def answer(writer: ResponseWriter) -> None:
         try:
-            await outlet.start([])
-            while outlet._write(b"x" * 65_536):
+            await writer.start([])
+            while writer._write(b"x" * 65_536):
                 pass
-            await outlet.end(b"last")
+            await writer.end(b"last")
         finally:
             ended.set()
 
@@ -437,12 +437,12 @@ async def test_a_complete_request_that_waits_in_the_pipeline_does_not_time_out(s
 
 @pytest.mark.parametrize("headers", [b"", b"host: h\r\n", b"connection: keep-alive\r\n"])
 async def test_an_http_1_0_client_gets_a_stream_without_chunks_that_ends_with_the_connection(headers: bytes) -> None:
-    async def answer(outlet: ResponseWriter) -> None:
-        await outlet.start([(b"content-type", b"text/event-stream")])
+    async def answer(writer: ResponseWriter) -> None:
+        await writer.start([(b"content-type", b"text/event-stream")])
         for number in range(3):
-            outlet.show(PART % number)
-            await outlet.drained()
-        await outlet.end(b"last")
+            writer.write(PART % number)
+            await writer.drain()
+        await writer.end(b"last")
 
     async with serving(answer) as port:
         head, _, body = (await exchange(port, b"GET / HTTP/1.0\r\n" + headers + b"\r\n")).partition(b"\r\n\r\n")

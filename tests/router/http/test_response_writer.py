@@ -23,7 +23,7 @@ class Server:
         scope: dict[str, Any] = {"type": "http"}
         if write is not None:
             scope["extensions"] = {DIRECT_WRITE: {"write": write}}
-        self.outlet = ResponseWriter(scope, self._send)
+        self.writer = ResponseWriter(scope, self._send)
 
     async def _send(self, message: Any) -> None:
         await self.room.wait()
@@ -34,16 +34,16 @@ class Server:
 
 async def test_without_the_extension_parts_go_by_send() -> None:
     server = Server()
-    await server.outlet.start([])
-    assert server.outlet.show(b"one")
+    await server.writer.start([])
+    assert server.writer.write(b"one")
     server.room.clear()
-    assert not server.outlet.show(b"two")
-    draining = asyncio.create_task(server.outlet.drained())
+    assert not server.writer.write(b"two")
+    draining = asyncio.create_task(server.writer.drain())
     await asyncio.sleep(0)
     assert not draining.done()
     server.room.set()
     await draining
-    await server.outlet.end(b"last")
+    await server.writer.end(b"last")
     assert server.sent == [b"start", b"one", b"two", b"last"]
 
 
@@ -57,13 +57,13 @@ async def test_what_cannot_be_written_at_once_goes_by_send_and_in_order() -> Non
         return can_write
 
     server = Server(write)
-    assert server.outlet.show(b"one")
+    assert server.writer.write(b"one")
     can_write = False
     server.room.clear()
-    assert not server.outlet.show(b"two")
+    assert not server.writer.write(b"two")
     server.room.set()
-    await server.outlet.drained()
-    await server.outlet.drained()  # again
+    await server.writer.drain()
+    await server.writer.drain()  # again
     assert (written, server.sent) == ([b"one"], [b"two"])
 
 
@@ -73,32 +73,32 @@ async def test_a_broken_connection_is_a_client_that_left(is_slow: bool) -> None:
     server.error = ConnectionResetError("gone")
     if is_slow:
         server.room.clear()
-        server.outlet.show(b"one")
+        server.writer.write(b"one")
         server.room.set()
         with pytest.raises(ClientDisconnected):
-            await server.outlet.drained()
+            await server.writer.drain()
     else:
         with pytest.raises(ClientDisconnected):
-            server.outlet.show(b"one")
+            server.writer.write(b"one")
     with pytest.raises(ClientDisconnected):
-        await server.outlet.end(b"last")
+        await server.writer.end(b"last")
 
 
 async def test_closing_ends_what_waits_for_the_client() -> None:
     server = Server()
     server.room.clear()
-    server.outlet.show(b"one")
-    server.outlet.close()
+    server.writer.write(b"one")
+    server.writer.close()
     server.room.set()
-    await server.outlet.drained()
+    await server.writer.drain()
     assert server.sent == []
 
 
 async def test_the_end_comes_behind_what_waits() -> None:
     server = Server()
     server.room.clear()
-    assert not server.outlet.show(b"one")
-    ending = asyncio.create_task(server.outlet.end(b"last"))
+    assert not server.writer.write(b"one")
+    ending = asyncio.create_task(server.writer.end(b"last"))
     await asyncio.sleep(0)
     server.room.set()
     await ending

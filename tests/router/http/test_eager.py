@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tandem.router.http.started import Started
+from tandem.router.http.eager import EagerAwaitable
 
 pytestmark = pytest.mark.anyio
 
@@ -35,7 +35,7 @@ async def test_what_needs_not_wait_is_done_at_once() -> None:
         seen.append(1)
 
     seen: list[int] = []
-    started = Started(work())
+    started = EagerAwaitable(work())
     assert (started.is_done, seen) == (True, [1])
     await started
     started.close()
@@ -43,7 +43,7 @@ async def test_what_needs_not_wait_is_done_at_once() -> None:
 
 async def test_it_begins_at_once_and_goes_on_in_the_task_that_awaits() -> None:
     work = Work()
-    started = Started(work.run())
+    started = EagerAwaitable(work.run())
     assert (started.is_done, work.seen) == (False, ["begun"])
     rest = asyncio.ensure_future(started)
     work.first.set_result("a")
@@ -55,7 +55,7 @@ async def test_it_begins_at_once_and_goes_on_in_the_task_that_awaits() -> None:
 
 async def test_it_goes_on_where_what_it_waited_for_is_there_already() -> None:
     work = Work()
-    started = Started(work.run())
+    started = EagerAwaitable(work.run())
     work.first.set_result("a")
     work.second.set_result("b")
     await asyncio.wait_for(started, 5)
@@ -66,7 +66,7 @@ async def test_it_goes_on_where_what_it_waited_for_is_there_already() -> None:
 async def test_errors_and_cancellations_reach_it_where_it_waits(at: str) -> None:
     for is_cancelled in (False, True):
         work = Work()
-        rest = asyncio.ensure_future(Started(work.run()))
+        rest = asyncio.ensure_future(EagerAwaitable(work.run()))
         if at == "second":
             work.first.set_result("a")
         await asyncio.sleep(0)
@@ -84,9 +84,9 @@ async def test_an_error_before_the_first_wait_comes_out_at_once_and_who_does_not
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
-        Started(broken())
+        EagerAwaitable(broken())
     work = Work()
-    started = Started(work.run())
+    started = EagerAwaitable(work.run())
     started.close()
     assert work.seen == ["begun", "GeneratorExit"]
     assert started.is_done

@@ -1,0 +1,147 @@
+"""One choice of an answer: from its token deltas to text, stop strings, and log probabilities as text."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tandem.protocol.errors import WorkerError
+from tandem.protocol.messages import FinishReason, TokenLogprobs
+from tandem.router.backend import GenerateRequest, TokenDelta
+from tandem.router.text.stop_strings import StopMatcher, StopStrings
+from tandem.router.text.tokenizer import Tokenizer
+
+__all__ = ["ChoiceDelta", "ChoicePlan", "ChoiceText", "TokenEntry"]
+
+MIN_LOGPROB = -9999.0  # stands for -inf, which JSON cannot express
+
+
+@dataclass(frozen=True, slots=True)
+class ChoicePlan:
+    """One choice to generate."""
+
+    index: int
+    request: GenerateRequest
+    stops: StopStrings | None = None
+    skip_special_tokens: bool = True
+    is_first_sibling: bool = True  # computes the prompt; the other choices wait for it and share it
+
+
+class TokenEntry(NamedTuple):
+    """Log probabilities of one token, as text. `offset` counts the characters of the answer before it."""
+
+    text: str
+    logprob: float
+    top: list[tuple[str, float]]
+    offset: int
+
+
+@dataclass(slots=True)
+class ChoiceDelta:
+    """What one delta of tokens adds to a choice."""
+
+    index: int
+    text: str
+    num_tokens: int
+    num_cached_tokens: int | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    entries: list[TokenEntry] = field(default_factory=list)
+    decision: dict[str, Any] | None = None  # with the first token, if requested
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it shows nothing: all its text is held back."""
+        return not (self.text or self.finish_reason or self.entries)
+
+
+class ChoiceText:
+    """Turns the token deltas of one sequence into the text that its reader may see. Pure: no I/O, no clock."""
+
+    def __init__(self, plan: ChoicePlan, tokenizer: Tokenizer) -> None:
+        self._plan = plan
+        self._sampling = plan.request.sampling
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer(plan.request.token_ids, skip_special_tokens=plan.skip_special_tokens)
+        self._matcher = StopMatcher(plan.stops)
+        self._num_tokens = 0
+        self._num_decoded_chars = 0
+        self._num_shown_chars = 0
+        self._held_entries: deque[TokenEntry] = deque()
+
+    def push(self, delta: TokenDelta) -> ChoiceDelta:
+        """What this delta adds. A `finish_reason` ends the choice, even if the backend would go on."""
+        # The prompt is counted once, and so are its cached tokens.
+        num_cached_tokens = delta.num_cached_tokens if self._plan.is_first_sibling else None
+        result = ChoiceDelta(self._plan.index, "", len(delta.token_ids), num_cached_tokens)
+        shown_ids = delta.token_ids
+        if delta.stop_token_id is not None and shown_ids and shown_ids[-1] == delta.stop_token_id:
+            shown_ids = shown_ids[:-1]
+        stop = self._add_tokens(shown_ids, delta.logprobs, result)
+        self._num_tokens += len(delta.token_ids) - len(shown_ids)
+        if stop is None and delta.finish_reason is not None:
+            stop = self._finish(delta, result)
+        if stop is not None:
+            result.finish_reason, result.stop_reason = "stop", stop
+        self._release_entries(result)
+        return result
+
+    def _add_tokens(
+        self, token_ids: list[int], logprobs: list[TokenLogprobs] | None, result: ChoiceDelta
+    ) -> str | None:
+        """Append the tokens' text to `result`; return the stop string that ended it, or None."""
+        one_by_one = logprobs is not None or self._num_tokens < self._sampling.min_tokens
+        runs = [[i] for i in token_ids] if one_by_one else [token_ids]
+        for position, run in enumerate(runs):
+            text = self._detokenizer.push(run)
+            if logprobs is not None:
+                self._hold_entry(text, logprobs[position])
+            self._num_tokens += len(run)
+            stop = self._show(text, result)
+            if stop is not None:
+                return stop
+        return None
+
+    def _show(self, text: str, result: ChoiceDelta) -> str | None:
+        self._num_decoded_chars += len(text)
+        if self._num_tokens <= self._sampling.min_tokens:
+            result.text += text  # stop strings count only after min_tokens
+            return None
+        match = self._matcher.push(text)
+        result.text += match.text
+        return match.stop
+
+    def _finish(self, delta: TokenDelta, result: ChoiceDelta) -> str | None:
+        """The backend ended the sequence: show the text held back, unless it contains a stop string after all."""
+        tail = self._detokenizer.flush()
+        if tail and self._held_entries:  # tokens of an incomplete character, whose entries wait for its text
+            self._held_entries[-1] = self._held_entries[-1]._replace(text=self._held_entries[-1].text + tail)
+        stop = self._show(tail, result)
+        if stop is None:
+            match = self._matcher.flush()
+            result.text += match.text
+            stop = match.stop
+        if stop is None:
+            if delta.finish_reason is FinishReason.ABORT:
+                raise WorkerError("The generation was aborted.")
+            result.finish_reason = str(delta.finish_reason)
+            if delta.stop_token_id in self._sampling.stop_token_ids:
+                result.stop_reason = delta.stop_token_id
+        return stop
+
+    def _hold_entry(self, text: str, logprobs: TokenLogprobs) -> None:
+        top = [
+            (text if token_id == logprobs.token_id else self._tokenizer.token_text(token_id), max(logprob, MIN_LOGPROB))
+            for token_id, logprob in logprobs.top
+        ]
+        logprob = max(logprobs.logprob, MIN_LOGPROB)
+        self._held_entries.append(TokenEntry(text, logprob, top, self._num_decoded_chars))
+
+    def _release_entries(self, result: ChoiceDelta) -> None:
+        """Move the entries of shown text to `result`: a token's entry is never shown before its text."""
+        self._num_shown_chars += len(result.text)
+        is_cut = isinstance(result.stop_reason, str)
+        releases_all = result.finish_reason is not None and not is_cut
+        while self._held_entries and (releases_all or self._held_entries[0].offset < self._num_shown_chars):
+            result.entries.append(self._held_entries.popleft())
