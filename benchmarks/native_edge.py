@@ -201,7 +201,7 @@ class _Worker:
             num_blocks=1 << 16,
             block_bytes=16 * 23_040,
             max_num_batched_tokens=2048,
-            namespace=b"mock",
+            namespace=b"mock-namespace--",
             pid=0,
         )
 
