@@ -1,6 +1,6 @@
-// A chain of block digests in one call, and token ids as bytes: the same as protocol/digest.py does in Python.
+// Hashes a chain of blocks in one call, and packs token ids into bytes: gives the same results as protocol/digest.py.
 //
-// BLAKE2b (RFC 7693) is written out: OpenSSL's takes no personal string, and hashlib's own has no interface for C.
+// It has its own BLAKE2b (RFC 7693): OpenSSL's has no personal string, and hashlib's has no C interface.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -14,14 +14,14 @@
 
 enum { DIGEST_BYTES = 16, CHUNK_BYTES = 128, TOKEN_BYTES = 4 };
 
-// Beyond 8,192 tokens (60 us) other threads run meanwhile. To get the interpreter back may take 5 ms: below, it is kept.
+// Above 8,192 tokens (60 us) the GIL is released. Below it is kept, because taking it back may take 5 ms.
 static const Py_ssize_t LONG_BYTES = 8192 * TOKEN_BYTES;
 
 static const uint8_t PERSON[16] = "tandem.block.v2";
 
-typedef uint64_t Row __attribute__((vector_size(32))); // of the 4 x 4 words that BLAKE2b mixes
+typedef uint64_t Row __attribute__((vector_size(32))); // a row of the 4 x 4 words that BLAKE2b mixes
 
-// The loader takes the best of these versions that the processor can run; elsewhere there is one for all.
+// The loader picks the best of these versions that the processor can run; other platforms get a single version.
 #if defined(__x86_64__) && defined(__GLIBC__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -57,7 +57,7 @@ INLINE uint64_t load_word(const uint8_t *bytes) {
     b = ROTATE(b ^ c, 63);                                                                                             \
   } while (0)
 
-// Columns, then diagonals, which become columns when rows are shifted: all but `b`, which is the last to be known.
+// Mixes columns, then diagonals, which become columns when rows are shifted: all rows but `b`, which is known last.
 #define ROUND(s0, s1, s2, s3, s4, s5, s6, s7, s8, s9, s10, s11, s12, s13, s14, s15)                                    \
   do {                                                                                                                 \
     MIX(WORDS(s0, s2, s4, s6), WORDS(s1, s3, s5, s7));                                                                 \
@@ -70,7 +70,7 @@ INLINE uint64_t load_word(const uint8_t *bytes) {
     c = SHIFT(c, 3, 0, 1, 2);                                                                                          \
   } while (0)
 
-// Takes CHUNK_BYTES more into the state. `num_bytes`: of the message, up to the end of these.
+// Adds CHUNK_BYTES to the state. `num_bytes` counts the message up to the end of these bytes.
 INLINE void compress(Row state[2], const uint8_t *chunk, uint64_t num_bytes, int is_last) {
   Row a = state[0], b = state[1], c = IV_LOW, d = IV_HIGH ^ (Row){num_bytes, 0, is_last ? ~(uint64_t)0 : 0, 0};
   ROUND(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -89,7 +89,7 @@ INLINE void compress(Row state[2], const uint8_t *chunk, uint64_t num_bytes, int
   state[1] ^= b ^ d;
 }
 
-// BLAKE2b, told from others by PERSON, of a message that is not empty and has zeros behind it up to a whole chunk.
+// BLAKE2b with the personal string PERSON. The message is not empty and is padded with zeros to whole chunks.
 INLINE void hash(uint8_t digest[DIGEST_BYTES], const uint8_t *message, size_t num_bytes) {
   Row state[2] = {IV_LOW ^ (Row){0x01010000 | DIGEST_BYTES, 0, 0, 0},
                   IV_HIGH ^ (Row){0, 0, load_word(PERSON), load_word(PERSON + 8)}};
@@ -101,7 +101,7 @@ INLINE void hash(uint8_t digest[DIGEST_BYTES], const uint8_t *message, size_t nu
   memcpy(digest, &state[0], DIGEST_BYTES);
 }
 
-// Digest of each block: of the digest before it, or `parent`, and its bytes. `message`: room for these, in whole chunks.
+// Digest of each block: hash of the previous digest (or `parent`) and the block's bytes. `message` is the buffer for both.
 FOR_EACH_PROCESSOR
 static void hash_chain(uint8_t *digests, const Py_buffer *parent, const uint8_t *blocks, size_t num_blocks,
                        size_t block_bytes, uint8_t *message) {
@@ -159,7 +159,7 @@ static PyObject *chain_digests(PyObject *module, PyObject *args) {
   return digests;
 }
 
-// The value of an int that is kept in one digit, or 0. The call of PyLong_AsUnsignedLong would take twice as long.
+// The value of an int that is stored in one digit, else 0. Calling PyLong_AsUnsignedLong would take twice as long.
 static inline uint32_t small_token(PyObject *token_id) {
 #if PY_VERSION_HEX >= 0x030C0000
   PyLongObject *token = (PyLongObject *)token_id;
@@ -170,7 +170,7 @@ static inline uint32_t small_token(PyObject *token_id) {
 #endif
 }
 
-// Writes a token id; returns whether it is an int of 32 bits, else with an exception set. Runs no Python code.
+// Writes a token id. Returns false, with an exception set, if it is not an int of 32 bits. Runs no Python code.
 static int store_token(uint8_t *bytes, PyObject *token_id) {
   unsigned long token = PyLong_CheckExact(token_id) ? small_token(token_id) : 0;
   if (token == 0) token = PyLong_AsUnsignedLong(token_id);

@@ -24,26 +24,26 @@ from typing import Any, NamedTuple
 from tandem.protocol.digest import CacheScope
 from tandem.router.text.token_lengths import PromptLimit
 
-__all__ = ["SegmentEncoder", "SegmentMemo"]
+__all__ = ["SegmentCache", "SegmentEncoder"]
 
 logger = logging.getLogger(__name__)
 
 # With its share of the ids a character takes about two bytes, if four ASCII letters make a token. Other scripts take up
 # to four bytes a character, and four for each id.
-MAX_MEMO_CHARS = 8 * 1024 * 1024
+MAX_CACHED_CHARS = 8 * 1024 * 1024
 ENTRY_CHARS = 128  # fixed cost of an entry, in characters: 260 bytes of objects (measured)
 MIN_TEXT_CHARS = 512  # a shorter text is encoded faster than it is cut
 WINDOW_CHARS = 16 * 1024  # searched at once, while holding the GIL
 _PROBE_TEXTS = ("", " ", " a", "a ", "d\n", "\n\nb c", "é", "▁x<", "0 1", "’s", "日本")
 
 
-class SegmentMemo:
+class SegmentCache:
     """An LRU cache of ids by scope and segment, bounded by characters. Thread-safe.
 
     The bound counts the characters of the scopes too, and `ENTRY_CHARS` for each entry.
     """
 
-    def __init__(self, max_chars: int = MAX_MEMO_CHARS) -> None:
+    def __init__(self, max_chars: int = MAX_CACHED_CHARS) -> None:
         self.num_chars = 0
         self._max_chars = max_chars
         self._ids: OrderedDict[tuple[CacheScope, str], array[int]] = OrderedDict()
@@ -81,9 +81,9 @@ def _cost_chars(scope: CacheScope, segment: str) -> int:
 class SegmentEncoder:
     """Encodes with one fast tokenizer, without the special tokens that a model puts around a text. Thread-safe."""
 
-    def __init__(self, fast: Any, memo: SegmentMemo | None = None) -> None:
+    def __init__(self, fast: Any, cache: SegmentCache | None = None) -> None:
         self._fast = fast
-        self.memo = SegmentMemo() if memo is None else memo
+        self.cache = SegmentCache() if cache is None else cache
         self._cuts = _cuts_of(fast)
         if self._cuts is not None and not self._cuts_are_safe():
             logger.warning("this tokenizer does not split texts at its special tokens: conversations are encoded whole")
@@ -103,10 +103,10 @@ class SegmentEncoder:
             return self._whole(text, limit)
         ids: list[int] = []
         for segment in self._segments(text, self._cuts):
-            cached = self.memo.get(scope, segment)
+            cached = self.cache.get(scope, segment)
             if cached is None:
                 new = self._whole(segment, limit)
-                self.memo.put(scope, segment, new)
+                self.cache.put(scope, segment, new)
                 ids += new
             else:
                 ids += cached

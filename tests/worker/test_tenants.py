@@ -158,7 +158,7 @@ async def test_what_was_asked_as_a_chat_is_as_separate(text_model: Path) -> None
 async def test_what_is_remembered_of_a_chats_tokens_is_its_tenants(text_model: Path) -> None:
     system = [{"role": "system", "content": PROMPT * 2}]  # long enough to be remembered
     async with serving(text_model) as server:
-        memo = server.tokenizer._segments.memo
+        memo = server.tokenizer._segments.cache
         for key, tenant in (("sk-a", "a"), ("sk-b", "b"), ("sk-c", ""), ("sk-d", "")):
             for path in ("/v1/chat/completions", "/v1/route/explain", "/v1/cache/pin", "/tokenize"):
                 memo._ids.clear()

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 
 from tandem.router.text import segments
-from tandem.router.text.segments import ENTRY_CHARS, SegmentEncoder, SegmentMemo
+from tandem.router.text.segments import ENTRY_CHARS, SegmentCache, SegmentEncoder
 from tandem.router.text.tokenizer import Tokenizer
 
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<s>", "<|im_end|>x"]
@@ -77,7 +77,7 @@ def _cut_short_texts_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_any_text_gives_the_ids_of_the_whole(name: str) -> None:
-    encoder = SegmentEncoder(TOKENIZERS[name], SegmentMemo(3000))
+    encoder = SegmentEncoder(TOKENIZERS[name], SegmentCache(3000))
     assert encoder.can_cut
 
     @settings(max_examples=300, deadline=None)
@@ -85,7 +85,7 @@ def test_any_text_gives_the_ids_of_the_whole(name: str) -> None:
     def check(parts: list[str], salt: str) -> None:
         text = "".join(parts)
         assert encoder.encode(text, salt) == whole(TOKENIZERS[name], text)
-        assert encoder.memo.num_chars <= 3000
+        assert encoder.cache.num_chars <= 3000
 
     check()
 
@@ -97,9 +97,9 @@ def test_each_turn_of_a_conversation_gives_the_ids_of_the_whole_and_encodes_the_
     for turn in range(20):
         question = "".join(rng.choice("hello world <|>\n é") for _ in range(rng.randint(0, 200)))
         text += f"<|im_start|>user\n{turn}{question}<|im_end|>\n<|im_start|>assistant\n"
-        before = len(encoder.memo)
+        before = len(encoder.cache)
         assert encoder.encode(text, "") == whole(fast, text)
-        assert len(encoder.memo) - before <= 6  # the message, its end, the answer's head
+        assert len(encoder.cache) - before <= 6  # the message, its end, the answer's head
         text += "".join(rng.choice("hello world\n") for _ in range(100)) + "<|im_end|>\n"
 
 
@@ -141,38 +141,38 @@ def test_without_special_tokens_there_is_nothing_to_cut_at() -> None:
 def test_segments_of_one_tenant_are_not_cached_for_another() -> None:
     encoder = SegmentEncoder(byte_level())
     encoder.encode("<s>secret", "a")
-    assert encoder.memo.get("a", "<s>secret") is not None
-    assert encoder.memo.get("b", "<s>secret") is None
+    assert encoder.cache.get("a", "<s>secret") is not None
+    assert encoder.cache.get("b", "<s>secret") is None
 
 
-def test_the_memo_keeps_its_bound_and_drops_the_least_recently_used() -> None:
-    memo = SegmentMemo(8 * (10 + ENTRY_CHARS))
+def test_the_cache_keeps_its_bound_and_drops_the_least_recently_used() -> None:
+    cache = SegmentCache(8 * (10 + ENTRY_CHARS))
     for i in range(8):
-        memo.put("", f"{i}" * 10, [i])
-    assert memo.get("", "0" * 10) is not None
-    memo.put("", "8" * 10, [8])
-    assert (memo.get("", "1" * 10), memo.num_chars, len(memo)) == (None, 8 * (10 + ENTRY_CHARS), 8)
-    memo.put("", "x" * 11, [1])  # more than an eighth
-    assert memo.get("", "x" * 11) is None
-    memo.put("", "8" * 10, [8])
-    assert memo.num_chars == 8 * (10 + ENTRY_CHARS)
+        cache.put("", f"{i}" * 10, [i])
+    assert cache.get("", "0" * 10) is not None
+    cache.put("", "8" * 10, [8])
+    assert (cache.get("", "1" * 10), cache.num_chars, len(cache)) == (None, 8 * (10 + ENTRY_CHARS), 8)
+    cache.put("", "x" * 11, [1])  # more than an eighth
+    assert cache.get("", "x" * 11) is None
+    cache.put("", "8" * 10, [8])
+    assert cache.num_chars == 8 * (10 + ENTRY_CHARS)
 
 
 def test_long_salts_and_many_short_segments_keep_the_bound_too() -> None:
-    memo = SegmentMemo(100_000)
+    cache = SegmentCache(100_000)
     for i in range(5000):
-        memo.put("", f"{i}", [i])
-    assert len(memo) <= 100_000 // ENTRY_CHARS
+        cache.put("", f"{i}", [i])
+    assert len(cache) <= 100_000 // ENTRY_CHARS
     for i in range(200):
-        memo.put(f"{i}".ljust(10_000, "s"), "hello", [i])
-    assert len(memo) <= 10
-    memo.put("s" * 20_000, "hello", [1])  # more than an eighth
-    assert memo.get("s" * 20_000, "hello") is None
+        cache.put(f"{i}".ljust(10_000, "s"), "hello", [i])
+    assert len(cache) <= 10
+    cache.put("s" * 20_000, "hello", [1])  # more than an eighth
+    assert cache.get("s" * 20_000, "hello") is None
 
 
 def test_many_threads_encode_at_once() -> None:
     fast = byte_level()
-    encoder = SegmentEncoder(fast, SegmentMemo(2000))
+    encoder = SegmentEncoder(fast, SegmentCache(2000))
     texts = [f"<s>{i % 7} hello<|im_end|>\nworld {i}" for i in range(200)]
     expected = {text: whole(fast, text) for text in texts}
     wrong: list[str] = []
@@ -189,7 +189,7 @@ def test_many_threads_encode_at_once() -> None:
     for thread in threads:
         thread.join(30)
     assert not wrong
-    assert encoder.memo.num_chars <= 2000
+    assert encoder.cache.num_chars <= 2000
 
 
 def test_the_edge_tokenizer_cuts_chats(tokenizer: Tokenizer) -> None:
