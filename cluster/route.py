@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 import uvloop
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
@@ -35,12 +34,10 @@ from tandem.scheduling.tenants import Tenants
 
 __all__ = ["RouterSetup", "serve_engines"]
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSetup:
-    """All that the router is told."""
+    """What the router is started with."""
 
     fleet_file: FleetFile
     router: RouterConfig
@@ -51,17 +48,14 @@ class RouterSetup:
 
 
 def serve_engines(setup: RouterSetup) -> int:
-    """Serve until SIGINT or SIGTERM; the exit code. Raises `ConfigError` for what the user can mend."""
+    """Serve until SIGINT or SIGTERM; returns the exit code. Raises `ConfigError` for what the user can correct."""
     serve = _serve_alone if setup.router.router_processes == 1 else _serve_with_edges
-    with listening(setup.router.host, setup.router.port) as listener:
-        _run(serve(setup, listener))
+    with (
+        listening(setup.router.host, setup.router.port) as listener,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        runner.run(serve(setup, listener))
     return 0
-
-
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        result: T = runner.run(work)
-        return result
 
 
 async def _serve_alone(setup: RouterSetup, listener: socket.socket) -> None:
@@ -99,7 +93,9 @@ async def _serve_with_edges(setup: RouterSetup, listener: socket.socket) -> None
             admin_token=setup.admin_token,
         ) as processes,
     ):
-        EngineNews(processes.hub, service, dispatcher)
+        news = EngineNews(processes.hub, service)
+        dispatcher.fleet.listen(news)
+        dispatcher.fleet.registry.listen(news.worker_changed)
         await wait_for_any(processes.serving, processes.has_started, stop)
         if processes.is_serving:
             freeze_startup_heap()

@@ -15,6 +15,7 @@ from tandem.router.engines.dispatcher import DispatchRequest, EngineTarget
 from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher, LocalReservation
 from tandem.router.processes.hub import EdgeHub
 from tandem.router.processes.wire import WireFormat
+from tandem.scheduling.workers import WorkerChange
 
 __all__ = [
     "WIRE_FORMAT",
@@ -235,13 +236,11 @@ class DispatchService:
 
 
 class EngineNews:
-    """Tells all edge processes of a hub which engines there are: an `EngineListener`."""
+    """Tells all edge processes of a hub which engines there are. It is an `EngineListener`."""
 
-    def __init__(self, hub: EdgeHub, service: DispatchService, dispatcher: LocalDispatcher) -> None:
+    def __init__(self, hub: EdgeHub, service: DispatchService) -> None:
         self._hub = hub
         self._service = service
-        dispatcher.fleet.listen(self)
-        dispatcher.fleet.registry.listen(lambda _: self._publish_status())
 
     def engine_added(self, spec: EngineSpec, *, is_trusted: bool) -> None:
         """An engine joined the fleet."""
@@ -251,6 +250,10 @@ class EngineNews:
     def engine_removed(self, name: str) -> None:
         """An engine left the fleet."""
         self._hub.publish(EngineRemoved(name))
+        self._publish_status()
+
+    def worker_changed(self, _: WorkerChange) -> None:
+        """An engine became ready, was lost, or began to drain: a listener of the registry."""
         self._publish_status()
 
     def _publish_status(self) -> None:

@@ -96,7 +96,9 @@ class Hub(Deciding):
         self.service = DispatchService(self.dispatcher, lambda: generate_latest(self.metrics))
         self.endpoint = f"ipc://{folder}/hub"
         self.hub = EdgeHub(self.service, self.endpoint)
-        EngineNews(self.hub, self.service, self.dispatcher)
+        news = EngineNews(self.hub, self.service)
+        self.fleet.listen(news)
+        self.fleet.registry.listen(news.worker_changed)
         self.hub.start()
         self._settings = settings
         self._stack = stack
