@@ -1,4 +1,4 @@
-"""The paged engine: sequences, block pool, prefix cache, scheduler, model runner. It sees token ids only.
+"""The paged engine: sequences, block pool, prefix cache, scheduler, model runner. It knows only token ids.
 
 It knows neither HTTP nor Ray nor transports.
 """

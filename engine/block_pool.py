@@ -91,7 +91,7 @@ class BlockPool:
         return len(digests)
 
     def count_own(self, blocks: Sequence[int]) -> int:
-        """How many blocks of a sequence it alone uses: they become available when it ends.
+        """How many blocks only this sequence uses: they become available when it ends.
 
         Sequences share a prefix, so its end is found by bisection.
         """

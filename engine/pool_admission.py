@@ -16,8 +16,8 @@ from tandem.engine.sequence_blocks import SequenceBlocks
 
 __all__ = ["PoolAdmission"]
 
-# A preempted sequence comes back once there is room for this many steps: its stream stands still meanwhile, and would
-# do so again soon if all others ran longer than there is room for.
+# A preempted sequence comes back once there is room for this many steps. Its stream stands still until then, and would
+# soon do so again if the others ran longer than the room allows.
 _SURE_STEPS = 128
 
 
@@ -29,7 +29,7 @@ class PoolAdmission:
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.lengths = lengths
-        self.lost_blocks: dict[str, int] = {}  # by holder; nobody knows when they will be free
+        self.lost_blocks: dict[str, int] = {}  # by holder; when they will be free is unknown
         self._queues = queues
         self._blocks = blocks
         self._pool = blocks.pool
@@ -44,7 +44,7 @@ class PoolAdmission:
 
     @property
     def num_lost_blocks(self) -> int:
-        """Blocks of which nobody knows when they will be free."""
+        """Blocks that are held for an unknown time."""
         return sum(self.lost_blocks.values())
 
     @property

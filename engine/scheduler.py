@@ -49,7 +49,7 @@ class _Step:
 
 
 class Scheduler:
-    """Queues and step assembly. With its parts it alone gives blocks to sequences and takes them back."""
+    """Queues and step assembly. Only the scheduler and its parts give blocks to sequences and take them back."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What of a sequence's KV is in place: its block table, how far it is computed or loaded, and what is published."""
+"""The KV of sequences that is in place: block tables, tokens computed or loaded so far, and published blocks."""
 
 from __future__ import annotations
 

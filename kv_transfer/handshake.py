@@ -44,7 +44,7 @@ def differences(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
 
 
 def differing_fields(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """Only the names of the fields that differ, which the other side is told."""
+    """Only the names of the fields that differ. They are sent to the other side."""
     return ", ".join(sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)))
 
 

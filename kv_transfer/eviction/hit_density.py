@@ -1,8 +1,8 @@
-"""Hit density: evict what is expected to find the fewest tokens for the time it would still take up room.
+"""Hit density: evict the leaf with the fewest expected hits for the room and time that it would still take.
 
-After LHD (Beckmann, Chen, Cidon: LHD, improving cache hit rate by maximizing hit density, NSDI 2018), with what is
-particular to prefix caches: a turn of a conversation comes back as the start of the next, after a while that is typical
-for the users, or never, and conversations that went on for some turns are more likely to go on.
+After LHD (Beckmann, Chen, Cidon: LHD, improving cache hit rate by maximizing hit density, NSDI 2018), adapted to prefix
+caches: a turn of a conversation is hit again as the start of the next turn, after a time that is typical for the users,
+or never. The more turns a conversation has had, the more likely is another one.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def load_key(path: Path, *, may_make: bool) -> StoreKey:
             f"kv_key_file={path} cannot be read or made: {exc.strerror}; give a file that this user can read"
         ) from exc
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"kv_key_file={path} is no regular file; {_how_to_make(path)}")
+        raise ConfigError(f"kv_key_file={path} is not a regular file; {_how_to_make(path)}")
     if len(secret) < _MIN_BYTES:
         raise ConfigError(
             f"kv_key_file={path} has {len(secret)} bytes, and needs {_MIN_BYTES} or more; {_how_to_make(path)}"
@@ -69,7 +69,7 @@ def load_key(path: Path, *, may_make: bool) -> StoreKey:
     if status.st_mode & forbidden or status.st_uid not in (os.geteuid(), 0):
         raise ConfigError(
             f"kv_key_file={path} (mode {stat.S_IMODE(status.st_mode):o}, owner {status.st_uid}) is open to others, who "
-            f"could put KV of theirs into the tiers with it; make it yours alone: chown it, and chmod 600 {path}"
+            f"could use it to put their own KV into the tiers; make it private: chown it, and chmod 600 {path}"
         )
     return StoreKey(secret)
 

@@ -30,7 +30,7 @@ __all__ = ["InProcessHub", "InProcessTransport", "InProcessWrite", "Verdict"]
 
 
 class Verdict(enum.Enum):
-    """What the hub does with a write or a read."""
+    """The fate of a write or a read."""
 
     DELIVER = "deliver"
     HOLD = "hold"  # it stays pending until `release_held`; later transfers of this link queue behind it

@@ -168,9 +168,9 @@ class NixlTransport(Transport):
     def is_quiet(self, worker_id: str) -> bool:
         """Between processes of one machine: once every copy is over, which NIXL then knows.
 
-        Never elsewhere. NIXL cannot tell what became of a transfer that it gave up: its release cancels what has not
-        begun; what lies in a network card or in the buffers of a TCP connection still lands. New keys for the
-        receiver's memory would not stop it either: UCX checks none over TCP.
+        Never elsewhere. NIXL does not know the end of a transfer that it gave up: its release cancels the part that has
+        not begun, but bytes in a network card or in the buffers of a TCP connection still land. New keys for the
+        receiver's memory would not stop them either: UCX checks none over TCP.
         """
         return self._mailbox is not None and all(copy.worker_id != worker_id for copy in self._stuck)
 
@@ -228,7 +228,7 @@ class NixlTransport(Transport):
     def _open_mailbox(self, worker_id: str, theirs: MailboxAddress | None) -> MailboxSender | None:
         if (theirs is None) != (self._mailbox is None):
             raise IncompatiblePeer(
-                f"UCX has a port here or at {worker_id}, but not at both; is UCX_TLS set for one worker alone?"
+                f"UCX has a port here or at {worker_id}, but not at both; is UCX_TLS set for only one worker?"
             )
         return None if self._mailbox is None or theirs is None else self._mailbox.open(theirs)
 

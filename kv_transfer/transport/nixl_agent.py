@@ -65,7 +65,7 @@ def _nixl_errors(doing: str) -> Iterator[None]:
 
 
 class PoolMemory(NamedTuple):
-    """Where a pool lies in its process."""
+    """The location of a pool in its process."""
 
     address: int
     device_id: int

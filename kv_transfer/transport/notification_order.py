@@ -64,7 +64,7 @@ class NotificationSequencer:
     """Reorders the notifications of one sender."""
 
     max_early_bytes: int = _MAX_EARLY_BYTES
-    num_dropped: int = 0  # damaged, missing, or numbered by nobody we know
+    num_dropped: int = 0  # damaged, missing, or with an impossible number
     num_early_bytes: int = 0
     early: dict[int, bytes] = field(default_factory=dict)  # by sequence number; they wait for an earlier one
     _link: int = 0
@@ -140,7 +140,7 @@ class NotificationReceiver:
             del self._sequencers[other]
 
     def _sequencer_of(self, name: str) -> NotificationSequencer | None:
-        """None for names that are no worker's, and for new ones beyond the limit: known senders are never displaced."""
+        """None if the name is not a worker's, or is one too many: known senders are never displaced."""
         sequencer = self._sequencers.get(name)
         if sequencer is None and _is_agent_name(name):
             worker_id, epoch = worker_of(name)

@@ -209,7 +209,7 @@ class OutgoingLink(PairLink):
 
 
 class LinkAdmission(NamedTuple):
-    """What an acceptor checks of an opener."""
+    """The conditions on which an acceptor accepts an opener."""
 
     secret: bytes
     num_blocks: int
