@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tandem.engine.block_pool import BlockPool
+from tandem.engine.pool_admission import PoolAdmission
 from tandem.engine.scheduler import Scheduler
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport, InProcessWrite, Verdict
 from tandem.protocol.config import TierConfig, TransferConfig
@@ -718,7 +719,7 @@ def test_of_a_dead_peer_nothing_is_asked() -> None:
 def test_a_read_lands_only_in_room_that_no_running_sequence_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(random.Random(0))
     world.fill()
-    monkeypatch.setattr(Scheduler, "num_spare_blocks", 2)
+    monkeypatch.setattr(PoolAdmission, "num_spare_blocks", 2)
     opened = world.reader.source(KvHolder(world.a.address, 6)).open(world.digests(), 0, 6, 0.0)
     large, small = opened.begin(2, 6, 0.0), opened.begin(0, 2, 0.0)
     ask_and_grant(world)
