@@ -1,6 +1,6 @@
-"""The Ray actor around a worker: its process, its cores, and the control calls of the supervisor.
+"""The Ray actor around a worker: its process, its cores, and the supervisor's calls.
 
-Control only. Requests, tokens and KV never pass through Ray.
+Only these calls pass through Ray. Requests, tokens and KV never do.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WorkerActor:
     def start(self) -> PeerAddress:
         """Load the model and serve; where the worker is reached. Raises ConfigError for what the user can mend.
 
-        Apart from the constructor, whose errors Ray reports as the death of an actor and a page of traceback.
+        The constructor does not do this: Ray reports its errors as the death of an actor with a page of traceback.
         """
         config = self._config
         if config.cpu_cores:
@@ -61,7 +61,7 @@ class WorkerActor:
         return own_identity(ray.get_runtime_context().get_node_id())
 
     def watch(self) -> str:
-        """Block until the worker's loop has ended; the reason. The process' death ends the call too, as an error."""
+        """Block until the worker's loop has ended; the reason. If the process dies, the call raises."""
         self._thread.join()
         return "stopped" if self._failure is None else f"failed: {self._failure}"
 
@@ -74,7 +74,7 @@ class WorkerActor:
         self._worker.call(lambda: self._worker.set_role(role))
 
     def peer_given_up(self, peer: PeerAddress) -> None:
-        """That process is to be ended and may not be gone yet."""
+        """That process is about to be ended, and may not be gone yet."""
         self._worker.call(lambda: self._worker.peer_given_up(peer))
 
     def peer_died(self, peer: PeerAddress) -> None:
@@ -97,11 +97,11 @@ class WorkerActor:
             raise WorkerError("the worker's loop did not end in 10 s")
 
     def _run(self, config: WorkerConfig, started: Future[Worker]) -> None:
-        # Built in the thread that runs it: each thread that computes gets an OpenMP team of its own, and with more
-        # threads than cores OpenMP puts them to sleep between two operations instead of letting them spin. That took
-        # the whole gain of the second core.
+        # The worker is built in the thread that runs it. Each thread that computes gets an OpenMP team of its own, and
+        # with more threads than cores OpenMP puts them to sleep between two operations instead of letting them spin,
+        # which took the whole gain of the second core.
         try:
-            from tandem.worker.loop import Worker  # here: it brings torch, which the supervisor's process does not need
+            from tandem.worker.loop import Worker  # here: it imports torch, which the supervisor does not need
 
             worker = Worker(config)
             freeze_startup_heap()

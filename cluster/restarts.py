@@ -1,4 +1,4 @@
-"""How often a worker is started again, and when. Pure: seconds come in."""
+"""How often a worker is started again, and when. Pure: the caller passes seconds."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MAX_DELAY_S = 60.0
 
 @dataclass(eq=False, slots=True)
 class RestartBudget:
-    """The deaths of one worker. More than `max_restarts` of them within `WINDOW_S` of service use its budget up.
+    """The deaths of one worker. More than `max_restarts` of them within `WINDOW_S` of service use up its budget.
 
-    The window counts seconds in which the worker served, not those of the clock: a model that loads for ten minutes
-    and dies at once never looks healthy because its deaths lie far apart.
+    The window counts only seconds in which the worker served. By the clock, a model that loads for ten minutes and dies
+    at once would look healthy, because its deaths lie far apart.
     """
 
     max_restarts: int
-    _served_s: float = 0.0  # in all its lives
+    _served_s: float = 0.0  # of all its processes
     _deaths: deque[float] = field(default_factory=deque)  # by the seconds served until then
 
     def died(self, lived_s: float) -> None:
@@ -38,7 +38,7 @@ class RestartBudget:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether the worker died too often: it is started again only while others serve, and less and less often."""
+        """Whether the worker died too often. It is then started again only while others serve, less and less often."""
         return self.num_deaths > self.max_restarts
 
     @property

@@ -43,7 +43,7 @@ _READY_TIMEOUT_S = 120.0
 
 
 def serve(config: ClusterConfig, tenants: Tenants, api_keys: dict[bytes, str]) -> int:
-    """Start everything, serve until SIGINT or SIGTERM, stop everything that was started; the exit code.
+    """Start everything, serve until SIGINT or SIGTERM, stop everything; the exit code.
 
     `api_keys` are as `load_api_keys` gives them.
     Raises ConfigError for what the user can mend.
@@ -54,7 +54,7 @@ def serve(config: ClusterConfig, tenants: Tenants, api_keys: dict[bytes, str]) -
     def progress(line: str) -> None:
         console.print(f"[dim]{time.monotonic() - started:6.1f} s[/]  {line}")
 
-    # The port is ours from here on: nobody takes it while the model loads, and port 0 becomes a number.
+    # The port is reserved here: nobody else takes it while the model loads, and port 0 becomes a number.
     try:
         with (
             listening(config.router.host, config.router.port) as listener,
@@ -64,7 +64,7 @@ def serve(config: ClusterConfig, tenants: Tenants, api_keys: dict[bytes, str]) -
         ):
             config = resolve(config)
             return runner.run(_serve(config, tenants, api_keys, listener, str(folder), daemons, progress, console))
-    except (KeyboardInterrupt, SystemExit):  # before our handlers were in place; Ray's make SIGTERM the latter
+    except (KeyboardInterrupt, SystemExit):  # before our handlers were in place; Ray turns SIGTERM into SystemExit
         progress("stopped")
         return 0
 
@@ -125,7 +125,7 @@ async def _serve(
 
 
 def _load_http(config: ClusterConfig) -> tuple[ModuleType, Tokenizer]:
-    """Imports of the HTTP edge cost seconds (the tokenizer brings transformers); the workers load meanwhile."""
+    """Import the HTTP edge while the workers load: it takes seconds, as the tokenizer brings transformers."""
     from tandem.cluster import http_frontend
     from tandem.router.text.tokenizer import Tokenizer
 
@@ -148,7 +148,7 @@ async def _unless(stop: asyncio.Event, work: object, progress: Callable[[str], N
 
 
 def _raise_failures(ends: Iterable[asyncio.Future[Any]]) -> None:
-    """Raise what ended one of these, if it was an error."""
+    """Raise the error that ended one of these, if there is one."""
     for end in ends:
         if end.done():
             end.result()

@@ -19,7 +19,7 @@ _STEP_TOKENS = {(False, False): 512, (False, True): 256, (True, False): 8192, (T
 
 
 def resolve(config: ClusterConfig) -> ClusterConfig:
-    """Fill in what is derived from the machine or the Ray cluster: cores and GPUs per worker, threads per step."""
+    """Fill in settings that follow from the machine or the Ray cluster: cores and GPUs per worker, threads per step."""
     num_workers = 1 if config.colocated else config.num_prefill + config.num_decode
     resources = ray.cluster_resources()
     num_cpus = config.num_cpus_per_worker or max(resources.get("CPU", 1.0) / num_workers, 0.01)
@@ -33,7 +33,7 @@ def resolve(config: ClusterConfig) -> ClusterConfig:
             f"num_gpus_per_worker={num_gpus} for {num_workers} workers needs {num_gpus * num_workers} GPUs; "
             f"Ray has {resources.get('GPU', 0)}"
         )
-    # A cluster that was joined may grow to what is asked for; a private Ray would wait for cores for ever.
+    # A cluster that was joined may grow until it has the cores; a private Ray would wait for them for ever.
     if not config.ray_address and config.num_cpus_per_worker * num_workers > resources.get("CPU", 0):
         raise ConfigError(
             f"num_cpus_per_worker={num_cpus:g} for {num_workers} worker(s) needs {num_cpus * num_workers:g} cores; "
@@ -54,10 +54,10 @@ def resolve(config: ClusterConfig) -> ClusterConfig:
 
 
 def worker_configs(config: ClusterConfig, *, router_key: str = "", socket_folder: str = "") -> list[WorkerConfig]:
-    """One config per worker. On a private Ray each gets cores of its own, as far as there are enough.
+    """One config per worker. On a private Ray each gets cores of its own if there are enough.
 
-    `router_key` is the public key of the router they obey. Their sockets are files in `socket_folder` unless they run
-    on several machines.
+    `router_key` is the public key of the router that the workers obey. Their sockets are files in `socket_folder`
+    unless they run on several machines.
     """
     roles = [Role.COLOCATED] if config.colocated else []
     roles = roles or [Role.PREFILL] * config.num_prefill + [Role.DECODE] * config.num_decode

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.cluster.cleanup import clear_up, private_run
+from tandem.cluster.cleanup import clean_up, private_run
 
 DEADLINE_S = 20.0
 SLEEP = "import time; print(flush=True); time.sleep(600)"
@@ -131,7 +131,7 @@ def test_a_server_that_ends_leaves_nothing_and_its_guard_does_nothing(tmp_path: 
 def test_what_ends_by_itself_is_not_killed(tmp_path: Path, sleeper: Callable[..., subprocess.Popen[bytes]]) -> None:
     child = sleeper(TANDEM_RUN="this run")
     child.terminate()
-    assert clear_up("this run", str(tmp_path / "none"), grace_s=DEADLINE_S) == 0
+    assert clean_up("this run", str(tmp_path / "none"), grace_s=DEADLINE_S) == 0
 
 
 def test_only_processes_with_the_whole_mark_are_ended(
@@ -142,7 +142,7 @@ def test_only_processes_with_the_whole_mark_are_ended(
     os.kill(ours.pid, signal.SIGSTOP)
     folder = tmp_path / "folder"
     folder.mkdir()
-    assert clear_up("this run", str(folder), grace_s=0.0) == 1
+    assert clean_up("this run", str(folder), grace_s=0.0) == 1
     assert ours.wait(DEADLINE_S) == -signal.SIGKILL
     assert [other.poll() for other in others] == [None] * 3
     assert not folder.exists()
@@ -159,7 +159,7 @@ def test_a_process_that_overwrote_its_environment_is_known_by_what_it_writes(tmp
         reader = subprocess.Popen(command, env={}, stdin=reading)
         writer = subprocess.Popen(command, env={}, stdout=notes)
     try:
-        assert clear_up("this run", str(folder), grace_s=0.0) == 1
+        assert clean_up("this run", str(folder), grace_s=0.0) == 1
         assert ours.wait(DEADLINE_S) == -signal.SIGKILL
         assert (reader.poll(), writer.poll()) == (None, None)
     finally:
