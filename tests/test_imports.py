@@ -85,11 +85,11 @@ def test_there_is_no_circle_of_imports() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError with the circle
 
 
-@pytest.mark.parametrize(("side", "other"), [("relay", "fleet"), ("fleet", "relay")])
+@pytest.mark.parametrize(("side", "other"), [("engines.relay", "engines.fleet"), ("engines.fleet", "engines.relay")])
 def test_relaying_and_deciding_about_engines_meet_at_the_dispatcher_only(side: str, other: str) -> None:
     for name, path in modules_of("router").items():
-        if name.startswith(f"tandem.router.engines.{side}"):
-            assert not [one for one in imports_of(path) if one.startswith(f"tandem.router.engines.{other}")], path
+        if name.startswith(f"tandem.router.{side}"):
+            assert not [one for one in imports_of(path) if one.startswith(f"tandem.router.{other}")], path
 
 
 @pytest.mark.parametrize("package", sorted(PACKAGES))
@@ -120,6 +120,11 @@ def test_the_router_runs_without_torch(module: str) -> None:
 def test_commands_and_a_router_of_engines_start_without_transformers(module: str) -> None:
     """transformers brings torch where that is installed: seconds and 200 MB."""
     run_without(["torch", "ray", "nixl", "transformers"], module)
+
+
+@pytest.mark.parametrize("module", ["tandem.router.engines.app", "tandem.router.processes.remote_dispatcher"])
+def test_edge_processes_of_engines_run_without_what_decides(module: str) -> None:
+    run_without(["numpy", "httpx"], module)
 
 
 def test_the_supervisor_needs_no_torch() -> None:

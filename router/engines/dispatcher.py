@@ -19,7 +19,9 @@ from tandem.protocol.digest import TOKEN_BYTES, CacheScope
 from tandem.router.engines.config import EngineSpec
 from tandem.scheduling.request import ServiceClass
 
-__all__ = ["DispatchRequest", "Dispatcher", "EngineListener", "EngineReservation", "EngineTarget"]
+__all__ = ["GAP_INTERVAL_S", "DispatchRequest", "Dispatcher", "EngineListener", "EngineReservation", "EngineTarget"]
+
+GAP_INTERVAL_S = 0.1  # the deciding side uses one gap between tokens per engine and interval
 
 
 class DispatchRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -85,7 +87,7 @@ class EngineReservation(Protocol):
         """The first token of a stream came."""
 
     def is_gap_due(self, now: float) -> bool:
-        """Whether `gap` would use a gap now. Cheap, because it is asked at every token."""
+        """Whether `gap` would use a gap now (`GAP_INTERVAL_S`). Cheap, because it is asked at every token."""
 
     def gap(self, duration_s: float, now: float) -> None:
         """Two tokens of the stream came this far apart, the second of them now."""

@@ -9,9 +9,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tandem.protocol.errors import ServingError
-from tandem.router.engines.dispatcher import DispatchRequest, EngineListener, EngineTarget
-from tandem.router.engines.fleet.step_timing import GAP_INTERVAL_S
-from tandem.router.processes import dispatch_service as service
+from tandem.router.engines.dispatcher import GAP_INTERVAL_S, DispatchRequest, EngineListener, EngineTarget
+from tandem.router.processes import dispatch_messages as messages
 from tandem.router.processes.hub_client import HubClient
 
 __all__ = ["RemoteDispatcher", "RemoteReservation"]
@@ -33,9 +32,9 @@ class RemoteDispatcher:
     def __init__(self, endpoint: str, edge_id: str, listener: EngineListener, *, timeout_s: float) -> None:
         """`listener` is told of the engines."""
         self._listener = listener
-        self._status = service.FleetStatus({}, [], None)
+        self._status = messages.FleetStatus({}, [], None)
         self._gaps: dict[str, _GapOffers] = {}  # by engine
-        self._hub = HubClient(endpoint, edge_id, service.WIRE_FORMAT, self._on_news, timeout_s=timeout_s)
+        self._hub = HubClient(endpoint, edge_id, messages.WIRE_FORMAT, self._on_news, timeout_s=timeout_s)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -80,36 +79,36 @@ class RemoteDispatcher:
 
     async def explain(self, request: DispatchRequest) -> dict[str, Any]:
         """What would be decided for this request now, as JSON. Raises a `ServingError`."""
-        return await self._hub.ask(service.Explain(request), dict[str, Any])
+        return await self._hub.ask(messages.Explain(request), dict[str, Any])
 
     async def decisions(self) -> list[dict[str, Any]]:
         """The latest decisions, newest first, as JSON."""
-        return await self._hub.ask(service.Decisions(), list[dict[str, Any]])
+        return await self._hub.ask(messages.Decisions(), list[dict[str, Any]])
 
     async def pools(self) -> dict[str, Any]:
         """Body of `/v1/pools`."""
-        return await self._hub.ask(service.Pools(), dict[str, Any])
+        return await self._hub.ask(messages.Pools(), dict[str, Any])
 
     async def scrape(self) -> bytes:
         """The metrics of the hub's process."""
-        return (await self._hub.ask(service.Scrape(), str)).encode()
+        return (await self._hub.ask(messages.Scrape(), str)).encode()
 
     async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Take an engine in; returns it as JSON. Raises `RequestError`."""
-        return await self._hub.ask(service.AddEngine(fields), dict[str, Any])
+        return await self._hub.ask(messages.AddEngine(fields), dict[str, Any])
 
     async def remove_engine(self, name: str) -> dict[str, Any]:
         """Begin to drain an engine; returns it as JSON. Raises `EngineNotFound`."""
-        return await self._hub.ask(service.RemoveEngine(name), dict[str, Any])
+        return await self._hub.ask(messages.RemoveEngine(name), dict[str, Any])
 
-    def _on_news(self, news: service.News) -> None:
+    def _on_news(self, news: messages.News) -> None:
         match news:
-            case service.FleetStatus():
+            case messages.FleetStatus():
                 self._status = news
-            case service.EngineAdded(spec, is_trusted):
+            case messages.EngineAdded(spec, is_trusted):
                 self._gaps[spec.name] = _GapOffers()
                 self._listener.engine_added(spec, is_trusted=is_trusted)
-            case service.EngineRemoved(name):
+            case messages.EngineRemoved(name):
                 del self._gaps[name]
                 self._listener.engine_removed(name)
 
@@ -137,28 +136,28 @@ class RemoteReservation:
     async def place_elsewhere(self) -> EngineTarget:
         """Give the target up and book another one. Raises a `ServingError`."""
         self._target = asyncio.get_running_loop().create_future()
-        self._note(service.PlaceElsewhere())
+        self._note(messages.PlaceElsewhere())
         return await self._next_target()
 
     def answered(self) -> None:
         """The first byte of the answer came."""
-        self._note(service.Answered())
+        self._note(messages.Answered())
 
     def failed(self, engine: str, *, is_absent: bool = False) -> None:
         """The engine failed the request."""
-        self._note(service.EngineFailure(engine, is_absent))
+        self._note(messages.EngineFailure(engine, is_absent))
 
     def refused(self, engine: str, retry_after_s: float) -> None:
         """The engine has no room and wants nothing for so long."""
-        self._note(service.EngineRefusal(engine, retry_after_s))
+        self._note(messages.EngineRefusal(engine, retry_after_s))
 
     def prefilled(self, now: float) -> None:
         """The prefill engine of a pair returned."""
-        self._note(service.Prefilled(now))
+        self._note(messages.Prefilled(now))
 
     def first_token(self, now: float) -> None:
         """The first token of a stream came."""
-        self._note(service.FirstToken(now))
+        self._note(messages.FirstToken(now))
 
     def is_gap_due(self, now: float) -> bool:
         """Whether `gap` has any use now."""
@@ -167,11 +166,11 @@ class RemoteReservation:
     def gap(self, duration_s: float, now: float) -> None:
         """Two tokens of the stream came this far apart."""
         self._gap_offers.last_s = now
-        self._note(service.Gap(duration_s, now))
+        self._note(messages.Gap(duration_s, now))
 
     def ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """The answer is complete."""
-        self._note(service.Ended(num_prompt_tokens, num_output_tokens))
+        self._note(messages.Ended(num_prompt_tokens, num_output_tokens))
 
     def release(self) -> None:
         """Give everything back. Later calls change nothing."""
@@ -184,14 +183,14 @@ class RemoteReservation:
         self._gap_offers = self._gaps.get(target.decode) or _GapOffers()
         return target
 
-    def _note(self, note: service.Note) -> None:
+    def _note(self, note: messages.Note) -> None:
         if self._call is not None:
             self._hub.note(self._call, note)
 
-    def _receive(self, item: service.Item | ServingError) -> None:
+    def _receive(self, item: messages.Item | ServingError) -> None:
         if self._target.done():
             # An error now is that of a hub that fell silent: what has been placed goes on without it.
-            if isinstance(item, service.Aborted):
+            if isinstance(item, messages.Aborted):
                 self._abort(item.reason)
         elif isinstance(item, EngineTarget):
             self._target.set_result(item)

@@ -18,11 +18,11 @@ import math
 from dataclasses import dataclass
 
 from tandem.protocol.messages import StepStats
+from tandem.router.engines.dispatcher import GAP_INTERVAL_S
 from tandem.scheduling.cost_model import prefill_attention
 
 __all__ = ["StepTiming"]
 
-GAP_INTERVAL_S = 0.1
 SAME_STEP_S = 0.004  # first tokens this close come from one step
 _MIN_GAP_S = 0.0005  # a shorter gap is a burst of the network, not a step
 

@@ -16,7 +16,7 @@ from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.dispatcher import DispatchRequest
 from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.engines.relay.prompts import TextReader
-from tandem.router.processes import dispatch_service as service
+from tandem.router.processes import dispatch_messages as messages
 from tandem.router.processes import hub as hub_module
 from tandem.router.processes import hub_client, wire
 from tandem.router.processes.remote_dispatcher import RemoteDispatcher
@@ -401,7 +401,7 @@ async def test_notes_of_a_dead_edge_and_notes_about_nothing_change_nothing(
             hub.hub.expect("two")
             two.send(wire.Open(3, routing_request()))
             await until(lambda: len(hub.engine("a").running) == 1)
-            for note in (service.EngineFailure("a", False), service.Ended(5, 5), service.FirstToken(0.0)):
+            for note in (messages.EngineFailure("a", False), messages.Ended(5, 5), messages.FirstToken(0.0)):
                 one.send(wire.Notes([(3, note), (77, note)]))  # another edge's call, and none
             one.send(wire.Open(5, "no request"))
             one.send_bytes(b"\x93nonsense")
@@ -409,7 +409,7 @@ async def test_notes_of_a_dead_edge_and_notes_about_nothing_change_nothing(
             assert (hub.engine("a").num_failures, hub.hub.num_running) == (0, 1)
             hub.hub.drop("two")
             two.send(wire.Open(9, routing_request()))
-            two.send(wire.Notes([(3, service.EngineFailure("a", False))]))
+            two.send(wire.Notes([(3, messages.EngineFailure("a", False))]))
             two.send_bytes(b"\x93nonsense")
             await until(lambda: caplog.text.count("is no message") == 3)
             assert (hub.engine("a").num_failures, hub.hub.num_running) == (0, 0)
@@ -426,7 +426,7 @@ async def test_a_note_that_the_hub_cannot_handle_ends_its_own_call_only(
             edge.send(wire.Open(2, routing_request(prompt_of("queued"))))
             await until(lambda: num_waiting(hub) == 1)
             # The second one has not been placed, so it can have no token.
-            edge.send(wire.Notes([(2, service.FirstToken(0.0)), (1, service.Answered())]))
+            edge.send(wire.Notes([(2, messages.FirstToken(0.0)), (1, messages.Answered())]))
             await until(lambda: hub.hub.num_running == 1)
             assert "call 2 of an edge process could not be handled" in caplog.text
             assert [request.has_answer for request in hub.engine("a").running] == [True]

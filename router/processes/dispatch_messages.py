@@ -1,0 +1,175 @@
+"""Messages between edge processes and the hub of `tandem route`.
+
+They are apart from the service, so that edge processes do not load what only the hub needs: 20 MB each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from tandem.router.engines.config import EngineSpec
+from tandem.router.engines.dispatcher import DispatchRequest, EngineTarget
+from tandem.router.processes.wire import WireFormat
+
+__all__ = [
+    "WIRE_FORMAT",
+    "Aborted",
+    "AddEngine",
+    "Answered",
+    "Decisions",
+    "Ended",
+    "EngineAdded",
+    "EngineFailure",
+    "EngineRefusal",
+    "EngineRemoved",
+    "Explain",
+    "FirstToken",
+    "FleetStatus",
+    "Gap",
+    "Item",
+    "News",
+    "Note",
+    "PlaceElsewhere",
+    "Pools",
+    "Prefilled",
+    "Question",
+    "RemoveEngine",
+    "Scrape",
+]
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+# -- notes about a call: as the methods of `EngineReservation` of these names ----------------------------------------
+
+
+class FirstToken(_Message, frozen=True):
+    """The first token of a stream came."""
+
+    now: float
+
+
+class Gap(_Message, frozen=True):
+    """Two tokens of a stream came this far apart."""
+
+    duration_s: float
+    now: float
+
+
+class Answered(_Message, frozen=True):
+    """The first byte of the answer came."""
+
+
+class Prefilled(_Message, frozen=True):
+    """The prefill engine of a pair returned."""
+
+    now: float
+
+
+class EngineFailure(_Message, frozen=True):
+    """An engine failed the request."""
+
+    engine: str
+    is_absent: bool
+
+
+class EngineRefusal(_Message, frozen=True):
+    """An engine has no room."""
+
+    engine: str
+    retry_after_s: float
+
+
+class Ended(_Message, frozen=True):
+    """The answer is complete."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+class PlaceElsewhere(_Message, frozen=True):
+    """The call wants another target."""
+
+
+Note = FirstToken | Gap | Answered | Prefilled | EngineFailure | EngineRefusal | Ended | PlaceElsewhere
+
+
+# -- items of a call: targets, and ------------------------------------------------------------------------------------
+
+
+class Aborted(_Message, frozen=True):
+    """The engine of the latest target is gone."""
+
+    reason: str
+
+
+Item = EngineTarget | Aborted
+
+
+# -- questions --------------------------------------------------------------------------------------------------------
+
+
+class Explain(_Message, frozen=True):
+    """`Dispatcher.explain`."""
+
+    request: DispatchRequest
+
+
+class Decisions(_Message, frozen=True):
+    """`Dispatcher.decisions`."""
+
+
+class Pools(_Message, frozen=True):
+    """`Dispatcher.pools`."""
+
+
+class Scrape(_Message, frozen=True):
+    """The metrics of the hub's process, as Prometheus reads them."""
+
+
+class AddEngine(_Message, frozen=True):
+    """`Dispatcher.add_engine`."""
+
+    fields: dict[str, Any]
+
+
+class RemoveEngine(_Message, frozen=True):
+    """`Dispatcher.remove_engine`."""
+
+    name: str
+
+
+Question = Explain | Decisions | Pools | Scrape | AddEngine | RemoveEngine
+
+
+# -- news -------------------------------------------------------------------------------------------------------------
+
+
+class FleetStatus(_Message, frozen=True):
+    """What every request needs to know of the fleet."""
+
+    models: dict[str, int | None]  # with the longest context of each
+    unknown_engines: list[str]
+    unready: str | None
+
+
+class EngineAdded(_Message, frozen=True):
+    """An engine joined the fleet. An edge process hears this before it is told to use it."""
+
+    spec: EngineSpec
+    is_trusted: bool
+
+
+class EngineRemoved(_Message, frozen=True):
+    """An engine left the fleet."""
+
+    name: str
+
+
+News = FleetStatus | EngineAdded | EngineRemoved
+
+WIRE_FORMAT = WireFormat(request=DispatchRequest, note=Note, item=Item, question=Question, news=News)
