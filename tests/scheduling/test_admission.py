@@ -100,7 +100,7 @@ def make_desk(
     return Desk(registry, index, admission, [], WorkerRoom(registry, costs, settings))
 
 
-def test_requests_wait_here_once_their_worker_has_enough() -> None:
+def test_requests_wait_in_the_router_once_their_worker_has_enough() -> None:
     desk = make_desk()
     waiting = [desk.enter() for _ in range(3)]
     assert [decided.queued for decided in desk.decide()] == waiting[:1]
@@ -119,7 +119,7 @@ def test_requests_of_one_priority_wait_at_the_worker_a_little_longer(tenant: str
     assert len(desk.decide()) == 2, "two full steps; priorities of different tenants do not meet"
 
 
-def test_holding_begins_with_another_priority_and_ends_a_minute_after_the_last() -> None:
+def test_workers_get_less_while_priorities_differ_and_for_a_minute_after_that() -> None:
     desk = make_desk(one_priority=True)
     desk.enter()
     desk.enter(priority=-1)
@@ -147,7 +147,7 @@ def two_tenants(desk: Desk) -> QueuedRequest:
     return desk.enter(tenant="modest", now=20.0)
 
 
-def test_a_tenant_below_its_share_does_not_wait_for_the_prompts_of_one_above_it() -> None:
+def test_a_tenant_below_its_share_overtakes_the_prompts_of_one_above_it() -> None:
     desk = make_desk(one_priority=True)
     modest = two_tenants(desk)
     half_s = desk.full_step_s() / 2
@@ -171,7 +171,7 @@ def beside_decoding(**options: Any) -> Desk:
     return desk
 
 
-def test_a_deadline_goes_to_an_idle_worker_and_not_behind_the_step_of_a_busy_one() -> None:
+def test_a_request_with_a_deadline_goes_to_an_idle_worker_not_behind_a_step_in_progress() -> None:
     desk = beside_decoding()
     desk.enter(2048, now=20.0)
     (decided,) = desk.decide(20.0)
@@ -183,7 +183,7 @@ def test_a_deadline_goes_to_an_idle_worker_and_not_behind_the_step_of_a_busy_one
 
 
 @pytest.mark.parametrize("ttft_slo_s", [None, 1.0])
-def test_what_waits_for_prefill_workers_does_not_hold_up_what_a_decode_worker_computes(
+def test_prompts_that_wait_for_prefill_workers_do_not_delay_prompts_for_decode_workers(
     ttft_slo_s: float | None,
 ) -> None:
     desk = beside_decoding()
@@ -201,7 +201,7 @@ def test_what_waits_for_prefill_workers_does_not_hold_up_what_a_decode_worker_co
     assert long.start_s >= 2 * desk.full_step_s(), "it is behind them"
 
 
-def test_what_is_not_looked_past_in_deciding_is_counted_in_the_forecast() -> None:
+def test_requests_beyond_the_scan_limit_count_in_the_forecast() -> None:
     desk = beside_decoding(num_blocks=1 << 20, max_queued_prompt_tokens=1 << 30)
     for _ in range(MAX_SCANNED + 4):
         desk.enter(2048, now=20.0)
@@ -211,7 +211,7 @@ def test_what_is_not_looked_past_in_deciding_is_counted_in_the_forecast() -> Non
     assert short.forecast.start_s > 10.0
 
 
-def test_only_the_step_in_progress_is_waited_for() -> None:
+def test_an_overtaking_prompt_waits_only_for_the_step_in_progress() -> None:
     registry, model = Registry(), StepModel(CPU_PRIOR)
     worker = add_ready(registry, make_card("w0"))
     registry.reserve(RequestLoad("w0", "w0", 2048, 0, 2048), PrefillPriority(order=20.0, max_step_tokens=64))
@@ -232,7 +232,7 @@ def no_room(desk: Desk) -> QueuedRequest:
     return waiting
 
 
-def test_a_deadline_goes_where_there_is_room_for_it_but_not_for_the_first_in_line() -> None:
+def test_a_request_with_a_deadline_is_dispatched_where_only_its_order_has_room() -> None:
     desk = make_desk()
     first = no_room(desk)
     hurried = desk.enter(ttft_slo_s=5.0, now=20.0)
@@ -245,7 +245,7 @@ def test_a_deadline_goes_where_there_is_room_for_it_but_not_for_the_first_in_lin
     assert next(decided.queued for decided in desk.decide(23.0)) is first
 
 
-def test_who_has_waited_long_is_not_overtaken_by_a_deadline() -> None:
+def test_a_request_that_has_waited_long_is_not_overtaken_by_a_deadline() -> None:
     desk = make_desk()
     no_room(desk)
     desk.registry.reserve(RequestLoad("w0", "w0", 1024, 0, 1024), PrefillPriority(order=28.0))
@@ -275,7 +275,7 @@ def test_deadlines_of_one_tenant_overtake_another_only_within_its_credit() -> No
     assert first not in desk.admission.requests
 
 
-def test_looking_for_deadlines_takes_no_time_however_many_wait() -> None:
+def test_a_decision_takes_no_longer_with_thousands_of_deadlines() -> None:
     desk = make_desk(max_queued_prompt_tokens=10**9)
     no_room(desk)
     for priority, slo_s in ((0, math.inf), (1, 1e6)):
@@ -292,7 +292,7 @@ def test_looking_for_deadlines_takes_no_time_however_many_wait() -> None:
     assert sorted(durations_s)[25] < 0.01
 
 
-def test_what_others_may_overtake_takes_short_steps_while_there_are_others() -> None:
+def test_prompts_that_may_be_overtaken_take_short_steps_while_tenants_compete() -> None:
     desk = make_desk(one_priority=True)
     two_tenants(desk)
     (modest,) = desk.decide(20.0)
@@ -310,7 +310,7 @@ def test_what_others_may_overtake_takes_short_steps_while_there_are_others() -> 
 
 
 @pytest.mark.parametrize("max_worker_queue_s", [0.0, 1e9])
-def test_holding_requests_does_not_change_where_they_go(max_worker_queue_s: float) -> None:
+def test_waiting_in_the_router_does_not_change_the_placement(max_worker_queue_s: float) -> None:
     """A decode worker is given as many prompts whether those before them wait here or at the prefill worker."""
     desk = make_desk(Role.PREFILL, Role.DECODE, one_priority=True, max_worker_queue_s=max_worker_queue_s)
     crowd = []
@@ -340,7 +340,7 @@ def test_a_late_urgent_request_goes_first() -> None:
     assert [decided.queued for decided in desk.decide(0.9)] == [second]
 
 
-def test_a_request_is_placed_again_when_its_turn_comes() -> None:
+def test_a_request_is_placed_again_before_it_is_dispatched() -> None:
     desk = make_desk(Role.COLOCATED, Role.COLOCATED)
     for _ in range(3):
         waiting = desk.enter(1000)
@@ -353,7 +353,7 @@ def test_a_request_is_placed_again_when_its_turn_comes() -> None:
     assert decided.placement.best.decode.worker_id == "w1"
 
 
-def test_one_that_waits_for_its_prefix_does_not_block_the_others() -> None:
+def test_a_request_that_waits_for_its_prefix_does_not_block_the_others() -> None:
     desk = make_desk(Role.COLOCATED, Role.COLOCATED)
     chain = [b"%d" % i for i in range(240)]
     desk.index.speculate({"w0"}, chain, 0.0)
@@ -366,7 +366,7 @@ def test_one_that_waits_for_its_prefix_does_not_block_the_others() -> None:
     assert cached.placement.best.prefill.worker_id == "w0"
 
 
-def test_a_crowd_for_one_prefix_spreads() -> None:
+def test_many_requests_for_one_prefix_spread_over_workers() -> None:
     desk = make_desk(Role.COLOCATED, Role.COLOCATED)
     chain = [b"%d" % i for i in range(60)]
     desk.index.speculate({"w0"}, chain, 0.0)
@@ -375,7 +375,7 @@ def test_a_crowd_for_one_prefix_spreads() -> None:
     assert preferred == {"w0", "w1"}, "what waits for a worker counts as its queue"
 
 
-def test_full_memory_keeps_requests_here() -> None:
+def test_requests_wait_in_the_router_while_memory_is_full() -> None:
     desk = make_desk(num_blocks=128, max_worker_queue_s=0.1)
     for _ in range(3):
         desk.enter(1000, expected_output_tokens=500)
@@ -387,7 +387,7 @@ def test_full_memory_keeps_requests_here() -> None:
     assert len(desk.decide(2.0)) == 1
 
 
-def test_where_all_seats_are_taken_requests_wait_here() -> None:
+def test_requests_wait_in_the_router_while_all_seats_are_taken() -> None:
     desk = make_desk(max_num_seqs=2, max_worker_queue_s=0.1)
     for _ in range(5):
         desk.enter(10, expected_output_tokens=500)
@@ -446,7 +446,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_with_prediction_and_deadline()
 
 
 @pytest.mark.parametrize(("slo_s", "is_foreseen"), [(2.0, True), (0.5, False)])
-def test_who_is_refused_for_others_is_expected_to_go_first_later(slo_s: float, is_foreseen: bool) -> None:
+def test_a_tenant_refused_because_of_others_is_expected_to_go_first_later(slo_s: float, is_foreseen: bool) -> None:
     desk = make_desk()
     for tenant, num_served in (("a", 8), ("c", 12)):
         for _ in range(num_served):
@@ -469,7 +469,7 @@ def test_who_is_refused_for_others_is_expected_to_go_first_later(slo_s: float, i
     assert (start_s() > before_s) is is_foreseen, "what would be late with nobody before it is never let in"
 
 
-def test_of_many_tenants_at_twice_the_capacity_the_admitted_keep_their_deadlines() -> None:
+def test_admitted_requests_meet_their_deadlines_at_twice_the_capacity_with_many_tenants() -> None:
     admitted = []
     for seed in range(3):
         print(f"seed {seed}")
@@ -495,7 +495,7 @@ def test_an_idle_worker_is_worth_a_try_so_that_a_wrong_model_learns() -> None:
     desk.enter(1000, ttft_slo_s=0.1, now=refused.value.retry_after_s)
 
 
-def test_who_waits_in_vain_is_dropped_when_that_is_known() -> None:
+def test_a_request_is_dropped_as_soon_as_it_is_known_to_be_late() -> None:
     desk = make_desk()
     desk.enter()
     desk.decide()
@@ -521,7 +521,7 @@ def test_without_workers_nothing_waits() -> None:
         desk.enter()
 
 
-def test_refusing_takes_no_time_however_many_wait() -> None:
+def test_a_refusal_takes_no_longer_with_thousands_waiting() -> None:
     desk = make_desk(*[Role.PREFILL, Role.DECODE] * 4)
     for number in range(5000):
         desk.enter(100, tenant=f"t{number % 50}", priority=number % 7)
@@ -536,7 +536,7 @@ def test_refusing_takes_no_time_however_many_wait() -> None:
     assert len(desk.admission) > 4000
 
 
-def test_a_client_that_comes_back_when_told_is_let_in() -> None:
+def test_a_client_that_retries_after_the_given_time_is_admitted() -> None:
     refused_jobs = 0
     for seed in range(5):
         print(f"seed {seed}")
@@ -560,7 +560,7 @@ def test_a_client_that_comes_back_when_told_is_let_in() -> None:
     assert refused_jobs >= 4
 
 
-def test_each_tenant_is_expected_to_answer_at_its_own_length() -> None:
+def test_each_tenant_has_its_own_expected_length() -> None:
     lengths = AnswerLengths()
     for _ in range(200):
         lengths.note("long", 1000)
@@ -571,7 +571,7 @@ def test_each_tenant_is_expected_to_answer_at_its_own_length() -> None:
     assert 10 < lengths.expected("new", 10_000) < 1000
 
 
-def test_of_very_many_tenants_the_mean_length_of_the_one_that_answered_longest_ago_is_forgotten() -> None:
+def test_beyond_the_limit_only_the_least_recent_tenant_is_forgotten() -> None:
     lengths = AnswerLengths()
     for _ in range(200):
         lengths.note("oldest", 1000)
@@ -582,7 +582,7 @@ def test_of_very_many_tenants_the_mean_length_of_the_one_that_answered_longest_a
     assert lengths.expected("oldest", 10_000) == lengths.expected("new", 10_000) < 20
 
 
-def test_of_very_many_tenants_the_latest_priority_of_the_others_is_kept() -> None:
+def test_priorities_of_tenants_within_the_limit_are_kept() -> None:
     desk = make_desk(one_priority=True, max_queued_prompt_tokens=10**9)
     request = make_request(1, tenant="mixed")
     desk.admission.enter(request, desk.admission.forecast(request, 0.0), 0.0)
@@ -622,7 +622,7 @@ ARRIVALS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(arrivals=ARRIVALS, num_prefill=st.integers(0, 2), dies_s=st.sampled_from([None, 0.5, 2.0]))
-def test_every_way_out_gives_everything_back(arrivals: list[Arrival], num_prefill: int, dies_s: float | None) -> None:
+def test_every_request_gives_everything_back(arrivals: list[Arrival], num_prefill: int, dies_s: float | None) -> None:
     arrivals = [a for a in arrivals if a.leaves_s > a.time_s]
     cluster = VirtualCluster(num_prefill=num_prefill, num_decode=1)
     first = next(iter(cluster.registry)).worker_id

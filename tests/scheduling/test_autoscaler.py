@@ -145,7 +145,7 @@ def test_holds_and_says_why(observation: Observation, reason: str) -> None:
     assert f"{decision.prefill_wait_s:.2f}" in decision.reason
 
 
-def test_a_pool_that_died_out_gets_a_worker() -> None:
+def test_an_empty_pool_gets_a_worker() -> None:
     decision, _ = decide(make_observation(3, 0, seqs=1), 0.0, AutoscalerState(), EAGER)
     assert decision.flip is not None
     assert decision.flip.to_role == D
@@ -239,7 +239,7 @@ def test_observes_the_registry_in_the_units_of_the_cost_model() -> None:
     assert observe([], costs, 64.0).workers == ()
 
 
-def test_what_waits_for_room_or_a_seat_shows_that_the_decode_pool_is_short() -> None:
+def test_sequences_that_wait_for_room_or_a_seat_show_that_the_decode_pool_is_short() -> None:
     registry, costs = Registry(), CostModel()
     for worker_id, role in (("p0", P), ("p1", P), ("d", D)):
         add_ready(registry, make_card(worker_id, role))

@@ -59,19 +59,19 @@ def tier(name: str, capacity_blocks: int) -> TierLoad:
     )
 
 
-def test_without_workers_and_requests_there_is_nothing_to_say() -> None:
+def test_without_workers_and_requests_the_report_is_empty() -> None:
     report = make_sizing().report()
     assert (report["num_tokens"], report["capacities"], report["tenants"]) == (0, [], {})
 
 
-def test_answers_for_sizes_around_the_pools() -> None:
+def test_reports_sizes_around_the_pools() -> None:
     rows = make_sizing(30, 40).report()["capacities"]
     assert [row["num_blocks"] for row in rows] == [8, 16, 32, 64, 70, 128, 140, 256, 512, 1024, 2048]
     assert [row["num_blocks"] for row in rows if row["configured"] == ["pool"]] == [70]
     assert rows[3]["num_bytes"] == 64 * 16 * 23_040
 
 
-def test_a_larger_cache_is_seen_to_find_more() -> None:
+def test_a_larger_cache_is_predicted_to_find_more() -> None:
     sizing = make_sizing(40)
     for _ in range(10):
         for start in (0, 20, 40, 60):  # 80 blocks in turn: more than fit
@@ -81,7 +81,7 @@ def test_a_larger_cache_is_seen_to_find_more() -> None:
     assert ratios[128] == pytest.approx(0.9)
 
 
-def test_tiers_count_by_whom_they_belong_to() -> None:
+def test_tiers_count_by_owner() -> None:
     sizing = make_sizing(10, 10)
     for idx in range(2):
         sizing._registry.note_tiers(f"w{idx}", [tier("host", 100), tier("disk", 700), tier("object", 9000)], None)
@@ -106,7 +106,7 @@ def test_the_next_turn_finds_the_answer() -> None:
     assert sizing.hit_ratios([100]) == [pytest.approx(30 / 50)]
 
 
-def test_an_answer_alone_counts_for_nothing() -> None:
+def test_an_answer_alone_counts_nothing() -> None:
     sizing = make_sizing(100)
     for _ in range(2):
         observe(sizing, BLOCKS[:10], answer=BLOCKS[10:30])

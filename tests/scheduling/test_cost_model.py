@@ -50,7 +50,7 @@ def _with_duration(step: StepStats, duration_s: float) -> StepStats:
     )
 
 
-def test_the_prior_predicts_before_anything_was_seen() -> None:
+def test_the_prior_predicts_before_any_measurement() -> None:
     model = CostModel().steps("cpu-1")
     assert model.costs.step_s(1, 128) == pytest.approx(20e-3 + 0.6e-3 + 128 * 1.5e-6)
     assert 1.0 < model.prefill_s(2048, 0, 512) < 2.5
@@ -109,7 +109,7 @@ def test_one_stall_hardly_matters() -> None:
 
 
 @pytest.mark.parametrize("duration_s", [math.nan, math.inf, 0.0, -1.0])
-def test_junk_changes_nothing(duration_s: float) -> None:
+def test_implausible_measurements_change_nothing(duration_s: float) -> None:
     model = learned(20)
     costs, count = model.costs, model.num_measurements
     model.observe(_with_duration(make_step(TRUTH, seqs=3, kv=10), duration_s))
@@ -185,7 +185,7 @@ def test_workers_of_one_kind_share_a_model_and_export_it() -> None:
 
 
 @pytest.mark.parametrize("factor", [30.0, 1 / 30])
-def test_a_change_that_lasts_is_followed_soon(factor: float) -> None:
+def test_a_lasting_change_is_followed_soon(factor: float) -> None:
     model, rng = learned(), random.Random(2)
     changed = StepCosts(*(factor * cost for cost in TRUTH))
     for _ in range(60):
@@ -195,14 +195,14 @@ def test_a_change_that_lasts_is_followed_soon(factor: float) -> None:
     )
 
 
-def test_a_link_a_thousand_times_slower_than_thought_is_known_soon() -> None:
+def test_a_link_a_thousand_times_slower_than_its_prior_is_learned_soon() -> None:
     model = TransferModel()
     for _ in range(20):
         model.observe(1e6, 5.0)
     assert model.costs.transfer_s(1e6) == pytest.approx(5.0, rel=0.1)
 
 
-def test_outliers_to_both_sides_are_no_change() -> None:
+def test_outliers_to_both_sides_are_not_a_change() -> None:
     model, rng = learned(), random.Random(3)
     before = model.costs.step_s(8, 8000)
     for number in range(40):

@@ -59,7 +59,7 @@ def test_seconds_count_not_requests() -> None:
     assert tenants(serve(queue, 30)) == {"a": 6, "c": 24}
 
 
-def test_what_one_leaves_goes_to_the_others() -> None:
+def test_unused_shares_go_to_the_others() -> None:
     queue = make_queue()
     queue.add(make_entry("b"))
     for _ in range(10):
@@ -68,7 +68,7 @@ def test_what_one_leaves_goes_to_the_others() -> None:
 
 
 @pytest.mark.parametrize("idle_s", [0.0, 1000.0])
-def test_who_was_idle_has_a_bounded_credit_and_who_was_alone_no_debt(idle_s: float) -> None:
+def test_an_idle_tenant_has_a_bounded_credit_and_a_lone_tenant_no_debt(idle_s: float) -> None:
     queue = make_queue()
     for _ in range(100):
         queue.add(make_entry("a"))
@@ -82,7 +82,7 @@ def test_who_was_idle_has_a_bounded_credit_and_who_was_alone_no_debt(idle_s: flo
     assert abs(rest["a"] - rest["c"]) <= 1, "then in turn"
 
 
-def test_a_clump_of_a_tenant_below_its_share_is_within_it() -> None:
+def test_a_burst_of_a_tenant_below_its_share_is_within_it() -> None:
     queue = make_queue()
     for _ in range(100):
         queue.add(make_entry("a"))
@@ -117,7 +117,7 @@ def test_the_more_urgent_goes_first_within_its_tenant_only() -> None:
     assert order.index(next(entry for entry in order if entry.tenant == "c")) < 2, "priorities are no other tenant's"
 
 
-def test_nobody_is_overtaken_for_ever() -> None:
+def test_no_request_is_overtaken_for_ever() -> None:
     queue = make_queue()
     patient = make_entry(priority=100)
     queue.add(patient)
@@ -129,7 +129,7 @@ def test_nobody_is_overtaken_for_ever() -> None:
     assert MAX_OVERTAKEN_S <= now < MAX_OVERTAKEN_S + OLDEST_FIRST_INTERVAL
 
 
-def test_an_old_backlog_takes_a_part_only_from_what_is_urgent() -> None:
+def test_an_old_backlog_takes_only_a_part_from_urgent_requests() -> None:
     queue, now = make_queue(), 2 * MAX_OVERTAKEN_S
     for _ in range(100):
         queue.add(make_entry(priority=5))
@@ -138,7 +138,7 @@ def test_an_old_backlog_takes_a_part_only_from_what_is_urgent() -> None:
     assert Counter(entry.priority for entry in serve(queue, 40, now)) == {5: 10, 0: 30}
 
 
-def test_ahead_is_the_own_line_and_what_others_are_served_meanwhile() -> None:
+def test_ahead_are_own_requests_and_those_that_others_are_served_meanwhile() -> None:
     queue = make_queue()
     for _ in range(4):
         queue.add(make_entry("a"))
@@ -150,7 +150,7 @@ def test_ahead_is_the_own_line_and_what_others_are_served_meanwhile() -> None:
     assert queue.ahead("c", 0, 0.0).worker_s == 100 + 4
 
 
-def test_who_asks_a_lot_is_expected_to_go_on() -> None:
+def test_demand_is_expected_to_continue() -> None:
     queue = make_queue()
     for i in range(100):
         queue.add(make_entry("c", arrived_s=i / 10))
@@ -162,7 +162,7 @@ def test_who_asks_a_lot_is_expected_to_go_on() -> None:
     assert some == pytest.approx(2.0 * 10 * (1 - math.exp(-1)), rel=0.02), "of ten a second the window has seen this"
 
 
-def test_what_was_refused_was_asked_too_but_strangers_are_not_remembered() -> None:
+def test_refused_requests_count_as_demand_of_known_tenants() -> None:
     queue = make_queue()
     queue.add(make_entry("c"))
     serve(queue, 1)
@@ -184,7 +184,7 @@ def test_tenants_that_ask_no_more_are_forgotten() -> None:
     queue.check_integrity()
 
 
-def test_of_very_many_tenants_those_that_asked_longest_ago_are_forgotten_and_no_others() -> None:
+def test_beyond_the_limit_only_the_least_recent_tenants_are_forgotten() -> None:
     queue = make_queue()
     for tenant in ("debtor", "oldest", "debtor"):
         queue.add(make_entry(tenant, worker_s=100.0))
@@ -217,7 +217,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_books_agree_and_everyone_is_served_once(steps: list[tuple[str, str, int, float, float]]) -> None:
+def test_sums_agree_and_each_request_is_served_once(steps: list[tuple[str, str, int, float, float]]) -> None:
     queue, waiting, now = make_queue(), set[QueueEntry](), 0.0
     for action, tenant, priority, worker_s, pause_s in steps:
         now += pause_s

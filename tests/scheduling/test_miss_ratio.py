@@ -21,7 +21,7 @@ def observe(curve: MissRatioCurve, *blocks: int, num_tokens: int | None = None, 
     curve.observe(digests, len(blocks) * curve.block_size if num_tokens is None else num_tokens, tenant=tenant)
 
 
-def test_nothing_seen_is_nothing_found() -> None:
+def test_without_traffic_nothing_is_found() -> None:
     curve = MissRatioCurve(16)
     assert curve.curve([1, 100]) == [0.0, 0.0]
     observe(curve)
@@ -29,7 +29,7 @@ def test_nothing_seen_is_nothing_found() -> None:
     assert curve.curve([1, 100]) == [0.0, 0.0]
 
 
-def test_a_chain_is_found_where_all_of_it_fits() -> None:
+def test_a_chain_is_found_in_caches_that_hold_all_of_it() -> None:
     curve = MissRatioCurve(16)
     for _ in range(100):
         observe(curve, *range(10))
@@ -37,7 +37,7 @@ def test_a_chain_is_found_where_all_of_it_fits() -> None:
     assert curve.curve([5])[0] == pytest.approx(0.99 / 2, abs=0.06)
 
 
-def test_what_was_used_in_between_makes_it_deeper() -> None:
+def test_blocks_used_in_between_make_a_chain_deeper() -> None:
     curve = MissRatioCurve(16)
     for _ in range(100):
         observe(curve, 1)
@@ -78,7 +78,7 @@ def test_too_many_tenants_share_one_count() -> None:
     }
 
 
-def test_tenants_that_faded_make_room() -> None:
+def test_faded_tenants_make_room() -> None:
     curve = MissRatioCurve(16, max_tenants=1)
     observe(curve, 1, tenant="a")
     curve.fade(0.05)
@@ -86,7 +86,7 @@ def test_tenants_that_faded_make_room() -> None:
     assert set(curve.report([1])["tenants"]) == {"b"}
 
 
-def test_an_answer_is_found_by_who_asks_for_it() -> None:
+def test_an_answer_is_found_by_a_prompt_that_contains_it() -> None:
     curve = MissRatioCurve(16)
     curve.observe(DIGESTS[:2], 32, answer=DIGESTS[2:4])
     curve.observe(DIGESTS[:2], 32, answer=DIGESTS[2:4])  # found again, but not asked for

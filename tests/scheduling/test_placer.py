@@ -113,7 +113,7 @@ def test_a_long_prompt_leaves_a_busy_decode_worker_alone() -> None:
     assert placement.runner_up.terms.delay_s == pytest.approx(4 * placement.runner_up.terms.prefill_s, rel=0.3)
 
 
-def test_excluded_workers_take_nothing_and_are_no_reason() -> None:
+def test_excluded_workers_take_nothing_and_are_not_counted_as_skipped() -> None:
     pool = make_pair(batch=4)
     placement = pool.placer.place(make_request(2048), 0.0, excluded={"p"})
     assert (chosen(placement), placement.runner_up, placement.skipped) == (("d", "d"), None, {})
@@ -141,7 +141,7 @@ def test_a_prompt_that_another_worker_has_is_read_from_there() -> None:
     assert placement.best.explain()["kv_holder"] == "d"
 
 
-def test_nothing_is_read_from_a_worker_with_less_or_with_what_is_only_expected() -> None:
+def test_nothing_is_read_from_a_worker_with_fewer_or_only_speculative_blocks() -> None:
     pool = make_pair(batch=4)
     pool.cache("p", chain(100))
     pool.cache("d", chain(90))
@@ -164,7 +164,7 @@ def test_an_idle_decode_worker_saves_the_handoff_of_a_short_prompt_only() -> Non
     assert chosen(make_pair(local_prefill=False).place(4)) == ("p", "d")
 
 
-def test_without_prefill_workers_decode_workers_do_it_all() -> None:
+def test_without_prefill_workers_decode_workers_do_everything() -> None:
     pool = Pool(local_prefill=False)
     pool.add("d", Role.DECODE)
     assert chosen(pool.place(2048)) == ("d", "d")
@@ -207,7 +207,7 @@ def test_the_last_prompt_token_is_computed_even_on_a_full_hit() -> None:
     assert (placement.best.num_cached_tokens, placement.num_new_tokens) == (63, 1)
 
 
-def test_ties_go_to_the_worker_with_the_least_work_done() -> None:
+def test_ties_go_to_the_worker_with_the_least_work_placed() -> None:
     pool = Pool()
     for worker_id in ("a", "b", "c"):
         pool.add(worker_id, Role.COLOCATED)
@@ -249,7 +249,7 @@ def test_a_worker_without_a_free_seat_is_avoided(role: Role) -> None:
     assert wait_s == pytest.approx(lifetime_s / 2), "of two, one ends after half of a lifetime"
 
 
-def test_how_many_seats_a_worker_has_may_be_unknown() -> None:
+def test_the_number_of_seats_may_be_unknown() -> None:
     pool = Pool()
     pool.add("a", Role.COLOCATED)
     for _ in range(1000):
@@ -257,7 +257,7 @@ def test_how_many_seats_a_worker_has_may_be_unknown() -> None:
     assert pool.place(100).best.terms.memory_s == 0
 
 
-def test_nothing_to_serve_says_why() -> None:
+def test_without_a_usable_worker_the_error_says_why() -> None:
     pool = Pool()
     with pytest.raises(NoWorker, match="none is connected"):
         pool.place(10)
@@ -281,7 +281,7 @@ def test_explains_itself_in_seconds() -> None:
     assert winner["total_s"] < loser["total_s"]  # type: ignore[operator]
 
 
-def test_shows_the_next_best_where_asked() -> None:
+def test_shows_the_next_best_candidates_on_request() -> None:
     pool = make_pair(batch=4)
     pool.add("q", Role.PREFILL)
     pool.book("q", "d", new=512)
@@ -291,7 +291,7 @@ def test_shows_the_next_best_where_asked() -> None:
     assert pool.place(2048).others == ()
 
 
-def test_what_is_held_for_a_worker_counts_as_its_queue() -> None:
+def test_work_held_for_a_worker_counts_as_its_queue() -> None:
     pool = Pool()
     for worker_id in ("a", "b"):
         pool.add(worker_id, Role.COLOCATED)
@@ -331,7 +331,7 @@ def test_the_faster_of_two_tiers_is_taken_unless_the_slower_one_has_much_more() 
         assert pool.place(1600, digests=digests).best.tier == expected
 
 
-def test_what_a_peer_has_in_host_memory_can_be_read_and_what_it_has_on_disk_cannot() -> None:
+def test_a_peers_host_memory_can_be_read_and_its_disk_cannot() -> None:
     for name, expected in (("host", "b"), ("disk", None)):
         pool, digests = Pool(), chain(100)
         for worker_id in ("a", "b"):
@@ -406,7 +406,7 @@ def shake(rng: random.Random, pool: Pool, bookings: list[Booking]) -> None:
         pool.costs.transfer("cpu-1", "cpu-1").observe(1e8, rng.choice([1e-3, 1.0]))
 
 
-def test_tenants_and_adapters_keep_to_their_workers_and_the_others_are_counted() -> None:
+def test_tenants_and_adapters_are_restricted_to_their_workers_and_skipped_ones_are_counted() -> None:
     pool = Pool()
     for worker_id, role, adapters in [
         ("prefill-0", Role.PREFILL, ["sql"]),
@@ -437,7 +437,7 @@ def test_tenants_and_adapters_keep_to_their_workers_and_the_others_are_counted()
         place("*-0", adapter="x")
 
 
-def test_a_tenants_workers_are_those_that_are_there_now() -> None:
+def test_a_tenants_patterns_match_workers_that_join_later() -> None:
     pool = make_pair()
     request = make_request(4, workers=("d*",))
     assert chosen(pool.placer.place(request, 0.0)) == ("d", "d")
@@ -448,7 +448,7 @@ def test_a_tenants_workers_are_those_that_are_there_now() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 10**6), num_workers=st.integers(2, 14), num_prompt_tokens=st.integers(1, 3000))
-def test_decides_as_one_does_who_looks_at_every_candidate(seed: int, num_workers: int, num_prompt_tokens: int) -> None:
+def test_decides_as_an_exhaustive_search_does(seed: int, num_workers: int, num_prompt_tokens: int) -> None:
     rng = random.Random(seed)
     digests = chain(num_prompt_tokens // 16)
     pool, bookings = random_pool(rng, num_workers, digests)
@@ -495,7 +495,7 @@ def naive_reason(worker: RegisteredWorker, request: PlacementRequest) -> str | N
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_reasons_are_counted_as_worker_by_worker(seed: int) -> None:
+def test_reasons_are_counted_as_in_a_loop_over_workers(seed: int) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
     pool = Pool()

@@ -44,7 +44,7 @@ def test_finds_the_longest_prefix_of_every_worker() -> None:
     assert index.longest_prefix([], now=0.0) == {}
 
 
-def test_what_is_only_expected_is_not_held() -> None:
+def test_speculative_blocks_are_not_held() -> None:
     index = make_index("w0", "w1")
     prompt = chain("a", 7)
     index.apply(make_events(1, stored=prompt[:3]))
@@ -54,7 +54,7 @@ def test_what_is_only_expected_is_not_held() -> None:
     assert [index.count_held("w0", prompt, num) for num in range(5)] == [0, 1, 2, 3, 3]
 
 
-def test_a_gap_asks_for_a_snapshot_until_it_came() -> None:
+def test_a_gap_asks_for_a_snapshot_until_it_comes() -> None:
     index = make_index("w0")
     blocks = chain("a", 4)
     assert not index.apply(make_events(1, stored=blocks[:1]))
@@ -104,7 +104,7 @@ def test_a_worker_that_leaves_takes_everything_with_it_and_its_bit_is_reused() -
     assert index.num_blocks("w0") == 0
 
 
-def test_siblings_see_a_decision_for_a_short_while() -> None:
+def test_later_requests_see_a_decision_for_a_short_time() -> None:
     index = make_index("w0", "w1")
     prompt = chain("a", 4)
     index.apply(make_events(1, stored=prompt[:1], worker_id="w1"))

@@ -55,14 +55,14 @@ def test_tells_listeners_each_change_and_forgets_the_dead() -> None:
     assert registry.get("w0") is None
 
 
-def test_refuses_transitions_that_make_no_sense() -> None:
+def test_refuses_impossible_transitions() -> None:
     registry = Registry()
     registry.add(make_card("w0"), now=0.0)
     with pytest.raises(AssertionError, match="cannot go from starting to draining"):
         registry.set_state("w0", WorkerState.DRAINING, "test")
 
 
-def test_a_role_decides_what_a_ready_worker_is_given() -> None:
+def test_the_role_decides_what_a_ready_worker_gets() -> None:
     registry = make_registry("w0")
     worker = get(registry, "w0")
     assert (can_prefill(worker), can_decode(worker)) == (False, True)
@@ -92,7 +92,7 @@ def test_a_booking_is_on_both_workers_until_released() -> None:
     assert (prefill.num_placed_tokens, decode.num_placed_tokens) == (100, 210)
 
 
-def test_steps_work_the_queue_off_before_the_first_token_comes() -> None:
+def test_steps_shorten_the_queue_before_the_first_token_comes() -> None:
     registry = make_registry("w0")
     worker = get(registry, "w0")
     model = StepModel(CPU_PRIOR)
@@ -123,7 +123,7 @@ def test_a_booking_outlives_its_worker_harmlessly() -> None:
     assert registry.queued_prompt_tokens == 0
 
 
-def test_the_table_follows_bookings_and_knows_a_restarted_worker_from_its_former_self() -> None:
+def test_the_table_follows_bookings_and_tells_a_restarted_worker_from_its_predecessor() -> None:
     registry = make_registry("p", "d")
     booking = reserve(registry, "p", "d", new=1000)
     assert registry.table.uncomputed_tokens.tolist() == [1000, 0]

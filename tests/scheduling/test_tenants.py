@@ -14,7 +14,7 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_policies_come_from_the_file_and_the_rest_from_its_default(tmp_path: Path) -> None:
+def test_policies_come_from_the_file_and_missing_values_from_its_default(tmp_path: Path) -> None:
     tenants = load_tenants(
         write(tmp_path, "[default]\nttft_slo_ms = 5000\n[tenants.search]\nweight = 4\nmax_queue_share = 0.5\n")
     )
@@ -23,7 +23,7 @@ def test_policies_come_from_the_file_and_the_rest_from_its_default(tmp_path: Pat
     assert [tenants.label(name) for name in ("search", "default", "anyone")] == ["search", "default", "other"]
 
 
-def test_a_tenant_may_be_kept_to_some_workers(tmp_path: Path) -> None:
+def test_a_tenant_may_be_restricted_to_some_workers(tmp_path: Path) -> None:
     text = '[default]\nworkers = ["*-0"]\n[tenants.a]\nweight = 2\n[tenants.b]\nworkers = ["prefill-1", "decode-*"]\n'
     tenants = load_tenants(write(tmp_path, text))
     workers = [tenants.policy(name).workers for name in ("anyone", "a", "b")]
@@ -39,7 +39,7 @@ def test_tenants_may_share_their_caches(tmp_path: Path) -> None:
     assert "" not in {scopes.of(name, "") for name in ("anyone", "a", "b")}  # so that an engine is always told one
 
 
-def test_tenants_share_nothing_by_default_and_everything_where_no_key_tells_them_apart() -> None:
+def test_tenants_share_nothing_by_default_and_everything_without_keys() -> None:
     names, salts = ("a", "b", "default"), ("", "s")
     assert len({CacheScopes(Tenants(), has_keys=True).of(name, salt) for name in names for salt in salts}) == 6
     assert len({CacheScopes(Tenants(), has_keys=False).of(name, salt) for name in names for salt in salts}) == 2
@@ -74,11 +74,11 @@ def test_without_a_file_all_are_alike() -> None:
         ("# later", "is empty; write .default. or .tenants.NAME., or leave the file out"),
     ],
 )
-def test_a_bad_file_is_told_with_key_value_and_remedy(tmp_path: Path, text: str, message: str) -> None:
+def test_a_bad_file_is_reported_with_key_value_and_remedy(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_tenants(write(tmp_path, text))
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere.toml' cannot be read: No such file"):
         load_tenants(str(tmp_path / "nowhere.toml"))

@@ -52,7 +52,7 @@ def test_a_summary_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("ttft_s", "itl_s", "is_met"), [(1.0, 0.1, True), (0.99, 0.1, False), (1.0, 0.099, False)])
-def test_an_slo_needs_both(ttft_s: float, itl_s: float, is_met: bool) -> None:
+def test_an_slo_needs_both_limits(ttft_s: float, itl_s: float, is_met: bool) -> None:
     assert Slo(ttft_s, itl_s).is_met(make_job(0, 0.0, 1.0, 2.0, 11)) == is_met
 
 
@@ -83,7 +83,7 @@ def make_real_outcome() -> Outcome:
     return simulate(requests, Cluster(machine=MACHINES["h200-8b"], num_prefill=1, num_decode=1), "tandem")
 
 
-def test_a_report_contains_its_plots_and_needs_nothing_else() -> None:
+def test_a_report_contains_its_plots() -> None:
     pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
     page = html_report("Title <1>", {"load": "85 % & more"}, [make_real_outcome()], Slo(1.0, 0.1))
     assert "Title &lt;1&gt;" in page

@@ -57,7 +57,7 @@ def chosen(policy: Policy, request: RoutingRequest | None = None) -> str:
     return policy.choose(request or make_request(), 0.0).prefill.worker_id
 
 
-def test_round_robin_takes_each_in_turn_in_both_pools() -> None:
+def test_round_robin_takes_one_worker_after_the_other_in_both_pools() -> None:
     fleet = make_fleet(2, Role.PREFILL, "p")
     for worker_id in ("d0", "d1", "d2"):
         join(fleet, worker_id, Role.DECODE)
@@ -146,7 +146,7 @@ def test_load_routers_decode_where_the_load_is_least() -> None:
         assert make_policy(name, fleet).choose(make_request(), 0.0).decode.worker_id == "d1", name
 
 
-def test_a_choice_expects_what_the_index_knows() -> None:
+def test_a_choice_expects_the_hits_of_the_index() -> None:
     fleet = make_fleet(1)
     cache(fleet, "w0", 10)
     for name in POLICIES:

@@ -61,7 +61,7 @@ def test_a_prefix_two_sequences_use_counts_once() -> None:
     pool.check_integrity()
 
 
-def test_the_slower_of_two_equal_prompts_keeps_its_blocks_to_itself() -> None:
+def test_the_slower_of_two_equal_prompts_keeps_its_blocks_private() -> None:
     pool = Pool(10)
     a = chain("a", 3)
     first, second = allocate(pool, a, 4), allocate(pool, a, 4)
@@ -75,7 +75,7 @@ def test_the_slower_of_two_equal_prompts_keeps_its_blocks_to_itself() -> None:
     pool.check_integrity()
 
 
-def test_what_a_peer_has_read_goes_first_up_to_where_another_chain_hangs() -> None:
+def test_blocks_that_a_peer_has_read_are_evicted_first_unless_another_chain_continues_them() -> None:
     pool = Pool(8)
     shared = chain("s", 2)
     a, b = shared + chain("a", 2), shared + chain("b", 2)
@@ -92,7 +92,7 @@ def test_what_a_peer_has_read_goes_first_up_to_where_another_chain_hangs() -> No
     assert pool.take_events() == ([], [b[3], b[2], b"c1"])
 
 
-def test_books_agree_through_random_use() -> None:
+def test_counts_agree_through_random_use() -> None:
     seed = 5
     print(f"seed {seed}")
     rng = random.Random(seed)

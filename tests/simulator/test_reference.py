@@ -72,14 +72,14 @@ def check(cell: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell[:2] in QUICK], ids=" ".join)
-def test_published_numbers_come_out(cell: tuple[str, ...]) -> None:
+def test_published_numbers_are_reproduced(cell: tuple[str, ...]) -> None:
     check(cell)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell[:2] not in QUICK], ids=" ".join)
-def test_all_published_numbers_come_out(cell: tuple[str, ...]) -> None:
+def test_all_published_numbers_are_reproduced(cell: tuple[str, ...]) -> None:
     check(cell)
 
 

@@ -55,7 +55,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_everything_is_served_once_and_all_of_it(policy: str, shape: str) -> None:
+def test_every_request_is_served_once_and_completely(policy: str, shape: str) -> None:
     requests = make_chats(mean_gap_s=0.1)
     outcome = simulate(requests, SHAPES[shape], policy)
     assert outcome.num_refused == 0
@@ -104,7 +104,7 @@ def test_the_router_learns_what_steps_cost() -> None:
     assert outcome.step_error < 0.05  # its prior is off by a factor of two to seven
 
 
-def test_a_long_prompt_takes_no_room_to_decode_in_before_it_is_computed() -> None:
+def test_a_long_prompt_reserves_no_room_to_decode_before_it_is_computed() -> None:
     machine = replace(MACHINES["h200-8b"], pool_tokens=600_000)
     requests = [TraceRequest(0.0, 500_000, 50, ()), TraceRequest(5.0, 150_000, 50, ())]
     outcome = simulate(requests, make_cluster(num_prefill=2, num_decode=1, machine=machine), "round_robin")
@@ -118,7 +118,7 @@ def test_a_long_prompt_takes_no_room_to_decode_in_before_it_is_computed() -> Non
         assert job.second_token_s - job.first_token_s < 1.0, "its room was there when its prompt was computed"
 
 
-def test_a_peer_is_read_where_that_is_faster_and_its_copy_is_demoted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_is_read_if_that_is_faster_and_its_copy_is_demoted(monkeypatch: pytest.MonkeyPatch) -> None:
     demoted: list[int] = []
     monkeypatch.setattr(Pool, "demote", lambda self, digests: demoted.append(self.count_cached(digests)))
     # A prompt is cached on one worker, which gets a much longer one behind it; then the prompt comes again.
@@ -138,7 +138,7 @@ def test_a_peer_is_read_where_that_is_faster_and_its_copy_is_demoted(monkeypatch
     assert reading.jobs[2].first_token_s < computing.jobs[2].first_token_s  # type: ignore[operator]
 
 
-def test_nothing_is_demoted_where_nothing_is_read() -> None:
+def test_without_a_read_nothing_is_demoted() -> None:
     scheduled: list[object] = []
     submitted: list[object] = []
     pool = SimpleNamespace(count_cached=lambda digests: 50, demote=None)
@@ -209,7 +209,7 @@ def test_without_cache_a_prefill_pool_is_busy_for_its_load() -> None:
     assert sum(busy_s) / 4 / requests[-1].arrival_s == pytest.approx(0.6, rel=0.05)
 
 
-def test_prompts_that_are_read_from_peers_do_not_lock_the_pools_up() -> None:
+def test_prompts_read_from_peers_do_not_block_the_pools() -> None:
     """Room reserved before a prompt is queued was held by those still being read against those that passed them."""
     machine = replace(MACHINES["h200-8b"], pool_tokens=14_000, link_bytes_per_s=5e9)
     chats = make_chats(80, seed=4246, mean_gap_s=0.02)

@@ -167,7 +167,7 @@ def test_long_runs_take_few_events() -> None:
     assert sum(run.num_steps for run in recorder.runs) == 49 + 9_999
 
 
-def test_a_prompt_finds_what_an_earlier_one_left() -> None:
+def test_a_prompt_finds_the_blocks_of_an_earlier_one() -> None:
     worker, recorder = make_worker()
     jobs = [make_job(0, prompt=5 * 512, chain="a"), make_job(1, prompt=5 * 512, chain="a", arrival_s=50.0)]
     for job in jobs:
@@ -177,7 +177,7 @@ def test_a_prompt_finds_what_an_earlier_one_left() -> None:
     assert recorder.stored == list(jobs[0].digests)
 
 
-def test_a_sibling_waits_for_the_prefix_that_is_being_computed() -> None:
+def test_a_prompt_waits_for_its_prefix_that_is_being_computed() -> None:
     worker, recorder = make_worker(step_tokens=2048)
     jobs = [make_job(number, prompt=10_300, chain="a") for number in range(2)]
     for job in jobs:
@@ -187,7 +187,7 @@ def test_a_sibling_waits_for_the_prefix_that_is_being_computed() -> None:
     assert recorder.num_prompt_tokens == 10_300 + 60
 
 
-def test_progress_is_told_once() -> None:
+def test_progress_is_reported_once() -> None:
     worker, recorder = make_worker(step_tokens=1000)
     told = []
     worker.submit(make_job(prompt=10_000))
