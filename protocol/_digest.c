@@ -101,7 +101,7 @@ INLINE void hash(uint8_t digest[DIGEST_BYTES], const uint8_t *message, size_t nu
   memcpy(digest, &state[0], DIGEST_BYTES);
 }
 
-// Digest of each block: hash of the previous digest (or `parent`) and the block's bytes. `message` is the buffer for both.
+// Digest of each block: hash of the previous digest (or `parent`) and the block's bytes. `message` buffers both.
 FOR_EACH_PROCESSOR
 static void hash_chain(uint8_t *digests, const Py_buffer *parent, const uint8_t *blocks, size_t num_blocks,
                        size_t block_bytes, uint8_t *message) {

@@ -89,11 +89,6 @@ class SegmentEncoder:
             logger.warning("this tokenizer does not split texts at its special tokens: conversations are encoded whole")
             self._cuts = None
 
-    @property
-    def can_cut(self) -> bool:
-        """Whether long texts are encoded in segments."""
-        return self._cuts is not None
-
     def encode(self, text: str, scope: CacheScope, limit: PromptLimit | None = None) -> list[int]:
         """Ids of the text. Only segments cached in the same scope are reused, so no tenant can time another's.
 
