@@ -36,7 +36,7 @@ _POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class LoadPhase:
     """What the clients send from `begin_s` on, counted from the start of the load."""
 
     name: str
@@ -72,14 +72,14 @@ def _core_share(server: Server, share: float) -> AbstractContextManager[None]:
     return cpu_share([worker["pid"] for workers in pools["roles"].values() for worker in workers], share)
 
 
-def phases(settings: argparse.Namespace) -> list[Phase]:
+def phases(settings: argparse.Namespace) -> list[LoadPhase]:
     """Heavy in prefill, then in decode, then in prefill again."""
     prefill, decode = settings.prefill_heavy, settings.decode_heavy
     kinds = [("prefill-heavy", *prefill), ("decode-heavy", *decode), ("prefill-heavy again", *prefill)]
-    return [Phase(name, idx * settings.phase_s, *shape) for idx, (name, *shape) in enumerate(kinds)]
+    return [LoadPhase(name, idx * settings.phase_s, *shape) for idx, (name, *shape) in enumerate(kinds)]
 
 
-def phase_at(plan: Sequence[Phase], time_s: float) -> Phase:
+def phase_at(plan: Sequence[LoadPhase], time_s: float) -> LoadPhase:
     """The phase this moment belongs to."""
     return [phase for phase in plan if phase.begin_s <= time_s][-1]
 
@@ -87,7 +87,7 @@ def phase_at(plan: Sequence[Phase], time_s: float) -> Phase:
 async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any]:
     """The whole swing on one server."""
     plan = phases(settings)
-    sent: list[tuple[Phase, StreamTiming]] = []
+    sent: list[tuple[LoadPhase, StreamTiming]] = []
     begun, end_s = time.perf_counter(), settings.phase_s * len(plan)
 
     async def client_loop(rng: random.Random) -> None:
@@ -127,7 +127,9 @@ async def _watch_roles(server: Server, begun: float, roles: list[dict[str, Any]]
         await asyncio.sleep(_POLL_S)
 
 
-def _summary(phase: Phase, sent: list[tuple[Phase, StreamTiming]], begun: float, phase_s: float) -> dict[str, Any]:
+def _summary(
+    phase: LoadPhase, sent: list[tuple[LoadPhase, StreamTiming]], begun: float, phase_s: float
+) -> dict[str, Any]:
     timings = [timing for sent_in, timing in sent if sent_in is phase]
     good = [timing for timing in timings if not timing.error]
     begin_s, end_s = begun + phase.begin_s, begun + phase.begin_s + phase_s

@@ -15,7 +15,7 @@ import numpy as np
 
 from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure
 
-__all__ = ["IoResult", "IoThreads", "ReadDone", "ReadJob", "ScanDone", "WriteDone", "WriteJob"]
+__all__ = ["IoResult", "IoThreads", "ReadJob", "ReadResult", "ScanResult", "WriteJob", "WriteResult"]
 
 
 class ReadJob:
@@ -38,7 +38,7 @@ class WriteJob:
         self.data = data
 
 
-class ReadDone(NamedTuple):
+class ReadResult(NamedTuple):
     """One block of a job was read into its buffer, or could not be."""
 
     job: ReadJob
@@ -47,7 +47,7 @@ class ReadDone(NamedTuple):
     seconds: float
 
 
-class WriteDone(NamedTuple):
+class WriteResult(NamedTuple):
     """A block was written, or could not be."""
 
     job: WriteJob
@@ -55,13 +55,13 @@ class WriteDone(NamedTuple):
     seconds: float
 
 
-class ScanDone(NamedTuple):
+class ScanResult(NamedTuple):
     """What the store holds."""
 
     found: Sequence[BlockName] | StoreFailure
 
 
-IoResult: TypeAlias = ReadDone | WriteDone | ScanDone
+IoResult: TypeAlias = ReadResult | WriteResult | ScanResult
 _Task: TypeAlias = Callable[[], IoResult | None]
 
 
@@ -84,7 +84,7 @@ class IoThreads:
             thread.start()
 
     def read(self, job: ReadJob) -> None:
-        """Queue a read. Each block gives a `ReadDone`; those behind a failed one may give none."""
+        """Queue a read. Each block gives a `ReadResult`; those behind a failed one may give none."""
         with self._work:
             self._reads.append(job)
             self._work.notify(len(job.names))
@@ -96,23 +96,23 @@ class IoThreads:
             return not job._num_copying
 
     def write(self, job: WriteJob, evicted: list[BlockName]) -> None:
-        """Queue a write that first deletes `evicted`. It gives a `WriteDone`."""
+        """Queue a write that first deletes `evicted`. It gives a `WriteResult`."""
         self._submit(lambda: self.write_now(job, evicted))
 
-    def write_now(self, job: WriteJob, evicted: list[BlockName]) -> WriteDone:
+    def write_now(self, job: WriteJob, evicted: list[BlockName]) -> WriteResult:
         """The same on the calling thread, for a store to which writing is a copy in memory."""
         begun_at = time.monotonic()
         self._delete_all(evicted)
         failure = self._store.write(job.name, job.data)
-        return WriteDone(job, failure, time.monotonic() - begun_at)
+        return WriteResult(job, failure, time.monotonic() - begun_at)
 
     def delete(self, names: list[BlockName]) -> None:
         """Queue the deletion of these blocks. It gives no result."""
         self._submit(lambda: self._delete_all(names))
 
     def scan(self) -> None:
-        """Queue a scan of the store. It gives a `ScanDone`."""
-        self._submit(lambda: ScanDone(self._store.scan()))
+        """Queue a scan of the store. It gives a `ScanResult`."""
+        self._submit(lambda: ScanResult(self._store.scan()))
 
     def close(self, timeout_s: float) -> bool:
         """Drop all reads, finish the other jobs as far as `timeout_s` allows. True if all threads have ended.
@@ -162,13 +162,13 @@ class IoThreads:
     def _is_wanted(self, job: ReadJob, position: int) -> bool:
         return position < job._limit and not job._is_cancelled and not self._is_closed
 
-    def _read(self, job: ReadJob, position: int, scratch: Block) -> ReadDone | None:
+    def _read(self, job: ReadJob, position: int, scratch: Block) -> ReadResult | None:
         begun_at = time.monotonic()
         data = self._store.read(job.names[position], scratch)
         with self._work:
             if isinstance(data, StoreFailure):
                 job._limit = min(job._limit, position)
-                return ReadDone(job, position, data, time.monotonic() - begun_at)
+                return ReadResult(job, position, data, time.monotonic() - begun_at)
             if not self._is_wanted(job, position):
                 return None
             job._num_copying += 1
@@ -177,7 +177,7 @@ class IoThreads:
         np.copyto(job.buffers[position], data)
         with self._work:
             job._num_copying -= 1
-        return ReadDone(job, position, None, time.monotonic() - begun_at)
+        return ReadResult(job, position, None, time.monotonic() - begun_at)
 
     def _delete_all(self, names: list[BlockName]) -> None:
         for name in names:

@@ -18,7 +18,7 @@ import numpy as np
 from tandem.kv_transfer.eviction.base import EvictionPolicy
 from tandem.kv_transfer.tiers.base import Block, BlockName, BlockStore, StoreFailure
 from tandem.kv_transfer.tiers.block_index import BlockIndex, StoredBlock
-from tandem.kv_transfer.tiers.io_threads import IoThreads, ReadDone, ReadJob, ScanDone, WriteDone, WriteJob
+from tandem.kv_transfer.tiers.io_threads import IoThreads, ReadJob, ReadResult, ScanResult, WriteJob, WriteResult
 from tandem.kv_transfer.tiers.stats import TierCounters, TierStats
 
 __all__ = ["Tier", "TierRead", "TierWrite"]
@@ -212,11 +212,11 @@ class Tier:
         while self._results:
             result = self._results.popleft()
             match result:
-                case ReadDone():
+                case ReadResult():
                     self._read_done(result, now)
-                case WriteDone():
+                case WriteResult():
                     self._write_done(result, now)
-                case ScanDone():
+                case ScanResult():
                     self._reconciling = self._reconcile(result.found, now)
         for load in list(self._live):
             self._settle(load, now)
@@ -294,7 +294,7 @@ class Tier:
             logger.warning("tier %s does not answer; it is not used for %g s", self.name, self._pause_s)
         self._paused_until = self._scan_at = now + self._pause_s  # it may come back with other blocks
 
-    def _read_done(self, done: ReadDone, now: float) -> None:
+    def _read_done(self, done: ReadResult, now: float) -> None:
         load = cast(TierRead, done.job)
         self._counts.seconds_out += done.seconds
         load.read_s += done.seconds
@@ -327,7 +327,7 @@ class Tier:
             self._counts.misses[load.failure] += num_missed
         load.is_done = True
 
-    def _write_done(self, done: WriteDone, now: float) -> None:
+    def _write_done(self, done: WriteResult, now: float) -> None:
         self._counts.seconds_in += done.seconds
         write = cast(TierWrite, done.job)
         if done.failure is not None:

@@ -58,7 +58,7 @@ class InProcessHub:
     """
 
     def __init__(self, judge: Callable[[InProcessWrite], Verdict] | None = None) -> None:
-        self.judge = judge
+        self._judge = judge
         self.lock = threading.RLock()
         self._transports: dict[str, InProcessTransport] = {}
         self._held: dict[tuple[InProcessTransport, InProcessTransport], deque[InProcessWrite]] = {}
@@ -68,6 +68,11 @@ class InProcessHub:
         """Writes held back, oldest first per link."""
         with self.lock:
             return [write for queue in self._held.values() for write in queue]
+
+    def stop_judging(self) -> None:
+        """Deliver every later write."""
+        with self.lock:
+            self._judge = None
 
     def release_held(self) -> None:
         """Deliver everything that was held back."""
@@ -111,7 +116,7 @@ class InProcessHub:
     def submit(self, write: InProcessWrite) -> None:
         """Judge a write and act on the verdict."""
         with self.lock:
-            verdict = self.judge(write) if self.judge else Verdict.DELIVER
+            verdict = self._judge(write) if self._judge else Verdict.DELIVER
             link = (write.sender, write.receiver)
             if verdict is Verdict.FAIL:
                 write.transfer.settle(TransferState.FAILED)

@@ -8,7 +8,7 @@ from benchmarks.cancel import _outcome
 from benchmarks.equality import Answer
 from benchmarks.exposure import exposed_s
 from benchmarks.interference import gaps_within
-from benchmarks.role_flip import Phase, phase_at
+from benchmarks.role_flip import LoadPhase, phase_at
 from benchmarks.throughput import _keep_better
 from tandem.loadtest.client import CUT, StreamTiming
 
@@ -32,7 +32,7 @@ def test_exposed_is_the_first_gap_less_one_decode_step(times_s: tuple[float, ...
 
 
 def test_a_phase_lasts_until_the_next_begins() -> None:
-    plan = [Phase("a", 0.0, 1, 1), Phase("b", 10.0, 1, 1)]
+    plan = [LoadPhase("a", 0.0, 1, 1), LoadPhase("b", 10.0, 1, 1)]
     assert [phase_at(plan, time_s).name for time_s in (0.0, 9.9, 10.0, 99.0)] == ["a", "a", "b", "b"]
 
 

@@ -407,7 +407,7 @@ def test_a_silent_sender_costs_its_lease_and_the_request_in_bounded_time(tiny_mo
                 await request
             decode = cluster.worker("d")
             assert (await cluster.call("d", decode.status)).num_open_leases == 1, "in quarantine: it may still land"
-            cluster.hub.judge = None
+            cluster.hub.stop_judging()
             cluster.hub.release_held()
             await cluster.becomes_idle()
 

@@ -276,7 +276,7 @@ def test_a_read_that_fails_is_computed(tiny_model: Path, oracle: Oracle, verdict
             answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
             assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
             assert outcomes(cluster, "b") == ["failed"]
-            cluster.hub.judge = None
+            cluster.hub.stop_judging()
             again = prompt(rng, 28)
             await ask(cluster, "a", again, request_id="again")
             await ask(cluster, "b", again, KvHolder(cluster.worker("a").address, 28), "again")
