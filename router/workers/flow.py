@@ -16,7 +16,7 @@ from tandem.router.backend import GenerateRequest, TokenDelta
 from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.streams import DeltaQueue, Stream
 from tandem.router.workers.client import WorkerClient
-from tandem.router.workers.generation import Generation, Serving
+from tandem.router.workers.generation import Generation, GenerationContext
 from tandem.router.workers.pins import PinService
 from tandem.router.workers.pool_report import worker_report
 from tandem.router.workers.prompt_hasher import PromptHasher
@@ -77,9 +77,11 @@ class RequestFlow:
         self._clock = clock
         hasher = PromptHasher(registry)
         self.cache = PinService(registry, index, workers, config, hasher.digests, clock=clock)
-        self._serving = Serving(
+        self._context = GenerationContext(
             admission=self.admission,
-            queue=AdmissionQueue(self.admission, registry, self._book, timeout_s=config.request_timeout_s, clock=clock),
+            admission_queue=AdmissionQueue(
+                self.admission, registry, self._book, timeout_s=config.request_timeout_s, clock=clock
+            ),
             hasher=hasher,
             workers=workers,
             pins=self.cache,
@@ -112,33 +114,33 @@ class RequestFlow:
     @property
     def num_handoffs(self) -> int:
         """Requests that both workers of a pair sent tokens for."""
-        return self._serving.num_handoffs
+        return self._context.num_handoffs
 
     @property
     def num_running(self) -> int:
         """Requests that were dispatched and have not ended."""
-        return len(self._serving.running)
+        return len(self._context.running)
 
     def serve(self, request: GenerateRequest) -> Stream[TokenDelta]:
         """Generate, ending with a delta that has a `finish_reason`.
 
         The stream raises a `ServingError`. Closing it cancels the request on its workers without waiting for them.
         """
-        return Generation(self._serving, request, DeltaQueue(self._scheduler))
+        return Generation(self._context, request, DeltaQueue(self._scheduler))
 
     def shut_down(self) -> None:
         """End every request with an error and refuse new ones: the server stops. Call it in the event loop."""
-        self._serving.shut_down()
+        self._context.shut_down()
 
     async def explain(self, request: GenerateRequest) -> dict[str, Any]:
         """What would be decided for this request now, as JSON; nothing is sent or booked. Raises `NoWorker`."""
-        serving = self._serving
-        digests = await serving.hasher.digests(request.token_ids, request.cache_scope, request.adapter)
-        return serving.queue.explain(serving.placement_request(request, digests))
+        context = self._context
+        digests = await context.hasher.digests(request.token_ids, request.cache_scope, request.adapter)
+        return context.admission_queue.explain(context.placement_request(request, digests))
 
     async def decisions(self) -> list[dict[str, Any]]:
         """The latest decisions, newest first, as JSON."""
-        return self._serving.queue.log.to_json(self._clock())
+        return self._context.admission_queue.log.to_json(self._clock())
 
     async def pools(self) -> dict[str, Any]:
         """State of the worker pools, as JSON."""

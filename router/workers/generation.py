@@ -25,17 +25,17 @@ from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.placement import Placement
 from tandem.scheduling.request import CommonDigests, PlacementRequest
 
-__all__ = ["DeltaOrder", "Generation", "Serving"]
+__all__ = ["DeltaOrder", "Generation", "GenerationContext"]
 
 SHUTTING_DOWN = "the server is shutting down; send the request again"
 
 
 @dataclass(eq=False, slots=True)
-class Serving:
-    """What all requests of a router share."""
+class GenerationContext:
+    """What all generations of a router share."""
 
     admission: Admission
-    queue: AdmissionQueue[GenerateRequest, Booking]
+    admission_queue: AdmissionQueue[GenerateRequest, Booking]
     hasher: PromptHasher
     workers: WorkerClient
     pins: PinService
@@ -48,7 +48,7 @@ class Serving:
     def shut_down(self) -> None:
         """End every request with an error and refuse new ones."""
         self.is_shut_down = True
-        self.queue.close(lambda: NoWorker(SHUTTING_DOWN))
+        self.admission_queue.close(lambda: NoWorker(SHUTTING_DOWN))
         for generation in self.running:
             generation.fail(NoWorker(SHUTTING_DOWN))
 
@@ -71,9 +71,9 @@ class Serving:
 class Generation(QueueStream[SequenceDelta, TokenDelta]):
     """The tokens of one request. Its legs are the parts of the request that its workers do."""
 
-    def __init__(self, serving: Serving, request: GenerateRequest, queue: DeltaQueue[SequenceDelta]) -> None:
+    def __init__(self, context: GenerationContext, request: GenerateRequest, queue: DeltaQueue[SequenceDelta]) -> None:
         super().__init__(queue)
-        self._serving = serving
+        self._context = context
         self._request = request
         self._digests: list[bytes] = []
         self._admitted: AdmittedRequest[GenerateRequest, Booking] | None = None
@@ -94,7 +94,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
             return
         if self._idle is not None:
             self._idle.close()
-        self._serving.running.discard(self)
+        self._context.running.discard(self)
         admitted.end()
         for leg in self._legs:
             leg.cancel()
@@ -102,16 +102,16 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
             self._record_answer(admitted.placement)
 
     async def _begin(self) -> None:
-        serving, request = self._serving, self._request
-        self._digests = await serving.hasher.digests(request.token_ids, request.cache_scope, request.adapter)
-        serving.check_open()
-        admitted = await serving.queue.enter(request, serving.placement_request(request, self._digests))
+        context, request = self._context, self._request
+        self._digests = await context.hasher.digests(request.token_ids, request.cache_scope, request.adapter)
+        context.check_open()
+        admitted = await context.admission_queue.enter(request, context.placement_request(request, self._digests))
         self._admitted = admitted
-        self._idle = IdleTimeout(serving.request_timeout_s, self._fail_idle)
-        serving.check_open()
+        self._idle = IdleTimeout(context.request_timeout_s, self._fail_idle)
+        context.check_open()
         self._record_turn(self._digests)
         self._open_legs(admitted)
-        serving.running.add(self)
+        context.running.add(self)
 
     def _open_legs(self, admitted: AdmittedRequest[GenerateRequest, Booking]) -> None:
         """Send each worker its part. NOTE: `close` cancels the first leg if the second cannot be opened."""
@@ -132,13 +132,13 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         self._awaits_handoff = True
 
     def _open_leg(self, worker_id: str, part: Generate | Prefill | Decode) -> None:
-        self._legs.append(self._serving.workers.open_leg(worker_id, part, self._queue))
+        self._legs.append(self._context.workers.open_leg(worker_id, part, self._queue))
 
     def _convert(self, deltas: list[SequenceDelta]) -> list[TokenDelta]:
         if self._awaits_handoff and all(leg.has_delivered for leg in self._legs):
             self._awaits_handoff = False
             self._legs[0].close()  # the prefill worker has done its part: its death does not matter any more
-            self._serving.num_handoffs += 1
+            self._context.num_handoffs += 1
         due: list[SequenceDelta] = []
         for delta in deltas:
             due += self._order.push(delta)
@@ -153,7 +153,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         self._num_cached_tokens += delta.num_cached_tokens or 0
         if delta.finish_reason is not None:
             self._has_ended = True
-            self._serving.admission.lengths.note(self._request.service_class.tenant, self._order.num_tokens)
+            self._context.admission.lengths.note(self._request.service_class.tenant, self._order.num_tokens)
         return delta
 
     def _record_turn(self, digests: list[bytes]) -> None:
@@ -161,7 +161,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         request = self._request
         if request.conversation_id:
             owner = Owner(request.service_class.tenant, request.cache_scope)
-            self._serving.pins.record_turn(owner, request.conversation_id, digests)
+            self._context.pins.record_turn(owner, request.conversation_id, digests)
 
     def _record_answer(self, placement: Placement) -> None:
         """Tell pins and cache sizing of the answer: the conversation's next turn will ask for its blocks too.
@@ -169,10 +169,10 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
         Prompts shorter than a block do not count for the sizing, as no cache can hold them: the readiness probe is one.
         """
         request, digests, card = self._request, self._digests, placement.best.decode.card
-        answer = self._serving.hasher.answer_digests(request, digests, self._output, card.namespace, card.block_size)
+        answer = self._context.hasher.answer_digests(request, digests, self._output, card.namespace, card.block_size)
         self._record_turn([*digests, *answer])
         if digests:
-            self._serving.sizing.observe(
+            self._context.sizing.observe(
                 digests,
                 answer,
                 block_size=card.block_size,
@@ -182,7 +182,7 @@ class Generation(QueueStream[SequenceDelta, TokenDelta]):
             )
 
     def _fail_idle(self) -> None:
-        name, timeout_s = self._request.request_id, self._serving.request_timeout_s
+        name, timeout_s = self._request.request_id, self._context.request_timeout_s
         self.fail(WorkerError(f"request {name} got no token within request_timeout_s={timeout_s}"))
 
 

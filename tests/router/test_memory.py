@@ -42,7 +42,7 @@ def test_the_walk_sees_what_grows() -> None:
         world = MemoryWorld(0)
         try:
             before = table_sizes(world.flow)
-            world.flow._serving.hasher._roots.update({(b"", str(i)): b"" for i in range(100)})
+            world.flow._context.hasher._roots.update({(b"", str(i)): b"" for i in range(100)})
             assert set(grown(before, table_sizes(world.flow))) == {"PromptHasher._roots"}
         finally:
             await world.close()
