@@ -14,7 +14,7 @@ from tandem.router.openai.choice_text import ChoiceDelta, ChoicePlan
 from tandem.router.openai.choices import MAX_QUEUED_DELTAS, run_choices
 from tandem.router.streams import Stream
 from tandem.router.text.tokenizer import Tokenizer
-from tests.support.fake_backend import FakeBackend
+from tests.support.fake_backend import FakeBackend, Step
 
 pytestmark = pytest.mark.anyio
 
