@@ -34,16 +34,16 @@ class RouterApp(FastAPI):
     ) -> None:
         """`api_keys` are tenants by key digest; `options` are passed to FastAPI."""
         super().__init__(title="Tandem", **options)
-        self._rules = MiddlewareSettings(
+        self._settings = MiddlewareSettings(
             metrics, api_keys, config.max_body_bytes, config.cors_allow_origins, hosts_allowed(config)
         )
         self._raw: dict[str, EdgeMiddleware] = {}
-        self.add_middleware(EdgeMiddleware, rules=self._rules)
+        self.add_middleware(EdgeMiddleware, settings=self._settings)
         self.add_exception_handler(HTTPException, http_exception_response)
 
     def add_raw_route(self, path: str, answer: ASGIApp) -> None:
         """Answer POSTs to this path by an ASGI app, without FastAPI's layers in between."""
-        self._raw[path] = EdgeMiddleware(answer, self._rules, path)
+        self._raw[path] = EdgeMiddleware(answer, self._settings, path)
         # FastAPI knows the path too: it refuses other methods, and redirects from paths with a slash at their end.
         self.router.routes.append(Route(path, _RawRoute(path, answer), methods=["POST"]))
 

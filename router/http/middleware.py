@@ -43,13 +43,13 @@ class EdgeMiddleware:
     It is one layer because each layer costs a call for every chunk of a stream.
     """
 
-    def __init__(self, app: ASGIApp, rules: MiddlewareSettings, path: str = "") -> None:
+    def __init__(self, app: ASGIApp, settings: MiddlewareSettings, path: str = "") -> None:
         """Requests are counted under `path`; "" = the path of the route that the app finds."""
         self._app = app
-        self._rules = rules
+        self._settings = settings
         self._path = path
         self._cors = CORSMiddleware(
-            self._serve, allow_origins=rules.allow_origins, allow_methods=["*"], allow_headers=["*"]
+            self._serve, allow_origins=settings.allow_origins, allow_methods=["*"], allow_headers=["*"]
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,17 +84,17 @@ class EdgeMiddleware:
         finally:
             # The route's template instead of the path, so that clients cannot add label values.
             path = self._path or getattr(scope.get("route") or scope.get("endpoint"), "path", "unmatched")
-            self._rules.metrics.requests.labels(path, str(status or 499)).inc()
+            self._settings.metrics.requests.labels(path, str(status or 499)).inc()
 
     def _check(self, scope: Scope) -> None:
         """Raise a `RequestError` for a request that can be refused before its body is read."""
         headers = dict(scope["headers"])
         check_host_and_origin(
-            headers, scope["method"], scope["path"], self._rules.allow_hosts, self._rules.allow_origins
+            headers, scope["method"], scope["path"], self._settings.allow_hosts, self._settings.allow_origins
         )
-        authenticate(scope, self._rules.tenants)
+        authenticate(scope, self._settings.tenants)
         declared = headers.get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > self._rules.max_body_bytes:
+        if declared.isdigit() and int(declared) > self._settings.max_body_bytes:
             raise self._too_large()
 
     def _limited(self, receive: Receive) -> Receive:
@@ -105,7 +105,7 @@ class EdgeMiddleware:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
-            if num_bytes > self._rules.max_body_bytes:
+            if num_bytes > self._settings.max_body_bytes:
                 raise self._too_large()
             return message
 

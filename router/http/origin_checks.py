@@ -30,7 +30,7 @@ class CallerNotAllowed(RequestError):
 
 
 def hosts_allowed(config: RouterConfig) -> frozenset[str] | None:
-    """Names that a request's Host may have; None = any. A server on loopback always checks them."""
+    """Names that a request's Host may have; None = any. A server on loopback checks them by default."""
     if _ANY in config.allowed_hosts or not (config.allowed_hosts or _listens_on_loopback(config.host)):
         return None
     return frozenset(_name_of(host.encode()) for host in (*config.allowed_hosts, config.host)) | {_LOCALHOST}
