@@ -112,7 +112,7 @@ class EdgeMiddleware:
         return counting_receive
 
     def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"The request body is larger than {self._rules.max_body_bytes} bytes.")
+        return BodyTooLarge(f"The request body is larger than {self._settings.max_body_bytes} bytes.")
 
 
 def _response_to(exc: Exception) -> Response | None:
