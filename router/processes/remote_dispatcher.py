@@ -1,4 +1,4 @@
-"""An edge process' `Dispatcher`: the one that the hub serves."""
+"""The `Dispatcher` of an edge process, which asks the hub."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["RemoteDispatcher", "RemoteReservation"]
 
 
 class _GapOffers:
-    """When a gap between tokens of one engine was told last."""
+    """When a gap between tokens of one engine was last reported."""
 
     def __init__(self) -> None:
         self.last_s = 0.0
@@ -30,7 +30,7 @@ class RemoteDispatcher:
     """
 
     def __init__(self, endpoint: str, edge_id: str, listener: EngineListener, *, timeout_s: float) -> None:
-        """`listener` is told of the engines."""
+        """`listener` is told of each engine."""
         self._listener = listener
         self._status = messages.FleetStatus({}, [], None)
         self._gaps: dict[str, _GapOffers] = {}  # by engine
@@ -47,38 +47,38 @@ class RemoteDispatcher:
 
     @property
     def num_open(self) -> int:
-        """Requests and questions that the hub deals with."""
+        """Requests and questions that are open at the hub."""
         return self._hub.num_open
 
     @property
     def models(self) -> list[str]:
-        """Names of the models that are served, or would be if their engines were there."""
+        """Names of all models of the fleet, whether or not their engines are ready."""
         return list(self._status.models)
 
     @property
     def unknown_engines(self) -> list[str]:
-        """Names of engines that have not told their model yet."""
+        """Names of engines whose model is not known yet."""
         return self._status.unknown_engines
 
     @property
     def unready(self) -> str | None:
-        """Why requests should not be sent here now; None when they should."""
+        """Why the router is not ready; None when it is."""
         return "The deciding process does not answer." if self._hub.is_silent else self._status.unready
 
     def max_model_len(self, model: str) -> int | None:
-        """Longest context of the model's engines; None while none has told."""
+        """Longest context of the model's engines; None while it is not known."""
         return self._status.models.get(model)
 
     def now(self) -> float:
-        """The hub's clock, which is that of all processes here."""
+        """The hub's clock, which all processes of the machine share."""
         return time.monotonic()
 
     def reserve(self, request: DispatchRequest, abort: Callable[[str], None]) -> RemoteReservation:
-        """A reservation that holds nothing yet. `abort` is called with a reason when its target is gone."""
+        """A reservation that holds nothing yet. `abort` is called with a reason when its engine is gone."""
         return RemoteReservation(self._hub, request, abort, self._gaps)
 
     async def explain(self, request: DispatchRequest) -> dict[str, Any]:
-        """What would be decided for this request now, as JSON. Raises a `ServingError`."""
+        """The decision that would be taken now, as JSON. Raises a `ServingError`."""
         return await self._hub.ask(messages.Explain(request), dict[str, Any])
 
     async def decisions(self) -> list[dict[str, Any]]:
@@ -94,7 +94,7 @@ class RemoteDispatcher:
         return (await self._hub.ask(messages.Scrape(), str)).encode()
 
     async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Take an engine in; returns it as JSON. Raises `RequestError`."""
+        """Add an engine; returns it as JSON. Raises `RequestError`."""
         return await self._hub.ask(messages.AddEngine(fields), dict[str, Any])
 
     async def remove_engine(self, name: str) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class RemoteReservation:
         self._note(messages.EngineFailure(engine, is_absent))
 
     def refused(self, engine: str, retry_after_s: float) -> None:
-        """The engine has no room and wants nothing for so long."""
+        """The engine is busy: it gets no requests for `retry_after_s`."""
         self._note(messages.EngineRefusal(engine, retry_after_s))
 
     def prefilled(self, now: float) -> None:
@@ -160,8 +160,8 @@ class RemoteReservation:
         self._note(messages.FirstToken(now))
 
     def is_gap_due(self, now: float) -> bool:
-        """Whether `gap` has any use now."""
-        return now - self._gap_offers.last_s >= GAP_INTERVAL_S  # the hub takes one gap of an engine in this time
+        """Whether `gap` would use a gap now."""
+        return now - self._gap_offers.last_s >= GAP_INTERVAL_S
 
     def gap(self, duration_s: float, now: float) -> None:
         """Two tokens of the stream came this far apart."""
@@ -189,11 +189,11 @@ class RemoteReservation:
 
     def _receive(self, item: messages.Item | ServingError) -> None:
         if self._target.done():
-            # An error now is that of a hub that fell silent: what has been placed goes on without it.
+            # An error now means that the hub is silent: placed requests go on without it.
             if isinstance(item, messages.Aborted):
                 self._abort(item.reason)
         elif isinstance(item, EngineTarget):
             self._target.set_result(item)
         elif isinstance(item, ServingError):
             self._target.set_exception(item)
-        # else an earlier target is gone, which the request has left already
+        # else an earlier target is gone, which the request no longer uses

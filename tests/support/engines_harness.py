@@ -175,8 +175,17 @@ def settings_of(
     clock: Callable[[], float] = time.monotonic,
     **engines: Any,
 ) -> RouterSettings:
-    """Probes come every 20 ms unless `engines`, which are external engines' settings, say otherwise."""
-    external = ExternalEnginesConfig(**({"probe_interval_s": 0.02, "allow_local_engines": True} | engines))
+    """`engines` are settings of external engines.
+
+    By default they are probed every 20 ms, with timeouts that a loaded machine keeps.
+    """
+    defaults = {
+        "probe_interval_s": 0.02,
+        "probe_timeout_s": 15.0,
+        "connect_timeout_s": 15.0,
+        "allow_local_engines": True,
+    }
+    external = ExternalEnginesConfig(**(defaults | engines))
     config = config or RouterConfig(request_timeout_s=20.0, drain_timeout_s=5.0)
     return RouterSettings(config, external, tenants, readers or {}, admin_token, api_keys or {}, clock)
 

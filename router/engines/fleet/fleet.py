@@ -111,15 +111,24 @@ class EngineFleet:
 
     async def remove(self, name: str) -> None:
         """Drain an engine and forget it. Requests that still run after `drain_timeout_s` are ended."""
-        await self._drain(self._engines[name])
+        engine = self._engines[name]
+        if engine.is_removed:
+            await engine.is_gone.wait()
+            return
+        engine.is_removed = True
+        engine.set_state(WorkerState.DRAINING, "removed")
+        try:
+            async with asyncio.timeout(self.config.drain_timeout_s):
+                await engine.idle.wait()
+        except TimeoutError:
+            logger.warning("engine %s still runs %d requests after draining", engine.name, len(engine.running))
+        await self._forget(engine)
 
     async def close(self) -> None:
         """End every request and forget every engine."""
         for engine in self.engines:
             await self._forget(engine)
         self._context.term()
-
-    # -- life of an engine ------------------------------------------------------------------------------------
 
     def _start(self, spec: EngineSpec) -> RemoteEngine:
         engine = RemoteEngine(
@@ -146,19 +155,6 @@ class EngineFleet:
             listener.engine_added(spec, is_trusted=self.trusts(spec))
         return engine
 
-    async def _drain(self, engine: RemoteEngine) -> None:
-        if engine.is_removed:
-            await engine.is_gone.wait()
-            return
-        engine.is_removed = True
-        engine.set_state(WorkerState.DRAINING, "removed")
-        try:
-            async with asyncio.timeout(self.config.drain_timeout_s):
-                await engine.idle.wait()
-        except TimeoutError:
-            logger.warning("engine %s still runs %d requests after draining", engine.name, len(engine.running))
-        await self._forget(engine)
-
     async def _forget(self, engine: RemoteEngine) -> None:
         probe = self._probes.pop(engine.name)
         probe.cancel()
@@ -173,12 +169,12 @@ class EngineFleet:
         await engine.close()
 
     def _check_block_size(self, engine: RemoteEngine, card: WorkerCard) -> None:
-        """Raise `ValueError` for a block size unlike its group's: one chain of digests is computed for a group."""
+        """Raise `ValueError` if its group has another block size: one chain of digests is computed per group."""
         spec = engine.spec
         for other in self.engines:
             same = other.card is not None and (other.spec.model, other.spec.group) == (card.model, spec.group)
             if same and other is not engine and other.card and other.card.block_size != card.block_size:
                 raise ValueError(
                     f"block_size={card.block_size}, but {other.card.block_size} on engine {other.name} of the same "
-                    "group; give one of them a group of its own"
+                    "group; give one of them its own group"
                 )

@@ -211,7 +211,7 @@ class LocalReservation:
         self._booked.failed(engine, is_absent=is_absent)
 
     def refused(self, engine: str, retry_after_s: float) -> None:
-        """The engine has no room and wants nothing for so long."""
+        """The engine is busy: it gets no requests for `retry_after_s`."""
         self._tried.add(engine)
         self._booked.refused(engine, retry_after_s)
 
@@ -226,8 +226,9 @@ class LocalReservation:
         self._admitted.first_token()
 
     def is_gap_due(self, now: float) -> bool:
-        """Whether `gap` has any use now."""
-        return self._booked.is_gap_due(now)
+        """Whether `gap` would use a gap now."""
+        attempt = self._attempt
+        return attempt is not None and attempt.is_gap_due(now)
 
     def gap(self, duration_s: float, now: float) -> None:
         """Two tokens of the stream came this far apart."""
