@@ -145,7 +145,7 @@ class VirtualCluster:
     def _arrive(self, job: Job) -> None:
         arrival = job.arrival
         service_class = ServiceClass(arrival.tenant, arrival.priority, arrival.slo_s)
-        request = self.admission.request(
+        request = self.admission.placement_request(
             service_class, num_prompt_tokens=arrival.num_prompt_tokens, digests=NO_DIGESTS, max_tokens=1 << 16
         )
         started_s = time.perf_counter()

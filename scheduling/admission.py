@@ -97,7 +97,7 @@ class Admission:
         """All waiting requests, by arrival."""
         return list(self._waiting)
 
-    def request(
+    def placement_request(
         self,
         service_class: ServiceClass,
         *,

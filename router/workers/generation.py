@@ -59,7 +59,7 @@ class GenerationContext:
 
     def placement_request(self, request: GenerateRequest, digests: Sequence[bytes]) -> PlacementRequest:
         """What admission and placement need to know of a request."""
-        return self.admission.request(
+        return self.admission.placement_request(
             request.service_class,
             num_prompt_tokens=len(request.token_ids),
             digests=CommonDigests(digests),

@@ -36,7 +36,7 @@ from tests.support.builders import add_ready, make_card
 
 @dataclass
 class Desk:
-    """An admission and all it looks at; books what it dispatches."""
+    """An admission with everything it reads; it books what it dispatches."""
 
     registry: Registry
     index: PrefixIndex
@@ -87,7 +87,7 @@ def make_desk(
     one_priority: bool = False,
     **config: object,
 ) -> Desk:
-    """Without `one_priority` some tenant's requests had different ones a moment ago: workers get half a step."""
+    """Without `one_priority` priorities have differed lately, so workers get half a step."""
     registry, index, costs = Registry(), PrefixIndex(), CostModel()
     for number, role in enumerate(roles or (Role.COLOCATED,)):
         add_ready(registry, make_card(f"w{number}", role, num_blocks=num_blocks, max_num_seqs=max_num_seqs))
@@ -116,7 +116,7 @@ def test_requests_of_one_priority_wait_at_the_worker_a_little_longer(tenant: str
     desk.enter(tenant=tenant, priority=1)
     for _ in range(6):
         desk.enter(priority=1 if tenant == "default" else 0)
-    assert len(desk.decide()) == 2, "two full steps; priorities of different tenants do not meet"
+    assert len(desk.decide()) == 2, "two full steps; priorities of different tenants are not compared"
 
 
 def test_workers_get_less_while_priorities_differ_and_for_a_minute_after_that() -> None:
@@ -130,7 +130,7 @@ def test_workers_get_less_while_priorities_differ_and_for_a_minute_after_that() 
 
 
 def use_up_credit(desk: Desk, tenant: str) -> None:
-    """Serve the tenant more than it may have at once."""
+    """Serve the tenant more than its credit."""
     for _ in range(10):
         desk.enter(tenant=tenant)
         (decided,) = desk.decide()
@@ -139,7 +139,7 @@ def use_up_credit(desk: Desk, tenant: str) -> None:
 
 
 def two_tenants(desk: Desk) -> QueuedRequest:
-    """One has had more than its share and has two prompts at the worker; the other's first request comes at 20 s."""
+    """A tenant beyond its share has two prompts at the worker; another tenant's first request comes at 20 s."""
     use_up_credit(desk, "greedy")
     for _ in range(5):
         desk.enter(tenant="greedy", now=20.0)
@@ -151,7 +151,9 @@ def test_a_tenant_below_its_share_overtakes_the_prompts_of_one_above_it() -> Non
     desk = make_desk(one_priority=True)
     modest = two_tenants(desk)
     half_s = desk.full_step_s() / 2
-    assert half_s <= modest.forecast.start_s < 1.2 * half_s, "it overtakes what the worker has, but for its step"
+    assert half_s <= modest.forecast.start_s < 1.2 * half_s, (
+        "it overtakes the prompts at the worker, except for the step in progress"
+    )
     assert modest.placement.best.terms.queue_s == modest.forecast.start_s
     (decided,) = desk.decide(20.0)
     assert isinstance(decided, Dispatch)
@@ -161,7 +163,7 @@ def test_a_tenant_below_its_share_overtakes_the_prompts_of_one_above_it() -> Non
 
 
 def beside_decoding(**options: Any) -> Desk:
-    """A prefill worker, and one that decodes four sequences: it is no place for long prompts."""
+    """A prefill worker, and a worker that decodes four sequences, where long prompts cost too much."""
     desk = make_desk(Role.PREFILL, Role.DECODE, **options)
     use_up_credit(desk, "default")
     for _ in range(4):
@@ -223,7 +225,7 @@ def test_an_overtaking_prompt_waits_only_for_the_step_in_progress() -> None:
 
 
 def no_room(desk: Desk) -> QueuedRequest:
-    """The default tenant has had its credit; at 20 s the worker has a prompt of its, and another one waits."""
+    """The default tenant has used its credit. At 20 s one of its prompts is at the worker and another one waits."""
     use_up_credit(desk, "default")
     desk.enter(now=20.0)
     assert len(desk.decide(20.0)) == 1
@@ -236,11 +238,11 @@ def test_a_request_with_a_deadline_is_dispatched_where_only_its_order_has_room()
     desk = make_desk()
     first = no_room(desk)
     hurried = desk.enter(ttft_slo_s=5.0, now=20.0)
-    (decided,) = desk.decide(22.5)  # too late if it were to wait for the 4000 tokens
+    (decided,) = desk.decide(22.5)  # it would be late behind the 4000 tokens
     assert isinstance(decided, Dispatch)
     assert (decided.queued, decided.prefill_priority) == (hurried, PrefillPriority(order=22.5 - LEAD_S))
     desk.enter(ttft_slo_s=9.0, now=22.5)
-    assert desk.decide(22.5) == [], "the worker has one of that order"
+    assert desk.decide(22.5) == [], "the worker has a prompt of that order"
     desk.computes("w0", 1024)
     assert next(decided.queued for decided in desk.decide(23.0)) is first
 
@@ -265,12 +267,12 @@ def test_deadlines_of_one_tenant_overtake_another_only_within_its_credit() -> No
         decisions = desk.decide(now)
         if first in [decided.queued for decided in decisions]:
             break
-        for decided in decisions:  # computed at once, as they overtake what the worker has
+        for decided in decisions:  # computed at once, because they overtake the prompt at the worker
             overtaking_s += decided.queued.work.worker_s
             desk.bookings.pop().release()
         if not decisions:
             desk.computes("w0", 512)
-    # The tenant had its own credit before it was behind the first in line.
+    # The tenant used its own credit before it was behind the first request in the queue.
     assert 2 * CREDIT_S < overtaking_s < 2 * CREDIT_S + 2
     assert first not in desk.admission.requests
 
@@ -306,12 +308,12 @@ def test_prompts_that_may_be_overtaken_take_short_steps_while_tenants_compete() 
     desk.computes("w0", 10_000)
     (last,) = desk.decide(100.0)
     assert isinstance(last, Dispatch)
-    assert last.prefill_priority == PrefillPriority(order=100.0), "the other tenant came over a minute ago"
+    assert last.prefill_priority == PrefillPriority(order=100.0), "the other tenant's request was over a minute ago"
 
 
 @pytest.mark.parametrize("max_worker_queue_s", [0.0, 1e9])
 def test_waiting_in_the_router_does_not_change_the_placement(max_worker_queue_s: float) -> None:
-    """A decode worker is given as many prompts whether those before them wait here or at the prefill worker."""
+    """A decode worker gets as many prompts whether earlier ones wait in the router or at the prefill worker."""
     desk = make_desk(Role.PREFILL, Role.DECODE, one_priority=True, max_worker_queue_s=max_worker_queue_s)
     crowd = []
     for _ in range(64):
@@ -319,7 +321,7 @@ def test_waiting_in_the_router_does_not_change_the_placement(max_worker_queue_s:
         desk.decide()
     assert (len(desk.admission) == 0) == (max_worker_queue_s > 0)
     pairs = [waiting.placement.best.is_pair for waiting in crowd]
-    assert pairs.count(False) < 8, "a few before anything decodes"
+    assert pairs.count(False) < 8, "only a few, before any sequence decodes"
 
 
 def test_short_prompts_fill_a_worker_up() -> None:
@@ -333,7 +335,7 @@ def test_a_late_urgent_request_goes_first() -> None:
     desk = make_desk()
     first, second = desk.enter(), desk.enter()
     urgent = desk.enter(priority=-1, now=0.1)
-    assert [decided.queued for decided in desk.decide(0.1)] == [urgent], "nothing has been decided before"
+    assert [decided.queued for decided in desk.decide(0.1)] == [urgent], "no decision was taken before"
     desk.computes("w0", 512)
     assert [decided.queued for decided in desk.decide(0.5)] == [first]
     desk.computes("w0", 512)
@@ -372,7 +374,7 @@ def test_many_requests_for_one_prefix_spread_over_workers() -> None:
     desk.index.speculate({"w0"}, chain, 0.0)
     crowd = [desk.enter(64 * 16, digests=chain) for _ in range(30)]
     preferred = {waiting.placement.best.prefill.worker_id for waiting in crowd}
-    assert preferred == {"w0", "w1"}, "what waits for a worker counts as its queue"
+    assert preferred == {"w0", "w1"}, "requests that wait for a worker count as its queue"
 
 
 def test_requests_wait_in_the_router_while_memory_is_full() -> None:
@@ -466,7 +468,7 @@ def test_a_tenant_refused_because_of_others_is_expected_to_go_first_later(slo_s:
     for _ in range(10):
         with pytest.raises(DeadlineUnmet):
             desk.enter(tenant="a", ttft_slo_s=slo_s)
-    assert (start_s() > before_s) is is_foreseen, "what would be late with nobody before it is never let in"
+    assert (start_s() > before_s) is is_foreseen, "a request that would be late on its own is never admitted"
 
 
 def test_admitted_requests_meet_their_deadlines_at_twice_the_capacity_with_many_tenants() -> None:
@@ -480,7 +482,7 @@ def test_admitted_requests_meet_their_deadlines_at_twice_the_capacity_with_many_
             for arrival in poisson(rng, f"t{number}", 8.6 / 20, 60.0, slo_s=2.0, num_retries=1)
         ]
         jobs = VirtualCluster(seed=seed).run(arrivals)
-        # Before that it is not known yet how much they ask.
+        # Before that their demand is not known yet.
         admitted += [job for job in jobs if not job.is_refused and job.arrival.time_s > 15.0]
     assert sum(job.is_in_time for job in admitted) / len(admitted) >= 0.95
 

@@ -49,7 +49,7 @@ def make_observation(
 
 
 def flipped(observation: Observation, decision: ScalingDecision) -> Observation:
-    """What is observed once the decision was carried out."""
+    """The observation after the decision was carried out."""
     flip = decision.flip
     if flip is None:
         return observation

@@ -74,7 +74,7 @@ def test_reports_sizes_around_the_pools() -> None:
 def test_a_larger_cache_is_predicted_to_find_more() -> None:
     sizing = make_sizing(40)
     for _ in range(10):
-        for start in (0, 20, 40, 60):  # 80 blocks in turn: more than fit
+        for start in (0, 20, 40, 60):  # 80 blocks cyclically: more than fit
             observe(sizing, BLOCKS[start : start + 20])
     ratios = {row["num_blocks"]: row["hit_ratio"] for row in sizing.report()["capacities"]}
     assert ratios[40] < 0.05

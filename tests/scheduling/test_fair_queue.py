@@ -77,9 +77,9 @@ def test_an_idle_tenant_has_a_bounded_credit_and_a_lone_tenant_no_debt(idle_s: f
         queue.add(make_entry("c", arrived_s=idle_s))
     served = serve(queue, 41, idle_s)
     first = next(idx for idx, entry in enumerate(served) if entry.tenant == "a")
-    assert CREDIT_S <= first <= CREDIT_S + 2, "worker seconds at once, however long it was away"
+    assert CREDIT_S <= first <= CREDIT_S + 2, "worker seconds at once, after any time of absence"
     rest = tenants(served[first:])
-    assert abs(rest["a"] - rest["c"]) <= 1, "then in turn"
+    assert abs(rest["a"] - rest["c"]) <= 1, "then alternately"
 
 
 def test_a_burst_of_a_tenant_below_its_share_is_within_it() -> None:
@@ -114,7 +114,9 @@ def test_the_more_urgent_goes_first_within_its_tenant_only() -> None:
     queue.add(make_entry("c", priority=9))
     order = serve(queue, 5)
     assert [entry.priority for entry in order if entry.tenant == "a"] == [-1, 0, 0, 5]
-    assert order.index(next(entry for entry in order if entry.tenant == "c")) < 2, "priorities are no other tenant's"
+    assert order.index(next(entry for entry in order if entry.tenant == "c")) < 2, (
+        "priorities do not count between tenants"
+    )
 
 
 def test_no_request_is_overtaken_for_ever() -> None:
@@ -144,7 +146,7 @@ def test_ahead_are_own_requests_and_those_that_others_are_served_meanwhile() -> 
         queue.add(make_entry("a"))
     for _ in range(100):
         queue.add(make_entry("c"))
-    assert queue.ahead("a", 0, 0.0).worker_s == pytest.approx(4 + 5), "four of c, and one that passes the tag"
+    assert queue.ahead("a", 0, 0.0).worker_s == pytest.approx(4 + 5), "four of c, and one whose tag passes this one's"
     assert queue.ahead("a", -1, 0.0).worker_s == 0
     assert queue.ahead("new", 0, 0.0).worker_s == 0
     assert queue.ahead("c", 0, 0.0).worker_s == 100 + 4
@@ -159,7 +161,9 @@ def test_demand_is_expected_to_continue() -> None:
         queue.add(make_entry("a", arrived_s=10.0))
     none, some = (queue.ahead("a", 0, 10.0, horizon_s).worker_s - 50 for horizon_s in (0.0, 2.0))
     assert none == 0
-    assert some == pytest.approx(2.0 * 10 * (1 - math.exp(-1)), rel=0.02), "of ten a second the window has seen this"
+    assert some == pytest.approx(2.0 * 10 * (1 - math.exp(-1)), rel=0.02), (
+        "the window has seen this part of ten a second"
+    )
 
 
 def test_refused_requests_count_as_demand_of_known_tenants() -> None:

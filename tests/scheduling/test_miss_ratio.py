@@ -116,7 +116,7 @@ def test_too_little_memory_is_refused() -> None:
 
 @pytest.mark.parametrize("chain", [1, 800, 20_000])
 def test_memory_is_bounded(chain: int) -> None:
-    """By requests of one block, by many blocks, by one request longer than there is room."""
+    """Under requests of one block, many blocks, and one request longer than the memory."""
     curve = MissRatioCurve(16, num_bytes=40_000)
     for start in range(0, min(80_000, 10_000 * chain), chain):
         observe(curve, *range(start, start + chain))

@@ -246,7 +246,7 @@ def test_a_worker_without_a_free_seat_is_avoided(role: Role) -> None:
     assert placement.best.terms.memory_s == 0
     (wait_s,) = {other.terms.memory_s for other in placement.others if other.decode.worker_id == "full"}
     lifetime_s = 100 * pool.costs.steps("cpu-1").costs.step_s(2, 400)
-    assert wait_s == pytest.approx(lifetime_s / 2), "of two, one ends after half of a lifetime"
+    assert wait_s == pytest.approx(lifetime_s / 2), "one of two sequences ends after half a lifetime"
 
 
 def test_the_number_of_seats_may_be_unknown() -> None:
@@ -317,7 +317,7 @@ def test_a_tier_slower_than_computing_or_out_of_reach_attracts_nothing() -> None
         for worker_id in ("a", "b"):
             pool.add(worker_id, Role.COLOCATED)
         pool.add_tier("b", TierLoad(name="object", block_s=block_s), digests)
-        pool.book("b", "b", new=1)  # hardly busier
+        pool.book("b", "b", new=1)  # slightly busier
         placement = pool.place(1600, digests=digests)
         assert (chosen(placement), placement.best.tier) == (("a", "a"), "")
 
@@ -388,7 +388,7 @@ def random_held(rng: random.Random) -> Held:
 
 
 def shake(rng: random.Random, pool: Pool, bookings: list[Booking]) -> None:
-    """Some of what happens between two decisions."""
+    """Random events between two decisions."""
     for booking in rng.sample(bookings, len(bookings) // 3):
         rng.choice([booking.prefill_done, booking.release])()
     worker_ids = [worker.worker_id for worker in pool.registry]
@@ -482,7 +482,7 @@ def test_decides_as_an_exhaustive_search_does(seed: int, num_workers: int, num_p
 
 
 def naive_reason(worker: RegisteredWorker, request: PlacementRequest) -> str | None:
-    """Why this worker cannot take the request, if it cannot: the first that applies."""
+    """The first reason why this worker cannot take the request; None if it can."""
     if worker.state is not WorkerState.READY:
         return worker.state.value
     if request.allowed_workers and not any(fnmatchcase(worker.worker_id, one) for one in request.allowed_workers):

@@ -96,7 +96,7 @@ def test_a_worker_that_leaves_takes_everything_with_it_and_its_bit_is_reused() -
     index.apply(make_events(1, stored=blocks[:1], worker_id="w1"))
     index.speculate({"w0"}, chain("b", 2), now=0.0)
     index.remove_worker("w0")
-    assert not index.apply(make_events(2, stored=chain("c", 2)))  # late news does not bring it back
+    assert not index.apply(make_events(2, stored=chain("c", 2)))  # a late event does not bring it back
     assert len(index) == 1
     index.add_worker("w2", epoch=1)
     assert index.longest_prefix(blocks, now=0.0) == {"w1": 1}
@@ -210,7 +210,7 @@ def test_equals_the_naive_index_once_snapshots_are_answered(steps: list[tuple[st
             if action != "lose":
                 deliver(worker, events)
     for worker in workers.values():
-        worker.set_depth("a", 1)  # whatever was lost shows as a gap at the next event
+        worker.set_depth("a", 1)  # lost events show as a gap at the next one
         for events in worker.in_flight:
             deliver(worker, events)
 

@@ -137,7 +137,7 @@ def test_the_table_follows_bookings_and_tells_a_restarted_worker_from_its_predec
     reserve(registry, "d", "d", new=7)
     assert registry.table.rows == {"p": 0, "d": 1}
     booking.release()
-    assert registry.table.num_booked_seqs.tolist() == [0, 1], "the booking was on the former one"
+    assert registry.table.num_booked_seqs.tolist() == [0, 1], "the booking was on its predecessor"
     assert registry.table.uncomputed_tokens.tolist() == [0, 7]
 
 

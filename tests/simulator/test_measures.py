@@ -1,4 +1,4 @@
-"""Numbers and reports of runs worked out by hand."""
+"""Metrics and reports of runs that can be worked out by hand."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_timeline_has_each_request_in_the_window_of_its_arrival() -> None:
     line = timeline(make_outcome(jobs), Slo(2.0, 100.0), num_windows=2)
     assert line.offered.tolist() == [1.0, 1.2]
     assert line.goodput.tolist() == [1.0, 0.0]
-    assert line.imbalance.tolist() == [2.0, 2.0]  # all on one of two workers
+    assert line.imbalance.tolist() == [2.0, 2.0]  # all work on one of two workers
 
 
 def make_real_outcome() -> Outcome:

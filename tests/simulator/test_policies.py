@@ -1,4 +1,4 @@
-"""Each policy's published formula, on pictures small enough to work out by hand."""
+"""Each policy's published formula, on states small enough to work out by hand."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_cache_aware_follows_its_own_decisions_until_loads_differ_too_much() -> 
     policy = make_policy("cache_aware", fleet)
     assert chosen(policy) == "w0"
     book(fleet, "w0", kv=1, times=64)
-    assert chosen(policy) == "w0"  # 64 more than the least loaded is not yet imbalance
+    assert chosen(policy) == "w0"  # 64 more than the least loaded is no imbalance yet
     book(fleet, "w0", kv=1)
     assert chosen(policy) == "w1"
 

@@ -1,4 +1,4 @@
-"""The pool against a plain model: what is in use stays, leaves go first, no block counts twice."""
+"""The pool against a plain model: blocks in use stay, leaves are evicted first, no block counts twice."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_slower_of_two_equal_prompts_keeps_its_blocks_private() -> None:
     assert pool.take_events() == (list(a), [])
     assert pool.num_in_use == 8
     pool.release(first)
-    assert pool.num_in_use == 7  # the shared ones are still used, beside four duplicates
+    assert pool.num_in_use == 7  # the shared blocks, and four duplicates
     pool.release(second)
     pool.check_integrity()
 
@@ -83,9 +83,9 @@ def test_blocks_that_a_peer_has_read_are_evicted_first_unless_another_chain_cont
         fill(pool, digests)
     user = allocate(pool, a, 4)
     pool.demote(a)  # in use
-    pool.demote(shared)  # both hang from it
+    pool.demote(shared)  # both chains continue it
     pool.demote(b)
-    pool.demote(chain("d", 1))  # not here
+    pool.demote(chain("d", 1))  # not cached here
     pool.release(user)
     pool.take_events()
     allocate(pool, (), 3)

@@ -1,4 +1,4 @@
-"""The published reference numbers of the traces come out, to their last digit, and placement is level with them."""
+"""The published reference numbers of the traces are reproduced to the last digit, and placement equals them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of every simulation: nothing lost, nothing computed twice or for free, time goes forward."""
+"""Invariants of every simulation: nothing is lost, computed twice or for free, and time goes forward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_cluster(*, num_prefill: int = 0, num_decode: int = 4, **changes: object
 
 
 def make_chats(num_chats: int = 30, *, seed: int = 0, mean_gap_s: float = 0.3) -> list[TraceRequest]:
-    """Chats of some turns each that resend what was said, and share a first block."""
+    """Chats of several turns that resend their history and share a first block."""
     print(f"seed {seed}")
     rng = random.Random(seed)
     requests, block_id = [], 1
@@ -67,7 +67,7 @@ def test_every_request_is_served_once_and_completely(policy: str, shape: str) ->
         assert job.end_s is not None
         assert job.arrival_s < job.first_token_s <= job.end_s
         assert (job.first_token_s == job.end_s) == (job.num_output_tokens == 1)
-    # What was not found or read was computed, by somebody, once.
+    # Tokens that were not found or read were computed once, by some worker.
     num_computed = sum(job.num_prompt_tokens - job.num_cached_tokens - job.num_loaded_tokens for job in outcome.jobs)
     assert sum(outcome.prefilled_tokens.values()) == num_computed
     assert sum(gaps.num_gaps for gaps in outcome.gaps) == sum(job.num_output_tokens - 1 for job in outcome.jobs)
@@ -115,13 +115,13 @@ def test_a_long_prompt_reserves_no_room_to_decode_before_it_is_computed() -> Non
     assert long.second_token_s is not None
     assert short.second_token_s < long.first_token_s
     for job in (long, short):
-        assert job.second_token_s - job.first_token_s < 1.0, "its room was there when its prompt was computed"
+        assert job.second_token_s - job.first_token_s < 1.0, "its room was reserved when its prompt was computed"
 
 
 def test_a_peer_is_read_if_that_is_faster_and_its_copy_is_demoted(monkeypatch: pytest.MonkeyPatch) -> None:
     demoted: list[int] = []
     monkeypatch.setattr(Pool, "demote", lambda self, digests: demoted.append(self.count_cached(digests)))
-    # A prompt is cached on one worker, which gets a much longer one behind it; then the prompt comes again.
+    # A prompt is cached on one worker, which then gets a much longer one; then the first prompt comes again.
     shared = tuple(range(100))
     requests = [
         TraceRequest(0.0, 51_200, 2, shared),
@@ -210,7 +210,7 @@ def test_without_cache_a_prefill_pool_is_busy_for_its_load() -> None:
 
 
 def test_prompts_read_from_peers_do_not_block_the_pools() -> None:
-    """Room reserved before a prompt is queued was held by those still being read against those that passed them."""
+    """With room reserved before a prompt is queued, prompts still being read would block those that overtook them."""
     machine = replace(MACHINES["h200-8b"], pool_tokens=14_000, link_bytes_per_s=5e9)
     chats = make_chats(80, seed=4246, mean_gap_s=0.02)
     requests = [chat for chat in chats if chat.num_prompt_tokens + chat.num_output_tokens < 13_824]

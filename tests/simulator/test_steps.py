@@ -42,7 +42,7 @@ def test_mean_step_has_the_mean_features() -> None:
     whole = COSTS.base_s + COSTS.prefill_token_s * stats.num_prefill_tokens
     whole += COSTS.attention_s * stats.prefill_attention + COSTS.decode_seq_s * stats.num_decode_seqs
     whole += COSTS.kv_token_s * stats.num_decode_kv_tokens
-    assert whole == pytest.approx(stats.duration_s, rel=1e-5)  # KV tokens are told as an integer
+    assert whole == pytest.approx(stats.duration_s, rel=1e-5)  # KV tokens are reported as an integer
 
 
 @pytest.mark.parametrize("start_s", [0.0, 3_000.0])
@@ -63,5 +63,5 @@ def test_a_cut_ends_with_the_step_in_progress() -> None:
     assert run.cut(middle)
     assert run.num_steps == 11
     assert not run.cut(middle)
-    assert run.cut(run.duration_s(5))  # the end of a step is a good moment itself
+    assert run.cut(run.duration_s(5))  # the end of a step is a valid cut
     assert run.num_steps == 5

@@ -20,7 +20,7 @@ BLOCK_SIZE = 512
 
 
 class Recorder:
-    """Remembers what a worker told, and the steps it took."""
+    """Records a worker's events and its steps."""
 
     def __init__(self) -> None:
         self.runs: list[Run] = []
@@ -205,7 +205,7 @@ def test_reserved_room_is_given_in_order() -> None:
     jobs = [make_job(number, prompt=prompt, outputs=2) for number, prompt in enumerate([3000, 3000, 100])]
     for job in jobs:
         worker.reserve(job)
-    assert given == [0]  # the third would fit, and waits behind the second
+    assert given == [0]  # the third would fit, but waits behind the second
     jobs[0].first_token_s = 0.0
     worker.join(jobs[0])
     worker.clock.run()

@@ -55,7 +55,7 @@ class ModelQueue:
 
     def placement_request(self, request: DispatchRequest) -> PlacementRequest:
         """The request as admission and placement know it."""
-        return self.admission.request(
+        return self.admission.placement_request(
             request.service_class,
             num_prompt_tokens=max(1, request.num_prompt_tokens),
             digests=EngineDigests(request.prompt, request.cache_scope),
