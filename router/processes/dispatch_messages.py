@@ -17,91 +17,91 @@ __all__ = [
     "WIRE_FORMAT",
     "Aborted",
     "AddEngine",
-    "Answered",
-    "Decisions",
+    "DispatchDecisions",
     "Ended",
     "EngineAdded",
+    "EngineAnswered",
     "EngineFailure",
     "EngineRefusal",
     "EngineRemoved",
-    "Explain",
+    "ExplainDispatch",
     "FirstToken",
+    "FleetPools",
     "FleetStatus",
     "Gap",
     "Item",
     "News",
     "Note",
     "PlaceElsewhere",
-    "Pools",
     "Prefilled",
     "Question",
     "RemoveEngine",
-    "Scrape",
+    "ScrapeHub",
 ]
 
 
-class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class _DispatchMessage(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
 
-# -- notes about a call: as the methods of `EngineReservation` of these names ----------------------------------------
+# -- notes about a call: each stands for a method of `EngineReservation` ----------------------------------------
 
 
-class FirstToken(_Message, frozen=True):
+class FirstToken(_DispatchMessage, frozen=True):
     """The first token of a stream came."""
 
     now: float
 
 
-class Gap(_Message, frozen=True):
+class Gap(_DispatchMessage, frozen=True):
     """Two tokens of a stream came this far apart."""
 
     duration_s: float
     now: float
 
 
-class Answered(_Message, frozen=True):
+class EngineAnswered(_DispatchMessage, frozen=True):
     """The first byte of the answer came."""
 
 
-class Prefilled(_Message, frozen=True):
+class Prefilled(_DispatchMessage, frozen=True):
     """The prefill engine of a pair returned."""
 
     now: float
 
 
-class EngineFailure(_Message, frozen=True):
+class EngineFailure(_DispatchMessage, frozen=True):
     """An engine failed the request."""
 
     engine: str
     is_absent: bool
 
 
-class EngineRefusal(_Message, frozen=True):
+class EngineRefusal(_DispatchMessage, frozen=True):
     """An engine has no room."""
 
     engine: str
     retry_after_s: float
 
 
-class Ended(_Message, frozen=True):
+class Ended(_DispatchMessage, frozen=True):
     """The answer is complete."""
 
     num_prompt_tokens: int
     num_output_tokens: int
 
 
-class PlaceElsewhere(_Message, frozen=True):
-    """The call wants another target."""
+class PlaceElsewhere(_DispatchMessage, frozen=True):
+    """The request needs another target."""
 
 
-Note = FirstToken | Gap | Answered | Prefilled | EngineFailure | EngineRefusal | Ended | PlaceElsewhere
+Note = FirstToken | Gap | EngineAnswered | Prefilled | EngineFailure | EngineRefusal | Ended | PlaceElsewhere
 
 
-# -- items of a call: targets, and ------------------------------------------------------------------------------------
+# -- items of a call: targets and ------------------------------------------------------------------------------------
 
 
-class Aborted(_Message, frozen=True):
+class Aborted(_DispatchMessage, frozen=True):
     """The engine of the latest target is gone."""
 
     reason: str
@@ -113,43 +113,43 @@ Item = EngineTarget | Aborted
 # -- questions --------------------------------------------------------------------------------------------------------
 
 
-class Explain(_Message, frozen=True):
+class ExplainDispatch(_DispatchMessage, frozen=True):
     """`Dispatcher.explain`."""
 
     request: DispatchRequest
 
 
-class Decisions(_Message, frozen=True):
+class DispatchDecisions(_DispatchMessage, frozen=True):
     """`Dispatcher.decisions`."""
 
 
-class Pools(_Message, frozen=True):
+class FleetPools(_DispatchMessage, frozen=True):
     """`Dispatcher.pools`."""
 
 
-class Scrape(_Message, frozen=True):
+class ScrapeHub(_DispatchMessage, frozen=True):
     """The metrics of the hub's process, as Prometheus reads them."""
 
 
-class AddEngine(_Message, frozen=True):
+class AddEngine(_DispatchMessage, frozen=True):
     """`Dispatcher.add_engine`."""
 
     fields: dict[str, Any]
 
 
-class RemoveEngine(_Message, frozen=True):
+class RemoveEngine(_DispatchMessage, frozen=True):
     """`Dispatcher.remove_engine`."""
 
     name: str
 
 
-Question = Explain | Decisions | Pools | Scrape | AddEngine | RemoveEngine
+Question = ExplainDispatch | DispatchDecisions | FleetPools | ScrapeHub | AddEngine | RemoveEngine
 
 
 # -- news -------------------------------------------------------------------------------------------------------------
 
 
-class FleetStatus(_Message, frozen=True):
+class FleetStatus(_DispatchMessage, frozen=True):
     """What every request needs to know of the fleet."""
 
     models: dict[str, int | None]  # with the longest context of each
@@ -157,14 +157,14 @@ class FleetStatus(_Message, frozen=True):
     unready: str | None
 
 
-class EngineAdded(_Message, frozen=True):
+class EngineAdded(_DispatchMessage, frozen=True):
     """An engine joined the fleet. An edge process hears this before it is told to use it."""
 
     spec: EngineSpec
     is_trusted: bool
 
 
-class EngineRemoved(_Message, frozen=True):
+class EngineRemoved(_DispatchMessage, frozen=True):
     """An engine left the fleet."""
 
     name: str

@@ -15,26 +15,26 @@ from tandem.router.processes.dispatch_messages import (
     WIRE_FORMAT,
     Aborted,
     AddEngine,
-    Answered,
-    Decisions,
+    DispatchDecisions,
     Ended,
     EngineAdded,
+    EngineAnswered,
     EngineFailure,
     EngineRefusal,
     EngineRemoved,
-    Explain,
+    ExplainDispatch,
     FirstToken,
+    FleetPools,
     FleetStatus,
     Gap,
     Item,
     News,
     Note,
     PlaceElsewhere,
-    Pools,
     Prefilled,
     Question,
     RemoveEngine,
-    Scrape,
+    ScrapeHub,
 )
 from tandem.router.processes.hub import EdgeHub
 from tandem.scheduling.workers import WorkerChange
@@ -65,14 +65,14 @@ class DispatchService:
         """Ask the dispatcher. Raises a `ServingError`."""
         dispatcher = self._dispatcher
         match question:
-            case Explain(request):
+            case ExplainDispatch(request):
                 return await dispatcher.explain(request)
-            case Decisions():
+            case DispatchDecisions():
                 return await dispatcher.decisions()
-            case Pools():
+            case FleetPools():
                 processes = {edge_id: {"num_requests": count} for edge_id, count in sorted(self._num_calls.items())}
                 return await dispatcher.pools() | {"processes": processes}
-            case Scrape():
+            case ScrapeHub():
                 return self._scrape().decode()
             case AddEngine(fields):
                 return await dispatcher.add_engine(fields)
@@ -158,7 +158,7 @@ class _DispatchCall:
                 reservation.first_token(now)
             case Gap(duration_s, now):
                 reservation.gap(duration_s, now)
-            case Answered():
+            case EngineAnswered():
                 reservation.answered()
             case Ended(num_prompt_tokens, num_output_tokens):
                 reservation.ended(num_prompt_tokens, num_output_tokens)

@@ -79,19 +79,19 @@ class RemoteDispatcher:
 
     async def explain(self, request: DispatchRequest) -> dict[str, Any]:
         """The decision that would be taken now, as JSON. Raises a `ServingError`."""
-        return await self._hub.ask(messages.Explain(request), dict[str, Any])
+        return await self._hub.ask(messages.ExplainDispatch(request), dict[str, Any])
 
     async def decisions(self) -> list[dict[str, Any]]:
         """The latest decisions, newest first, as JSON."""
-        return await self._hub.ask(messages.Decisions(), list[dict[str, Any]])
+        return await self._hub.ask(messages.DispatchDecisions(), list[dict[str, Any]])
 
     async def pools(self) -> dict[str, Any]:
         """Body of `/v1/pools`."""
-        return await self._hub.ask(messages.Pools(), dict[str, Any])
+        return await self._hub.ask(messages.FleetPools(), dict[str, Any])
 
     async def scrape(self) -> bytes:
         """The metrics of the hub's process."""
-        return (await self._hub.ask(messages.Scrape(), str)).encode()
+        return (await self._hub.ask(messages.ScrapeHub(), str)).encode()
 
     async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Add an engine; returns it as JSON. Raises `RequestError`."""
@@ -141,7 +141,7 @@ class RemoteReservation:
 
     def answered(self) -> None:
         """The first byte of the answer came."""
-        self._note(messages.Answered())
+        self._note(messages.EngineAnswered())
 
     def failed(self, engine: str, *, is_absent: bool = False) -> None:
         """The engine failed the request."""

@@ -426,7 +426,7 @@ async def test_a_note_that_the_hub_cannot_handle_ends_its_own_call_only(
             edge.send(wire.Open(2, routing_request(prompt_of("queued"))))
             await until(lambda: num_waiting(hub) == 1)
             # The second one has not been placed, so it can have no token.
-            edge.send(wire.Notes([(2, messages.FirstToken(0.0)), (1, messages.Answered())]))
+            edge.send(wire.Notes([(2, messages.FirstToken(0.0)), (1, messages.EngineAnswered())]))
             await until(lambda: hub.hub.num_running == 1)
             assert "call 2 of an edge process could not be handled" in caplog.text
             assert [request.has_answer for request in hub.engine("a").running] == [True]
