@@ -33,6 +33,7 @@ from rich.table import Table
 from tandem.cli.version import commit, machine, product_version
 from tandem.cluster.model_store import DEFAULT_MODEL, served_name
 from tandem.loadtest.client import MeasuringClient, run_measured
+from tandem.protocol.fault_boundary import undone_on_error
 from tandem.runtime.signals import restore_child_signals
 
 __all__ = [
@@ -175,11 +176,9 @@ def launched(command: Sequence[str], *, ready: str, env: Mapping[str, str] | Non
             start_new_session=True,  # Ctrl-C comes to us alone, and we pass it on
         )
         try:
-            _wait_until_ready(process, ready, log)
-            yield Launched(process, time.perf_counter() - started)
-        except BaseException:
-            _print_end(log)
-            raise
+            with undone_on_error(lambda: _print_end(log)):
+                _wait_until_ready(process, ready, log)
+                yield Launched(process, time.perf_counter() - started)
         finally:
             _stop(process)
 

@@ -23,6 +23,7 @@ from tandem.engine.sequence import Phase, ScheduledChunk, Sequence, SequenceStat
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.digest import namespace_digest, root_digest
 from tandem.protocol.errors import ContextLengthExceeded, RequestError
+from tandem.protocol.fault_boundary import outcome_of
 from tandem.protocol.messages import FinishReason, PrefillPriority, StepStats, TokenLogprobs, WorkerLoad
 from tandem.protocol.sampling import SamplingParams
 
@@ -192,14 +193,11 @@ class Engine:
         outputs = []
         for chunk in chunks:
             token = next(tokens) if chunk.samples else None
-            try:
-                self.scheduler.blocks.advance(chunk)
-                if isinstance(token, Exception):
-                    raise token
-                if token is not None:
-                    outputs.append(self._append(chunk.sequence, token))
-            except Exception as exc:  # whatever this sequence raises, the others go on
-                failures.append(self._give_up(chunk.sequence, exc))
+            output = outcome_of(self._advance, chunk, token)
+            if isinstance(output, Exception):  # the other sequences go on
+                failures.append(self._give_up(chunk.sequence, output))
+            elif output is not None:
+                outputs.append(output)
         return StepResult(chunks, outputs, _stats(scheduled, self._clock() - started), failures)
 
     def load(self) -> WorkerLoad:
@@ -251,14 +249,19 @@ class Engine:
             raise logits
         return computed, torch.cat(rows) if rows else None, failures
 
+    def _advance(self, chunk: ScheduledChunk, token: SampledToken | Exception | None) -> SequenceOutput | None:
+        """Count a chunk as computed and append the token sampled from it. Raises the exception given as a token."""
+        self.scheduler.blocks.advance(chunk)
+        if isinstance(token, Exception):
+            raise token
+        return None if token is None else self._append(chunk.sequence, token)
+
     def _try_run(self, chunks: list[ScheduledChunk], between_layers: Callable[[], None]) -> Tensor | Exception | None:
         """Run the chunks: logits of those that sample, or the exception. Raises errors of the device."""
-        try:
-            return self.runner.run(chunks, between_layers)
-        except torch.AcceleratorError:
-            raise
-        except Exception as exc:  # a model's code may raise anything; the step's other sequences go on
-            return exc
+        logits = outcome_of(self.runner.run, chunks, between_layers)
+        if isinstance(logits, torch.AcceleratorError):
+            raise logits
+        return logits
 
     def _give_up(self, sequence: Sequence, error: Exception) -> SequenceFailure:
         """End a sequence that raised. A PREFILL_ONLY one keeps its blocks, as when it leaves with its first token."""

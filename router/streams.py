@@ -168,17 +168,17 @@ class QueueStream(Stream[T], Generic[I, T]):
             converted = self._convert(items)
             return (not converted or sink(converted)) and not self._has_ended
 
+        is_paused = False
         try:
             if not self._has_begun and not self._has_ended:
                 self._has_begun = True
                 await self._begin()
             if not self._has_ended:
                 await self._queue.read_into(convert, self._idle)
-        except BaseException:  # a cancelled reader too must leave nothing running
-            await self.aclose()
-            raise
-        if self._has_ended:
-            self.close()
+            is_paused = not self._has_ended
+        finally:
+            if not is_paused:  # also after a cancellation, which must leave nothing running
+                await self.aclose()
         return self._has_ended
 
     async def aclose(self) -> None:

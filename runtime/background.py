@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from tandem.protocol.fault_boundary import async_error_of
+
 __all__ = ["BackgroundTasks"]
 
 logger = logging.getLogger(__name__)
@@ -53,25 +55,21 @@ class BackgroundTasks:
         return task
 
     async def _guarded(self, name: str, work: Work, on_failure: Callable[[Exception], None] | None) -> None:
-        try:
-            await work()
-        except Exception as exc:  # any failure of the owner's work goes to the owner
+        if (error := await async_error_of(work())) is not None:
             self.num_failures += 1
-            logger.exception("%s failed", name)
+            logger.error("%s failed", name, exc_info=error)
             if on_failure is not None:
-                on_failure(exc)
+                on_failure(error)
 
     async def _kept(self, name: str, work: Work) -> None:
         loop, delay_s = asyncio.get_running_loop(), FIRST_DELAY_S
         while True:
             began_s = loop.time()
-            try:
-                await work()
+            if (error := await async_error_of(work())) is None:
                 return
-            except Exception:  # any failure of the owner's work restarts it
-                self.num_failures += 1
-                if loop.time() - began_s > CALM_S:
-                    delay_s = FIRST_DELAY_S
-                logger.exception("%s failed and is restarted in %g s", name, delay_s)
+            self.num_failures += 1
+            if loop.time() - began_s > CALM_S:
+                delay_s = FIRST_DELAY_S
+            logger.error("%s failed and is restarted in %g s", name, delay_s, exc_info=error)
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_DELAY_S)

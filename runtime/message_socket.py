@@ -14,6 +14,8 @@ from collections.abc import Callable
 import zmq
 from zmq.error import Again
 
+from tandem.protocol.fault_boundary import error_of
+
 __all__ = ["MessageSocket"]
 
 logger = logging.getLogger(__name__)
@@ -81,8 +83,7 @@ class MessageSocket:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except Again:
                 return
-            try:
-                self._on_message(frames)
-            except Exception:  # NOTE: go on, because messages left unread here are never signalled again
-                logger.exception("a message could not be handled")
+            if (error := error_of(self._on_message, frames)) is not None:
+                # NOTE: go on, because messages left unread here are never signalled again.
+                logger.error("a message could not be handled", exc_info=error)
         self._schedule()

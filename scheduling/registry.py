@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.messages import (
     FetchStats,
     LinkLoad,
@@ -183,10 +184,7 @@ class Registry:
     def notify_progress(self) -> None:
         """Call the step listeners. Call it after releasing bookings that they do not know."""
         for listener in self._step_listeners:
-            try:
-                listener()
-            except Exception:  # a listener's error must not stop the others
-                self._note_failure(listener)
+            self._tell(listener)
 
     def reserve(self, load: RequestLoad, priority: PrefillPriority = PrefillPriority()) -> Booking:
         """Book a decision's load at once, so that the next decision sees it."""
@@ -196,12 +194,10 @@ class Registry:
     def _notify(self, change: WorkerChange) -> None:
         logger.info("worker %s is %s: %s", change.worker.worker_id, change.worker.state, change.reason)
         for listener in self._listeners:
-            try:
-                listener(change)
-            except Exception:  # a listener's error must not stop the others
-                self._note_failure(listener)
+            self._tell(listener, change)
 
-    def _note_failure(self, listener: Callable[..., None]) -> None:
-        """Count and log a listener's error: the other listeners are called, and the caller goes on."""
-        self.num_listener_failures += 1
-        logger.exception("the listener %r failed", listener)
+    def _tell(self, listener: Callable[..., None], *args: object) -> None:
+        """Call a listener. Its error is counted and logged: the other listeners are called, and the caller goes on."""
+        if (error := error_of(listener, *args)) is not None:
+            self.num_listener_failures += 1
+            logger.error("the listener %r failed", listener, exc_info=error)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from tandem.kv_transfer.links import LinkChange, LinkState
 from tandem.kv_transfer.transport.base import Notification
 from tandem.protocol.errors import InternalError, RequestError, ServingError
+from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.messages import (
     INVALID_REQUEST,
     Cancel,
@@ -52,14 +52,14 @@ class MessageDispatcher:
 
     def take(self, identity: bytes, message: Message, now: float) -> None:
         """Handle one message that came from `identity`."""
-        error = _error_of(self._handle, identity, message, now)
+        error = error_of(self._handle, identity, message, now)
         if error is not None:
             self._parts.dropped.add(DropReason.FAILED, f"a {type(message).__name__}: {error!r}", exc_info=error)
             self.give_up(getattr(message, "request_id", ""), error)
 
     def take_notification(self, notification: Notification, now: float) -> None:
         """Handle one notification of a peer's write."""
-        error = _error_of(self._parts.decode.notified, notification, now)
+        error = error_of(self._parts.decode.notified, notification, now)
         if error is not None:
             self._reporter.num_errors += 1
             text = f"a notification of {notification.worker_id}, whose lease will run out: {error!r}"
@@ -71,7 +71,7 @@ class MessageDispatcher:
         message = f"{type(error).__name__} while it was worked on; the worker's log has more"
         self._parts.replies.fail(request_id, message, InternalError.code or "")
         for cancel in (self._parts.prefill.cancel, self._parts.decode.cancel, self._parts.engine.abort):
-            if (left := _error_of(cancel, request_id)) is not None:
+            if (left := error_of(cancel, request_id)) is not None:
                 logger.error("request %s left something behind", request_id, exc_info=left)
 
     def send_events(self) -> None:
@@ -189,12 +189,3 @@ class MessageDispatcher:
         self.send_events()  # what is pending belongs before the snapshots, not after them
         for place in places:
             self._parts.replies.send_snapshot(identity, place, self._parts.cache.digests(place))
-
-
-def _error_of(function: Callable[..., object], *arguments: object) -> Exception | None:
-    """Call a function; what it raised, or None."""
-    try:
-        function(*arguments)
-    except Exception as exc:  # a message comes from another process: it must not end all other requests
-        return exc
-    return None

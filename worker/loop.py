@@ -21,6 +21,7 @@ from tandem.kv_transfer.transport.base import Notification
 from tandem.kv_transfer.transport.in_process import InProcessHub
 from tandem.protocol.config import WorkerConfig
 from tandem.protocol.errors import WorkerError
+from tandem.protocol.fault_boundary import outcome_of
 from tandem.protocol.messages import PeerAddress, Role, WorkerCard
 from tandem.worker.assembly import assemble
 from tandem.worker.dispatch import MessageDispatcher
@@ -95,10 +96,11 @@ class Worker:
         future: Future[T] = Future()
 
         def answer() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as exc:  # raised again in the thread that called
-                future.set_exception(exc)
+            outcome = outcome_of(function)
+            if isinstance(outcome, Exception):
+                future.set_exception(outcome)  # raises it in the thread that called
+            else:
+                future.set_result(outcome)
 
         if self._stopping.is_set():
             raise WorkerError(f"worker {self.config.worker_id} has stopped")

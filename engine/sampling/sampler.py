@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tandem.engine.sampling.draw import uniform_draw
 from tandem.engine.sequence import Sequence
+from tandem.protocol.fault_boundary import outcome_of
 from tandem.protocol.messages import TokenLogprobs
 from tandem.protocol.sampling import SamplingParams
 
@@ -54,15 +55,13 @@ class Sampler:
         ]
 
     def _try_sample(self, raw: Tensor, sequence: Sequence) -> SampledToken | Exception:
-        try:
-            return self._sample_row(raw.float(), sequence)
-        except torch.AcceleratorError:  # the device is lost for every row
-            raise
-        except Exception as exc:
-            return exc
+        token = outcome_of(self._sample_row, raw, sequence)
+        if isinstance(token, torch.AcceleratorError):  # the device is lost for every row
+            raise token
+        return token
 
     def _sample_row(self, raw: Tensor, sequence: Sequence) -> SampledToken:
-        sampling = sequence.sampling
+        sampling, raw = sequence.sampling, raw.float()
         logits = self._adjust(raw, sequence)
         if sampling.temperature == 0:
             token_id = _most_likely(logits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Generator
+from contextlib import suppress
 from typing import Any
 
 __all__ = ["EagerAwaitable"]
@@ -36,10 +37,7 @@ class EagerAwaitable:
         self._steps.close()
 
     def _advance(self, step: Callable[[Any], Any], value: Any) -> None:
-        try:
+        self.is_done = True  # unless it waits again
+        with suppress(StopIteration):
             self._pending = step(value)
-        except StopIteration:
-            self.is_done = True
-        except BaseException:  # raised again: whatever ends the work, it is done
-            self.is_done = True
-            raise
+            self.is_done = False

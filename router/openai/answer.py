@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 import orjson
@@ -38,20 +38,23 @@ async def answer_request(
     metrics.prompt_tokens.inc(answer.num_prompt_tokens)
     deltas = run_choices(backend, answer.choices, tokenizer, lambda: RequestClock(metrics, answer.arrived_s))
     headers = {"x-request-id": answer.answer_id}
-    try:
-        if answer.is_stream:
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(deltas.aclose)  # every way out cancels the generation, except with a stream
+        try:
             async with cancel_on_disconnect(request.receive):
-                first = await deltas.take()
-            headers |= STREAM_HEADERS | _explanation(first[0].decision)
-            return EventStream(answer, first, deltas, metrics, headers)
-        async with cancel_on_disconnect(request.receive):
-            body, decision = await _collect(answer, deltas)
-        headers |= _explanation(decision)
-    except BaseException as exc:  # raised again: every way out, a cancellation too, cancels the generation
-        if isinstance(exc, ClientDisconnected):
+                if answer.is_stream:
+                    first = await deltas.take()
+                else:
+                    body, decision = await _collect(answer, deltas)
+        except ClientDisconnected:
             metrics.client_disconnects.inc()
-        await deltas.aclose()
-        raise
+            raise
+        if answer.is_stream:
+            headers |= STREAM_HEADERS | _explanation(first[0].decision)
+            stream = EventStream(answer, first, deltas, metrics, headers)
+            stack.pop_all()  # the stream closes them
+            return stream
+    headers |= _explanation(decision)
     metrics.duration_s.observe(time.perf_counter() - answer.arrived_s)
     return Response(orjson.dumps(body), headers=headers, media_type="application/json")
 

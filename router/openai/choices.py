@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
 from tandem.protocol.errors import WorkerError
+from tandem.protocol.fault_boundary import async_error_of
 from tandem.router.backend import Backend, TokenDelta
 from tandem.router.http.metrics import RequestClock
 from tandem.router.openai.choice_text import ChoiceDelta, ChoicePlan, ChoiceText
@@ -140,7 +141,7 @@ class _Choices(Stream[ChoiceDelta]):
             self._queue.deliver()
             return self._queue.num_items < MAX_QUEUED_DELTAS
 
-        try:
+        async def read() -> None:
             if not is_first:
                 await first_token.wait()
             async with starting:  # one per iteration of the event loop: placing 2,048 at once would take a second
@@ -150,7 +151,9 @@ class _Choices(Stream[ChoiceDelta]):
                     while self._queue.num_items >= MAX_QUEUED_DELTAS:
                         self._has_room.clear()
                         await self._has_room.wait()
-        except Exception as exc:  # whatever it is, it is raised again to the reader of the queue
-            self._queue.fail(exc)
+
+        try:
+            if (error := await async_error_of(read())) is not None:
+                self._queue.fail(error)  # raises it to the reader
         finally:
             first_token.set()  # also after a first sibling that ended without a token

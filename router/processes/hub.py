@@ -17,6 +17,7 @@ import zmq
 from zmq.constants import SocketType
 
 from tandem.protocol.errors import ServingError
+from tandem.protocol.fault_boundary import async_error_of, error_of
 from tandem.router.processes import wire
 from tandem.runtime.background import BackgroundTasks
 from tandem.runtime.message_socket import MessageSocket
@@ -156,10 +157,8 @@ class EdgeHub:
     def _note(self, edge: _Edge, number: int, note: Any) -> None:
         if (call := edge.calls.get(number)) is None:
             return  # it has ended here
-        try:
-            call.note(note)
-        except Exception:  # a bug in one call must not lose the notes about others
-            logger.exception("a note about call %d of an edge process could not be handled", number)
+        if (error := error_of(call.note, note)) is not None:  # notes about other calls are still to be handled
+            logger.error("a note about call %d of an edge process could not be handled", number, exc_info=error)
             edge.tasks[number].cancel()
             edge.out.send(wire.Failed(number, INTERNAL_ERROR))
 
@@ -197,10 +196,9 @@ class _Edge:
 
 async def _guarded(edge: _Edge, number: int, work: Coroutine[None, None, None]) -> None:
     """Do the work, and tell the edge process if it fails."""
-    try:
-        await work
-    except ServingError as exc:
-        edge.out.send(wire.Failed(number, wire.wire_error(exc)))
-    except Exception:  # a bug in one call must not end the hub, and its edge process waits for an answer
-        logger.exception("call %d of an edge process failed", number)
+    error = await async_error_of(work)
+    if isinstance(error, ServingError):
+        edge.out.send(wire.Failed(number, wire.wire_error(error)))
+    elif error is not None:  # the hub goes on, and the edge process waits for an answer
+        logger.error("call %d of an edge process failed", number, exc_info=error)
         edge.out.send(wire.Failed(number, INTERNAL_ERROR))

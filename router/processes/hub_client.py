@@ -14,6 +14,7 @@ import zmq
 from zmq.constants import SocketType
 
 from tandem.protocol.errors import NoWorker, WorkerError
+from tandem.protocol.fault_boundary import error_of
 from tandem.router.processes import wire
 from tandem.runtime.background import BackgroundTasks
 from tandem.runtime.idle_timeout import IdleClock, answered_in_time
@@ -120,14 +121,12 @@ class HubClient:
 
     def _on_message(self, data: bytes) -> None:
         self._heard_s, self.is_silent = self._clock(), False
-        try:
-            self._dispatch(self._decode(data))
-        except Exception:  # a bug: whichever call the message was for would wait for ever
-            logger.exception("a message of the deciding process could not be handled")
+        if (error := error_of(self._dispatch, data)) is not None:  # the call it was for would wait for ever
+            logger.error("a message of the deciding process could not be handled", exc_info=error)
             self._fail_all("a message of the deciding process could not be handled")
 
-    def _dispatch(self, message: Any) -> None:
-        match message:
+    def _dispatch(self, data: bytes) -> None:
+        match self._decode(data):
             case wire.Items(items):
                 for number, item in items:
                     if (receive := self._calls.get(number)) is not None:  # else its client has left

@@ -27,6 +27,7 @@ from tandem.protocol.errors import (
     TransferTimeout,
     WorkerError,
 )
+from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.messages import (
     INVALID_REQUEST,
     BlockEvents,
@@ -223,10 +224,8 @@ class WorkerClient:
         except msgspec.DecodeError as exc:
             link.dropped.add(DropReason.MALFORMED, f"from {link.worker_id}: {exc}")
             return
-        try:
-            self._dispatch(link, message)
-        except Exception as exc:  # a bug: it ends the requests that the message is about, and no others
-            link.dropped.add(DropReason.FAILED, f"from {link.worker_id}: {exc!r}", exc_info=True)
+        if (error := error_of(self._dispatch, link, message)) is not None:  # it ends no other requests
+            link.dropped.add(DropReason.FAILED, f"from {link.worker_id}: {error!r}", exc_info=error)
             for delta in message.deltas if isinstance(message, StepOutput) else ():
                 if (leg := link.legs.get(delta.request_id)) is not None:
                     leg.fail(WorkerError(f"tokens of worker {link.worker_id} could not be handled; see the log"))
@@ -293,17 +292,19 @@ class WorkerClient:
         return ""
 
     def _on_heartbeat(self, link: Link, data: bytes) -> None:
-        try:
-            message = decode_heartbeat(data)
-            if not link.is_of(message):
-                text = f"{link.worker_id} sent a heartbeat of {message.worker_id} epoch {message.epoch}"
-                link.dropped.add(DropReason.IMPOSTOR, text)
-            else:
-                self._recorder.record_heartbeat(message, link.dropped.counts, self._clock())
-        except msgspec.DecodeError as exc:
-            link.dropped.add(DropReason.MALFORMED, f"a heartbeat of {link.worker_id}: {exc}")
-        except Exception as exc:  # a bug must not end the socket's reader; silence then ends the worker
-            link.dropped.add(DropReason.FAILED, f"a heartbeat of {link.worker_id}: {exc!r}", exc_info=True)
+        error = error_of(self._take_heartbeat, link, data)
+        if isinstance(error, msgspec.DecodeError):
+            link.dropped.add(DropReason.MALFORMED, f"a heartbeat of {link.worker_id}: {error}")
+        elif error is not None:  # the reader of the socket goes on; silence then ends the worker
+            link.dropped.add(DropReason.FAILED, f"a heartbeat of {link.worker_id}: {error!r}", exc_info=error)
+
+    def _take_heartbeat(self, link: Link, data: bytes) -> None:
+        message = decode_heartbeat(data)
+        if link.is_of(message):
+            self._recorder.record_heartbeat(message, link.dropped.counts, self._clock())
+        else:
+            text = f"{link.worker_id} sent a heartbeat of {message.worker_id} epoch {message.epoch}"
+            link.dropped.add(DropReason.IMPOSTOR, text)
 
     async def _watch(self) -> None:
         """Give up silent workers, and request snapshots again that did not arrive."""

@@ -16,6 +16,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.sequence import Onboarding
 from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.fetch_planner import FetchPlan, LoadRange, plan_fetch
+from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.messages import FetchStats, KvHolder, StepStats
 from tandem.scheduling.cost_model import StepModel
 from tandem.worker.kv.kv_source import KvSource, OpenSource, Piece
@@ -130,10 +131,8 @@ class Fetcher:
 
     def admitted(self, sequence: EngineSequence) -> None:
         """Plan the loads of a sequence that has just got its blocks."""
-        try:
-            self._plan(sequence)
-        except Exception:  # called within a step, which must go on: all of the prompt can still be computed
-            logger.exception("request %s: nothing is loaded for it", sequence.request_id)
+        if (error := error_of(self._plan, sequence)) is not None:  # all of the prompt can still be computed
+            logger.error("request %s: nothing is loaded for it", sequence.request_id, exc_info=error)
 
     def _plan(self, sequence: EngineSequence) -> None:
         """Decide which blocks of a prompt to load, and begin."""

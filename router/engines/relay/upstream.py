@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from tandem.protocol.fault_boundary import undone_on_error
 from tandem.router.engines.addresses import Resolve
 from tandem.router.streams import DeltaQueue
 
@@ -67,11 +68,8 @@ class Upstream:
         connection = self._take() or await self._connect()
         head = f"POST {self._base_path}{path} HTTP/1.1\r\n{self._head}x-request-id: {request_id}\r\n"
         reply = connection.send(f"{head}content-length: {len(content)}\r\n\r\n".encode("latin-1") + content)
-        try:
+        with undone_on_error(reply.close):
             await reply.wait_for_head()
-        except BaseException:  # raised again: nobody else closes the reply
-            reply.close()
-            raise
         return reply
 
     def close(self) -> None:
