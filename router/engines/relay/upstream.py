@@ -169,7 +169,7 @@ class Reply(DeltaQueue[bytes]):
 
     def add(self, data: bytes) -> None:
         """A part of the body arrived."""
-        self.put(data)
+        self._items.append(data)
         self._num_unread_bytes += len(data)
         if self._num_unread_bytes > _MAX_UNREAD_BYTES:
             self._connection.pause_reading()
