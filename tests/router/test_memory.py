@@ -11,6 +11,7 @@ import pytest
 
 from tandem.router.workers import pin_ledger, prompt_hasher
 from tandem.scheduling import answer_lengths, contention, fair_queue
+from tests.support.fake_worker import make_request
 from tests.support.memory_world import MemoryWorld, table_sizes
 
 SOAK_ENV = "TANDEM_SOAK_REQUESTS"
@@ -42,7 +43,8 @@ def test_the_walk_sees_what_grows() -> None:
         world = MemoryWorld(0)
         try:
             before = table_sizes(world.flow)
-            world.flow._context.hasher._roots.update({(b"", str(i)): b"" for i in range(100)})
+            for number in range(100):
+                await world.flow.explain(make_request(scope=f"scope {number}"))
             assert set(grown(before, table_sizes(world.flow))) == {"PromptHasher._roots"}
         finally:
             await world.close()

@@ -27,7 +27,6 @@ from tandem.protocol.messages import (
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.streams import DeltaQueue
-from tandem.router.workers.load_recorder import LEARN_INTERVAL_S
 from tandem.runtime import background
 from tandem.runtime.curve import make_keys
 from tests.support.fake_worker import FakeWorker, digests, fake_cluster, silent, until
@@ -121,25 +120,6 @@ def test_steps_teach_the_cost_model_and_beats_carry_the_load() -> None:
 
             await until(has_beaten)
             assert state.step_age_s == 0.5
-
-    asyncio.run(scenario())
-
-
-def test_of_steps_in_quick_succession_one_teaches_the_cost_model() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(decode=silent) as cluster:
-            worker, model = cluster.workers["d"], cluster.costs.steps("cpu-1")
-            now = [100.0]
-            cluster.client._clock = lambda: now[0]
-            state = cluster.registry.get("d")
-            assert state is not None
-            for num_running in (1, 2, 3):
-                worker.output(*[SequenceDelta("unknown", 0, [1])] * num_running)
-            await until(lambda: state.load.num_running == 3)
-            assert model.num_measurements == 1
-            now[0] += 2 * LEARN_INTERVAL_S
-            worker.output()
-            await until(lambda: model.num_measurements == 2)
 
     asyncio.run(scenario())
 

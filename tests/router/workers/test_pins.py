@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import msgspec
 import pytest
@@ -255,7 +256,7 @@ def test_a_pin_reaches_every_worker_and_the_likely_ones_bring_it_up() -> None:
                 for worker_id, role in (("p", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE))
             ]
             workers[2].cached = chain(64)
-            cluster.index.speculate(["d1"], chain(64), cluster.flow.cache._clock())
+            cluster.index.speculate(["d1"], chain(64), time.monotonic())
             state = await cluster.flow.cache.pin(
                 PinRequest(token_ids=list(range(70)), cache_scope=EVERYONE, ttl_s=60.0)
             )

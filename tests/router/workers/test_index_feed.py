@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tandem.protocol.messages import (
+    POOL_PLACE,
+    BlockEvents,
+    BlockSnapshot,
+    Role,
+    SnapshotRequest,
+    WorkerState,
+    decode_message,
+    holder_name,
+)
+from tandem.router.workers.index_feed import IndexFeed
+from tandem.router.workers.link import Link
+from tandem.scheduling.prefix_index import PrefixIndex
+from tandem.scheduling.registry import Registry
+from tests.support.builders import add_ready, make_card
+from tests.support.fake_worker import digests
+
+pytestmark = pytest.mark.anyio
+
+
+class Socket:
+    """Records the snapshots that are requested through it."""
+
+    def __init__(self) -> None:
+        self.requested: list[list[str]] = []
+
+    def send(self, data: bytes) -> None:
+        message = decode_message(data)
+        assert isinstance(message, SnapshotRequest)
+        self.requested.append(message.places)
+
+
+class World:
+    def __init__(self) -> None:
+        self.registry, self.index = Registry(), PrefixIndex()
+        self.feed = IndexFeed(self.registry, self.index)
+        self.links: dict[str, Link] = {}
+
+    def join(self, worker_id: str, tiers: dict[str, str]) -> Socket:
+        """A worker joins, and the feed follows it."""
+        card = msgspec.structs.replace(make_card(worker_id, Role.DECODE), tiers=tiers)
+        add_ready(self.registry, card)
+        socket: Any = Socket()
+        link = self.links[worker_id] = Link(card.address, socket, socket)
+        link.kind, link.tiers = card.kind, card.tiers
+        self.feed.follow(link, 0.0)
+        result: Socket = socket
+        return result
+
+    def leave(self, worker_id: str) -> None:
+        link = self.links.pop(worker_id)
+        self.registry.set_state(worker_id, WorkerState.DEAD, "test")
+        self.feed.forget(link, self.links.values(), 1.0)
+
+
+def events(sequence: int, *names: bytes) -> BlockEvents:
+    return BlockEvents(worker_id="a", epoch=1, sequence=sequence, stored=digests(names), removed=[])
+
+
+async def test_a_gap_in_the_events_is_closed_by_one_snapshot() -> None:
+    world = World()
+    socket = world.join("a", {})
+    link = world.links["a"]
+    assert socket.requested == [[POOL_PLACE]]  # it may have cached blocks before
+    world.feed.apply(link, BlockSnapshot(worker_id="a", epoch=1, sequence=0, digests=[]), 0.0)
+    world.feed.apply(link, events(1, b"x"), 0.0)
+    assert (world.index.num_blocks("a"), len(socket.requested)) == (1, 1)
+    world.feed.apply(link, events(3, b"z"), 0.0)
+    world.feed.apply(link, events(4, b"zz"), 0.0)
+    assert socket.requested[1:] == [[POOL_PLACE]], "requested once for all events after the gap"
+    world.feed.apply(link, BlockSnapshot(worker_id="a", epoch=1, sequence=4, digests=digests([b"x", b"y"])), 0.0)
+    assert world.index.num_blocks("a") == 2
+
+
+async def test_a_snapshot_that_does_not_arrive_is_requested_again() -> None:
+    world = World()
+    socket = world.join("a", {})
+    world.feed.request_overdue(world.links["a"], now=1.0, timeout_s=2.0)
+    assert len(socket.requested) == 1
+    world.feed.request_overdue(world.links["a"], now=2.5, timeout_s=2.0)
+    assert len(socket.requested) == 2
+    world.feed.request_overdue(world.links["a"], now=3.0, timeout_s=2.0)
+    assert len(socket.requested) == 2
+
+
+async def test_a_shared_store_is_followed_through_one_worker_and_then_another() -> None:
+    world = World()
+    first, second = world.join("a", {"disk": "store"}), world.join("b", {"disk": "store"})
+    assert (first.requested, second.requested) == ([sorted([POOL_PLACE, "disk"])], [[POOL_PLACE]])
+    world.leave("a")
+    assert second.requested[1:] == [["disk"]]
+    assert world.index.num_blocks(holder_name("a", "disk")) == 0
