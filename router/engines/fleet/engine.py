@@ -147,7 +147,7 @@ class RemoteEngine:
         self.set_state(WorkerState.READY, "")
 
     def leave(self, reason: str) -> None:
-        """End a life: its cache and the load of others count no more."""
+        """End a life: its cache and its foreign load are forgotten."""
         self.cache.stop()
         self.foreign.clear()
         self.set_state(WorkerState.DEAD, reason)

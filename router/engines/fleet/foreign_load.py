@@ -42,7 +42,7 @@ class ForeignLoad:
         return len(self._bookings)
 
     def update(self, num_requests: int, num_waiting: int) -> None:
-        """The engine has so many foreign requests; `num_waiting` is what it reports, ours included.
+        """The engine has `num_requests` foreign requests. `num_waiting` is the number it reports, ours included.
 
         Engines serve in order of arrival: the oldest requests end first, and the newest ones wait.
         """

@@ -66,7 +66,7 @@ class EngineProber:
                 await self._probe()
                 self._num_failed, self._last_good_s = 0, self._clock()
             except (httpx.HTTPError, LookupError, ValueError, RecursionError) as exc:
-                # Where nobody listens one failure is enough; a slow engine gets another chance.
+                # If nothing listens, one failure is enough; a slow engine gets another chance.
                 self._num_failed += self._config.max_failed_probes if isinstance(exc, httpx.ConnectError) else 1
                 self._on_failure(str(exc) or type(exc).__name__)
             await asyncio.sleep(self._config.probe_interval_s)
