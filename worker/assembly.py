@@ -46,6 +46,7 @@ class WorkerParts:
     heartbeats: HeartbeatThread
     dropped: DroppedMessages
     replies: RouterReplies
+    compatibility: dict[str, str]  # what a peer must agree with
     links: PeerLinks
     prefill: PrefillRole
     decode: DecodeRole
@@ -80,9 +81,10 @@ def assemble(config: WorkerConfig, hub: InProcessHub | None = None) -> WorkerPar
     address = PeerAddress(config.worker_id, epoch, sockets.endpoint, heartbeats.endpoint, keys.public)
     replies = RouterReplies(address, sockets)
 
+    compatibility = _compatibility(config, engine)
     links = PeerLinks(
         address,
-        _compatibility(config, engine),
+        compatibility,
         transport,
         sockets.send_peer,
         timeout_s=config.transfer.handoff_timeout_s,
@@ -109,6 +111,7 @@ def assemble(config: WorkerConfig, hub: InProcessHub | None = None) -> WorkerPar
         heartbeats=heartbeats,
         dropped=dropped,
         replies=replies,
+        compatibility=compatibility,
         links=links,
         prefill=prefill,
         decode=decode,

@@ -19,7 +19,7 @@ import pytest
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
-from tandem.cluster import process_end
+from tandem.cluster import process_end, quarantine_watch
 from tandem.cluster.member import first_line
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.supervisor import Supervisor
@@ -449,6 +449,15 @@ def test_a_flip_that_the_worker_refuses_has_failed(
 
 def test_a_sender_whose_lost_writes_take_too_much_of_a_pool_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.cluster.quarantine_watch._LOOK_S", 0.01)
+    look, num_looks = quarantine_watch._senders_to_replace, 0
+
+    def count_looks(*arguments: Any) -> Any:
+        nonlocal num_looks
+        num_looks += 1
+        return look(*arguments)
+
+    monkeypatch.setattr(quarantine_watch, "_senders_to_replace", count_looks)
+    is_looked_at_again = lambda: eventually(lambda until=num_looks + 3: num_looks >= until)  # noqa: E731
 
     async def run() -> None:
         async with supervised(monkeypatch, num_prefill=2, num_decode=1, max_restarts=0) as cluster:
@@ -464,13 +473,13 @@ def test_a_sender_whose_lost_writes_take_too_much_of_a_pool_is_replaced(monkeypa
                 cluster.registry.note_quarantines("decode-0", noted)
 
             report((addresses[0], 0.01, 1e6), (addresses[1], 0.9, 10.0))  # a few blocks, or not for long
-            await asyncio.sleep(0.1)
+            await is_looked_at_again()
             assert not any(sender.ended.done() for sender in senders)
             report((addresses[1], 0.2, 61.0))
             await cluster.is_served("prefill-1", addresses[1].epoch)
             await eventually(lambda: ("decode-0", "peer_died", addresses[1], True) in cluster.ray.told)
             assert not senders[0].ended.done()
-            await asyncio.sleep(0.1)  # the report is of the process that is gone
+            await is_looked_at_again()  # the report is of the process that is gone
             assert cluster.ray.latest("prefill-1").card.address.epoch > addresses[1].epoch
             assert len(cluster.ray.actors) == 4
 

@@ -88,6 +88,7 @@ class Cluster:
     index: PrefixIndex
     costs: CostModel
     flow: RequestFlow
+    sizing: CacheSizing
     workers: dict[str, RunningWorker] = field(default_factory=dict)
     num_requests: int = 0
 
@@ -165,6 +166,7 @@ async def running_cluster(
 ) -> AsyncIterator[Cluster]:
     """Workers of these roles behind a router that always pairs them. `overrides`: engine fields by worker id."""
     registry, index, costs = Registry(), PrefixIndex(), CostModel()
+    sizing = CacheSizing(registry)
     config = RouterConfig(**{"local_prefill": False} | (router or {}))
     client = WorkerClient(registry, index, costs, config, keys=ROUTER_KEYS)
     placer = Placer(registry, index, costs, config)
@@ -174,12 +176,12 @@ async def running_cluster(
         index=index,
         costs=costs,
         placer=placer,
-        sizing=CacheSizing(registry),
+        sizing=sizing,
         workers=client,
         config=config,
         tenants=tenants,
     )
-    cluster = Cluster(InProcessHub(judge), registry, client, index, costs, flow)
+    cluster = Cluster(InProcessHub(judge), registry, client, index, costs, flow, sizing)
     await client.start()
     try:
         for worker_id, role in (roles or PAIR).items():

@@ -271,9 +271,8 @@ def test_late_and_unknown_messages_change_nothing(worker: Worker, client: Client
         client.send(Hello(router_id="r"))
         client.receive(Welcome)
         deadline = time.monotonic() + DEADLINE_S
-        while worker.parts.dropped.counts != {
-            "malformed": 4
-        }:  # nobody says a heartbeat or a welcome to a worker's ROUTER
+        # Nobody sends a heartbeat or a welcome to a worker's ROUTER.
+        while worker.parts.dropped.counts != {"malformed": 4}:
             assert time.monotonic() < deadline, worker.parts.dropped.counts
             time.sleep(0.01)
     worker.call(lambda: worker.check_integrity(idle=True))

@@ -482,7 +482,7 @@ def test_a_peer_that_refuses_the_link_gives_the_client_the_reason(tiny_model: Pa
     async def scenario() -> None:
         async with running_cluster(tiny_model) as cluster:
             worker = cluster.worker("d")
-            await cluster.call("d", lambda: worker.parts.links._compatibility.update(model_revision="another"))
+            await cluster.call("d", lambda: worker.parts.compatibility.update(model_revision="another"))
             for _ in range(2):  # a refused link is tried again
                 with pytest.raises(TransferError, match="cannot be written to: the two differ in model_revision"):
                     await cluster.generate(make_prompt(40))

@@ -163,7 +163,7 @@ def test_a_peers_hello_is_refused_without_values(world: World) -> None:
             refused = msgspec.msgpack.decode(data)
             assert refused["type"] == PeerRefused.__name__
             assert "model_revision" in refused["reason"]
-            for value in world.worker.parts.links._compatibility.values():
+            for value in world.worker.parts.compatibility.values():
                 assert len(value) < 4 or value.encode() not in data, f"the refusal tells {value!r}"
 
 

@@ -95,7 +95,7 @@ async def serving(model: Path, folder: Path | None = None, *, keys: dict[str, st
     parts: dict[str, Any] = {"api_keys": digests, "tenants": TENANTS}
     workers, router = {"c": Role.COLOCATED}, {"local_prefill": True}
     async with running_cluster(model, workers, engine={"num_blocks": 2048}, router=router, tenants=TENANTS) as cluster:
-        shown = metrics_of(cluster.flow, cluster.registry, cluster.flow._sizing)
+        shown = metrics_of(cluster.flow, cluster.registry, cluster.sizing)
         tokenizer = Tokenizer(model)
         if folder is None:
             app = create_app(cluster.flow, tokenizer, config, shown, **parts)

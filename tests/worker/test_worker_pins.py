@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tandem.kv_transfer.tiers import DiskStore
 from tandem.protocol.config import TierConfig
 from tandem.protocol.digest import EVERYONE, block_digests, root_digest
 from tandem.protocol.messages import Pin, Prefetch, Role, TierLoad
@@ -145,6 +146,18 @@ def test_with_host_memory_pins_keep_blocks_there_and_not_in_the_pool(tiny_model:
             assert worker.parts.pins.load().num_blocks == {"host": 0}
 
     asyncio.run(run())
+
+
+def hold_disk_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Reads from disk wait until the event is set."""
+    gate, read = threading.Event(), DiskStore.read
+
+    def wait_and_read(store: DiskStore, *arguments: Any) -> Any:
+        assert gate.wait(DEADLINE_S)
+        return read(store, *arguments)
+
+    monkeypatch.setattr(DiskStore, "read", wait_and_read)
+    return gate
 
 
 def follow(pins: WorkerPins, cache: TieredCache) -> None:
@@ -324,10 +337,7 @@ def test_a_request_goes_before_what_is_brought_up_for_a_pin(
     cache = (machine := Machine(engine, create_tiers(tiers, engine))).cache
     machine.settle()
     pins = WorkerPins(engine, cache, share=0.25)
-    disk = cache.tiers[1].tier
-    gate = threading.Event()
-    read = disk._store.read
-    monkeypatch.setattr(disk._store, "read", lambda name, scratch: gate.wait(DEADLINE_S) and read(name, scratch))
+    gate = hold_disk_reads(monkeypatch)
     digests = block_digests(root_digest(engine.namespace), pinned, BLOCK_SIZE)
     pins.pin(Pin(pin_id="a", digests=digests, ttl_s=LONG_S, prefetch=Prefetch.HOST), now := time.monotonic())
     pins.pump(now)
@@ -371,10 +381,7 @@ def test_what_is_under_way_for_a_chain_that_changed_is_given_up(
     machine.settle()
     pins = WorkerPins(engine, cache, share=0.25)
     digests = block_digests(root_digest(engine.namespace), tokens, BLOCK_SIZE)
-    gate = threading.Event()
-    disk = cache.tiers[1].tier
-    read = disk._store.read
-    monkeypatch.setattr(disk._store, "read", lambda name, scratch: gate.wait(DEADLINE_S) and read(name, scratch))
+    gate = hold_disk_reads(monkeypatch)
     now = time.monotonic()
     pins.pin(Pin(pin_id="a", digests=digests, ttl_s=LONG_S, prefetch=Prefetch.HOST), now)
     pins.pump(now)
