@@ -1,6 +1,6 @@
 """Decides where a request goes: the (prefill, decode) pair, or the single worker, with the fewest predicted seconds.
 
-Reads registry, index and cost model; changes none of them. No I/O, no weights: every term is in seconds.
+Reads workers, index and cost model; changes none of them. No I/O, no weights: every term is in seconds.
 """
 
 from __future__ import annotations
@@ -34,14 +34,8 @@ class Placer:
     workers remain.
     """
 
-    def __init__(
-        self,
-        registry: Workers,
-        index: PrefixIndex,
-        costs: CostModel,
-        config: RouterConfig,
-    ) -> None:
-        self._registry = registry
+    def __init__(self, workers: Workers, index: PrefixIndex, costs: CostModel, config: RouterConfig) -> None:
+        self._workers = workers
         self._index = index
         self._costs = costs
         self._config = config
@@ -49,7 +43,7 @@ class Placer:
     @property
     def can_place(self) -> bool:
         """Whether there is a worker to decode on; it can compute prompts too."""
-        return any(can_decode(worker) for worker in self._registry)
+        return any(can_decode(worker) for worker in self._workers)
 
     def place(
         self,
@@ -68,7 +62,7 @@ class Placer:
         The digests are those of the workers that remain, which must all hash alike.
         Raises `NoWorker` with the reasons when no worker can take the request.
         """
-        table = self._registry.table
+        table = self._workers.table
         is_usable, skipped = self._usable(table, request, excluded)
         decoders = is_usable & table.can_decode
         if not np.count_nonzero(decoders):
@@ -134,7 +128,7 @@ class Placer:
             least = deepest.num_blocks if deepest is not None else 0
             if hits[name] <= least:
                 break  # the others have no more
-            worker = self._registry.get(worker_of(name))
+            worker = self._workers.get(worker_of(name))
             num_blocks = self._index.count_held(name, digests, hits[name])
             if worker is not None and num_blocks > least:
                 deepest = Holder(worker, num_blocks)

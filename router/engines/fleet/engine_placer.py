@@ -81,7 +81,6 @@ class EnginePlacer(Placer):
         super().__init__(workers, index, costs, config)
         self._model = model
         self._engines = engines
-        self._workers = workers
 
     def place(self, request: PlacementRequest, now: float, *, tried: Collection[str] = (), **options: Any) -> Placement:
         """The cheapest engine or pair, without the engines in `tried`. `options` are those of `Placer.place`.
