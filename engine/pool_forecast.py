@@ -50,7 +50,7 @@ class PoolForecast:
     @property
     def num_spare(self) -> int:
         """Blocks that no sequence let in so far is expected to need; 0 if one did not fit."""
-        return 0 if self.has_head else max(self._num_blocks - self._peak(self._holders, self._num_used), 0)
+        return 0 if self.has_head else max(self._num_blocks - self.peak_of(self._holders, self._num_used), 0)
 
     def try_take(
         self, demand: BlockDemand, *, grows: bool = True, may_pass: bool = True, num_sure_steps: int | None = None
@@ -66,17 +66,17 @@ class PoolForecast:
             holders = holders.copy()
             insort(holders, demand)
         # A sequence that is alone may use all of the pool.
-        peak = self._peak(holders, num_used, num_sure_steps) if self._holders else num_used
+        peak = self.peak_of(holders, num_used, num_sure_steps) if self._holders else num_used
         fits = peak <= self._num_blocks
         if fits and self._head is not None:
-            fits = may_pass and self._start(self._head, holders, num_used) <= self._head_start
+            fits = may_pass and self.start_of(self._head, holders, num_used) <= self._head_start
         if fits:
             self._holders, self._num_used = holders, num_used
         elif self._head is None:
-            self._head, self._head_start = demand, self._start(demand, self._holders, self._num_used)
+            self._head, self._head_start = demand, self.start_of(demand, self._holders, self._num_used)
         return fits
 
-    def _peak(self, holders: list[BlockDemand], num_used: int, num_sure_steps: int | None = None) -> int:
+    def peak_of(self, holders: list[BlockDemand], num_used: int, num_sure_steps: int | None = None) -> int:
         """The most blocks that will be used at any step."""
         peak, num_left = num_used, len(holders)
         for num_steps, num_blocks in holders:
@@ -87,7 +87,7 @@ class PoolForecast:
             num_left -= 1
         return peak
 
-    def _start(self, demand: BlockDemand, holders: list[BlockDemand], num_used: int) -> float:
+    def start_of(self, demand: BlockDemand, holders: list[BlockDemand], num_used: int) -> float:
         """Steps until the demanded blocks are free and stay free without it; inf if the forecast shows no such step."""
         limit = self._num_blocks - demand.num_blocks
         num_used -= sum(num_blocks for _, num_blocks in holders)  # when all have ended

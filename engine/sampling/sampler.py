@@ -62,7 +62,7 @@ class Sampler:
 
     def _sample_row(self, raw: Tensor, sequence: Sequence) -> SampledToken:
         sampling, raw = sequence.sampling, raw.float()
-        logits = self._adjust(raw, sequence)
+        logits = self.adjust(raw, sequence)
         if sampling.temperature == 0:
             token_id = _most_likely(logits)
         else:
@@ -71,7 +71,7 @@ class Sampler:
             token_id = _last_resort(logits, raw)
         return SampledToken(token_id, _logprobs(raw, token_id, sampling.num_logprobs))
 
-    def _adjust(self, raw: Tensor, sequence: Sequence) -> Tensor:
+    def adjust(self, raw: Tensor, sequence: Sequence) -> Tensor:
         """Logits after bias, penalties and bans: [vocab]."""
         sampling = sequence.sampling
         logits = raw

@@ -12,16 +12,16 @@ SIZE = 4
 
 def room(num_blocks: int, *holders: tuple[int, int], held_by_others: int = 0) -> PoolForecast:
     """`holders` are (steps, blocks)."""
-    claims = [BlockDemand(*holder) for holder in holders]
-    return PoolForecast(num_blocks, held_by_others + sum(blocks for _, blocks in holders), claims, block_size=SIZE)
+    demands = [BlockDemand(*holder) for holder in holders]
+    return PoolForecast(num_blocks, held_by_others + sum(blocks for _, blocks in holders), demands, block_size=SIZE)
 
 
 def uses(num_blocks: int, holders: list[BlockDemand], num_used: int) -> list[int]:
     """Blocks used in each step from now on, counted one by one: each holder takes one more every `SIZE` steps."""
-    others = num_used - sum(claim.num_blocks for claim in holders)
-    last = max((claim.num_steps for claim in holders), default=0)
+    others = num_used - sum(demand.num_blocks for demand in holders)
+    last = max((demand.num_steps for demand in holders), default=0)
     return [
-        others + sum(claim.num_blocks + math.ceil(step / SIZE) for claim in holders if claim.num_steps >= step)
+        others + sum(demand.num_blocks + math.ceil(step / SIZE) for demand in holders if demand.num_steps >= step)
         for step in range(last + 1)
     ]
 
@@ -81,26 +81,26 @@ def test_room_for_some_steps_is_less_than_room_for_all() -> None:
     assert not room(10, (40, 2)).try_take(BlockDemand(40, 4), num_sure_steps=9)
 
 
-claims = st.tuples(st.integers(1, 40), st.integers(1, 6)).map(lambda claim: BlockDemand(*claim))
+demands = st.tuples(st.integers(1, 40), st.integers(1, 6)).map(lambda demand: BlockDemand(*demand))
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.lists(claims, max_size=6), claims, st.integers(0, 5), st.integers(1, 60))
+@given(st.lists(demands, max_size=6), demands, st.integers(0, 5), st.integers(1, 60))
 def test_the_forecast_is_that_of_counting_step_by_step(
-    holders: list[BlockDemand], claim: BlockDemand, held_by_others: int, num_blocks: int
+    holders: list[BlockDemand], demand: BlockDemand, held_by_others: int, num_blocks: int
 ) -> None:
     num_used = held_by_others + sum(holder.num_blocks for holder in holders)
     pool = PoolForecast(num_blocks, num_used, holders, block_size=SIZE)
-    peak = max(uses(num_blocks, [*holders, claim], num_used + claim.num_blocks))
-    fits = peak <= num_blocks if holders else num_used + claim.num_blocks <= num_blocks
-    assert pool._peak(sorted([*holders, claim]), num_used + claim.num_blocks) == peak
-    assert pool.try_take(claim) is fits
-    start = pool._start(claim, sorted(holders), num_used)
+    peak = max(uses(num_blocks, [*holders, demand], num_used + demand.num_blocks))
+    fits = peak <= num_blocks if holders else num_used + demand.num_blocks <= num_blocks
+    assert pool.peak_of(sorted([*holders, demand]), num_used + demand.num_blocks) == peak
+    assert pool.try_take(demand) is fits
+    start = pool.start_of(demand, sorted(holders), num_used)
     later = uses(num_blocks, holders, num_used)
     fitting = [
-        step for step in range(len(later)) if all(used + claim.num_blocks <= num_blocks for used in later[step:])
+        step for step in range(len(later)) if all(used + demand.num_blocks <= num_blocks for used in later[step:])
     ]
-    left = held_by_others + claim.num_blocks <= num_blocks
+    left = held_by_others + demand.num_blocks <= num_blocks
     # `later[step]` is before the ends of that step: it is free from the step before the first that fits on.
     expected = max(fitting[0] - 1, 0) if fitting else (len(later) - 1 if left else math.inf)
     assert start == (expected if left else math.inf)

@@ -193,7 +193,7 @@ def test_penalties_follow_their_definitions() -> None:
     expected[5] -= 0.5 + 0.25
     expected[6] += 3.0
     expected[4] -= 1.0
-    torch.testing.assert_close(Sampler(frozenset())._adjust(logits, sequence), expected)
+    torch.testing.assert_close(Sampler(frozenset()).adjust(logits, sequence), expected)
 
 
 @pytest.mark.parametrize("num_output", [0, 2, 3, 4])
