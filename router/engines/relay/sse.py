@@ -59,11 +59,6 @@ class EventSplitter:
     def __init__(self) -> None:
         self._rest = b""
 
-    @property
-    def has_rest(self) -> bool:
-        """Whether an incomplete event remains."""
-        return bool(self._rest.strip())
-
     def push(self, data: bytes) -> bytes:
         """The bytes of the events that are complete now. Raises `ValueError` for an event that is too long."""
         if not self._rest and data.endswith(b"\n\n"):
