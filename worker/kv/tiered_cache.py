@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from tandem.engine.engine import Engine
@@ -131,60 +132,56 @@ class TieredCache:
 def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
     """The tiers that are configured, from fast to slow. Raises `ConfigError` for one that cannot be used."""
     tiers: list[CachedTier] = []
-
-    def add(
-        name: str, codec_name: str, capacity_gb: float, make: Callable[[int, int], BlockStore], store: str = ""
-    ) -> None:
-        codec = create_codec(codec_name)
-        block_bytes = codec.encoded_bytes(engine.kv.shape[1:], engine.kv.dtype)
-        num_blocks = max(int(capacity_gb * 1e9) // block_bytes, 1)
-        num_threads = _NUM_THREADS[name]
-        tier = Tier(
-            name,
-            make(block_bytes, num_blocks),
-            create_policy(config.eviction_policy, num_blocks),
-            capacity_blocks=num_blocks,
-            num_threads=num_threads,
-            rescan_s=_RESCAN_S.get(name, math.inf),
-        )
-        prior = _PRIORS[name]
-        tiers.append(
-            CachedTier(
-                tier,
-                codec,
-                block_bytes,
-                num_threads=num_threads,
-                prior=prior,
-                store=store,
-                device_queue=engine.device_queue,
-            )
-        )
-
+    make = partial(_make_tier, engine, config.eviction_policy)
     if config.host_cache_gb:
-        add("host", config.host_cache_codec, config.host_cache_gb, MemoryStore)
+        tiers.append(make("host", config.host_cache_codec, config.host_cache_gb, MemoryStore))
     if not (config.disk_cache_path or config.object_cache_url):
         return tiers
     key = _load_key(config)
     name = key.folder_name(engine.namespace)
     if config.disk_cache_path:
         folder = Path(config.disk_cache_path).expanduser() / config.disk_cache_codec
-        add(
-            "disk",
-            config.disk_cache_codec,
-            config.disk_cache_gb,
-            lambda size, _: DiskStore(folder, engine.namespace, size, key),
-            store=f"{socket.gethostname()}:{folder.resolve()}#{name}",
-        )
+        store = f"{socket.gethostname()}:{folder.resolve()}#{name}"
+        open_disk = lambda size, _: DiskStore(folder, engine.namespace, size, key)  # noqa: E731
+        tiers.append(make("disk", config.disk_cache_codec, config.disk_cache_gb, open_disk, store))
     if config.object_cache_url:
         url = f"{config.object_cache_url.rstrip('/')}/{config.object_cache_codec}"
-        add(
-            "object",
-            config.object_cache_codec,
-            config.object_cache_gb,
-            lambda size, _: ObjectStore(url, engine.namespace, size, key),
-            store=f"{url}#{name}",
-        )
+        open_bucket = lambda size, _: ObjectStore(url, engine.namespace, size, key)  # noqa: E731
+        tiers.append(make("object", config.object_cache_codec, config.object_cache_gb, open_bucket, f"{url}#{name}"))
     return tiers
+
+
+def _make_tier(
+    engine: Engine,
+    policy: str,
+    name: str,
+    codec_name: str,
+    capacity_gb: float,
+    open_store: Callable[[int, int], BlockStore],
+    store: str = "",
+) -> CachedTier:
+    """`open_store` gets the bytes of an encoded block and the number of blocks."""
+    codec = create_codec(codec_name)
+    block_bytes = codec.encoded_bytes(engine.kv.shape[1:], engine.kv.dtype)
+    num_blocks = max(int(capacity_gb * 1e9) // block_bytes, 1)
+    num_threads = _NUM_THREADS[name]
+    tier = Tier(
+        name,
+        open_store(block_bytes, num_blocks),
+        create_policy(policy, num_blocks),
+        capacity_blocks=num_blocks,
+        num_threads=num_threads,
+        rescan_s=_RESCAN_S.get(name, math.inf),
+    )
+    return CachedTier(
+        tier,
+        codec,
+        block_bytes,
+        num_threads=num_threads,
+        prior=_PRIORS[name],
+        store=store,
+        device_queue=engine.device_queue,
+    )
 
 
 def _load_key(config: TierConfig) -> StoreKey:
