@@ -141,9 +141,10 @@ class WorkerClient:
             dealer, subscriber = connect_to_worker(self._context, self._keys, address, max_queued=0)
         except zmq.ZMQError as exc:
             raise WorkerError(f"{address} cannot be connected to: {exc}") from exc
-        messages = MessageSocket(dealer, lambda frames: self._on_data(link, frames[-1]))
+        messages = MessageSocket(dealer, lambda frames: self.receive(link, frames[-1]))
         heartbeats = MessageSocket(subscriber, lambda frames: self._on_heartbeat(link, frames[-1]))
-        link = self._links[address.worker_id] = Link(address, messages, heartbeats)
+        link = Link(address, messages, heartbeats)
+        self.attach(link)
         link.send(Hello(router_id=self._router_id))
         timeout_s = self._config.worker_timeout_s
         try:
@@ -156,6 +157,10 @@ class WorkerClient:
         finally:
             if self._registry.get(address.worker_id) is None:
                 self._leave(link, "did not join")
+
+    def attach(self, link: Link) -> None:
+        """Serve a link, whose worker joins with its `Welcome`."""
+        self._links[link.worker_id] = link
 
     async def remove_worker(self, worker_id: str) -> None:
         """Send a worker nothing new, wait up to `drain_timeout_s` for what it runs, and disconnect."""
@@ -207,18 +212,8 @@ class WorkerClient:
             if report.done() and not report.cancelled()
         }
 
-    def _leave(self, link: Link, reason: str) -> None:
-        worker_id = link.worker_id
-        if self._links.get(worker_id) is not link:
-            return
-        del self._links[worker_id]
-        try:
-            self._registry.set_state(worker_id, WorkerState.DEAD, reason)
-            self._feed.forget(link, self._links.values(), self._clock())
-        finally:  # whatever fails above, no request waits for this worker any more
-            link.fail(f"worker {worker_id} is gone: {reason}")
-
-    def _on_data(self, link: Link, data: bytes) -> None:
+    def receive(self, link: Link, data: bytes) -> None:
+        """Act upon a message of a worker. One that is malformed or cannot be handled is dropped and counted."""
         try:
             message = decode_worker_message(data)
         except msgspec.DecodeError as exc:
@@ -229,6 +224,17 @@ class WorkerClient:
             for delta in message.deltas if isinstance(message, StepOutput) else ():
                 if (leg := link.legs.get(delta.request_id)) is not None:
                     leg.fail(WorkerError(f"tokens of worker {link.worker_id} could not be handled; see the log"))
+
+    def _leave(self, link: Link, reason: str) -> None:
+        worker_id = link.worker_id
+        if self._links.get(worker_id) is not link:
+            return
+        del self._links[worker_id]
+        try:
+            self._registry.set_state(worker_id, WorkerState.DEAD, reason)
+            self._feed.forget(link, self._links.values(), self._clock())
+        finally:  # whatever fails above, no request waits for this worker any more
+            link.fail(f"worker {worker_id} is gone: {reason}")
 
     def _dispatch(self, link: Link, message: WorkerMessage) -> None:
         match message:

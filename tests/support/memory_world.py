@@ -27,6 +27,7 @@ from tandem.protocol.messages import (
     Welcome,
     WorkerLoad,
     decode_message,
+    encode_message,
 )
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest
@@ -38,11 +39,11 @@ from tests.support.builders import make_card
 from tests.support.fake_worker import FakeCluster
 from tests.support.streams import Pulled
 
-NUM_POOL_BLOCKS = 512  # that a worker keeps, and tells of
+NUM_POOL_BLOCKS = 512  # that a worker keeps and announces
 
 
 class InstantSocket:
-    """Stands for the socket to a worker: what is sent is answered in the loop's next turn."""
+    """Stands for the socket to a worker: a message is answered in the next iteration of the event loop."""
 
     closed = False
 
@@ -88,7 +89,7 @@ class InstantSocket:
         )
 
     def _tell(self, message: Message) -> None:
-        self._client._dispatch(self.link, message)
+        self._client.receive(self.link, encode_message(message))
 
 
 class MemoryWorld:
@@ -102,8 +103,8 @@ class MemoryWorld:
             card = make_card(worker_id, role)
             socket = InstantSocket(self.cluster.client, worker_id, role, self.rng)
             socket.link = link = Link(card.address, socket, socket)  # type: ignore[arg-type]
-            self.cluster.client._links[worker_id] = link
-            self.cluster.client._on_welcome(link, Welcome(card=card))
+            self.cluster.client.attach(link)
+            self.cluster.client.receive(link, encode_message(Welcome(card=card)))
             link.snapshots_due.clear()
 
     @property
@@ -111,7 +112,7 @@ class MemoryWorld:
         return self.cluster.flow
 
     async def send(self, count: int, concurrency: int = 32) -> None:
-        """So many requests, to their end or until their client has enough of them."""
+        """Send `count` requests; a few clients leave in the middle."""
         left = count
 
         async def client() -> None:
@@ -124,7 +125,6 @@ class MemoryWorld:
         self.cluster.assert_nothing_left()
 
     async def close(self) -> None:
-        self.cluster.client._links.clear()
         await self.cluster.client.close()
 
     async def _one(self) -> None:
