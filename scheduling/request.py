@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -28,7 +28,7 @@ class PromptDigests(Protocol):
         """The digests under which a worker with this card caches the prompt."""
 
 
-class CommonDigests(NamedTuple):
+class CommonDigests(msgspec.Struct, frozen=True):
     """All workers hash alike."""
 
     digests: Sequence[bytes]
