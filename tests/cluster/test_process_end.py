@@ -22,6 +22,7 @@ from tandem.cluster import process_end
 from tandem.cluster.process_end import ProcessIdentity, end_process, own_identity, until_gone
 from tandem.protocol.process import ProcessId
 from tests.support.processes import known, sleeping_child
+from tests.support.server import until
 
 
 @pytest.fixture
@@ -102,6 +103,7 @@ def test_an_actor_that_ray_calls_dead_is_gone_only_after_the_proof(
             process = psutil.Process(identity.process.pid)
             waiting = actor.wait.remote()
             process.suspend()
+            until(lambda: process.status() == psutil.STATUS_STOPPED, 60)
             ray.kill(actor, no_restart=True)
             with pytest.raises(RayActorError):
                 ray.get(waiting, timeout=60)
