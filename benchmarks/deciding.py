@@ -35,7 +35,7 @@ from tandem.router.processes.backend_service import BackendService
 from tandem.router.processes.hub import EdgeHub
 from tandem.router.processes.remote_backend import RemoteBackend
 from tandem.router.workers.flow import RequestFlow
-from tandem.scheduling.admission import Dispatch
+from tandem.scheduling.admission.admission import Dispatch
 from tandem.scheduling.request import PlacementRequest, ServiceClass
 
 _CONCURRENCY = 64

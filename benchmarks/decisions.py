@@ -25,13 +25,13 @@ from benchmarks.common import console, print_table, write_result
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import IS_COMPILED, block_digests
 from tandem.protocol.messages import BlockEvents, PeerAddress, Role, WorkerCard, WorkerState
-from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.placer import Placer
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.placement.placer import Placer
+from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.request import CommonDigests, PlacementRequest
+from tandem.scheduling.workers.bookings import Booking
+from tandem.scheduling.workers.load import RequestLoad
+from tandem.scheduling.workers.registry import Registry
 
 _BLOCK_SIZE = 16
 _EVENT_BLOCKS = 32  # per message: a chunk of 512 tokens

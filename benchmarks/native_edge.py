@@ -59,12 +59,12 @@ from tandem.runtime.dropped import DroppedMessages
 from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.message_socket import MessageSocket
 from tandem.runtime.signals import wait_for_any
+from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.placer import Placer
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry
-from tandem.scheduling.tenants import Tenants
+from tandem.scheduling.placement.placer import Placer
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["BareClient", "address_of", "main", "make_flow"]
 

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import Overloaded, ServingError
 from tandem.protocol.messages import PeerAddress, Role, StepStats, WorkerCard, WorkerState
-from tandem.scheduling.admission import Admission, Dispatch, Drop
-from tandem.scheduling.bookings import Booking
+from tandem.scheduling.admission.admission import Admission, Dispatch, Drop
+from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel, StepCosts, prefill_attention
-from tandem.scheduling.placer import Placer
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.placement.placer import Placer
+from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.request import NO_DIGESTS, ServiceClass
-from tandem.scheduling.tenants import Tenants
+from tandem.scheduling.workers.bookings import Booking
+from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["Arrival", "Job", "VirtualCluster", "poisson"]
 

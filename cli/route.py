@@ -15,7 +15,7 @@ from tandem.protocol.settings import Setting, check_settings, from_values
 from tandem.router.engines.config import FleetFile, load_fleet
 from tandem.router.http.api_keys import load_api_keys
 from tandem.router.http.listening import listening
-from tandem.scheduling.tenants import load_tenants
+from tandem.scheduling.admission.tenants import load_tenants
 
 __all__ = ["ADMIN_TOKEN_ENV", "ROUTE_FIELDS", "route"]
 

@@ -22,7 +22,7 @@ from tandem.protocol.errors import ConfigError
 from tandem.protocol.settings import Setting, check_settings, from_values
 from tandem.router.http.api_keys import load_api_keys
 from tandem.router.http.listening import listening
-from tandem.scheduling.tenants import load_tenants
+from tandem.scheduling.admission.tenants import load_tenants
 from tandem.worker.kv.tier_check import check_tiers
 
 __all__ = ["SERVE_FIELDS", "build_config", "serve"]

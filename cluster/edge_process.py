@@ -23,7 +23,7 @@ from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.errors import ServingError
 from tandem.router.http.listening import listening
 from tandem.runtime.no_torch import keep_torch_out
-from tandem.scheduling.tenants import Tenants
+from tandem.scheduling.admission.tenants import Tenants
 
 __all__ = ["EdgeSettings", "EngineEdge", "TextEdge", "main"]
 

@@ -21,7 +21,7 @@ from tandem.cluster.edge_process import EdgeSettings, EngineEdge, TextEdge
 from tandem.cluster.processes import ProcessGroup
 from tandem.protocol.config import RouterConfig
 from tandem.router.processes.hub import EdgeHub, HubService
-from tandem.scheduling.tenants import Tenants
+from tandem.scheduling.admission.tenants import Tenants
 
 __all__ = ["EdgeProcesses", "edge_processes"]
 

@@ -23,9 +23,9 @@ from tandem.router.workers.flow import RequestFlow
 from tandem.router.workers.metrics import CacheSizingCollector, WorkerCollector
 from tandem.router.workers.pin_metrics import PinCollector
 from tandem.runtime.signals import wait_for_any
+from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cache_sizing import CacheSizing
-from tandem.scheduling.registry import Registry
-from tandem.scheduling.tenants import Tenants
+from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["HttpFrontend", "drain", "metrics_of", "serve_http"]
 

@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 from tandem.cluster.member import Member, first_line
 from tandem.protocol.errors import ServingError
 from tandem.protocol.messages import WorkerState
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["watch_quarantines"]
 

@@ -17,7 +17,7 @@ from tandem.protocol.messages import Role, WorkerState
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.autoscaler import AutoscalerState, Flip, decide, observe
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["RoleFlips"]
 

@@ -27,10 +27,10 @@ from tandem.router.http.server import serve_until
 from tandem.router.processes.dispatch_service import DispatchService, EngineNews
 from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.signals import stop_events, wait_for_any
+from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry
-from tandem.scheduling.tenants import Tenants
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["RouterSetup", "serve_engines"]
 

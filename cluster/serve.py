@@ -25,12 +25,12 @@ from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
 from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.signals import stop_events, wait_for_any
+from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.placer import Placer
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry
-from tandem.scheduling.tenants import Tenants
+from tandem.scheduling.placement.placer import Placer
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.workers.registry import Registry
 
 if TYPE_CHECKING:
     from tandem.cluster.http_frontend import HttpFrontend

@@ -25,8 +25,8 @@ from tandem.router.workers.client import WorkerClient
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.autoscaler import Flip
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.registry import Registry
-from tandem.scheduling.workers import WorkerChange
+from tandem.scheduling.workers.registry import Registry
+from tandem.scheduling.workers.workers import WorkerChange
 
 __all__ = ["Supervisor"]
 

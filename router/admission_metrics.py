@@ -8,8 +8,8 @@ from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from tandem.scheduling.admission_stats import WAIT_BUCKETS_S, TenantStats
-from tandem.scheduling.work import Work
+from tandem.scheduling.admission.stats import WAIT_BUCKETS_S, TenantStats
+from tandem.scheduling.admission.work import Work
 
 __all__ = ["AdmissionCollector", "AdmissionSource"]
 

@@ -12,12 +12,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.protocol.errors import NoWorker, ServingError
 from tandem.protocol.messages import PrefillPriority
-from tandem.scheduling.admission import Admission, Dispatch, Drop
-from tandem.scheduling.decisions import DecisionLog, RoutingDecision
-from tandem.scheduling.placement import Placement
-from tandem.scheduling.queued_request import QueuedRequest
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.admission.admission import Admission, Dispatch, Drop
+from tandem.scheduling.admission.queued_request import QueuedRequest
+from tandem.scheduling.placement.decisions import DecisionLog, RoutingDecision
+from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.request import PlacementRequest
+from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["AdmissionQueue", "AdmittedRequest", "Bookable", "Booked"]
 

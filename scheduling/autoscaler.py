@@ -14,7 +14,7 @@ from typing import NamedTuple
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role, WorkerState
 from tandem.scheduling.cost_model import CostModel, StepCosts
-from tandem.scheduling.workers import RegisteredWorker, queue_s
+from tandem.scheduling.workers.workers import RegisteredWorker, queue_s
 
 __all__ = [
     "AutoscalerPolicy",

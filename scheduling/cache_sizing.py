@@ -12,8 +12,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tandem.scheduling.miss_ratio import MissRatioCurve
-from tandem.scheduling.registry import Registry
-from tandem.scheduling.workers import RegisteredWorker
+from tandem.scheduling.workers.registry import Registry
+from tandem.scheduling.workers.workers import RegisteredWorker
 
 __all__ = ["CacheSizing"]
 

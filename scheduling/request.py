@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from tandem.protocol.messages import WorkerCard
-from tandem.scheduling.tenants import DEFAULT_TENANT
+from tandem.scheduling.admission.tenants import DEFAULT_TENANT
 
 __all__ = ["DEFAULT_CLASS", "NO_DIGESTS", "CommonDigests", "PlacementRequest", "PromptDigests", "ServiceClass"]
 

@@ -20,9 +20,9 @@ from tandem.protocol.messages import (
     holder_name,
 )
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry
-from tandem.scheduling.workers import RegisteredWorker, can_decode
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.workers.registry import Registry
+from tandem.scheduling.workers.workers import RegisteredWorker, can_decode
 
 __all__ = ["SimulatedFleet", "make_card"]
 

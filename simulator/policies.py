@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import BlockEvents
-from tandem.scheduling.placement import Candidate
-from tandem.scheduling.placer import Placer
-from tandem.scheduling.prefix_index import PrefixIndex
+from tandem.scheduling.placement.placement import Candidate
+from tandem.scheduling.placement.placer import Placer
+from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.request import CommonDigests, PlacementRequest
-from tandem.scheduling.workers import RegisteredWorker, can_decode, can_prefill
+from tandem.scheduling.workers.workers import RegisteredWorker, can_decode, can_prefill
 from tandem.simulator.fleet import SimulatedFleet
 
 __all__ = ["POLICIES", "Choice", "Policy", "RoutingRequest"]
@@ -64,7 +64,7 @@ class Policy(ABC):
 
 
 class Tandem(Policy):
-    """The product's placement: the fewest predicted seconds. See scheduling/placer.py."""
+    """The product's placement: the fewest predicted seconds. See scheduling/placement/placer.py."""
 
     def __init__(self, fleet: SimulatedFleet, rng: random.Random) -> None:
         super().__init__(fleet, rng)

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import Role, WorkerCard
-from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cost_model import StepCosts
-from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.placer import Placer
+from tandem.scheduling.placement.placer import Placer
 from tandem.scheduling.request import CommonDigests, PlacementRequest
+from tandem.scheduling.workers.bookings import Booking
+from tandem.scheduling.workers.load import RequestLoad
 from tandem.simulator.fleet import SimulatedFleet, make_card
 from tandem.simulator.measures import quantile
 from tandem.simulator.prefix_cache import PrefixCache

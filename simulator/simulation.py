@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from tandem.loadtest.traces import TRACE_BLOCK_SIZE, TraceRequest
 from tandem.protocol.messages import HOST_TIER, TierLoad
-from tandem.scheduling.answer_lengths import AnswerLengths
-from tandem.scheduling.bookings import Booking
+from tandem.scheduling.admission.answer_lengths import AnswerLengths
 from tandem.scheduling.cost_model import prefill_attention
-from tandem.scheduling.load import RequestLoad
+from tandem.scheduling.workers.bookings import Booking
+from tandem.scheduling.workers.load import RequestLoad
 from tandem.simulator.clock import Clock
 from tandem.simulator.cluster import Cluster
 from tandem.simulator.fleet import SimulatedFleet

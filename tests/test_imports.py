@@ -108,7 +108,7 @@ def test_nothing_is_importable_past_the_root(package: str) -> None:
         "tandem.router.engines.app",
         "tandem.router.workers.flow",
         "tandem.router.workers.client",
-        "tandem.scheduling.placer",
+        "tandem.scheduling.placement.placer",
         "tandem.cluster.route",
     ],
 )

@@ -29,7 +29,7 @@ from tandem.router.http.shared_routes import (
     product_version,
 )
 from tandem.router.text.tokenizer import TokenizerPool
-from tandem.scheduling.tenants import CacheScopes, Tenants
+from tandem.scheduling.admission.tenants import CacheScopes, Tenants
 
 __all__ = ["create_engines_app"]
 

@@ -12,7 +12,7 @@ import itertools
 from pathlib import Path
 
 from tandem.protocol.errors import ConfigError
-from tandem.scheduling.tenants import DEFAULT_TENANT, TENANT_NAME
+from tandem.scheduling.admission.tenants import DEFAULT_TENANT, TENANT_NAME
 
 __all__ = ["ANY_TENANT", "key_digest", "load_api_keys"]
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from tandem.protocol.errors import RequestError
+from tandem.scheduling.admission.tenants import DEFAULT_TENANT, TENANT_NAME
 from tandem.scheduling.request import DEFAULT_CLASS, ServiceClass
-from tandem.scheduling.tenants import DEFAULT_TENANT, TENANT_NAME
 
 __all__ = ["EXPLAIN_HEADER", "TENANT_HEADER", "RequestOptions", "request_options", "tenant_of"]
 

@@ -32,7 +32,7 @@ from tandem.router.openai.readiness import Readiness, Ready
 from tandem.router.openai.serving_context import ServingContext
 from tandem.router.openai.tokenization import detokenize, tokenize
 from tandem.router.text.tokenizer import Tokenizer, TokenizerPool
-from tandem.scheduling.tenants import CacheScopes, Tenants
+from tandem.scheduling.admission.tenants import CacheScopes, Tenants
 
 __all__ = ["create_app"]
 

@@ -18,7 +18,7 @@ from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
 from tandem.router.openai.schema import decode_body
 from tandem.router.text.token_lengths import PromptLimit
 from tandem.router.text.tokenizer import Tokenizer, TokenizerPool
-from tandem.scheduling.tenants import CacheScopes
+from tandem.scheduling.admission.tenants import CacheScopes
 
 __all__ = ["ServingContext", "read_body"]
 

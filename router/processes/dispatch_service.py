@@ -37,7 +37,7 @@ from tandem.router.processes.dispatch_messages import (
     ScrapeHub,
 )
 from tandem.router.processes.hub import EdgeHub
-from tandem.scheduling.workers import WorkerChange
+from tandem.scheduling.workers.workers import WorkerChange
 
 __all__ = ["DispatchService", "EngineNews"]
 

@@ -62,8 +62,8 @@ from tandem.runtime.dropped import DropReason
 from tandem.runtime.idle_timeout import CHECKS, IdleClock, answered_in_time
 from tandem.runtime.message_socket import MessageSocket
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["WorkerClient"]
 

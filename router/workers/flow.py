@@ -20,14 +20,14 @@ from tandem.router.workers.generation import Generation, GenerationContext
 from tandem.router.workers.pins import PinService
 from tandem.router.workers.pool_report import worker_report
 from tandem.router.workers.prompt_hasher import PromptHasher
-from tandem.scheduling.admission import Admission, Dispatch
-from tandem.scheduling.bookings import Booking
+from tandem.scheduling.admission.admission import Admission, Dispatch
+from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.placer import Placer
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry
-from tandem.scheduling.tenants import Tenants
+from tandem.scheduling.placement.placer import Placer
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.workers.bookings import Booking
+from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["RequestFlow", "WorkerManager"]
 

@@ -19,11 +19,11 @@ from tandem.router.workers.pin_ledger import Owner
 from tandem.router.workers.pins import PinService
 from tandem.router.workers.prompt_hasher import PromptHasher
 from tandem.runtime.idle_timeout import IdleTimeout
-from tandem.scheduling.admission import Admission
-from tandem.scheduling.bookings import Booking
+from tandem.scheduling.admission.admission import Admission
 from tandem.scheduling.cache_sizing import CacheSizing
-from tandem.scheduling.placement import Placement
+from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.request import CommonDigests, PlacementRequest
+from tandem.scheduling.workers.bookings import Booking
 
 __all__ = ["DeltaOrder", "Generation", "GenerationContext"]
 

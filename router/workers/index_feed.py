@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable
 
 from tandem.protocol.messages import POOL_PLACE, BlockEvents, BlockSnapshot, SnapshotRequest, holder_name
 from tandem.router.workers.link import Link
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["IndexFeed"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from tandem.protocol.messages import Heartbeat, LinkLoad, StepOutput
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["LEARN_INTERVAL_S", "LoadRecorder"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tandem.scheduling.cache_sizing import CacheSizing
-from tandem.scheduling.registry import Registry
-from tandem.scheduling.workers import RegisteredWorker
+from tandem.scheduling.workers.registry import Registry
+from tandem.scheduling.workers.workers import RegisteredWorker
 
 __all__ = ["CacheSizingCollector", "WorkerCollector"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tandem.router.workers.pins import PinService
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["PinCollector"]
 

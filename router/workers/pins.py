@@ -19,9 +19,9 @@ from tandem.protocol.messages import Pin, Prefetch, Unpin, WorkerState, is_reada
 from tandem.router.backend import PinRequest, PinState
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.pin_ledger import Conversations, Owner, PinLedger, PinnedChain
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry
-from tandem.scheduling.workers import RegisteredWorker, WorkerChange, can_decode, can_prefill
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.workers.registry import Registry
+from tandem.scheduling.workers.workers import RegisteredWorker, WorkerChange, can_decode, can_prefill
 
 __all__ = ["PinService", "PinSummary", "max_pinned_blocks"]
 

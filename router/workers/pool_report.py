@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tandem.scheduling.cost_model import StepModel
-from tandem.scheduling.workers import RegisteredWorker, queue_s
+from tandem.scheduling.workers.workers import RegisteredWorker, queue_s
 
 __all__ = ["worker_report"]
 

@@ -6,7 +6,7 @@ import asyncio
 
 from tandem.protocol.digest import CacheScope, block_digests, root_digest
 from tandem.router.backend import GenerateRequest
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["PromptHasher"]
 

@@ -14,7 +14,7 @@ from tandem.cli.serve import build_config, serve
 from tandem.protocol.config import ClusterConfig, EngineConfig, RouterConfig, TierConfig, TransferConfig
 from tandem.protocol.errors import ConfigError
 from tandem.router.http.api_keys import key_digest
-from tandem.scheduling.tenants import TenantPolicy, Tenants
+from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 
 CONFIGS = [EngineConfig, TransferConfig, TierConfig, RouterConfig, ClusterConfig]
 COMPONENTS = {"engine", "tiers", "transfer", "router"}

@@ -28,7 +28,7 @@ from tandem.router.http.listening import listening
 from tandem.router.processes.backend_service import BackendService
 from tandem.router.processes.hub import EdgeHub
 from tandem.router.text.tokenizer import Tokenizer
-from tandem.scheduling.tenants import TenantPolicy, Tenants
+from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tests.router.conftest import build_tokenizer
 from tests.support.fake_backend import FakeBackend, until
 

@@ -30,7 +30,7 @@ from tandem.protocol.messages import PeerAddress, Quarantine, Role, WorkerCard, 
 from tandem.protocol.process import process_of
 from tandem.scheduling.autoscaler import Flip
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import add_ready, make_card
 from tests.support.cluster_harness import eventually
 

@@ -16,8 +16,8 @@ from tandem.protocol.errors import DeadlineUnmet, NoWorker, Overloaded, ServingE
 from tandem.protocol.messages import Generate, Message, Role, SequenceDelta, StepStats
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.backend import GenerateRequest, TokenDelta
+from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tandem.scheduling.request import ServiceClass
-from tandem.scheduling.tenants import TenantPolicy, Tenants
 from tests.support.fake_worker import (
     FakeCluster,
     FakeWorker,

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tandem.router.workers import pin_ledger, prompt_hasher
-from tandem.scheduling import answer_lengths, contention, fair_queue
+from tandem.scheduling.admission import answer_lengths, contention, fair_queue
 from tests.support.fake_worker import make_request
 from tests.support.memory_world import MemoryWorld, table_sizes
 

@@ -20,8 +20,8 @@ from tandem.scheduling.autoscaler import (
     observe,
 )
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel
-from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.workers.load import RequestLoad
+from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import add_ready, make_card
 
 P, D = Role.PREFILL, Role.DECODE

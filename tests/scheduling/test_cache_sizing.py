@@ -7,7 +7,7 @@ import pytest
 from benchmarks.miss_ratio import draw_digests
 from tandem.protocol.messages import Role, TierLoad
 from tandem.scheduling.cache_sizing import CacheSizing
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import add_ready, make_card
 
 BLOCKS = draw_digests(1000, "blocks")

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tandem.protocol.messages import Role
-from tandem.scheduling.load import RequestLoad
+from tandem.scheduling.workers.load import RequestLoad
 from tandem.simulator.fleet import SimulatedFleet, make_card
 from tandem.simulator.policies import POLICIES, Policy, RoutingRequest
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tandem.protocol.messages import PeerAddress, Role, WorkerCard, WorkerState
-from tandem.scheduling.registry import Registry
-from tandem.scheduling.workers import RegisteredWorker
+from tandem.scheduling.workers.registry import Registry
+from tandem.scheduling.workers.workers import RegisteredWorker
 
 NAMESPACE = b"n" * 16
 
@@ -47,3 +47,11 @@ def add_ready(registry: Registry, card: WorkerCard) -> RegisteredWorker:
     worker = registry.add(card, now=0.0)
     registry.set_state(worker.worker_id, WorkerState.READY, "test")
     return worker
+
+
+def make_registry(*worker_ids: str) -> Registry:
+    """A registry of ready workers."""
+    registry = Registry()
+    for worker_id in worker_ids:
+        add_ready(registry, make_card(worker_id))
+    return registry

@@ -25,12 +25,12 @@ from tandem.router.backend import GenerateRequest
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow
 from tandem.runtime.curve import KeyPair, connect_to_worker, make_keys
+from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.placer import Placer
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry
-from tandem.scheduling.tenants import Tenants
+from tandem.scheduling.placement.placer import Placer
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.workers.registry import Registry
 from tandem.worker.loop import Worker
 from tests.support.streams import Pulled
 

@@ -29,10 +29,10 @@ from tandem.router.http.app import RouterApp
 from tandem.router.processes.dispatch_service import DispatchService, EngineNews
 from tandem.router.processes.hub import EdgeHub
 from tandem.router.processes.remote_dispatcher import RemoteDispatcher
+from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry
-from tandem.scheduling.tenants import Tenants
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.workers.registry import Registry
 from tests.support.fake_openai import FakeServer
 
 COMPLETIONS = "/v1/completions"

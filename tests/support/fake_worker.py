@@ -44,12 +44,12 @@ from tandem.router.backend import GenerateRequest
 from tandem.router.workers.client import WorkerClient
 from tandem.router.workers.flow import RequestFlow, WorkerManager
 from tandem.runtime.curve import make_keys
+from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.placer import Placer
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry
-from tandem.scheduling.tenants import Tenants
+from tandem.scheduling.placement.placer import Placer
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import NAMESPACE, make_card
 
 Script = Callable[["FakeWorker", Message], None]

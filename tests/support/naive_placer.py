@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from tandem.protocol.messages import Role, WorkerState
 from tandem.scheduling.cost_model import CostModel, prefill_attention
-from tandem.scheduling.placement import Candidate, Held, Holder, Terms
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry
-from tandem.scheduling.workers import RegisteredWorker, can_decode, can_prefill, wait_s
+from tandem.scheduling.placement.placement import Candidate, Held, Holder, Terms
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.workers.registry import Registry
+from tandem.scheduling.workers.workers import RegisteredWorker, can_decode, can_prefill, wait_s
 
 
 class NaivePlacer:

@@ -22,7 +22,7 @@ from tandem.router.processes.backend_service import BackendService
 from tandem.router.processes.hub import EdgeHub
 from tandem.router.processes.remote_backend import RemoteBackend
 from tandem.router.text.tokenizer import Tokenizer
-from tandem.scheduling.tenants import TenantPolicy, Tenants
+from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tests.support.cluster_harness import running_cluster
 from tests.support.tiny_llama import save_tiny_text_model
 

@@ -10,7 +10,7 @@ import pytest
 
 from tandem.protocol.config import TierConfig
 from tandem.protocol.messages import Role
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.workers.registry import Registry
 from tests.support.cluster_harness import (
     BLOCK_BYTES,
     BLOCK_SIZE,

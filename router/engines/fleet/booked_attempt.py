@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tandem.router.engines.fleet.engine import RemoteEngine
 from tandem.router.engines.fleet.fleet import EngineFleet
 from tandem.scheduling.cost_model import StepModel
-from tandem.scheduling.placement import Placement
+from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.request import PlacementRequest
 
 __all__ = ["BookedAttempt"]

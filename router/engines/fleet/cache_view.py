@@ -14,7 +14,7 @@ from tandem.router.engines.fleet.digests import digest_root
 from tandem.router.engines.fleet.kv_events import BlockTranslator, KvEventFeed
 from tandem.router.engines.fleet.simulated_cache import SimulatedCache
 from tandem.runtime.background import BackgroundTasks
-from tandem.scheduling.prefix_index import PrefixIndex
+from tandem.scheduling.placement.prefix_index import PrefixIndex
 
 __all__ = ["CacheView"]
 

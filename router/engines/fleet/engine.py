@@ -24,8 +24,8 @@ from tandem.router.engines.fleet.engine_status import CacheSize
 from tandem.router.engines.fleet.foreign_load import ForeignLoad, MeanLengths
 from tandem.router.engines.fleet.probe_client import ProbeClient
 from tandem.router.engines.fleet.step_timing import StepTiming
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["RemoteEngine", "RunningRequest"]
 

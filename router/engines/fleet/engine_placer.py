@@ -17,13 +17,13 @@ from tandem.protocol.messages import Role, WorkerState
 from tandem.router.engines.errors import EngineBusy
 from tandem.router.engines.fleet.engine import RemoteEngine
 from tandem.scheduling.cost_model import CostModel, Rows
-from tandem.scheduling.placement import Placement
-from tandem.scheduling.placer import Placer
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.placement.placement import Placement
+from tandem.scheduling.placement.placer import Placer
+from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.request import PlacementRequest
-from tandem.scheduling.worker_table import WorkerTable
-from tandem.scheduling.workers import RegisteredWorker
+from tandem.scheduling.workers.registry import Registry
+from tandem.scheduling.workers.worker_table import WorkerTable
+from tandem.scheduling.workers.workers import RegisteredWorker
 
 __all__ = ["EnginePlacer", "ModelWorkers"]
 

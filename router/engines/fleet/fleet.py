@@ -18,10 +18,10 @@ from tandem.router.engines.fleet.engine import RemoteEngine
 from tandem.router.engines.fleet.foreign_load import MeanLengths
 from tandem.router.engines.fleet.prober import EngineProber
 from tandem.runtime.background import BackgroundTasks
+from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry
-from tandem.scheduling.tenants import Tenants
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["EngineFleet"]
 

@@ -5,9 +5,9 @@ An engine reports how many requests it has, not how long they are: they are assu
 
 from __future__ import annotations
 
-from tandem.scheduling.bookings import Booking
-from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.workers.bookings import Booking
+from tandem.scheduling.workers.load import RequestLoad
+from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["ForeignLoad", "MeanLengths"]
 

@@ -22,7 +22,7 @@ from tandem.router.engines.fleet.metrics import EngineCollector
 from tandem.router.engines.fleet.queues import ModelQueue, Queues
 from tandem.router.workers.metrics import WorkerCollector
 from tandem.runtime.background import BackgroundTasks
-from tandem.scheduling.placement import Placement
+from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.request import PlacementRequest
 
 __all__ = ["KEY_PREFIX", "LocalDispatcher", "LocalReservation"]

@@ -21,7 +21,7 @@ from tandem.router.engines.fleet.engine_status import (
     parse_load,
     served_model,
 )
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["EngineProber"]
 

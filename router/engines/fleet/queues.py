@@ -15,11 +15,11 @@ from tandem.router.engines.fleet.booked_attempt import BookedAttempt
 from tandem.router.engines.fleet.digests import EngineDigests
 from tandem.router.engines.fleet.engine_placer import EnginePlacer, ModelWorkers
 from tandem.router.engines.fleet.fleet import EngineFleet
-from tandem.scheduling.admission import Admission, Dispatch
-from tandem.scheduling.admission_stats import TenantStats
-from tandem.scheduling.placement import Placement
+from tandem.scheduling.admission.admission import Admission, Dispatch
+from tandem.scheduling.admission.stats import TenantStats
+from tandem.scheduling.admission.work import Work
+from tandem.scheduling.placement.placement import Placement
 from tandem.scheduling.request import PlacementRequest
-from tandem.scheduling.work import Work
 
 __all__ = ["ModelQueue", "Queues"]
 

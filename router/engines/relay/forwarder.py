@@ -29,7 +29,7 @@ from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.openai.planned_answer import new_answer_id
 from tandem.router.openai.sampling import UNKNOWN_CONTEXT_TOKENS
 from tandem.router.text.tokenizer import TokenizerPool
-from tandem.scheduling.tenants import CacheScopes
+from tandem.scheduling.admission.tenants import CacheScopes
 
 __all__ = ["Forwarder", "read_object"]
 

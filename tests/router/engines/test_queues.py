@@ -14,9 +14,9 @@ from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import WorkerState
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.fleet.engine_placer import ModelWorkers
-from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.registry import Registry
-from tandem.scheduling.tenants import load_tenants
+from tandem.scheduling.admission.tenants import load_tenants
+from tandem.scheduling.workers.load import RequestLoad
+from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import add_ready, make_card
 from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of, until
 from tests.support.fake_backend import RawClient

@@ -12,7 +12,7 @@ from zmq.asyncio import Context
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import cache_scope
 from tandem.router.engines.relay.prompts import TextReader
-from tandem.scheduling.tenants import TenantPolicy, Tenants
+from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, routing_by_hub, spec_of, until
 from tests.support.fake_openai import FakeServer
 from tests.support.kv_event_publisher import IDS, Publisher, stored

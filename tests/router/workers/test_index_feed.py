@@ -17,8 +17,8 @@ from tandem.protocol.messages import (
 )
 from tandem.router.workers.index_feed import IndexFeed
 from tandem.router.workers.link import Link
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import add_ready, make_card
 from tests.support.fake_worker import digests
 

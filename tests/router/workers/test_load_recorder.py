@@ -3,7 +3,7 @@ from __future__ import annotations
 from tandem.protocol.messages import Role, StepOutput, StepStats, WorkerLoad
 from tandem.router.workers.load_recorder import LEARN_INTERVAL_S, LoadRecorder
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import add_ready, make_card
 
 

@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tandem.protocol.messages import FetchStats, LinkLoad, TierLoad, WorkerLoad
 from tandem.router.workers.metrics import CacheSizingCollector, WorkerCollector
 from tandem.scheduling.cache_sizing import CacheSizing
-from tests.scheduling.test_registry import make_registry
+from tests.support.builders import make_registry
 
 TIER = TierLoad(
     name="disk",

@@ -31,7 +31,7 @@ from tandem.router.backend import GenerateRequest, PinRequest
 from tandem.router.workers.pin_ledger import CONVERSATION_BYTES, Conversations, Owner, PinLedger, PinnedChain
 from tandem.router.workers.pin_metrics import PinCollector
 from tandem.router.workers.pins import max_pinned_blocks
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import NAMESPACE, add_ready, make_card
 from tests.support.fake_worker import (
     FakeCluster,

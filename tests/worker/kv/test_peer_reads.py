@@ -34,7 +34,7 @@ from tandem.protocol.messages import (
     StepOutput,
 )
 from tandem.protocol.sampling import SamplingParams
-from tandem.scheduling.load import RequestLoad
+from tandem.scheduling.workers.load import RequestLoad
 from tandem.worker.kv.kv_source import Piece
 from tandem.worker.kv.peer_lender import PeerLender
 from tandem.worker.kv.peer_reader import PeerReader

@@ -13,13 +13,13 @@ import numpy as np
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import NoWorker
 from tandem.protocol.messages import is_readable, worker_of
-from tandem.scheduling.candidate_costs import CandidateCosts, preference
 from tandem.scheduling.cost_model import CostModel, Mask
-from tandem.scheduling.placement import Held, Holder, Placement
-from tandem.scheduling.prefix_index import PrefixIndex
+from tandem.scheduling.placement.candidate_costs import CandidateCosts, preference
+from tandem.scheduling.placement.placement import Held, Holder, Placement
+from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.request import PlacementRequest
-from tandem.scheduling.worker_table import Workers, WorkerTable
-from tandem.scheduling.workers import can_decode
+from tandem.scheduling.workers.worker_table import Workers, WorkerTable
+from tandem.scheduling.workers.workers import can_decode
 
 __all__ = ["Placer"]
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tandem.scheduling.cost_model import CostModel, Mask, Number, TransferCosts, Vector, prefill_attention
-from tandem.scheduling.placement import Candidate, Held, Holder, Terms
+from tandem.scheduling.placement.placement import Candidate, Held, Holder, Terms
 from tandem.scheduling.request import PlacementRequest
-from tandem.scheduling.worker_table import WorkerTable
+from tandem.scheduling.workers.worker_table import WorkerTable
 
 __all__ = ["CandidateCosts", "preference"]
 

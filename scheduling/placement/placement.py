@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.workers import RegisteredWorker
+from tandem.scheduling.workers.load import RequestLoad
+from tandem.scheduling.workers.workers import RegisteredWorker
 
 __all__ = ["Candidate", "Held", "Holder", "Placement", "Terms"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.protocol.errors import Overloaded, ServingError
-from tandem.scheduling.forecast import Forecast
-from tandem.scheduling.placement import Candidate, Placement
+from tandem.scheduling.admission.forecast import Forecast
+from tandem.scheduling.placement.placement import Candidate, Placement
 from tandem.scheduling.request import ServiceClass
 
 __all__ = ["MAX_DECISIONS", "DecisionLog", "RoutingDecision"]

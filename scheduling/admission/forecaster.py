@@ -6,19 +6,19 @@ import math
 from collections.abc import Iterable
 
 from tandem.protocol.config import RouterConfig
+from tandem.scheduling.admission.fair_queue import FairQueue
+from tandem.scheduling.admission.forecast import Forecast
+from tandem.scheduling.admission.held_work import HeldWork
+from tandem.scheduling.admission.queued_request import QueuedRequest
+from tandem.scheduling.admission.refusals import Refusals
+from tandem.scheduling.admission.tenants import Tenants
+from tandem.scheduling.admission.work import Work
+from tandem.scheduling.admission.worker_room import WorkerRoom
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.fair_queue import FairQueue
-from tandem.scheduling.forecast import Forecast
-from tandem.scheduling.held_work import HeldWork
-from tandem.scheduling.placement import Placement
-from tandem.scheduling.placer import Placer
-from tandem.scheduling.queued_request import QueuedRequest
-from tandem.scheduling.refusals import Refusals
+from tandem.scheduling.placement.placement import Placement
+from tandem.scheduling.placement.placer import Placer
 from tandem.scheduling.request import PlacementRequest
-from tandem.scheduling.tenants import Tenants
-from tandem.scheduling.work import Work
-from tandem.scheduling.worker_room import WorkerRoom
-from tandem.scheduling.worker_table import Workers
+from tandem.scheduling.workers.worker_table import Workers
 
 __all__ = ["LEAD_S", "MAX_SCANNED", "Forecaster", "fill_level", "work_of"]
 

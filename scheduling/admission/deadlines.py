@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Collection
 
-from tandem.scheduling.queued_request import QueuedRequest
+from tandem.scheduling.admission.queued_request import QueuedRequest
 
 __all__ = ["Deadlines"]
 

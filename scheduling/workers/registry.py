@@ -22,10 +22,10 @@ from tandem.protocol.messages import (
     WorkerLoad,
     WorkerState,
 )
-from tandem.scheduling.bookings import Booking
-from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.worker_table import WorkerTable
-from tandem.scheduling.workers import RegisteredWorker, WorkerChange
+from tandem.scheduling.workers.bookings import Booking
+from tandem.scheduling.workers.load import RequestLoad
+from tandem.scheduling.workers.worker_table import WorkerTable
+from tandem.scheduling.workers.workers import RegisteredWorker, WorkerChange
 
 __all__ = ["Registry"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import DeadlineUnmet, Overloaded, ServingError
+from tandem.scheduling.admission.fair_queue import FairQueue
+from tandem.scheduling.admission.forecast import Forecast
+from tandem.scheduling.admission.queued_request import QueuedRequest
+from tandem.scheduling.admission.worker_room import WorkerRoom
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.fair_queue import FairQueue
-from tandem.scheduling.forecast import Forecast
-from tandem.scheduling.queued_request import QueuedRequest
-from tandem.scheduling.worker_room import WorkerRoom
-from tandem.scheduling.worker_table import Workers
-from tandem.scheduling.workers import queue_s
+from tandem.scheduling.workers.worker_table import Workers
+from tandem.scheduling.workers.workers import queue_s
 
 __all__ = ["Refusals", "too_late"]
 

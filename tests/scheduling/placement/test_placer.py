@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import NoWorker
 from tandem.protocol.messages import POOL_PLACE, BlockEvents, PrefillPriority, Role, StepStats, TierLoad, WorkerState
-from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.placement import Held, Placement
-from tandem.scheduling.placer import Placer
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.placement.placement import Held, Placement
+from tandem.scheduling.placement.placer import Placer
+from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.request import CommonDigests, PlacementRequest, ServiceClass
-from tandem.scheduling.workers import RegisteredWorker
+from tandem.scheduling.workers.bookings import Booking
+from tandem.scheduling.workers.load import RequestLoad
+from tandem.scheduling.workers.registry import Registry
+from tandem.scheduling.workers.workers import RegisteredWorker
 from tests.support.builders import add_ready, make_card
 from tests.support.naive_placer import NaivePlacer, preference
 

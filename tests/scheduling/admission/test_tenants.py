@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tandem.protocol.errors import ConfigError
-from tandem.scheduling.tenants import CacheScopes, TenantPolicy, Tenants, load_tenants
+from tandem.scheduling.admission.tenants import CacheScopes, TenantPolicy, Tenants, load_tenants
 
 
 def write(folder: Path, text: str) -> str:

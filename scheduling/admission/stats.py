@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from tandem.protocol.errors import ServingError
-from tandem.scheduling.tenants import Tenants
+from tandem.scheduling.admission.tenants import Tenants
 
 __all__ = ["WAIT_BUCKETS_S", "AdmissionStats", "TenantStats"]
 

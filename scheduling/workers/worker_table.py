@@ -14,7 +14,7 @@ import numpy as np
 
 from tandem.protocol.messages import Role, WorkerCard, WorkerState, holder_name
 from tandem.scheduling.cost_model import CostModel, Mask, Rows, StepCosts, Vector
-from tandem.scheduling.workers import RegisteredWorker, can_decode, can_prefill, wait_s
+from tandem.scheduling.workers.workers import RegisteredWorker, can_decode, can_prefill, wait_s
 
 __all__ = ["Pace", "TierCosts", "WorkerTable", "Workers"]
 

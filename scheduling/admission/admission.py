@@ -16,24 +16,24 @@ from typing import Any, NamedTuple
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import Overloaded, ServingError
 from tandem.protocol.messages import PrefillPriority
-from tandem.scheduling.admission_stats import AdmissionStats, TenantStats
-from tandem.scheduling.answer_lengths import AnswerLengths
-from tandem.scheduling.contention import Contention
+from tandem.scheduling.admission.answer_lengths import AnswerLengths
+from tandem.scheduling.admission.contention import Contention
+from tandem.scheduling.admission.deadlines import Deadlines
+from tandem.scheduling.admission.fair_queue import CREDIT_S, FairQueue
+from tandem.scheduling.admission.forecast import Forecast
+from tandem.scheduling.admission.forecaster import LEAD_S, MAX_SCANNED, Forecaster, work_of
+from tandem.scheduling.admission.held_work import HeldWork
+from tandem.scheduling.admission.queued_request import QueuedRequest, held_by
+from tandem.scheduling.admission.refusals import too_late
+from tandem.scheduling.admission.stats import AdmissionStats, TenantStats
+from tandem.scheduling.admission.tenants import Tenants
+from tandem.scheduling.admission.work import NO_WORK, Work
+from tandem.scheduling.admission.worker_room import WorkerRoom
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.deadlines import Deadlines
-from tandem.scheduling.fair_queue import CREDIT_S, FairQueue
-from tandem.scheduling.forecast import Forecast
-from tandem.scheduling.forecaster import LEAD_S, MAX_SCANNED, Forecaster, work_of
-from tandem.scheduling.held_work import HeldWork
-from tandem.scheduling.placement import Held, Placement
-from tandem.scheduling.placer import Placer
-from tandem.scheduling.queued_request import QueuedRequest, held_by
-from tandem.scheduling.refusals import too_late
+from tandem.scheduling.placement.placement import Held, Placement
+from tandem.scheduling.placement.placer import Placer
 from tandem.scheduling.request import PlacementRequest, PromptDigests, ServiceClass
-from tandem.scheduling.tenants import Tenants
-from tandem.scheduling.work import NO_WORK, Work
-from tandem.scheduling.worker_room import WorkerRoom
-from tandem.scheduling.worker_table import Workers
+from tandem.scheduling.workers.worker_table import Workers
 
 __all__ = ["Admission", "Dispatch", "Drop"]
 

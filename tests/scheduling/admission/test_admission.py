@@ -15,22 +15,22 @@ from benchmarks.virtual_cluster import Arrival, VirtualCluster, poisson
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.errors import DeadlineUnmet, NoWorker, Overloaded
 from tandem.protocol.messages import PrefillPriority, Role, StepStats, WorkerState
-from tandem.scheduling.admission import Admission, Dispatch, Drop
-from tandem.scheduling.answer_lengths import AnswerLengths
-from tandem.scheduling.bookings import Booking
-from tandem.scheduling.contention import MAX_TENANTS
+from tandem.scheduling.admission.admission import Admission, Dispatch, Drop
+from tandem.scheduling.admission.answer_lengths import AnswerLengths
+from tandem.scheduling.admission.contention import MAX_TENANTS
+from tandem.scheduling.admission.fair_queue import CREDIT_S
+from tandem.scheduling.admission.forecaster import LEAD_S, MAX_SCANNED, fill_level
+from tandem.scheduling.admission.queued_request import QueuedRequest
+from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
+from tandem.scheduling.admission.worker_room import WorkerRoom
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel, StepModel
-from tandem.scheduling.fair_queue import CREDIT_S
-from tandem.scheduling.forecaster import LEAD_S, MAX_SCANNED, fill_level
-from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.placer import Placer
-from tandem.scheduling.prefix_index import PrefixIndex
-from tandem.scheduling.queued_request import QueuedRequest
-from tandem.scheduling.registry import Registry
+from tandem.scheduling.placement.placer import Placer
+from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.request import CommonDigests, PlacementRequest, ServiceClass
-from tandem.scheduling.tenants import TenantPolicy, Tenants
-from tandem.scheduling.worker_room import WorkerRoom
-from tandem.scheduling.workers import queue_s, wait_s
+from tandem.scheduling.workers.bookings import Booking
+from tandem.scheduling.workers.load import RequestLoad
+from tandem.scheduling.workers.registry import Registry
+from tandem.scheduling.workers.workers import queue_s, wait_s
 from tests.support.builders import add_ready, make_card
 
 

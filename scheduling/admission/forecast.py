@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tandem.protocol.errors import ServingError
-from tandem.scheduling.placement import Placement
-from tandem.scheduling.work import Work
+from tandem.scheduling.admission.work import Work
+from tandem.scheduling.placement.placement import Placement
 
 __all__ = ["Forecast"]
 

@@ -6,8 +6,8 @@ from bisect import insort
 
 from tandem.protocol.messages import PrefillPriority
 from tandem.scheduling.cost_model import prefill_attention
-from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.workers import BookedPrompt, RegisteredWorker
+from tandem.scheduling.workers.load import RequestLoad
+from tandem.scheduling.workers.workers import BookedPrompt, RegisteredWorker
 
 __all__ = ["Booking"]
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.protocol.messages import BlockEvents, BlockSnapshot
-from tandem.scheduling.prefix_index import PrefixIndex
+from tandem.scheduling.placement.prefix_index import PrefixIndex
 
 
 def chain(name: str, num_blocks: int) -> list[bytes]:

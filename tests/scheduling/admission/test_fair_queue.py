@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.scheduling.fair_queue import (
+from tandem.scheduling.admission.fair_queue import (
     CREDIT_S,
     MAX_IDLE_TENANTS,
     MAX_OVERTAKEN_S,
@@ -15,7 +15,7 @@ from tandem.scheduling.fair_queue import (
     FairQueue,
     QueueEntry,
 )
-from tandem.scheduling.work import Work
+from tandem.scheduling.admission.work import Work
 
 WEIGHTS = {"a": 1.0, "b": 3.0, "c": 1.0}
 

@@ -7,9 +7,9 @@ import math
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import Role, WorkerState
 from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.placement import Placement
-from tandem.scheduling.worker_table import Workers
-from tandem.scheduling.workers import RegisteredWorker, can_prefill, queue_s
+from tandem.scheduling.placement.placement import Placement
+from tandem.scheduling.workers.worker_table import Workers
+from tandem.scheduling.workers.workers import RegisteredWorker, can_prefill, queue_s
 
 __all__ = ["WorkerRoom"]
 

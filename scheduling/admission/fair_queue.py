@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Generic, TypeVar
 
-from tandem.scheduling.work import NO_WORK, Work
+from tandem.scheduling.admission.work import NO_WORK, Work
 
 __all__ = ["FairQueue", "QueueEntry"]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.scheduling.fair_queue import QueueEntry
-from tandem.scheduling.forecast import Forecast
-from tandem.scheduling.placement import Held, Placement
+from tandem.scheduling.admission.fair_queue import QueueEntry
+from tandem.scheduling.admission.forecast import Forecast
+from tandem.scheduling.placement.placement import Held, Placement
 from tandem.scheduling.request import PlacementRequest
 
 __all__ = ["QueuedRequest", "held_by"]

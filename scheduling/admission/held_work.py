@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from tandem.scheduling.placement import Held
-from tandem.scheduling.queued_request import QueuedRequest, held_by
+from tandem.scheduling.admission.queued_request import QueuedRequest, held_by
+from tandem.scheduling.placement.placement import Held
 
 __all__ = ["HeldWork"]
 

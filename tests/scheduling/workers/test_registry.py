@@ -5,19 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.protocol.messages import Role, StepStats, WorkerLoad, WorkerState
-from tandem.scheduling.bookings import Booking
 from tandem.scheduling.cost_model import CPU_PRIOR, CostModel, StepModel
-from tandem.scheduling.load import RequestLoad
-from tandem.scheduling.registry import Registry
-from tandem.scheduling.workers import RegisteredWorker, can_decode, can_prefill, queue_s
-from tests.support.builders import add_ready, make_card
-
-
-def make_registry(*worker_ids: str) -> Registry:
-    registry = Registry()
-    for worker_id in worker_ids:
-        add_ready(registry, make_card(worker_id))
-    return registry
+from tandem.scheduling.workers.bookings import Booking
+from tandem.scheduling.workers.load import RequestLoad
+from tandem.scheduling.workers.registry import Registry
+from tandem.scheduling.workers.workers import RegisteredWorker, can_decode, can_prefill, queue_s
+from tests.support.builders import add_ready, make_card, make_registry
 
 
 def get(registry: Registry, worker_id: str) -> RegisteredWorker:
