@@ -270,7 +270,7 @@ class DecodeRole:
 
     def _ask(self, pending: _Pending) -> None:
         pending.is_requested = True
-        self._engine.scheduler.ask(pending.sequence)
+        self._engine.scheduler.request_room(pending.sequence)
 
     def _grant(self, pending: _Pending, reserved: list[int], now: float) -> None:
         """Grant the sender a lease on blocks for the part of the prompt that is not cached here."""
@@ -365,7 +365,7 @@ class DecodeRole:
     def _tell_queued(self) -> None:
         """Tell senders which requests are in line for room, so that they can tell a full pool from a dead worker."""
         queued: dict[tuple[str, int], list[str]] = {}
-        for sequence in self._engine.scheduler.asking:
+        for sequence in self._engine.scheduler.awaiting_room:
             sender = self._pending[sequence.request_id].sender
             queued.setdefault((sender.worker_id, sender.epoch), []).append(sequence.request_id)
         for (worker_id, epoch), request_ids in queued.items():

@@ -1,9 +1,9 @@
 """Decides which sequences may take blocks and seats, in the order in which they wait.
 
 Blocks are reserved for all sequences that will grow (see `PoolForecast`). The order is: preempted sequences, prompts
-that a peer has computed and that wait for room (`asking`), prompts to compute here. The first that finds no room is the
-head. Others may pass it if they do not make it wait longer, and all that pass it take at most a pool's worth of blocks.
-Seats (`max_num_seqs`) are reserved together with blocks.
+that a peer has computed and that wait for room (`awaiting_room`), prompts to compute here. The first that finds no room
+is the head. Others may pass it if they do not make it wait longer, and all that pass it take at most a pool's worth of
+blocks. Seats (`max_num_seqs`) are reserved together with blocks.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class PoolAdmission:
 
     @property
     def num_spare_blocks(self) -> int:
-        """Blocks that may be lent for a while: no running, waiting or asking sequence is expected to need them."""
+        """Blocks that may be lent for a while: no sequence in any queue is expected to need them."""
         forecast = self.forecast()
-        for sequence in (*self._queues.asking, *self._queues.waiting):
+        for sequence in (*self._queues.awaiting_room, *self._queues.waiting):
             if not sequence.blocks and not forecast.try_take(self._demand(sequence), grows=sequence.decodes_here):
                 return 0
         return forecast.num_spare

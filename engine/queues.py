@@ -26,7 +26,7 @@ class SequenceQueues:
     def __init__(self) -> None:
         self.waiting: deque[Sequence] = deque()  # sorted by `queue_position`
         self.running: list[Sequence] = []  # in order of admission
-        self.asking: dict[Sequence, None] = {}  # prompts computed by a peer that wait for room here, in order
+        self.awaiting_room: dict[Sequence, None] = {}  # prompts computed by a peer that wait for room here, in order
         self.receiving: dict[Sequence, ReceivingPrompt] = {}  # prompts whose KV is arriving
         self.num_arrived = 0
 

@@ -12,7 +12,7 @@ from tandem.engine.sequence_blocks import SequenceBlocks
 
 __all__ = ["ReceiveQueue", "Reservation"]
 
-_MAX_PASSED = 8  # asking prompts without room that later ones may pass: each is looked at every time
+_MAX_PASSED = 8  # prompts without room that later ones may pass: each is looked at every time
 _NUM_LEADS = 32  # latest leases that predict how long the next one takes
 
 
@@ -24,7 +24,7 @@ class Reservation(NamedTuple):
 
 
 class ReceiveQueue:
-    """Gives room to the prompts in `SequenceQueues.asking` and moves them to `receiving`."""
+    """Gives room to the prompts in `SequenceQueues.awaiting_room` and moves them to `receiving`."""
 
     def __init__(self, queues: SequenceQueues, blocks: SequenceBlocks, admission: PoolAdmission) -> None:
         self.leads: deque[int] = deque(maxlen=_NUM_LEADS)  # steps from a reservation until its KV had arrived
@@ -42,14 +42,14 @@ class ReceiveQueue:
             self.leads.append(self.step_number - prompt.step)
 
     def reserve(self) -> list[Reservation]:
-        """Give room to asking prompts in order, as far as there is some."""
-        if not self._queues.asking or not self._may_have_room():
+        """Give room to the prompts that requested it, in order, as far as there is some."""
+        if not self._queues.awaiting_room or not self._may_have_room():
             return []
         num_seats = self._admission.num_free_seats
         if num_seats <= 0:
             num_seats += self.num_ending()
         reserved = self._reserve(num_seats) if num_seats > 0 else []
-        self._lacks_seats = bool(self._queues.asking) and len(reserved) >= num_seats
+        self._lacks_seats = bool(self._queues.awaiting_room) and len(reserved) >= num_seats
         self._reserved_at = self._state(), self._blocks.pool.num_available
         return reserved
 
@@ -72,11 +72,11 @@ class ReceiveQueue:
         reserved: list[Reservation] = []
         for sequence in queues.preempted():
             admission.find_room(forecast, sequence)
-        for sequence in list(queues.asking):
+        for sequence in list(queues.awaiting_room):
             if len(reserved) == num_seats:
                 break
             if admission.find_room(forecast, sequence):
-                del queues.asking[sequence]
+                del queues.awaiting_room[sequence]
                 reserved.append(Reservation(sequence, admission.take_blocks(forecast, sequence)))
                 queues.receiving[sequence] = ReceivingPrompt(self._blocks.num_needed(sequence), self.step_number)
             elif not admission.is_hopeless(sequence) and (num_refused := num_refused + 1) > _MAX_PASSED:
@@ -93,6 +93,6 @@ class ReceiveQueue:
 
     def _state(self) -> tuple[int, ...]:
         queues = self._queues
-        lengths = len(queues.asking), len(queues.receiving), len(queues.waiting), len(queues.running)
+        lengths = len(queues.awaiting_room), len(queues.receiving), len(queues.waiting), len(queues.running)
         step = self.step_number if self._lacks_seats else 0
         return *lengths, queues.num_arrived, self._admission.num_lost_blocks, step

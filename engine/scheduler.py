@@ -45,7 +45,7 @@ class _Step:
     num_passed: int = 0
     num_refused: int = 0  # those of them that lack more than a seat or a block
     forecast: PoolForecast | None = None  # made when the first sequence needs room
-    has_counted_asking: bool = False
+    has_counted_awaiting: bool = False
 
 
 class Scheduler:
@@ -69,7 +69,7 @@ class Scheduler:
         self._listeners: list[SchedulerListener] = []
         self._queues = queues = SequenceQueues()
         self.waiting, self.running = queues.waiting, queues.running
-        self.asking, self.receiving = queues.asking, queues.receiving
+        self.awaiting_room, self.receiving = queues.awaiting_room, queues.receiving
         self.blocks = SequenceBlocks(pool, block_size, self._listeners)
         self.admission = PoolAdmission(
             queues, self.blocks, max_num_seqs=max_num_seqs, lengths=lengths or OutputLengths()
@@ -79,7 +79,7 @@ class Scheduler:
     @property
     def num_waiting_for_room(self) -> int:
         """Preempted sequences, and prompts that wait to be received."""
-        return len(self.asking) + sum(1 for _ in self._queues.preempted())
+        return len(self.awaiting_room) + sum(1 for _ in self._queues.preempted())
 
     def listen(self, listener: SchedulerListener) -> None:
         """Add a listener; listeners are called in the order in which they were added."""
@@ -92,18 +92,18 @@ class Scheduler:
         self._queues.note_arrival(sequence)
         self._queues.wait(sequence)
 
-    def ask(self, sequence: Sequence) -> None:
+    def request_room(self, sequence: Sequence) -> None:
         """Let a prompt that a peer computes wait for room. `stop_receiving` or `add` ends that."""
         self._queues.note_arrival(sequence)
-        self.asking[sequence] = None
+        self.awaiting_room[sequence] = None
 
     def reserve(self) -> list[Reservation]:
-        """Give room to asking prompts in order, as far as there is some."""
+        """Give room to the prompts that requested it, in order, as far as there is some."""
         return self.receive_queue.reserve()
 
     def stop_receiving(self, sequence: Sequence) -> None:
         """Nothing of it will be received: end its reservation. The reserved blocks belong to the caller."""
-        self.asking.pop(sequence, None)
+        self.awaiting_room.pop(sequence, None)
         self.receiving.pop(sequence, None)
 
     def remove(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
@@ -206,10 +206,10 @@ class Scheduler:
         """Give a waiting sequence its prefix and room for all its tokens so far, or change nothing."""
         admission = self.admission
         forecast = step.forecast = step.forecast or admission.forecast()
-        if not sequence.has_first_token and not step.has_counted_asking:
-            step.has_counted_asking = True
-            for asking in islice(self.asking, _MAX_PASSED):
-                admission.find_room(forecast, asking)
+        if not sequence.has_first_token and not step.has_counted_awaiting:
+            step.has_counted_awaiting = True
+            for other in islice(self.awaiting_room, _MAX_PASSED):
+                admission.find_room(forecast, other)
         if (awaited := self._awaited(sequence)) is not None:
             # It is admitted once the prefix is computed: reserve the blocks that it will need then.
             admission.find_room(forecast, sequence, _num_shared(sequence.digests, awaited.digests))

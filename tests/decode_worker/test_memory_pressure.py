@@ -161,7 +161,7 @@ def test_a_blocked_head_is_passed_by_a_bounded_amount_of_others() -> None:
     large = world.hand_over("large", prompt(rng, 95 * BLOCK_SIZE), 10)
     num_steps = 0
     while large.first_s is None:
-        if len(world.scheduler.asking) < 10:
+        if len(world.scheduler.awaiting_room) < 10:
             world.hand_over(f"small-{num_steps}", prompt(rng, BLOCK_SIZE), 100)
         world.step()
         num_steps += 1

@@ -542,7 +542,7 @@ def test_every_mix_of_arrivals_drains(
 def ask(scheduler: Scheduler, *names: str, num_tokens: int = 4, max_tokens: int = 100) -> None:
     """Let prompts that a peer computed ask for room here."""
     for name in names:
-        scheduler.ask(make_sequence(num_tokens, name=name, max_tokens=max_tokens))
+        scheduler.request_room(make_sequence(num_tokens, name=name, max_tokens=max_tokens))
 
 
 def receive(scheduler: Scheduler, reservation: Reservation) -> Sequence:
@@ -701,8 +701,8 @@ def test_no_block_and_no_seat_is_promised_twice(
         assert len(lent) == len(set(lent))
         assert not held & set(lent), "a block that is lent is somebody's"
         assert len(scheduler.running) <= max_num_seqs
-    while open_leases or scheduler.asking or scheduler.running or scheduler.waiting:
-        for sequence in [s for s in scheduler.asking if scheduler.admission.is_hopeless(s)]:
+    while open_leases or scheduler.awaiting_room or scheduler.running or scheduler.waiting:
+        for sequence in [s for s in scheduler.awaiting_room if scheduler.admission.is_hopeless(s)]:
             scheduler.stop_receiving(sequence)
         for sequence in [s for s in scheduler.waiting if scheduler.admission.is_hopeless(s)]:
             scheduler.remove(sequence)
