@@ -116,11 +116,11 @@ async def _flow(num_tokens: int, step_ms: int, seconds: float, seed: int) -> tup
 async def _hub(num_tokens: int, step_ms: int, seconds: float, seed: int) -> tuple[float, float]:
     """As `_flow`, with an edge process as the client."""
     with tempfile.TemporaryDirectory(prefix="tandem-") as folder:
-        endpoint = f"ipc://{folder}/hub"
+        endpoint = f"{folder}/hub"
         async with _served() as flow:
             hub = EdgeHub(BackendService(flow, _Ready(), lambda: b""), endpoint)
             hub.expect(_EDGE_ID)
-            hub.start()
+            await hub.start()
             try:
                 with running(
                     [

@@ -43,7 +43,7 @@ async def edge_processes(
     # A folder with a short name, because there is a socket in it, whose path must not be long. Only this user may
     # enter it: whoever can write to the socket can generate, and add engines.
     with tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as folder:
-        endpoint = f"ipc://{folder}/hub"
+        endpoint = f"{folder}/hub"
         hub = EdgeHub(service, endpoint)
         # Only now, so that the bind failed if another program had the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -59,7 +59,7 @@ async def edge_processes(
             tenants=tenants,
             admin_token=admin_token,
         )
-        hub.start()
+        await hub.start()
         processes = EdgeProcesses(hub, settings)
         try:
             yield processes

@@ -13,14 +13,12 @@ from functools import partial
 from typing import Any, Protocol
 
 import msgspec
-import zmq
-from zmq.constants import SocketType
 
 from tandem.protocol.errors import ServingError
 from tandem.protocol.fault_boundary import async_error_of, error_of
 from tandem.router.processes import wire
+from tandem.router.processes.message_link import MessageLink
 from tandem.runtime.background import BackgroundTasks
-from tandem.runtime.message_socket import MessageSocket
 
 __all__ = ["EdgeHub", "HubCall", "HubService"]
 
@@ -66,37 +64,39 @@ class HubService(Protocol):
 class EdgeHub:
     """Its owner calls `start`, and `close` at the end. Used from one event loop only."""
 
-    def __init__(self, service: HubService, endpoint: str) -> None:
+    def __init__(self, service: HubService, path: str) -> None:
+        """`path` of a socket in a folder that only this user may enter."""
+        self._path = path
         self._service = service
         self._decode = service.wire_format.decode_for_hub
         self._expected: set[str] = set()
         self._edges: dict[str, _Edge] = {}  # the expected ones that have been heard
         self._tasks: set[asyncio.Task[None]] = set()  # of calls and questions; `_guarded` handles their errors
         self._background = BackgroundTasks()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket = self._context.socket(SocketType.ROUTER)
-        socket.sndhwm = socket.rcvhwm = 0  # the owner of the edge processes ends those that hang
-        socket.bind(endpoint)
-        self._socket = MessageSocket(socket, self._on_message)
+        self._server: asyncio.Server | None = None
+        self._links: set[MessageLink] = set()
 
     @property
     def num_running(self) -> int:
         """Calls in progress."""
         return sum(len(edge.calls) for edge in self._edges.values())
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Begin to serve."""
+        self._server = await asyncio.get_running_loop().create_unix_server(self._connection, self._path)
         self._background.keep("status for edge processes", self._send_status)
 
     async def close(self) -> None:
-        """Cancel everything and close the socket."""
+        """Cancel everything and close all connections."""
         for edge_id in list(self._edges):
             self.drop(edge_id)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(self._background.close(), *self._tasks, return_exceptions=True)
-        self._socket.close()
-        self._context.term()
+        for link in list(self._links):
+            link.close()
+        if self._server is not None:
+            self._server.close()
 
     def expect(self, edge_id: str) -> None:
         """Listen to an edge process from now on. Its id is never used again after `drop`."""
@@ -108,6 +108,7 @@ class EdgeHub:
         edge = self._edges.pop(edge_id, None)
         if edge is None:
             return
+        edge.link.close()
         for task in list(edge.tasks.values()):
             task.cancel()
         self._service.left(edge_id)
@@ -117,25 +118,35 @@ class EdgeHub:
         for edge in self._edges.values():
             edge.out.send(wire.News(news))
 
-    def _on_message(self, frames: list[bytes]) -> None:
-        identity, data = frames[0], frames[-1]
-        try:
-            message = self._decode(data)
-        except msgspec.DecodeError as exc:
-            logger.warning("edge process %r sent something that is no message: %s", identity, exc)
-            return
-        if (edge := self._edge(identity)) is not None:
-            self._dispatch(edge, message)
+    def _connection(self) -> MessageLink:
+        """A connection of an edge process that has not said yet which one it is."""
+        edge: _Edge | None = None
 
-    def _edge(self, identity: bytes) -> _Edge | None:
-        edge_id = identity.decode(errors="replace")
-        if edge_id not in self._expected:
-            return None
-        edge = self._edges.get(edge_id)
-        if edge is None:
-            edge = self._edges[edge_id] = _Edge(edge_id, lambda data: self._socket.send(identity, data))
-            for news in self._service.joined(edge_id):
-                edge.out.send(wire.News(news))
+        def on_message(data: bytes) -> None:
+            nonlocal edge
+            try:
+                message = self._decode(data)
+            except msgspec.DecodeError as exc:
+                logger.warning("an edge process sent something that is no message: %s", exc)
+                return
+            if edge is not None:
+                self._dispatch(edge, message)
+            elif isinstance(message, wire.Join) and message.edge_id in self._expected:
+                edge = self._join(message.edge_id, link)
+
+        def on_lost() -> None:
+            self._links.discard(link)
+            if edge is not None and self._edges.get(edge.edge_id) is edge:
+                self.drop(edge.edge_id)
+
+        link = MessageLink(on_message, on_lost)
+        self._links.add(link)
+        return link
+
+    def _join(self, edge_id: str, link: MessageLink) -> _Edge:
+        edge = self._edges[edge_id] = _Edge(edge_id, link)
+        for news in self._service.joined(edge_id):
+            edge.out.send(wire.News(news))
         return edge
 
     def _dispatch(self, edge: _Edge, message: Any) -> None:
@@ -187,11 +198,12 @@ class EdgeHub:
 class _Edge:
     """One edge process and what it asked for."""
 
-    def __init__(self, edge_id: str, send: Callable[[bytes], object]) -> None:
+    def __init__(self, edge_id: str, link: MessageLink) -> None:
         self.edge_id = edge_id
+        self.link = link
         self.calls: dict[int, HubCall] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}  # of calls and questions
-        self.out: wire.Batch[Any] = wire.Batch(send, wire.Items)
+        self.out: wire.Batch[Any] = wire.Batch(link.send, wire.Items)
 
 
 async def _guarded(edge: _Edge, number: int, work: Coroutine[None, None, None]) -> None:

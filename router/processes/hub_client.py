@@ -10,15 +10,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
-import zmq
-from zmq.constants import SocketType
 
 from tandem.protocol.errors import NoWorker, WorkerError
 from tandem.protocol.fault_boundary import error_of
 from tandem.router.processes import wire
+from tandem.router.processes.message_link import MessageLink
 from tandem.runtime.background import BackgroundTasks
 from tandem.runtime.idle_timeout import IdleClock, answered_in_time
-from tandem.runtime.message_socket import MessageSocket
 
 __all__ = ["HubClient"]
 
@@ -35,7 +33,7 @@ class HubClient:
 
     def __init__(
         self,
-        endpoint: str,
+        path: str,
         edge_id: str,
         wire_format: wire.WireFormat,
         on_news: Callable[[Any], None],
@@ -44,6 +42,8 @@ class HubClient:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_silent = False
+        self._path = path
+        self._edge_id = edge_id
         self._decode = wire_format.decode_for_edge
         self._on_news = on_news
         self._timeout_s = timeout_s
@@ -54,13 +54,8 @@ class HubClient:
         self._questions: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._background = BackgroundTasks()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket = self._context.socket(SocketType.DEALER)
-        socket.identity = edge_id.encode()
-        socket.sndhwm = socket.rcvhwm = 0  # the watch ends a connection to a hub that does not read
-        socket.connect(endpoint)
-        self._socket = MessageSocket(socket, lambda frames: self._on_message(frames[0]))
-        self._out: wire.Batch[Any] = wire.Batch(self._socket.send, wire.Notes)
+        self._link = MessageLink(lambda data: self._on_message(data), self._on_lost)
+        self._out: wire.Batch[Any] = wire.Batch(self._link.send, wire.Notes)
 
     @property
     def num_open(self) -> int:
@@ -70,7 +65,11 @@ class HubClient:
     async def start(self) -> None:
         """Join the hub. Raises `WorkerError` when it does not answer in time."""
         self._background.keep("watch of the deciding process", self._watch)
-        self._out.send(wire.Join())
+        try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: self._link, self._path)
+        except OSError as exc:
+            raise WorkerError(f"the deciding process cannot be reached: {exc}") from exc
+        self._out.send(wire.Join(self._edge_id))
         if not await answered_in_time(self._joined, self._timeout_s):
             raise WorkerError(f"the deciding process did not answer within {self._timeout_s:g} s")
 
@@ -78,8 +77,7 @@ class HubClient:
         """Fail what still runs and leave."""
         self._fail_all("the router is shutting down; send the request again")
         await self._background.close()
-        self._socket.close()
-        self._context.term()
+        self._link.close()
 
     def open(self, request: Any, receive: Callable[[Any], None]) -> int:
         """Begin a call: `receive` gets its items, or a `ServingError`, which is the last. Returns the call's number.
@@ -124,6 +122,11 @@ class HubClient:
         if (error := error_of(self._dispatch, data)) is not None:  # the call it was for would wait for ever
             logger.error("a message of the deciding process could not be handled", exc_info=error)
             self._fail_all("a message of the deciding process could not be handled")
+
+    def _on_lost(self) -> None:
+        """The hub has ended. Its edge processes are about to."""
+        self.is_silent = True
+        self._fail_all("the deciding process has ended")
 
     def _dispatch(self, data: bytes) -> None:
         match self._decode(data):

@@ -48,7 +48,9 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Join(_Message, frozen=True):
-    """The first message: the sender wants news from now on."""
+    """The first message of a connection: the sender is this edge process, and wants news from now on."""
+
+    edge_id: str
 
 
 class Open(_Message, Generic[T], frozen=True):

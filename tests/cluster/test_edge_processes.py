@@ -225,12 +225,12 @@ def test_a_process_whose_parent_is_gone_ends(tmp_path: Path) -> None:
         with listening("127.0.0.1", 0) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             backend = FakeBackend(Tokenizer(build_tokenizer(tmp_path)))
-            hub = EdgeHub(BackendService(backend, Always(), bytes), f"ipc://{tmp_path}/hub")
-            hub.start()
+            hub = EdgeHub(BackendService(backend, Always(), bytes), f"{tmp_path}/hub")
+            await hub.start()
             hub.expect("edge")
             settings = EdgeSettings(
                 edge_id="edge",
-                hub_endpoint=f"ipc://{tmp_path}/hub",
+                hub_endpoint=f"{tmp_path}/hub",
                 edge=TextEdge(str(tmp_path)),
                 port=listener.getsockname()[1],
                 router=RouterConfig(),

@@ -94,12 +94,11 @@ class Hub(Deciding):
         self.metrics = CollectorRegistry()
         self.dispatcher.register_metrics(self.metrics)
         self.service = DispatchService(self.dispatcher, lambda: generate_latest(self.metrics))
-        self.endpoint = f"ipc://{folder}/hub"
+        self.endpoint = f"{folder}/hub"
         self.hub = EdgeHub(self.service, self.endpoint)
         news = EngineNews(self.hub, self.service)
         self.fleet.listen(news)
         self.fleet.registry.listen(news.worker_changed)
-        self.hub.start()
         self._settings = settings
         self._stack = stack
 
@@ -249,6 +248,7 @@ async def routing_by_hub(folder: Path, *specs: EngineSpec, wait: bool = True, **
     async with AsyncExitStack() as stack:
         hub = Hub(folder, settings_of(**options), specs, stack)
         stack.push_async_callback(hub.hub.close)
+        await hub.hub.start()
         await stack.enter_async_context(hub.dispatcher.running())
         if wait:
             await hub.all_ready(*(spec.name for spec in specs))

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import socket
 from types import TracebackType
 from typing import Any, Self
 
-import zmq
-from zmq.constants import SocketType
-
 from tandem.router.processes import wire
+from tandem.router.processes.message_link import framed
 
 
 class RawEdge:
-    """Speaks the hub's protocol by hand. To be entered as a context; the hub must expect its id."""
+    """Speaks the hub's protocol by hand. To be entered as a context; the hub must expect its id before it joins."""
 
-    def __init__(self, endpoint: str, edge_id: str) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(SocketType.DEALER)
-        self._socket.identity = edge_id.encode()
-        self._socket.connect(endpoint)
+    def __init__(self, path: str, edge_id: str) -> None:
+        self.edge_id = edge_id
+        self.is_closed = False  # the hub has closed the connection
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(path)
+        self._socket.setblocking(False)
+        self._data = b""
 
     def __enter__(self) -> Self:
         return self
@@ -26,18 +27,29 @@ class RawEdge:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._socket.close(linger=0)
-        self._context.term()
+        self._socket.close()
+
+    def join(self) -> None:
+        self.send(wire.Join(self.edge_id))
 
     def send(self, message: Any) -> None:
         self.send_bytes(wire.encode(message))
 
+    def send_bytes(self, data: bytes) -> None:
+        self._socket.sendall(framed(data))
+
     def take(self) -> list[bytes]:
         """The messages that have come since the last time."""
+        try:
+            while data := self._socket.recv(1 << 16):
+                self._data += data
+            self.is_closed = True
+        except BlockingIOError:
+            pass
+        except ConnectionResetError:  # closed before it had read everything
+            self.is_closed = True
         taken = []
-        while self._socket.poll(0):
-            taken.append(self._socket.recv())
+        while len(self._data) >= 4 and len(self._data) >= (end := 4 + int.from_bytes(self._data[:4], "little")):
+            taken.append(self._data[4:end])
+            self._data = self._data[end:]
         return taken
-
-    def send_bytes(self, data: bytes) -> None:
-        self._socket.send(data)

@@ -102,10 +102,10 @@ async def serving(model: Path, folder: Path | None = None, *, keys: dict[str, st
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
                 yield Server(client, tokenizer)
             return
-        hub = EdgeHub(BackendService(cluster.flow, Always(), lambda: generate_latest(shown)), f"ipc://{folder}/hub")
-        hub.start()
+        hub = EdgeHub(BackendService(cluster.flow, Always(), lambda: generate_latest(shown)), f"{folder}/hub")
+        await hub.start()
         hub.expect("edge")
-        edge = RemoteBackend(f"ipc://{folder}/hub", "edge", timeout_s=20.0)
+        edge = RemoteBackend(f"{folder}/hub", "edge", timeout_s=20.0)
         try:
             await edge.start()
             app = create_app(edge, tokenizer, config, metrics, readiness=edge, scrape=edge.scrape, **parts)

@@ -59,7 +59,6 @@ class Line:
         self.readiness = Always()
         self.service = BackendService(backend, self.readiness, lambda: b"tandem_worker_running 1.0\n")
         self.hub = EdgeHub(self.service, endpoint)
-        self.hub.start()
         self.endpoint = endpoint
         self._stack = stack
 
@@ -81,7 +80,8 @@ async def line(tokenizer: Tokenizer, folder: Path) -> AsyncIterator[Line]:
     """Nothing may be open at its end."""
     backend = FakeBackend(tokenizer)
     async with asyncio.timeout(30), AsyncExitStack() as stack:
-        made = Line(backend, f"ipc://{folder}/hub", stack)
+        made = Line(backend, f"{folder}/hub", stack)
+        await made.hub.start()
         try:
             yield made
         finally:
@@ -142,6 +142,7 @@ async def test_deltas_of_one_turn_travel_in_one_message(tokenizer: Tokenizer, tm
         here.backend.script = lambda _: [step, *steps]
         here.hub.expect("edge")
         with RawEdge(here.endpoint, "edge") as edge:
+            edge.join()
             for call in range(20):
                 edge.send(wire.Open(call, REQUEST))
             await until(lambda: here.backend.num_open == 20)
@@ -226,12 +227,16 @@ async def test_what_a_dropped_edge_sent_starts_nothing_when_it_is_read_late(
     async with line(tokenizer, tmp_path) as here:
         here.hub.expect("edge")
         with RawEdge(here.endpoint, "edge") as edge:
-            edge.send(wire.Join())
+            edge.join()
             await until(lambda: bool(edge.take()))
+            edge.send(wire.Open(0, REQUEST))  # it has not been read yet
             here.hub.drop("edge")
-            edge.send(wire.Open(0, REQUEST))
-            edge.send_bytes(b"\x93nonsense")
-            await until(lambda: "is no message" in caplog.text)  # and what was sent before it has been read
+            await until(lambda: not edge.take() and edge.is_closed)
+            with RawEdge(here.endpoint, "edge") as again:  # an id is never used again
+                again.join()
+                again.send(wire.Open(0, REQUEST))
+                again.send_bytes(b"\x93nonsense")
+                await until(lambda: "is no message" in caplog.text)  # and what was sent before it has been read
             assert here.backend.requests == []
             assert here.hub.num_running == 0
 
@@ -268,8 +273,8 @@ def _advance(now: list[float]) -> bool:
 
 
 async def test_a_hub_that_is_not_there_is_told_in_time(tmp_path: Path) -> None:
-    edge = RemoteBackend(f"ipc://{tmp_path}/nobody", "edge", timeout_s=0.05)
-    with pytest.raises(WorkerError, match="did not answer within"):
+    edge = RemoteBackend(f"{tmp_path}/nobody", "edge", timeout_s=0.05)
+    with pytest.raises(WorkerError, match="cannot be reached"):
         await edge.start()
     await edge.close()
 
@@ -328,6 +333,7 @@ async def test_what_is_no_message_is_told_and_harms_nothing(
     async with line(tokenizer, tmp_path) as here:
         here.hub.expect("raw")
         with RawEdge(here.endpoint, "raw") as raw:
+            raw.join()
             for data in (b"\x93nonsense", b"", wire.encode(["Ask", 1]), wire.encode(["Open", 1, "no request"])):
                 raw.send_bytes(data)
             await until(lambda: caplog.text.count("is no message") == 4)
@@ -362,6 +368,7 @@ async def test_a_fault_of_ours_ends_neither_side(
             patch.setattr(here.hub, "_dispatch", lambda *_: 1 / 0)
             here.hub.expect("raw")
             with RawEdge(here.endpoint, "raw") as raw:
+                raw.join()
                 raw.send(wire.Close(0))
                 await until(lambda: "a message could not be handled" in caplog.text)
         assert await edge.pools() == {"workers": []}

