@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 restore_child_signals()  # tests stop what they start with SIGINT, and may themselves run as a background job
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Async tests need no mark: `anyio_mode` is "auto"."""
+    return "asyncio"
+
+
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
     from tests.support.fake_openai import fake_openai

@@ -222,123 +222,104 @@ async def supervised(
         fake_ray.close()
 
 
-def test_a_worker_that_cannot_start_the_first_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        async with supervised(monkeypatch, num_bad_starts=1, colocated=True, starts=False) as cluster:
-            with pytest.raises(ConfigError, match="worker colocated-0 did not start: no such model"):
-                await cluster.supervisor.start(worker_configs(cluster.config), lambda: 100.0)
-
-    asyncio.run(run())
+async def test_a_worker_that_cannot_start_the_first_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with supervised(monkeypatch, num_bad_starts=1, colocated=True, starts=False) as cluster:
+        with pytest.raises(ConfigError, match="worker colocated-0 did not start: no such model"):
+            await cluster.supervisor.start(worker_configs(cluster.config), lambda: 100.0)
 
 
 @pytest.mark.parametrize("is_stopped", [True, False], ids=["stopped", "slow"])
-def test_a_worker_may_load_its_model_for_long_while_its_process_answers(
+async def test_a_worker_may_load_its_model_for_long_while_its_process_answers(
     monkeypatch: pytest.MonkeyPatch, is_stopped: bool
 ) -> None:
     silent_s = 0.5
     monkeypatch.setattr("tandem.cluster.member._LOOK_AT_START_S", 0.01)
     monkeypatch.setattr("tandem.cluster.member._SILENT_START_S", silent_s)
 
-    async def run() -> None:
-        async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
-            cluster.ray.loaded.clear()
-            cluster.die("prefill-0")
-            await eventually(lambda: len(cluster.ray.actors) == 3)
-            slow = cluster.ray.latest("prefill-0")
-            if is_stopped:
-                os.kill(slow.process.pid, signal.SIGSTOP)
-                await eventually(lambda: len(cluster.ray.actors) == 4)
-                await eventually(lambda: slow.is_gone)
-            until = asyncio.get_running_loop().time() + 3 * silent_s
-            await eventually(lambda: asyncio.get_running_loop().time() > until)
-            cluster.ray.loaded.set()
-            await cluster.is_served("prefill-0", 3 if is_stopped else 2)
-            assert len(cluster.ray.actors) == (4 if is_stopped else 3)
-
-    asyncio.run(run())
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
+        cluster.ray.loaded.clear()
+        cluster.die("prefill-0")
+        await eventually(lambda: len(cluster.ray.actors) == 3)
+        slow = cluster.ray.latest("prefill-0")
+        if is_stopped:
+            os.kill(slow.process.pid, signal.SIGSTOP)
+            await eventually(lambda: len(cluster.ray.actors) == 4)
+            await eventually(lambda: slow.is_gone)
+        until = asyncio.get_running_loop().time() + 3 * silent_s
+        await eventually(lambda: asyncio.get_running_loop().time() > until)
+        cluster.ray.loaded.set()
+        await cluster.is_served("prefill-0", 3 if is_stopped else 2)
+        assert len(cluster.ray.actors) == (4 if is_stopped else 3)
 
 
-def test_nothing_is_asked_of_a_ray_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_is_asked_of_a_ray_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would not answer, and block the event loop meanwhile."""
 
-    async def run() -> None:
-        async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
-            asked: list[str] = []
-            monkeypatch.setattr(cluster.ray, "kill", lambda *_, **__: asked.append("kill"))
-            for actor in cluster.ray.actors:
-                actor.stop = SimpleNamespace(remote=lambda: asked.append("stop"))  # type: ignore[attr-defined]
-            cluster.supervisor.ray_died(WorkerError("Ray's gcs_server has died"))
-            with pytest.raises(WorkerError, match="gcs_server has died"):
-                await cluster.supervisor.failure
-            await cluster.supervisor.close()
-            assert asked == []
-
-    asyncio.run(run())
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
+        asked: list[str] = []
+        monkeypatch.setattr(cluster.ray, "kill", lambda *_, **__: asked.append("kill"))
+        for actor in cluster.ray.actors:
+            actor.stop = SimpleNamespace(remote=lambda: asked.append("stop"))  # type: ignore[attr-defined]
+        cluster.supervisor.ray_died(WorkerError("Ray's gcs_server has died"))
+        with pytest.raises(WorkerError, match="gcs_server has died"):
+            await cluster.supervisor.failure
+        await cluster.supervisor.close()
+        assert asked == []
 
 
-def test_when_the_last_worker_died_too_often_the_service_ends_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        async with supervised(monkeypatch, colocated=True, max_restarts=2) as cluster:
-            for epoch in range(3):
-                await cluster.is_served("colocated-0", epoch)
-                assert not cluster.supervisor.failure.done()
-                cluster.die("colocated-0")
-            with pytest.raises(WorkerError, match="no worker is left that could serve: colocated-0 died 3 times"):
-                await cluster.supervisor.failure
+async def test_when_the_last_worker_died_too_often_the_service_ends_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with supervised(monkeypatch, colocated=True, max_restarts=2) as cluster:
+        for epoch in range(3):
+            await cluster.is_served("colocated-0", epoch)
+            assert not cluster.supervisor.failure.done()
+            cluster.die("colocated-0")
+        with pytest.raises(WorkerError, match="no worker is left that could serve: colocated-0 died 3 times"):
+            await cluster.supervisor.failure
 
-    asyncio.run(run())
 
-
-def test_when_no_node_is_left_the_service_ends_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_when_no_node_is_left_the_service_ends_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.cluster.member._PLACE_NOTICE_S", 0.02)
 
-    async def run() -> None:
-        async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=1) as cluster:
-            cluster.ray.placed.clear()  # the node that is left has no room: that may change
-            cluster.die("prefill-0")
-            await eventually(lambda: len(cluster.ray.actors) == 3)
-            await eventually(lambda: cluster.ray.num_looks_at_nodes > 3)
-            assert len(cluster.ray.actors) == 3
-            cluster.ray.is_node_alive = False
-            cluster.die("decode-0")
-            with pytest.raises(WorkerError, match=r"no worker is left .* at last: no node of the Ray cluster is alive"):
-                await cluster.supervisor.failure
-
-    asyncio.run(run())
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=1) as cluster:
+        cluster.ray.placed.clear()  # the node that is left has no room: that may change
+        cluster.die("prefill-0")
+        await eventually(lambda: len(cluster.ray.actors) == 3)
+        await eventually(lambda: cluster.ray.num_looks_at_nodes > 3)
+        assert len(cluster.ray.actors) == 3
+        cluster.ray.is_node_alive = False
+        cluster.die("decode-0")
+        with pytest.raises(WorkerError, match=r"no worker is left .* at last: no node of the Ray cluster is alive"):
+            await cluster.supervisor.failure
 
 
-def test_while_others_serve_a_worker_that_died_too_often_is_started_again_later(
+async def test_while_others_serve_a_worker_that_died_too_often_is_started_again_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def run() -> None:
-        async with supervised(monkeypatch, num_prefill=1, num_decode=2, max_restarts=0) as cluster:
-            epoch = 0
-            for _ in range(5):
-                await cluster.is_served("decode-1", epoch)
-                epoch = cluster.ray.latest("decode-1").card.address.epoch
-                cluster.die("decode-1")
+    async with supervised(monkeypatch, num_prefill=1, num_decode=2, max_restarts=0) as cluster:
+        epoch = 0
+        for _ in range(5):
             await cluster.is_served("decode-1", epoch)
-            assert not cluster.supervisor.failure.done()
-            assert cluster.roles() == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
+            epoch = cluster.ray.latest("decode-1").card.address.epoch
+            cluster.die("decode-1")
+        await cluster.is_served("decode-1", epoch)
+        assert not cluster.supervisor.failure.done()
+        assert cluster.roles() == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
 
-    asyncio.run(run())
 
-
-def test_without_decode_workers_a_prefill_worker_serves_alone_until_one_is_back(
+async def test_without_decode_workers_a_prefill_worker_serves_alone_until_one_is_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def run() -> None:
-        async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=0) as cluster:
-            monkeypatch.setattr("tandem.cluster.restarts.FIRST_DELAY_S", 0.5)
-            cluster.die("decode-0")
-            await eventually(lambda: cluster.roles() == {"prefill-0": "decode"})
-            await eventually(lambda: cluster.roles() == {"prefill-0": "prefill", "decode-0": "decode"})
-            assert not cluster.supervisor.failure.done()
-
-    asyncio.run(run())
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=0) as cluster:
+        monkeypatch.setattr("tandem.cluster.restarts.FIRST_DELAY_S", 0.5)
+        cluster.die("decode-0")
+        await eventually(lambda: cluster.roles() == {"prefill-0": "decode"})
+        await eventually(lambda: cluster.roles() == {"prefill-0": "prefill", "decode-0": "decode"})
+        assert not cluster.supervisor.failure.done()
 
 
-def test_requests_fail_at_once_and_blocks_wait_for_the_proof_of_a_stopped_process(
+async def test_requests_fail_at_once_and_blocks_wait_for_the_proof_of_a_stopped_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     may_end = asyncio.Event()
@@ -351,55 +332,48 @@ def test_requests_fail_at_once_and_blocks_wait_for_the_proof_of_a_stopped_proces
     monkeypatch.setattr(process_end, "_end_once", end)
     monkeypatch.setattr("tandem.cluster.supervisor._GONE_TIMEOUT_S", 0.05)
 
-    async def run() -> None:
-        async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=9) as cluster:
-            dead, survivor = cluster.ray.latest("prefill-0"), cluster.ray.latest("decode-0")
-            survivor.num_deaf_calls = 3  # it is told until it hears it
-            os.kill(dead.process.pid, signal.SIGSTOP)
-            cluster.ray.kill(dead, no_restart=True)  # so Ray says, and it is not
-            await eventually(lambda: cluster.registry.get("prefill-0") is None)
-            await cluster.is_served("prefill-0", dead.card.address.epoch)  # the replacement waits for no proof
-            await eventually(lambda: cluster.ray.told)
-            assert cluster.ray.told == [("decode-0", "peer_given_up", dead.card.address, False)]
-            assert psutil.Process(dead.process.pid).status() == psutil.STATUS_STOPPED
-            may_end.set()
-            await eventually(lambda: len(cluster.ray.told) > 1)
-            assert cluster.ray.told[1:] == [("decode-0", "peer_died", dead.card.address, True)]
-
-    asyncio.run(run())
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=9) as cluster:
+        dead, survivor = cluster.ray.latest("prefill-0"), cluster.ray.latest("decode-0")
+        survivor.num_deaf_calls = 3  # it is told until it hears it
+        os.kill(dead.process.pid, signal.SIGSTOP)
+        cluster.ray.kill(dead, no_restart=True)  # so Ray says, and it is not
+        await eventually(lambda: cluster.registry.get("prefill-0") is None)
+        await cluster.is_served("prefill-0", dead.card.address.epoch)  # the replacement waits for no proof
+        await eventually(lambda: cluster.ray.told)
+        assert cluster.ray.told == [("decode-0", "peer_given_up", dead.card.address, False)]
+        assert psutil.Process(dead.process.pid).status() == psutil.STATUS_STOPPED
+        may_end.set()
+        await eventually(lambda: len(cluster.ray.told) > 1)
+        assert cluster.ray.told[1:] == [("decode-0", "peer_died", dead.card.address, True)]
 
 
-def test_what_is_wrong_with_the_supervision_itself_ends_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
-            monkeypatch.setattr("tandem.cluster.supervisor._obituary", lambda *_: 1 / 0)
-            cluster.die("prefill-0")
-            with pytest.raises(WorkerError, match="supervision of a worker failed, see the log: division by zero"):
-                await cluster.supervisor.failure
-
-    asyncio.run(run())
+async def test_what_is_wrong_with_the_supervision_itself_ends_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
+        monkeypatch.setattr("tandem.cluster.supervisor._obituary", lambda *_: 1 / 0)
+        cluster.die("prefill-0")
+        with pytest.raises(WorkerError, match="supervision of a worker failed, see the log: division by zero"):
+            await cluster.supervisor.failure
 
 
-def test_the_end_of_a_flip_gives_no_work_to_a_worker_that_is_to_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        async with supervised(monkeypatch, num_prefill=2, num_decode=1) as cluster:
-            actor, left = cluster.ray.latest("prefill-0"), {"r"}
+async def test_the_end_of_a_flip_gives_no_work_to_a_worker_that_is_to_be_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with supervised(monkeypatch, num_prefill=2, num_decode=1) as cluster:
+        actor, left = cluster.ray.latest("prefill-0"), {"r"}
 
-            async def status() -> SimpleNamespace:
-                return SimpleNamespace(request_ids=frozenset(left))
+        async def status() -> SimpleNamespace:
+            return SimpleNamespace(request_ids=frozenset(left))
 
-            monkeypatch.setattr(actor, "status", SimpleNamespace(remote=status))
-            flip = asyncio.create_task(cluster.supervisor.flips.flip(Flip("prefill-0", Role.DECODE), "a test"))
-            await eventually(lambda: cluster.roles()["prefill-0"] is Role.DECODE)
-            worker = cluster.registry.get("prefill-0")
-            assert worker is not None
-            await eventually(lambda: worker.state is WorkerState.READY)
-            cluster.registry.set_state("prefill-0", WorkerState.DRAINING, "it is to be replaced")
-            left.clear()
-            await flip
-            assert worker.state is WorkerState.DRAINING
-
-    asyncio.run(run())
+        monkeypatch.setattr(actor, "status", SimpleNamespace(remote=status))
+        flip = asyncio.create_task(cluster.supervisor.flips.flip(Flip("prefill-0", Role.DECODE), "a test"))
+        await eventually(lambda: cluster.roles()["prefill-0"] is Role.DECODE)
+        worker = cluster.registry.get("prefill-0")
+        assert worker is not None
+        await eventually(lambda: worker.state is WorkerState.READY)
+        cluster.registry.set_state("prefill-0", WorkerState.DRAINING, "it is to be replaced")
+        left.clear()
+        await flip
+        assert worker.state is WorkerState.DRAINING
 
 
 def test_a_flip_that_serves_but_is_not_drained_in_time_is_told_as_that(
@@ -447,7 +421,7 @@ def test_a_flip_that_the_worker_refuses_has_failed(
     assert "prefill-0 did not flip to decode" in caplog.text
 
 
-def test_a_sender_whose_lost_writes_take_too_much_of_a_pool_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sender_whose_lost_writes_take_too_much_of_a_pool_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.cluster.quarantine_watch._LOOK_S", 0.01)
     look, num_looks = quarantine_watch._senders_to_replace, 0
 
@@ -459,28 +433,25 @@ def test_a_sender_whose_lost_writes_take_too_much_of_a_pool_is_replaced(monkeypa
     monkeypatch.setattr(quarantine_watch, "_senders_to_replace", count_looks)
     is_looked_at_again = lambda: eventually(lambda until=num_looks + 3: num_looks >= until)  # noqa: E731
 
-    async def run() -> None:
-        async with supervised(monkeypatch, num_prefill=2, num_decode=1, max_restarts=0) as cluster:
-            num_blocks = make_card().num_blocks
-            senders = [cluster.ray.latest(f"prefill-{number}") for number in range(2)]
-            addresses = [sender.card.address for sender in senders]
+    async with supervised(monkeypatch, num_prefill=2, num_decode=1, max_restarts=0) as cluster:
+        num_blocks = make_card().num_blocks
+        senders = [cluster.ray.latest(f"prefill-{number}") for number in range(2)]
+        addresses = [sender.card.address for sender in senders]
 
-            def report(*quarantines: tuple[PeerAddress, float, float]) -> None:
-                noted = [
-                    Quarantine(sender.worker_id, sender.epoch, int(share * num_blocks), oldest_s)
-                    for sender, share, oldest_s in quarantines
-                ]
-                cluster.registry.note_quarantines("decode-0", noted)
+        def report(*quarantines: tuple[PeerAddress, float, float]) -> None:
+            noted = [
+                Quarantine(sender.worker_id, sender.epoch, int(share * num_blocks), oldest_s)
+                for sender, share, oldest_s in quarantines
+            ]
+            cluster.registry.note_quarantines("decode-0", noted)
 
-            report((addresses[0], 0.01, 1e6), (addresses[1], 0.9, 10.0))  # a few blocks, or not for long
-            await is_looked_at_again()
-            assert not any(sender.ended.done() for sender in senders)
-            report((addresses[1], 0.2, 61.0))
-            await cluster.is_served("prefill-1", addresses[1].epoch)
-            await eventually(lambda: ("decode-0", "peer_died", addresses[1], True) in cluster.ray.told)
-            assert not senders[0].ended.done()
-            await is_looked_at_again()  # the report is of the process that is gone
-            assert cluster.ray.latest("prefill-1").card.address.epoch > addresses[1].epoch
-            assert len(cluster.ray.actors) == 4
-
-    asyncio.run(run())
+        report((addresses[0], 0.01, 1e6), (addresses[1], 0.9, 10.0))  # a few blocks, or not for long
+        await is_looked_at_again()
+        assert not any(sender.ended.done() for sender in senders)
+        report((addresses[1], 0.2, 61.0))
+        await cluster.is_served("prefill-1", addresses[1].epoch)
+        await eventually(lambda: ("decode-0", "peer_died", addresses[1], True) in cluster.ray.told)
+        assert not senders[0].ended.done()
+        await is_looked_at_again()  # the report is of the process that is gone
+        assert cluster.ray.latest("prefill-1").card.address.epoch > addresses[1].epoch
+        assert len(cluster.ray.actors) == 4

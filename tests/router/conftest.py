@@ -45,8 +45,3 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder: Path) -> Tokenizer:
     return Tokenizer(tokenizer_folder)
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"

@@ -79,199 +79,164 @@ def computed(worker: FakeWorker) -> None:
     worker.output(stats=StepStats(duration_s=1.0, num_prefill_tokens=NUM_TOKENS))
 
 
-def test_a_request_waits_until_its_worker_reports() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(decode=silent) as cluster:
-            running, waiting = await one_runs_one_waits(cluster)
-            worker = cluster.workers["d"]
-            assert len(worker.of_type(Generate)) == 1
+async def test_a_request_waits_until_its_worker_reports() -> None:
+    async with fake_cluster(decode=silent) as cluster:
+        running, waiting = await one_runs_one_waits(cluster)
+        worker = cluster.workers["d"]
+        assert len(worker.of_type(Generate)) == 1
+        computed(worker)
+        await until(lambda: len(worker.of_type(Generate)) == 2)
+        report = (await cluster.flow.pools())["admission"]
+        assert (report["num_waiting"], report["tenants"]["default"]["num_admitted"]) == (0, 2)
+        await end(cluster, running, waiting)
+
+
+async def test_the_more_urgent_and_the_other_tenant_go_first() -> None:
+    async with fake_cluster(decode=silent) as cluster:
+        running, waiting = await one_runs_one_waits(cluster)
+        tasks = [start(cluster, "urgent", priority=-1), start(cluster, "other", tenant="other")]
+        await until(lambda: len(cluster.flow.admission) == 3)
+        worker = cluster.workers["d"]
+        for number in (2, 3, 4):
             computed(worker)
-            await until(lambda: len(worker.of_type(Generate)) == 2)
-            report = (await cluster.flow.pools())["admission"]
-            assert (report["num_waiting"], report["tenants"]["default"]["num_admitted"]) == (0, 2)
-            await end(cluster, running, waiting)
-
-    asyncio.run(scenario())
+            await until(lambda number=number: len(worker.of_type(Generate)) == number)  # type: ignore[misc]
+        order = [message.request_id for message in worker.of_type(Generate) if isinstance(message, Generate)]
+        assert order == ["running", "other", "urgent", "waiting"]
+        await end(cluster, running, waiting, *tasks)
 
 
-def test_the_more_urgent_and_the_other_tenant_go_first() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(decode=silent) as cluster:
-            running, waiting = await one_runs_one_waits(cluster)
-            tasks = [start(cluster, "urgent", priority=-1), start(cluster, "other", tenant="other")]
-            await until(lambda: len(cluster.flow.admission) == 3)
-            worker = cluster.workers["d"]
-            for number in (2, 3, 4):
-                computed(worker)
-                await until(lambda number=number: len(worker.of_type(Generate)) == number)  # type: ignore[misc]
-            order = [message.request_id for message in worker.of_type(Generate) if isinstance(message, Generate)]
-            assert order == ["running", "other", "urgent", "waiting"]
-            await end(cluster, running, waiting, *tasks)
-
-    asyncio.run(scenario())
+async def test_a_client_that_leaves_the_queue_leaves_nothing_behind() -> None:
+    async with fake_cluster(decode=silent) as cluster:
+        running, waiting = await one_runs_one_waits(cluster)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert len(cluster.flow.admission) == 0
+        assert cluster.flow.admission.stats["default"].dropped == {"client_gone": 1}
+        await end(cluster, running)
 
 
-def test_a_client_that_leaves_the_queue_leaves_nothing_behind() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(decode=silent) as cluster:
-            running, waiting = await one_runs_one_waits(cluster)
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-            assert len(cluster.flow.admission) == 0
-            assert cluster.flow.admission.stats["default"].dropped == {"client_gone": 1}
-            await end(cluster, running)
-
-    asyncio.run(scenario())
+async def test_a_worker_that_dies_ends_those_who_wait_for_it() -> None:
+    async with fake_cluster(decode=silent) as cluster:
+        running, waiting = await one_runs_one_waits(cluster)
+        cluster.client.mark_dead("d", "test")
+        with pytest.raises(NoWorker):
+            await waiting
+        await end(cluster, running)
 
 
-def test_a_worker_that_dies_ends_those_who_wait_for_it() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(decode=silent) as cluster:
-            running, waiting = await one_runs_one_waits(cluster)
-            cluster.client.mark_dead("d", "test")
-            with pytest.raises(NoWorker):
-                await waiting
-            await end(cluster, running)
-
-    asyncio.run(scenario())
+async def test_those_who_wait_when_the_server_stops_are_told() -> None:
+    async with fake_cluster(decode=silent) as cluster:
+        running, waiting = await one_runs_one_waits(cluster)
+        cluster.flow.shut_down()
+        for task in (running, waiting):
+            with pytest.raises(NoWorker, match="shutting down"):
+                await task
+        assert_idle(cluster)
 
 
-def test_those_who_wait_when_the_server_stops_are_told() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(decode=silent) as cluster:
-            running, waiting = await one_runs_one_waits(cluster)
-            cluster.flow.shut_down()
-            for task in (running, waiting):
-                with pytest.raises(NoWorker, match="shutting down"):
-                    await task
-            assert_idle(cluster)
-
-    asyncio.run(scenario())
+async def test_nobody_waits_longer_than_the_timeout() -> None:
+    async with fake_cluster(decode=silent, config=RouterConfig(request_timeout_s=0.3)) as cluster:
+        _, waiting = await one_runs_one_waits(cluster)
+        # The running request is given up first, so the other one gets its turn, and no token either.
+        with pytest.raises(ServingError, match="request_timeout_s"):
+            await waiting
+        await until(lambda: cluster.registry.num_bookings == 0)
+        assert_idle(cluster)
 
 
-def test_nobody_waits_longer_than_the_timeout() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(decode=silent, config=RouterConfig(request_timeout_s=0.3)) as cluster:
-            _, waiting = await one_runs_one_waits(cluster)
-            # The running request is given up first, so the other one gets its turn, and no token either.
-            with pytest.raises(ServingError, match="request_timeout_s"):
-                await waiting
-            await until(lambda: cluster.registry.num_bookings == 0)
-            assert_idle(cluster)
-
-    asyncio.run(scenario())
-
-
-def test_a_deadline_is_refused_at_once_or_when_it_is_sure_to_be_missed() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(decode=silent) as cluster:
-            # Three prompts of 1.7 s: the second would have its first token after 3.4 s.
-            running, waiting = await one_runs_one_waits(cluster, ttft_slo_s=3.6)
-            with pytest.raises(DeadlineUnmet, match="TTFT SLO is 3600 ms"):
-                await collect(cluster, of_class(long_request(), ttft_slo_s=3.6))
-            with pytest.raises(DeadlineUnmet, match="in the queue"):
-                await waiting
-            decisions = {one["request_id"]: one for one in await cluster.flow.decisions()}
-            assert [decisions[name]["outcome"] for name in ("r0", "waiting", "running")] == [
-                "rejected",
-                "dropped",
-                "dispatched",
-            ]
-            assert decisions["r0"]["error"]["retry_after_s"] > 0
-            await end(cluster, running)
-
-    asyncio.run(scenario())
+async def test_a_deadline_is_refused_at_once_or_when_it_is_sure_to_be_missed() -> None:
+    async with fake_cluster(decode=silent) as cluster:
+        # Three prompts of 1.7 s: the second would have its first token after 3.4 s.
+        running, waiting = await one_runs_one_waits(cluster, ttft_slo_s=3.6)
+        with pytest.raises(DeadlineUnmet, match="TTFT SLO is 3600 ms"):
+            await collect(cluster, of_class(long_request(), ttft_slo_s=3.6))
+        with pytest.raises(DeadlineUnmet, match="in the queue"):
+            await waiting
+        decisions = {one["request_id"]: one for one in await cluster.flow.decisions()}
+        assert [decisions[name]["outcome"] for name in ("r0", "waiting", "running")] == [
+            "rejected",
+            "dropped",
+            "dispatched",
+        ]
+        assert decisions["r0"]["error"]["retry_after_s"] > 0
+        await end(cluster, running)
 
 
-def test_the_decision_comes_with_the_first_token_and_is_kept() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(prefill=silent, decode=remaining_tokens, local_prefill=True) as cluster:
-            deltas = await collect(cluster, replace(make_request(num_prompt_tokens=4), explains=True))
-            decision, *rest = [delta.decision for delta in deltas]
-            assert not any(rest)
-            assert decision is not None
-            assert (decision["outcome"], decision["tenant"], decision["queue"]["place"]) == ("dispatched", "default", 0)
-            assert decision["actual_ttft_s"] > 0
-            first, *others = decision["placement"]["candidates"]
-            assert (first["prefill_worker"], first["decode_worker"]) == ("d", "d")
-            assert [(one["prefill_worker"], one["decode_worker"]) for one in others] == [("p", "d")]
-            assert first["total_s"] <= others[0]["total_s"]
-            assert decision["predicted_ttft_s"] == pytest.approx(
-                first["queue_s"] + first["prefill_s"] + first["fetch_s"]
-            )
-            (kept,) = await cluster.flow.decisions()
-            assert kept["actual_ttft_s"] == decision["actual_ttft_s"]
-
-    asyncio.run(scenario())
+async def test_the_decision_comes_with_the_first_token_and_is_kept() -> None:
+    async with fake_cluster(prefill=silent, decode=remaining_tokens, local_prefill=True) as cluster:
+        deltas = await collect(cluster, replace(make_request(num_prompt_tokens=4), explains=True))
+        decision, *rest = [delta.decision for delta in deltas]
+        assert not any(rest)
+        assert decision is not None
+        assert (decision["outcome"], decision["tenant"], decision["queue"]["place"]) == ("dispatched", "default", 0)
+        assert decision["actual_ttft_s"] > 0
+        first, *others = decision["placement"]["candidates"]
+        assert (first["prefill_worker"], first["decode_worker"]) == ("d", "d")
+        assert [(one["prefill_worker"], one["decode_worker"]) for one in others] == [("p", "d")]
+        assert first["total_s"] <= others[0]["total_s"]
+        assert decision["predicted_ttft_s"] == pytest.approx(first["queue_s"] + first["prefill_s"] + first["fetch_s"])
+        (kept,) = await cluster.flow.decisions()
+        assert kept["actual_ttft_s"] == decision["actual_ttft_s"]
 
 
-def test_explaining_sends_and_books_nothing() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(decode=silent) as cluster:
-            running, waiting = await one_runs_one_waits(cluster)
-            request = of_class(long_request(), ttft_slo_s=3.6)
-            refused = await cluster.flow.explain(request)
-            assert (refused["outcome"], refused["error"]["code"]) == ("rejected", "ttft_slo_unmet")
-            assert refused["queue"] == {
-                "place": 1,
-                "ahead_prompt_tokens": NUM_TOKENS,
-                "ahead_worker_s": pytest.approx(refused["queue"]["ahead_worker_s"]),
-            }
-            admitted = await cluster.flow.explain(of_class(request, ttft_slo_s=math.inf))
-            assert (admitted["outcome"], admitted["ttft_slo_s"]) == ("admitted", None)
-            assert (cluster.registry.num_bookings, len(cluster.flow.admission)) == (1, 1)
-            assert len(await cluster.flow.decisions()) == 2
-            await end(cluster, running, waiting)
-
-    asyncio.run(scenario())
+async def test_explaining_sends_and_books_nothing() -> None:
+    async with fake_cluster(decode=silent) as cluster:
+        running, waiting = await one_runs_one_waits(cluster)
+        request = of_class(long_request(), ttft_slo_s=3.6)
+        refused = await cluster.flow.explain(request)
+        assert (refused["outcome"], refused["error"]["code"]) == ("rejected", "ttft_slo_unmet")
+        assert refused["queue"] == {
+            "place": 1,
+            "ahead_prompt_tokens": NUM_TOKENS,
+            "ahead_worker_s": pytest.approx(refused["queue"]["ahead_worker_s"]),
+        }
+        admitted = await cluster.flow.explain(of_class(request, ttft_slo_s=math.inf))
+        assert (admitted["outcome"], admitted["ttft_slo_s"]) == ("admitted", None)
+        assert (cluster.registry.num_bookings, len(cluster.flow.admission)) == (1, 1)
+        assert len(await cluster.flow.decisions()) == 2
+        await end(cluster, running, waiting)
 
 
-def test_a_tenants_workers_and_a_requests_adapter_are_kept_to_and_explained() -> None:
+async def test_a_tenants_workers_and_a_requests_adapter_are_kept_to_and_explained() -> None:
     named = {"small": TenantPolicy(workers=("d",)), "gone": TenantPolicy(workers=("x-*",))}
 
-    async def scenario() -> None:
-        async with fake_cluster(
-            prefill=first_token,
-            decode=remaining_tokens,
-            config=RouterConfig(local_prefill=False),
-            tenants=Tenants(named=named),
-        ) as cluster:
-            request = make_request(num_prompt_tokens=64)
-            anyone = (await cluster.flow.explain(request))["placement"]
-            assert (anyone["candidates"][0]["prefill_worker"], anyone["skipped"]) == ("p", {})
-            small = (await cluster.flow.explain(of_class(request, tenant="small")))["placement"]
-            assert small["candidates"][0]["prefill_worker"] == "d"
-            assert small["skipped"] == {"not for this tenant": 1}
-            with pytest.raises(NoWorker, match="of tenant 'gone': 2 not for this tenant"):
-                await collect(cluster, of_class(request, tenant="gone"))
-            with pytest.raises(NoWorker, match="for adapter 'sql': 2 without the adapter"):
-                await collect(cluster, replace(request, adapter="sql"))
-            assert_idle(cluster)
-
-    asyncio.run(scenario())
+    async with fake_cluster(
+        prefill=first_token,
+        decode=remaining_tokens,
+        config=RouterConfig(local_prefill=False),
+        tenants=Tenants(named=named),
+    ) as cluster:
+        request = make_request(num_prompt_tokens=64)
+        anyone = (await cluster.flow.explain(request))["placement"]
+        assert (anyone["candidates"][0]["prefill_worker"], anyone["skipped"]) == ("p", {})
+        small = (await cluster.flow.explain(of_class(request, tenant="small")))["placement"]
+        assert small["candidates"][0]["prefill_worker"] == "d"
+        assert small["skipped"] == {"not for this tenant": 1}
+        with pytest.raises(NoWorker, match="of tenant 'gone': 2 not for this tenant"):
+            await collect(cluster, of_class(request, tenant="gone"))
+        with pytest.raises(NoWorker, match="for adapter 'sql': 2 without the adapter"):
+            await collect(cluster, replace(request, adapter="sql"))
+        assert_idle(cluster)
 
 
-def test_metrics_tell_the_queue_and_the_reasons() -> None:
-    async def scenario() -> None:
-        config = RouterConfig(max_queued_prompt_tokens=3 * NUM_TOKENS - 1)
-        async with fake_cluster(decode=silent, config=config) as cluster:
-            running, waiting = await one_runs_one_waits(cluster)
-            with pytest.raises(Overloaded):
-                await collect(cluster, long_request())
-            registry = CollectorRegistry()
-            registry.register(AdmissionCollector(cluster.flow.admission))
-            text = generate_latest(registry).decode()
-            for line in (
-                'tandem_router_queue_requests{tenant="default"} 1.0',
-                f'tandem_router_queue_tokens{{tenant="default"}} {NUM_TOKENS:.1f}',
-                'tandem_router_admitted_total{tenant="default"} 1.0',
-                'tandem_router_rejected_total{reason="queue_full",tenant="default"} 1.0',
-                'tandem_router_queue_wait_seconds_bucket{le="+Inf",tenant="default"} 1.0',
-            ):
-                assert line in text
-            await end(cluster, running, waiting)
-
-    asyncio.run(scenario())
+async def test_metrics_tell_the_queue_and_the_reasons() -> None:
+    config = RouterConfig(max_queued_prompt_tokens=3 * NUM_TOKENS - 1)
+    async with fake_cluster(decode=silent, config=config) as cluster:
+        running, waiting = await one_runs_one_waits(cluster)
+        with pytest.raises(Overloaded):
+            await collect(cluster, long_request())
+        registry = CollectorRegistry()
+        registry.register(AdmissionCollector(cluster.flow.admission))
+        text = generate_latest(registry).decode()
+        for line in (
+            'tandem_router_queue_requests{tenant="default"} 1.0',
+            f'tandem_router_queue_tokens{{tenant="default"}} {NUM_TOKENS:.1f}',
+            'tandem_router_admitted_total{tenant="default"} 1.0',
+            'tandem_router_rejected_total{reason="queue_full",tenant="default"} 1.0',
+            'tandem_router_queue_wait_seconds_bucket{le="+Inf",tenant="default"} 1.0',
+        ):
+            assert line in text
+        await end(cluster, running, waiting)
 
 
 def slow(worker: FakeWorker, message: Message) -> None:
@@ -297,7 +262,7 @@ PLANS = st.lists(
 
 @settings(max_examples=25, deadline=None)
 @given(plans=PLANS)
-def test_every_way_out_of_the_queue_gives_everything_back(plans: list[tuple[str, int, float, str]]) -> None:
+async def test_every_way_out_of_the_queue_gives_everything_back(plans: list[tuple[str, int, float, str]]) -> None:
     async def run(cluster: FakeCluster, number: int, how: str, num_turns: int, slo_s: float, tenant: str) -> None:
         request = make_request(request_id=f"r{number}", num_prompt_tokens=600)
         task = asyncio.create_task(collect(cluster, of_class(request, ttft_slo_s=slo_s, tenant=tenant)))
@@ -311,11 +276,8 @@ def test_every_way_out_of_the_queue_gives_everything_back(plans: list[tuple[str,
             cluster.flow.shut_down()
         await asyncio.gather(task, return_exceptions=True)
 
-    async def scenario() -> None:
-        config = RouterConfig(request_timeout_s=0.05)
-        async with fake_cluster(config=config) as cluster:
-            await cluster.add(FakeWorker("d", Role.COLOCATED, slow))
-            await asyncio.gather(*(run(cluster, number, *plan) for number, plan in enumerate(plans)))
-            assert_idle(cluster)
-
-    asyncio.run(scenario())
+    config = RouterConfig(request_timeout_s=0.05)
+    async with fake_cluster(config=config) as cluster:
+        await cluster.add(FakeWorker("d", Role.COLOCATED, slow))
+        await asyncio.gather(*(run(cluster, number, *plan) for number, plan in enumerate(plans)))
+        assert_idle(cluster)

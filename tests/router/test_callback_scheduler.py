@@ -4,11 +4,7 @@ import asyncio
 from functools import partial
 from typing import Any, TypeVar
 
-import pytest
-
 from tandem.router.callback_scheduler import CallbackScheduler
-
-pytestmark = pytest.mark.anyio
 
 T = TypeVar("T")
 

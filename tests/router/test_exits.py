@@ -16,8 +16,6 @@ from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import RawClient
 from tests.support.fake_worker import FakeCluster, FakeWorker, fake_cluster, first_token
 
-pytestmark = pytest.mark.anyio
-
 NUM_TOKENS = 12
 ENDS = ("nothing happens", "clients leave", "tasks are cancelled", "a worker dies", "the server stops", "a worker goes")
 

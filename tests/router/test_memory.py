@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 
@@ -38,18 +37,15 @@ def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, tuple[int,
     }
 
 
-def test_the_walk_sees_what_grows() -> None:
-    async def scenario() -> None:
-        world = MemoryWorld(0)
-        try:
-            before = table_sizes(world.flow)
-            for number in range(100):
-                await world.flow.explain(make_request(scope=f"scope {number}"))
-            assert set(grown(before, table_sizes(world.flow))) == {"PromptHasher._roots"}
-        finally:
-            await world.close()
-
-    asyncio.run(scenario())
+async def test_the_walk_sees_what_grows() -> None:
+    world = MemoryWorld(0)
+    try:
+        before = table_sizes(world.flow)
+        for number in range(100):
+            await world.flow.explain(make_request(scope=f"scope {number}"))
+        assert set(grown(before, table_sizes(world.flow))) == {"PromptHasher._roots"}
+    finally:
+        await world.close()
 
 
 @pytest.mark.parametrize(
@@ -61,7 +57,7 @@ def test_the_walk_sees_what_grows() -> None:
         ),
     ],
 )
-def test_nothing_grows_with_the_number_of_requests(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_grows_with_the_number_of_requests(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # So that these tables are at their bounds soon, and come and go by less than what counts as growth.
     monkeypatch.setattr(prompt_hasher, "MAX_ROOTS", 60)
     monkeypatch.setattr(answer_lengths, "MAX_TENANTS", 60)
@@ -70,18 +66,15 @@ def test_nothing_grows_with_the_number_of_requests(count: int, monkeypatch: pyte
     monkeypatch.setattr(pin_ledger.Conversations.__init__, "__defaults__", (64 * 1024,))
     print("seed 1")
 
-    async def scenario() -> None:
-        world = MemoryWorld(seed=1)
-        try:
-            seen = await serve_and_watch(world, count, parts=6)
-        finally:
-            await world.close()
-        for sizes, rss_mb in seen:
-            print(f"{sum(sizes.values())} entries in {len(sizes)} kinds of tables, {rss_mb:.1f} MB")
-        first_half: dict[str, int] = {}
-        for sizes, _ in seen[:3]:
-            first_half |= {name: max(size, first_half.get(name, 0)) for name, size in sizes.items()}
-        assert not grown(first_half, seen[-1][0])
-        assert seen[-1][1] < seen[2][1] + 8.0
-
-    asyncio.run(scenario())
+    world = MemoryWorld(seed=1)
+    try:
+        seen = await serve_and_watch(world, count, parts=6)
+    finally:
+        await world.close()
+    for sizes, rss_mb in seen:
+        print(f"{sum(sizes.values())} entries in {len(sizes)} kinds of tables, {rss_mb:.1f} MB")
+    first_half: dict[str, int] = {}
+    for sizes, _ in seen[:3]:
+        first_half |= {name: max(size, first_half.get(name, 0)) for name, size in sizes.items()}
+    assert not grown(first_half, seen[-1][0])
+    assert seen[-1][1] < seen[2][1] + 8.0

@@ -21,8 +21,6 @@ from tandem.router.text.stop_strings import StopStrings
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend
 
-pytestmark = pytest.mark.anyio
-
 END = -1
 
 
@@ -156,29 +154,26 @@ async def test_an_error_follows_the_items_and_only_the_first_counts(scheduler: C
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60), st.integers(1, 4))
-def test_every_item_is_delivered_once_and_in_order(puts: list[tuple[int, bool]], num_calls: int) -> None:
-    async def scenario() -> None:
-        scheduler = CallbackScheduler(num_calls, num_calls)
-        queues: list[DeltaQueue[int]] = [DeltaQueue(scheduler) for _ in range(4)]
-        taken: list[list[int]] = [[] for _ in queues]
+async def test_every_item_is_delivered_once_and_in_order(puts: list[tuple[int, bool]], num_calls: int) -> None:
+    scheduler = CallbackScheduler(num_calls, num_calls)
+    queues: list[DeltaQueue[int]] = [DeltaQueue(scheduler) for _ in range(4)]
+    taken: list[list[int]] = [[] for _ in queues]
 
-        async def read(i: int) -> None:
-            while True:
-                taken[i] += await queues[i].take()
+    async def read(i: int) -> None:
+        while True:
+            taken[i] += await queues[i].take()
 
-        tasks = [asyncio.create_task(read(i)) for i in range(len(queues))]
-        for number, (i, then_waits) in enumerate(puts):
-            queues[i].put(number)
-            if then_waits:
-                await iteration()
-        for _ in range(2 * len(puts) + 4):
+    tasks = [asyncio.create_task(read(i)) for i in range(len(queues))]
+    for number, (i, then_waits) in enumerate(puts):
+        queues[i].put(number)
+        if then_waits:
             await iteration()
-        assert taken == [[n for n, (to, _) in enumerate(puts) if to == i] for i in range(len(queues))]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    asyncio.run(scenario())
+    for _ in range(2 * len(puts) + 4):
+        await iteration()
+    assert taken == [[n for n, (to, _) in enumerate(puts) if to == i] for i in range(len(queues))]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # -- the stream
@@ -280,34 +275,31 @@ async def test_closed_before_it_began_it_never_begins() -> None:
 
 
 @given(st.lists(st.sampled_from(["put", "wait", "push", "take"]), max_size=40), st.integers(1, 5))
-def test_however_it_is_read_everything_arrives_once_and_in_order(steps: list[str], every: int) -> None:
-    async def scenario() -> None:
-        stream = Doubled(CallbackScheduler(1, 1))
-        got: list[int] = []
-        num_put = 0
+async def test_however_it_is_read_everything_arrives_once_and_in_order(steps: list[str], every: int) -> None:
+    stream = Doubled(CallbackScheduler(1, 1))
+    got: list[int] = []
+    num_put = 0
 
-        def sink(items: list[int]) -> bool:
-            got.extend(items)
-            return len(got) % every != 0
+    def sink(items: list[int]) -> bool:
+        got.extend(items)
+        return len(got) % every != 0
 
-        async def take() -> None:
-            got.extend(await stream.take())
+    async def take() -> None:
+        got.extend(await stream.take())
 
-        reading: asyncio.Future[object] | None = None
-        for step in steps:
-            if step == "put":
-                stream.queue.put(num_put)
-                num_put += 1
-            elif step != "wait" and (reading is None or reading.done()):
-                reading = asyncio.ensure_future(stream.read_into(sink) if step == "push" else take())
-            await iteration()
-        stream.queue.put(END)
-        if reading is not None:
-            await asyncio.gather(reading, return_exceptions=True)
-        await read_all(stream, sink)
-        assert got == [2 * number for number in range(num_put)]
-
-    asyncio.run(scenario())
+    reading: asyncio.Future[object] | None = None
+    for step in steps:
+        if step == "put":
+            stream.queue.put(num_put)
+            num_put += 1
+        elif step != "wait" and (reading is None or reading.done()):
+            reading = asyncio.ensure_future(stream.read_into(sink) if step == "push" else take())
+        await iteration()
+    stream.queue.put(END)
+    if reading is not None:
+        await asyncio.gather(reading, return_exceptions=True)
+    await read_all(stream, sink)
+    assert got == [2 * number for number in range(num_put)]
 
 
 async def test_an_error_after_what_the_reader_has_taken_is_for_its_next_call() -> None:

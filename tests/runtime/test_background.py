@@ -54,17 +54,14 @@ def test_a_failed_task_notifies_its_owner(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.filterwarnings("error")  # a coroutine that was never awaited
-def test_a_task_closed_before_it_started_leaves_no_coroutine() -> None:
-    async def run() -> None:
-        tasks, began = BackgroundTasks(), False
+async def test_a_task_closed_before_it_started_leaves_no_coroutine() -> None:
+    tasks, began = BackgroundTasks(), False
 
-        async def work() -> None:
-            nonlocal began
-            began = True
+    async def work() -> None:
+        nonlocal began
+        began = True
 
-        task = tasks.start("late", work)
-        task.cancel()
-        await tasks.close()
-        assert not began
-
-    asyncio.run(run())
+    task = tasks.start("late", work)
+    task.cancel()
+    await tasks.close()
+    assert not began

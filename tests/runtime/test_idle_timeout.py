@@ -10,46 +10,37 @@ from tandem.runtime.idle_timeout import CHECKS, LATE_SHARE, IdleClock, IdleTimeo
 from tests.support.fake_worker import until
 
 
-def test_a_wait_that_lasts_too_long_calls_back_once() -> None:
-    async def scenario() -> None:
-        told: list[str] = []
-        watch = IdleTimeout(0.02, lambda: told.append("silent"))
+async def test_a_wait_that_lasts_too_long_calls_back_once() -> None:
+    told: list[str] = []
+    watch = IdleTimeout(0.02, lambda: told.append("silent"))
+    watch.begin()
+    await until(lambda: bool(told))
+    watch.close()
+    assert told == ["silent"]
+
+
+async def test_many_short_waits_do_not_time_out() -> None:
+    told: list[str] = []
+    loop = asyncio.get_running_loop()
+    watch = IdleTimeout(0.05, lambda: told.append("silent"))
+    end_s = loop.time() + 0.25
+    while loop.time() < end_s:
         watch.begin()
-        await until(lambda: bool(told))
-        watch.close()
-        assert told == ["silent"]
-
-    asyncio.run(scenario())
-
-
-def test_many_short_waits_do_not_time_out() -> None:
-    async def scenario() -> None:
-        told: list[str] = []
-        loop = asyncio.get_running_loop()
-        watch = IdleTimeout(0.05, lambda: told.append("silent"))
-        end_s = loop.time() + 0.25
-        while loop.time() < end_s:
-            watch.begin()
-            await asyncio.sleep(0)
-            watch.end()
-        watch.close()
-        assert told == []
-
-    asyncio.run(scenario())
+        await asyncio.sleep(0)
+        watch.end()
+    watch.close()
+    assert told == []
 
 
-def test_without_a_wait_nothing_times_out() -> None:
-    async def scenario() -> None:
-        told: list[str] = []
-        watch = IdleTimeout(0.01, lambda: told.append("silent"))
-        other = IdleTimeout(0.05, lambda: told.append("waited"))
-        other.begin()
-        await until(lambda: bool(told))
-        watch.close()
-        other.close()
-        assert told == ["waited"]
-
-    asyncio.run(scenario())
+async def test_without_a_wait_nothing_times_out() -> None:
+    told: list[str] = []
+    watch = IdleTimeout(0.01, lambda: told.append("silent"))
+    other = IdleTimeout(0.05, lambda: told.append("waited"))
+    other.begin()
+    await until(lambda: bool(told))
+    watch.close()
+    other.close()
+    assert told == ["waited"]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -96,41 +87,32 @@ def test_a_little_late_is_on_time() -> None:
     assert clock.idle_s(0.0, 7.0) == pytest.approx(7.0 - 6.01)
 
 
-def test_an_answer_that_arrived_while_the_loop_stood_still_counts() -> None:
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        answer = loop.create_future()
-        waiting = asyncio.create_task(answered_in_time(answer, 0.1))
-        await asyncio.sleep(0)
-        loop.call_later(0.25, answer.set_result, None)  # sent meanwhile, read a little later
-        time.sleep(0.2)  # noqa: ASYNC251 - the event loop itself must stand still
-        assert await waiting
-
-    asyncio.run(scenario())
+async def test_an_answer_that_arrived_while_the_loop_stood_still_counts() -> None:
+    loop = asyncio.get_running_loop()
+    answer = loop.create_future()
+    waiting = asyncio.create_task(answered_in_time(answer, 0.1))
+    await asyncio.sleep(0)
+    loop.call_later(0.25, answer.set_result, None)  # sent meanwhile, read a little later
+    time.sleep(0.2)  # noqa: ASYNC251 - the event loop itself must stand still
+    assert await waiting
 
 
-def test_a_missing_answer_is_noticed_in_time_and_not_before() -> None:
-    async def scenario() -> None:
-        answer = asyncio.get_running_loop().create_future()
-        started_s = time.monotonic()
-        assert not await answered_in_time(answer, 0.1)
-        assert time.monotonic() - started_s >= 0.1
-        assert not answer.done()
-
-    asyncio.run(scenario())
+async def test_a_missing_answer_is_noticed_in_time_and_not_before() -> None:
+    answer = asyncio.get_running_loop().create_future()
+    started_s = time.monotonic()
+    assert not await answered_in_time(answer, 0.1)
+    assert time.monotonic() - started_s >= 0.1
+    assert not answer.done()
 
 
-def test_a_wait_during_which_the_loop_stood_still_starts_again() -> None:
-    async def scenario() -> None:
-        told: list[float] = []
-        loop = asyncio.get_running_loop()
-        watch = IdleTimeout(0.1, lambda: told.append(loop.time()))
-        watch.begin()
-        await asyncio.sleep(0)
-        time.sleep(0.3)  # noqa: ASYNC251 - the same
-        stood_until_s = loop.time()
-        await until(lambda: bool(told))
-        watch.close()
-        assert told[0] - stood_until_s >= 0.1
-
-    asyncio.run(scenario())
+async def test_a_wait_during_which_the_loop_stood_still_starts_again() -> None:
+    told: list[float] = []
+    loop = asyncio.get_running_loop()
+    watch = IdleTimeout(0.1, lambda: told.append(loop.time()))
+    watch.begin()
+    await asyncio.sleep(0)
+    time.sleep(0.3)  # noqa: ASYNC251 - the same
+    stood_until_s = loop.time()
+    await until(lambda: bool(told))
+    watch.close()
+    assert told[0] - stood_until_s >= 0.1

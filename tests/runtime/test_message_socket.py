@@ -12,7 +12,6 @@ from tandem.runtime import message_socket
 from tandem.runtime.message_socket import MessageSocket
 from tests.support.fake_backend import until
 
-pytestmark = pytest.mark.anyio
 ENDPOINT = "inproc://here"
 Messages = list[list[bytes]]
 

@@ -38,18 +38,15 @@ async def make_late(cluster: Cluster) -> dict[str, LateDevice]:
     return devices
 
 
-def test_what_is_handed_over_is_computed(tiny_model: Path, oracle: Oracle) -> None:
-    async def scenario() -> None:
-        async with running_cluster(tiny_model, PAIR, judge=no_garbage) as cluster:
-            devices = await make_late(cluster)
-            prompts = [make_prompt(450, seed) for seed in range(4)]
-            answers = await asyncio.gather(*(cluster.generate(prompt) for prompt in prompts))
-            for prompt, answer in zip(prompts, answers, strict=True):
-                assert answer.token_ids == oracle.answer(prompt)
-            assert devices["p"].num_late > 10
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+async def test_what_is_handed_over_is_computed(tiny_model: Path, oracle: Oracle) -> None:
+    async with running_cluster(tiny_model, PAIR, judge=no_garbage) as cluster:
+        devices = await make_late(cluster)
+        prompts = [make_prompt(450, seed) for seed in range(4)]
+        answers = await asyncio.gather(*(cluster.generate(prompt) for prompt in prompts))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.token_ids == oracle.answer(prompt)
+        assert devices["p"].num_late > 10
+        await cluster.becomes_idle()
 
 
 @pytest.fixture
@@ -60,52 +57,46 @@ def loads_at_any_cost(monkeypatch: pytest.MonkeyPatch) -> TierConfig:
     return TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9)
 
 
-def test_what_a_peer_may_read_has_been_brought_up(
+async def test_what_a_peer_may_read_has_been_brought_up(
     tiny_model: Path, oracle: Oracle, loads_at_any_cost: TierConfig
 ) -> None:
 
-    async def scenario() -> None:
-        rng = random.Random(2)
-        async with running_cluster(
-            tiny_model, TWO, engine={"num_blocks": NUM_BLOCKS}, tiers=loads_at_any_cost, judge=no_garbage
-        ) as cluster:
-            devices = await make_late(cluster)
-            tokens = prompt(rng, 12)
-            expected = oracle.answer(tokens, max_tokens=6, ignore_eos=True)
-            await ask(cluster, "a", tokens)
-            for number in range(4):
-                await ask(cluster, "a", prompt(rng, 14), request_id=f"flood {number}")
-                await eventually(lambda: not cluster.worker("a").parts.cache.is_busy)
-            before = devices["a"].num_late
-            answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 12))
-            assert answer.token_ids == expected
-            assert devices["a"].num_late > before, "blocks came up from the host tier"
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+    rng = random.Random(2)
+    async with running_cluster(
+        tiny_model, TWO, engine={"num_blocks": NUM_BLOCKS}, tiers=loads_at_any_cost, judge=no_garbage
+    ) as cluster:
+        devices = await make_late(cluster)
+        tokens = prompt(rng, 12)
+        expected = oracle.answer(tokens, max_tokens=6, ignore_eos=True)
+        await ask(cluster, "a", tokens)
+        for number in range(4):
+            await ask(cluster, "a", prompt(rng, 14), request_id=f"flood {number}")
+            await eventually(lambda: not cluster.worker("a").parts.cache.is_busy)
+        before = devices["a"].num_late
+        answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 12))
+        assert answer.token_ids == expected
+        assert devices["a"].num_late > before, "blocks came up from the host tier"
+        await cluster.becomes_idle()
 
 
-def test_what_tiers_keep_and_give_back_is_what_was_computed(
+async def test_what_tiers_keep_and_give_back_is_what_was_computed(
     tiny_model: Path, oracle: Oracle, loads_at_any_cost: TierConfig
 ) -> None:
 
-    async def scenario() -> None:
-        rng = random.Random(3)
-        roles = {"c": Role.COLOCATED}
-        async with running_cluster(
-            tiny_model, roles, engine={"num_blocks": NUM_BLOCKS}, tiers=loads_at_any_cost
-        ) as cluster:
-            await make_late(cluster)
-            tokens = prompt(rng, 20)
-            expected = oracle.answer(tokens, max_tokens=6, ignore_eos=True)
-            assert (await ask(cluster, "c", tokens)).token_ids == expected
-            for number in range(3):
-                await ask(cluster, "c", prompt(rng, NUM_BLOCKS // 2), request_id=f"flood {number}")
-                await eventually(lambda: not cluster.worker("c").parts.cache.is_busy)
-            again = await ask(cluster, "c", tokens, request_id="again")
-            assert again.token_ids == expected
-            fetches = cluster.worker("c").parts.cache.fetcher.stats()
-            assert fetches.num_loaded_blocks["host"] > 10
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+    rng = random.Random(3)
+    roles = {"c": Role.COLOCATED}
+    async with running_cluster(
+        tiny_model, roles, engine={"num_blocks": NUM_BLOCKS}, tiers=loads_at_any_cost
+    ) as cluster:
+        await make_late(cluster)
+        tokens = prompt(rng, 20)
+        expected = oracle.answer(tokens, max_tokens=6, ignore_eos=True)
+        assert (await ask(cluster, "c", tokens)).token_ids == expected
+        for number in range(3):
+            await ask(cluster, "c", prompt(rng, NUM_BLOCKS // 2), request_id=f"flood {number}")
+            await eventually(lambda: not cluster.worker("c").parts.cache.is_busy)
+        again = await ask(cluster, "c", tokens, request_id="again")
+        assert again.token_ids == expected
+        fetches = cluster.worker("c").parts.cache.fetcher.stats()
+        assert fetches.num_loaded_blocks["host"] > 10
+        await cluster.becomes_idle()

@@ -302,61 +302,52 @@ def break_step(cluster: Cluster, worker_id: str) -> None:
 
 
 @pytest.mark.parametrize("broken", ["p", "d"])
-def test_an_error_of_the_device_ends_the_worker_and_tells_every_request(tiny_model: Path, broken: str) -> None:
-    async def scenario() -> None:
-        # All go to the worker at once: those that wait in the router are served by others.
-        async with running_cluster(tiny_model, router={"max_worker_queue_s": 60.0}) as cluster:
-            await cluster.generate(make_prompt(5))
-            break_step(cluster, broken)
-            requests = [cluster.generate(make_prompt(20, seed), ignore_eos=True) for seed in range(5)]
-            for result in await asyncio.gather(*requests, return_exceptions=True):
-                assert isinstance(result, ServingError), result
-            await eventually(lambda: not cluster.workers[broken].thread.is_alive())
-            assert isinstance(cluster.workers[broken].failure, torch.AcceleratorError)
-            (survivor,) = set(PAIR) - {broken}
-            worker = cluster.worker(survivor)
-            await cluster.call(survivor, lambda: worker.peer_died(cluster.worker(broken).address))
-            await cluster.becomes_idle(survivor)
-
-    asyncio.run(scenario())
+async def test_an_error_of_the_device_ends_the_worker_and_tells_every_request(tiny_model: Path, broken: str) -> None:
+    # All go to the worker at once: those that wait in the router are served by others.
+    async with running_cluster(tiny_model, router={"max_worker_queue_s": 60.0}) as cluster:
+        await cluster.generate(make_prompt(5))
+        break_step(cluster, broken)
+        requests = [cluster.generate(make_prompt(20, seed), ignore_eos=True) for seed in range(5)]
+        for result in await asyncio.gather(*requests, return_exceptions=True):
+            assert isinstance(result, ServingError), result
+        await eventually(lambda: not cluster.workers[broken].thread.is_alive())
+        assert isinstance(cluster.workers[broken].failure, torch.AcceleratorError)
+        (survivor,) = set(PAIR) - {broken}
+        worker = cluster.worker(survivor)
+        await cluster.call(survivor, lambda: worker.peer_died(cluster.worker(broken).address))
+        await cluster.becomes_idle(survivor)
 
 
-def test_the_place_of_a_dead_worker_is_taken_by_a_new_epoch(tiny_model: Path, oracle: Oracle) -> None:
-    async def scenario() -> None:
-        async with running_cluster(tiny_model) as cluster:
-            for worker_id, role in PAIR.items():
-                old = cluster.worker(worker_id)
-                await cluster.generate(make_prompt(40))
-                await asyncio.to_thread(cluster.workers[worker_id].stop)
-                cluster.client.mark_dead(worker_id, "test")
-                await cluster.add(worker_config(tiny_model, worker_id, role))
-                (other,) = set(PAIR) - {worker_id}
-                peer = cluster.worker(other)
-                await cluster.call(other, lambda peer=peer, old=old: peer.peer_died(old.address))
-                prompt = make_prompt(70)
-                assert (await cluster.generate(prompt)).token_ids == oracle.answer(prompt)
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+async def test_the_place_of_a_dead_worker_is_taken_by_a_new_epoch(tiny_model: Path, oracle: Oracle) -> None:
+    async with running_cluster(tiny_model) as cluster:
+        for worker_id, role in PAIR.items():
+            old = cluster.worker(worker_id)
+            await cluster.generate(make_prompt(40))
+            await asyncio.to_thread(cluster.workers[worker_id].stop)
+            cluster.client.mark_dead(worker_id, "test")
+            await cluster.add(worker_config(tiny_model, worker_id, role))
+            (other,) = set(PAIR) - {worker_id}
+            peer = cluster.worker(other)
+            await cluster.call(other, lambda peer=peer, old=old: peer.peer_died(old.address))
+            prompt = make_prompt(70)
+            assert (await cluster.generate(prompt)).token_ids == oracle.answer(prompt)
+        await cluster.becomes_idle()
 
 
-def test_the_death_of_the_sender_frees_the_blocks_it_might_have_written(tiny_model: Path) -> None:
-    async def scenario() -> None:
-        async with running_cluster(tiny_model, judge=lambda _: Verdict.HOLD) as cluster:
-            request = asyncio.create_task(cluster.generate(make_prompt(100)))
-            await eventually(lambda: cluster.hub.held)
-            request.cancel()
-            await asyncio.gather(request, return_exceptions=True)
-            decode = cluster.worker("d")
-            assert (await cluster.call("d", decode.status)).num_open_leases == 1
-            await cluster.call("d", lambda: decode.peer_given_up(cluster.worker("p").address))
-            assert (await cluster.call("d", decode.status)).num_open_leases == 1, "it may still write"
-            assert len(cluster.hub.held) > 0
-            await asyncio.to_thread(cluster.workers["p"].stop)
-            await cluster.call("d", lambda: decode.peer_died(cluster.worker("p").address))
-            await cluster.becomes_idle("d")
-
-    asyncio.run(scenario())
+async def test_the_death_of_the_sender_frees_the_blocks_it_might_have_written(tiny_model: Path) -> None:
+    async with running_cluster(tiny_model, judge=lambda _: Verdict.HOLD) as cluster:
+        request = asyncio.create_task(cluster.generate(make_prompt(100)))
+        await eventually(lambda: cluster.hub.held)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        decode = cluster.worker("d")
+        assert (await cluster.call("d", decode.status)).num_open_leases == 1
+        await cluster.call("d", lambda: decode.peer_given_up(cluster.worker("p").address))
+        assert (await cluster.call("d", decode.status)).num_open_leases == 1, "it may still write"
+        assert len(cluster.hub.held) > 0
+        await asyncio.to_thread(cluster.workers["p"].stop)
+        await cluster.call("d", lambda: decode.peer_died(cluster.worker("p").address))
+        await cluster.becomes_idle("d")
 
 
 @pytest.mark.parametrize("verdict", [Verdict.LOSE, Verdict.HOLD], ids=["flap", "stuck write"])
@@ -394,104 +385,92 @@ def test_a_link_that_breaks_or_sticks_heals_without_a_death_and_shows_in_the_met
     asyncio.run(scenario())
 
 
-def test_a_silent_sender_costs_its_lease_and_the_request_in_bounded_time(tiny_model: Path) -> None:
-    async def scenario() -> None:
-        transfer = {"lease_ttl_s": 0.5, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 1.0}
-        async with running_cluster(tiny_model, transfer=transfer, judge=lambda _: Verdict.HOLD) as cluster:
-            request = asyncio.create_task(cluster.generate(make_prompt(100)))
-            await eventually(lambda: cluster.hub.held)
-            prefill = cluster.worker("p")
-            prefill.parts.heartbeats.close()  # as if the process were suspended
-            with pytest.raises(ServingError, match="did not arrive in time"):
-                await request
-            decode = cluster.worker("d")
-            assert (await cluster.call("d", decode.status)).num_open_leases == 1, "in quarantine: it may still land"
-            cluster.hub.stop_judging()
-            cluster.hub.release_held()
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+async def test_a_silent_sender_costs_its_lease_and_the_request_in_bounded_time(tiny_model: Path) -> None:
+    transfer = {"lease_ttl_s": 0.5, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 1.0}
+    async with running_cluster(tiny_model, transfer=transfer, judge=lambda _: Verdict.HOLD) as cluster:
+        request = asyncio.create_task(cluster.generate(make_prompt(100)))
+        await eventually(lambda: cluster.hub.held)
+        prefill = cluster.worker("p")
+        prefill.parts.heartbeats.close()  # as if the process were suspended
+        with pytest.raises(ServingError, match="did not arrive in time"):
+            await request
+        decode = cluster.worker("d")
+        assert (await cluster.call("d", decode.status)).num_open_leases == 1, "in quarantine: it may still land"
+        cluster.hub.stop_judging()
+        cluster.hub.release_held()
+        await cluster.becomes_idle()
 
 
-def test_heartbeats_keep_a_lease_through_a_step_longer_than_it(tiny_model: Path, oracle: Oracle) -> None:
+async def test_heartbeats_keep_a_lease_through_a_step_longer_than_it(tiny_model: Path, oracle: Oracle) -> None:
     go_on, is_stuck = threading.Event(), threading.Event()
 
-    async def scenario() -> None:
-        transfer = {"lease_ttl_s": 0.6, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 3.0}
-        async with running_cluster(tiny_model, transfer=transfer) as cluster:
-            await cluster.generate(make_prompt(5))  # the link is up
-            runner = cluster.worker("p").parts.engine.runner
-            run, steps = runner.run, 0
+    transfer = {"lease_ttl_s": 0.6, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 3.0}
+    async with running_cluster(tiny_model, transfer=transfer) as cluster:
+        await cluster.generate(make_prompt(5))  # the link is up
+        runner = cluster.worker("p").parts.engine.runner
+        run, steps = runner.run, 0
 
-            def slow_run(*arguments: Any) -> Any:
-                nonlocal steps
-                steps += 1
-                if steps == 3:  # by now the lease is granted and known to the sender
-                    is_stuck.set()
-                    go_on.wait(DEADLINE_S)
-                return run(*arguments)
+        def slow_run(*arguments: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == 3:  # by now the lease is granted and known to the sender
+                is_stuck.set()
+                go_on.wait(DEADLINE_S)
+            return run(*arguments)
 
-            runner.run = slow_run  # type: ignore[method-assign]
-            prompt = make_prompt(250)  # four steps
-            request = asyncio.create_task(cluster.generate(prompt))
-            await eventually(is_stuck.is_set)
-            state = cluster.registry.get("p")
-            assert state is not None
-            await eventually(lambda: state.step_age_s > 2.0)  # more than three leases long
-            go_on.set()
-            assert (await request).token_ids == oracle.answer(prompt)
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+        runner.run = slow_run  # type: ignore[method-assign]
+        prompt = make_prompt(250)  # four steps
+        request = asyncio.create_task(cluster.generate(prompt))
+        await eventually(is_stuck.is_set)
+        state = cluster.registry.get("p")
+        assert state is not None
+        await eventually(lambda: state.step_age_s > 2.0)  # more than three leases long
+        go_on.set()
+        assert (await request).token_ids == oracle.answer(prompt)
+        await cluster.becomes_idle()
 
 
-def test_a_flip_keeps_the_cache(tiny_model: Path, oracle: Oracle) -> None:
-    async def scenario() -> None:
-        roles = {"p": Role.PREFILL, "x": Role.PREFILL, "d": Role.DECODE}
-        async with running_cluster(tiny_model, roles) as cluster:
-            prompts = [make_prompt(80, seed) for seed in range(4)]
-            await asyncio.gather(*(cluster.generate(prompt) for prompt in prompts))
-            await cluster.becomes_idle()
-            cached = cluster.index.num_blocks("x")
-            assert cached > 0
-            for worker_id, role in {"x": Role.DECODE, "d": Role.PREFILL}.items():
-                worker = cluster.worker(worker_id)
-                cluster.registry.set_state(worker_id, WorkerState.DRAINING, "flip")
-                await cluster.call(worker_id, lambda worker=worker, role=role: worker.set_role(role))
-                cluster.registry.set_role(worker_id, role)
-                cluster.registry.set_state(worker_id, WorkerState.READY, "flip")
-            assert cluster.index.num_blocks("x") == cached
-            for prompt in prompts:
-                answer = await cluster.generate(prompt)
-                assert answer.token_ids == oracle.answer(prompt)
-                assert answer.num_cached_tokens == 64
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+async def test_a_flip_keeps_the_cache(tiny_model: Path, oracle: Oracle) -> None:
+    roles = {"p": Role.PREFILL, "x": Role.PREFILL, "d": Role.DECODE}
+    async with running_cluster(tiny_model, roles) as cluster:
+        prompts = [make_prompt(80, seed) for seed in range(4)]
+        await asyncio.gather(*(cluster.generate(prompt) for prompt in prompts))
+        await cluster.becomes_idle()
+        cached = cluster.index.num_blocks("x")
+        assert cached > 0
+        for worker_id, role in {"x": Role.DECODE, "d": Role.PREFILL}.items():
+            worker = cluster.worker(worker_id)
+            cluster.registry.set_state(worker_id, WorkerState.DRAINING, "flip")
+            await cluster.call(worker_id, lambda worker=worker, role=role: worker.set_role(role))
+            cluster.registry.set_role(worker_id, role)
+            cluster.registry.set_state(worker_id, WorkerState.READY, "flip")
+        assert cluster.index.num_blocks("x") == cached
+        for prompt in prompts:
+            answer = await cluster.generate(prompt)
+            assert answer.token_ids == oracle.answer(prompt)
+            assert answer.num_cached_tokens == 64
+        await cluster.becomes_idle()
 
 
-def test_a_request_that_ends_with_its_first_token_fails_nowhere(tiny_model: Path) -> None:
+async def test_a_request_that_ends_with_its_first_token_fails_nowhere(tiny_model: Path) -> None:
     """The decode worker must not report what it was told is finished: that would race the answer to the router."""
 
-    async def scenario() -> None:
-        async with running_cluster(tiny_model) as cluster:
-            decode = cluster.worker("d")
-            prefill = cluster.worker("p")
-            client, other = Client(prefill), Client(decode)
-            try:
-                one = SamplingParams(max_tokens=1, temperature=0.0)
-                prompt = make_prompt(100)
-                other.send(Decode(request_id="a", token_ids=prompt, sampling=one, prefill_worker=prefill.address))
-                client.send(Prefill(request_id="a", token_ids=prompt, sampling=one, decode_worker=decode.address))
-                client.receive(StepOutput)
-                await eventually(lambda: decode.parts.decode.num_open == 0)
-                other.send(Hello(router_id="r"))
-                assert isinstance(other.receive(RequestFailed | Welcome), Welcome), "nothing was said before"
-            finally:
-                client.close()
-                other.close()
-
-    asyncio.run(scenario())
+    async with running_cluster(tiny_model) as cluster:
+        decode = cluster.worker("d")
+        prefill = cluster.worker("p")
+        client, other = Client(prefill), Client(decode)
+        try:
+            one = SamplingParams(max_tokens=1, temperature=0.0)
+            prompt = make_prompt(100)
+            other.send(Decode(request_id="a", token_ids=prompt, sampling=one, prefill_worker=prefill.address))
+            client.send(Prefill(request_id="a", token_ids=prompt, sampling=one, decode_worker=decode.address))
+            client.receive(StepOutput)
+            await eventually(lambda: decode.parts.decode.num_open == 0)
+            other.send(Hello(router_id="r"))
+            assert isinstance(other.receive(RequestFailed | Welcome), Welcome), "nothing was said before"
+        finally:
+            client.close()
+            other.close()
 
 
 class LongSteps:

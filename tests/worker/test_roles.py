@@ -41,131 +41,105 @@ LENGTHS = [1, 15, 16, 17, 63, 64, 65, 200, 333]
 
 
 @pytest.mark.parametrize("checksums", ["off", "all"])
-def test_the_pair_answers_as_one_engine_does(tiny_model: Path, oracle: Oracle, checksums: str) -> None:
-    async def scenario() -> None:
-        async with running_cluster(tiny_model, transfer={"checksums": checksums}) as cluster:
-            for length in LENGTHS:
-                for sampling in ({}, dict(SEEDED)):
-                    prompt = make_prompt(length)
-                    sampling |= {"max_tokens": 20, "ignore_eos": True}
-                    answer = await cluster.generate(prompt, **sampling)
-                    assert answer.token_ids == oracle.answer(prompt, **sampling), f"{length} {sampling}"
-            assert cluster.flow.num_handoffs == 2 * len(LENGTHS)
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
-
-
-def test_a_colocated_worker_answers_as_one_engine_does(tiny_model: Path, oracle: Oracle) -> None:
-    async def scenario() -> None:
-        async with running_cluster(tiny_model, {"c": Role.COLOCATED}) as cluster:
-            for length in LENGTHS:
+async def test_the_pair_answers_as_one_engine_does(tiny_model: Path, oracle: Oracle, checksums: str) -> None:
+    async with running_cluster(tiny_model, transfer={"checksums": checksums}) as cluster:
+        for length in LENGTHS:
+            for sampling in ({}, dict(SEEDED)):
                 prompt = make_prompt(length)
-                answer = await cluster.generate(prompt, **SEEDED)
-                assert answer.token_ids == oracle.answer(prompt, **SEEDED)
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
-
-
-def test_prefix_hits_on_either_side_change_no_token(tiny_model: Path, oracle: Oracle) -> None:
-    async def scenario() -> None:
-        roles = {"p": Role.PREFILL, "d": Role.DECODE, "d2": Role.DECODE}
-        async with running_cluster(tiny_model, roles) as cluster:
-            conversation = make_prompt(100)
-            num_cached = []
-            for turn in range(4):  # answers are cached where they were decoded: turn 2 and on hit on both sides
-                answer = await cluster.generate(conversation, max_tokens=20)
-                assert answer.token_ids == oracle.answer(conversation, max_tokens=20), f"turn {turn}"
-                num_cached.append(answer.num_cached_tokens)
-                conversation += answer.token_ids + make_prompt(9, seed=turn)
-            assert num_cached[0] == 0
-            assert all(cached >= 96 for cached in num_cached[1:]), num_cached
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+                sampling |= {"max_tokens": 20, "ignore_eos": True}
+                answer = await cluster.generate(prompt, **sampling)
+                assert answer.token_ids == oracle.answer(prompt, **sampling), f"{length} {sampling}"
+        assert cluster.flow.num_handoffs == 2 * len(LENGTHS)
+        await cluster.becomes_idle()
 
 
-def test_blocks_the_decode_worker_has_are_not_sent(tiny_model: Path) -> None:
+async def test_a_colocated_worker_answers_as_one_engine_does(tiny_model: Path, oracle: Oracle) -> None:
+    async with running_cluster(tiny_model, {"c": Role.COLOCATED}) as cluster:
+        for length in LENGTHS:
+            prompt = make_prompt(length)
+            answer = await cluster.generate(prompt, **SEEDED)
+            assert answer.token_ids == oracle.answer(prompt, **SEEDED)
+        await cluster.becomes_idle()
+
+
+async def test_prefix_hits_on_either_side_change_no_token(tiny_model: Path, oracle: Oracle) -> None:
+    roles = {"p": Role.PREFILL, "d": Role.DECODE, "d2": Role.DECODE}
+    async with running_cluster(tiny_model, roles) as cluster:
+        conversation = make_prompt(100)
+        num_cached = []
+        for turn in range(4):  # answers are cached where they were decoded: turn 2 and on hit on both sides
+            answer = await cluster.generate(conversation, max_tokens=20)
+            assert answer.token_ids == oracle.answer(conversation, max_tokens=20), f"turn {turn}"
+            num_cached.append(answer.num_cached_tokens)
+            conversation += answer.token_ids + make_prompt(9, seed=turn)
+        assert num_cached[0] == 0
+        assert all(cached >= 96 for cached in num_cached[1:]), num_cached
+        await cluster.becomes_idle()
+
+
+async def test_blocks_the_decode_worker_has_are_not_sent(tiny_model: Path) -> None:
     sent: list[int] = []
 
     def judge(write: InProcessWrite) -> Verdict:
         sent.extend(write.local_block_ids)
         return Verdict.DELIVER
 
-    async def scenario() -> None:
-        async with running_cluster(tiny_model, judge=judge) as cluster:
-            prompt = make_prompt(5 * BLOCK_SIZE + 1)
+    async with running_cluster(tiny_model, judge=judge) as cluster:
+        prompt = make_prompt(5 * BLOCK_SIZE + 1)
+        await cluster.generate(prompt)
+        assert len(sent) == 6
+        sent.clear()
+        await cluster.generate(prompt)
+        assert len(sent) == 1
+
+
+async def test_what_was_written_reaches_the_cost_model_of_the_router(tiny_model: Path) -> None:
+    async with running_cluster(tiny_model, {"p": Role.PREFILL, "d": Role.DECODE, "d2": Role.DECODE}) as cluster:
+        # Five steps; the first four chunks are written while the next is computed, if the grant is there by then.
+        prompts = [make_prompt(4 * 64 + 3 * BLOCK_SIZE, seed) for seed in range(4)]
+        for prompt in prompts:
             await cluster.generate(prompt)
-            assert len(sent) == 6
-            sent.clear()
-            await cluster.generate(prompt)
-            assert len(sent) == 1
-
-    asyncio.run(scenario())
-
-
-def test_what_was_written_reaches_the_cost_model_of_the_router(tiny_model: Path) -> None:
-    async def scenario() -> None:
-        async with running_cluster(tiny_model, {"p": Role.PREFILL, "d": Role.DECODE, "d2": Role.DECODE}) as cluster:
-            # Five steps; the first four chunks are written while the next is computed, if the grant is there by then.
-            prompts = [make_prompt(4 * 64 + 3 * BLOCK_SIZE, seed) for seed in range(4)]
-            for prompt in prompts:
-                await cluster.generate(prompt)
-            worker = cluster.registry.get("p")
-            assert worker is not None
-            await eventually(lambda: sum(link.num_handoffs for link in worker.links) == 4)
-            assert {link.peer_id for link in worker.links} <= {"d", "d2"}
-            assert sum(link.num_bytes for link in worker.links) == 4 * 19 * BLOCK_BYTES
-            assert 4 * 3 * BLOCK_BYTES <= sum(link.exposed_bytes for link in worker.links) <= 4 * 19 * BLOCK_BYTES
-            assert 4 * 2 <= sum(link.num_transfers for link in worker.links) <= 4 * (5 + 1)
-            for link in worker.links:
-                assert 0 < link.exposed_s <= link.seconds
-            assert cluster.flow.num_handoffs == 4
-            kind = worker.card.kind
-            # In this process a write is a copy: far below the milliseconds that the router first expected.
-            assert cluster.costs.transfer(kind, kind).costs.transfer_s(3 * BLOCK_BYTES) < 1e-3
-
-    asyncio.run(scenario())
+        worker = cluster.registry.get("p")
+        assert worker is not None
+        await eventually(lambda: sum(link.num_handoffs for link in worker.links) == 4)
+        assert {link.peer_id for link in worker.links} <= {"d", "d2"}
+        assert sum(link.num_bytes for link in worker.links) == 4 * 19 * BLOCK_BYTES
+        assert 4 * 3 * BLOCK_BYTES <= sum(link.exposed_bytes for link in worker.links) <= 4 * 19 * BLOCK_BYTES
+        assert 4 * 2 <= sum(link.num_transfers for link in worker.links) <= 4 * (5 + 1)
+        for link in worker.links:
+            assert 0 < link.exposed_s <= link.seconds
+        assert cluster.flow.num_handoffs == 4
+        kind = worker.card.kind
+        # In this process a write is a copy: far below the milliseconds that the router first expected.
+        assert cluster.costs.transfer(kind, kind).costs.transfer_s(3 * BLOCK_BYTES) < 1e-3
 
 
-def test_a_write_that_fails_is_not_counted_as_written(tiny_model: Path) -> None:
-    async def scenario() -> None:
-        async with running_cluster(tiny_model, judge=lambda write: Verdict.FAIL) as cluster:
-            with pytest.raises(ServingError):
-                await cluster.generate(make_prompt(100))
-            await cluster.becomes_idle()
-            assert await cluster.call("p", lambda: cluster.worker("p").parts.prefill.writes.loads) == []
-
-    asyncio.run(scenario())
-
-
-def test_a_dead_peer_is_forgotten_by_the_link_counts(tiny_model: Path) -> None:
-    async def scenario() -> None:
-        async with running_cluster(tiny_model) as cluster:
+async def test_a_write_that_fails_is_not_counted_as_written(tiny_model: Path) -> None:
+    async with running_cluster(tiny_model, judge=lambda write: Verdict.FAIL) as cluster:
+        with pytest.raises(ServingError):
             await cluster.generate(make_prompt(100))
-            await cluster.becomes_idle()
-            prefill, decode = cluster.worker("p"), cluster.worker("d")
-            assert [link.peer_id for link in await cluster.call("p", lambda: prefill.parts.prefill.writes.loads)] == [
-                "d"
-            ]
-            await cluster.call("p", lambda: prefill.peer_died(decode.address))
-            assert await cluster.call("p", lambda: prefill.parts.prefill.writes.loads) == []
-
-    asyncio.run(scenario())
+        await cluster.becomes_idle()
+        assert await cluster.call("p", lambda: cluster.worker("p").parts.prefill.writes.loads) == []
 
 
-def test_a_fully_cached_prompt_is_served_again(tiny_model: Path, oracle: Oracle) -> None:
-    async def scenario() -> None:
-        async with running_cluster(tiny_model) as cluster:
-            prompt = make_prompt(4 * BLOCK_SIZE)
-            for num_cached in (0, 3 * BLOCK_SIZE):  # the last token's block is computed again, for its logits
-                answer = await cluster.generate(prompt)
-                assert answer.token_ids == oracle.answer(prompt)
-                assert answer.num_cached_tokens == num_cached
-            await cluster.becomes_idle()
+async def test_a_dead_peer_is_forgotten_by_the_link_counts(tiny_model: Path) -> None:
+    async with running_cluster(tiny_model) as cluster:
+        await cluster.generate(make_prompt(100))
+        await cluster.becomes_idle()
+        prefill, decode = cluster.worker("p"), cluster.worker("d")
+        assert [link.peer_id for link in await cluster.call("p", lambda: prefill.parts.prefill.writes.loads)] == ["d"]
+        await cluster.call("p", lambda: prefill.peer_died(decode.address))
+        assert await cluster.call("p", lambda: prefill.parts.prefill.writes.loads) == []
 
-    asyncio.run(scenario())
+
+async def test_a_fully_cached_prompt_is_served_again(tiny_model: Path, oracle: Oracle) -> None:
+    async with running_cluster(tiny_model) as cluster:
+        prompt = make_prompt(4 * BLOCK_SIZE)
+        for num_cached in (0, 3 * BLOCK_SIZE):  # the last token's block is computed again, for its logits
+            answer = await cluster.generate(prompt)
+            assert answer.token_ids == oracle.answer(prompt)
+            assert answer.num_cached_tokens == num_cached
+        await cluster.becomes_idle()
 
 
 @pytest.mark.parametrize("length", [1, 16, 150])
@@ -177,115 +151,96 @@ def test_a_fully_cached_prompt_is_served_again(tiny_model: Path, oracle: Oracle)
     ],
     ids=["max_tokens=1", "EOS"],
 )
-def test_a_first_token_can_be_the_last(
+async def test_a_first_token_can_be_the_last(
     tiny_model: Path, length: int, sampling: dict[str, object], reason: FinishReason
 ) -> None:
-    async def scenario() -> None:
-        async with running_cluster(tiny_model) as cluster:
-            for seed in range(10):
-                answer = await cluster.generate(make_prompt(length, seed), **sampling)
-                assert (len(answer.token_ids), answer.finish_reason) == (1, reason)
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+    async with running_cluster(tiny_model) as cluster:
+        for seed in range(10):
+            answer = await cluster.generate(make_prompt(length, seed), **sampling)
+            assert (len(answer.token_ids), answer.finish_reason) == (1, reason)
+        await cluster.becomes_idle()
 
 
-def test_many_requests_at_once_are_all_right(tiny_model: Path, oracle: Oracle) -> None:
+async def test_many_requests_at_once_are_all_right(tiny_model: Path, oracle: Oracle) -> None:
     prompts = [make_prompt(1 + 37 * i % 150, seed=i % 5) for i in range(40)]
 
-    async def scenario() -> None:
-        roles = {"p": Role.PREFILL, "p2": Role.PREFILL, "d": Role.DECODE, "d2": Role.DECODE}
-        async with running_cluster(tiny_model, roles) as cluster:
-            answers = await asyncio.gather(*(cluster.generate(prompt, max_tokens=12) for prompt in prompts))
-            for prompt, answer in zip(prompts, answers, strict=True):
-                assert answer.token_ids == oracle.answer(prompt, max_tokens=12)
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+    roles = {"p": Role.PREFILL, "p2": Role.PREFILL, "d": Role.DECODE, "d2": Role.DECODE}
+    async with running_cluster(tiny_model, roles) as cluster:
+        answers = await asyncio.gather(*(cluster.generate(prompt, max_tokens=12) for prompt in prompts))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.token_ids == oracle.answer(prompt, max_tokens=12)
+        await cluster.becomes_idle()
 
 
 @pytest.mark.parametrize("num_blocks", [8, 12])
-def test_a_small_decode_pool_makes_prompts_queue_and_serves_them_all(
+async def test_a_small_decode_pool_makes_prompts_queue_and_serves_them_all(
     tiny_model: Path, oracle: Oracle, num_blocks: int
 ) -> None:
     # Prompts of whole blocks: each received sequence needs one more block for its second token at once.
     prompts = [make_prompt(2 * BLOCK_SIZE, seed=seed) for seed in range(12)]
 
-    async def scenario() -> None:
-        async with running_cluster(tiny_model, overrides={"d": {"num_blocks": num_blocks}}) as cluster:
-            answers = await asyncio.gather(*(cluster.generate(prompt, max_tokens=40) for prompt in prompts))
-            for prompt, answer in zip(prompts, answers, strict=True):
-                assert answer.token_ids == oracle.answer(prompt, max_tokens=40)
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+    async with running_cluster(tiny_model, overrides={"d": {"num_blocks": num_blocks}}) as cluster:
+        answers = await asyncio.gather(*(cluster.generate(prompt, max_tokens=40) for prompt in prompts))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.token_ids == oracle.answer(prompt, max_tokens=40)
+        await cluster.becomes_idle()
 
 
-def test_a_small_prefill_pool_makes_prompts_queue_and_serves_them_all(tiny_model: Path, oracle: Oracle) -> None:
+async def test_a_small_prefill_pool_makes_prompts_queue_and_serves_them_all(tiny_model: Path, oracle: Oracle) -> None:
     prompts = [make_prompt(3 * BLOCK_SIZE + 5, seed=seed) for seed in range(12)]
 
-    async def scenario() -> None:
-        async with running_cluster(tiny_model, overrides={"p": {"num_blocks": 9}, "d": {"num_blocks": 16}}) as cluster:
-            answers = await asyncio.gather(*(cluster.generate(prompt) for prompt in prompts))
-            assert [a.token_ids for a in answers] == [oracle.answer(prompt) for prompt in prompts]
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+    async with running_cluster(tiny_model, overrides={"p": {"num_blocks": 9}, "d": {"num_blocks": 16}}) as cluster:
+        answers = await asyncio.gather(*(cluster.generate(prompt) for prompt in prompts))
+        assert [a.token_ids for a in answers] == [oracle.answer(prompt) for prompt in prompts]
+        await cluster.becomes_idle()
 
 
-def test_a_computed_prompt_waits_for_a_full_pool_longer_than_for_any_peer(tiny_model: Path, oracle: Oracle) -> None:
+async def test_a_computed_prompt_waits_for_a_full_pool_longer_than_for_any_peer(
+    tiny_model: Path, oracle: Oracle
+) -> None:
     prompt = make_prompt(8 * BLOCK_SIZE)
     timeout_s = 0.5
 
-    async def scenario() -> None:
-        transfer = {"handoff_timeout_s": timeout_s, "lease_ttl_s": timeout_s, "heartbeat_interval_s": 0.1}
-        async with running_cluster(tiny_model, transfer=transfer, overrides={"d": {"num_blocks": 16}}) as cluster:
-            worker = cluster.worker("d")
-            pool = worker.parts.engine.pool
-            held = await cluster.call("d", lambda: pool.try_allocate(10))
-            request = cluster.request(prompt)
-            first = asyncio.create_task(cluster.serve(request, cancel_after=1))
-            answer = asyncio.create_task(cluster.generate(prompt))
-            await eventually(lambda: worker.parts.engine.scheduler.num_waiting_for_room == 2)
-            until = time.monotonic() + 4 * timeout_s
-            await eventually(lambda: time.monotonic() > until)
-            assert not answer.done()
-            assert not first.done(), "a token was sent, and nothing would have followed it"
-            await cluster.call("d", lambda: pool.release(held))
-            assert (await answer).token_ids == oracle.answer(prompt)
-            assert len((await first).token_ids) >= 1
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+    transfer = {"handoff_timeout_s": timeout_s, "lease_ttl_s": timeout_s, "heartbeat_interval_s": 0.1}
+    async with running_cluster(tiny_model, transfer=transfer, overrides={"d": {"num_blocks": 16}}) as cluster:
+        worker = cluster.worker("d")
+        pool = worker.parts.engine.pool
+        held = await cluster.call("d", lambda: pool.try_allocate(10))
+        request = cluster.request(prompt)
+        first = asyncio.create_task(cluster.serve(request, cancel_after=1))
+        answer = asyncio.create_task(cluster.generate(prompt))
+        await eventually(lambda: worker.parts.engine.scheduler.num_waiting_for_room == 2)
+        until = time.monotonic() + 4 * timeout_s
+        await eventually(lambda: time.monotonic() > until)
+        assert not answer.done()
+        assert not first.done(), "a token was sent, and nothing would have followed it"
+        await cluster.call("d", lambda: pool.release(held))
+        assert (await answer).token_ids == oracle.answer(prompt)
+        assert len((await first).token_ids) >= 1
+        await cluster.becomes_idle()
 
 
-def test_a_seat_is_waited_for_before_the_first_token(tiny_model: Path, oracle: Oracle) -> None:
+async def test_a_seat_is_waited_for_before_the_first_token(tiny_model: Path, oracle: Oracle) -> None:
     long, short = make_prompt(2 * BLOCK_SIZE, seed=1), make_prompt(2 * BLOCK_SIZE, seed=2)
 
-    async def scenario() -> None:
-        async with running_cluster(tiny_model, overrides={"d": {"max_num_seqs": 1}}) as cluster:
-            scheduler = cluster.worker("d").parts.engine.scheduler
-            has_seat = asyncio.create_task(cluster.generate(long, max_tokens=400))
-            await eventually(lambda: scheduler.running)
-            first = asyncio.create_task(cluster.serve(cluster.request(short), cancel_after=1))
-            await eventually(lambda: cluster.worker("p").parts.prefill.num_held_tokens)
-            assert not first.done(), "a token was sent, and nothing would have followed it"
-            assert len((await first).token_ids) >= 1
-            assert (await has_seat).token_ids == oracle.answer(long, max_tokens=400)
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+    async with running_cluster(tiny_model, overrides={"d": {"max_num_seqs": 1}}) as cluster:
+        scheduler = cluster.worker("d").parts.engine.scheduler
+        has_seat = asyncio.create_task(cluster.generate(long, max_tokens=400))
+        await eventually(lambda: scheduler.running)
+        first = asyncio.create_task(cluster.serve(cluster.request(short), cancel_after=1))
+        await eventually(lambda: cluster.worker("p").parts.prefill.num_held_tokens)
+        assert not first.done(), "a token was sent, and nothing would have followed it"
+        assert len((await first).token_ids) >= 1
+        assert (await has_seat).token_ids == oracle.answer(long, max_tokens=400)
+        await cluster.becomes_idle()
 
 
-def test_a_prompt_over_the_pool_is_refused_with_the_limit(tiny_model: Path) -> None:
-    async def scenario() -> None:
-        async with running_cluster(tiny_model, overrides={"d": {"num_blocks": 4}}) as cluster:
-            assert cluster.flow.max_model_len == 64
-            with pytest.raises(NoWorker, match="1 too small"):
-                await cluster.generate(make_prompt(100))
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+async def test_a_prompt_over_the_pool_is_refused_with_the_limit(tiny_model: Path) -> None:
+    async with running_cluster(tiny_model, overrides={"d": {"num_blocks": 4}}) as cluster:
+        assert cluster.flow.max_model_len == 64
+        with pytest.raises(NoWorker, match="1 too small"):
+            await cluster.generate(make_prompt(100))
+        await cluster.becomes_idle()
 
 
 def flip_a_bit(pool: Tensor, blocks: list[int]) -> None:
@@ -312,7 +267,7 @@ def is_the_last_word(write: InProcessWrite) -> bool:
 
 @pytest.mark.parametrize("sampling", [{}, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("damage", [flip_a_bit, tear_a_block, swap_blocks])
-def test_what_was_damaged_on_the_way_is_never_decoded_from(
+async def test_what_was_damaged_on_the_way_is_never_decoded_from(
     tiny_model: Path, oracle: Oracle, damage: Callable[[Tensor, list[int]], None], sampling: dict[str, Any]
 ) -> None:
     """A link that damages everything costs time, and neither an answer nor a token of one."""
@@ -324,16 +279,13 @@ def test_what_was_damaged_on_the_way_is_never_decoded_from(
             write.local_block_ids, write.remote_block_ids = [], []
         return Verdict.DELIVER
 
-    async def scenario() -> None:
-        async with running_cluster(tiny_model, judge=judge) as cluster:  # without a word about checksums
-            for number, length in enumerate((40, 65, 200, 333), 1):
-                prompt = make_prompt(length)
-                answer = await cluster.generate(prompt, max_tokens=20, ignore_eos=True, **sampling)
-                assert answer.token_ids == oracle.answer(prompt, max_tokens=20, ignore_eos=True, **sampling)
-                assert await num_recomputed(cluster) == number
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+    async with running_cluster(tiny_model, judge=judge) as cluster:  # without a word about checksums
+        for number, length in enumerate((40, 65, 200, 333), 1):
+            prompt = make_prompt(length)
+            answer = await cluster.generate(prompt, max_tokens=20, ignore_eos=True, **sampling)
+            assert answer.token_ids == oracle.answer(prompt, max_tokens=20, ignore_eos=True, **sampling)
+            assert await num_recomputed(cluster) == number
+        await cluster.becomes_idle()
 
 
 async def num_recomputed(cluster: Cluster) -> int:
@@ -344,7 +296,7 @@ async def num_recomputed(cluster: Cluster) -> int:
 
 @pytest.mark.parametrize("checksums", ["off", "all"])
 @pytest.mark.parametrize("is_damaged", [is_a_chunk, is_the_last_word, lambda _: True], ids=["chunk", "done", "all"])
-def test_a_prompt_whose_notification_was_damaged_is_computed_again(
+async def test_a_prompt_whose_notification_was_damaged_is_computed_again(
     tiny_model: Path, oracle: Oracle, checksums: str, is_damaged: Callable[[InProcessWrite], bool]
 ) -> None:
     def judge(write: InProcessWrite) -> Verdict:
@@ -354,18 +306,15 @@ def test_a_prompt_whose_notification_was_damaged_is_computed_again(
 
     transfer = {"checksums": checksums, "lease_ttl_s": 0.6, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 2.0}
 
-    async def scenario() -> None:
-        async with running_cluster(tiny_model, judge=judge, transfer=transfer) as cluster:
-            prompts = [make_prompt(length) for length in (40, 16, 65, 200)]
-            answers = await asyncio.gather(*(cluster.generate(prompt, max_tokens=20) for prompt in prompts))
-            assert [answer.token_ids for answer in answers] == [oracle.answer(p, max_tokens=20) for p in prompts]
-            assert await num_recomputed(cluster) == len(prompts)
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+    async with running_cluster(tiny_model, judge=judge, transfer=transfer) as cluster:
+        prompts = [make_prompt(length) for length in (40, 16, 65, 200)]
+        answers = await asyncio.gather(*(cluster.generate(prompt, max_tokens=20) for prompt in prompts))
+        assert [answer.token_ids for answer in answers] == [oracle.answer(p, max_tokens=20) for p in prompts]
+        assert await num_recomputed(cluster) == len(prompts)
+        await cluster.becomes_idle()
 
 
-def test_a_sender_that_says_nothing_more_of_a_late_prompt_fails_it(tiny_model: Path) -> None:
+async def test_a_sender_that_says_nothing_more_of_a_late_prompt_fails_it(tiny_model: Path) -> None:
     """Its last word was damaged, and it does not answer the question for it either."""
     transfer = {"lease_ttl_s": 0.6, "heartbeat_interval_s": 0.1, "handoff_timeout_s": 0.6}
 
@@ -373,19 +322,16 @@ def test_a_sender_that_says_nothing_more_of_a_late_prompt_fails_it(tiny_model: P
         write.notification = b"garbage"
         return Verdict.DELIVER
 
-    async def scenario() -> None:
-        async with running_cluster(tiny_model, judge=judge, transfer=transfer) as cluster:
-            role = cluster.worker("p").parts.prefill
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(role, "revoked", lambda message: None)
-                with pytest.raises(TransferTimeout, match="did not arrive in time"):
-                    await cluster.generate(make_prompt(40))
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+    async with running_cluster(tiny_model, judge=judge, transfer=transfer) as cluster:
+        role = cluster.worker("p").parts.prefill
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(role, "revoked", lambda message: None)
+            with pytest.raises(TransferTimeout, match="did not arrive in time"):
+                await cluster.generate(make_prompt(40))
+        await cluster.becomes_idle()
 
 
-def test_a_notification_that_comes_again_changes_nothing(tiny_model: Path, oracle: Oracle) -> None:
+async def test_a_notification_that_comes_again_changes_nothing(tiny_model: Path, oracle: Oracle) -> None:
     """At once, and while another request with other blocks is under way."""
     former: list[Notification] = []
 
@@ -394,16 +340,13 @@ def test_a_notification_that_comes_again_changes_nothing(tiny_model: Path, oracl
         former.append(Notification(write.sender.worker_id, write.sender.epoch, write.notification))
         return Verdict.DELIVER
 
-    async def scenario() -> None:
-        async with running_cluster(tiny_model, judge=judge) as cluster:
-            prompts = [make_prompt(length, seed) for seed, length in enumerate((200, 200, 65, 130))]
-            for group in (prompts[:1], prompts[1:]):
-                answers = await asyncio.gather(*(cluster.generate(prompt) for prompt in group))
-                assert [answer.token_ids for answer in answers] == [oracle.answer(prompt) for prompt in group]
-            assert len(former) > 8
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+    async with running_cluster(tiny_model, judge=judge) as cluster:
+        prompts = [make_prompt(length, seed) for seed, length in enumerate((200, 200, 65, 130))]
+        for group in (prompts[:1], prompts[1:]):
+            answers = await asyncio.gather(*(cluster.generate(prompt) for prompt in group))
+            assert [answer.token_ids for answer in answers] == [oracle.answer(prompt) for prompt in group]
+        assert len(former) > 8
+        await cluster.becomes_idle()
 
 
 def test_writes_that_are_held_back_end_in_an_error_and_quarantine(tiny_model: Path, oracle: Oracle) -> None:
@@ -433,39 +376,33 @@ def test_writes_that_are_held_back_end_in_an_error_and_quarantine(tiny_model: Pa
     asyncio.run(scenario())
 
 
-def test_a_write_that_fails_fails_its_request_only(tiny_model: Path, oracle: Oracle) -> None:
+async def test_a_write_that_fails_fails_its_request_only(tiny_model: Path, oracle: Oracle) -> None:
     verdicts = [Verdict.FAIL]
 
-    async def scenario() -> None:
-        judge = lambda _: verdicts.pop() if verdicts else Verdict.DELIVER  # noqa: E731
-        async with running_cluster(tiny_model, judge=judge) as cluster:
-            with pytest.raises(TransferError, match="KV handoff failed"):
-                await cluster.generate(make_prompt(100))
-            prompt = make_prompt(100)
-            assert (await cluster.generate(prompt)).token_ids == oracle.answer(prompt)
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+    judge = lambda _: verdicts.pop() if verdicts else Verdict.DELIVER  # noqa: E731
+    async with running_cluster(tiny_model, judge=judge) as cluster:
+        with pytest.raises(TransferError, match="KV handoff failed"):
+            await cluster.generate(make_prompt(100))
+        prompt = make_prompt(100)
+        assert (await cluster.generate(prompt)).token_ids == oracle.answer(prompt)
+        await cluster.becomes_idle()
 
 
-def test_a_broken_link_is_opened_again_and_leaks_one_lease_at_most(tiny_model: Path, oracle: Oracle) -> None:
+async def test_a_broken_link_is_opened_again_and_leaks_one_lease_at_most(tiny_model: Path, oracle: Oracle) -> None:
     verdicts = [Verdict.LOSE]
 
-    async def scenario() -> None:
-        judge = lambda _: verdicts.pop() if verdicts else Verdict.DELIVER  # noqa: E731
-        async with running_cluster(tiny_model, judge=judge) as cluster:
-            with pytest.raises(TransferError, match="KV handoff failed"):
-                await cluster.generate(make_prompt(100))
-            for seed in range(3):
-                prompt = make_prompt(100, seed)
-                assert (await cluster.generate(prompt)).token_ids == oracle.answer(prompt)
-            # Nobody can vouch for the lost write while its sender lives, so its blocks stay in quarantine.
-            worker = cluster.worker("d")
-            assert (await cluster.call("d", worker.status)).num_open_leases == 1
-            await cluster.call("d", lambda: worker.peer_died(cluster.worker("p").address))
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+    judge = lambda _: verdicts.pop() if verdicts else Verdict.DELIVER  # noqa: E731
+    async with running_cluster(tiny_model, judge=judge) as cluster:
+        with pytest.raises(TransferError, match="KV handoff failed"):
+            await cluster.generate(make_prompt(100))
+        for seed in range(3):
+            prompt = make_prompt(100, seed)
+            assert (await cluster.generate(prompt)).token_ids == oracle.answer(prompt)
+        # Nobody can vouch for the lost write while its sender lives, so its blocks stay in quarantine.
+        worker = cluster.worker("d")
+        assert (await cluster.call("d", worker.status)).num_open_leases == 1
+        await cluster.call("d", lambda: worker.peer_died(cluster.worker("p").address))
+        await cluster.becomes_idle()
 
 
 @pytest.mark.parametrize("difference", [{"block_size": 32}, {"dtype": "bfloat16"}], ids=["block_size", "dtype"])
@@ -478,31 +415,25 @@ def test_workers_that_disagree_never_exchange_kv(tiny_model: Path, difference: d
         asyncio.run(scenario())
 
 
-def test_a_peer_that_refuses_the_link_gives_the_client_the_reason(tiny_model: Path) -> None:
-    async def scenario() -> None:
-        async with running_cluster(tiny_model) as cluster:
-            worker = cluster.worker("d")
-            await cluster.call("d", lambda: worker.parts.compatibility.update(model_revision="another"))
-            for _ in range(2):  # a refused link is tried again
-                with pytest.raises(TransferError, match="cannot be written to: the two differ in model_revision"):
-                    await cluster.generate(make_prompt(40))
-                await cluster.becomes_idle()
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("theirs", ["off", "sample"])
-def test_a_peer_that_checks_less_is_refused(tiny_model: Path, theirs: str) -> None:
-    """Its blocks would be decoded from unchecked, though `all` is asked for here."""
-
-    async def scenario() -> None:
-        async with running_cluster(tiny_model, {"d": Role.DECODE}) as cluster:
-            await cluster.add(worker_config(tiny_model, "p", Role.PREFILL, {"checksums": theirs}))
-            with pytest.raises(TransferError, match="d cannot be written to: the two differ in checksums"):
+async def test_a_peer_that_refuses_the_link_gives_the_client_the_reason(tiny_model: Path) -> None:
+    async with running_cluster(tiny_model) as cluster:
+        worker = cluster.worker("d")
+        await cluster.call("d", lambda: worker.parts.compatibility.update(model_revision="another"))
+        for _ in range(2):  # a refused link is tried again
+            with pytest.raises(TransferError, match="cannot be written to: the two differ in model_revision"):
                 await cluster.generate(make_prompt(40))
             await cluster.becomes_idle()
 
-    asyncio.run(scenario())
+
+@pytest.mark.parametrize("theirs", ["off", "sample"])
+async def test_a_peer_that_checks_less_is_refused(tiny_model: Path, theirs: str) -> None:
+    """Its blocks would be decoded from unchecked, though `all` is asked for here."""
+
+    async with running_cluster(tiny_model, {"d": Role.DECODE}) as cluster:
+        await cluster.add(worker_config(tiny_model, "p", Role.PREFILL, {"checksums": theirs}))
+        with pytest.raises(TransferError, match="d cannot be written to: the two differ in checksums"):
+            await cluster.generate(make_prompt(40))
+        await cluster.becomes_idle()
 
 
 async def cancel_at(cluster: Cluster, prompt: list[int], random_: random.Random) -> None:
@@ -516,21 +447,18 @@ async def cancel_at(cluster: Cluster, prompt: list[int], random_: random.Random)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_clients_may_leave_at_any_moment(tiny_model: Path, oracle: Oracle, seed: int) -> None:
+async def test_clients_may_leave_at_any_moment(tiny_model: Path, oracle: Oracle, seed: int) -> None:
     random_ = random.Random(seed)
     prompts = [make_prompt(random_.randint(1, 90), seed=random_.randint(0, 4)) for _ in range(40)]
 
-    async def scenario() -> None:
-        roles = PAIR | {"d2": Role.DECODE}
-        async with running_cluster(tiny_model, roles, engine={"num_blocks": 40}) as cluster:
-            stay = [asyncio.create_task(cluster.generate(prompt)) for prompt in prompts[::2]]
-            leave = [asyncio.create_task(cancel_at(cluster, prompt, random_)) for prompt in prompts[1::2]]
-            answers = await asyncio.gather(*stay)
-            await asyncio.gather(*leave)
-            assert [a.token_ids for a in answers] == [oracle.answer(prompt) for prompt in prompts[::2]]
-            await cluster.becomes_idle()
-
-    asyncio.run(scenario())
+    roles = PAIR | {"d2": Role.DECODE}
+    async with running_cluster(tiny_model, roles, engine={"num_blocks": 40}) as cluster:
+        stay = [asyncio.create_task(cluster.generate(prompt)) for prompt in prompts[::2]]
+        leave = [asyncio.create_task(cancel_at(cluster, prompt, random_)) for prompt in prompts[1::2]]
+        answers = await asyncio.gather(*stay)
+        await asyncio.gather(*leave)
+        assert [a.token_ids for a in answers] == [oracle.answer(prompt) for prompt in prompts[::2]]
+        await cluster.becomes_idle()
 
 
 @pytest.mark.parametrize("seed", range(4))

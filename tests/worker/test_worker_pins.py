@@ -75,77 +75,68 @@ def alone(model: Path, tiers: TierConfig | None = None, **engine: Any) -> Any:
     return running_cluster(model, {"c": Role.COLOCATED}, engine={"num_blocks": NUM_BLOCKS} | engine, tiers=tiers)
 
 
-def test_a_pinned_prefix_outlives_pressure_in_the_pool_and_expires(tiny_model: Path, oracle: Oracle) -> None:
-    async def run() -> None:
-        rng = random.Random(1)
-        async with alone(tiny_model) as cluster:
-            pinned, other = prompt(rng, 8), prompt(rng, 8)
-            worker = cluster.worker("c")
-            assert worker.card.max_pinned_blocks == {"pool": NUM_BLOCKS // 4}
-            for tokens in (pinned, other):
-                await cluster.generate(tokens)
-            await pin(cluster, "c", Pin(pin_id="a", digests=chain(worker, pinned), ttl_s=LONG_S))
-            await flood(cluster, rng)
-            assert await held(cluster, "c", "a") == {"pool": 8}
-            again = await cluster.generate(pinned)
-            assert (again.token_ids, again.num_cached_tokens) == (oracle.answer(pinned), 8 * BLOCK_SIZE)
-            assert (await cluster.generate(other)).num_cached_tokens == 0
-            await cluster.becomes_idle()  # a live pin is no leak
-            await pin(cluster, "c", Pin(pin_id="a", digests=chain(worker, pinned), ttl_s=0.05))
-            await eventually(lambda: not worker.parts.engine.pool.pinned_digests())
-            await flood(cluster, rng)
-            assert await held(cluster, "c", "a") == {}
-            assert (await cluster.generate(pinned)).num_cached_tokens == 0
-            await cluster.becomes_idle()
-
-    asyncio.run(run())
+async def test_a_pinned_prefix_outlives_pressure_in_the_pool_and_expires(tiny_model: Path, oracle: Oracle) -> None:
+    rng = random.Random(1)
+    async with alone(tiny_model) as cluster:
+        pinned, other = prompt(rng, 8), prompt(rng, 8)
+        worker = cluster.worker("c")
+        assert worker.card.max_pinned_blocks == {"pool": NUM_BLOCKS // 4}
+        for tokens in (pinned, other):
+            await cluster.generate(tokens)
+        await pin(cluster, "c", Pin(pin_id="a", digests=chain(worker, pinned), ttl_s=LONG_S))
+        await flood(cluster, rng)
+        assert await held(cluster, "c", "a") == {"pool": 8}
+        again = await cluster.generate(pinned)
+        assert (again.token_ids, again.num_cached_tokens) == (oracle.answer(pinned), 8 * BLOCK_SIZE)
+        assert (await cluster.generate(other)).num_cached_tokens == 0
+        await cluster.becomes_idle()  # a live pin is no leak
+        await pin(cluster, "c", Pin(pin_id="a", digests=chain(worker, pinned), ttl_s=0.05))
+        await eventually(lambda: not worker.parts.engine.pool.pinned_digests())
+        await flood(cluster, rng)
+        assert await held(cluster, "c", "a") == {}
+        assert (await cluster.generate(pinned)).num_cached_tokens == 0
+        await cluster.becomes_idle()
 
 
-def test_a_request_that_needs_the_room_of_pins_gets_it(tiny_model: Path, oracle: Oracle) -> None:
+async def test_a_request_that_needs_the_room_of_pins_gets_it(tiny_model: Path, oracle: Oracle) -> None:
     tiers = TierConfig(pin_share=0.9)
 
-    async def run() -> None:
-        rng = random.Random(2)
-        async with alone(tiny_model, tiers, num_blocks=34) as cluster:
-            pinned = prompt(rng, 28)
-            await cluster.generate(pinned)
-            worker = cluster.worker("c")
-            await pin(cluster, "c", Pin(pin_id="a", digests=chain(worker, pinned), ttl_s=LONG_S))
-            assert await held(cluster, "c", "a") == {"pool": 28}
-            large = prompt(rng, 30)
-            assert (await cluster.generate(large)).token_ids == oracle.answer(large)
-            assert (await held(cluster, "c", "a"))["pool"] == 3
-            await cluster.becomes_idle()
-
-    asyncio.run(run())
+    rng = random.Random(2)
+    async with alone(tiny_model, tiers, num_blocks=34) as cluster:
+        pinned = prompt(rng, 28)
+        await cluster.generate(pinned)
+        worker = cluster.worker("c")
+        await pin(cluster, "c", Pin(pin_id="a", digests=chain(worker, pinned), ttl_s=LONG_S))
+        assert await held(cluster, "c", "a") == {"pool": 28}
+        large = prompt(rng, 30)
+        assert (await cluster.generate(large)).token_ids == oracle.answer(large)
+        assert (await held(cluster, "c", "a"))["pool"] == 3
+        await cluster.becomes_idle()
 
 
-def test_with_host_memory_pins_keep_blocks_there_and_not_in_the_pool(tiny_model: Path, oracle: Oracle) -> None:
+async def test_with_host_memory_pins_keep_blocks_there_and_not_in_the_pool(tiny_model: Path, oracle: Oracle) -> None:
     tiers = TierConfig(host_cache_gb=60.5 * BLOCK_BYTES / 1e9, eviction_policy="lru")
 
-    async def run() -> None:
-        rng = random.Random(3)
-        async with alone(tiny_model, tiers) as cluster:
-            pinned, other = prompt(rng, 12), prompt(rng, 12)
-            worker = cluster.worker("c")
-            assert worker.card.max_pinned_blocks == {"host": 15}
-            # Before anything of it is cached: the pin waits for it.
-            await pin(cluster, "c", Pin(pin_id="a", digests=chain(worker, pinned), ttl_s=LONG_S))
-            for tokens in (pinned, other):
-                await cluster.generate(tokens)
-            await flood(cluster, rng, 8)
-            assert await held(cluster, "c", "a") == {"pool": 0, "host": 12}
-            assert worker.parts.pins.load().num_blocks == {"host": 12}
-            again = await cluster.generate(pinned)
-            assert (again.token_ids, again.num_cached_tokens) == (oracle.answer(pinned), 12 * BLOCK_SIZE)
-            assert (await cluster.generate(other)).num_cached_tokens == 0
-            await cluster.call("c", lambda: worker.parts.pins.unpin("a"))
-            await flood(cluster, rng, 8)
-            assert (await cluster.generate(pinned)).num_cached_tokens == 0
-            await cluster.becomes_idle()
-            assert worker.parts.pins.load().num_blocks == {"host": 0}
-
-    asyncio.run(run())
+    rng = random.Random(3)
+    async with alone(tiny_model, tiers) as cluster:
+        pinned, other = prompt(rng, 12), prompt(rng, 12)
+        worker = cluster.worker("c")
+        assert worker.card.max_pinned_blocks == {"host": 15}
+        # Before anything of it is cached: the pin waits for it.
+        await pin(cluster, "c", Pin(pin_id="a", digests=chain(worker, pinned), ttl_s=LONG_S))
+        for tokens in (pinned, other):
+            await cluster.generate(tokens)
+        await flood(cluster, rng, 8)
+        assert await held(cluster, "c", "a") == {"pool": 0, "host": 12}
+        assert worker.parts.pins.load().num_blocks == {"host": 12}
+        again = await cluster.generate(pinned)
+        assert (again.token_ids, again.num_cached_tokens) == (oracle.answer(pinned), 12 * BLOCK_SIZE)
+        assert (await cluster.generate(other)).num_cached_tokens == 0
+        await cluster.call("c", lambda: worker.parts.pins.unpin("a"))
+        await flood(cluster, rng, 8)
+        assert (await cluster.generate(pinned)).num_cached_tokens == 0
+        await cluster.becomes_idle()
+        assert worker.parts.pins.load().num_blocks == {"host": 0}
 
 
 def hold_disk_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -289,35 +280,32 @@ def test_a_pinned_session_is_brought_into_free_blocks_of_the_pool(
     asyncio.run(come_back(16))
 
 
-def test_a_pinned_conversation_survives_with_its_answers(tiny_model: Path, oracle: Oracle) -> None:
+async def test_a_pinned_conversation_survives_with_its_answers(tiny_model: Path, oracle: Oracle) -> None:
     """Through the router, over a pair: what the client sees of pinning."""
 
-    async def run() -> None:
-        rng = random.Random(8)
-        async with running_cluster(tiny_model, engine={"num_blocks": NUM_BLOCKS}) as cluster:
-            pins = cluster.flow.cache
-            wanted = PinRequest(token_ids=None, cache_scope=EVERYONE, conversation_id="chat", ttl_s=LONG_S)
-            asked = await pins.pin(wanted)
-            assert (asked.num_blocks, set(asked.held)) == (0, {"p", "d"})
-            first = prompt(rng, 3)
-            request = replace(cluster.request(first, max_tokens=40, ignore_eos=True), conversation_id="chat")
-            answer = await cluster.serve(request)
-            await flood(cluster, rng)
-            (state,) = await pins.pins(None, EVERYONE)
-            num_blocks = (len(first) + 39) // BLOCK_SIZE
-            assert (state.num_blocks, state.num_tokens) == (num_blocks, num_blocks * BLOCK_SIZE)
-            assert state.held == {"p": {"pool": 3}, "d": {"pool": num_blocks}}
-            second = [*first, *answer.token_ids, *prompt(rng, 1)]
-            again = await cluster.serve(replace(cluster.request(second), conversation_id="chat"))
-            assert again.token_ids == oracle.answer(second)
-            assert again.num_cached_tokens == 3 * BLOCK_SIZE  # as the worker that computes the prompt sees it
-            await pins.unpin(state.pin_id, None)
-            for worker_id in ("p", "d"):
-                worker = cluster.worker(worker_id)
-                await eventually(lambda worker=worker: not worker.parts.engine.pool.pinned_digests())
-            await cluster.becomes_idle()
-
-    asyncio.run(run())
+    rng = random.Random(8)
+    async with running_cluster(tiny_model, engine={"num_blocks": NUM_BLOCKS}) as cluster:
+        pins = cluster.flow.cache
+        wanted = PinRequest(token_ids=None, cache_scope=EVERYONE, conversation_id="chat", ttl_s=LONG_S)
+        asked = await pins.pin(wanted)
+        assert (asked.num_blocks, set(asked.held)) == (0, {"p", "d"})
+        first = prompt(rng, 3)
+        request = replace(cluster.request(first, max_tokens=40, ignore_eos=True), conversation_id="chat")
+        answer = await cluster.serve(request)
+        await flood(cluster, rng)
+        (state,) = await pins.pins(None, EVERYONE)
+        num_blocks = (len(first) + 39) // BLOCK_SIZE
+        assert (state.num_blocks, state.num_tokens) == (num_blocks, num_blocks * BLOCK_SIZE)
+        assert state.held == {"p": {"pool": 3}, "d": {"pool": num_blocks}}
+        second = [*first, *answer.token_ids, *prompt(rng, 1)]
+        again = await cluster.serve(replace(cluster.request(second), conversation_id="chat"))
+        assert again.token_ids == oracle.answer(second)
+        assert again.num_cached_tokens == 3 * BLOCK_SIZE  # as the worker that computes the prompt sees it
+        await pins.unpin(state.pin_id, None)
+        for worker_id in ("p", "d"):
+            worker = cluster.worker(worker_id)
+            await eventually(lambda worker=worker: not worker.parts.engine.pool.pinned_digests())
+        await cluster.becomes_idle()
 
 
 def test_a_request_goes_before_what_is_brought_up_for_a_pin(

@@ -41,26 +41,23 @@ async def flood(cluster: Cluster, rng: random.Random) -> None:
     await cluster.becomes_idle()
 
 
-def test_the_router_knows_what_is_in_host_memory(tiny_model: Path, oracle: Oracle) -> None:
+async def test_the_router_knows_what_is_in_host_memory(tiny_model: Path, oracle: Oracle) -> None:
     tiers = TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9)
 
-    async def run() -> None:
-        rng = random.Random(1)
-        async with running_cluster(
-            tiny_model, {"c": Role.COLOCATED}, engine={"num_blocks": NUM_BLOCKS}, tiers=tiers
-        ) as cluster:
-            first = await cluster.generate(tokens := prompt(rng, 12))
-            await flood(cluster, rng)
-            await eventually(lambda: cluster.index.num_blocks("c/host") > NUM_BLOCKS)
-            assert cluster.index.num_blocks("c") <= NUM_BLOCKS
-            again = await cluster.generate(tokens)
-            assert again.token_ids == first.token_ids == oracle.answer(tokens)
-            assert again.num_cached_tokens == 12 * BLOCK_SIZE
-            for place, holder in (("pool", "c"), ("host", "c/host")):
-                held = await cluster.call("c", lambda place=place: cluster.worker("c").parts.cache.digests(place))
-                await eventually(lambda holder=holder, held=held: cluster.index.num_blocks(holder) == len(held))
-
-    asyncio.run(run())
+    rng = random.Random(1)
+    async with running_cluster(
+        tiny_model, {"c": Role.COLOCATED}, engine={"num_blocks": NUM_BLOCKS}, tiers=tiers
+    ) as cluster:
+        first = await cluster.generate(tokens := prompt(rng, 12))
+        await flood(cluster, rng)
+        await eventually(lambda: cluster.index.num_blocks("c/host") > NUM_BLOCKS)
+        assert cluster.index.num_blocks("c") <= NUM_BLOCKS
+        again = await cluster.generate(tokens)
+        assert again.token_ids == first.token_ids == oracle.answer(tokens)
+        assert again.num_cached_tokens == 12 * BLOCK_SIZE
+        for place, holder in (("pool", "c"), ("host", "c/host")):
+            held = await cluster.call("c", lambda place=place: cluster.worker("c").parts.cache.digests(place))
+            await eventually(lambda holder=holder, held=held: cluster.index.num_blocks(holder) == len(held))
 
 
 def readers(registry: Registry) -> list[list[int]]:

@@ -18,7 +18,6 @@ from tandem.router.engines.relay.upstream import Unreachable, Upstream
 from tests.support.engines_harness import routing, spec_of, until
 from tests.support.fake_openai import FakeServer
 
-pytestmark = pytest.mark.anyio
 TOKEN = {"authorization": "Bearer secret"}
 
 LOCAL = [

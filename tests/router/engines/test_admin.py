@@ -9,7 +9,6 @@ import pytest
 from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, spec_of, until
 from tests.support.fake_openai import FakeServer, fake_openai
 
-pytestmark = pytest.mark.anyio
 TOKEN = {"authorization": "Bearer secret"}
 
 

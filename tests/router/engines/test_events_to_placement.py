@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from zmq.asyncio import Context
 
 from tandem.router.engines.relay.prompts import TextReader
@@ -12,7 +11,6 @@ from tests.support.engines_harness import COMPLETIONS, Router, completion, routi
 from tests.support.fake_openai import FakeServer
 from tests.support.kv_event_publisher import IDS, Publisher, removed, stored
 
-pytestmark = pytest.mark.anyio
 PROMPT = [*IDS, 1, 2, 3]
 
 

@@ -23,7 +23,6 @@ from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion,
 from tests.support.fake_backend import RawClient, events
 from tests.support.fake_openai import FakeServer
 
-pytestmark = pytest.mark.anyio
 MESSAGES = [{"role": "user", "content": "a b c"}]
 
 

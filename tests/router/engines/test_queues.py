@@ -22,7 +22,6 @@ from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion,
 from tests.support.fake_backend import RawClient
 from tests.support.fake_openai import FakeServer
 
-pytestmark = pytest.mark.anyio
 EXPLAIN = "/v1/route/explain"
 
 

@@ -17,8 +17,6 @@ from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion,
 from tests.support.fake_openai import FakeServer
 from tests.support.kv_event_publisher import IDS, Publisher, stored
 
-pytestmark = pytest.mark.anyio
-
 KEYS = {"sk-a": "a", "sk-b": "b", "sk-c": "c", "sk-d": "d", "sk-ops": "*"}
 TENANTS = Tenants(named={name: TenantPolicy(shared_cache=name in "cd") for name in "abcd"})
 KEYED: dict[str, Any] = {"api_keys": KEYS, "tenants": TENANTS}

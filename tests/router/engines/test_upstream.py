@@ -13,8 +13,6 @@ from tandem.router.engines.relay import upstream as upstream_module
 from tandem.router.engines.relay.upstream import AnswerTooLarge, Unreachable, Upstream
 from tests.support.engines_harness import dead_url, until
 
-pytestmark = pytest.mark.anyio
-
 CHUNKED = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 

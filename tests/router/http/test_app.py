@@ -20,7 +20,6 @@ from tandem.router.http.request_options import tenant_of
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing
 
-pytestmark = pytest.mark.anyio
 PATHS = ["/raw", "/fast"]
 KEY = {"authorization": "Bearer ours"}
 PAGE = {"origin": "http://page.example"}

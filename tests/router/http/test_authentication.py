@@ -19,7 +19,6 @@ from tandem.router.http.authentication import check_operator, visible_tenant
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.request_options import tenant_of
 
-pytestmark = pytest.mark.anyio
 ORIGIN = {"origin": "http://page"}
 
 

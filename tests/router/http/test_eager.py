@@ -8,8 +8,6 @@ import pytest
 
 from tandem.router.http.eager import EagerAwaitable
 
-pytestmark = pytest.mark.anyio
-
 
 class Work:
     """Waits for two futures, and notes how far it got."""

@@ -9,7 +9,6 @@ from tandem.router.http.origin_checks import CallerNotAllowed, check_host_and_or
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing
 
-pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"
 OWN = frozenset({"localhost"})
 

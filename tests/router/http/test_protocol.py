@@ -25,7 +25,6 @@ from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.http.server import http_server
 
-pytestmark = pytest.mark.anyio
 PART = b"data: %d\n\n"
 
 

@@ -15,7 +15,6 @@ from tandem.router.text.tokenizer import Tokenizer
 from tandem.scheduling.request import ServiceClass
 from tests.support.fake_backend import FakeBackend, closing, events, make_app
 
-pytestmark = pytest.mark.anyio
 CHAT, COMPLETIONS, EXPLAIN = "/v1/chat/completions", "/v1/completions", "/v1/route/explain"
 MESSAGES = [{"role": "user", "content": "hello"}]
 DECISION = {"outcome": "dispatched", "tenant": "default"}

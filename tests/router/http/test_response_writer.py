@@ -9,8 +9,6 @@ import pytest
 from tandem.router.http.errors import ClientDisconnected
 from tandem.router.http.response_writer import DIRECT_WRITE, ResponseWriter
 
-pytestmark = pytest.mark.anyio
-
 
 class Server:
     """An ASGI server's side: what was sent, and whether its client reads."""

@@ -16,7 +16,6 @@ from tandem.router.backend import TokenDelta
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, RawClient, closing, events, make_app, until
 
-pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 JSON = {"content-type": "application/json"}

@@ -12,7 +12,6 @@ from tandem.router.backend import PinRequest, PinState
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing
 
-pytestmark = pytest.mark.anyio
 PIN = "/v1/cache/pin"
 USER = {"role": "user", "content": "hello world"}
 SYSTEM = {"role": "system", "content": "be kind"}

@@ -11,7 +11,6 @@ from tandem.protocol.digest import cache_scope
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing, events, make_app
 
-pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 
 

@@ -16,8 +16,6 @@ from tandem.router.streams import Stream
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, Step
 
-pytestmark = pytest.mark.anyio
-
 NUM_CHOICES = 3
 REPLY = "hello world " * 60
 

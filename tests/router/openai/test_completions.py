@@ -11,7 +11,6 @@ import pytest
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing, events, make_app
 
-pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"
 
 

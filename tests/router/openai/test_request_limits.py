@@ -15,7 +15,6 @@ from tandem.router.text.stop_strings import StopStrings
 from tandem.router.text.tokenizer import Tokenizer
 from tests.support.fake_backend import FakeBackend, closing
 
-pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 USER = {"role": "user", "content": "a"}

@@ -35,7 +35,6 @@ from tests.support.fake_backend import RawClient, events
 from tests.support.fake_openai import FakeServer, fake_openai
 from tests.support.raw_edge import RawEdge
 
-pytestmark = pytest.mark.anyio
 ADMIN = {"authorization": "Bearer secret"}
 
 

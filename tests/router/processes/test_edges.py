@@ -40,7 +40,6 @@ from tests.support.fake_backend import FakeBackend, events, until
 from tests.support.raw_edge import RawEdge
 from tests.support.streams import Pulled
 
-pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
 REQUEST = GenerateRequest("r", [1, 2, 3], SamplingParams(max_tokens=8), EVERYONE)

@@ -58,7 +58,6 @@ def test_vocab_size_covers_added_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.special_ids == {262, 263}
 
 
-@pytest.mark.anyio
 async def test_only_long_texts_are_worked_on_in_threads() -> None:
     pool = TokenizerPool(1)
     try:

@@ -51,231 +51,195 @@ async def error_of(queue: DeltaQueue[SequenceDelta], timeout_s: float = 5.0) -> 
     return raised.value
 
 
-def test_a_worker_joins_with_what_it_has_cached() -> None:
-    async def scenario() -> None:
-        async with fake_cluster() as cluster:
-            worker = FakeWorker("d", Role.DECODE)
-            worker.cached, worker.sequence = [b"x", b"y"], 7
+async def test_a_worker_joins_with_what_it_has_cached() -> None:
+    async with fake_cluster() as cluster:
+        worker = FakeWorker("d", Role.DECODE)
+        worker.cached, worker.sequence = [b"x", b"y"], 7
+        await cluster.add(worker)
+        assert [w.state for w in cluster.registry] == [WorkerState.READY]
+        await until(lambda: cluster.index.num_blocks("d") == 2)
+        worker.send(make_events(8, [b"z"]))
+        await until(lambda: cluster.index.num_blocks("d") == 3)
+
+
+async def test_a_gap_in_the_events_is_closed_by_a_snapshot() -> None:
+    async with fake_cluster(decode=silent) as cluster:
+        worker = cluster.workers["d"]
+        await until(lambda: len(worker.of_type(SnapshotRequest)) == 1)
+        worker.send(make_events(1, [b"a"]))
+        await until(lambda: cluster.index.num_blocks("d") == 1)
+        worker.cached, worker.sequence = [b"a", b"b", b"c"], 3
+        worker.send(make_events(3, [b"c"]))
+        await until(lambda: cluster.index.num_blocks("d") == 3)
+        assert len(worker.of_type(SnapshotRequest)) == 2
+
+
+async def test_of_workers_that_share_a_store_one_tells_of_it_until_it_is_gone() -> None:
+    async with fake_cluster() as cluster:
+        tiers = {"host": "", "disk": "node:/kv"}
+        for number, worker_id in enumerate(("a", "b")):
+            worker = FakeWorker(worker_id, Role.COLOCATED, silent, tiers=tiers)
+            worker.cached, worker.stored = [b"p"], [b"x", b"y", b"z"][: 2 + number]
             await cluster.add(worker)
-            assert [w.state for w in cluster.registry] == [WorkerState.READY]
-            await until(lambda: cluster.index.num_blocks("d") == 2)
-            worker.send(make_events(8, [b"z"]))
-            await until(lambda: cluster.index.num_blocks("d") == 3)
-
-    asyncio.run(scenario())
-
-
-def test_a_gap_in_the_events_is_closed_by_a_snapshot() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(decode=silent) as cluster:
-            worker = cluster.workers["d"]
-            await until(lambda: len(worker.of_type(SnapshotRequest)) == 1)
-            worker.send(make_events(1, [b"a"]))
-            await until(lambda: cluster.index.num_blocks("d") == 1)
-            worker.cached, worker.sequence = [b"a", b"b", b"c"], 3
-            worker.send(make_events(3, [b"c"]))
-            await until(lambda: cluster.index.num_blocks("d") == 3)
-            assert len(worker.of_type(SnapshotRequest)) == 2
-
-    asyncio.run(scenario())
+        a, b = cluster.workers["a"], cluster.workers["b"]
+        await until(lambda: cluster.index.num_blocks("b/host") == 3)
+        assert [cluster.index.num_blocks(name) for name in ("a", "a/host", "a/disk", "b/disk")] == [1, 2, 2, 0]
+        (request,) = b.of_type(SnapshotRequest)
+        assert isinstance(request, SnapshotRequest)
+        assert request.places == ["host", "pool"]
+        b.send(make_events(1, [b"q"], worker_id="b", place="disk"))  # heard, and not counted twice
+        a.send(make_events(1, [b"q"], worker_id="a", place="disk"))
+        await until(lambda: cluster.index.num_blocks("a/disk") == 3)
+        assert cluster.index.num_blocks("b/disk") == 0
+        cluster.client.mark_dead("a", "test")
+        await until(lambda: cluster.index.num_blocks("b/disk") == 3)
+        assert [cluster.index.num_blocks(name) for name in ("a", "a/host", "a/disk")] == [0, 0, 0]
 
 
-def test_of_workers_that_share_a_store_one_tells_of_it_until_it_is_gone() -> None:
-    async def scenario() -> None:
-        async with fake_cluster() as cluster:
-            tiers = {"host": "", "disk": "node:/kv"}
-            for number, worker_id in enumerate(("a", "b")):
-                worker = FakeWorker(worker_id, Role.COLOCATED, silent, tiers=tiers)
-                worker.cached, worker.stored = [b"p"], [b"x", b"y", b"z"][: 2 + number]
-                await cluster.add(worker)
-            a, b = cluster.workers["a"], cluster.workers["b"]
-            await until(lambda: cluster.index.num_blocks("b/host") == 3)
-            assert [cluster.index.num_blocks(name) for name in ("a", "a/host", "a/disk", "b/disk")] == [1, 2, 2, 0]
-            (request,) = b.of_type(SnapshotRequest)
-            assert isinstance(request, SnapshotRequest)
-            assert request.places == ["host", "pool"]
-            b.send(make_events(1, [b"q"], worker_id="b", place="disk"))  # heard, and not counted twice
-            a.send(make_events(1, [b"q"], worker_id="a", place="disk"))
-            await until(lambda: cluster.index.num_blocks("a/disk") == 3)
-            assert cluster.index.num_blocks("b/disk") == 0
-            cluster.client.mark_dead("a", "test")
-            await until(lambda: cluster.index.num_blocks("b/disk") == 3)
-            assert [cluster.index.num_blocks(name) for name in ("a", "a/host", "a/disk")] == [0, 0, 0]
+async def test_steps_teach_the_cost_model_and_beats_carry_the_load() -> None:
+    async with fake_cluster(decode=silent) as cluster:
+        worker = cluster.workers["d"]
+        worker.output(stats=StepStats(duration_s=0.05, num_prefill_tokens=10, prefill_attention=50.0))
+        await until(lambda: cluster.costs.steps("cpu-1").num_measurements == 1)
+        state = cluster.registry.get("d")
+        assert state is not None
 
-    asyncio.run(scenario())
+        def has_beaten() -> bool:
+            worker.beat(WorkerLoad(num_waiting=5))  # again and again: a subscription takes a moment to arrive
+            return state.load.num_waiting == 5
+
+        await until(has_beaten)
+        assert state.step_age_s == 0.5
 
 
-def test_steps_teach_the_cost_model_and_beats_carry_the_load() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(decode=silent) as cluster:
-            worker = cluster.workers["d"]
-            worker.output(stats=StepStats(duration_s=0.05, num_prefill_tokens=10, prefill_attention=50.0))
-            await until(lambda: cluster.costs.steps("cpu-1").num_measurements == 1)
-            state = cluster.registry.get("d")
-            assert state is not None
+async def test_beats_teach_what_handoffs_cost_each_of_them_once() -> None:
+    async with fake_cluster(prefill=silent, decode=silent) as cluster:
+        worker, link = cluster.workers["p"], cluster.costs.transfer("cpu-1", "cpu-1")
+        taught: list[tuple[float, float]] = []
+        link.observe = lambda num_bytes, duration_s: taught.append((num_bytes, duration_s))  # type: ignore[method-assign]
+        num_beats = 0
 
-            def has_beaten() -> bool:
-                worker.beat(WorkerLoad(num_waiting=5))  # again and again: a subscription takes a moment to arrive
-                return state.load.num_waiting == 5
+        async def beat(num_handoffs: int, exposed_bytes: int, exposed_s: float, peer_id: str = "d") -> None:
+            """Send it until it has arrived."""
+            nonlocal num_beats
+            num_beats += 1
+            load = LinkLoad(
+                peer_id=peer_id, num_handoffs=num_handoffs, exposed_bytes=exposed_bytes, exposed_s=exposed_s
+            )
 
-            await until(has_beaten)
-            assert state.step_age_s == 0.5
+            def has_arrived() -> bool:
+                worker.beat(WorkerLoad(num_waiting=num_beats), load)
+                state = cluster.registry.get("p")
+                return state is not None and state.load.num_waiting == num_beats
 
-    asyncio.run(scenario())
+            await until(has_arrived)
 
-
-def test_beats_teach_what_handoffs_cost_each_of_them_once() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(prefill=silent, decode=silent) as cluster:
-            worker, link = cluster.workers["p"], cluster.costs.transfer("cpu-1", "cpu-1")
-            taught: list[tuple[float, float]] = []
-            link.observe = lambda num_bytes, duration_s: taught.append((num_bytes, duration_s))  # type: ignore[method-assign]
-            num_beats = 0
-
-            async def beat(num_handoffs: int, exposed_bytes: int, exposed_s: float, peer_id: str = "d") -> None:
-                """Send it until it has arrived."""
-                nonlocal num_beats
-                num_beats += 1
-                load = LinkLoad(
-                    peer_id=peer_id, num_handoffs=num_handoffs, exposed_bytes=exposed_bytes, exposed_s=exposed_s
-                )
-
-                def has_arrived() -> bool:
-                    worker.beat(WorkerLoad(num_waiting=num_beats), load)
-                    state = cluster.registry.get("p")
-                    return state is not None and state.load.num_waiting == num_beats
-
-                await until(has_arrived)
-
-            await beat(0, 0, 0.0)
-            await beat(2, 200, 0.5)
-            await beat(3, 500, 0.75)
-            await beat(1, 7, 0.125)  # the peer was replaced: nobody knows how many came before
-            await beat(2, 16, 0.375)
-            await beat(9, 9, 0.5, peer_id="gone")
-            assert taught == [(100.0, 0.25), (300.0, 0.25), (9.0, 0.25)]
-
-    asyncio.run(scenario())
+        await beat(0, 0, 0.0)
+        await beat(2, 200, 0.5)
+        await beat(3, 500, 0.75)
+        await beat(1, 7, 0.125)  # the peer was replaced: nobody knows how many came before
+        await beat(2, 16, 0.375)
+        await beat(9, 9, 0.5, peer_id="gone")
+        assert taught == [(100.0, 0.25), (300.0, 0.25), (9.0, 0.25)]
 
 
-def test_deltas_reach_the_request_they_belong_to() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(decode=silent) as cluster:
-            queues = {"a": make_queue(), "b": make_queue()}
-            legs = {name: cluster.client.open_leg("d", make_generate(name), queue) for name, queue in queues.items()}
-            worker = cluster.workers["d"]
-            await until(lambda: len(worker.of_type(Generate)) == 2)
-            worker.send_raw(b"this is no message")
-            worker.output(SequenceDelta("b", 0, [2]), SequenceDelta("gone", 0, [9]), SequenceDelta("a", 0, [1]))
-            for request_id, token_id in (("a", 1), ("b", 2)):
-                (delta,) = await asyncio.wait_for(queues[request_id].take(), 5)
-                assert delta.token_ids == [token_id]
-                legs[request_id].cancel()
-                legs[request_id].cancel()
-            assert cluster.client.num_open_legs == 0
-
-    asyncio.run(scenario())
+async def test_deltas_reach_the_request_they_belong_to() -> None:
+    async with fake_cluster(decode=silent) as cluster:
+        queues = {"a": make_queue(), "b": make_queue()}
+        legs = {name: cluster.client.open_leg("d", make_generate(name), queue) for name, queue in queues.items()}
+        worker = cluster.workers["d"]
+        await until(lambda: len(worker.of_type(Generate)) == 2)
+        worker.send_raw(b"this is no message")
+        worker.output(SequenceDelta("b", 0, [2]), SequenceDelta("gone", 0, [9]), SequenceDelta("a", 0, [1]))
+        for request_id, token_id in (("a", 1), ("b", 2)):
+            (delta,) = await asyncio.wait_for(queues[request_id].take(), 5)
+            assert delta.token_ids == [token_id]
+            legs[request_id].cancel()
+            legs[request_id].cancel()
+        assert cluster.client.num_open_legs == 0
 
 
-def test_a_worker_speaks_in_its_own_name_only() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(decode=silent) as cluster:
-            worker = cluster.workers["d"]
-            other = await cluster.add(FakeWorker("e", Role.DECODE, silent))
-            worker.send(make_events(1, [b"a"], worker_id="e"))
-            worker.send_raw(b"this is no message")
-            worker.send(make_events(1, [b"b"]))
-            await until(lambda: cluster.index.num_blocks("d") == 1)
-            assert cluster.index.num_blocks("e") == 0
-            state, others = cluster.registry.get("d"), cluster.registry.get("e")
-            assert state is not None
-            assert others is not None
+async def test_a_worker_speaks_in_its_own_name_only() -> None:
+    async with fake_cluster(decode=silent) as cluster:
+        worker = cluster.workers["d"]
+        other = await cluster.add(FakeWorker("e", Role.DECODE, silent))
+        worker.send(make_events(1, [b"a"], worker_id="e"))
+        worker.send_raw(b"this is no message")
+        worker.send(make_events(1, [b"b"]))
+        await until(lambda: cluster.index.num_blocks("d") == 1)
+        assert cluster.index.num_blocks("e") == 0
+        state, others = cluster.registry.get("d"), cluster.registry.get("e")
+        assert state is not None
+        assert others is not None
 
-            def is_told() -> bool:
-                worker.beat(WorkerLoad(num_waiting=5))
-                forged = Heartbeat(worker_id="e", epoch=1, step_age_s=0.0, load=WorkerLoad(num_waiting=9))
-                worker.beat_raw(encode_message(forged))
-                return state.num_dropped_here.get("impostor", 0) > 1
+        def is_told() -> bool:
+            worker.beat(WorkerLoad(num_waiting=5))
+            forged = Heartbeat(worker_id="e", epoch=1, step_age_s=0.0, load=WorkerLoad(num_waiting=9))
+            worker.beat_raw(encode_message(forged))
+            return state.num_dropped_here.get("impostor", 0) > 1
 
-            await until(is_told)
-            assert state.num_dropped_here["malformed"] == 1
-            assert others.load.num_waiting == 0
-            assert not others.num_dropped_here
-            assert other.address.public_key != worker.address.public_key
-
-    asyncio.run(scenario())
+        await until(is_told)
+        assert state.num_dropped_here["malformed"] == 1
+        assert others.load.num_waiting == 0
+        assert not others.num_dropped_here
+        assert other.address.public_key != worker.address.public_key
 
 
-def test_a_message_that_cannot_be_handled_ends_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        async with fake_cluster(decode=silent) as cluster:
-            worker = cluster.workers["d"]
-            queues = {"a": make_queue(), "b": make_queue()}
-            legs = {name: cluster.client.open_leg("d", make_generate(name), queue) for name, queue in queues.items()}
-            with monkeypatch.context() as patch:
-                patch.setattr(cluster.registry, "note_step", lambda *_: 1 / 0)
-                worker.output(SequenceDelta("a", 0, [1]))
-                await error_of(queues["a"])
-            worker.output(SequenceDelta("b", 0, [2]))
-            assert await asyncio.wait_for(queues["b"].take(), 5), "the worker goes on"
-            legs["b"].cancel()
-
-    asyncio.run(scenario())
+async def test_a_message_that_cannot_be_handled_ends_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fake_cluster(decode=silent) as cluster:
+        worker = cluster.workers["d"]
+        queues = {"a": make_queue(), "b": make_queue()}
+        legs = {name: cluster.client.open_leg("d", make_generate(name), queue) for name, queue in queues.items()}
+        with monkeypatch.context() as patch:
+            patch.setattr(cluster.registry, "note_step", lambda *_: 1 / 0)
+            worker.output(SequenceDelta("a", 0, [1]))
+            await error_of(queues["a"])
+        worker.output(SequenceDelta("b", 0, [2]))
+        assert await asyncio.wait_for(queues["b"].take(), 5), "the worker goes on"
+        legs["b"].cancel()
 
 
-def test_workers_are_introduced_to_each_other() -> None:
-    async def scenario() -> None:
-        async with fake_cluster() as cluster:
-            one = await cluster.add(FakeWorker("one", Role.DECODE))
-            two = await cluster.add(FakeWorker("two", Role.DECODE))
-            await until(lambda: all(worker.of_type(SnapshotRequest) for worker in (one, two)))
-            assert one.of_type(Introduce) == [Introduce(peers=[]), Introduce(peers=[two.address])]
-            assert two.of_type(Introduce) == [Introduce(peers=[one.address])]
-
-    asyncio.run(scenario())
+async def test_workers_are_introduced_to_each_other() -> None:
+    async with fake_cluster() as cluster:
+        one = await cluster.add(FakeWorker("one", Role.DECODE))
+        two = await cluster.add(FakeWorker("two", Role.DECODE))
+        await until(lambda: all(worker.of_type(SnapshotRequest) for worker in (one, two)))
+        assert one.of_type(Introduce) == [Introduce(peers=[]), Introduce(peers=[two.address])]
+        assert two.of_type(Introduce) == [Introduce(peers=[one.address])]
 
 
 @pytest.mark.parametrize("change", [{"public_key": ""}, {"endpoint": "nowhere"}], ids=str)
-def test_an_address_that_is_none_is_told(change: dict[str, str]) -> None:
-    async def scenario() -> None:
-        async with fake_cluster() as cluster:
-            address = PeerAddress("n", 1, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1", make_keys().public)
-            with pytest.raises(WorkerError, match="cannot be connected to"):
-                await cluster.client.add_worker(msgspec.structs.replace(address, **change))
-
-    asyncio.run(scenario())
+async def test_an_address_that_is_none_is_told(change: dict[str, str]) -> None:
+    async with fake_cluster() as cluster:
+        address = PeerAddress("n", 1, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1", make_keys().public)
+        with pytest.raises(WorkerError, match="cannot be connected to"):
+            await cluster.client.add_worker(msgspec.structs.replace(address, **change))
 
 
-def test_a_dead_worker_fails_all_its_requests_at_once_and_leaves_nothing() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(decode=silent) as cluster:
-            queues = [make_queue() for _ in range(3)]
-            for i, queue in enumerate(queues):
-                cluster.client.open_leg("d", make_generate(f"r{i}"), queue)
-            cluster.workers["d"].send(make_events(1, [b"a"]))
-            await until(lambda: len(cluster.index) == 1)
-            asyncio.get_running_loop().call_soon_threadsafe(cluster.client.mark_dead, "d", "exit code -9")
-            errors = [await error_of(queue, 1) for queue in queues]
-            assert all("exit code -9" in str(error) for error in errors)
-            assert len(set(map(id, errors))) == 3
-            assert (len(cluster.registry), len(cluster.index), cluster.client.num_open_legs) == (0, 0, 0)
-            with pytest.raises(WorkerError, match="worker d is gone"):
-                cluster.client.open_leg("d", make_generate("late"), make_queue())
-            cluster.client.mark_dead("d", "again")
-
-    asyncio.run(scenario())
+async def test_a_dead_worker_fails_all_its_requests_at_once_and_leaves_nothing() -> None:
+    async with fake_cluster(decode=silent) as cluster:
+        queues = [make_queue() for _ in range(3)]
+        for i, queue in enumerate(queues):
+            cluster.client.open_leg("d", make_generate(f"r{i}"), queue)
+        cluster.workers["d"].send(make_events(1, [b"a"]))
+        await until(lambda: len(cluster.index) == 1)
+        asyncio.get_running_loop().call_soon_threadsafe(cluster.client.mark_dead, "d", "exit code -9")
+        errors = [await error_of(queue, 1) for queue in queues]
+        assert all("exit code -9" in str(error) for error in errors)
+        assert len(set(map(id, errors))) == 3
+        assert (len(cluster.registry), len(cluster.index), cluster.client.num_open_legs) == (0, 0, 0)
+        with pytest.raises(WorkerError, match="worker d is gone"):
+            cluster.client.open_leg("d", make_generate("late"), make_queue())
+        cluster.client.mark_dead("d", "again")
 
 
-def test_a_silent_worker_is_given_up() -> None:
-    async def scenario() -> None:
-        config = RouterConfig(worker_timeout_s=0.3)
-        async with fake_cluster(decode=silent, config=config) as cluster:
-            queue = make_queue()
-            cluster.client.open_leg("d", make_generate("r0"), queue)
-            assert "silent for" in str(await error_of(queue))
-            assert len(cluster.registry) == 0
-
-    asyncio.run(scenario())
+async def test_a_silent_worker_is_given_up() -> None:
+    config = RouterConfig(worker_timeout_s=0.3)
+    async with fake_cluster(decode=silent, config=config) as cluster:
+        queue = make_queue()
+        cluster.client.open_leg("d", make_generate("r0"), queue)
+        assert "silent for" in str(await error_of(queue))
+        assert len(cluster.registry) == 0
 
 
 @pytest.mark.parametrize("fails", ["a listener", "the index"])
@@ -311,91 +275,73 @@ def test_whatever_raises_when_a_worker_leaves_its_requests_end_and_the_watch_goe
     assert "not my day" in caplog.text
 
 
-def test_a_restarted_worker_replaces_its_earlier_epoch() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(decode=silent) as cluster:
-            old = cluster.workers["d"]
-            queue = make_queue()
-            cluster.client.open_leg("d", make_generate("r0"), queue)
-            await cluster.add(FakeWorker("d", Role.DECODE, epoch=2))
-            assert "replaced by epoch 2" in str(await error_of(queue))
-            assert [w.card.address.epoch for w in cluster.registry] == [2]
-            await old.close()
-
-    asyncio.run(scenario())
+async def test_a_restarted_worker_replaces_its_earlier_epoch() -> None:
+    async with fake_cluster(decode=silent) as cluster:
+        old = cluster.workers["d"]
+        queue = make_queue()
+        cluster.client.open_leg("d", make_generate("r0"), queue)
+        await cluster.add(FakeWorker("d", Role.DECODE, epoch=2))
+        assert "replaced by epoch 2" in str(await error_of(queue))
+        assert [w.card.address.epoch for w in cluster.registry] == [2]
+        await old.close()
 
 
-def test_a_worker_that_cannot_serve_beside_the_others_is_refused() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(decode=silent) as cluster:
-            stranger = FakeWorker("x", Role.DECODE, namespace=b"other namespace!")
-            with pytest.raises(IncompatiblePeer, match="namespace is b'other namespace!'"):
-                await cluster.add(stranger)
-            with pytest.raises(IncompatiblePeer, match="wire version 1"):
-                await cluster.add(FakeWorker("y", Role.DECODE, refusal="I do not speak wire version 1"))
-            assert [w.worker_id for w in cluster.registry] == ["d"]
-
-    asyncio.run(scenario())
+async def test_a_worker_that_cannot_serve_beside_the_others_is_refused() -> None:
+    async with fake_cluster(decode=silent) as cluster:
+        stranger = FakeWorker("x", Role.DECODE, namespace=b"other namespace!")
+        with pytest.raises(IncompatiblePeer, match="namespace is b'other namespace!'"):
+            await cluster.add(stranger)
+        with pytest.raises(IncompatiblePeer, match="wire version 1"):
+            await cluster.add(FakeWorker("y", Role.DECODE, refusal="I do not speak wire version 1"))
+        assert [w.worker_id for w in cluster.registry] == ["d"]
 
 
-def test_a_worker_that_does_not_answer_or_dies_while_joining_is_not_waited_for() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(config=RouterConfig(worker_timeout_s=0.2)) as cluster:
-            with pytest.raises(WorkerError, match="did not answer within worker_timeout_s"):
-                await cluster.add(FakeWorker("m", Role.DECODE, is_mute=True))
-        async with fake_cluster() as cluster:
-            address = PeerAddress("n", 1, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1", make_keys().public)
-            joining = asyncio.create_task(cluster.client.add_worker(address))
-            await asyncio.sleep(0)
-            cluster.client.mark_dead("n", "exit code 1")
-            with pytest.raises(WorkerError, match="exit code 1"):
-                await asyncio.wait_for(joining, 1)
-            assert len(cluster.registry) == 0
-
-    asyncio.run(scenario())
+async def test_a_worker_that_does_not_answer_or_dies_while_joining_is_not_waited_for() -> None:
+    async with fake_cluster(config=RouterConfig(worker_timeout_s=0.2)) as cluster:
+        with pytest.raises(WorkerError, match="did not answer within worker_timeout_s"):
+            await cluster.add(FakeWorker("m", Role.DECODE, is_mute=True))
+    async with fake_cluster() as cluster:
+        address = PeerAddress("n", 1, "tcp://127.0.0.1:1", "tcp://127.0.0.1:1", make_keys().public)
+        joining = asyncio.create_task(cluster.client.add_worker(address))
+        await asyncio.sleep(0)
+        cluster.client.mark_dead("n", "exit code 1")
+        with pytest.raises(WorkerError, match="exit code 1"):
+            await asyncio.wait_for(joining, 1)
+        assert len(cluster.registry) == 0
 
 
-def test_removing_a_worker_waits_for_what_it_runs() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(decode=silent) as cluster:
-            queue = make_queue()
-            leg = cluster.client.open_leg("d", make_generate("r0"), queue)
-            removing = asyncio.create_task(cluster.client.remove_worker("d"))
-            state = cluster.registry.get("d")
-            assert state is not None
-            await until(lambda: state.state == WorkerState.DRAINING)
-            assert not removing.done()
-            leg.close()
-            await asyncio.wait_for(removing, 1)
-            assert len(cluster.registry) == 0
-            assert queue.num_items == 0
-
-    asyncio.run(scenario())
+async def test_removing_a_worker_waits_for_what_it_runs() -> None:
+    async with fake_cluster(decode=silent) as cluster:
+        queue = make_queue()
+        leg = cluster.client.open_leg("d", make_generate("r0"), queue)
+        removing = asyncio.create_task(cluster.client.remove_worker("d"))
+        state = cluster.registry.get("d")
+        assert state is not None
+        await until(lambda: state.state == WorkerState.DRAINING)
+        assert not removing.done()
+        leg.close()
+        await asyncio.wait_for(removing, 1)
+        assert len(cluster.registry) == 0
+        assert queue.num_items == 0
 
 
-def test_removing_a_worker_waits_no_longer_than_the_drain_timeout() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(decode=silent, config=RouterConfig(drain_timeout_s=0.1)) as cluster:
-            queue = make_queue()
-            cluster.client.open_leg("d", make_generate("r0"), queue)
-            started_s = time.monotonic()
-            await cluster.client.remove_worker("d")
-            assert time.monotonic() - started_s < 2
-            await error_of(queue)
-
-    asyncio.run(scenario())
+async def test_removing_a_worker_waits_no_longer_than_the_drain_timeout() -> None:
+    async with fake_cluster(decode=silent, config=RouterConfig(drain_timeout_s=0.1)) as cluster:
+        queue = make_queue()
+        cluster.client.open_leg("d", make_generate("r0"), queue)
+        started_s = time.monotonic()
+        await cluster.client.remove_worker("d")
+        assert time.monotonic() - started_s < 2
+        await error_of(queue)
 
 
-def test_a_router_that_stood_still_takes_no_worker_for_dead() -> None:
-    async def scenario() -> None:
-        config = RouterConfig(worker_timeout_s=0.4)
-        async with fake_cluster(decode=silent, config=config) as cluster:
-            worker = cluster.workers["d"]
-            time.sleep(1.0)  # noqa: ASYNC251 - as where one long call keeps the event loop; what workers say waits in the sockets
-            for _ in range(10):
-                await asyncio.sleep(0.05)
-                assert cluster.registry.get("d") is not None
-                worker.beat(WorkerLoad())
-            await until(lambda: cluster.registry.get("d") is None)  # it says no more
-
-    asyncio.run(scenario())
+async def test_a_router_that_stood_still_takes_no_worker_for_dead() -> None:
+    config = RouterConfig(worker_timeout_s=0.4)
+    async with fake_cluster(decode=silent, config=config) as cluster:
+        worker = cluster.workers["d"]
+        time.sleep(1.0)  # noqa: ASYNC251 - as where one long call keeps the event loop; what workers say waits in the sockets
+        for _ in range(10):
+            await asyncio.sleep(0.05)
+            assert cluster.registry.get("d") is not None
+            worker.beat(WorkerLoad())
+        await until(lambda: cluster.registry.get("d") is None)  # it says no more

@@ -63,202 +63,166 @@ async def take(stream: Pulled[TokenDelta], count: int) -> list[int]:
     return taken
 
 
-def test_both_legs_make_one_stream() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(prefill=first_token, decode=remaining_tokens) as cluster:
-            deltas = await collect(cluster, make_request())
-            assert tokens(deltas) == [100, 101, 102, 103]
-            assert {delta.finish_reason for delta in deltas[:-1]} <= {None}  # those that came at once are one
-            assert deltas[-1].finish_reason is FinishReason.LENGTH
-            assert deltas[0].num_cached_tokens == 0
-            (first,), (rest,) = cluster.workers["p"].of_type(Prefill), cluster.workers["d"].of_type(Decode)
-            assert isinstance(first, Prefill)
-            assert isinstance(rest, Decode)
-            assert first.decode_worker == cluster.workers["d"].address
-            assert rest.prefill_worker == cluster.workers["p"].address
-            cluster.assert_nothing_left()
-
-    asyncio.run(scenario())
+async def test_both_legs_make_one_stream() -> None:
+    async with fake_cluster(prefill=first_token, decode=remaining_tokens) as cluster:
+        deltas = await collect(cluster, make_request())
+        assert tokens(deltas) == [100, 101, 102, 103]
+        assert {delta.finish_reason for delta in deltas[:-1]} <= {None}  # those that came at once are one
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert deltas[0].num_cached_tokens == 0
+        (first,), (rest,) = cluster.workers["p"].of_type(Prefill), cluster.workers["d"].of_type(Decode)
+        assert isinstance(first, Prefill)
+        assert isinstance(rest, Decode)
+        assert first.decode_worker == cluster.workers["d"].address
+        assert rest.prefill_worker == cluster.workers["p"].address
+        cluster.assert_nothing_left()
 
 
-def test_a_decode_leg_that_is_ahead_waits_for_the_first_token() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(prefill=silent, decode=remaining_tokens) as cluster:
-            prefill = cluster.workers["p"]
-            serving = asyncio.create_task(collect(cluster, make_request()))
-            # The whole rest is here (its last delta closed the leg) before the first token is sent.
-            await until(lambda: bool(prefill.of_type(Prefill)) and cluster.client.num_open_legs == 1)
-            prefill.output(SequenceDelta("r0", 0, [100]))
-            assert tokens(await serving) == [100, 101, 102, 103]
-            cluster.assert_nothing_left()
-
-    asyncio.run(scenario())
+async def test_a_decode_leg_that_is_ahead_waits_for_the_first_token() -> None:
+    async with fake_cluster(prefill=silent, decode=remaining_tokens) as cluster:
+        prefill = cluster.workers["p"]
+        serving = asyncio.create_task(collect(cluster, make_request()))
+        # The whole rest is here (its last delta closed the leg) before the first token is sent.
+        await until(lambda: bool(prefill.of_type(Prefill)) and cluster.client.num_open_legs == 1)
+        prefill.output(SequenceDelta("r0", 0, [100]))
+        assert tokens(await serving) == [100, 101, 102, 103]
+        cluster.assert_nothing_left()
 
 
-def test_one_worker_serves_alone_when_that_is_cheaper() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(prefill=first_token, decode=remaining_tokens, local_prefill=True) as cluster:
-            # Four tokens are computed sooner than a handoff is made.
-            assert tokens(await collect(cluster, make_request(num_prompt_tokens=4))) == [100, 101, 102, 103]
-            assert len(cluster.workers["d"].of_type(Generate)) == 1
-            assert cluster.workers["p"].of_type(Prefill) == []
-            cluster.assert_nothing_left()
-
-    asyncio.run(scenario())
+async def test_one_worker_serves_alone_when_that_is_cheaper() -> None:
+    async with fake_cluster(prefill=first_token, decode=remaining_tokens, local_prefill=True) as cluster:
+        # Four tokens are computed sooner than a handoff is made.
+        assert tokens(await collect(cluster, make_request(num_prompt_tokens=4))) == [100, 101, 102, 103]
+        assert len(cluster.workers["d"].of_type(Generate)) == 1
+        assert cluster.workers["p"].of_type(Prefill) == []
+        cluster.assert_nothing_left()
 
 
-def test_a_first_token_that_ends_the_request_cancels_the_decode_leg() -> None:
+async def test_a_first_token_that_ends_the_request_cancels_the_decode_leg() -> None:
     def only_token(worker: FakeWorker, message: Message) -> None:
         if isinstance(message, Prefill):
             worker.output(SequenceDelta(message.request_id, 0, [7], FinishReason.STOP, stop_token_id=7))
 
-    async def scenario() -> None:
-        async with fake_cluster(prefill=only_token, decode=silent) as cluster:
-            (delta,) = await collect(cluster, make_request())
-            assert (delta.finish_reason, delta.stop_token_id) == (FinishReason.STOP, 7)
-            await until(lambda: len(cluster.workers["d"].of_type(Cancel)) == 1)
-            assert cluster.workers["p"].of_type(Cancel) == []
-            cluster.assert_nothing_left()
-
-    asyncio.run(scenario())
+    async with fake_cluster(prefill=only_token, decode=silent) as cluster:
+        (delta,) = await collect(cluster, make_request())
+        assert (delta.finish_reason, delta.stop_token_id) == (FinishReason.STOP, 7)
+        await until(lambda: len(cluster.workers["d"].of_type(Cancel)) == 1)
+        assert cluster.workers["p"].of_type(Cancel) == []
+        cluster.assert_nothing_left()
 
 
 @pytest.mark.parametrize("num_tokens_seen", [0, 1, 2])
-def test_a_client_that_leaves_cancels_both_legs(num_tokens_seen: int) -> None:
-    async def scenario() -> None:
-        async with fake_cluster(prefill=silent, decode=silent) as cluster:
-            prefill, decode = cluster.workers["p"], cluster.workers["d"]
-            stream = Pulled(cluster.flow.serve(make_request()))
-            reading = asyncio.ensure_future(anext(stream))
-            await until(lambda: bool(prefill.of_type(Prefill)) and bool(decode.of_type(Decode)))
-            if num_tokens_seen == 0:
-                reading.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await reading
-            else:
-                prefill.output(SequenceDelta("r0", 0, [100]))
+async def test_a_client_that_leaves_cancels_both_legs(num_tokens_seen: int) -> None:
+    async with fake_cluster(prefill=silent, decode=silent) as cluster:
+        prefill, decode = cluster.workers["p"], cluster.workers["d"]
+        stream = Pulled(cluster.flow.serve(make_request()))
+        reading = asyncio.ensure_future(anext(stream))
+        await until(lambda: bool(prefill.of_type(Prefill)) and bool(decode.of_type(Decode)))
+        if num_tokens_seen == 0:
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
                 await reading
-                if num_tokens_seen == 2:
-                    decode.output(SequenceDelta("r0", 1, [101]))
-                    await anext(stream)
-                await stream.aclose()
-            await until(lambda: len(decode.of_type(Cancel)) == 1)
-            if num_tokens_seen < 2:  # once the decode worker speaks, the prefill worker is done
-                await until(lambda: len(prefill.of_type(Cancel)) == 1)
-            cluster.assert_nothing_left()
-
-    asyncio.run(scenario())
-
-
-def test_the_death_of_a_worker_ends_all_its_streams_within_a_second() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
-            streams = [Pulled(cluster.flow.serve(make_request(request_id=f"r{i}"))) for i in range(8)]
-            for stream in streams:
-                assert await take(stream, 2) == [100, 101]
-            readers = [asyncio.ensure_future(anext(stream)) for stream in streams]
-            died_s = time.monotonic()
-            cluster.client.mark_dead("d", "exit code -9")
-            results = await asyncio.gather(*readers, return_exceptions=True)
-            assert time.monotonic() - died_s < 1
-            assert all(isinstance(result, WorkerError) for result in results)
-            assert not cluster.flow.ready
-            cluster.assert_nothing_left()
-            with pytest.raises(NoWorker):
-                await collect(cluster, make_request())
-
-    asyncio.run(scenario())
-
-
-def test_a_prefill_worker_may_die_once_the_decode_worker_speaks() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
-            stream = Pulled(cluster.flow.serve(make_request()))
-            assert await take(stream, 2) == [100, 101]
-            cluster.client.mark_dead("p", "exit code -9")
-            cluster.workers["d"].output(SequenceDelta("r0", 2, [102, 103], FinishReason.LENGTH))
-            assert (await anext(stream)).token_ids == [102, 103]
-            with pytest.raises(StopAsyncIteration):
+        else:
+            prefill.output(SequenceDelta("r0", 0, [100]))
+            await reading
+            if num_tokens_seen == 2:
+                decode.output(SequenceDelta("r0", 1, [101]))
                 await anext(stream)
-            cluster.assert_nothing_left()
+            await stream.aclose()
+        await until(lambda: len(decode.of_type(Cancel)) == 1)
+        if num_tokens_seen < 2:  # once the decode worker speaks, the prefill worker is done
+            await until(lambda: len(prefill.of_type(Cancel)) == 1)
+        cluster.assert_nothing_left()
 
-    asyncio.run(scenario())
+
+async def test_the_death_of_a_worker_ends_all_its_streams_within_a_second() -> None:
+    async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
+        streams = [Pulled(cluster.flow.serve(make_request(request_id=f"r{i}"))) for i in range(8)]
+        for stream in streams:
+            assert await take(stream, 2) == [100, 101]
+        readers = [asyncio.ensure_future(anext(stream)) for stream in streams]
+        died_s = time.monotonic()
+        cluster.client.mark_dead("d", "exit code -9")
+        results = await asyncio.gather(*readers, return_exceptions=True)
+        assert time.monotonic() - died_s < 1
+        assert all(isinstance(result, WorkerError) for result in results)
+        assert not cluster.flow.ready
+        cluster.assert_nothing_left()
+        with pytest.raises(NoWorker):
+            await collect(cluster, make_request())
 
 
-def test_one_failed_leg_cancels_the_other() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(prefill=fails, decode=silent) as cluster:
-            with pytest.raises(PeerLost, match="pool is on fire"):
-                await collect(cluster, make_request())
-            await until(lambda: len(cluster.workers["d"].of_type(Cancel)) == 1)
-            cluster.assert_nothing_left()
+async def test_a_prefill_worker_may_die_once_the_decode_worker_speaks() -> None:
+    async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
+        stream = Pulled(cluster.flow.serve(make_request()))
+        assert await take(stream, 2) == [100, 101]
+        cluster.client.mark_dead("p", "exit code -9")
+        cluster.workers["d"].output(SequenceDelta("r0", 2, [102, 103], FinishReason.LENGTH))
+        assert (await anext(stream)).token_ids == [102, 103]
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        cluster.assert_nothing_left()
 
-    asyncio.run(scenario())
+
+async def test_one_failed_leg_cancels_the_other() -> None:
+    async with fake_cluster(prefill=fails, decode=silent) as cluster:
+        with pytest.raises(PeerLost, match="pool is on fire"):
+            await collect(cluster, make_request())
+        await until(lambda: len(cluster.workers["d"].of_type(Cancel)) == 1)
+        cluster.assert_nothing_left()
 
 
 @pytest.mark.parametrize(
     ("code", "error", "status"),
     [("internal_error", InternalError, 500), (INVALID_REQUEST, RequestError, 400), ("?", WorkerError, 502)],
 )
-def test_a_workers_reason_tells_whose_fault_it_is(code: str, error: type[ServingError], status: int) -> None:
+async def test_a_workers_reason_tells_whose_fault_it_is(code: str, error: type[ServingError], status: int) -> None:
     def gives_up(worker: FakeWorker, message: Message) -> None:
         if isinstance(message, Generate):
             worker.send(RequestFailed(request_id=message.request_id, message="odd", code=code))
 
-    async def scenario() -> None:
-        async with fake_cluster(decode=gives_up, local_prefill=True) as cluster:
-            with pytest.raises(error, match="odd") as raised:
-                await collect(cluster, make_request())
-            assert (raised.value.status, raised.value.code) == (status, code)
-
-    asyncio.run(scenario())
+    async with fake_cluster(decode=gives_up, local_prefill=True) as cluster:
+        with pytest.raises(error, match="odd") as raised:
+            await collect(cluster, make_request())
+        assert (raised.value.status, raised.value.code) == (status, code)
 
 
-def test_tokens_that_wait_together_come_together_and_before_the_error_behind_them() -> None:
+async def test_tokens_that_wait_together_come_together_and_before_the_error_behind_them() -> None:
     def both_and_an_error(worker: FakeWorker, message: Message) -> None:
         if isinstance(message, Generate):
             worker.output(SequenceDelta(message.request_id, 0, [100]), SequenceDelta(message.request_id, 1, [101, 102]))
             worker.send(RequestFailed(request_id=message.request_id, message="pool is on fire", code="kv_peer_lost"))
 
-    async def scenario() -> None:
-        async with fake_cluster(decode=both_and_an_error, local_prefill=True) as cluster:
-            stream = Pulled(cluster.flow.serve(make_request()))
-            taken = await take(stream, 3)
-            assert taken == [100, 101, 102]
-            with pytest.raises(PeerLost, match="pool is on fire"):
-                await anext(stream)
-            cluster.assert_nothing_left()
-
-    asyncio.run(scenario())
+    async with fake_cluster(decode=both_and_an_error, local_prefill=True) as cluster:
+        stream = Pulled(cluster.flow.serve(make_request()))
+        taken = await take(stream, 3)
+        assert taken == [100, 101, 102]
+        with pytest.raises(PeerLost, match="pool is on fire"):
+            await anext(stream)
+        cluster.assert_nothing_left()
 
 
-def test_silence_ends_a_request() -> None:
-    async def scenario() -> None:
-        config = RouterConfig(request_timeout_s=0.2)
-        async with fake_cluster(prefill=first_token, decode=silent, config=config) as cluster:
-            with pytest.raises(WorkerError, match=r"request_timeout_s=0\.2"):
-                await collect(cluster, make_request())
-            await until(lambda: len(cluster.workers["d"].of_type(Cancel)) == 1)
-            cluster.assert_nothing_left()
-
-    asyncio.run(scenario())
+async def test_silence_ends_a_request() -> None:
+    config = RouterConfig(request_timeout_s=0.2)
+    async with fake_cluster(prefill=first_token, decode=silent, config=config) as cluster:
+        with pytest.raises(WorkerError, match=r"request_timeout_s=0\.2"):
+            await collect(cluster, make_request())
+        await until(lambda: len(cluster.workers["d"].of_type(Cancel)) == 1)
+        cluster.assert_nothing_left()
 
 
 @pytest.mark.parametrize(("max_tokens", "holders"), [(4, "pd"), (1, "p")], ids=["handed over", "one token"])
-def test_a_second_request_follows_the_first_by_its_speculative_blocks(max_tokens: int, holders: str) -> None:
-    async def scenario() -> None:
-        async with fake_cluster(prefill=silent, decode=silent) as cluster:
-            stream = Pulled(cluster.flow.serve(make_request(num_prompt_tokens=3000, max_tokens=max_tokens)))
-            reading = asyncio.ensure_future(anext(stream))
-            await until(lambda: cluster.registry.num_bookings == 1)
-            digests = block_digests(root_digest(NAMESPACE), range(3000), 16)
-            assert cluster.index.longest_prefix(digests, time.monotonic()) == dict.fromkeys(holders, 187)
-            reading.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await reading
-            cluster.assert_nothing_left()
-
-    asyncio.run(scenario())
+async def test_a_second_request_follows_the_first_by_its_speculative_blocks(max_tokens: int, holders: str) -> None:
+    async with fake_cluster(prefill=silent, decode=silent) as cluster:
+        stream = Pulled(cluster.flow.serve(make_request(num_prompt_tokens=3000, max_tokens=max_tokens)))
+        reading = asyncio.ensure_future(anext(stream))
+        await until(lambda: cluster.registry.num_bookings == 1)
+        digests = block_digests(root_digest(NAMESPACE), range(3000), 16)
+        assert cluster.index.longest_prefix(digests, time.monotonic()) == dict.fromkeys(holders, 187)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        cluster.assert_nothing_left()
 
 
 class FakeManager:
@@ -270,81 +234,66 @@ class FakeManager:
         return {"p": "", "d": "one lease is open"}
 
 
-def test_shows_its_pools() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(prefill=first_token, decode=remaining_tokens, manager=FakeManager()) as cluster:
+async def test_shows_its_pools() -> None:
+    async with fake_cluster(prefill=first_token, decode=remaining_tokens, manager=FakeManager()) as cluster:
+        await collect(cluster, make_request())
+        pools = await cluster.flow.pools()
+        (worker,) = pools["roles"]["prefill"]
+        assert (worker["worker_id"], worker["state"], worker["queue_s"]) == ("p", "ready", 0)
+        assert pools["roles"]["colocated"] == []
+        assert "cpu-1" in pools["costs"]["steps"]
+        assert pools["autoscaler"] == {"reason": "hold"}
+        assert pools["num_handoffs"] == 1
+        assert worker["links"] == []
+        assert (cluster.flow.model, cluster.flow.max_model_len) == ("toy", 32768)
+        assert cluster.flow.ready
+
+
+async def test_requests_are_seen_by_the_cache_sizing() -> None:
+    async with fake_cluster(prefill=first_token, decode=remaining_tokens) as cluster:
+        await collect(cluster, make_request(num_prompt_tokens=62))
+        await collect(cluster, make_request(num_prompt_tokens=1))  # as the readiness probe
+        # Its first 62 tokens are those of the first one, then come others than that one's answer.
+        await collect(cluster, make_request(num_prompt_tokens=66, scope="hunter2"))
+        await collect(cluster, make_request(num_prompt_tokens=66, scope="hunter2"))
+        sizing = (await cluster.flow.pools())["cache_sizing"]
+        assert sizing["num_tokens"] == 62 + 2 * 66
+        assert sizing["measured_hit_ratio"] == 0.0
+        assert {name: tenant["num_tokens"] for name, tenant in sizing["tenants"].items()} == {
+            "default": 62 + 132,
+        }
+        (configured,) = (row for row in sizing["capacities"] if row["configured"] == ["pool"])
+        assert configured["num_blocks"] == 8192
+        assert configured["hit_ratio"] == pytest.approx(64 / 194)
+        assert "hunter2" not in json.dumps(await cluster.flow.pools())
+
+
+async def test_the_next_turn_is_expected_to_find_the_answer_but_for_its_last_token() -> None:
+    async with fake_cluster(prefill=first_token, decode=remaining_tokens) as cluster:
+        prompt = list(range(16))
+        for answer, num_found in ((17, 16), (16, 0)):
+            name = str(answer)
+            first = GenerateRequest(
+                "r0", prompt, SamplingParams(max_tokens=answer), cache_scope(name), service_class=ServiceClass(name)
+            )
+            token_ids = [*prompt, *tokens(await collect(cluster, first)), 7]
+            await collect(cluster, replace(first, request_id="r1", token_ids=token_ids))
+            report = (await cluster.flow.pools())["cache_sizing"]["tenants"][name]
+            assert report["hit_ratios"][-1] * report["num_tokens"] == pytest.approx(16 + num_found)
+
+
+async def test_a_request_without_an_answer_is_not_seen_by_the_cache_sizing() -> None:
+    async with fake_cluster(prefill=fails, decode=silent) as cluster:
+        with pytest.raises(PeerLost):
             await collect(cluster, make_request())
-            pools = await cluster.flow.pools()
-            (worker,) = pools["roles"]["prefill"]
-            assert (worker["worker_id"], worker["state"], worker["queue_s"]) == ("p", "ready", 0)
-            assert pools["roles"]["colocated"] == []
-            assert "cpu-1" in pools["costs"]["steps"]
-            assert pools["autoscaler"] == {"reason": "hold"}
-            assert pools["num_handoffs"] == 1
-            assert worker["links"] == []
-            assert (cluster.flow.model, cluster.flow.max_model_len) == ("toy", 32768)
-            assert cluster.flow.ready
-
-    asyncio.run(scenario())
+        assert cluster.sizing.num_tokens == 0
 
 
-def test_requests_are_seen_by_the_cache_sizing() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(prefill=first_token, decode=remaining_tokens) as cluster:
-            await collect(cluster, make_request(num_prompt_tokens=62))
-            await collect(cluster, make_request(num_prompt_tokens=1))  # as the readiness probe
-            # Its first 62 tokens are those of the first one, then come others than that one's answer.
-            await collect(cluster, make_request(num_prompt_tokens=66, scope="hunter2"))
-            await collect(cluster, make_request(num_prompt_tokens=66, scope="hunter2"))
-            sizing = (await cluster.flow.pools())["cache_sizing"]
-            assert sizing["num_tokens"] == 62 + 2 * 66
-            assert sizing["measured_hit_ratio"] == 0.0
-            assert {name: tenant["num_tokens"] for name, tenant in sizing["tenants"].items()} == {
-                "default": 62 + 132,
-            }
-            (configured,) = (row for row in sizing["capacities"] if row["configured"] == ["pool"])
-            assert configured["num_blocks"] == 8192
-            assert configured["hit_ratio"] == pytest.approx(64 / 194)
-            assert "hunter2" not in json.dumps(await cluster.flow.pools())
-
-    asyncio.run(scenario())
-
-
-def test_the_next_turn_is_expected_to_find_the_answer_but_for_its_last_token() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(prefill=first_token, decode=remaining_tokens) as cluster:
-            prompt = list(range(16))
-            for answer, num_found in ((17, 16), (16, 0)):
-                name = str(answer)
-                first = GenerateRequest(
-                    "r0", prompt, SamplingParams(max_tokens=answer), cache_scope(name), service_class=ServiceClass(name)
-                )
-                token_ids = [*prompt, *tokens(await collect(cluster, first)), 7]
-                await collect(cluster, replace(first, request_id="r1", token_ids=token_ids))
-                report = (await cluster.flow.pools())["cache_sizing"]["tenants"][name]
-                assert report["hit_ratios"][-1] * report["num_tokens"] == pytest.approx(16 + num_found)
-
-    asyncio.run(scenario())
-
-
-def test_a_request_without_an_answer_is_not_seen_by_the_cache_sizing() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(prefill=fails, decode=silent) as cluster:
-            with pytest.raises(PeerLost):
-                await collect(cluster, make_request())
-            assert cluster.sizing.num_tokens == 0
-
-    asyncio.run(scenario())
-
-
-def test_check_asks_whoever_runs_the_workers() -> None:
-    async def scenario() -> None:
-        async with fake_cluster() as cluster:
-            assert await cluster.flow.check() == {}
-        async with fake_cluster(manager=FakeManager()) as cluster:
-            assert await cluster.flow.check() == {"p": "", "d": "one lease is open"}
-
-    asyncio.run(scenario())
+async def test_check_asks_whoever_runs_the_workers() -> None:
+    async with fake_cluster() as cluster:
+        assert await cluster.flow.check() == {}
+    async with fake_cluster(manager=FakeManager()) as cluster:
+        assert await cluster.flow.check() == {"p": "", "d": "one lease is open"}
 
 
 SCRIPTS: list[Script] = [silent, first_token, remaining_tokens, one_token, fails]
@@ -357,7 +306,7 @@ PLANS = st.lists(
 
 @settings(max_examples=25, deadline=None)
 @given(prefill=st.sampled_from(SCRIPTS), decode=st.sampled_from(SCRIPTS), plans=PLANS, local_prefill=st.booleans())
-def test_every_exit_gives_everything_back(
+async def test_every_exit_gives_everything_back(
     prefill: Script, decode: Script, plans: list[tuple[int, str]], local_prefill: bool
 ) -> None:
     async def run(cluster: FakeCluster, request_id: str, num_reads: int, end: str) -> None:
@@ -380,13 +329,10 @@ def test_every_exit_gives_everything_back(
         finally:
             await stream.aclose()
 
-    async def scenario() -> None:
-        config = RouterConfig(request_timeout_s=0.05)
-        async with fake_cluster(prefill=prefill, decode=decode, config=config, local_prefill=local_prefill) as cluster:
-            await asyncio.gather(*(run(cluster, f"r{i}", *plan) for i, plan in enumerate(plans)))
-            cluster.assert_nothing_left()
-
-    asyncio.run(scenario())
+    config = RouterConfig(request_timeout_s=0.05)
+    async with fake_cluster(prefill=prefill, decode=decode, config=config, local_prefill=local_prefill) as cluster:
+        await asyncio.gather(*(run(cluster, f"r{i}", *plan) for i, plan in enumerate(plans)))
+        cluster.assert_nothing_left()
 
 
 @given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=8), order=st.randoms(use_true_random=False))
@@ -411,11 +357,8 @@ def test_an_empty_last_delta_is_passed_on() -> None:
     assert merged.push(SequenceDelta("r0", 0, [1]))[1:] == [last]
 
 
-def test_a_flipped_role_is_used_at_once() -> None:
-    async def scenario() -> None:
-        async with fake_cluster(prefill=remaining_tokens, decode=silent) as cluster:
-            cluster.registry.set_role("p", Role.COLOCATED)
-            cluster.registry.set_role("d", Role.PREFILL)
-            assert tokens(await collect(cluster, make_request())) == [100, 101, 102, 103]
-
-    asyncio.run(scenario())
+async def test_a_flipped_role_is_used_at_once() -> None:
+    async with fake_cluster(prefill=remaining_tokens, decode=silent) as cluster:
+        cluster.registry.set_role("p", Role.COLOCATED)
+        cluster.registry.set_role("d", Role.PREFILL)
+        assert tokens(await collect(cluster, make_request())) == [100, 101, 102, 103]

@@ -3,7 +3,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import pytest
 
 from tandem.protocol.messages import (
     POOL_PLACE,
@@ -21,8 +20,6 @@ from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
 from tests.support.builders import add_ready, make_card
 from tests.support.fake_worker import digests
-
-pytestmark = pytest.mark.anyio
 
 
 class Socket:

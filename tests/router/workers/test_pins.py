@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import msgspec
@@ -248,67 +247,54 @@ def pins_of(worker: FakeWorker) -> list[Pin]:
     return [message for message in worker.received if isinstance(message, Pin)]
 
 
-def test_a_pin_reaches_every_worker_and_the_likely_ones_bring_it_up() -> None:
-    async def scenario() -> None:
-        async with fake_cluster() as cluster:
-            workers = [
-                await add_keeper(cluster, worker_id, role)
-                for worker_id, role in (("p", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE))
-            ]
-            workers[2].cached = chain(64)
-            cluster.index.speculate(["d1"], chain(64), time.monotonic())
-            state = await cluster.flow.cache.pin(
-                PinRequest(token_ids=list(range(70)), cache_scope=EVERYONE, ttl_s=60.0)
-            )
-            assert (state.num_blocks, state.num_tokens) == (4, 64)
-            assert 0 < state.remaining_s <= 60
-            assert state.held == {"p": {"pool": 2}, "d0": {"pool": 2}, "d1": {"pool": 2}}
-            for worker, prefetch in zip(workers, (Prefetch.HOST, Prefetch.NONE, Prefetch.HOST), strict=True):
-                (message,) = pins_of(worker)
-                assert (message.pin_id, message.digests, message.prefetch) == (state.pin_id, chain(64), prefetch)
-                assert 59 < message.ttl_s <= 60
-            await cluster.flow.cache.prefetch(state.pin_id, Prefetch.POOL, None)
-            assert [pins_of(worker)[-1].prefetch for worker in workers] == ["pool", "none", "pool"]
-            assert [pin.pin_id for pin in await cluster.flow.cache.pins("default", EVERYONE)] == [state.pin_id]
-            assert await cluster.flow.cache.pins("another", None) == []
+async def test_a_pin_reaches_every_worker_and_the_likely_ones_bring_it_up() -> None:
+    async with fake_cluster() as cluster:
+        workers = [
+            await add_keeper(cluster, worker_id, role)
+            for worker_id, role in (("p", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE))
+        ]
+        workers[2].cached = chain(64)
+        cluster.index.speculate(["d1"], chain(64), time.monotonic())
+        state = await cluster.flow.cache.pin(PinRequest(token_ids=list(range(70)), cache_scope=EVERYONE, ttl_s=60.0))
+        assert (state.num_blocks, state.num_tokens) == (4, 64)
+        assert 0 < state.remaining_s <= 60
+        assert state.held == {"p": {"pool": 2}, "d0": {"pool": 2}, "d1": {"pool": 2}}
+        for worker, prefetch in zip(workers, (Prefetch.HOST, Prefetch.NONE, Prefetch.HOST), strict=True):
+            (message,) = pins_of(worker)
+            assert (message.pin_id, message.digests, message.prefetch) == (state.pin_id, chain(64), prefetch)
+            assert 59 < message.ttl_s <= 60
+        await cluster.flow.cache.prefetch(state.pin_id, Prefetch.POOL, None)
+        assert [pins_of(worker)[-1].prefetch for worker in workers] == ["pool", "none", "pool"]
+        assert [pin.pin_id for pin in await cluster.flow.cache.pins("default", EVERYONE)] == [state.pin_id]
+        assert await cluster.flow.cache.pins("another", None) == []
+        await cluster.flow.cache.unpin(state.pin_id, None)
+        await until(lambda: all(worker.of_type(Unpin) for worker in workers))
+        with pytest.raises(PinNotFound):
             await cluster.flow.cache.unpin(state.pin_id, None)
-            await until(lambda: all(worker.of_type(Unpin) for worker in workers))
-            with pytest.raises(PinNotFound):
-                await cluster.flow.cache.unpin(state.pin_id, None)
-            assert (await cluster.flow.pools())["pins"]["num_pins"] == 0
-
-    asyncio.run(scenario())
+        assert (await cluster.flow.pools())["pins"]["num_pins"] == 0
 
 
-def test_a_worker_that_restarts_is_told_again_with_the_time_that_is_left() -> None:
-    async def scenario() -> None:
-        async with fake_cluster() as cluster:
-            first = await add_keeper(cluster, "d", Role.DECODE)
-            state = await cluster.flow.cache.pin(
-                PinRequest(token_ids=list(range(40)), cache_scope=EVERYONE, ttl_s=60.0)
-            )
-            cluster.client.mark_dead("d", "test")
-            await first.close()
-            second = await add_keeper(cluster, "d", Role.DECODE, epoch=2)
-            await until(lambda: bool(pins_of(second)))
-            (message,) = pins_of(second)
-            assert (message.pin_id, message.digests, message.prefetch) == (state.pin_id, chain(32), Prefetch.HOST)
-            assert message.ttl_s < pins_of(first)[0].ttl_s
-
-    asyncio.run(scenario())
+async def test_a_worker_that_restarts_is_told_again_with_the_time_that_is_left() -> None:
+    async with fake_cluster() as cluster:
+        first = await add_keeper(cluster, "d", Role.DECODE)
+        state = await cluster.flow.cache.pin(PinRequest(token_ids=list(range(40)), cache_scope=EVERYONE, ttl_s=60.0))
+        cluster.client.mark_dead("d", "test")
+        await first.close()
+        second = await add_keeper(cluster, "d", Role.DECODE, epoch=2)
+        await until(lambda: bool(pins_of(second)))
+        (message,) = pins_of(second)
+        assert (message.pin_id, message.digests, message.prefetch) == (state.pin_id, chain(32), Prefetch.HOST)
+        assert message.ttl_s < pins_of(first)[0].ttl_s
 
 
-def test_a_worker_that_does_not_answer_is_listed_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_does_not_answer_is_listed_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.router.workers.pins.REPORT_TIMEOUT_S", 0.05)
 
-    async def scenario() -> None:
-        async with fake_cluster() as cluster:
-            await add_keeper(cluster, "d", Role.DECODE)
-            await cluster.add(FakeWorker("p", Role.PREFILL))
-            state = await cluster.flow.cache.pin(PinRequest(token_ids=list(range(40)), cache_scope=EVERYONE))
-            assert state.held == {"d": {"pool": 2}, "p": None}
-
-    asyncio.run(scenario())
+    async with fake_cluster() as cluster:
+        await add_keeper(cluster, "d", Role.DECODE)
+        await cluster.add(FakeWorker("p", Role.PREFILL))
+        state = await cluster.flow.cache.pin(PinRequest(token_ids=list(range(40)), cache_scope=EVERYONE))
+        assert state.held == {"d": {"pool": 2}, "p": None}
 
 
 def conversation_request(num_prompt_tokens: int) -> GenerateRequest:
@@ -317,33 +303,26 @@ def conversation_request(num_prompt_tokens: int) -> GenerateRequest:
 
 
 @pytest.mark.parametrize(("num_prompt_tokens", "num_blocks"), [(44, [0, 2]), (45, [0, 2, 3])])
-def test_a_pinned_conversation_grows_by_prompt_and_answer(num_prompt_tokens: int, num_blocks: list[int]) -> None:
+async def test_a_pinned_conversation_grows_by_prompt_and_answer(num_prompt_tokens: int, num_blocks: list[int]) -> None:
     """The answer has four tokens, and the KV of the last one is never computed."""
 
-    async def scenario() -> None:
-        async with fake_cluster() as cluster:
-            await add_keeper(cluster, "p", Role.PREFILL)
-            decode = await add_keeper(cluster, "d", Role.DECODE)
-            state = await cluster.flow.cache.pin(
-                PinRequest(token_ids=None, cache_scope=EVERYONE, conversation_id="chat")
-            )
-            assert (state.num_blocks, state.conversation_id) == (0, "chat")
-            request = conversation_request(num_prompt_tokens)
-            deltas = [delta async for delta in Pulled(cluster.flow.serve(request))]
-            answer = [token_id for delta in deltas for token_id in delta.token_ids]
-            assert len(answer) == 4
-            whole = block_digests(root_digest(NAMESPACE), [*request.token_ids, *answer], 16)
-            await until(lambda: len(pins_of(decode)) >= len(num_blocks))
-            assert [message.digests for message in pins_of(decode)] == [whole[:count] for count in num_blocks]
-            # A pin that comes later covers the turn that was.
-            later = await cluster.flow.cache.pin(
-                PinRequest(token_ids=None, cache_scope=EVERYONE, conversation_id="chat")
-            )
-            assert later.num_blocks == num_blocks[-1]
-            assert [len(message.digests) for message in pins_of(decode)] == [*num_blocks, num_blocks[-1]]
-            cluster.assert_nothing_left()
-
-    asyncio.run(scenario())
+    async with fake_cluster() as cluster:
+        await add_keeper(cluster, "p", Role.PREFILL)
+        decode = await add_keeper(cluster, "d", Role.DECODE)
+        state = await cluster.flow.cache.pin(PinRequest(token_ids=None, cache_scope=EVERYONE, conversation_id="chat"))
+        assert (state.num_blocks, state.conversation_id) == (0, "chat")
+        request = conversation_request(num_prompt_tokens)
+        deltas = [delta async for delta in Pulled(cluster.flow.serve(request))]
+        answer = [token_id for delta in deltas for token_id in delta.token_ids]
+        assert len(answer) == 4
+        whole = block_digests(root_digest(NAMESPACE), [*request.token_ids, *answer], 16)
+        await until(lambda: len(pins_of(decode)) >= len(num_blocks))
+        assert [message.digests for message in pins_of(decode)] == [whole[:count] for count in num_blocks]
+        # A pin that comes later covers the turn that was.
+        later = await cluster.flow.cache.pin(PinRequest(token_ids=None, cache_scope=EVERYONE, conversation_id="chat"))
+        assert later.num_blocks == num_blocks[-1]
+        assert [len(message.digests) for message in pins_of(decode)] == [*num_blocks, num_blocks[-1]]
+        cluster.assert_nothing_left()
 
 
 @pytest.mark.parametrize(
@@ -367,46 +346,37 @@ def test_a_pinned_conversation_grows_by_prompt_and_answer(num_prompt_tokens: int
         ),
     ],
 )
-def test_what_cannot_be_pinned_is_refused(request_: PinRequest, error: type[Exception], message: str) -> None:
-    async def scenario() -> None:
-        async with fake_cluster(config=RouterConfig(max_pin_ttl_s=100.0, pin_tenant_share=1.0)) as cluster:
-            worker = await add_keeper(cluster, "d", Role.DECODE)
-            with pytest.raises(error, match=message):
-                await cluster.flow.cache.pin(request_)
-            assert pins_of(worker) == []
-
-    asyncio.run(scenario())
+async def test_what_cannot_be_pinned_is_refused(request_: PinRequest, error: type[Exception], message: str) -> None:
+    async with fake_cluster(config=RouterConfig(max_pin_ttl_s=100.0, pin_tenant_share=1.0)) as cluster:
+        worker = await add_keeper(cluster, "d", Role.DECODE)
+        with pytest.raises(error, match=message):
+            await cluster.flow.cache.pin(request_)
+        assert pins_of(worker) == []
 
 
-def test_without_a_worker_nothing_is_pinned() -> None:
-    async def scenario() -> None:
-        async with fake_cluster() as cluster:
-            with pytest.raises(NoWorker):
-                await cluster.flow.cache.pin(PinRequest(token_ids=[1] * 20, cache_scope=EVERYONE))
-
-    asyncio.run(scenario())
+async def test_without_a_worker_nothing_is_pinned() -> None:
+    async with fake_cluster() as cluster:
+        with pytest.raises(NoWorker):
+            await cluster.flow.cache.pin(PinRequest(token_ids=[1] * 20, cache_scope=EVERYONE))
 
 
-def test_what_a_worker_keeps_is_on_the_pools_page_and_in_the_metrics() -> None:
-    async def scenario() -> None:
-        async with fake_cluster() as cluster:
-            await add_keeper(cluster, "d", Role.DECODE)
-            load = PinLoad(num_pins=1, num_blocks={"pool": 2}, num_prefetched={"host": 3})
-            cluster.registry.note_load("d", WorkerLoad(), now=0.0)
-            cluster.registry.note_pins("d", load)
-            (worker,) = (await cluster.flow.pools())["roles"]["decode"]
-            assert worker["pins"] == {"num_pins": 1, "num_blocks": {"pool": 2}, "num_prefetched": {"host": 3}}
-            cluster.flow.cache.ledger.num_refused["max_pins"] += 5
-            metrics = CollectorRegistry()
-            metrics.register(PinCollector(cluster.flow.cache, cluster.registry))
-            lines = generate_latest(metrics).decode().splitlines()
-            for line in (
-                "tandem_router_pins 0.0",
-                "tandem_router_max_pinned_blocks 10.0",
-                'tandem_router_refused_pins_total{reason="max_pins"} 5.0',
-                'tandem_pinned_blocks{place="pool",worker="d"} 2.0',
-                'tandem_prefetched_blocks_total{place="host",worker="d"} 3.0',
-            ):
-                assert line in lines
-
-    asyncio.run(scenario())
+async def test_what_a_worker_keeps_is_on_the_pools_page_and_in_the_metrics() -> None:
+    async with fake_cluster() as cluster:
+        await add_keeper(cluster, "d", Role.DECODE)
+        load = PinLoad(num_pins=1, num_blocks={"pool": 2}, num_prefetched={"host": 3})
+        cluster.registry.note_load("d", WorkerLoad(), now=0.0)
+        cluster.registry.note_pins("d", load)
+        (worker,) = (await cluster.flow.pools())["roles"]["decode"]
+        assert worker["pins"] == {"num_pins": 1, "num_blocks": {"pool": 2}, "num_prefetched": {"host": 3}}
+        cluster.flow.cache.ledger.num_refused["max_pins"] += 5
+        metrics = CollectorRegistry()
+        metrics.register(PinCollector(cluster.flow.cache, cluster.registry))
+        lines = generate_latest(metrics).decode().splitlines()
+        for line in (
+            "tandem_router_pins 0.0",
+            "tandem_router_max_pinned_blocks 10.0",
+            'tandem_router_refused_pins_total{reason="max_pins"} 5.0',
+            'tandem_pinned_blocks{place="pool",worker="d"} 2.0',
+            'tandem_prefetched_blocks_total{place="host",worker="d"} 3.0',
+        ):
+            assert line in lines

@@ -104,161 +104,140 @@ def outcomes(cluster: Cluster, worker_id: str) -> list[str]:
 @pytest.mark.parametrize(
     ("transport", "checksums"), [("in_process", "off"), ("in_process", "all"), ("nixl", "all"), ("nccl", "sample")]
 )
-def test_a_prompt_is_read_from_the_pool_of_a_peer(
+async def test_a_prompt_is_read_from_the_pool_of_a_peer(
     tiny_model: Path, oracle: Oracle, transport: str, checksums: str
 ) -> None:
-    async def run() -> None:
-        rng = random.Random(1)
-        async with running_cluster(
-            tiny_model, TWO, transfer={"transport": transport, "checksums": checksums}
-        ) as cluster:
-            tokens = prompt(rng, 28)
-            first = await ask(cluster, "a", tokens)
-            holder = KvHolder(cluster.worker("a").address, 28)
-            second = await ask(cluster, "b", tokens, holder)
-            assert second.token_ids == first.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
-            stats = cluster.worker("b").parts.cache.fetcher.stats()
-            assert stats.num_loaded_blocks["peer"] * BLOCK_SIZE == second.num_cached_tokens > 20 * BLOCK_SIZE
-            assert cluster.worker("a").parts.lender.num_lent_blocks == stats.num_loaded_blocks["peer"]
-            third = await ask(cluster, "b", tokens)
-            assert third.num_cached_tokens == 28 * BLOCK_SIZE, "what was read is cached like anything else"
-            await cluster.becomes_idle()
-
-    asyncio.run(run())
+    rng = random.Random(1)
+    async with running_cluster(tiny_model, TWO, transfer={"transport": transport, "checksums": checksums}) as cluster:
+        tokens = prompt(rng, 28)
+        first = await ask(cluster, "a", tokens)
+        holder = KvHolder(cluster.worker("a").address, 28)
+        second = await ask(cluster, "b", tokens, holder)
+        assert second.token_ids == first.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
+        stats = cluster.worker("b").parts.cache.fetcher.stats()
+        assert stats.num_loaded_blocks["peer"] * BLOCK_SIZE == second.num_cached_tokens > 20 * BLOCK_SIZE
+        assert cluster.worker("a").parts.lender.num_lent_blocks == stats.num_loaded_blocks["peer"]
+        third = await ask(cluster, "b", tokens)
+        assert third.num_cached_tokens == 28 * BLOCK_SIZE, "what was read is cached like anything else"
+        await cluster.becomes_idle()
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_read_moves_a_prefix_and_leaves_what_others_use(tiny_model: Path) -> None:
-    async def run() -> None:
-        rng = random.Random(7)
-        async with running_cluster(tiny_model, TWO, engine={"num_blocks": NUM_BLOCKS}) as cluster:
-            shared = prompt(rng, 2)[: 2 * BLOCK_SIZE]
-            stays, moves = shared + prompt(rng, 8), shared + prompt(rng, 9)
-            await ask(cluster, "a", stays)
-            await ask(cluster, "a", moves)
-            await ask(cluster, "b", moves, KvHolder(cluster.worker("a").address, 11))
-            await cluster.becomes_idle()
+async def test_a_read_moves_a_prefix_and_leaves_what_others_use(tiny_model: Path) -> None:
+    rng = random.Random(7)
+    async with running_cluster(tiny_model, TWO, engine={"num_blocks": NUM_BLOCKS}) as cluster:
+        shared = prompt(rng, 2)[: 2 * BLOCK_SIZE]
+        stays, moves = shared + prompt(rng, 8), shared + prompt(rng, 9)
+        await ask(cluster, "a", stays)
+        await ask(cluster, "a", moves)
+        await ask(cluster, "b", moves, KvHolder(cluster.worker("a").address, 11))
+        await cluster.becomes_idle()
 
-            pool = cluster.worker("a").parts.engine.pool
+        pool = cluster.worker("a").parts.engine.pool
 
-            def need(num_blocks: int) -> None:
-                """Somebody else wants room at the holder."""
-                pool.release(pool.try_allocate(num_blocks) or [])
+        def need(num_blocks: int) -> None:
+            """Somebody else wants room at the holder."""
+            pool.release(pool.try_allocate(num_blocks) or [])
 
-            await cluster.call("a", lambda: need(pool.num_free + 9))
-            again = [
-                await ask(cluster, worker_id, tokens)
-                for worker_id, tokens in (("a", stays), ("a", moves), ("b", moves))
-            ]
-            assert [answer.num_cached_tokens // BLOCK_SIZE for answer in again] == [10, 2, 11]
-            await cluster.becomes_idle()
-
-    asyncio.run(run())
+        await cluster.call("a", lambda: need(pool.num_free + 9))
+        again = [
+            await ask(cluster, worker_id, tokens) for worker_id, tokens in (("a", stays), ("a", moves), ("b", moves))
+        ]
+        assert [answer.num_cached_tokens // BLOCK_SIZE for answer in again] == [10, 2, 11]
+        await cluster.becomes_idle()
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_holder_that_the_prompt_goes_back_to_keeps_its_copy(tiny_model: Path) -> None:
-    async def run() -> None:
-        rng = random.Random(8)
-        async with running_cluster(tiny_model, PAIR) as cluster:
-            sender, receiver = cluster.worker("p"), cluster.worker("d")
-            tokens, demoted = prompt(rng, 12), []
-            await ask(cluster, "d", tokens)
-            await cluster.call("d", lambda: setattr(receiver.parts.engine.pool, "demote", demoted.append))
-            client = Client(sender)
-            try:
-                client.send(
-                    Prefill(
-                        request_id="back",
-                        token_ids=tokens,
-                        sampling=GREEDY,
-                        decode_worker=receiver.address,
-                        kv_holder=KvHolder(receiver.address, 12),
-                    )
+async def test_a_holder_that_the_prompt_goes_back_to_keeps_its_copy(tiny_model: Path) -> None:
+    rng = random.Random(8)
+    async with running_cluster(tiny_model, PAIR) as cluster:
+        sender, receiver = cluster.worker("p"), cluster.worker("d")
+        tokens, demoted = prompt(rng, 12), []
+        await ask(cluster, "d", tokens)
+        await cluster.call("d", lambda: setattr(receiver.parts.engine.pool, "demote", demoted.append))
+        client = Client(sender)
+        try:
+            client.send(
+                Prefill(
+                    request_id="back",
+                    token_ids=tokens,
+                    sampling=GREEDY,
+                    decode_worker=receiver.address,
+                    kv_holder=KvHolder(receiver.address, 12),
                 )
-                await eventually(lambda: receiver.parts.lender.num_lent_blocks and not receiver.parts.lender.num_open)
-                client.send(Cancel(request_id="back"))
-                await cluster.becomes_idle()
-            finally:
-                client.close()
-            assert demoted == []
-
-    asyncio.run(run())
+            )
+            await eventually(lambda: receiver.parts.lender.num_lent_blocks and not receiver.parts.lender.num_open)
+            client.send(Cancel(request_id="back"))
+            await cluster.becomes_idle()
+        finally:
+            client.close()
+        assert demoted == []
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_prompt_is_read_from_the_host_memory_of_a_peer(
+async def test_a_prompt_is_read_from_the_host_memory_of_a_peer(
     tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiers = TierConfig(host_cache_gb=500 * BLOCK_BYTES / 1e9)
 
-    async def run() -> None:
-        rng = random.Random(2)
-        engine = {"num_blocks": NUM_BLOCKS}
-        async with running_cluster(tiny_model, TWO, engine=engine, tiers=tiers) as cluster:
-            tokens = prompt(rng, 12)
-            await ask(cluster, "a", tokens)
-            for number in range(4):
-                await ask(cluster, "a", prompt(rng, 14), request_id=f"flood {number}")
-            await eventually(lambda: not cluster.worker("a").parts.cache.is_busy)
-            answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 12))
-            assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
-            assert cluster.worker("b").parts.cache.fetcher.stats().num_loaded_blocks["peer"] >= 10
-            assert cluster.worker("a").parts.cache.tiers[0].tier.stats().num_hits >= 10
-            other = tokens[: 4 * BLOCK_SIZE] + prompt(rng, 6)  # the reader asks from its own fifth block on
-            await ask(cluster, "a", other, request_id="other")
-            for number in range(4):
-                await ask(cluster, "a", prompt(rng, 14), request_id=f"flood again {number}")
-            await eventually(lambda: not cluster.worker("a").parts.cache.is_busy)
-            parents: list[bytes | None] = []
-            pool = cluster.worker("a").parts.engine.pool
-            publish = pool.publish
-            monkeypatch.setattr(pool, "publish", lambda *args: (parents.append(args[2]), publish(*args)))
-            await ask(cluster, "b", other, KvHolder(cluster.worker("a").address, 10), "asked from the middle")
-            assert parents, "blocks were brought up"
-            assert None not in parents
-            await cluster.becomes_idle()
-
-    asyncio.run(run())
+    rng = random.Random(2)
+    engine = {"num_blocks": NUM_BLOCKS}
+    async with running_cluster(tiny_model, TWO, engine=engine, tiers=tiers) as cluster:
+        tokens = prompt(rng, 12)
+        await ask(cluster, "a", tokens)
+        for number in range(4):
+            await ask(cluster, "a", prompt(rng, 14), request_id=f"flood {number}")
+        await eventually(lambda: not cluster.worker("a").parts.cache.is_busy)
+        answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 12))
+        assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
+        assert cluster.worker("b").parts.cache.fetcher.stats().num_loaded_blocks["peer"] >= 10
+        assert cluster.worker("a").parts.cache.tiers[0].tier.stats().num_hits >= 10
+        other = tokens[: 4 * BLOCK_SIZE] + prompt(rng, 6)  # the reader asks from its own fifth block on
+        await ask(cluster, "a", other, request_id="other")
+        for number in range(4):
+            await ask(cluster, "a", prompt(rng, 14), request_id=f"flood again {number}")
+        await eventually(lambda: not cluster.worker("a").parts.cache.is_busy)
+        parents: list[bytes | None] = []
+        pool = cluster.worker("a").parts.engine.pool
+        publish = pool.publish
+        monkeypatch.setattr(pool, "publish", lambda *args: (parents.append(args[2]), publish(*args)))
+        await ask(cluster, "b", other, KvHolder(cluster.worker("a").address, 10), "asked from the middle")
+        assert parents, "blocks were brought up"
+        assert None not in parents
+        await cluster.becomes_idle()
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_peer_with_less_than_was_said_gives_what_it_has(tiny_model: Path, oracle: Oracle) -> None:
-    async def run() -> None:
-        rng = random.Random(3)
-        async with running_cluster(tiny_model, TWO) as cluster:
-            tokens = prompt(rng, 28)
-            await ask(cluster, "a", tokens[: 22 * BLOCK_SIZE])
-            answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
-            assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
-            assert outcomes(cluster, "b") == ["failed", "loaded"]
-            # The answer of "a" was not that of the prompt, so its last full block is not of this prompt.
-            assert cluster.worker("b").parts.cache.fetcher.stats().num_loaded_blocks["peer"] >= 15
-            nothing = prompt(rng, 20)
-            answer = await ask(cluster, "b", nothing, KvHolder(cluster.worker("a").address, 20), "nothing")
-            assert answer.token_ids == oracle.answer(nothing, max_tokens=6, ignore_eos=True)
-            assert outcomes(cluster, "b")[2:] == ["failed"]
-            await cluster.becomes_idle()
-
-    asyncio.run(run())
+async def test_a_peer_with_less_than_was_said_gives_what_it_has(tiny_model: Path, oracle: Oracle) -> None:
+    rng = random.Random(3)
+    async with running_cluster(tiny_model, TWO) as cluster:
+        tokens = prompt(rng, 28)
+        await ask(cluster, "a", tokens[: 22 * BLOCK_SIZE])
+        answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
+        assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
+        assert outcomes(cluster, "b") == ["failed", "loaded"]
+        # The answer of "a" was not that of the prompt, so its last full block is not of this prompt.
+        assert cluster.worker("b").parts.cache.fetcher.stats().num_loaded_blocks["peer"] >= 15
+        nothing = prompt(rng, 20)
+        answer = await ask(cluster, "b", nothing, KvHolder(cluster.worker("a").address, 20), "nothing")
+        assert answer.token_ids == oracle.answer(nothing, max_tokens=6, ignore_eos=True)
+        assert outcomes(cluster, "b")[2:] == ["failed"]
+        await cluster.becomes_idle()
 
 
-def test_a_peer_that_is_gone_costs_only_time(tiny_model: Path, oracle: Oracle) -> None:
-    async def run() -> None:
-        rng = random.Random(4)
-        async with running_cluster(tiny_model, TWO) as cluster:
-            tokens = prompt(rng, 28)
-            await ask(cluster, "a", tokens)
-            gone = cluster.worker("a").address
-            await asyncio.to_thread(cluster.workers.pop("a").stop)
-            answer = await ask(cluster, "b", tokens, KvHolder(gone, 28))
-            assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
-            assert answer.num_cached_tokens == 0
-            await cluster.call("b", lambda: cluster.worker("b").peer_died(gone))
-            await eventually(lambda: not cluster.worker("b").parts.reader.is_reading)
-            await cluster.call("b", lambda: cluster.worker("b").check_integrity(idle=True))
-
-    asyncio.run(run())
+async def test_a_peer_that_is_gone_costs_only_time(tiny_model: Path, oracle: Oracle) -> None:
+    rng = random.Random(4)
+    async with running_cluster(tiny_model, TWO) as cluster:
+        tokens = prompt(rng, 28)
+        await ask(cluster, "a", tokens)
+        gone = cluster.worker("a").address
+        await asyncio.to_thread(cluster.workers.pop("a").stop)
+        answer = await ask(cluster, "b", tokens, KvHolder(gone, 28))
+        assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
+        assert answer.num_cached_tokens == 0
+        await cluster.call("b", lambda: cluster.worker("b").peer_died(gone))
+        await eventually(lambda: not cluster.worker("b").parts.reader.is_reading)
+        await cluster.call("b", lambda: cluster.worker("b").check_integrity(idle=True))
 
 
 def only_reads(verdict: Verdict) -> Callable[[InProcessWrite], Verdict]:
@@ -267,151 +246,133 @@ def only_reads(verdict: Verdict) -> Callable[[InProcessWrite], Verdict]:
 
 @pytest.mark.parametrize("verdict", [Verdict.FAIL, Verdict.LOSE])
 @pytest.mark.usefixtures("patient")
-def test_a_read_that_fails_is_computed(tiny_model: Path, oracle: Oracle, verdict: Verdict) -> None:
-    async def run() -> None:
-        rng = random.Random(5)
-        async with running_cluster(tiny_model, TWO, judge=only_reads(verdict)) as cluster:
-            tokens = prompt(rng, 28)
-            await ask(cluster, "a", tokens)
-            answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
-            assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
-            assert outcomes(cluster, "b") == ["failed"]
-            cluster.hub.stop_judging()
-            again = prompt(rng, 28)
-            await ask(cluster, "a", again, request_id="again")
-            await ask(cluster, "b", again, KvHolder(cluster.worker("a").address, 28), "again")
-            assert outcomes(cluster, "b") == ["failed", "loaded"], "the link comes back"
-            await cluster.becomes_idle()
-
-    asyncio.run(run())
+async def test_a_read_that_fails_is_computed(tiny_model: Path, oracle: Oracle, verdict: Verdict) -> None:
+    rng = random.Random(5)
+    async with running_cluster(tiny_model, TWO, judge=only_reads(verdict)) as cluster:
+        tokens = prompt(rng, 28)
+        await ask(cluster, "a", tokens)
+        answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
+        assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
+        assert outcomes(cluster, "b") == ["failed"]
+        cluster.hub.stop_judging()
+        again = prompt(rng, 28)
+        await ask(cluster, "a", again, request_id="again")
+        await ask(cluster, "b", again, KvHolder(cluster.worker("a").address, 28), "again")
+        assert outcomes(cluster, "b") == ["failed", "loaded"], "the link comes back"
+        await cluster.becomes_idle()
 
 
 @pytest.mark.usefixtures("patient")
-def test_damaged_blocks_are_not_used(tiny_model: Path, oracle: Oracle) -> None:
+async def test_damaged_blocks_are_not_used(tiny_model: Path, oracle: Oracle) -> None:
     def flip(write: InProcessWrite) -> Verdict:
         if write.is_read:
             write.receiver.pool[write.remote_block_ids[3]] += 1
         return Verdict.DELIVER
 
-    async def run() -> None:
-        rng = random.Random(6)
-        transfer = {"checksums": "all"}
-        async with running_cluster(tiny_model, TWO, judge=flip, transfer=transfer) as cluster:
-            tokens = prompt(rng, 28)
-            await ask(cluster, "a", tokens)
-            answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
-            assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
-            assert outcomes(cluster, "b") == ["failed"]
-            await cluster.becomes_idle()
-
-    asyncio.run(run())
+    rng = random.Random(6)
+    transfer = {"checksums": "all"}
+    async with running_cluster(tiny_model, TWO, judge=flip, transfer=transfer) as cluster:
+        tokens = prompt(rng, 28)
+        await ask(cluster, "a", tokens)
+        answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
+        assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
+        assert outcomes(cluster, "b") == ["failed"]
+        await cluster.becomes_idle()
 
 
-def test_a_slow_read_is_overtaken_and_its_blocks_wait_for_it(tiny_model: Path, oracle: Oracle) -> None:
-    async def run() -> None:
-        rng = random.Random(7)
-        async with running_cluster(tiny_model, TWO, judge=only_reads(Verdict.HOLD)) as cluster:
-            tokens = prompt(rng, 28)
-            await ask(cluster, "a", tokens)
-            answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
-            assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
-            assert outcomes(cluster, "b") == ["overtaken"]
-            held = {block for write in cluster.hub.held for block in write.local_block_ids}
-            assert held
-            reader = cluster.worker("b")
-            for number in range(3):
-                await ask(cluster, "b", prompt(rng, 30), request_id=f"more {number}")
+async def test_a_slow_read_is_overtaken_and_its_blocks_wait_for_it(tiny_model: Path, oracle: Oracle) -> None:
+    rng = random.Random(7)
+    async with running_cluster(tiny_model, TWO, judge=only_reads(Verdict.HOLD)) as cluster:
+        tokens = prompt(rng, 28)
+        await ask(cluster, "a", tokens)
+        answer = await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
+        assert answer.token_ids == oracle.answer(tokens, max_tokens=6, ignore_eos=True)
+        assert outcomes(cluster, "b") == ["overtaken"]
+        held = {block for write in cluster.hub.held for block in write.local_block_ids}
+        assert held
+        reader = cluster.worker("b")
+        for number in range(3):
+            await ask(cluster, "b", prompt(rng, 30), request_id=f"more {number}")
 
-            def take_all() -> list[int]:
-                pool = reader.parts.engine.pool
-                blocks = pool.try_allocate(pool.num_available)
-                assert blocks
-                pool.release(blocks)
-                return blocks
+        def take_all() -> list[int]:
+            pool = reader.parts.engine.pool
+            blocks = pool.try_allocate(pool.num_available)
+            assert blocks
+            pool.release(blocks)
+            return blocks
 
-            given = await cluster.call("b", take_all)
-            assert held.isdisjoint(given), "somebody else may be given a block that is still written"
-            cluster.hub.release_held()
-            await cluster.becomes_idle()
-
-    asyncio.run(run())
+        given = await cluster.call("b", take_all)
+        assert held.isdisjoint(given), "somebody else may be given a block that is still written"
+        cluster.hub.release_held()
+        await cluster.becomes_idle()
 
 
-def test_blocks_of_a_read_that_cannot_be_cancelled_are_counted_as_lost(
+async def test_blocks_of_a_read_that_cannot_be_cancelled_are_counted_as_lost(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with NIXL: what was given up may land for as long as the peer lives."""
     transfer = {"lease_ttl_s": 0.6, "handoff_timeout_s": 0.6}
 
-    async def run() -> None:
-        async with running_cluster(
-            tiny_model, TWO, judge=only_reads(Verdict.HOLD), transfer=transfer, tiers=None
-        ) as cluster:
-            tokens = prompt(random.Random(9), 28)
-            await ask(cluster, "a", tokens)
-            reader = cluster.worker("b")
-            monkeypatch.setattr(reader.parts.transport, "remove_peer", lambda worker_id: None)
-            await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
-            num_held = sum(len(write.local_block_ids) for write in cluster.hub.held)
-            assert num_held
-            assert reader.parts.engine.scheduler.admission.num_lost_blocks == 0, "it may only be slow"
-            await eventually(lambda: reader.parts.engine.scheduler.admission.num_lost_blocks == num_held)
-            status = await cluster.call("b", reader.status)
-            assert status.load.num_quarantined_blocks == num_held
-            cluster.hub.release_held()
-            await eventually(lambda: reader.parts.engine.scheduler.admission.num_lost_blocks == 0)
-            status = await cluster.call("b", reader.status)
-            assert status.load.num_quarantined_blocks == 0
-            await cluster.becomes_idle()
-
-    asyncio.run(run())
+    async with running_cluster(
+        tiny_model, TWO, judge=only_reads(Verdict.HOLD), transfer=transfer, tiers=None
+    ) as cluster:
+        tokens = prompt(random.Random(9), 28)
+        await ask(cluster, "a", tokens)
+        reader = cluster.worker("b")
+        monkeypatch.setattr(reader.parts.transport, "remove_peer", lambda worker_id: None)
+        await ask(cluster, "b", tokens, KvHolder(cluster.worker("a").address, 28))
+        num_held = sum(len(write.local_block_ids) for write in cluster.hub.held)
+        assert num_held
+        assert reader.parts.engine.scheduler.admission.num_lost_blocks == 0, "it may only be slow"
+        await eventually(lambda: reader.parts.engine.scheduler.admission.num_lost_blocks == num_held)
+        status = await cluster.call("b", reader.status)
+        assert status.load.num_quarantined_blocks == num_held
+        cluster.hub.release_held()
+        await eventually(lambda: reader.parts.engine.scheduler.admission.num_lost_blocks == 0)
+        status = await cluster.call("b", reader.status)
+        assert status.load.num_quarantined_blocks == 0
+        await cluster.becomes_idle()
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_request_that_is_cancelled_while_it_reads_leaves_nothing(tiny_model: Path) -> None:
-    async def run() -> None:
-        rng = random.Random(8)
-        async with running_cluster(tiny_model, TWO, judge=only_reads(Verdict.HOLD)) as cluster:
-            tokens = prompt(rng, 28)
-            await ask(cluster, "a", tokens)
-            client = Client(cluster.worker("b"))
-            try:
-                holder = KvHolder(cluster.worker("a").address, 28)
-                client.send(Generate(request_id="r", token_ids=tokens, sampling=GREEDY, kv_holder=holder))
-                await eventually(lambda: cluster.hub.held)
-                client.send(Cancel(request_id="r"))
-                await eventually(lambda: outcomes(cluster, "b") == ["withdrawn"])
-            finally:
-                client.close()
-            cluster.hub.release_held()
-            await cluster.becomes_idle()
-
-    asyncio.run(run())
+async def test_a_request_that_is_cancelled_while_it_reads_leaves_nothing(tiny_model: Path) -> None:
+    rng = random.Random(8)
+    async with running_cluster(tiny_model, TWO, judge=only_reads(Verdict.HOLD)) as cluster:
+        tokens = prompt(rng, 28)
+        await ask(cluster, "a", tokens)
+        client = Client(cluster.worker("b"))
+        try:
+            holder = KvHolder(cluster.worker("a").address, 28)
+            client.send(Generate(request_id="r", token_ids=tokens, sampling=GREEDY, kv_holder=holder))
+            await eventually(lambda: cluster.hub.held)
+            client.send(Cancel(request_id="r"))
+            await eventually(lambda: outcomes(cluster, "b") == ["withdrawn"])
+        finally:
+            client.close()
+        cluster.hub.release_held()
+        await cluster.becomes_idle()
 
 
-def test_the_router_sends_a_prompt_to_an_idle_worker_that_reads_it_from_the_busy_one(
+async def test_the_router_sends_a_prompt_to_an_idle_worker_that_reads_it_from_the_busy_one(
     tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.worker.kv.fetcher._LATE_SLACK_S", DEADLINE_S)
     monkeypatch.setattr("tandem.worker.kv.fetcher.Fetcher.after_step", lambda self, stats: None)
     monkeypatch.setattr("tandem.scheduling.cost_model.StepModel.observe", lambda self, stats: None)
 
-    async def run() -> None:
-        rng = random.Random(9)
-        async with running_cluster(tiny_model, TWO, router={"local_prefill": True}) as cluster:
-            tokens = prompt(rng, 30)
-            await cluster.generate(tokens)
-            await eventually(lambda: max(map(cluster.index.num_blocks, TWO)) >= 30)
-            holder = max(TWO, key=cluster.index.num_blocks)
-            booking = cluster.registry.reserve(RequestLoad(holder, holder, 5000, 0, 5000))
-            answer = await cluster.generate(tokens)
-            booking.release()
-            assert answer.token_ids == oracle.answer(tokens)
-            (other,) = TWO.keys() - {holder}
-            assert cluster.worker(other).parts.cache.fetcher.stats().num_loaded_blocks["peer"] > 20
-            await cluster.becomes_idle()
-
-    asyncio.run(run())
+    rng = random.Random(9)
+    async with running_cluster(tiny_model, TWO, router={"local_prefill": True}) as cluster:
+        tokens = prompt(rng, 30)
+        await cluster.generate(tokens)
+        await eventually(lambda: max(map(cluster.index.num_blocks, TWO)) >= 30)
+        holder = max(TWO, key=cluster.index.num_blocks)
+        booking = cluster.registry.reserve(RequestLoad(holder, holder, 5000, 0, 5000))
+        answer = await cluster.generate(tokens)
+        booking.release()
+        assert answer.token_ids == oracle.answer(tokens)
+        (other,) = TWO.keys() - {holder}
+        assert cluster.worker(other).parts.cache.fetcher.stats().num_loaded_blocks["peer"] > 20
+        await cluster.becomes_idle()
 
 
 # The lease, alone: two pools, a network that delays, repeats and drops, and a holder that reuses blocks at once.
