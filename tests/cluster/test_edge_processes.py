@@ -105,156 +105,133 @@ async def edges(
     assert backend.num_open == 0
 
 
-def test_processes_share_the_port_and_their_counters(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with edges(tmp_path, num_processes=2) as here:
-            answers = [await here.chat() for _ in range(40)]
-            assert {answer.json()["choices"][0]["message"]["content"] for answer in answers} == {"hello world"}
-            assert len({answer.json()["id"] for answer in answers}) == 40
-            created = {(await here.client.get("/v1/models")).json()["data"][0]["created"] for _ in range(10)}
-            assert len(created) == 1
-            total = 'tandem_router_requests_total{endpoint="/v1/chat/completions",status="200"}'
-            assert await here.metric(total) == 40
-            assert await here.metric("tandem_hub") == 1
-            assert here.counting_pids() == set(here.pids())  # each of them has answered
-            port = here.client.base_url.port
-            with pytest.raises(ConfigError, match="Address already in use"), listening("127.0.0.1", port or 0):
-                pass
-
-    asyncio.run(scenario())
+async def test_processes_share_the_port_and_their_counters(tmp_path: Path) -> None:
+    async with edges(tmp_path, num_processes=2) as here:
+        answers = [await here.chat() for _ in range(40)]
+        assert {answer.json()["choices"][0]["message"]["content"] for answer in answers} == {"hello world"}
+        assert len({answer.json()["id"] for answer in answers}) == 40
+        created = {(await here.client.get("/v1/models")).json()["data"][0]["created"] for _ in range(10)}
+        assert len(created) == 1
+        total = 'tandem_router_requests_total{endpoint="/v1/chat/completions",status="200"}'
+        assert await here.metric(total) == 40
+        assert await here.metric("tandem_hub") == 1
+        assert here.counting_pids() == set(here.pids())  # each of them has answered
+        port = here.client.base_url.port
+        with pytest.raises(ConfigError, match="Address already in use"), listening("127.0.0.1", port or 0):
+            pass
 
 
-def test_a_killed_process_loses_its_own_answers_and_is_replaced(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with edges(tmp_path, num_processes=2) as here:
-            go_on = asyncio.Event()
-            here.backend.script = lambda request: [go_on, *here.backend.reply_steps(request)]
-            asking = [asyncio.create_task(here.chat()) for _ in range(24)]
-            await until(lambda: here.backend.num_open == 24)
-            victim, survivor = here.pids()
-            os.kill(victim, signal.SIGKILL)
-            await until(lambda: here.backend.num_open < 24)
-            num_left = here.backend.num_open
-            assert 0 < num_left < 24  # both had some: 2 ** -23 that one had all
-            go_on.set()
-            answers = await asyncio.gather(*asking, return_exceptions=True)
-            assert (
-                sum(isinstance(answer, httpx.Response) and answer.status_code == 200 for answer in answers) == num_left
-            )
-            assert sum(isinstance(answer, httpx.TransportError) for answer in answers) == 24 - num_left
-            await until(lambda: len(here.pids()) == 2 and victim not in here.pids())
-            assert survivor in here.pids()
-            assert (await here.chat()).status_code == 200
-            assert await here.metric("tandem_router_running_requests") == 0
-
-    asyncio.run(scenario())
+async def test_a_killed_process_loses_its_own_answers_and_is_replaced(tmp_path: Path) -> None:
+    async with edges(tmp_path, num_processes=2) as here:
+        go_on = asyncio.Event()
+        here.backend.script = lambda request: [go_on, *here.backend.reply_steps(request)]
+        asking = [asyncio.create_task(here.chat()) for _ in range(24)]
+        await until(lambda: here.backend.num_open == 24)
+        victim, survivor = here.pids()
+        os.kill(victim, signal.SIGKILL)
+        await until(lambda: here.backend.num_open < 24)
+        num_left = here.backend.num_open
+        assert 0 < num_left < 24  # both had some: 2 ** -23 that one had all
+        go_on.set()
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        assert sum(isinstance(answer, httpx.Response) and answer.status_code == 200 for answer in answers) == num_left
+        assert sum(isinstance(answer, httpx.TransportError) for answer in answers) == 24 - num_left
+        await until(lambda: len(here.pids()) == 2 and victim not in here.pids())
+        assert survivor in here.pids()
+        assert (await here.chat()).status_code == 200
+        assert await here.metric("tandem_router_running_requests") == 0
 
 
-def test_a_process_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with edges(tmp_path, num_processes=1, worker_timeout_s=2.0) as here:
-            (pid,) = here.pids()
-            os.kill(pid, signal.SIGSTOP)
-            await until(lambda: here.pids() not in ([], [pid]), START_S)
-            assert not psutil.pid_exists(pid)
-
-    asyncio.run(scenario())
+async def test_a_process_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
+    async with edges(tmp_path, num_processes=1, worker_timeout_s=2.0) as here:
+        (pid,) = here.pids()
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: here.pids() not in ([], [pid]), START_S)
+        assert not psutil.pid_exists(pid)
 
 
-def test_a_replaced_process_has_the_keys_and_the_tenants_of_the_others(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        keys = {key_digest("first"): "search", key_digest("second"): "batch"}
-        tenants = Tenants(named={"batch": TenantPolicy(shared_cache=True)})
-        async with edges(tmp_path, num_processes=1, api_keys=keys, tenants=tenants) as here:
-            assert (await here.chat()).status_code == 401
-            here.client.headers["authorization"] = "Bearer first"
-            (pid,) = here.pids()
-            os.kill(pid, signal.SIGKILL)
-            await until(lambda: here.pids() not in ([], [pid]))
-            await until(lambda: here.is_listening(), START_S)
-            assert (await here.chat()).status_code == 200
-            here.client.headers["authorization"] = "Bearer second"
-            assert (await here.chat()).status_code == 200
-            told = [(request.service_class.tenant, request.cache_scope) for request in here.backend.requests]
-            assert told == [("search", cache_scope("", "search")), ("batch", cache_scope("", ""))]
-
-    asyncio.run(scenario())
+async def test_a_replaced_process_has_the_keys_and_the_tenants_of_the_others(tmp_path: Path) -> None:
+    keys = {key_digest("first"): "search", key_digest("second"): "batch"}
+    tenants = Tenants(named={"batch": TenantPolicy(shared_cache=True)})
+    async with edges(tmp_path, num_processes=1, api_keys=keys, tenants=tenants) as here:
+        assert (await here.chat()).status_code == 401
+        here.client.headers["authorization"] = "Bearer first"
+        (pid,) = here.pids()
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: here.pids() not in ([], [pid]))
+        await until(lambda: here.is_listening(), START_S)
+        assert (await here.chat()).status_code == 200
+        here.client.headers["authorization"] = "Bearer second"
+        assert (await here.chat()).status_code == 200
+        told = [(request.service_class.tenant, request.cache_scope) for request in here.backend.requests]
+        assert told == [("search", cache_scope("", "search")), ("batch", cache_scope("", ""))]
 
 
-def test_draining_lets_answers_end_and_ends_the_processes(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with edges(tmp_path, num_processes=2) as here:
-            go_on = asyncio.Event()
-            here.backend.script = lambda request: [go_on, *here.backend.reply_steps(request)]
-            asking = [asyncio.create_task(here.chat()) for _ in range(6)]
-            await until(lambda: here.processes.num_running == 6)
-            here.processes.drain()
-            assert not here.processes.serving.done()
-            go_on.set()
-            assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 6
-            await here.processes.serving
-            with pytest.raises(httpx.ConnectError):
-                await here.chat()
-
-    asyncio.run(scenario())
+async def test_draining_lets_answers_end_and_ends_the_processes(tmp_path: Path) -> None:
+    async with edges(tmp_path, num_processes=2) as here:
+        go_on = asyncio.Event()
+        here.backend.script = lambda request: [go_on, *here.backend.reply_steps(request)]
+        asking = [asyncio.create_task(here.chat()) for _ in range(6)]
+        await until(lambda: here.processes.num_running == 6)
+        here.processes.drain()
+        assert not here.processes.serving.done()
+        go_on.set()
+        assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 6
+        await here.processes.serving
+        with pytest.raises(httpx.ConnectError):
+            await here.chat()
 
 
-def test_a_process_that_cannot_start_is_told(tmp_path: Path) -> None:
-    async def scenario() -> None:
+async def test_a_process_that_cannot_start_is_told(tmp_path: Path) -> None:
+    backend = FakeBackend(Tokenizer(build_tokenizer(tmp_path)))
+    with listening("127.0.0.1", 0) as listener:
+        config = RouterConfig(port=0, router_processes=2)
+        model = str(tmp_path / "nothing")
+        serving = edge_processes(
+            BackendService(backend, Always(), lambda: b""),
+            TextEdge(model),
+            config=config,
+            listener=listener,
+            api_keys={},
+        )
+        async with asyncio.timeout(START_S), serving as processes:
+            with pytest.raises(ConfigError, match="nothing"):
+                await processes.serving
+            assert not processes.is_serving
+
+
+async def test_a_process_whose_parent_is_gone_ends(tmp_path: Path) -> None:
+    with listening("127.0.0.1", 0) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         backend = FakeBackend(Tokenizer(build_tokenizer(tmp_path)))
-        with listening("127.0.0.1", 0) as listener:
-            config = RouterConfig(port=0, router_processes=2)
-            model = str(tmp_path / "nothing")
-            serving = edge_processes(
-                BackendService(backend, Always(), lambda: b""),
-                TextEdge(model),
-                config=config,
-                listener=listener,
-                api_keys={},
-            )
-            async with asyncio.timeout(START_S), serving as processes:
-                with pytest.raises(ConfigError, match="nothing"):
-                    await processes.serving
-                assert not processes.is_serving
-
-    asyncio.run(scenario())
-
-
-def test_a_process_whose_parent_is_gone_ends(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        with listening("127.0.0.1", 0) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            backend = FakeBackend(Tokenizer(build_tokenizer(tmp_path)))
-            hub = EdgeHub(BackendService(backend, Always(), bytes), f"{tmp_path}/hub")
-            await hub.start()
-            hub.expect("edge")
-            settings = EdgeSettings(
-                edge_id="edge",
-                hub_endpoint=f"{tmp_path}/hub",
-                edge=TextEdge(str(tmp_path)),
-                port=listener.getsockname()[1],
-                router=RouterConfig(),
-                metrics_folder=str(tmp_path),
-                started_at_s=1,
-            )
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "tandem.cluster.edge_process", stdin=PIPE, stdout=PIPE, start_new_session=True
-            )
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write(msgspec.json.encode(settings) + b"\n")
-            async with asyncio.timeout(START_S):
-                while (word := await process.stdout.readline()) == b"alive\n":
-                    pass
-                assert word == b"ready\n"
-                process.stdin.close()
-                assert await process.wait() == 0
-            await hub.close()
-
-    asyncio.run(scenario())
+        hub = EdgeHub(BackendService(backend, Always(), bytes), f"{tmp_path}/hub")
+        await hub.start()
+        hub.expect("edge")
+        settings = EdgeSettings(
+            edge_id="edge",
+            hub_endpoint=f"{tmp_path}/hub",
+            edge=TextEdge(str(tmp_path)),
+            port=listener.getsockname()[1],
+            router=RouterConfig(),
+            metrics_folder=str(tmp_path),
+            started_at_s=1,
+        )
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tandem.cluster.edge_process", stdin=PIPE, stdout=PIPE, start_new_session=True
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(msgspec.json.encode(settings) + b"\n")
+        async with asyncio.timeout(START_S):
+            while (word := await process.stdout.readline()) == b"alive\n":
+                pass
+            assert word == b"ready\n"
+            process.stdin.close()
+            assert await process.wait() == 0
+        await hub.close()
 
 
-def test_every_process_has_the_limits_and_knows_whom_to_listen_to(tmp_path: Path) -> None:
+async def test_every_process_has_the_limits_and_knows_whom_to_listen_to(tmp_path: Path) -> None:
     async def slow(port: int) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n")
@@ -262,14 +239,11 @@ def test_every_process_has_the_limits_and_knows_whom_to_listen_to(tmp_path: Path
         writer.close()
         return answer
 
-    async def scenario() -> None:
-        async with edges(tmp_path, num_processes=2, header_timeout_s=0.5) as here:
-            answers = await asyncio.gather(*(slow(here.client.base_url.port or 0) for _ in range(16)))
-            assert {answer.split()[1] for answer in answers} == {b"408"}
-            for headers in ({"host": "page.example"}, {"origin": "http://page.example"}):
-                refused = [await here.client.post("/v1/chat/completions", json=BODY, headers=headers) for _ in range(8)]
-                assert {answer.status_code for answer in refused} == {403}
-            assert here.backend.requests == []
-            assert (await here.chat()).status_code == 200
-
-    asyncio.run(scenario())
+    async with edges(tmp_path, num_processes=2, header_timeout_s=0.5) as here:
+        answers = await asyncio.gather(*(slow(here.client.base_url.port or 0) for _ in range(16)))
+        assert {answer.split()[1] for answer in answers} == {b"408"}
+        for headers in ({"host": "page.example"}, {"origin": "http://page.example"}):
+            refused = [await here.client.post("/v1/chat/completions", json=BODY, headers=headers) for _ in range(8)]
+            assert {answer.status_code for answer in refused} == {403}
+        assert here.backend.requests == []
+        assert (await here.chat()).status_code == 200
