@@ -20,6 +20,7 @@ from tandem.cluster.restarts import RestartBudget
 from tandem.cluster.role_flips import RoleFlips
 from tandem.protocol.config import ClusterConfig, WorkerConfig
 from tandem.protocol.errors import ConfigError, ServingError, WorkerError
+from tandem.protocol.fault_boundary import async_error_of
 from tandem.protocol.messages import PeerAddress, Role, WorkerState
 from tandem.router.workers.client import WorkerClient
 from tandem.runtime.background import BackgroundTasks
@@ -152,14 +153,19 @@ class Supervisor:
 
     async def _live(self, member: Member) -> str:
         """Start the worker and wait for its end; how it ended."""
-        try:
+        reason = ""
+
+        async def live() -> None:
+            nonlocal reason
             await self._bring_up(member)
-            return await member.ended()
-        except (RayError, ServingError, TimeoutError) as exc:
-            return first_line(exc)
-        except (OSError, RuntimeError, ValueError) as exc:  # Ray raises these too; a new process may do better
-            logger.exception("worker %s is given up", member.worker_id)
-            return first_line(exc)
+            reason = await member.ended()
+
+        error = await async_error_of(live())
+        if error is None:
+            return reason
+        if not isinstance(error, (RayError, ServingError, TimeoutError)):  # a bug; a new process may do better
+            logger.error("worker %s is given up", member.worker_id, exc_info=error)
+        return first_line(error)
 
     async def _bring_up(self, member: Member) -> None:
         address = await member.start(

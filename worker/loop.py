@@ -21,7 +21,7 @@ from tandem.kv_transfer.transport.base import Notification
 from tandem.kv_transfer.transport.in_process import InProcessHub
 from tandem.protocol.config import WorkerConfig
 from tandem.protocol.errors import WorkerError
-from tandem.protocol.fault_boundary import outcome_of
+from tandem.protocol.fault_boundary import outcome_of, undone_on_error
 from tandem.protocol.messages import PeerAddress, Role, WorkerCard
 from tandem.worker.assembly import assemble
 from tandem.worker.dispatch import MessageDispatcher
@@ -73,15 +73,17 @@ class Worker:
         """Serve until `stop`. An error that no request is to blame for ends the worker, and the process is replaced."""
         self.parts.heartbeats.start(self.reporter.heartbeat)
         try:
-            while not self._stopping.is_set():
-                self.run_once()
+            with undone_on_error(self._fail_requests):
+                while not self._stopping.is_set():
+                    self.run_once()
         finally:
-            if not self._stopping.is_set():  # an error ended the loop
-                for request_id in self.parts.replies.request_ids:
-                    self.parts.replies.fail(request_id, "the worker failed; see its log", WorkerError.code or "")
             self._stopping.set()
             self._run_calls()  # their callers wait for an answer
             self.close()
+
+    def _fail_requests(self) -> None:
+        for request_id in self.parts.replies.request_ids:
+            self.parts.replies.fail(request_id, "the worker failed; see its log", WorkerError.code or "")
 
     def stop(self) -> None:
         """Let `run` return soon. Safe from any thread."""

@@ -109,9 +109,15 @@ class EdgeHub:
         if edge is None:
             return
         edge.link.close()
+        self._links.discard(edge.link)
         for task in list(edge.tasks.values()):
             task.cancel()
         self._service.left(edge_id)
+
+    @property
+    def num_connections(self) -> int:
+        """Open connections, those included that have not said whose they are."""
+        return len(self._links)
 
     def publish(self, news: Any) -> None:
         """Send news to all edge processes, ahead of whatever is sent to them later."""

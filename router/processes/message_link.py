@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import cast
 
+from tandem.protocol.fault_boundary import error_of
+
 __all__ = ["MessageLink", "framed"]
 
 logger = logging.getLogger(__name__)
@@ -46,10 +48,8 @@ class MessageLink(asyncio.Protocol):
                 return
             message = bytes(self._data[_LENGTH_BYTES:end])
             del self._data[:end]
-            try:
-                self._on_message(message)
-            except Exception:  # a bug: the messages behind this one must still be handled
-                logger.exception("a message could not be handled")
+            if (error := error_of(self._on_message, message)) is not None:  # the messages behind it are still handled
+                logger.error("a message could not be handled", exc_info=error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended."""

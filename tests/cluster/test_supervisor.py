@@ -347,6 +347,27 @@ async def test_requests_fail_at_once_and_blocks_wait_for_the_proof_of_a_stopped_
         assert cluster.ray.told[1:] == [("decode-0", "peer_died", dead.card.address, True)]
 
 
+async def test_a_bug_while_a_worker_starts_costs_that_start_and_not_the_service(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=9) as cluster:
+        epoch = cluster.ray.latest("prefill-0").card.address.epoch
+        add_worker, failed = FakeWorkers.add_worker, []
+
+        async def fail_once(workers: FakeWorkers, address: PeerAddress) -> WorkerCard:
+            if not failed:
+                failed.append(address)
+                raise KeyError("a bug")
+            return await add_worker(workers, address)
+
+        monkeypatch.setattr(FakeWorkers, "add_worker", fail_once)
+        cluster.die("prefill-0")
+        await cluster.is_served("prefill-0", epoch)
+        assert failed
+        assert not cluster.supervisor.failure.done()
+        assert "worker prefill-0 is given up" in caplog.text
+
+
 async def test_what_is_wrong_with_the_supervision_itself_ends_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
         monkeypatch.setattr("tandem.cluster.supervisor._obituary", lambda *_: 1 / 0)

@@ -294,6 +294,23 @@ def test_stop_and_wake_are_harmless_after_the_end(tiny_model: Path) -> None:
     assert running.failure is None
 
 
+def test_whatever_fails_at_its_end_a_worker_is_closed(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(worker_config(tiny_model, "w", Role.COLOCATED), hub=InProcessHub())
+
+    def fail(*_: object) -> None:
+        raise OSError("injected")
+
+    monkeypatch.setattr(worker, "run_once", fail)
+    monkeypatch.setattr(worker.parts.replies, "fail", fail)
+    monkeypatch.setattr(type(worker.parts.replies), "request_ids", property(lambda _: ["r"]))
+    running = RunningWorker(worker)
+    running.thread.join(DEADLINE_S)
+    assert isinstance(running.failure, OSError)
+    assert worker.parts.context.closed
+    with pytest.raises(WorkerError, match="has stopped"):
+        worker.call(lambda: None)
+
+
 def break_step(cluster: Cluster, worker_id: str) -> None:
     def run(*_: object) -> None:
         raise torch.AcceleratorError("injected")

@@ -212,7 +212,9 @@ async def test_a_dropped_edge_loses_its_requests_and_no_other(tokenizer: Tokeniz
         here.backend.script = lambda request: [go_on, *here.backend.reply_steps(request)]
         waiting = [asyncio.create_task(collect(edge.serve(REQUEST))) for edge in (first, second)]
         await until(lambda: here.backend.num_open == 2)
+        assert here.hub.num_connections == 2
         here.hub.drop("first")
+        assert here.hub.num_connections == 1
         await until(lambda: here.backend.num_open == 1)
         go_on.set()
         assert await waiting[1] == here.backend.reply_steps(REQUEST)
