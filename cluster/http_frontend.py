@@ -103,8 +103,9 @@ async def drain(
     if num_running := frontend.num_running:
         answers = "1 answer" if num_running == 1 else f"{num_running} answers"
         progress(f"stopping: waiting up to {timeout_s:g} s for {answers} (Ctrl-C again stops now)")
-        await wait_for_any(frontend.serving, stop_now, timeout_s=timeout_s)
     else:
         progress("stopping")
+    # Also with no answer in sight: an edge process may still read a request or send the end of an answer.
+    await wait_for_any(frontend.serving, stop_now, timeout_s=timeout_s)
     flow.shut_down()
     await asyncio.wait({frontend.serving}, timeout=_FINAL_EVENTS_S)

@@ -137,7 +137,7 @@ class EdgeHub:
                 return
             if edge is not None:
                 self._dispatch(edge, message)
-            elif isinstance(message, wire.Join) and message.edge_id in self._expected:
+            elif isinstance(message, wire.Join) and self._may_join(message.edge_id):
                 edge = self._join(message.edge_id, link)
 
         def on_lost() -> None:
@@ -148,6 +148,10 @@ class EdgeHub:
         link = MessageLink(on_message, on_lost)
         self._links.add(link)
         return link
+
+    def _may_join(self, edge_id: str) -> bool:
+        """Whether a process of this name is expected, and has not joined: a second one would take its calls over."""
+        return edge_id in self._expected and edge_id not in self._edges
 
     def _join(self, edge_id: str, link: MessageLink) -> _Edge:
         edge = self._edges[edge_id] = _Edge(edge_id, link)

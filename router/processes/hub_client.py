@@ -89,6 +89,10 @@ class HubClient:
         self._calls[number] = receive
         return number
 
+    def is_open(self, number: int) -> bool:
+        """Whether the hub still answers this call: it has not ended it, and is not silent."""
+        return number in self._calls and not self.is_silent
+
     def note(self, number: int, note: Any) -> None:
         """Tell the hub what happened to a call."""
         self._out.add(number, note)
@@ -133,7 +137,7 @@ class HubClient:
             case wire.Items(items):
                 for number, item in items:
                     if (receive := self._calls.get(number)) is not None:  # else its client has left
-                        receive(item)
+                        self._pass_on(number, receive, item)
             case wire.Failed(number, error):
                 if (receive := self._calls.get(number)) is not None:
                     receive(wire.error_of(error))
@@ -147,6 +151,12 @@ class HubClient:
                 self._on_news(news)
                 if not self._joined.done():
                     self._joined.set_result(None)
+
+    def _pass_on(self, number: int, receive: Callable[[Any], None], item: Any) -> None:
+        """Give a call its item. If that raises, this call fails and no other."""
+        if (error := error_of(receive, item)) is not None:
+            logger.error("an item of call %d could not be handled", number, exc_info=error)
+            receive(WorkerError("a message of the deciding process could not be handled"))
 
     def _fail_all(self, message: str) -> None:
         """Fail what waits for the hub. Calls are ended by their owners; the hub may answer again."""

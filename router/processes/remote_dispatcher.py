@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from tandem.protocol.errors import ServingError
+from tandem.protocol.errors import NoWorker, ServingError
 from tandem.router.engines.dispatcher import GAP_INTERVAL_S, DispatchRequest, EngineListener, EngineTarget
 from tandem.router.processes import dispatch_messages as messages
 from tandem.router.processes.hub_client import HubClient
@@ -135,6 +135,8 @@ class RemoteReservation:
 
     async def place_elsewhere(self) -> EngineTarget:
         """Give the target up and book another one. Raises a `ServingError`."""
+        if self._call is None or not self._hub.is_open(self._call):
+            raise NoWorker("the deciding process can book no other engine for this request")
         self._target = asyncio.get_running_loop().create_future()
         self._note(messages.PlaceElsewhere())
         return await self._next_target()

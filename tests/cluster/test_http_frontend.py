@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -57,6 +59,28 @@ def test_answers_that_do_not_end_in_time_end_with_an_error(
     asyncio.run(scenario())
     assert told == [f"stopping: waiting up to {timeout_s:g} s for 1 answer (Ctrl-C again stops now)"]
     assert "Traceback" not in caplog.text
+
+
+async def test_edge_processes_end_before_requests_do_though_the_hub_runs_none() -> None:
+    """An edge process may still read a request, or send the end of an answer, of which the hub knows nothing."""
+    happened: list[str] = []
+
+    class Edges:
+        is_serving, num_running = True, 0
+
+        def __init__(self) -> None:
+            self.serving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def drain(self) -> None:
+            def end() -> None:
+                happened.append("edges ended")
+                self.serving.set_result(None)
+
+            asyncio.get_running_loop().call_later(0.05, end)
+
+    flow: Any = SimpleNamespace(shut_down=lambda: happened.append("flow ended"))
+    await drain(Edges(), asyncio.Event(), flow, 20.0, happened.append)
+    assert happened == ["stopping", "edges ended", "flow ended"]
 
 
 def test_a_client_that_does_not_read_does_not_hold_up_the_end(caplog: pytest.LogCaptureFixture) -> None:

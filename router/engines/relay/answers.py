@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from tandem.protocol.sampling import MAX_COUNT
 from tandem.router.engines.errors import EngineBusy, EngineFailed
 
 __all__ = ["as_count", "as_dict", "error_text", "parse_answer"]
@@ -45,8 +46,8 @@ def as_dict(value: Any) -> dict[str, Any]:
 
 
 def as_count(value: Any) -> int:
-    """`value` if it is a positive integer, else 0."""
-    return value if isinstance(value, int) and value > 0 else 0
+    """`value` if it is a positive integer that some prompt or answer may have, else 0. `True` is none."""
+    return value if type(value) is int and 0 < value <= MAX_COUNT else 0
 
 
 def _check_status(engine: str, status: int, headers: Mapping[str, str], content: bytes) -> None:

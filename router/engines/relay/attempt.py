@@ -95,9 +95,13 @@ class Attempt:
             raise
 
     def abort(self, reason: str) -> None:
-        """End it now, with an error that names the engine."""
+        """End it now, with an error that names the engine. Later calls change nothing."""
+        if self._aborted is not None:
+            return
         self._aborted = EngineFailed(self._waits_for.name, reason)
         if self._timeout is not None:
+            if self._timeout.expired():
+                return  # it ends already
             self._timeout.reschedule(asyncio.get_running_loop().time())
         elif self._reply is not None:
             self._reply.fail(self._aborted)

@@ -17,8 +17,8 @@ from tandem.router.engines.dispatcher import DispatchRequest
 from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.engines.relay.prompts import TextReader
 from tandem.router.processes import dispatch_messages as messages
+from tandem.router.processes import dispatch_service, hub_client, wire
 from tandem.router.processes import hub as hub_module
-from tandem.router.processes import hub_client, wire
 from tandem.router.processes.remote_dispatcher import RemoteDispatcher
 from tandem.scheduling.request import ServiceClass
 from tests.support.engines_harness import (
@@ -464,6 +464,38 @@ async def test_streams_outlive_a_hub_that_is_silent_and_requests_are_refused(
         await until(lambda: edge.remote.unready is None)
         await until(lambda: hub.hub.num_running == 0)  # it has heard of their ends
         assert (await start(edge)).status_code == 200
+
+
+async def test_a_silent_hub_is_not_waited_for_to_place_a_request_elsewhere(
+    fake_a: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_client, "WATCH_INTERVAL_S", 0.01)
+    async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
+        edge = await hub.edge("edge", timeout_s=0.3)
+        reservation = edge.remote.reserve(routing_request(), lambda _: None)
+        await reservation.place()
+        with monkeypatch.context() as deaf:
+            deaf.setattr(edge.remote._hub, "_on_message", lambda _: None)
+            await until(lambda: edge.remote.unready is not None)
+            with pytest.raises(NoWorker):
+                await reservation.place_elsewhere()
+        reservation.release()
+        await until(lambda: hub.hub.num_running == 0)
+
+
+async def test_a_request_that_the_hub_gave_up_is_not_placed_elsewhere(
+    fake_a: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with routing_by_hub(tmp_path, small(fake_a, "a")) as hub:
+        edge = await hub.edge("edge")
+        reservation = edge.remote.reserve(routing_request(), lambda _: None)
+        await reservation.place()
+        monkeypatch.setattr(dispatch_service._DispatchCall, "note", lambda *_: 1 / 0)
+        reservation.answered()
+        await until(lambda: edge.remote.num_open == 0)
+        with pytest.raises(NoWorker):
+            await reservation.place_elsewhere()
+        assert hub.hub.num_running == 0
 
 
 async def test_a_hub_that_is_not_there_is_told_in_time(tmp_path: Path) -> None:
