@@ -62,7 +62,7 @@ def fairness(settings: argparse.Namespace) -> list[dict[str, Any]]:
             rows.append(_fairness_row(pools, prompts, GREED, order, ttft, absent, modest))
         console.print(f"[dim]measured fairness on {pools[0]}P{pools[1]}D, greedy prompts {prompts}[/]")
     print_table(
-        "TTFT of nine steady tenants beside one that asks so many times its share, seconds",
+        "TTFT of nine steady tenants beside a tenth, by its load in shares, seconds",
         ["workers", "greedy prompts", "asks", "order", "p50", "p99", "p99 against none", "p99 against its share"],
         [
             [

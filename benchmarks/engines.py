@@ -138,7 +138,7 @@ def _wait_for_all(url: str, count: int) -> None:
 
 def measure_answers(fleet: Fleet) -> dict[str, Any]:
     """Compare greedy answers through the router, plain and streamed, with those of a vLLM server asked directly."""
-    direct = next(reversed(fleet.urls.values()))  # of a pair the decode engine, which can do it alone
+    direct = next(reversed(fleet.urls.values()))  # in a pair this is the decode engine, which can answer alone
     num_equal, different = 0, []
     with httpx.Client(timeout=120.0, trust_env=False) as client:
         for path, body in _requests(fleet.model):

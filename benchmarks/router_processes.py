@@ -216,7 +216,7 @@ def _asked(mocks: Connection, word: str) -> list[int]:
 
 @contextlib.contextmanager
 def _router(ports: list[int], count: int) -> Iterator[tuple[int, int]]:
-    """Port and pid of a router with so many processes, once it has reached all engines."""
+    """Port and pid of a router with this many processes, once it has reached all engines."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "engines.toml")
         path.write_text(

@@ -5,7 +5,7 @@ a pipe that ends with the server. It runs in a session of its own, so that a sig
 
 After its parents have died, nobody can tell whose child a process was. So all processes of a server inherit a random
 mark in their environment. Ray's overwrite parts of theirs with their title, but they have files of Ray's folder open
-for writing. A pidfd names the process that was examined, whoever gets its number later.
+for writing. A pidfd names the process that was examined, even if another gets its number later.
 """
 
 from __future__ import annotations

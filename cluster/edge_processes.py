@@ -41,7 +41,7 @@ async def edge_processes(
 ) -> AsyncIterator[EdgeProcesses]:
     """Run `config.router_processes` of them while the block runs. Each serves once it has joined the hub."""
     # A folder with a short name, because there is a socket in it, whose path must not be long. Only this user may
-    # enter it: whoever can write to the socket can generate, and add engines.
+    # enter it: a process that can write to the socket can generate, and add engines.
     with tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as folder:
         endpoint = f"{folder}/hub"
         hub = EdgeHub(service, endpoint)

@@ -2,8 +2,8 @@
 
 Ray may say that an actor is dead while its process still exists: with a stopped process that was seen to last five
 seconds. Such a process may go on writing into its peers' memory. So before blocks that it could write to are freed, the
-kernel of its machine is asked. A pidfd names exactly that process, whoever gets its number later, and becomes readable
-when its last thread has ended.
+kernel of its machine is asked. A pidfd names exactly that process, even if another gets its number later, and becomes
+readable when its last thread has ended.
 """
 
 from __future__ import annotations

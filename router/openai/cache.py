@@ -60,8 +60,8 @@ async def prefetch_pin(context: ServingContext, request: Request) -> dict[str, A
 async def list_pins(context: ServingContext, request: Request) -> dict[str, Any]:
     """Body of `GET /v1/cache/pins`: the live pins of a tenant, or all of them for an operator.
 
-    Without API keys only the salt distinguishes clients. So only pins with the given salt are listed: whoever gives it
-    must know it.
+    Without API keys only the salt distinguishes clients. So only pins with the given salt are listed, which a client
+    must know to give it.
     """
     tenant, cache_salt = visible_tenant(request), request.query_params.get("cache_salt")
     is_all = context.scopes.has_keys and (tenant is None or cache_salt is None)

@@ -60,7 +60,7 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 ConversationId = Annotated[str, Meta(min_length=1, max_length=MAX_CONVERSATION_ID_CHARS)]
 
 MAX_NEUTRAL_BYTES = 256  # of a value that asks for nothing
-LARGE_BODY_BYTES = 64 * 1024  # with so many objects that the garbage collector would walk them again and again
+LARGE_BODY_BYTES = 64 * 1024  # their objects are too many for the garbage collector to walk again and again
 
 R = TypeVar("R", bound=msgspec.Struct)
 

@@ -1,6 +1,6 @@
 """The deciding process' side: serves the calls and answers the questions of edge processes.
 
-Whoever starts an edge process announces it by `expect` and calls `drop` when it has ended, which cancels its calls.
+The parent of an edge process announces it by `expect` and calls `drop` when it has ended, which cancels its calls.
 Messages of other senders are ignored: a message of a dead process, read late, must not start a call that nobody ends.
 """
 
