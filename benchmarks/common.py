@@ -158,8 +158,10 @@ async def until_idle(server: Server, timeout_s: float) -> tuple[float, dict[str,
 
 
 @contextlib.contextmanager
-def launched(command: Sequence[str], *, ready: str, env: Mapping[str, str] | None = None) -> Iterator[Launched]:
-    """Run a server for as long as the block runs; `start_s` is the time until GET `ready` answered 200.
+def launched(
+    command: Sequence[str], *, ready: str, env: Mapping[str, str] | None = None, folder: Path = _ROOT
+) -> Iterator[Launched]:
+    """Run a server in `folder` while the block runs; `start_s` is the time until GET `ready` answered 200.
 
     At the end it gets SIGINT and time to stop; then it and all that it started are killed by their handles.
     """
@@ -168,7 +170,7 @@ def launched(command: Sequence[str], *, ready: str, env: Mapping[str, str] | Non
         started = time.perf_counter()
         process = subprocess.Popen(
             command,
-            cwd=_ROOT,
+            cwd=folder,
             env={**os.environ, **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=log,

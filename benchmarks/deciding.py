@@ -141,7 +141,7 @@ async def _hub(num_tokens: int, step_ms: int, seconds: float, seed: int) -> tupl
 
 async def _edge(endpoint: str, num_tokens: int, step_ms: int, seed: int) -> None:
     """Send requests until the process is ended."""
-    edge = RemoteBackend(endpoint, _EDGE_ID, timeout_s=20.0)
+    edge = RemoteBackend(endpoint, _EDGE_ID, on_lost=lambda: None, timeout_s=20.0)
     await edge.start()
     async with _asked(edge, num_tokens, step_ms, seed):
         await asyncio.Event().wait()

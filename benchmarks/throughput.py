@@ -35,6 +35,7 @@ from tandem.loadtest.prompts import random_prompts
 from tandem.loadtest.stats import summarize
 
 _WARMUP_REQUESTS = 4
+_POOL = "--pool-gb=1"  # taken at the start: the first use of memory would be measured as time of prefill
 _FLOORS = {COLOCATED.name: ("vLLM colocated", 0.8), ONE_PAIR.name: ("vLLM 1P1D", 1.0)}
 
 Results = dict[str, dict[str, Any]]
@@ -64,7 +65,7 @@ def main() -> int:
 
 
 def _servers(settings: argparse.Namespace) -> list[AbstractContextManager[Server]]:
-    ours = [serving(setup, settings.model) for setup in (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS)]
+    ours = [serving(setup, settings.model, _POOL) for setup in (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS)]
     return [*ours, *vllm.others(settings)]
 
 

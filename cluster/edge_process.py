@@ -12,11 +12,12 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import msgspec
 import uvloop
+from fastapi import FastAPI
 
 from tandem.cluster.processes import ParentPipe
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
@@ -51,6 +52,7 @@ class EdgeSettings:
     """
 
     edge_id: str
+    number: int  # of all processes that replace one another
     hub_endpoint: str
     edge: TextEdge | EngineEdge
     port: int
@@ -69,7 +71,7 @@ def main() -> None:
     if not pipe.setup:
         return  # the parent ended before it said anything
     settings = msgspec.json.decode(pipe.setup, type=EdgeSettings)
-    os.environ[METRICS_FOLDER_ENV] = settings.metrics_folder  # before prometheus_client is imported
+    _count_in(settings.metrics_folder, settings.number)
     keep_torch_out()
     try:
         with (
@@ -84,14 +86,28 @@ def main() -> None:
         shutil.rmtree(settings.metrics_folder, ignore_errors=True)
 
 
+def _count_in(folder: str, number: int) -> None:
+    """Keep the counters of this process in files named by its number. To be called before metrics are created.
+
+    The process that replaces this one goes on with them: totals never fall, and there are never more files.
+    """
+    os.environ[METRICS_FOLDER_ENV] = folder  # prometheus_client reads it when it is imported
+    from prometheus_client import values
+
+    values.ValueClass = values.MultiProcessValue(lambda: number)
+
+
 async def _serve(settings: EdgeSettings, pipe: ParentPipe, listener: socket.socket) -> None:
     from tandem.router.http.server import serve_until
 
     async with pipe.obeying() as (stop, stop_now):
+        # `stop.set`: without the hub this process can only finish what runs. Its parent starts another one.
         if isinstance(settings.edge, TextEdge):
-            making, drain_timeout_s = _text_app(settings, settings.edge.model), None  # the hub ends what takes too long
+            making = _text_app(settings, settings.edge.model, stop.set)
+            drain_timeout_s = None  # the hub ends what takes too long
         else:
-            making, drain_timeout_s = _engines_app(settings, settings.edge), settings.router.drain_timeout_s
+            making = _engines_app(settings, settings.edge, stop.set)
+            drain_timeout_s = settings.router.drain_timeout_s
         async with making as app:
             await serve_until(
                 stop,
@@ -105,7 +121,7 @@ async def _serve(settings: EdgeSettings, pipe: ParentPipe, listener: socket.sock
 
 
 @contextlib.asynccontextmanager
-async def _text_app(settings: EdgeSettings, model: str) -> AsyncIterator[object]:
+async def _text_app(settings: EdgeSettings, model: str, on_lost: Callable[[], object]) -> AsyncIterator[FastAPI]:
     from prometheus_client import CollectorRegistry
 
     from tandem.router.openai.app import create_app
@@ -113,7 +129,9 @@ async def _text_app(settings: EdgeSettings, model: str) -> AsyncIterator[object]
     from tandem.router.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(model)
-    backend = RemoteBackend(settings.hub_endpoint, settings.edge_id, timeout_s=settings.router.worker_timeout_s)
+    backend = RemoteBackend(
+        settings.hub_endpoint, settings.edge_id, on_lost=on_lost, timeout_s=settings.router.worker_timeout_s
+    )
     await backend.start()
 
     async def scrape() -> bytes:
@@ -134,7 +152,9 @@ async def _text_app(settings: EdgeSettings, model: str) -> AsyncIterator[object]
 
 
 @contextlib.asynccontextmanager
-async def _engines_app(settings: EdgeSettings, edge: EngineEdge) -> AsyncIterator[object]:
+async def _engines_app(
+    settings: EdgeSettings, edge: EngineEdge, on_lost: Callable[[], object]
+) -> AsyncIterator[FastAPI]:
     from prometheus_client import CollectorRegistry
 
     from tandem.router.engines.app import create_engines_app
@@ -144,7 +164,11 @@ async def _engines_app(settings: EdgeSettings, edge: EngineEdge) -> AsyncIterato
 
     connections = EngineConnections(edge.engines.connect_timeout_s)
     dispatcher = RemoteDispatcher(
-        settings.hub_endpoint, settings.edge_id, connections, timeout_s=settings.router.worker_timeout_s
+        settings.hub_endpoint,
+        settings.edge_id,
+        connections,
+        on_lost=on_lost,
+        timeout_s=settings.router.worker_timeout_s,
     )
 
     async def scrape() -> bytes:

@@ -49,6 +49,7 @@ async def edge_processes(
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         settings = EdgeSettings(
             edge_id="",
+            number=0,
             hub_endpoint=endpoint,
             edge=edge,
             port=listener.getsockname()[1],
@@ -116,10 +117,10 @@ class EdgeProcesses:
         self._num_started += 1
         edge_id = self._edge_ids[number] = f"edge-{number}-{self._num_started}"
         self.hub.expect(edge_id)
-        return msgspec.json.encode(replace(self._settings, edge_id=edge_id))
+        return msgspec.json.encode(replace(self._settings, edge_id=edge_id, number=number))
 
-    def _ended(self, number: int, pid: int) -> None:
-        """Cancel its requests. Its counters stay in the totals, its gauges do not."""
+    def _ended(self, number: int) -> None:
+        """Cancel its requests. The process that replaces it takes over its counters, but not its gauges."""
         self.hub.drop(self._edge_ids.pop(number))
-        for path in Path(self.metrics_folder).glob(f"gauge_live*_{pid}.db"):
+        for path in Path(self.metrics_folder).glob(f"gauge_live*_{number}.db"):
             path.unlink(missing_ok=True)

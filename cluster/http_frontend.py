@@ -64,7 +64,7 @@ async def serve_http(
     """Serve HTTP while the block runs: here, or in edge processes if `router_processes` is more than 1."""
     if config.router.router_processes == 1:
         app = create_app(flow, tokenizer, config.router, metrics, api_keys=api_keys, tenants=tenants)
-        async with http_server(app, config.router, listener) as server:
+        async with app.router.lifespan_context(app), http_server(app, config.router, listener) as server:
             yield server, app.state.readiness
         return
     async with (

@@ -35,7 +35,7 @@ _MAX_DELAY_S = 5.0
 _ALIVE = "alive"
 
 
-def _ignore(*_: int) -> None:
+def _ignore(_: int) -> None:
     """The end of a child needs no further work."""
 
 
@@ -50,9 +50,9 @@ class ProcessGroup:
         *,
         stop_timeout_s: float,
         silence_timeout_s: float,
-        on_ended: Callable[[int, int], None] = _ignore,
+        on_ended: Callable[[int], None] = _ignore,
     ) -> None:
-        """`on_ended` is called with number and pid of each child that has ended.
+        """`on_ended` is called with the number of each child that has ended.
 
         A child that has served and is then silent for `silence_timeout_s`, but at least for four beats, is killed and
         replaced.
@@ -159,7 +159,7 @@ class ProcessGroup:
             _kill(child)
         code = await child.wait()
         del self._children[number]
-        self._on_ended(number, child.pid)
+        self._on_ended(number)
         return code
 
     async def _falls_silent(self, child: Process) -> bool:

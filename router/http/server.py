@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 
 import uvicorn
+from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from tandem.protocol.config import RouterConfig
 from tandem.router.http.connections import NUM_RESERVED, Connections
@@ -30,20 +32,21 @@ _NUM_OTHER_FILES = 256  # files that this process may need besides its clients' 
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers: ours stop the workers too, and end with an exit code.
 
-    It serves from construction on.
+    It serves from construction on, for an app whose lifespan has begun.
     """
 
-    def __init__(self, app: object, config: RouterConfig, listener: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, config: RouterConfig, listener: socket.socket) -> None:
         self._clients = Connections(config, _possible_connections(config.max_connections))
         super().__init__(
             uvicorn.Config(
-                app,  # type: ignore[arg-type]
+                app,
                 host=config.host,
                 port=config.port,
                 log_level="warning",
                 access_log=False,
                 http=partial(HttpProtocol, self._clients),  # type: ignore[arg-type]  # uvicorn only calls it
                 ws="none",
+                lifespan="off",  # uvicorn logs its errors; run by the caller they are raised
             )
         )
         self._has_started = asyncio.Event()
@@ -96,8 +99,8 @@ class HttpServer(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def http_server(app: object, config: RouterConfig, listener: socket.socket) -> AsyncIterator[HttpServer]:
-    """The HTTP server, while the block runs."""
+async def http_server(app: ASGIApp, config: RouterConfig, listener: socket.socket) -> AsyncIterator[HttpServer]:
+    """The HTTP server, while the block runs. The app's lifespan is the caller's to run around it."""
     server = HttpServer(app, config, listener)
     try:
         yield server
@@ -108,7 +111,7 @@ async def http_server(app: object, config: RouterConfig, listener: socket.socket
 async def serve_until(
     stop: asyncio.Event,
     stop_now: asyncio.Event,
-    app: object,
+    app: FastAPI,
     config: RouterConfig,
     listener: socket.socket,
     on_serving: Callable[[], None],
@@ -119,7 +122,7 @@ async def serve_until(
 
     Calls `on_serving` once it serves. Raises the error that keeps it from serving.
     """
-    async with http_server(app, config, listener) as server:
+    async with app.router.lifespan_context(app), http_server(app, config, listener) as server:
         await server.started_serving()
         if server.is_serving:
             freeze_startup_heap()

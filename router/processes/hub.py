@@ -46,7 +46,7 @@ class HubService(Protocol):
         """The types of its messages."""
 
     def open(self, edge_id: str, request: Any, put: Callable[[Any], None]) -> HubCall:
-        """A new call of an edge process. Its items go to `put`."""
+        """A new call of an edge process. Its items go to `put`. Nothing is held until the call runs."""
 
     async def answer(self, question: Any) -> Any:
         """The answer to a question. Raises a `ServingError`."""
@@ -114,11 +114,6 @@ class EdgeHub:
             task.cancel()
         self._service.left(edge_id)
 
-    @property
-    def num_connections(self) -> int:
-        """Open connections, those included that have not said whose they are."""
-        return len(self._links)
-
     def publish(self, news: Any) -> None:
         """Send news to all edge processes, ahead of whatever is sent to them later."""
         for edge in self._edges.values():
@@ -133,7 +128,8 @@ class EdgeHub:
             try:
                 message = self._decode(data)
             except msgspec.DecodeError as exc:
-                logger.warning("an edge process sent something that is no message: %s", exc)
+                logger.error("an edge process sent something that is no message: %s", exc)
+                self._refuse(data, edge, link)
                 return
             if edge is not None:
                 self._dispatch(edge, message)
@@ -141,13 +137,26 @@ class EdgeHub:
                 edge = self._join(message.edge_id, link)
 
         def on_lost() -> None:
-            self._links.discard(link)
-            if edge is not None and self._edges.get(edge.edge_id) is edge:
-                self.drop(edge.edge_id)
+            self._forget(link, edge)
 
         link = MessageLink(on_message, on_lost)
         self._links.add(link)
         return link
+
+    def _refuse(self, data: bytes, edge: _Edge | None, link: MessageLink) -> None:
+        """Fail the calls that an undecodable message is about; end the connection if they cannot be known."""
+        if edge is not None and (calls := wire.calls_in(data)):
+            for number in calls:
+                edge.fail(number, INTERNAL_ERROR)
+        else:  # the edge process notices, ends, and is replaced
+            link.close()
+            self._forget(link, edge)
+
+    def _forget(self, link: MessageLink, edge: _Edge | None) -> None:
+        """A connection has ended."""
+        self._links.discard(link)
+        if edge is not None and self._edges.get(edge.edge_id) is edge:
+            self.drop(edge.edge_id)
 
     def _may_join(self, edge_id: str) -> bool:
         """Whether a process of this name is expected, and has not joined: a second one would take its calls over."""
@@ -162,8 +171,7 @@ class EdgeHub:
     def _dispatch(self, edge: _Edge, message: Any) -> None:
         match message:
             case wire.Open(number, request):
-                call = edge.calls[number] = self._service.open(edge.edge_id, request, partial(edge.out.add, number))
-                self._run(edge, number, call.run())
+                self._run(edge, number, self._serve(edge, number, request))
             case wire.Notes(items):
                 for number, note in items:
                     self._note(edge, number, note)
@@ -180,8 +188,7 @@ class EdgeHub:
             return  # it has ended here
         if (error := error_of(call.note, note)) is not None:  # notes about other calls are still to be handled
             logger.error("a note about call %d of an edge process could not be handled", number, exc_info=error)
-            edge.tasks[number].cancel()
-            edge.out.send(wire.Failed(number, INTERNAL_ERROR))
+            edge.fail(number, INTERNAL_ERROR)
 
     def _run(self, edge: _Edge, number: int, work: Coroutine[None, None, None]) -> None:
         task = edge.tasks[number] = asyncio.get_running_loop().create_task(_guarded(edge, number, work))
@@ -194,6 +201,10 @@ class EdgeHub:
             edge.calls.pop(number, None)
 
         task.add_done_callback(ended)
+
+    async def _serve(self, edge: _Edge, number: int, request: Any) -> None:
+        call = edge.calls[number] = self._service.open(edge.edge_id, request, partial(edge.out.add, number))
+        await call.run()
 
     async def _answer(self, edge: _Edge, number: int, question: Any) -> None:
         answer = await self._service.answer(question)
@@ -213,7 +224,17 @@ class _Edge:
         self.link = link
         self.calls: dict[int, HubCall] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}  # of calls and questions
-        self.out: wire.Batch[Any] = wire.Batch(link.send, wire.Items)
+        self.out: wire.Batch[Any] = wire.Batch(link.send, wire.Items, self._unsendable)
+
+    def fail(self, number: int, error: wire.WireError) -> None:
+        """End a call or a question with an error."""
+        if (task := self.tasks.get(number)) is not None:
+            task.cancel()
+        self.out.send(wire.Failed(number, error))
+
+    def _unsendable(self, number: int, error: Exception) -> None:
+        logger.error("an item of call %d cannot be sent", number, exc_info=error)
+        self.fail(number, INTERNAL_ERROR)
 
 
 async def _guarded(edge: _Edge, number: int, work: Coroutine[None, None, None]) -> None:

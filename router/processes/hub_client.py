@@ -38,14 +38,17 @@ class HubClient:
         wire_format: wire.WireFormat,
         on_news: Callable[[Any], None],
         *,
+        on_lost: Callable[[], object],
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`on_lost` is called when the connection has ended; there will be no other. `path` is the hub's socket."""
         self.is_silent = False
         self._path = path
         self._edge_id = edge_id
         self._decode = wire_format.decode_for_edge
         self._on_news = on_news
+        self._tell_lost = on_lost
         self._timeout_s = timeout_s
         self._clock = clock
         self._heard_s = clock()
@@ -55,7 +58,7 @@ class HubClient:
         self._joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._background = BackgroundTasks()
         self._link = MessageLink(lambda data: self._on_message(data), self._on_lost)
-        self._out: wire.Batch[Any] = wire.Batch(self._link.send, wire.Notes)
+        self._out: wire.Batch[Any] = wire.Batch(self._link.send, wire.Notes, self._unsendable)
 
     @property
     def num_open(self) -> int:
@@ -128,9 +131,10 @@ class HubClient:
             self._fail_all("a message of the deciding process could not be handled")
 
     def _on_lost(self) -> None:
-        """The hub has ended. Its edge processes are about to."""
+        """The hub has ended, or has closed the connection: nothing can be decided any more."""
         self.is_silent = True
-        self._fail_all("the deciding process has ended")
+        self._fail_all("the deciding process has closed the connection")
+        self._tell_lost()
 
     def _dispatch(self, data: bytes) -> None:
         match self._decode(data):
@@ -157,6 +161,11 @@ class HubClient:
         if (error := error_of(receive, item)) is not None:
             logger.error("an item of call %d could not be handled", number, exc_info=error)
             receive(WorkerError("a message of the deciding process could not be handled"))
+
+    def _unsendable(self, number: int, error: Exception) -> None:
+        logger.error("a note about call %d cannot be sent", number, exc_info=error)
+        if (receive := self._calls.get(number)) is not None:
+            receive(WorkerError("a message to the deciding process could not be sent"))
 
     def _fail_all(self, message: str) -> None:
         """Fail what waits for the hub. Calls are ended by their owners; the hub may answer again."""

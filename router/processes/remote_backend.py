@@ -25,11 +25,26 @@ class RemoteBackend:
     """
 
     def __init__(
-        self, endpoint: str, edge_id: str, *, timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        endpoint: str,
+        edge_id: str,
+        *,
+        on_lost: Callable[[], object],
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`on_lost` is called when the connection to the hub has ended: nothing is served from then on."""
         self._status: service.Status | None = None
         self._scheduler = CallbackScheduler()
-        self._hub = HubClient(endpoint, edge_id, service.WIRE_FORMAT, self._on_news, timeout_s=timeout_s, clock=clock)
+        self._hub = HubClient(
+            endpoint,
+            edge_id,
+            service.WIRE_FORMAT,
+            self._on_news,
+            on_lost=on_lost,
+            timeout_s=timeout_s,
+            clock=clock,
+        )
 
     async def start(self) -> None:
         """Join the hub. Raises `WorkerError` when it does not answer in time."""

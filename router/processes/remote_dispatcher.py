@@ -29,12 +29,22 @@ class RemoteDispatcher:
     While the hub is silent for more than `timeout_s` nothing can be placed; answers that have begun go on.
     """
 
-    def __init__(self, endpoint: str, edge_id: str, listener: EngineListener, *, timeout_s: float) -> None:
-        """`listener` is told of each engine."""
+    def __init__(
+        self,
+        endpoint: str,
+        edge_id: str,
+        listener: EngineListener,
+        *,
+        on_lost: Callable[[], object],
+        timeout_s: float,
+    ) -> None:
+        """`listener` is told of each engine; `on_lost` is called when the connection to the hub has ended."""
         self._listener = listener
         self._status = messages.FleetStatus({}, [], None)
         self._gaps: dict[str, _GapOffers] = {}  # by engine
-        self._hub = HubClient(endpoint, edge_id, messages.WIRE_FORMAT, self._on_news, timeout_s=timeout_s)
+        self._hub = HubClient(
+            endpoint, edge_id, messages.WIRE_FORMAT, self._on_news, on_lost=on_lost, timeout_s=timeout_s
+        )
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -18,6 +18,7 @@ from typing_extensions import Buffer
 
 from tandem.protocol.decoding import safe_decoder
 from tandem.protocol.errors import Overloaded, ServingError
+from tandem.protocol.fault_boundary import outcome_of
 
 __all__ = [
     "Answered",
@@ -32,6 +33,7 @@ __all__ = [
     "Open",
     "WireError",
     "WireFormat",
+    "calls_in",
     "encode",
     "error_of",
     "wire_error",
@@ -139,15 +141,33 @@ def encode(message: Any) -> bytes:
     return _encoder.encode(message)
 
 
+def calls_in(data: bytes) -> list[int]:
+    """The calls of the hub that a message is about, although the message as a whole cannot be decoded."""
+    match outcome_of(msgspec.msgpack.decode, data):
+        case ["Open" | "Ask" | "Close", int(call), *_]:
+            return [call]
+        case ["Notes", [*notes]]:
+            return [note[0] for note in notes]
+        case _:
+            return []
+
+
 class Batch(Generic[T]):
     """Collects what is said about calls and sends it as one message at the end of the event loop's turn.
 
     A worker's step, or one read from a socket, brings many items at once.
     """
 
-    def __init__(self, send: Callable[[bytes], object], kind: type[Items[T]] | type[Notes[T]]) -> None:
+    def __init__(
+        self,
+        send: Callable[[bytes], object],
+        kind: type[Items[T]] | type[Notes[T]],
+        on_unsendable: Callable[[int, Exception], object],
+    ) -> None:
+        """`on_unsendable` is called with the call of an item that cannot be encoded."""
         self._send = send
         self._kind = kind
+        self._on_unsendable = on_unsendable
         self._items: list[tuple[int, T]] = []
 
     def add(self, call: int, item: T) -> None:
@@ -164,7 +184,20 @@ class Batch(Generic[T]):
     def _flush(self) -> None:
         if self._items:
             items, self._items = self._items, []
-            self._send(encode(self._kind(items)))
+            data = outcome_of(encode, self._kind(items))
+            if isinstance(data, bytes):
+                self._send(data)
+            else:
+                self._send_each(items)
+
+    def _send_each(self, items: list[tuple[int, T]]) -> None:
+        """Send the items one by one: the one that cannot be sent fails its own call, not those of the others."""
+        for item in items:
+            data = outcome_of(encode, self._kind([item]))
+            if isinstance(data, bytes):
+                self._send(data)
+            else:
+                self._on_unsendable(item[0], data)
 
 
 def wire_error(exc: ServingError) -> WireError:

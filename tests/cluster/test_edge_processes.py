@@ -18,9 +18,9 @@ import msgspec
 import psutil
 import pytest
 
-from tandem.cluster.edge_process import EdgeSettings, TextEdge
+from tandem.cluster.edge_process import EdgeSettings, EngineEdge, TextEdge
 from tandem.cluster.edge_processes import EdgeProcesses, edge_processes
-from tandem.protocol.config import RouterConfig
+from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.digest import cache_scope
 from tandem.protocol.errors import ConfigError
 from tandem.router.http.api_keys import key_digest
@@ -52,9 +52,8 @@ class Edges:
     def pids(self) -> list[int]:
         return self.processes.group.pids
 
-    def counting_pids(self) -> set[int]:
-        """Of processes that have counted anything."""
-        return {int(path.stem.split("_")[1]) for path in Path(self.metrics_folder).glob("counter_*.db")}
+    def counter_files(self) -> set[str]:
+        return {path.name for path in Path(self.metrics_folder).glob("counter_*.db")}
 
     def is_listening(self) -> bool:
         with socket.socket() as probe:
@@ -115,7 +114,7 @@ async def test_processes_share_the_port_and_their_counters(tmp_path: Path) -> No
         total = 'tandem_router_requests_total{endpoint="/v1/chat/completions",status="200"}'
         assert await here.metric(total) == 40
         assert await here.metric("tandem_hub") == 1
-        assert here.counting_pids() == set(here.pids())  # each of them has answered
+        assert here.counter_files() == {"counter_0.db", "counter_1.db"}  # each of them has answered
         port = here.client.base_url.port
         with pytest.raises(ConfigError, match="Address already in use"), listening("127.0.0.1", port or 0):
             pass
@@ -140,6 +139,20 @@ async def test_a_killed_process_loses_its_own_answers_and_is_replaced(tmp_path: 
         assert survivor in here.pids()
         assert (await here.chat()).status_code == 200
         assert await here.metric("tandem_router_running_requests") == 0
+
+
+async def test_a_process_that_the_hub_no_longer_talks_to_is_replaced_and_its_counts_go_on(tmp_path: Path) -> None:
+    total = 'tandem_router_requests_total{endpoint="/v1/chat/completions",status="200"}'
+    async with edges(tmp_path, num_processes=1) as here:
+        (pid,) = here.pids()
+        assert [(await here.chat()).status_code for _ in range(3)] == [200, 200, 200]
+        here.processes.hub.drop("edge-0-1")
+        await until(lambda: here.pids() not in ([], [pid]), START_S)
+        await until(here.is_listening, START_S)
+        assert (await here.chat()).status_code == 200
+        assert await here.metric(total) == 4
+        assert await here.metric("tandem_router_running_requests") == 0
+        assert here.counter_files() == {"counter_0.db"}
 
 
 async def test_a_process_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
@@ -200,6 +213,35 @@ async def test_a_process_that_cannot_start_is_told(tmp_path: Path) -> None:
             assert not processes.is_serving
 
 
+def edge_settings(folder: Path, edge: TextEdge | EngineEdge, listener: socket.socket) -> EdgeSettings:
+    return EdgeSettings(
+        edge_id="edge",
+        number=0,
+        hub_endpoint=f"{folder}/hub",
+        edge=edge,
+        port=listener.getsockname()[1],
+        router=RouterConfig(),
+        metrics_folder=str(folder),
+        started_at_s=1,
+    )
+
+
+@pytest.mark.parametrize("is_engine_edge", [False, True])
+async def test_a_process_that_cannot_join_the_hub_says_why(tmp_path: Path, is_engine_edge: bool) -> None:
+    build_tokenizer(tmp_path)
+    edge = EngineEdge({}, ExternalEnginesConfig()) if is_engine_edge else TextEdge(str(tmp_path))
+    with listening("127.0.0.1", 0) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tandem.cluster.edge_process", stdin=PIPE, stdout=PIPE, start_new_session=True
+        )
+        setup = msgspec.json.encode(edge_settings(tmp_path, edge, listener)) + b"\n"
+        async with asyncio.timeout(START_S):
+            said, _ = await process.communicate(setup)
+        assert b"error: the deciding process cannot be reached" in said
+        assert process.returncode == 1
+
+
 async def test_a_process_whose_parent_is_gone_ends(tmp_path: Path) -> None:
     with listening("127.0.0.1", 0) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -207,15 +249,7 @@ async def test_a_process_whose_parent_is_gone_ends(tmp_path: Path) -> None:
         hub = EdgeHub(BackendService(backend, Always(), bytes), f"{tmp_path}/hub")
         await hub.start()
         hub.expect("edge")
-        settings = EdgeSettings(
-            edge_id="edge",
-            hub_endpoint=f"{tmp_path}/hub",
-            edge=TextEdge(str(tmp_path)),
-            port=listener.getsockname()[1],
-            router=RouterConfig(),
-            metrics_folder=str(tmp_path),
-            started_at_s=1,
-        )
+        settings = edge_settings(tmp_path, TextEdge(str(tmp_path)), listener)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "tandem.cluster.edge_process", stdin=PIPE, stdout=PIPE, start_new_session=True
         )

@@ -37,6 +37,7 @@ def test_answers_that_do_not_end_in_time_end_with_an_error(
         async with fake_cluster(prefill=first_token, decode=one_token) as cluster, asyncio.timeout(20):
             app = create_app(cluster.flow, tokenizer, RouterConfig(), CollectorRegistry(), api_keys={})
             async with (
+                app.router.lifespan_context(app),
                 http_server(app, RouterConfig(), listener) as server,
                 httpx.AsyncClient(base_url=base_url) as client,
             ):

@@ -272,7 +272,7 @@ def test_a_stopped_peer_can_be_removed_and_resumed(peers: Callable[..., Peer], t
     pending = [transport.write_blocks("d", [i], [i], b"stale") for i in range(8)]
     started = time.monotonic()
     transport.remove_peer("d")
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < DEADLINE_S  # the peer would never answer
     assert all(transfer.is_settled for transfer in pending)
     assert pending[-1].state is (TransferState.DONE if name == ONE_MACHINE else TransferState.LOST)
 
@@ -313,7 +313,7 @@ def test_close_does_not_wait_for_a_stopped_peer(peers: Callable[..., Peer], tran
     pending = [transport.write_blocks("d", [i], [i], b"never") for i in range(8)]
     started = time.monotonic()
     transport.close()
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < DEADLINE_S  # the peer would never answer
     assert all(transfer.is_settled for transfer in pending)
 
 

@@ -79,7 +79,7 @@ def test_a_key_allowed_soon_after_is_accepted_and_an_unknown_one_is_counted(cont
         assert not socket.poll(100)
         authenticator.allow(early.public)
         assert socket.poll(DEADLINE_S * 1000)
-        assert time.monotonic() - started < 1.5, "it did not have to knock again"
+        assert not dropped.counts, "it had to knock again"
         assert socket.recv_multipart(copy=False)[-1].get("User-Id") == early.public
         while not dropped.counts:
             assert time.monotonic() < started + DEADLINE_S

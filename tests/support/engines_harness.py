@@ -106,7 +106,7 @@ class Hub(Deciding):
         """Add an edge and wait until it has joined."""
         self.hub.expect(edge_id)
         connections = EngineConnections(self._settings.external.connect_timeout_s)
-        remote = RemoteDispatcher(self.endpoint, edge_id, connections, timeout_s=timeout_s)
+        remote = RemoteDispatcher(self.endpoint, edge_id, connections, on_lost=lambda: None, timeout_s=timeout_s)
         counters = CollectorRegistry()
 
         async def scrape() -> bytes:

@@ -98,7 +98,7 @@ async def serving(model: Path, folder: Path | None = None, *, keys: dict[str, st
         hub = EdgeHub(BackendService(cluster.flow, Always(), lambda: generate_latest(shown)), f"{folder}/hub")
         await hub.start()
         hub.expect("edge")
-        edge = RemoteBackend(f"{folder}/hub", "edge", timeout_s=20.0)
+        edge = RemoteBackend(f"{folder}/hub", "edge", on_lost=lambda: None, timeout_s=20.0)
         try:
             await edge.start()
             app = create_app(edge, tokenizer, config, metrics, readiness=edge, scrape=edge.scrape, **parts)

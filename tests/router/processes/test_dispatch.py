@@ -499,7 +499,9 @@ async def test_a_request_that_the_hub_gave_up_is_not_placed_elsewhere(
 
 
 async def test_a_hub_that_is_not_there_is_told_in_time(tmp_path: Path) -> None:
-    remote = RemoteDispatcher(f"{tmp_path}/nobody", "edge", EngineConnections(1.0), timeout_s=0.05)
+    remote = RemoteDispatcher(
+        f"{tmp_path}/nobody", "edge", EngineConnections(1.0), on_lost=lambda: None, timeout_s=0.05
+    )
     with pytest.raises(WorkerError, match="cannot be reached"):
         async with remote.running():
             pass

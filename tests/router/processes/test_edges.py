@@ -59,11 +59,12 @@ class Line:
         self.service = BackendService(backend, self.readiness, lambda: b"tandem_worker_running 1.0\n")
         self.hub = EdgeHub(self.service, endpoint)
         self.endpoint = endpoint
+        self.lost: list[str] = []  # edges whose connection ended
         self._stack = stack
 
     async def edge(self, name: str = "edge", timeout_s: float = 20.0) -> RemoteBackend:
         self.hub.expect(name)
-        edge = RemoteBackend(self.endpoint, name, timeout_s=timeout_s)
+        edge = RemoteBackend(self.endpoint, name, on_lost=lambda: self.lost.append(name), timeout_s=timeout_s)
         self._stack.push_async_callback(edge.close)
         await edge.start()
         return edge
@@ -212,14 +213,13 @@ async def test_a_dropped_edge_loses_its_requests_and_no_other(tokenizer: Tokeniz
         here.backend.script = lambda request: [go_on, *here.backend.reply_steps(request)]
         waiting = [asyncio.create_task(collect(edge.serve(REQUEST))) for edge in (first, second)]
         await until(lambda: here.backend.num_open == 2)
-        assert here.hub.num_connections == 2
         here.hub.drop("first")
-        assert here.hub.num_connections == 1
         await until(lambda: here.backend.num_open == 1)
+        with pytest.raises(NoWorker, match="has closed the connection"):
+            await waiting[0]
+        assert here.lost == ["first"]
         go_on.set()
         assert await waiting[1] == here.backend.reply_steps(REQUEST)
-        waiting[0].cancel()
-        await asyncio.gather(waiting[0], return_exceptions=True)
 
 
 async def test_what_a_dropped_edge_sent_starts_nothing_when_it_is_read_late(
@@ -242,6 +242,108 @@ async def test_what_a_dropped_edge_sent_starts_nothing_when_it_is_read_late(
             assert here.hub.num_running == 0
 
 
+@pytest.mark.parametrize(
+    "message",
+    [["Open", 0, "no request"], ["Ask", 0, {"type": "nonsense"}], ["Notes", [[0, "no note"]]]],
+    ids=["open", "ask", "notes"],
+)
+async def test_a_message_that_the_hub_cannot_decode_fails_its_call_and_no_other(
+    tokenizer: Tokenizer, tmp_path: Path, message: list[object]
+) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        here.hub.expect("edge")
+        here.backend.script = lambda _: [asyncio.Event()]
+        with RawEdge(here.endpoint, "edge") as edge:
+            edge.join()
+            await until(lambda: bool(edge.take()))
+            edge.send(wire.Open(1, REQUEST))
+            if message[0] == "Notes":
+                edge.send(wire.Open(0, REQUEST))
+            edge.send(message)
+            assert await _failed_call(edge) == 0
+            await until(lambda: here.hub.num_running == here.backend.num_open == 1)  # call 1
+
+
+async def _failed_call(edge: RawEdge) -> int:
+    failed: list[int] = []
+
+    def has_failed() -> bool:
+        for data in edge.take():
+            message = WIRE_FORMAT.decode_for_edge(data)
+            if isinstance(message, wire.Failed):
+                assert message.error.code == "internal_error"
+                failed.append(message.call)
+        return bool(failed)
+
+    await until(has_failed)
+    (call,) = failed
+    return call
+
+
+@pytest.mark.parametrize("data", [b"\x93nonsense", b"", wire.encode(["Nobody", 3]), wire.encode(["Open", "x"])])
+async def test_an_edge_whose_message_names_no_call_is_disconnected(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture, data: bytes
+) -> None:
+    """It cannot be said who waits for an answer. The edge process sees the end of the connection, and is replaced."""
+    async with line(tokenizer, tmp_path) as here:
+        edge, other = await here.edge(), await here.edge("other")
+        here.backend.script = lambda _: [asyncio.Event()]
+        waiting = asyncio.create_task(collect(edge.serve(REQUEST)))
+        await until(lambda: here.backend.num_open == 1)
+        edge._hub._link.send(data)
+        with pytest.raises(NoWorker, match="has closed the connection"):
+            await waiting
+        assert here.lost == ["edge"]
+        await until(lambda: here.backend.num_open == 0)
+        assert "is no message" in caplog.text
+        assert await other.pools() == {"workers": []}
+
+
+async def test_a_request_that_cannot_be_opened_fails_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        real_open = here.service.open
+
+        def fail_first(*args: object) -> object:
+            here.service.open = real_open  # type: ignore[method-assign]
+            raise ValueError("a fault of ours")
+
+        here.service.open = fail_first  # type: ignore[method-assign,assignment]
+        with pytest.raises(ServingError, match="Internal server error"):
+            await collect(edge.serve(REQUEST))
+        assert await collect(edge.serve(REQUEST)) == here.backend.reply_steps(REQUEST)
+
+
+async def test_an_item_that_cannot_be_sent_fails_its_call_and_no_other(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        unsendable = TokenDelta([1 << 70])
+        go_on = asyncio.Event()
+        bad = replace(REQUEST, request_id="bad")
+        here.backend.script = lambda request: [
+            go_on,
+            *([unsendable, asyncio.Event()] if request == bad else here.backend.reply_steps(request)),
+        ]
+        failing, *others = [asyncio.create_task(collect(edge.serve(request))) for request in (bad, REQUEST, REQUEST)]
+        await until(lambda: here.backend.num_open == 3)
+        go_on.set()  # so the first item of all three is sent at once
+        with pytest.raises(ServingError, match="Internal server error"):
+            await failing
+        assert await asyncio.gather(*others) == [here.backend.reply_steps(REQUEST)] * 2
+
+
+async def test_a_note_that_cannot_be_sent_fails_its_call(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    async with line(tokenizer, tmp_path) as here:
+        edge = await here.edge()
+        here.backend.script = lambda _: [asyncio.Event()]
+        waiting = asyncio.create_task(collect(edge.serve(REQUEST)))
+        await until(lambda: here.backend.num_open == 1)
+        edge._hub.note(0, object())
+        with pytest.raises(WorkerError, match="could not be sent"):
+            await waiting
+        await until(lambda: here.backend.num_open == 0)
+
+
 async def test_a_hub_that_is_silent_fails_calls_and_is_taken_back_when_it_speaks(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,7 +352,7 @@ async def test_a_hub_that_is_silent_fails_calls_and_is_taken_back_when_it_speaks
     now = [100.0]
     async with line(tokenizer, tmp_path) as here:
         here.hub.expect("edge")
-        edge = RemoteBackend(here.endpoint, "edge", timeout_s=5.0, clock=lambda: now[0])
+        edge = RemoteBackend(here.endpoint, "edge", on_lost=lambda: None, timeout_s=5.0, clock=lambda: now[0])
         here._stack.push_async_callback(edge.close)
         await edge.start()
         here.backend.script = lambda _: [asyncio.Event()]
@@ -274,7 +376,7 @@ def _advance(now: list[float]) -> bool:
 
 
 async def test_a_hub_that_is_not_there_is_told_in_time(tmp_path: Path) -> None:
-    edge = RemoteBackend(f"{tmp_path}/nobody", "edge", timeout_s=0.05)
+    edge = RemoteBackend(f"{tmp_path}/nobody", "edge", on_lost=lambda: None, timeout_s=0.05)
     with pytest.raises(WorkerError, match="cannot be reached"):
         await edge.start()
     await edge.close()
@@ -326,20 +428,6 @@ async def test_status_is_what_requests_need_to_know(
         await until(lambda: not edge.ready)
         answer = await client.get("/ready")
         assert (answer.status_code, answer.json()["error"]["message"]) == (503, "warming up")
-
-
-async def test_what_is_no_message_is_told_and_harms_nothing(
-    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with line(tokenizer, tmp_path) as here:
-        here.hub.expect("raw")
-        with RawEdge(here.endpoint, "raw") as raw:
-            raw.join()
-            for data in (b"\x93nonsense", b"", wire.encode(["Ask", 1]), wire.encode(["Open", 1, "no request"])):
-                raw.send_bytes(data)
-            await until(lambda: caplog.text.count("is no message") == 4)
-            raw.send(wire.Close(77))
-        assert await (await here.edge()).pools() == {"workers": []}
 
 
 async def test_a_fault_of_ours_ends_neither_side(

@@ -135,16 +135,15 @@ async def test_a_client_that_leaves_cancels_both_legs(num_tokens_seen: int) -> N
         cluster.assert_nothing_left()
 
 
-async def test_the_death_of_a_worker_ends_all_its_streams_within_a_second() -> None:
+async def test_the_death_of_a_worker_ends_all_its_streams_at_once() -> None:
     async with fake_cluster(prefill=first_token, decode=one_token) as cluster:
         streams = [Pulled(cluster.flow.serve(make_request(request_id=f"r{i}"))) for i in range(8)]
         for stream in streams:
             assert await take(stream, 2) == [100, 101]
         readers = [asyncio.ensure_future(anext(stream)) for stream in streams]
-        died_s = time.monotonic()
         cluster.client.mark_dead("d", "exit code -9")
-        results = await asyncio.gather(*readers, return_exceptions=True)
-        assert time.monotonic() - died_s < 1
+        async with asyncio.timeout(RouterConfig().worker_timeout_s / 2):  # not when its silence is noticed
+            results = await asyncio.gather(*readers, return_exceptions=True)
         assert all(isinstance(result, WorkerError) for result in results)
         assert not cluster.flow.ready
         cluster.assert_nothing_left()
