@@ -41,7 +41,7 @@ bench: $(STAMP) ## measure a running server: TTFT, ITL, throughput (URL=..., ARG
 
 BENCHMARKS := equality cancel second-turn interference exposure role-flip throughput \
 	transfer tiers offload chat-tiers throttled-tier faults eviction miss-ratio codec routing decisions \
-	admission engines edge chat-encoding router-processes deciding memory-pressure hostile
+	admission engines edge chat-encoding router-processes deciding memory-pressure hostile versus
 
 .PHONY: bench-NAME $(addprefix bench-,$(BENCHMARKS))
 

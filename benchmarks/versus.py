@@ -1,7 +1,8 @@
 """Two checkouts of Tandem side by side: both servers run, and bursts of the same load go to one and to the other.
 
 A shared machine's speed changes within seconds, so each burst is compared with the burst beside it; the table has the
-medians of these ratios. Prompts share nothing. Both servers take their pool's memory at the start.
+medians of these ratios. Prompts share nothing. Both servers take their pool's memory at the start. Without --base this
+checkout is compared with itself, which shows how far ratios are from 1 by chance.
 
     python -m benchmarks.versus --base ../tandem-before
 """
@@ -42,7 +43,7 @@ _PREFILL = "prefill tok/s"
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--base", type=Path, required=True, help="folder of the other checkout")
+    parser.add_argument("--base", type=Path, default=_ROOT, help="folder of the other checkout (default: this one)")
     parser.add_argument("--base-module", default="tandem", help="module that is its command (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
