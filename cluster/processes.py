@@ -110,8 +110,7 @@ class ProcessGroup:
             child = self._children[number] = await self._new_process()
         except OSError as exc:
             raise ConfigError(f"process {number} cannot be started: {exc}") from exc
-        assert child.stdin is not None, "its input is a pipe"
-        child.stdin.write(self._make_setup(number) + b"\n")
+        _write(child, self._make_setup(number))
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 while (line := await _next_line(child)) == _ALIVE:
@@ -191,8 +190,14 @@ class ProcessGroup:
 
     def _tell(self, command: str) -> None:
         for child in self._children.values():
-            if child.returncode is None and child.stdin is not None and not child.stdin.is_closing():
-                child.stdin.write(command.encode() + b"\n")
+            _write(child, command.encode())
+
+
+def _write(child: Process, line: bytes) -> None:
+    """Write a line to the child, unless it has ended, even just now: uvloop raises for a closed pipe."""
+    assert child.stdin is not None, "its input is a pipe"
+    if child.returncode is None and not child.stdin.is_closing():
+        child.stdin.write(line + b"\n")
 
 
 async def _next_line(child: Process) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import uvloop
 
 from tandem.cluster import processes
 from tandem.cluster.processes import ProcessGroup
@@ -62,7 +63,8 @@ def run(scenario: Any) -> None:
             await scenario
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    asyncio.run(checked())
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as the router does
+        runner.run(checked())
 
 
 def test_a_machine_that_has_no_room_for_a_process_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +126,31 @@ def test_a_replacement_that_hangs_before_it_serves_is_killed_and_replaced(monkey
         monkeypatch.setattr(processes, "READY_TIMEOUT_S", WAIT_S)
         await until(lambda: here.num_started == 3 and len(here.group.pids) == 1, WAIT_S)
         assert len(here.ended) == 2
+        await here.end()
+
+    monkeypatch.setattr(processes, "_SHORT_LIFE_S", 0.0)
+    run(scenario())
+
+
+def test_a_replacement_that_is_killed_before_it_is_told_anything_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, killed = asyncio.create_subprocess_exec, []
+
+    async def start_and_kill_one(*args: Any, **kwargs: Any) -> Any:
+        child = await start(*args, **kwargs)
+        if not killed:
+            killed.append(child.pid)
+            child.kill()
+            await child.wait()
+            await until(child.stdin.is_closing, WAIT_S)
+        return child
+
+    async def scenario() -> None:
+        here = Group(lambda *_: "serve", 1)
+        (first,) = await here.serves()
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start_and_kill_one)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: (here.num_started == 3 and len(here.group.pids) == 1) or here.running.done(), WAIT_S)
+        assert here.ended == [0, 0]
         await here.end()
 
     monkeypatch.setattr(processes, "_SHORT_LIFE_S", 0.0)
