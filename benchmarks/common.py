@@ -38,8 +38,10 @@ from tandem.runtime.signals import restore_child_signals
 
 __all__ = [
     "COLOCATED",
+    "HERE",
     "ONE_PAIR",
     "ONE_PAIR_ALWAYS",
+    "Checkout",
     "Launched",
     "Server",
     "Setup",
@@ -80,6 +82,21 @@ ONE_PAIR = Setup("1P1D", ("--prefill=1", "--decode=1"))
 ONE_PAIR_ALWAYS = Setup("1P1D, always a pair", (*ONE_PAIR.flags, "--no-local-prefill"))
 
 
+class Checkout(NamedTuple):
+    """Sources of Tandem: this checkout, or another one to compare it with."""
+
+    folder: Path
+    module: str = "tandem"  # its command
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment in which Python finds these sources."""
+        return {"PYTHONPATH": str(self.folder)}
+
+
+HERE = Checkout(_ROOT)
+
+
 class Launched(NamedTuple):
     """A running process and how long it took to answer."""
 
@@ -117,12 +134,12 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
-def serving(setup: Setup, model: str, *flags: str) -> Iterator[Server]:
+def serving(setup: Setup, model: str, *flags: str, checkout: Checkout = HERE) -> Iterator[Server]:
     """A `tandem serve` on a free port, ready, for as long as the block runs."""
     port = free_port()
-    command = [sys.executable, "-m", "tandem", "serve", f"--model={model}", f"--port={port}", *setup.flags, *flags]
+    command = [sys.executable, "-m", checkout.module, "serve", f"--model={model}", f"--port={port}"]
     url = f"http://127.0.0.1:{port}"
-    with launched(command, ready=f"{url}/ready") as running:
+    with launched([*command, *setup.flags, *flags], ready=f"{url}/ready", checkout=checkout) as running:
         yield Server(setup.name, url, served_name(model), running.start_s)
 
 
@@ -159,9 +176,9 @@ async def until_idle(server: Server, timeout_s: float) -> tuple[float, dict[str,
 
 @contextlib.contextmanager
 def launched(
-    command: Sequence[str], *, ready: str, env: Mapping[str, str] | None = None, folder: Path = _ROOT
+    command: Sequence[str], *, ready: str, env: Mapping[str, str] | None = None, checkout: Checkout = HERE
 ) -> Iterator[Launched]:
-    """Run a server in `folder` while the block runs; `start_s` is the time until GET `ready` answered 200.
+    """Run a server while the block runs; `start_s` is the time until GET `ready` answered 200.
 
     At the end it gets SIGINT and time to stop; then it and all that it started are killed by their handles.
     """
@@ -170,8 +187,8 @@ def launched(
         started = time.perf_counter()
         process = subprocess.Popen(
             command,
-            cwd=folder,
-            env={**os.environ, **(env or {})},
+            cwd=checkout.folder,
+            env={**os.environ, **checkout.env, **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -186,9 +203,9 @@ def launched(
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str]) -> Iterator[None]:
+def running(command: Sequence[str], checkout: Checkout = HERE) -> Iterator[None]:
     """Run a process for as long as the block runs, without waiting until it is ready."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=checkout.folder, env=os.environ | checkout.env)
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,13 +29,37 @@ import httptools
 import orjson
 import psutil
 
-from benchmarks.common import arguments, console, free_port, launched, ms, print_table, ratio, running, write_result
+from benchmarks.common import (
+    HERE,
+    Checkout,
+    arguments,
+    console,
+    free_port,
+    launched,
+    ms,
+    print_table,
+    ratio,
+    running,
+    write_result,
+)
 from benchmarks.mock_engine import MODEL, expected_text
 from benchmarks.native_edge import BareClient
 from tandem.loadtest.client import run_measured
 from tandem.protocol.sampling import SamplingParams
 
-__all__ = ["Measured", "Shape", "main", "measure", "measure_bare"]
+__all__ = [
+    "CONCURRENCY",
+    "SHAPES",
+    "Measured",
+    "Shape",
+    "Target",
+    "main",
+    "measure",
+    "measure_bare",
+    "mock_engines",
+    "native_edge",
+    "route",
+]
 
 CONCURRENCY = 64
 _WARM_UP_S, _MEASURED_S = 1.5, 4.0
@@ -307,30 +331,49 @@ class Target:
 
 @contextlib.contextmanager
 def _launched(
-    name: str, command: list[str], port: int, ready: str, *, base: str = _DIRECT, **env: str
+    name: str,
+    command: list[str],
+    port: int,
+    ready: str,
+    *,
+    base: str = _DIRECT,
+    checkout: Checkout = HERE,
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Target]:
     url = f"http://127.0.0.1:{port}"
-    with launched(command, ready=url + ready, env=env) as running:
+    with launched(command, ready=url + ready, env=env, checkout=checkout) as running:
         yield Target(name, partial(measure, url, _cpu_of(running.process.pid)), base)
 
 
 @contextlib.contextmanager
-def _route(workers: list[str], num_processes: int) -> Iterator[Target]:
+def mock_engines() -> Iterator[list[str]]:
+    """URLs of engines that compute nothing."""
+    ports = [free_port() for _ in range(_NUM_WORKERS)]
+    workers = [f"http://127.0.0.1:{port}" for port in ports]
+    command = [sys.executable, "-m", "benchmarks.mock_engine", *map(str, ports)]
+    with launched(command, ready=f"{workers[0]}/health"):
+        yield workers
+
+
+@contextlib.contextmanager
+def route(workers: list[str], num_processes: int, checkout: Checkout = HERE) -> Iterator[Target]:
+    """A `tandem route` in front of engines."""
     tables = "".join(f'[[engines]]\nname = "w{i}"\nurl = "{url}"\nkind = "vllm"\n' for i, url in enumerate(workers))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "engines.toml")
         path.write_text(tables)
         port = free_port()
-        command = [sys.executable, "-m", "tandem", "route", f"--engines={path}", f"--port={port}"]
+        command = [sys.executable, "-m", checkout.module, "route", f"--engines={path}", f"--port={port}"]
         command.append(f"--router-processes={num_processes}")
-        with _launched(_named("tandem route", num_processes), command, port, "/ready") as target:
+        name = _named("tandem route", num_processes)
+        with _launched(name, command, port, "/ready", checkout=checkout) as target:
             yield target
 
 
 @contextlib.contextmanager
-def _native_workers() -> Iterator[list[str]]:
+def _native_workers(checkout: Checkout = HERE) -> Iterator[list[str]]:
     endpoints = [f"tcp://127.0.0.1:{free_port()}" for _ in range(_NUM_WORKERS)]
-    with running([*_NATIVE, "worker", *endpoints]):
+    with running([*_NATIVE, "worker", *endpoints], checkout):
         yield endpoints
 
 
@@ -341,12 +384,13 @@ def _bare() -> Iterator[Target]:
 
 
 @contextlib.contextmanager
-def _native(settings: argparse.Namespace, num_processes: int) -> Iterator[Target]:
+def native_edge(model: str, num_processes: int, checkout: Checkout = HERE) -> Iterator[Target]:
+    """The HTTP side of `tandem serve` in front of workers that compute nothing."""
     port = free_port()
-    with _native_workers() as endpoints:
-        command = [*_NATIVE, "edge", str(port), settings.model, str(num_processes), *endpoints]
+    with _native_workers(checkout) as endpoints:
+        command = [*_NATIVE, "edge", str(port), model, str(num_processes), *endpoints]
         name = _named("tandem serve's edge", num_processes)
-        with _launched(name, command, port, "/ready", base=_BARE) as target:
+        with _launched(name, command, port, "/ready", base=_BARE, checkout=checkout) as target:
             yield target
 
 
@@ -373,7 +417,7 @@ def _litellm(program: str, workers: list[str]) -> Iterator[Target]:
         path = Path(folder, "config.yaml")
         path.write_text(json.dumps({"model_list": models}))  # JSON is YAML
         command = [program, f"--config={path}", f"--port={port}", "--host=127.0.0.1", "--num_workers=1"]
-        with _launched("litellm", command, port, "/health/liveliness", **_NO_KEY) as target:
+        with _launched("litellm", command, port, "/health/liveliness", env=_NO_KEY) as target:
             yield target
 
 
@@ -383,9 +427,9 @@ def _targets(settings: argparse.Namespace, workers: list[str]) -> Iterator[conte
         yield _bare()
     for num_processes in settings.processes:
         if "route" in settings.parts:
-            yield _route(workers, num_processes)
+            yield route(workers, num_processes)
         if "native" in settings.parts:
-            yield _native(settings, num_processes)
+            yield native_edge(settings.model, num_processes)
     if settings.smg:
         yield _smg([settings.smg, "launch"], "smg", workers)
     if settings.sglang_python:
@@ -446,11 +490,8 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=CONCURRENCY, help="clients (default: %(default)s)")
     settings = parser.parse_args()
     seconds = 0.3 if settings.quick else _MEASURED_S
-    ports = [free_port() for _ in range(_NUM_WORKERS)]
-    workers = [f"http://127.0.0.1:{port}" for port in ports]
     results: dict[str, dict[str, Any]] = {}
-    command = [sys.executable, "-m", "benchmarks.mock_engine", *map(str, ports)]
-    with launched(command, ready=f"{workers[0]}/health"):
+    with mock_engines() as workers:
         for starting in _targets(settings, workers):
             try:
                 with starting as target:

@@ -286,7 +286,8 @@ def _run_workers(endpoints: list[str]) -> None:
 
 async def _run_edge(port: int, model: str, num_processes: int, endpoints: list[str]) -> None:
     folder = str(resolve_model(model))
-    router = RouterConfig(port=port, router_processes=num_processes)
+    # Mock workers may still be starting.
+    router = RouterConfig(port=port, router_processes=num_processes, worker_timeout_s=60.0)
     config = ClusterConfig(engine=EngineConfig(model=folder), router=router)
     metrics = CollectorRegistry()
     flow, client = make_flow(metrics, router)

@@ -1,8 +1,11 @@
 """Two checkouts of Tandem side by side: both servers run, and bursts of the same load go to one and to the other.
 
-A shared machine's speed changes within seconds, so each burst is compared with the burst beside it; the table has the
-medians of these ratios. Prompts share nothing. Both servers take their pool's memory at the start. Without --base this
-checkout is compared with itself, which shows how far ratios are from 1 by chance.
+A shared machine's speed changes within seconds, so each burst is compared with the burst beside it; the tables have the
+medians of these ratios. Without --base this checkout is compared with itself, which shows how far ratios are from 1 by
+chance.
+
+serve: prompts share nothing; both servers take their pool's memory at the start. route, native: the load of
+`benchmarks.edge`; for one process, requests per second of the router's CPU time.
 
     python -m benchmarks.versus --base ../tandem-before
 """
@@ -10,42 +13,46 @@ checkout is compared with itself, which shows how far ratios are from 1 by chanc
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
-import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks import edge
 from benchmarks.common import (
     COLOCATED,
+    HERE,
     ONE_PAIR,
     ONE_PAIR_ALWAYS,
+    Checkout,
     Server,
-    Setup,
     arguments,
     console,
-    free_port,
-    launched,
     print_table,
+    ratio,
+    serving,
     write_result,
 )
-from tandem.cluster.model_store import served_name
 from tandem.loadtest.client import run_measured
 from tandem.loadtest.closed_loop import run_completions
 from tandem.loadtest.prompts import random_prompts
 from tandem.loadtest.stats import summarize
 
-_ROOT = Path(__file__).resolve().parent.parent
-_PREFILL = "prefill tok/s"
+_POOL = "--pool-gb=1"
+_EDGE_BURST_S = 1.5
+
+Speed = Callable[[Any, int], Awaitable[float]]  # of a server or target; the number is a seed
+Comparison = dict[str, dict[str, Any]]
 
 
-def main() -> int:
+def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--base", type=Path, default=_ROOT, help="folder of the other checkout (default: this one)")
+    parser.add_argument("--base", type=Path, default=HERE.folder, help="folder of the other checkout (default: this)")
     parser.add_argument("--base-module", default="tandem", help="module that is its command (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--parts", default="serve,route,native", help="what to compare (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--input-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
@@ -53,57 +60,76 @@ def main() -> int:
     settings = parser.parse_args()
     if settings.quick:
         settings.rounds, settings.concurrency = 2, [1, 8]
-    results = {}
-    for setup in (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS):
-        with (
-            _serving(_ROOT, "tandem", setup, settings) as new,
-            _serving(settings.base.resolve(), settings.base_module, setup, settings) as base,
-        ):
-            results[setup.name] = run_measured(_compare(new, base, settings))
-        console.print(f"[dim]compared {setup.name}[/]")
-    _show(results)
+    base = Checkout(settings.base.resolve(), settings.base_module)
+    results: dict[str, Comparison] = {}
+    if "serve" in settings.parts:
+        for setup in (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS):
+            start = partial(serving, setup, settings.model, _POOL)
+            results[setup.name] = _compare(start, base, _serve_speeds(settings), settings.rounds)
+        _show("tokens a second", results)
+    for name, comparison in _edges(settings, base):
+        results[name] = comparison
+        _show("requests a CPU second", {name: comparison})
     write_result("versus", settings, results)
-    return 0
 
 
-@contextlib.contextmanager
-def _serving(folder: Path, module: str, setup: Setup, settings: argparse.Namespace) -> Iterator[Server]:
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    flags = (f"--model={settings.model}", f"--port={port}", "--pool-gb=1", *setup.flags)
-    command = [sys.executable, "-m", module, "serve", *flags]
-    with launched(command, ready=f"{url}/ready", env={"PYTHONPATH": str(folder)}, folder=folder) as running:
-        yield Server(str(folder), url, served_name(settings.model), running.start_s)
+def _edges(settings: argparse.Namespace, base: Checkout) -> Iterator[tuple[str, Comparison]]:
+    speeds = {shape.name: partial(_edge_speed, shape) for shape in edge.SHAPES}
+    if "route" in settings.parts:
+        with edge.mock_engines() as engines:
+            yield "tandem route", _compare(partial(edge.route, engines, 1), base, speeds, settings.rounds)
+    if "native" in settings.parts:
+        start = partial(edge.native_edge, settings.model, 1)
+        yield "tandem serve's edge", _compare(start, base, speeds, settings.rounds)
 
 
-async def _compare(new: Server, base: Server, settings: argparse.Namespace) -> dict[str, Any]:
-    """For each figure: the medians of both, and the median of the rounds' ratios."""
-    measures = {f"tok/s at {count}": partial(_output_speed, settings, count) for count in settings.concurrency}
-    measures[_PREFILL] = partial(_prefill_speed, settings)
-    speeds: dict[str, list[tuple[float, float]]] = {name: [] for name in measures}
-    for turn in range(-1, settings.rounds):  # the first turn warms up and does not count
-        for name, measure in measures.items():
-            order = (new, base) if turn % 2 else (base, new)
-            of = {server.url: await measure(server, 1_000_003 * settings.seed + 100 * turn) for server in order}
-            if turn >= 0:
-                speeds[name].append((of[new.url], of[base.url]))
+def _compare(
+    start: Callable[..., AbstractContextManager[Any]], base: Checkout, speeds: Mapping[str, Speed], num_rounds: int
+) -> Comparison:
+    """Start the same thing from both checkouts. For each speed: the medians of both, and of the rounds' ratios."""
+    with start(checkout=HERE) as new, start(checkout=base) as other:
+        pairs = run_measured(_measure_in_turn((new, other), speeds, num_rounds))
+    console.print(f"[dim]compared {new.name}[/]")
     return {
         name: {
-            "new": statistics.median(value for value, _ in pairs),
-            "base": statistics.median(value for _, value in pairs),
-            "ratio": statistics.median(value / other for value, other in pairs),
-            "ratios": [round(value / other, 3) for value, other in pairs],
+            "new": statistics.median(value for value, _ in found),
+            "base": statistics.median(value for _, value in found),
+            "ratio": statistics.median(ratio(value, beside) for value, beside in found),
+            "pairs": found,
         }
-        for name, pairs in speeds.items()
+        for name, found in pairs.items()
     }
 
 
+async def _measure_in_turn(
+    both: tuple[Any, Any], speeds: Mapping[str, Speed], num_rounds: int
+) -> dict[str, list[tuple[float, float]]]:
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in speeds}
+    for turn in range(num_rounds + 1):
+        for name, speed in speeds.items():
+            first = turn % 2  # which of the two goes first alternates
+            found = {idx: await speed(both[idx], turn) for idx in (first, 1 - first)}
+            if turn:  # the first round warms up
+                pairs[name].append((found[0], found[1]))
+    return pairs
+
+
+def _serve_speeds(settings: argparse.Namespace) -> Mapping[str, Speed]:
+    output: dict[str, Speed] = {
+        f"at {count}": partial(_output_speed, settings, count) for count in settings.concurrency
+    }
+    output[f"prefill of {settings.prefill_tokens}"] = partial(_prefill_speed, settings)
+    return output
+
+
 async def _output_speed(settings: argparse.Namespace, concurrency: int, server: Server, seed: int) -> float:
+    """Output tokens per second of this many streams."""
     prompts = await random_prompts(
         server.client,
         model=server.model,
         num_prompts=max(2, concurrency),
         num_tokens=settings.input_tokens,
-        seed=seed + concurrency,
+        seed=1_000_003 * settings.seed + 1000 * seed + concurrency,
     )
     run = await run_completions(
         server.client, prompts, model=server.model, output_tokens=settings.output_tokens, concurrency=concurrency
@@ -117,24 +143,34 @@ async def _output_speed(settings: argparse.Namespace, concurrency: int, server: 
 async def _prefill_speed(settings: argparse.Namespace, server: Server, seed: int) -> float:
     """Prompt tokens per second of TTFT, of one prompt alone."""
     prompts = await random_prompts(
-        server.client, model=server.model, num_prompts=1, num_tokens=settings.prefill_tokens, seed=seed
+        server.client,
+        model=server.model,
+        num_prompts=1,
+        num_tokens=settings.prefill_tokens,
+        seed=1_000_003 * settings.seed + 1000 * seed,
     )
-    (timing,) = (
-        await run_completions(server.client, prompts, model=server.model, output_tokens=1, concurrency=1)
-    ).timings
+    run = await run_completions(server.client, prompts, model=server.model, output_tokens=1, concurrency=1)
+    (timing,) = run.timings
     if timing.error:
         raise RuntimeError(f"{server.name}: {timing.error}")
     return timing.num_prompt_tokens / timing.ttft_s
 
 
-def _show(results: dict[str, dict[str, Any]]) -> None:
-    figures = next(iter(results.values()))
+async def _edge_speed(shape: edge.Shape, target: edge.Target, _: int) -> float:
+    measured = await target.measure(shape, _EDGE_BURST_S, edge.CONCURRENCY)
+    if measured.num_wrong:
+        raise RuntimeError(f"{target.name}: {measured.num_wrong} wrong answers, the first: {measured.first_wrong}")
+    return ratio(measured.num_answers, measured.cpu_s)
+
+
+def _show(unit: str, results: dict[str, Comparison]) -> None:
+    headings = next(iter(results.values()))
     rows = [
-        [setup, *(f"{one['new']:.0f} / {one['base']:.0f} = {one['ratio']:.2f}" for one in result.values())]
-        for setup, result in results.items()
+        [name, *(f"{one['new']:.0f} / {one['base']:.0f} = {one['ratio']:.2f}" for one in comparison.values())]
+        for name, comparison in results.items()
     ]
-    print_table("this checkout / the other", ["set-up", *figures], rows, caption="medians, and the median ratio")
+    print_table(f"{unit}: this checkout / the other", ["", *headings], rows, "medians, and the median of the ratios")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
