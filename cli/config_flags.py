@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, get_origin
@@ -15,6 +14,7 @@ from tandem.protocol.config import PANELS
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.settings import Field, checked, settings_of
 from tandem.protocol.toml_file import read_toml
+from tandem.protocol.user_file import expanded
 
 __all__ = ["Values", "fields_by_panel", "read_config_file", "with_settings"]
 
@@ -35,8 +35,8 @@ def with_settings(
     def decorate(run: Callable[[Values], int]) -> Callable[..., int]:
         def command(ctx: typer.Context, config: str, **flags: Any) -> int:
             given = {name: value for name, value in flags.items() if _is_given(ctx, name)}
-            from_file = read_config_file(config, fields) if config else {}
-            return run(_merge(given, from_file, overrides or {}))
+            from_file = read_config_file(expanded("config", config), fields) if config else {}
+            return run(_expanded(fields, _merge(given, from_file, overrides or {})))
 
         command.__name__, command.__doc__ = run.__name__, run.__doc__
         # typer reads a command's flags from its signature, as `inspect.signature` finds it.
@@ -70,11 +70,16 @@ def _merge(given: Values, from_file: Values, overrides: Mapping[str, Sequence[st
 
 
 def _from_file(field: Field, value: Any, where: str) -> Any:
-    """The value in the field's own type, with ~ expanded in a path as a shell does. Raises `ConfigError`."""
+    """The value in the field's own type. Raises `ConfigError`."""
     if field.setting.flag_type is not None:
         checked(replace(field, checked_type=field.flag_type), value, where=where)
-    value = checked(field, value, where=where)
-    return os.path.expanduser(value) if field.is_path else value
+    return checked(field, value, where=where)
+
+
+def _expanded(fields: Sequence[Field], values: Values) -> Values:
+    """The settings with ~ expanded in paths, as not every shell does it behind `--flag=`. Raises `ConfigError`."""
+    paths = {field.name for field in fields if field.is_path}
+    return {name: expanded(name, value) if name in paths else value for name, value in values.items()}
 
 
 def _hint(key: str, value: object, known: Mapping[str, Field]) -> str:

@@ -21,6 +21,7 @@ __all__ = ["app", "main", "run"]
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+_MAX_MESSAGE = 1500  # characters
 # Short names of flags. As second names of their options they would take the width that the help needs on a terminal.
 ALIASES = {
     field.setting.short.lstrip("-"): field.flag.lstrip("-")
@@ -80,14 +81,22 @@ def run(args: Sequence[str]) -> int:
     except typer.TyperException as exc:
         message = exc.format_message()
         if message:
-            sys.stderr.write(f"tandem: {message.rstrip('.')}. See: tandem {' '.join(_words(args))}--help\n")
+            _complain(f"{message.rstrip('.')}. See: tandem {' '.join(_words(args))}--help")
         return EXIT_USER_ERROR
     except ServingError as exc:
-        sys.stderr.write(f"tandem: {exc.message}\n")
+        _complain(exc.message)
         return EXIT_USER_ERROR
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     return int(code or 0)
+
+
+def _complain(message: str) -> None:
+    """Write one line of bounded length, whatever a user's file or flag has put into the message."""
+    if len(message) > _MAX_MESSAGE:
+        message = f"{message[: _MAX_MESSAGE * 2 // 3]} ... {message[-_MAX_MESSAGE // 3 :]}"
+    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
+    sys.stderr.write(f"tandem: {line}\n")
 
 
 def _words(args: Sequence[str]) -> list[str]:

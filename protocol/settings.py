@@ -121,6 +121,8 @@ def checked(field: Field, value: Any, *, where: str = "") -> Any:
         converted = msgspec.convert(value, field.checked_type)
     except (msgspec.ValidationError, UnicodeEncodeError) as exc:  # the latter for bytes that are no UTF-8 in a flag
         raise ConfigError(f"{where}{field.name}={value!r} must be {rule_of(field, value)}") from exc
+    if isinstance(converted, str) and not _is_text(converted):
+        raise ConfigError(f"{where}{field.name}={value!r} must be text in UTF-8 without the character \\0")
     if is_valid is not None and isinstance(converted, tuple):
         for item in converted:
             if not is_valid(item):
@@ -128,6 +130,14 @@ def checked(field: Field, value: Any, *, where: str = "") -> Any:
     elif is_valid is not None and not is_valid(converted):
         raise ConfigError(f"{where}{field.name}={value!r} must be {field.setting.rule}")
     return converted
+
+
+def _is_text(value: str) -> bool:
+    """Whether the value can be a path, and can be sent: a flag may have bytes that are no UTF-8, a file \\u0000."""
+    try:
+        return b"\0" not in value.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def rule_of(field: Field, value: object) -> str:

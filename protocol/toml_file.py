@@ -9,17 +9,17 @@ from typing import Any
 import msgspec
 
 from tandem.protocol.errors import ConfigError
+from tandem.protocol.user_file import read_text
 
 __all__ = ["checked_as", "read_toml"]
 
 
 def read_toml(flag: str, path: str | Path) -> dict[str, Any]:
     """The content of a file that this flag names. Raises `ConfigError` for one that is missing or no TOML."""
+    text = read_text(flag, path)
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as exc:
-        raise ConfigError(f"{flag}={str(path)!r} cannot be read: {exc.strerror}; give the path of a TOML file") from exc
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as exc:  # also for a number or a nesting that Python does not parse
         raise ConfigError(f"{flag}={str(path)!r} is not valid TOML: {exc}") from exc
 
 

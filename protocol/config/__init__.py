@@ -20,6 +20,7 @@ from tandem.protocol.config.worker import (
     TransferConfig,
     WorkerConfig,
 )
+from tandem.protocol.user_file import expanded
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -38,5 +39,5 @@ __all__ = [
 
 
 def cache_folder() -> Path:
-    """Folder of everything Tandem fetches: TANDEM_CACHE, else ~/.cache/tandem."""
-    return Path(os.environ.get("TANDEM_CACHE") or "~/.cache/tandem").expanduser()
+    """Folder of everything Tandem fetches: TANDEM_CACHE, else ~/.cache/tandem. Raises `ConfigError`."""
+    return Path(expanded("TANDEM_CACHE", os.environ.get("TANDEM_CACHE") or "~/.cache/tandem"))

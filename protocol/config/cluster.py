@@ -97,3 +97,9 @@ class ClusterConfig:
                 self.colocated or getattr(self, name) >= 1,
                 f"{name}={getattr(self, name)} must be at least 1; use colocated for one worker that does both",
             )
+        heartbeat_s, timeout_s = self.transfer.heartbeat_interval_s, self.router.worker_timeout_s
+        require(
+            heartbeat_s * 2 <= timeout_s,
+            f"worker_timeout_s={timeout_s} must be at least two heartbeats (heartbeat_interval_s={heartbeat_s}), "
+            "or healthy workers would count as dead; raise it",
+        )

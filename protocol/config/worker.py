@@ -34,6 +34,10 @@ def _is_power_of_two(value: int) -> bool:
     return value & (value - 1) == 0
 
 
+def _is_served_name(name: str) -> bool:
+    return name.isprintable() and name == name.strip()
+
+
 def _is_store_url(url: str) -> bool:
     return not url or "://" in url
 
@@ -53,7 +57,15 @@ class EngineConfig:
             rule="a folder, a hub id or a built-in name",
         ),
     ] = DEFAULT_MODEL
-    served_model_name: Annotated[str, Setting("Name that clients use; empty = the model's own.", MODEL)] = ""
+    served_model_name: Annotated[
+        str,
+        Setting(
+            "Name that clients use; empty = the model's own.",
+            MODEL,
+            is_valid=_is_served_name,
+            rule="printable characters, without a space at either end",
+        ),
+    ] = ""
     dtype: Annotated[DType, Setting("Type of weights and KV; auto = the model's own.", MODEL)] = "auto"
     device: Annotated[Literal["auto", "cpu", "cuda"], Setting("auto = a GPU where there is one.", MODEL)] = "auto"
     block_size: Annotated[

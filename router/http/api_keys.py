@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from pathlib import Path
 
 from tandem.protocol.errors import ConfigError
+from tandem.protocol.user_file import read_text
 from tandem.scheduling.admission.tenants import DEFAULT_TENANT, TENANT_NAME
 
 __all__ = ["ANY_TENANT", "key_digest", "load_api_keys"]
@@ -26,10 +26,7 @@ def load_api_keys(path: str) -> dict[bytes, str]:
     """
     if not path:
         return {}
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"api_key_file={path} cannot be read: {exc}") from exc
+    lines = read_text("api_key_file", path).split("\n")
     tenants: dict[bytes, str] = {}
     for number, line in enumerate(lines, 1):
         words = list(itertools.takewhile(lambda word: not word.startswith("#"), line.split()))
@@ -41,9 +38,9 @@ def load_api_keys(path: str) -> dict[bytes, str]:
                 f"{path}: line {number} must be a key and at most a tenant of 1 to 64 letters, digits, '.', '_' or '-' "
                 f"({ANY_TENANT} for an operator's key)"
             )
-        if not words[0].isascii():
+        if not (words[0].isascii() and words[0].isprintable()):
             raise ConfigError(
-                f"{path}: the key in line {number} has characters that are not ASCII, which no header can carry"
+                f"{path}: the key in line {number} has characters that are not visible ASCII, which no header can carry"
             )
         digest = key_digest(words[0])
         if digest in tenants:

@@ -79,6 +79,16 @@ def test_the_pools_size_on_the_command_line_wins_in_either_unit(
     assert launched[0].engine.pool_bytes == 5
 
 
+def test_a_path_on_the_command_line_may_begin_with_the_home_folder_too(
+    tmp_path: Path, model: Path, launched: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "keys").write_text("sk-1\n")
+    write(tmp_path, f'model = "{model}"\nport = 0\n')
+    assert run(["serve", "--config=~/tandem.toml", "--api-key-file=~/keys", "--disk-cache-path=~/kv"]) == 7
+    assert launched[0].tiers.disk_cache_path == str(tmp_path / "kv")
+
+
 def test_paths_in_the_file_may_begin_with_the_home_folder(
     tmp_path: Path, model: Path, launched: list[ClusterConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +124,16 @@ def test_paths_in_the_file_may_begin_with_the_home_folder(
         ("serve", "pool_gb = 1\npool_bytes = 5", "pool_gb and pool_bytes say the same thing"),
         ("serve", "colocated = true\nnum_decode = 2", "num_decode=2 has no use with it"),
         ("serve", "lease_ttl_s = 1.0", "lease_ttl_s=1.0 must be at least three heartbeats"),
+        ("serve", 'model = "\\u0000"', "{path}: model='\\x00' must be text in UTF-8 without the character \\0"),
+        ("serve", 'served_model_name = "a "', "{path}: served_model_name='a ' must be printable characters, without"),
+        ("route", 'tenants = "\\u0000"', "{path}: tenants='\\x00' must be text in UTF-8 without the character \\0"),
+        ("serve", "port = " + "9" * 5000, "config='{path}' is not valid TOML: Exceeds the limit"),
+        ("serve", "port = " + "[" * 5000, "config='{path}' is not valid TOML: maximum recursion depth"),
+        (
+            "serve",
+            'kv_key_file = "~nobody-here/a"',
+            "kv_key_file='~nobody-here/a' begins with the home folder of no",
+        ),
         ("serve", "a = ", "config='{path}' is not valid TOML: "),
         ("serve", "port = 1\nport = 2", "config='{path}' is not valid TOML: "),
     ],
@@ -134,13 +154,33 @@ def test_what_is_wrong_with_a_file_is_one_line(
     assert launched == []
 
 
+def test_the_line_is_of_bounded_length_and_shows_no_raw_characters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, f'prot = "\\u001b[31m{"x" * 100_000}"\n')
+    assert run(["serve", "--config", path]) == 2
+    error = capsys.readouterr().err
+    assert "prot" in error
+    assert "did you mean 'port'?" in error
+    assert error.count("\n") == 1
+    assert "\x1b" not in error
+    assert len(error) < 2000
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path, model: Path, launched: list[ClusterConfig]) -> None:
+    path = write(tmp_path, f'\ufeffmodel = "{model}"\nport = 0\n')
+    assert run(["serve", "--config", path]) == 7
+    assert launched
+
+
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe")
     for path, reason in (
-        (tmp_path / "none", "cannot be read: No such file or directory; give the path of a TOML file"),
-        (tmp_path, "cannot be read: Is a directory; give the path of a TOML file"),
-        (binary, "is not valid TOML: "),
+        (tmp_path / "none", "cannot be read: No such file or directory; give a file that this user can read"),
+        (tmp_path, "cannot be read: Is a directory; give a file that this user can read"),
+        (binary, "is no text in UTF-8 (see byte 0); save it as UTF-8"),
+        ("/dev/zero", "has more than 16777216 characters; give a smaller file"),
     ):
         assert run(["serve", "--config", str(path)]) == 2
         error = capsys.readouterr().err

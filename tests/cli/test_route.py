@@ -43,10 +43,10 @@ def test_every_field_of_the_engines_config_is_a_flag_and_every_flag_a_field() ->
     [
         ("route", "there are no engines and no way to add any"),
         ("route --engines /no/such/file", "engines='/no/such/file' cannot be read"),
-        ("route --admin-token-file /no/such/file", "admin_token_file=/no/such/file cannot be read"),
+        ("route --admin-token-file /no/such/file", "admin_token_file='/no/such/file' cannot be read"),
         ("route --max-attempts 0", "max_attempts=0 must be above 0"),
         ("route --router-processes 0", "router_processes=0 must be from 1 to 64"),
-        ("route --api-key-file /no/such/file", "api_key_file=/no/such/file cannot be read"),
+        ("route --api-key-file /no/such/file", "api_key_file='/no/such/file' cannot be read"),
         ("route --tenants /no/such/file", "tenants='/no/such/file' cannot be read"),
         ("route --port 70000", "port=70000 must be from 0 to 65535"),
         ("route --bogus", "See: tandem route --help"),
@@ -78,6 +78,12 @@ def test_the_admin_token_is_the_files_or_the_environments(tmp_path: Path, monkey
     path.write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
         admin_token(str(path))
+    path.write_text("a\nb\n")
+    with pytest.raises(ConfigError, match="must be one line of visible ASCII"):
+        admin_token(str(path))
+    monkeypatch.setenv("TANDEM_ADMIN_TOKEN", "\udcff")
+    with pytest.raises(ConfigError, match="TANDEM_ADMIN_TOKEN must be one line of visible ASCII"):
+        admin_token("")
 
 
 @contextmanager

@@ -158,8 +158,20 @@ def test_hub_model_that_is_not_cached_is_one_clear_line_offline(
 def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
     assert cache_folder() == tmp_path
+    monkeypatch.setenv("TANDEM_CACHE", "~/models")
+    assert cache_folder() == Path.home() / "models"
+    monkeypatch.setenv("TANDEM_CACHE", "~nobody-here/models")
+    with pytest.raises(ConfigError, match="TANDEM_CACHE='~nobody-here/models' begins with the home folder of no user"):
+        cache_folder()
     monkeypatch.delenv("TANDEM_CACHE")
     assert cache_folder() == Path.home() / ".cache" / "tandem"
+
+
+@pytest.mark.parametrize("cache", ["/dev/null", "/proc/no-such-place", "/" + "x" * 300])
+def test_a_cache_that_cannot_be_written_is_named(cache: str, programs: FakePrograms) -> None:
+    with pytest.raises(ConfigError, match=r"cannot write the model cache .*; set TANDEM_CACHE"):
+        resolve_model(cache=Path(cache))
+    assert programs.calls == []
 
 
 @pytest.mark.cluster

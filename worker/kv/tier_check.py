@@ -25,10 +25,16 @@ def check_tiers(config: TierConfig, *, is_local: bool) -> None:
 
         load_key(store_key_path(config), may_make=False)
     if is_local and config.disk_cache_path:
-        _check_folder("disk_cache_path", Path(config.disk_cache_path).expanduser())
+        _check_folder("disk_cache_path", Path(os.path.expanduser(config.disk_cache_path)))
     if config.object_cache_url.startswith("file:"):
+        url = urlsplit(config.object_cache_url)
+        if url.netloc not in ("", "localhost"):  # it would be taken for a host, and left out
+            raise ConfigError(
+                f"object_cache_url={config.object_cache_url!r} names the host {url.netloc!r}; a folder has three "
+                f"slashes: file:///{url.netloc}{url.path}"
+            )
         if is_local:
-            _check_folder("object_cache_url", Path(unquote(urlsplit(config.object_cache_url).path)))
+            _check_folder("object_cache_url", Path(unquote(url.path)))
     elif config.object_cache_url:
         from tandem.kv_transfer.tiers.object import check_url
 
@@ -37,7 +43,7 @@ def check_tiers(config: TierConfig, *, is_local: bool) -> None:
 
 def store_key_path(config: TierConfig) -> Path:
     """File with the key of disk and object store."""
-    return Path(config.kv_key_file).expanduser() if config.kv_key_file else cache_folder() / "kv-key"
+    return Path(os.path.expanduser(config.kv_key_file)) if config.kv_key_file else cache_folder() / "kv-key"
 
 
 def _check_folder(name: str, folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -140,7 +141,7 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
     key = _load_key(config)
     name = key.folder_name(engine.namespace)
     if config.disk_cache_path:
-        folder = Path(config.disk_cache_path).expanduser() / config.disk_cache_codec
+        folder = Path(os.path.expanduser(config.disk_cache_path)) / config.disk_cache_codec
         store = f"{socket.gethostname()}:{folder.resolve()}#{name}"
         open_disk = lambda size, _: DiskStore(folder, engine.namespace, size, key)  # noqa: E731
         tiers.append(make("disk", config.disk_cache_codec, config.disk_cache_gb, open_disk, store))

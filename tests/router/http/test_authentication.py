@@ -133,7 +133,9 @@ def test_a_byte_order_mark_is_not_part_of_the_first_key(tmp_path: Path) -> None:
         ("secret a b\n", "line 1 must be a key and at most a tenant"),
         ("good\nsecret no/name\n", "line 2 must be"),
         ("secret **\n", "line 1 must be"),
-        ("good\nsecreté\n", "the key in line 2 has characters that are not ASCII"),
+        ("good\nsecreté\n", "the key in line 2 has characters that are not visible ASCII"),
+        ("sec\0ret\n", "the key in line 1 has characters that are not visible ASCII"),
+        ("se\x7fcret\n", "the key in line 1 has characters that are not visible ASCII"),
         ("secret\nother\nsecret t\n", "the key in line 3 is listed twice"),
     ],
 )

@@ -1,0 +1,35 @@
+"""Reads the files that a user names in a flag, a key or an environment variable."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tandem.protocol.errors import ConfigError
+
+__all__ = ["expanded", "read_text"]
+
+_MAX_CHARS = 16 << 20  # a device such as /dev/zero has no end, and would fill the memory
+
+
+def expanded(name: str, path: str) -> str:
+    """The path with a home folder for its ~, as a shell does it. Raises `ConfigError` for the ~ of no user."""
+    result = os.path.expanduser(path)
+    if result.startswith("~"):
+        raise ConfigError(f"{name}={path!r} begins with the home folder of no user; write the whole path")
+    return result
+
+
+def read_text(name: str, path: str | Path) -> str:
+    """The text of a file or a pipe. Raises `ConfigError`, which shows nothing of the content."""
+    shown = f"{name}={str(path)!r}"
+    try:
+        with open(path, encoding="utf-8-sig") as file:  # editors on Windows begin a file with such a mark
+            text = file.read(_MAX_CHARS + 1)
+    except OSError as exc:
+        raise ConfigError(f"{shown} cannot be read: {exc.strerror}; give a file that this user can read") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{shown} is no text in UTF-8 (see byte {exc.start}); save it as UTF-8") from exc
+    if len(text) > _MAX_CHARS:
+        raise ConfigError(f"{shown} has more than {_MAX_CHARS} characters; give a smaller file")
+    return text
