@@ -5,6 +5,7 @@ Both have the same keys, so both go through `spec_from`. Unknown keys are errors
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Container, Iterable
@@ -201,13 +202,19 @@ def _checked_url(url: Any, where: str) -> str:
         )
     if not isinstance(url, str) or not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", url):
         raise ConfigError(f"{where}: url={url!r} is not of the form http://host:port")
-    try:
-        has_address = bool(urlsplit(url).hostname) and urlsplit(url).port != 0
-    except ValueError:  # a port out of range, a bracket without its other
-        has_address = False
-    if not has_address or not url.isascii():
+    if not (url.isascii() and url.isprintable() and _has_address(url)):
         raise ConfigError(f"{where}: url={url!r} has no host and port that can be connected to; give http://host:port")
     return url.rstrip("/").removesuffix("/v1")
+
+
+def _has_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        if "[" in parts.netloc:
+            ipaddress.IPv6Address(parts.hostname or "")
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port out of range, a bracket without its other, something else than an address in brackets
+        return False
 
 
 def _part(content: dict[str, Any], key: str, wanted: Any, default: Any, error: str) -> Any:

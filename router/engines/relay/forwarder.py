@@ -80,7 +80,7 @@ class Forwarder:
     async def explain(self, request: Request) -> list[dict[str, Any]]:
         """The decision that would be made now. Nothing is sent or booked. Raises a `ServingError`."""
         raw, body = await read_object(request)
-        _check_fields(raw, body)
+        _check_fields(body)
         asked = await self._read(request, "", raw, body, time.perf_counter())
         return [await self._dispatcher.explain(asked.routing)]
 
@@ -89,7 +89,7 @@ class Forwarder:
         arrived_s = time.perf_counter()
         http_request = Request(scope, receive)
         raw, body = await read_object(http_request)
-        _check_fields(raw, body)
+        _check_fields(body)
         request = await self._read(http_request, path, raw, body, arrived_s)
         attempts = Attempts(self._dispatcher, self._connections, request, self._metrics, self._limits)
         writer = ResponseWriter(scope, send)
@@ -178,7 +178,7 @@ def _headers(request: ClientRequest, target: EngineTarget) -> dict[str, str]:
 
 
 async def read_object(request: Request) -> tuple[bytes, dict[str, Any]]:
-    """The JSON object of a request, raw and decoded. Raises `RequestError`."""
+    """The JSON object of a request, raw and decoded. It can be encoded again. Raises `RequestError`."""
     raw = await read_json(request)
     try:
         body = orjson.loads(raw)
@@ -186,10 +186,15 @@ async def read_object(request: Request) -> tuple[bytes, dict[str, Any]]:
         raise RequestError(f"The request body is not valid JSON: {exc}") from exc
     if not isinstance(body, dict):
         raise RequestError("Invalid request body: expected an object.")
+    if raw.count(b"[") + raw.count(b"{") > _MAX_BRACKETS:
+        try:
+            orjson.dumps(body)
+        except orjson.JSONEncodeError as exc:
+            raise RequestError("The request body is nested too deeply.") from exc
     return raw, body
 
 
-def _check_fields(raw: bytes, body: dict[str, Any]) -> None:
+def _check_fields(body: dict[str, Any]) -> None:
     """Remove request ids from a body. Raises `RequestError` for fields that must not reach an engine."""
     for name in _ROUTER_FIELDS & body.keys():
         if body.pop(name) is not None:
@@ -204,8 +209,3 @@ def _check_fields(raw: bytes, body: dict[str, Any]) -> None:
         raise RequestError(
             f"'{name}' is for the router to set; leave it out.", param=name, code="unsupported_parameter"
         )
-    if raw.count(b"[") + raw.count(b"{") > _MAX_BRACKETS:
-        try:
-            orjson.dumps(body)
-        except orjson.JSONEncodeError as exc:
-            raise RequestError("The request body is nested too deeply.") from exc

@@ -76,6 +76,8 @@ URL = "http://h:1"
         (engine(url="http://h:99999"), "has no host and port that can be connected to"),
         (engine(url="http://h:eighty"), "has no host and port that can be connected to"),
         (engine(url="http://[::1"), "has no host and port that can be connected to"),
+        (engine(url="http://[v1.a]:80"), "has no host and port that can be connected to"),
+        ('[[engines]]\nurl = "http://a\\u0000:80"\n', "has no host and port that can be connected to"),
         (engine(url="http://:80"), "has no host and port that can be connected to"),
         (engine(url="http://b\u00fccher:80"), "has no host and port that can be connected to"),
         (engine(url=URL) + 'headers = {"a b" = "c"}\n', "headers: 'a b' cannot be sent"),

@@ -631,10 +631,11 @@ async def test_a_request_has_the_routers_id_and_no_header_of_the_client(fake_a: 
 async def test_deep_nesting_is_the_clients_fault(fake_a: FakeServer, field: str, depth: int) -> None:
     deep = "[" * depth + "]" * depth
     content = json.dumps({"prompt": "a", "max_tokens": 1, "stream": False} | {field: "DEEP"}).replace('"DEEP"', deep)
-    async with routing(spec_of(fake_a, "a")) as router:
-        for path in (COMPLETIONS, CHAT, "/v1/route/explain"):
-            response = await router.client.post(path, content=content, headers={"content-type": "application/json"})
-            is_engines = depth < 250 and path != "/v1/route/explain"  # the fake cannot read all of them
+    headers = {"content-type": "application/json", "authorization": "Bearer secret"}
+    async with routing(spec_of(fake_a, "a"), admin_token="secret") as router:
+        for path in (COMPLETIONS, CHAT, "/v1/route/explain", "/v1/engines"):
+            response = await router.client.post(path, content=content, headers=headers)
+            is_engines = depth < 250 and path in (COMPLETIONS, CHAT)  # the fake cannot read all of them
             assert response.status_code in ((200, 400, 502) if is_engines else (200, 400)), response.text
             if depth > 250:
                 assert "nested too deeply" in response.text or "not valid JSON" in response.text
