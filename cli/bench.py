@@ -207,7 +207,7 @@ def _report(settings: BenchSettings, summaries: list[LoadSummary], output: Path 
     if output is not None:
         content = {name: getattr(settings, name) for name in BenchSettings.__slots__}
         write_result(output, {"settings": content, "results": [summary.as_dict() for summary in summaries]})
-        console.print(f"written to {output}", highlight=False)
+        console.print(f"written to {output}", highlight=False, markup=False)
 
 
 def print_summaries(settings: BenchSettings, summaries: list[LoadSummary], console: Console) -> None:
@@ -215,6 +215,7 @@ def print_summaries(settings: BenchSettings, summaries: list[LoadSummary], conso
     console.print(
         f"\n{settings.model}: {settings.dataset}, {settings.input_tokens} tokens in, {settings.output_tokens} out",
         highlight=False,
+        markup=False,
     )
     print_whole(_table(summaries), console)
     console.print("[dim]TTFT, ITL and TPOT in ms; ITL = gap between streamed events[/dim]")

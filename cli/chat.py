@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from tandem.cli.options import ApiKey, ServedModel, ServerUrl
 from tandem.protocol.errors import ConfigError, ServingError
@@ -143,7 +144,7 @@ def _talk(conversation: Conversation, system: str) -> int:
     if is_terminal:
         with contextlib.suppress(ImportError):  # some builds of Python lack it
             import readline  # noqa: F401  # gives input() editing and a history
-        console.print(f"[bold]{conversation.model}[/bold]  [dim]Ctrl-C stops an answer, /exit leaves[/dim]")
+        console.print(f"[bold]{escape(conversation.model)}[/bold]  [dim]Ctrl-C stops an answer, /exit leaves[/dim]")
     while (line := _read_line(is_terminal)) is not None and line not in _LEAVE:
         if line == "/reset":
             conversation.messages = list(beginning)
@@ -154,7 +155,7 @@ def _talk(conversation: Conversation, system: str) -> int:
             except ChatError as exc:
                 if not is_terminal:
                     raise
-                console.print(f"[red]{exc.message}[/red]")
+                console.print(f"[red]{escape(exc.message)}[/red]")
     return 0
 
 

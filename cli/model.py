@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from tandem.cluster.model_store import DEFAULT_MODEL, resolve_model
 
@@ -35,7 +36,7 @@ def pull(
     [cyan]tandem model pull Qwen/Qwen3-0.6B[/cyan]
     """
     console = Console(stderr=True, highlight=False)
-    with console.status(f"model {name}"):
-        folder = resolve_model(name, report=lambda line: console.print(f"  {line}"))
+    with console.status(f"model {escape(name)}"):
+        folder = resolve_model(name, report=lambda line: console.print(f"  {line}", markup=False, soft_wrap=True))
     typer.echo(str(folder))
     return 0

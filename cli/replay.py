@@ -149,7 +149,7 @@ def _replay_simulated(scenario: _Scenario, policy: str, output: Path | None, rep
     _write_results(output, [summarize(outcome, slo).as_dict() for outcome in outcomes])
     if report is not None:
         report.write_text(html_report(f"Replay of {scenario.trace.name}", facts, outcomes, slo))
-        console.print(f"written to {report}")
+        console.print(f"written to {report}", markup=False)
     return 0
 
 

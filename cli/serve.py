@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from rich.console import Console
+from rich.markup import escape
 
 from tandem.cli.config_flags import Values, fields_by_panel, with_settings
 from tandem.cluster.model_store import resolve_model, served_name
@@ -76,8 +77,8 @@ def serve(values: Values) -> int:
         pass  # a port in use is reported before anything is fetched or started
     model = config.engine.model
     console = Console(stderr=True, highlight=False)
-    with console.status(f"model {model}"):
-        folder = resolve_model(model, report=lambda line: console.print(f"  {line}"))
+    with console.status(f"model {escape(model)}"):
+        folder = resolve_model(model, report=lambda line: console.print(f"  {line}", markup=False, soft_wrap=True))
     name = config.engine.served_model_name or served_name(model)
     config = build_config(values | {"model": str(folder), "served_model_name": name})
 

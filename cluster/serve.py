@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import shlex
+import shutil
 import signal
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import uvloop
 from rich.console import Console
+from rich.markup import escape
 
 from tandem.cluster.cleanup import private_run
 from tandem.cluster.ray_runtime import RayDaemon, daemons_watched, ray_running
@@ -37,7 +43,7 @@ if TYPE_CHECKING:
     from tandem.router.openai.readiness import Ready
     from tandem.router.text.tokenizer import Tokenizer
 
-__all__ = ["serve"]
+__all__ = ["print_welcome", "serve"]
 
 _READY_TIMEOUT_S = 120.0
 
@@ -52,7 +58,7 @@ def serve(config: ClusterConfig, tenants: Tenants, api_keys: dict[bytes, str]) -
     started = time.monotonic()
 
     def progress(line: str) -> None:
-        console.print(f"[dim]{time.monotonic() - started:6.1f} s[/]  {line}")
+        console.print(f"[dim]{time.monotonic() - started:6.1f} s[/]  {escape(line)}", soft_wrap=True)
 
     # The port is reserved here: nobody else takes it while the model loads, and port 0 becomes a number.
     try:
@@ -117,7 +123,7 @@ async def _serve(
             if is_ready:
                 freeze_startup_heap()
                 progress("the first generation succeeded")
-                _print_welcome(config, listener.getsockname()[1], console, needs_key=bool(api_keys))
+                print_welcome(config, listener.getsockname()[1], console, needs_key=bool(api_keys))
             await wait_for_any(*ends, stop)
             _raise_failures(ends)
             await http.drain(frontend, stop_now, flow, config.router.drain_timeout_s, progress)
@@ -174,17 +180,25 @@ async def _closing(workers: WorkerClient, supervisor: Supervisor, ray_daemons: l
             await workers.close()
 
 
-def _print_welcome(config: ClusterConfig, port: int, console: Console, *, needs_key: bool) -> None:
+def print_welcome(config: ClusterConfig, port: int, console: Console, *, needs_key: bool) -> None:
+    """Tell the user where it serves, and two commands to try, which work as they are copied."""
     host = "127.0.0.1" if config.router.host in ("0.0.0.0", "::") else config.router.host
     base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    body = (
-        f'{{"model": "{config.engine.served_model_name}", "temperature": 0, '
-        '"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
-    )
-    console.print(f"\n[bold]Serving {config.engine.served_model_name} on {base}[/]  (Ctrl-C stops it)\n\nTry:\n")
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = {"model": config.engine.served_model_name, "temperature": 0, "messages": [question]}
+    name = escape(config.engine.served_model_name)
+    console.print(f"\n[bold]Serving {name} on {base}[/]  (Ctrl-C stops it)\n\nTry:\n", soft_wrap=True)
     # Written raw: this line is to be copied whole.
     key_header, key_flag = (" -H 'Authorization: Bearer KEY'", " --api-key KEY") if needs_key else ("", "")
     header = f"-H 'Content-Type: application/json'{key_header}"
-    console.file.write(f"  curl {base}/v1/chat/completions {header} -d '{body}'\n\n")
-    console.file.write(f"  tandem chat --url {base}{key_flag}\n\n")
+    console.file.write(
+        f"  curl {base}/v1/chat/completions {header} -d {shlex.quote(json.dumps(body, ensure_ascii=False))}\n\n"
+    )
+    console.file.write(f"  {_command()} chat --url {base}{key_flag}\n\n")
     console.file.flush()
+
+
+def _command() -> str:
+    """How this user can run `tandem`: by its path where, as behind `make serve`, no shell would find it."""
+    path = sys.argv[0]
+    return shlex.quote(path) if shutil.which("tandem") is None and Path(path).name == "tandem" else "tandem"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer import rich_utils
 
+from tandem.__main__ import main
 from tandem.cli.main import ALIASES, run
 from tandem.cli.serve import build_config, serve
 from tandem.protocol.config import ClusterConfig, EngineConfig, RouterConfig, TierConfig, TransferConfig
@@ -188,3 +189,28 @@ def test_help_shows_every_flag_whole(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_version_names_the_distribution(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([word]) == 0
     assert capsys.readouterr().out.startswith("tandem 0.")
+
+
+def test_a_name_that_looks_like_markup_is_shown_as_it_is(
+    model: Path, capsys: pytest.CaptureFixture[str], launched: list[ClusterConfig]
+) -> None:
+    assert run(["serve", "--port", "0", "--model", "[/x]"]) == 2
+    assert "model='[/x]' is neither a folder here" in capsys.readouterr().err
+    folder = model.rename(model.parent / "[red]toy")
+    assert run(["serve", "--port", "0", "--model", str(folder)]) == 7
+    assert launched[0].engine.served_model_name == "[red]toy"
+
+
+def test_ctrl_c_while_the_command_is_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        """Stands for the import of the command, in which the user presses Ctrl-C."""
+
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "tandem.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "tandem.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 130
