@@ -35,7 +35,8 @@ def with_settings(
     def decorate(run: Callable[[Values], int]) -> Callable[..., int]:
         def command(ctx: typer.Context, config: str, **flags: Any) -> int:
             given = {name: value for name, value in flags.items() if _is_given(ctx, name)}
-            from_file = read_config_file(expanded("config", config), fields) if config else {}
+            is_file_given = _is_given(ctx, "config")  # an empty name is a variable that is not set, not "no file"
+            from_file = read_config_file(expanded("config", config), fields) if is_file_given else {}
             return run(_expanded(fields, _merge(given, from_file, overrides or {})))
 
         command.__name__, command.__doc__ = run.__name__, run.__doc__

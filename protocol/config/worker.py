@@ -34,6 +34,10 @@ def _is_power_of_two(value: int) -> bool:
     return value & (value - 1) == 0
 
 
+def _has_room_for_an_answer(max_model_len: int) -> bool:
+    return max_model_len != 1
+
+
 def _is_served_name(name: str) -> bool:
     return name.isprintable() and name == name.strip()
 
@@ -84,7 +88,13 @@ class EngineConfig:
         Setting("Size of the KV pool in bytes; 0 = by the memory of the machine or GPU.", ENGINE),
     ] = 0
     max_model_len: Annotated[
-        CountOrZero, Setting("Longest prompt plus answer, in tokens; 0 = the model's own limit.", ENGINE)
+        CountOrZero,
+        Setting(
+            "Longest prompt plus answer, in tokens; 0 = the model's own limit.",
+            ENGINE,
+            is_valid=_has_room_for_an_answer,
+            rule="0, or from 2 to 16777216",
+        ),
     ] = 0
     max_num_seqs: Annotated[Count, Setting("Most sequences in one step.", ENGINE)] = 128
     max_num_batched_tokens: Annotated[

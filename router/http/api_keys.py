@@ -38,6 +38,8 @@ def load_api_keys(path: str) -> dict[bytes, str]:
                 f"{path}: line {number} must be a key and at most a tenant of 1 to 64 letters, digits, '.', '_' or '-' "
                 f"({ANY_TENANT} for an operator's key)"
             )
+        if words[0].lower() == "bearer":  # it would be the key, which anybody can guess, and the real key a tenant
+            raise ConfigError(f"{path}: line {number} begins with {words[0]!r}, which is no key; write the key alone")
         if not (words[0].isascii() and words[0].isprintable()):
             raise ConfigError(
                 f"{path}: the key in line {number} has characters that are not visible ASCII, which no header can carry"

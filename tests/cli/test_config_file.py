@@ -180,6 +180,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.C
         (tmp_path / "none", "cannot be read: No such file or directory; give a file that this user can read"),
         (tmp_path, "cannot be read: Is a directory; give a file that this user can read"),
         (binary, "is no text in UTF-8 (see byte 0); save it as UTF-8"),
+        ("", "cannot be read: No such file or directory; give a file that this user can read"),
         ("/dev/zero", "has more than 16777216 characters; give a smaller file"),
     ):
         assert run(["serve", "--config", str(path)]) == 2

@@ -89,6 +89,7 @@ def test_no_flag_means_the_defaults_of_the_config() -> None:
     ("words", "expected"),
     [
         ("serve --block-size 3", "block_size=3 must be a power of two"),
+        ("serve --max-model-len 1", "max_model_len=1 must be 0, or from 2 to 16777216"),
         ("serve --port 70000", "port=70000 must be from 0 to 65535"),
         ("serve --cpus-per-worker -1", "num_cpus_per_worker=-1.0 must be a whole number or a share of one"),
         ("serve --handoff-timeout-s nan", "handoff_timeout_s=nan must be above 0"),

@@ -136,6 +136,7 @@ def test_a_byte_order_mark_is_not_part_of_the_first_key(tmp_path: Path) -> None:
         ("good\nsecreté\n", "the key in line 2 has characters that are not visible ASCII"),
         ("sec\0ret\n", "the key in line 1 has characters that are not visible ASCII"),
         ("se\x7fcret\n", "the key in line 1 has characters that are not visible ASCII"),
+        ("Bearer secret\n", "line 1 begins with 'Bearer', which is no key; write the key alone"),
         ("secret\nother\nsecret t\n", "the key in line 3 is listed twice"),
     ],
 )
