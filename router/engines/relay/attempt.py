@@ -189,7 +189,12 @@ class Attempt:
         code = error.get("code")
         if not isinstance(code, int) or not 400 <= code < 500:
             raise EngineFailed(engine.name, f"failed: {error_text(error)}")
-        self.status, self.content = code, orjson.dumps({"error": error})
+        try:
+            content = orjson.dumps({"error": error})
+        except orjson.JSONEncodeError as exc:
+            raise EngineFailed(engine.name, f"answered with something that cannot be sent on: {exc}") from exc
+        parse_answer(engine.name, code, {}, content)  # raises for what is the engine's fault or load, not the client's
+        self.status, self.content = code, content
 
     async def _wait(self, work: Awaitable[T]) -> T:
         """Result of `work`, unless the engine stays silent for too long or `abort` is called meanwhile."""

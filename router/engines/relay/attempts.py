@@ -59,10 +59,12 @@ class Attempts:
                 raise last
             try:
                 attempt = self._begin(await self._reservation.place_elsewhere())
-            except (NoWorker, EngineBusy):
+            except NoWorker:
+                raise last from None  # it says more than that no engine is left
+            except EngineBusy:
                 if isinstance(last, EngineFailed):
-                    raise last from None  # it says more than that no engine is left
-                raise
+                    raise last from None
+                raise  # with the shortest wait of all engines
 
     def close(self) -> None:
         """End the running attempt and release the reservation."""

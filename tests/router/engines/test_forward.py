@@ -168,8 +168,17 @@ async def test_the_clients_own_error_comes_from_the_engine_and_is_not_tried_twic
         ({"break_after": 0}, True),
         ({"break_after": 0, "is_reset": True}, True),
         ({"first_event_error": {"message": "engine core died", "code": 500}}, True),
+        ({"first_event_error": {"message": "no such key", "code": 401}}, True),
+        (
+            {
+                "first_event_error": json.loads(
+                    '{"code": 400, "message": "too deep", "x": ' + "[" * 400 + "]" * 400 + "}"
+                )
+            },
+            True,
+        ),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 async def test_a_failure_before_the_first_byte_goes_elsewhere(
     fake_a: FakeServer, fake_b: FakeServer, trouble: dict[str, Any], stream: bool
@@ -256,16 +265,36 @@ async def test_a_busy_engine_gets_no_requests_for_as_long_as_it_says(fake_a: Fak
         assert "a (busy for" in refused.json()["error"]["message"] or "engine b" in refused.json()["error"]["message"]
 
 
+async def test_an_engine_that_says_in_its_stream_that_it_is_busy_gets_no_requests(
+    fake_a: FakeServer, fake_b: FakeServer
+) -> None:
+    fake_a.first_event_error = {"message": "too many", "code": 429}
+    async with routing(spec_of(fake_a, "a"), spec_of(fake_b, "b")) as router:
+        assert [await answered_by(router, stream=True) for _ in range(4)] == ["b"] * 4
+        assert len(fake_a.requests) == 1
+        assert router.engine("a").num_failures == 0
+
+
 @pytest.mark.parametrize(
     ("header", "at_least", "at_most"),
-    [("0.5", 0.1, 0.5), ("1e9", 50, 60), ("soon", 0.5, 1.0), ("date", 15, 20), ("nan", 0.5, 1.0), ("inf", 0.5, 1.0)],
+    [
+        ("0", -10, 0),
+        ("-5", -10, 0),
+        ("0.5", 0.1, 0.5),
+        ("1e9", 50, 60),
+        ("soon", 0.5, 1.0),
+        ("date", 15, 20),
+        ("nan", 0.5, 1.0),
+        ("inf", 0.5, 1.0),
+    ],
 )
 async def test_retry_after_is_seconds_or_a_date(
     fake_a: FakeServer, header: str, at_least: float, at_most: float
 ) -> None:
     busy(fake_a, formatdate(time.time() + 20, usegmt=True) if header == "date" else header, 503)
     async with routing(spec_of(fake_a, "a")) as router:
-        await router.client.post(COMPLETIONS, json=completion())
+        response = await router.client.post(COMPLETIONS, json=completion())
+        assert (response.status_code, int(response.headers["retry-after"]) >= 1) == (429, True)
         assert at_least <= router.engine("a").busy_until_s - router.fleet.clock() <= at_most
 
 
