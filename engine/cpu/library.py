@@ -25,7 +25,7 @@ _BUILD_TIMEOUT_S = 120.0
 
 
 class KernelBuildError(RuntimeError):
-    """The kernels could not be compiled on this machine; the message holds the compiler's output."""
+    """The kernels could not be made on this machine; the message says why, with the compiler's output."""
 
 
 def _cpu_flags() -> str:
@@ -53,16 +53,26 @@ def _build() -> Path:
         return target
     if shutil.which(compiler) is None:
         raise KernelBuildError(f"compiler {compiler!r} not found; install g++ or set CXX")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        built = Path(scratch) / target.name
-        command = [compiler, *_FLAGS, "-o", str(built), *(str(p) for p in sources if p.suffix == ".cpp")]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
-        if result.returncode != 0:
-            raise KernelBuildError(f"{' '.join(command)} failed: {result.stderr.strip()[:2000]}")
-        built.replace(target)  # atomic: several workers may build at once
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            built = Path(scratch) / target.name
+            _compile(compiler, sources, built)
+            built.replace(target)  # atomic: several workers may build at once
+    except OSError as exc:
+        raise KernelBuildError(
+            f"the CPU kernels cannot be written to {target.parent} ({exc.strerror}); set TANDEM_CACHE to a folder that "
+            "this user can write to"
+        ) from exc
     logger.info("built the CPU kernels: %s", target)
     return target
+
+
+def _compile(compiler: str, sources: list[Path], built: Path) -> None:
+    command = [compiler, *_FLAGS, "-o", str(built), *(str(p) for p in sources if p.suffix == ".cpp")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
+    if result.returncode != 0:
+        raise KernelBuildError(f"{' '.join(command)} failed: {result.stderr.strip()[:2000]}")
 
 
 @cache
