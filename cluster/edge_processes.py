@@ -20,6 +20,7 @@ import msgspec
 from tandem.cluster.edge_process import EdgeSettings, EngineEdge, TextEdge
 from tandem.cluster.processes import ProcessGroup
 from tandem.protocol.config import RouterConfig
+from tandem.protocol.errors import ConfigError
 from tandem.router.processes.hub import EdgeHub, HubService
 from tandem.scheduling.admission.tenants import Tenants
 
@@ -39,7 +40,10 @@ async def edge_processes(
     tenants: Tenants = Tenants(),
     admin_token: str = "",
 ) -> AsyncIterator[EdgeProcesses]:
-    """Run `config.router_processes` of them while the block runs. Each serves once it has joined the hub."""
+    """Run `config.router_processes` of them while the block runs. Each serves once it has joined the hub.
+
+    Raises `ConfigError` when the hub's socket cannot be made.
+    """
     # A folder with a short name, because there is a socket in it, whose path must not be long. Only this user may
     # enter it: a process that can write to the socket can generate, and add engines.
     with tempfile.TemporaryDirectory(prefix="tandem-", ignore_cleanup_errors=True) as folder:
@@ -60,7 +64,12 @@ async def edge_processes(
             tenants=tenants,
             admin_token=admin_token,
         )
-        await hub.start()
+        try:
+            await hub.start()
+        except OSError as exc:
+            raise ConfigError(
+                f"the socket {endpoint} cannot be made: {exc}; set TMPDIR to a local folder with a shorter name"
+            ) from exc
         processes = EdgeProcesses(hub, settings)
         try:
             yield processes

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -211,6 +212,25 @@ async def test_a_process_that_cannot_start_is_told(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="nothing"):
                 await processes.serving
             assert not processes.is_serving
+
+
+async def test_a_folder_for_temporary_files_whose_name_is_too_long_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with listening("127.0.0.1", 0) as listener:
+        serving = edge_processes(
+            BackendService(FakeBackend(Tokenizer(build_tokenizer(tmp_path))), Always(), lambda: b""),
+            TextEdge(str(tmp_path)),
+            config=RouterConfig(port=0, router_processes=2),
+            listener=listener,
+            api_keys={},
+        )
+        with pytest.raises(ConfigError, match=r"longlong.*set TMPDIR to a folder"):
+            await serving.__aenter__()
+    assert list(folder.iterdir()) == []
 
 
 def edge_settings(folder: Path, edge: TextEdge | EngineEdge, listener: socket.socket) -> EdgeSettings:
