@@ -14,6 +14,7 @@ from typer import rich_utils
 
 from tandem.cli import bench, chat, model, replay, route, serve, version
 from tandem.protocol.errors import ServingError
+from tandem.protocol.settings import rule_of
 from tandem.runtime.no_torch import keep_torch_out
 from tandem.runtime.signals import restore_child_signals
 
@@ -22,11 +23,10 @@ __all__ = ["app", "main", "run"]
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 _MAX_MESSAGE = 1500  # characters
+SETTINGS = {field.name: field for field in (*serve.SERVE_FIELDS, *route.ROUTE_FIELDS)}
 # Short names of flags. As second names of their options they would take the width that the help needs on a terminal.
 ALIASES = {
-    field.setting.short.lstrip("-"): field.flag.lstrip("-")
-    for field in (*serve.SERVE_FIELDS, *route.ROUTE_FIELDS)
-    if field.setting.short
+    field.setting.short.lstrip("-"): field.flag.lstrip("-") for field in SETTINGS.values() if field.setting.short
 }
 
 # Narrower than typer's own, for the same reason: its tables shorten a flag that does not fit into 80 columns.
@@ -78,6 +78,9 @@ def run(args: Sequence[str]) -> int:
     """Run the command with these arguments; its exit code: 0 = done, 2 = the user's error (one line on stderr)."""
     try:
         code = app(list(args), prog_name="tandem", standalone_mode=False)
+    except typer.BadParameter as exc:
+        _complain(f"{_wrong_value(exc)}. See: tandem {' '.join(_words(args))}--help")
+        return EXIT_USER_ERROR
     except typer.TyperException as exc:
         message = exc.format_message()
         if message:
@@ -97,6 +100,17 @@ def _complain(message: str) -> None:
         message = f"{message[: _MAX_MESSAGE * 2 // 3]} ... {message[-_MAX_MESSAGE // 3 :]}"
     line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
     sys.stderr.write(f"tandem: {line}\n")
+
+
+def _wrong_value(error: typer.BadParameter) -> str:
+    """What is wrong with the value of a flag: for a setting in the words that it would get in a file."""
+    errors = getattr(error.__cause__, "errors", None)  # of pydantic, with which typer checks; only it has the value
+    if error.param is None or errors is None:
+        return error.format_message().rstrip(".")
+    name, value = error.param.name or "", errors()[0]["input"]
+    if name in SETTINGS:
+        return f"{name}={value!r} must be {rule_of(SETTINGS[name], value)}"
+    return f"{name}={value!r}: {error.message.removeprefix('Value error, ').rstrip('.')}"
 
 
 def _words(args: Sequence[str]) -> list[str]:
