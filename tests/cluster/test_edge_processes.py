@@ -228,7 +228,7 @@ async def test_a_folder_for_temporary_files_whose_name_is_too_long_is_told(
             listener=listener,
             api_keys={},
         )
-        with pytest.raises(ConfigError, match=r"longlong.*set TMPDIR to a folder"):
+        with pytest.raises(ConfigError, match=r"longlong.*set TMPDIR to a local folder"):
             await serving.__aenter__()
     assert list(folder.iterdir()) == []
 
