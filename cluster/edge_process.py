@@ -14,6 +14,8 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import uvloop
@@ -191,12 +193,20 @@ async def _engines_app(
 
 def _counters(settings: EdgeSettings) -> bytes:
     """What all edge processes have counted, those that have ended too."""
-    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client import generate_latest
     from prometheus_client.multiprocess import MultiProcessCollector
 
-    totals = CollectorRegistry()
-    MultiProcessCollector(totals, path=settings.metrics_folder)
+    files = [str(path) for path in Path(settings.metrics_folder).glob("*.db") if _num_bytes(path)]
+    totals = SimpleNamespace(collect=lambda: MultiProcessCollector.merge(files))
     return bytes(generate_latest(totals))
+
+
+def _num_bytes(path: Path) -> int:
+    """Size of a counter file: 0 while its process creates it, when it cannot be read, and once it is removed."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 if __name__ == "__main__":

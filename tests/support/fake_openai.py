@@ -29,6 +29,7 @@ class FakeServer:
     words_per_event: int = 1
     break_after: int | None = None  # end the stream after this many events, without [DONE]
     is_reset: bool = False  # reset the connection at that point
+    comments_after: int | None = None  # send nothing but comments after this many events
     status: int = 200
     error: dict[str, Any] | str = field(default_factory=lambda: {"message": "not today", "type": "server_error"})
     headers: dict[str, str] = field(default_factory=dict)  # of error answers
@@ -178,6 +179,9 @@ def _app(fake: FakeServer) -> FastAPI:
             for index in range(0, total, fake.words_per_event):
                 if index and not fake.pause.is_set():
                     await asyncio.to_thread(fake.pause.wait)
+                while index == fake.comments_after:
+                    yield f": still here{fake.line_end * 2}"
+                    await asyncio.sleep(0.005)
                 if fake.break_after is not None and index >= fake.break_after:
                     if fake.is_reset:
                         raise ConnectionResetError("the fake breaks the connection")

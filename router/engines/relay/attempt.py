@@ -181,9 +181,7 @@ class Attempt:
             shows_usage=self._request.wants_usage,
             correct_usage=None if prefill_usage is None else partial(_pair_usage, prefill_usage),
         )
-        while (first := relay.first_event) is None:
-            await self._wait(relay.read_more())
-        error = first.error
+        error = (await self._wait(relay.read_first_event())).error
         if error is None:
             return
         code = error.get("code")

@@ -6,6 +6,8 @@ as much as everything else that is done with it.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -57,19 +59,18 @@ class StreamRelay:
         self._pending = b""  # events that came before `run`
         self._last = b""  # events that came with the end
         self._failure: EngineFailed | None = None  # raised once the events before it are forwarded
+        self._timeout_s = math.inf
+        self._last_event_s = 0.0
 
-    @property
-    def first_event(self) -> Event | None:
-        """The first event that says anything, once it is there."""
-        return first_event(self._pending)
-
-    async def read_more(self) -> None:
-        """Read on before `run`, which is possible until the first event is there: comments are not kept."""
-        with engine_errors(self._engine):
-            data = await self._reply.read()
-        if not data:
-            raise self._ended_early()
-        self._pending = self._complete_events(data)
+    async def read_first_event(self) -> Event:
+        """The first event that says anything. To be called before `run`; comments before it are not kept."""
+        while (first := first_event(self._pending)) is None:
+            with engine_errors(self._engine):
+                data = await self._reply.read()
+            if not data:
+                raise self._ended_early()
+            self._pending = self._complete_events(data)
+        return first
 
     async def run(self, writer: ResponseWriter, timeout_s: float, abort: Callable[[str], None]) -> bytes:
         """Forward the stream; returns its last events, which are not sent yet.
@@ -77,11 +78,13 @@ class StreamRelay:
         Calls `abort` with a reason when the engine is silent for too long. Raises `EngineFailed`, and what `writer`
         raises.
         """
+        self._timeout_s, self._last_event_s = timeout_s, time.monotonic()
         idle = IdleTimeout(timeout_s, lambda: abort(f"sent nothing within request_timeout_s={timeout_s:g}"))
         try:
             self._forward(writer, self._pending)
             while not self.is_done:
                 await writer.drain()
+                self._last_event_s = time.monotonic()  # what the client's slowness took is not the engine's
                 if self._failure is not None:
                     raise self._failure
                 with engine_errors(self._engine):
@@ -143,8 +146,13 @@ class StreamRelay:
         if self.is_done:
             self._last = shown
             return False
-        if shown and not writer.write(shown):
-            return False
+        if shown:
+            self._last_event_s = time.monotonic()
+            if not writer.write(shown):
+                return False
+        elif time.monotonic() - self._last_event_s > self._timeout_s:  # comments keep `IdleTimeout` content
+            message = f"sent no event within request_timeout_s={self._timeout_s:g}"
+            self._failure = self._failure or EngineFailed(self._engine, message)
         return self._failure is None
 
     def _complete_events(self, data: bytes) -> bytes:

@@ -248,6 +248,17 @@ async def test_silence_is_limited(fake_a: FakeServer) -> None:
         fake_a.resume()
 
 
+@pytest.mark.parametrize("num_events", [0, 2])
+async def test_an_engine_that_sends_only_comments_is_silent(fake_a: FakeServer, num_events: int) -> None:
+    fake_a.comments_after = num_events
+    async with routing(spec_of(fake_a, "a"), config=RouterConfig(request_timeout_s=0.2)) as router:
+        response = await router.client.post(COMPLETIONS, json=completion(stream=True))
+        told = response.json() if num_events == 0 else events(response)[-1]
+        assert response.status_code == (200 if num_events else 502)
+        assert "request_timeout_s=0.2" in told["error"]["message"]
+        await until(lambda: fake_a.num_running == 0)
+
+
 # -- refusals --------------------------------------------------------------------------------------------
 
 
