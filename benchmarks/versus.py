@@ -41,7 +41,7 @@ from tandem.loadtest.prompts import random_prompts
 from tandem.loadtest.stats import summarize
 
 _POOL = "--pool-gb=1"
-_EDGE_BURST_S = 1.5
+_EDGE_BURST_S = 4.0
 
 Speed = Callable[[Any, int], Awaitable[float]]  # of a server or target; the number is a seed
 Comparison = dict[str, dict[str, Any]]
