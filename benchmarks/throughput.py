@@ -34,8 +34,10 @@ from tandem.loadtest.closed_loop import run_completions
 from tandem.loadtest.prompts import random_prompts
 from tandem.loadtest.stats import summarize
 
+__all__ = ["POOL", "load", "main", "measure", "prefill_speed"]
+
 _WARMUP_REQUESTS = 4
-_POOL = "--pool-gb=1"  # taken at the start: the first use of memory would be measured as time of prefill
+POOL = "--pool-gb=1"  # taken at the start: the first use of memory would be measured as time of prefill
 _FLOORS = {COLOCATED.name: ("vLLM colocated", 0.8), ONE_PAIR.name: ("vLLM 1P1D", 1.0)}
 
 Results = dict[str, dict[str, Any]]
@@ -65,7 +67,7 @@ def main() -> int:
 
 
 def _servers(settings: argparse.Namespace) -> list[AbstractContextManager[Server]]:
-    ours = [serving(setup, settings.model, _POOL) for setup in (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS)]
+    ours = [serving(setup, settings.model, POOL) for setup in (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS)]
     return [*ours, *vllm.others(settings)]
 
 
@@ -74,19 +76,20 @@ async def measure(server: Server, settings: argparse.Namespace) -> dict[str, Any
     loads = {}
     for concurrency in settings.concurrency:
         # Warm up at this concurrency: kernels and memory for this batch size.
-        await _load(server, settings, concurrency, max(_WARMUP_REQUESTS, concurrency), seed=2 * concurrency + 1)
+        await load(server, settings, concurrency, max(_WARMUP_REQUESTS, concurrency), seed=2 * concurrency + 1)
         num_requests = max(8, settings.requests_per_client * concurrency)
-        loads[concurrency] = await _load(server, settings, concurrency, num_requests, seed=2 * concurrency)
+        loads[concurrency] = await load(server, settings, concurrency, num_requests, seed=2 * concurrency)
     return {
         "start_s": server.start_s,
         "loads": loads,
-        "prefill_tokens_per_s": await _prefill_speed(server, settings),
+        "prefill_tokens_per_s": await prefill_speed(server, settings, seed=9),
     }
 
 
-async def _load(
+async def load(
     server: Server, settings: argparse.Namespace, concurrency: int, num_requests: int, *, seed: int
 ) -> dict[str, Any]:
+    """The summary of a closed loop. Raises `RuntimeError` if any request failed."""
     prompts = await random_prompts(
         server.client,
         model=server.model,
@@ -107,14 +110,14 @@ async def _load(
     return summary.as_dict()
 
 
-async def _prefill_speed(server: Server, settings: argparse.Namespace) -> float:
+async def prefill_speed(server: Server, settings: argparse.Namespace, *, seed: int) -> float:
     """Prompt tokens per second of TTFT, the median of several prompts after one that does not count."""
     prompts = await random_prompts(
         server.client,
         model=server.model,
         num_prompts=settings.prefill_requests + 1,
         num_tokens=settings.prefill_tokens,
-        seed=1_000_003 * settings.seed + 9,
+        seed=1_000_003 * settings.seed + seed,
     )
     run = await run_completions(server.client, prompts, model=server.model, output_tokens=1, concurrency=1)
     errors = [timing.error for timing in run.timings if timing.error]
@@ -128,9 +131,9 @@ def _keep_better(results: Results, name: str, new: dict[str, Any]) -> None:
     old = results.setdefault(name, new)
     old["start_s"] = min(old["start_s"], new["start_s"])
     old["prefill_tokens_per_s"] = max(old["prefill_tokens_per_s"], new["prefill_tokens_per_s"])
-    for concurrency, load in new["loads"].items():
-        if load["output_tokens_per_s"] > old["loads"][concurrency]["output_tokens_per_s"]:
-            old["loads"][concurrency] = load
+    for concurrency, found in new["loads"].items():
+        if found["output_tokens_per_s"] > old["loads"][concurrency]["output_tokens_per_s"]:
+            old["loads"][concurrency] = found
 
 
 def _show(results: Results, settings: argparse.Namespace) -> None:
@@ -142,7 +145,7 @@ def _show(results: Results, settings: argparse.Namespace) -> None:
             name,
             result["start_s"],
             f"{result['prefill_tokens_per_s']:.0f}",
-            *(cell for load in result["loads"].values() for cell in _load_cells(load)),
+            *(cell for one in result["loads"].values() for cell in _load_cells(one)),
         ]
         for name, result in results.items()
     ]
@@ -155,8 +158,8 @@ def _show(results: Results, settings: argparse.Namespace) -> None:
             _show_ratios(ours, base, floor, results)
 
 
-def _load_cells(load: dict[str, Any]) -> list[str]:
-    return [f"{load['output_tokens_per_s']:.0f}", ms(load["ttft_s"]["p50"]), ms(load["itl_s"]["p50"] or float("nan"))]
+def _load_cells(one: dict[str, Any]) -> list[str]:
+    return [f"{one['output_tokens_per_s']:.0f}", ms(one["ttft_s"]["p50"]), ms(one["itl_s"]["p50"] or float("nan"))]
 
 
 def _show_ratios(ours: str, theirs: str, floor: float, results: Results) -> None:

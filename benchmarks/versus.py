@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import edge
+from benchmarks import edge, throughput
 from benchmarks.common import (
     COLOCATED,
     HERE,
@@ -36,11 +36,7 @@ from benchmarks.common import (
     write_result,
 )
 from tandem.loadtest.client import run_measured
-from tandem.loadtest.closed_loop import run_completions
-from tandem.loadtest.prompts import random_prompts
-from tandem.loadtest.stats import summarize
 
-_POOL = "--pool-gb=1"
 _EDGE_BURST_S = 4.0
 
 Speed = Callable[[Any, int], Awaitable[float]]  # of a server or target; the number is a seed
@@ -57,6 +53,7 @@ def main() -> None:
     parser.add_argument("--input-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--prefill-tokens", type=int, default=2048)
+    parser.add_argument("--prefill-requests", type=int, default=1, help="of a burst, after one that does not count")
     settings = parser.parse_args()
     if settings.quick:
         settings.rounds, settings.concurrency = 2, [1, 8]
@@ -64,7 +61,7 @@ def main() -> None:
     results: dict[str, Comparison] = {}
     if "serve" in settings.parts:
         for setup in (COLOCATED, ONE_PAIR, ONE_PAIR_ALWAYS):
-            start = partial(serving, setup, settings.model, _POOL)
+            start = partial(serving, setup, settings.model, throughput.POOL)
             results[setup.name] = _compare(start, base, _serve_speeds(settings), settings.rounds)
         _show("tokens a second", results)
     for name, comparison in _edges(settings, base):
@@ -124,36 +121,13 @@ def _serve_speeds(settings: argparse.Namespace) -> Mapping[str, Speed]:
 
 async def _output_speed(settings: argparse.Namespace, concurrency: int, server: Server, seed: int) -> float:
     """Output tokens per second of this many streams."""
-    prompts = await random_prompts(
-        server.client,
-        model=server.model,
-        num_prompts=max(2, concurrency),
-        num_tokens=settings.input_tokens,
-        seed=1_000_003 * settings.seed + 1000 * seed + concurrency,
-    )
-    run = await run_completions(
-        server.client, prompts, model=server.model, output_tokens=settings.output_tokens, concurrency=concurrency
-    )
-    summary = summarize(run.timings, concurrency=concurrency, duration_s=run.duration_s)
-    if summary.num_errors:
-        raise RuntimeError(f"{server.name}: {summary.num_errors} errors, the first: {summary.first_error}")
-    return float(summary.as_dict()["output_tokens_per_s"])
+    num_requests = max(2, concurrency)
+    summary = await throughput.load(server, settings, concurrency, num_requests, seed=1000 * seed + concurrency)
+    return float(summary["output_tokens_per_s"])
 
 
 async def _prefill_speed(settings: argparse.Namespace, server: Server, seed: int) -> float:
-    """Prompt tokens per second of TTFT, of one prompt alone."""
-    prompts = await random_prompts(
-        server.client,
-        model=server.model,
-        num_prompts=1,
-        num_tokens=settings.prefill_tokens,
-        seed=1_000_003 * settings.seed + 1000 * seed,
-    )
-    run = await run_completions(server.client, prompts, model=server.model, output_tokens=1, concurrency=1)
-    (timing,) = run.timings
-    if timing.error:
-        raise RuntimeError(f"{server.name}: {timing.error}")
-    return timing.num_prompt_tokens / timing.ttft_s
+    return await throughput.prefill_speed(server, settings, seed=1000 * seed)
 
 
 async def _edge_speed(shape: edge.Shape, target: edge.Target, _: int) -> float:
