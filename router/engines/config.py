@@ -1,6 +1,7 @@
 """What is known of an engine before it is asked: the `--engines` file, and the body of `POST /v1/engines`.
 
 Both have the same keys, so both go through `spec_from`. Unknown keys are errors: a mistyped one would be ignored.
+A server with several data-parallel ranks becomes one engine per rank (`ranks_of`), because each has its own cache.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 from urllib.parse import urlsplit
@@ -21,13 +22,23 @@ from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role
 from tandem.protocol.toml_file import checked_as, read_toml
 
-__all__ = ["EngineKind", "EngineSpec", "FleetFile", "check_fleet", "check_tokenizer", "load_fleet", "spec_from"]
+__all__ = [
+    "EngineKind",
+    "EngineSpec",
+    "FleetFile",
+    "check_fleet",
+    "check_tokenizer",
+    "load_fleet",
+    "ranks_of",
+    "spec_from",
+]
 
 EngineKind = Literal["openai", "vllm", "sglang", "llamacpp"]
 
 # The description of each type is what an error says that a value must be.
 _Text = Annotated[str, Meta(description="text")]
 _Count = Annotated[int, Meta(ge=0, le=2**40, description="a whole number, 0 or more")]
+_Ranks = Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")]
 _Seconds = Annotated[float, Meta(gt=0, le=1e9, description="a number of seconds above 0")]
 _Switch = Annotated[bool, Meta(description="true or false")]
 _Name = Annotated[
@@ -55,8 +66,10 @@ _HEADER_VALUE = re.compile(r"[\t\x20-\x7e\xa0-\xff]*")
 # The router sets these itself: they say whose request it is, how long its body is and how the connection goes on.
 _OUR_HEADERS = {
     *("connection", "content-length", "expect", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"),
-    *("upgrade", "x-request-id"),
+    *("upgrade", "x-request-id", "x-data-parallel-rank"),
 }
+_KINDS_WITH_RANKS = ("vllm", "sglang")  # they read the rank from the header, and publish events on port + rank
+_RANKED_ENDPOINT = re.compile(r"(tcp://\S+:)(\d{1,5})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +96,13 @@ class EngineSpec:
     cache_salt: _Switch = True  # whether it is sent the field of this name; without, tenants share its prefix cache
     cache_ttl_s: _Seconds = 600.0  # without events: how long a prompt sent there counts as cached
     headers: _Headers = field(default_factory=dict)
+    data_parallel_size: _Ranks = 1  # ranks of its server, which share the URL
+    data_parallel_rank: int | None = None  # the rank that this engine is; set by `ranks_of` only
+
+    @property
+    def server(self) -> str:
+        """Name of the server that it is a rank of, or its own."""
+        return self.name if self.data_parallel_rank is None else self.name.rpartition(".dp")[0]
 
     @property
     def cost_kind(self) -> str:
@@ -103,10 +123,13 @@ class EngineSpec:
     def request_headers(self) -> dict[str, str]:
         """The headers of each request to it. Raises `ConfigError` when the variable of its key is not set."""
         key = self.api_key()
-        return self.headers | ({"authorization": f"Bearer {key}"} if key else {})
+        given = self.headers | ({"authorization": f"Bearer {key}"} if key else {})
+        rank = self.data_parallel_rank
+        return given if rank is None else given | {"x-data-parallel-rank": str(rank)}
 
 
 _TYPES = get_type_hints(EngineSpec, include_extras=True) | {"role": _RoleName}
+del _TYPES["data_parallel_rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +155,8 @@ def load_fleet(path: Path) -> FleetFile:
         {},
         f'{path}: [tokenizers] must map models to folders or hub ids: "org/model" = "/folder"',
     )
-    engines = [spec_from(entry, f"{path}: engines[{i}]") for i, entry in enumerate(entries)]
+    servers = [spec_from(entry, f"{path}: engines[{i}]") for i, entry in enumerate(entries)]
+    engines = [rank for server in servers for rank in ranks_of(server)]
     for spec in engines:
         spec.api_key()
     try:
@@ -163,15 +187,35 @@ def spec_from(entry: dict[str, Any], where: str) -> EngineSpec:
         )
     if values.get("kv_replay") and not values.get("kv_events"):
         raise ConfigError(f"{where}: kv_replay without kv_events; give both, or neither")
-    return EngineSpec(**(values | {"role": _ROLES[role]}))
+    spec = EngineSpec(**(values | {"role": _ROLES[role]}))
+    _check_ranks(spec, where)
+    return spec
+
+
+def ranks_of(server: EngineSpec) -> list[EngineSpec]:
+    """The engine itself, or one engine per data-parallel rank of its server: NAME.dp0, NAME.dp1, ..."""
+    if server.data_parallel_size == 1:
+        return [server]
+    return [
+        replace(
+            server,
+            name=f"{server.name}.dp{rank}",
+            data_parallel_rank=rank,
+            kv_events=_rank_endpoint(server.kv_events, rank),
+            kv_replay=_rank_endpoint(server.kv_replay, rank),
+        )
+        for rank in range(server.data_parallel_size)
+    ]
 
 
 def check_fleet(engines: Iterable[EngineSpec]) -> None:
     """Raise `ConfigError` for engines that cannot be in one fleet."""
+    engines = list(engines)
+    servers = {spec.server for spec in engines if spec.data_parallel_rank is not None}
     names: set[str] = set()
     roles: dict[tuple[str, str], set[Role]] = {}
     for spec in engines:
-        if spec.name in names:
+        if spec.name in names or spec.name in servers:
             raise ConfigError(f"engine name={spec.name!r} is there twice; give each engine its own name")
         names.add(spec.name)
         roles.setdefault((spec.model, spec.group), set()).add(spec.role)
@@ -215,6 +259,36 @@ def _has_address(url: str) -> bool:
         return bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port out of range, a bracket without its other, something else than an address in brackets
         return False
+
+
+def _check_ranks(spec: EngineSpec, where: str) -> None:
+    size = spec.data_parallel_size
+    if size == 1:
+        return
+    if spec.kind not in _KINDS_WITH_RANKS:
+        raise ConfigError(
+            f"{where}: data_parallel_size={size} needs kind='vllm' or 'sglang'; others have no such ranks"
+        )
+    ports = []
+    for name in ("kv_events", "kv_replay"):
+        if endpoint := getattr(spec, name):
+            found = _RANKED_ENDPOINT.fullmatch(endpoint)
+            if found is None or not 0 < int(found[2]) <= 65536 - size:
+                raise ConfigError(
+                    f"{where}: {name}={endpoint!r} is not the endpoint of rank 0 of data_parallel_size={size}; "
+                    "give tcp://host:port, where rank N publishes on port + N"
+                )
+            ports.append(int(found[2]))
+    if len(ports) == 2 and abs(ports[0] - ports[1]) < size:
+        raise ConfigError(
+            f"{where}: kv_events and kv_replay of data_parallel_size={size} use the same ports, because rank N uses "
+            f"port + N; start the server with ports that are {size} apart"
+        )
+
+
+def _rank_endpoint(endpoint: str, rank: int) -> str:
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + rank}" if endpoint else ""
 
 
 def _part(content: dict[str, Any], key: str, wanted: Any, default: Any, error: str) -> Any:

@@ -146,7 +146,7 @@ class Dispatcher(Protocol):
         """Body of `/v1/pools`."""
 
     async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Add an engine; returns it as JSON. Raises `RequestError`."""
+        """Add an engine, or each rank of a server; returns it as JSON. Raises `RequestError`."""
 
     async def remove_engine(self, name: str) -> dict[str, Any]:
-        """Begin to drain an engine; returns it as JSON. Raises `EngineNotFound`."""
+        """Begin to drain an engine, or all ranks of a server; returns it as JSON. Raises `EngineNotFound`."""

@@ -172,6 +172,7 @@ class RemoteEngine:
             "kind": spec.kind,
             "role": spec.role.value,
             "group": spec.group,
+            "data_parallel_rank": spec.data_parallel_rank,
             "state": self.state.value,
             "reason": self.reason,
             "refusal": self.refusal(now),

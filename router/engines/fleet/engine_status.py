@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -11,7 +11,7 @@ from prometheus_client.samples import Sample
 
 __all__ = ["CacheSize", "ReportedLoad", "parse_cache_size", "parse_load", "served_model"]
 
-# Names in the order of preference; the values of all label sets (data parallel ranks) are added up.
+# Names in the order of preference; the values of all label sets (data parallel ranks, say) are added up.
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred")
 _USAGE = (
@@ -22,6 +22,7 @@ _USAGE = (
 )
 _LOAD_NAMES = (*_RUNNING, *_WAITING, *_USAGE)
 _CACHE_CONFIG = "vllm:cache_config_info"
+_RANK_LABELS = ("engine", "dp_rank")  # of vLLM and SGLang
 
 
 class ReportedLoad(NamedTuple):
@@ -39,10 +40,13 @@ class CacheSize(NamedTuple):
     num_blocks: int
 
 
-def parse_load(text: str) -> ReportedLoad | None:
-    """The load in a Prometheus exposition; None when it has none of the known names."""
+def parse_load(text: str, rank: int | None = None) -> ReportedLoad | None:
+    """The load in a Prometheus exposition, of one data-parallel rank or of all.
+
+    None when it has none of the known names.
+    """
     values: dict[str, float] = {}
-    for sample in _samples(text, _LOAD_NAMES):
+    for sample in _samples(text, _LOAD_NAMES, rank):
         known = values.get(sample.name, 0.0)
         values[sample.name] = max(known, sample.value) if sample.name in _USAGE else known + sample.value
     running = _first(values, _RUNNING)
@@ -51,9 +55,9 @@ def parse_load(text: str) -> ReportedLoad | None:
     return ReportedLoad(int(running), int(_first(values, _WAITING) or 0), _first(values, _USAGE) or 0.0)
 
 
-def parse_cache_size(text: str) -> CacheSize:
+def parse_cache_size(text: str, rank: int | None = None) -> CacheSize:
     """Block size and number of blocks, which vLLM reports in the labels of its `cache_config_info`."""
-    for sample in _samples(text, (_CACHE_CONFIG,)):
+    for sample in _samples(text, (_CACHE_CONFIG,), rank):
         return CacheSize(_whole(sample.labels.get("block_size")), _whole(sample.labels.get("num_gpu_blocks")))
     return CacheSize(0, 0)
 
@@ -69,8 +73,8 @@ def served_model(catalog: Any, wanted: str) -> tuple[str, int]:
     return card["id"], length if isinstance(length, int) else 0
 
 
-def _samples(text: str, names: tuple[str, ...]) -> Iterator[Sample]:
-    """The finite samples of these names; lines that cannot be parsed are skipped.
+def _samples(text: str, names: tuple[str, ...], rank: int | None = None) -> Iterator[Sample]:
+    """The finite samples of these names and this rank; lines that cannot be parsed are skipped.
 
     Only lines that begin with one of the names are parsed: 0.6 ms for the 2,900 lines of a vLLM with eight ranks, which
     are read once a second, instead of 41 ms for all of them.
@@ -81,7 +85,17 @@ def _samples(text: str, names: tuple[str, ...]) -> Iterator[Sample]:
                 [family] = text_string_to_metric_families(line)
             except ValueError:
                 continue
-            yield from (one for one in family.samples if one.name in names and math.isfinite(one.value))
+            yield from (
+                one
+                for one in family.samples
+                if one.name in names and math.isfinite(one.value) and _is_of_rank(one.labels, rank)
+            )
+
+
+def _is_of_rank(labels: Mapping[str, str], rank: int | None) -> bool:
+    """Whether a sample is of this rank: one without a label for ranks is of all of them."""
+    found = next((labels[name] for name in _RANK_LABELS if name in labels), None)
+    return rank is None or found is None or found == str(rank)
 
 
 def _first(values: dict[str, float], names: Iterable[str]) -> float | None:

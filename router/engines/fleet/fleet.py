@@ -99,15 +99,13 @@ class EngineFleet:
 
     def add(self, spec: EngineSpec) -> RemoteEngine:
         """Add an engine and begin to probe it. Raises `ConfigError` when it does not fit the other engines."""
-        check_fleet([*(engine.spec for engine in self.engines), spec])
-        return self._start(spec)
+        return self.add_all([spec])[0]
 
-    def add_all(self, specs: Iterable[EngineSpec]) -> None:
-        """Add the engines of a file, in any order. Raises `ConfigError`."""
+    def add_all(self, specs: Iterable[EngineSpec]) -> list[RemoteEngine]:
+        """Add several engines, in any order: all of them or, when one does not fit, none. Raises `ConfigError`."""
         specs = list(specs)
-        check_fleet(specs)
-        for spec in specs:
-            self._start(spec)
+        check_fleet([*(engine.spec for engine in self.engines), *specs])
+        return [self._start(spec) for spec in specs]
 
     async def remove(self, name: str) -> None:
         """Drain an engine and forget it. Requests that still run after `drain_timeout_s` are ended."""

@@ -65,7 +65,7 @@ class BlockTranslator:
     namespace: bytes
     block_size: int
     digests: dict[BlockHash, bytes] = field(default_factory=dict)
-    num_skipped: int = 0  # blocks of another size, and blocks whose parent was never reported
+    num_skipped: int = 0  # blocks of another size, blocks that are not of text, and blocks whose parent is unknown
 
     def apply(self, events: Sequence[dict[str, Any]]) -> BlockChange:
         """Translate a batch. Raises `KeyError`, `TypeError` or `ValueError` for events that are malformed."""
@@ -96,16 +96,17 @@ class BlockTranslator:
         if root is None or event["block_size"] != self.block_size or len(token_ids) != len(names) * self.block_size:
             self.num_skipped += len(names)
             return []
-        digests = block_digests(root, token_ids, self.block_size)
-        self.digests.update(zip(names, digests, strict=True))
+        num_text = _num_text_blocks(event)
+        self.num_skipped += len(names) - num_text
+        digests = block_digests(root, token_ids[: num_text * self.block_size], self.block_size)
+        self.digests.update(zip(names, digests, strict=False))
         return digests
 
     def _root(self, event: dict[str, Any]) -> bytes:
         """Root of a chain. As in vLLM, the adapter and the salt in the first block's extra keys make chains differ."""
         adapter = event.get("lora_name") or ""
-        keys = (event.get("extra_keys") or [None])[0] or ()
-        salt = next((key for key in keys if isinstance(key, str) and key != adapter), "")
-        return root_digest(self.namespace, cache_salt=salt, lora=adapter)
+        salt = next(iter(_extra_keys(event, 0)), "")
+        return root_digest(self.namespace, cache_salt=salt if isinstance(salt, str) else "", lora=adapter)
 
 
 class KvEventFeed:
@@ -186,6 +187,30 @@ class KvEventFeed:
                 return
             if number >= self._next:
                 self._take(number, payload, is_lost=number > self._next)
+
+
+def _num_text_blocks(event: dict[str, Any]) -> int:
+    """Number of leading blocks whose KV depends on nothing but tokens, adapter and salt.
+
+    The others have more extra keys: `[hash, offset]` of an image in the block, or the hash of embeddings given instead
+    of tokens. Their token ids are placeholders that any text may contain, so they get no digests. Without a digest, no
+    later block of their chain gets one either.
+    """
+    num_blocks = len(event["block_hashes"])
+    has_salt = event["parent_block_hash"] is None  # vLLM puts it into the first block only
+    for i in range(min(num_blocks, len(event.get("extra_keys") or ()))):
+        keys = _extra_keys(event, i)
+        if keys and not (has_salt and i == 0 and len(keys) == 1 and isinstance(keys[0], str)):
+            return i
+    return num_blocks
+
+
+def _extra_keys(event: dict[str, Any], i: int) -> Sequence[Any]:
+    """The extra keys of an event's block, without the adapter, which comes first."""
+    keys = (event.get("extra_keys") or ())[i : i + 1]
+    found = (keys[0] if keys else None) or ()
+    adapter = event.get("lora_name")
+    return found[1:] if adapter and found[:1] == [adapter] else found
 
 
 def _as_map(event: Any) -> dict[str, Any]:

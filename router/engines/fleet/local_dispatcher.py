@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Container, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -13,10 +14,11 @@ from tandem.protocol.errors import ConfigError, ModelNotFound, RequestError
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.admission_queue import AdmittedRequest
 from tandem.router.engines.addresses import check_addresses
-from tandem.router.engines.config import EngineSpec, check_tokenizer, spec_from
+from tandem.router.engines.config import EngineSpec, check_tokenizer, ranks_of, spec_from
 from tandem.router.engines.dispatcher import DispatchRequest, EngineTarget
 from tandem.router.engines.errors import EngineNotFound
 from tandem.router.engines.fleet.booked_attempt import BookedAttempt
+from tandem.router.engines.fleet.engine import RemoteEngine
 from tandem.router.engines.fleet.fleet import EngineFleet
 from tandem.router.engines.fleet.metrics import EngineCollector
 from tandem.router.engines.fleet.queues import ModelQueue, Queues
@@ -118,29 +120,30 @@ class LocalDispatcher:
         }
 
     async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Add an engine; returns it as JSON. Raises `RequestError`."""
+        """Add an engine, or each rank of a server; returns it as JSON. Raises `RequestError`."""
         try:
             spec = spec_from(fields, "engine")
             self._check_key(spec)
             check_tokenizer(spec, self._tokenizers)
             if not self.fleet.trusts(spec):
                 await check_addresses(spec, self.fleet.engines_config.connect_timeout_s)
-            engine = self.fleet.add(spec)
+            engines = self.fleet.add_all(ranks_of(spec))
         except ConfigError as exc:
             raise RequestError(exc.message, code="invalid_engine") from exc
-        return engine.to_json(self.now())
+        return self._to_json(spec.name, engines)
 
     async def remove_engine(self, name: str) -> dict[str, Any]:
-        """Begin to drain an engine; returns it as JSON. Raises `EngineNotFound`."""
-        engine = self.fleet.get(name)
-        if engine is None:
+        """Begin to drain an engine, or all ranks of a server; returns it as JSON. Raises `EngineNotFound`."""
+        engines = [engine for engine in self.fleet.engines if name in (engine.name, engine.spec.server)]
+        if not engines:
             names = ", ".join(engine.name for engine in self.fleet.engines) or "none"
             raise EngineNotFound(f"Engine '{name[:100]}' is not registered; there are: {names}.", param="name")
-        if not engine.is_removed:
-            # In the background: the caller does not wait, and cannot stop it by disconnecting.
-            self._removals.start(f"removal of engine {name}", lambda: self.fleet.remove(name))
-            await asyncio.sleep(0)  # so that the answer shows it as draining
-        return engine.to_json(self.now())
+        for engine in engines:
+            if not engine.is_removed:
+                # In the background: the caller does not wait, and cannot stop it by disconnecting.
+                self._removals.start(f"removal of engine {engine.name}", partial(self.fleet.remove, engine.name))
+        await asyncio.sleep(0)  # so that the answer shows them as draining
+        return self._to_json(name, engines)
 
     # -- reservations ---------------------------------------------------------------------------------------------
 
@@ -149,6 +152,13 @@ class LocalDispatcher:
         if model not in self.fleet.models:
             raise ModelNotFound(f"The model '{model[:200]}' does not exist.", param="model")
         return self.queues.of(model)
+
+    def _to_json(self, name: str, engines: list[RemoteEngine]) -> dict[str, Any]:
+        """The engine of this name, or the server of this name with its ranks."""
+        now = self.now()
+        if [engine.name for engine in engines] == [name]:
+            return engines[0].to_json(now)
+        return {"name": name, "ranks": [engine.to_json(now) for engine in engines]}
 
     def _check_key(self, spec: EngineSpec) -> None:
         key = spec.api_key_env

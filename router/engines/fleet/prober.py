@@ -78,13 +78,14 @@ class EngineProber:
             raise ValueError(f"its health check refused our key ({health.status_code}); give api_key_env or headers")
         if health.status_code != 200:
             raise ValueError(f"its health check answered {health.status_code}")
+        rank = engine.spec.data_parallel_rank
         num_ours_before = self._num_ours()
         metrics = await self._metrics()
         if engine.state in (WorkerState.STARTING, WorkerState.DEAD) and not engine.is_removed:
-            await self._join(parse_cache_size(metrics))
+            await self._join(parse_cache_size(metrics, rank))
         now = self._clock()
         engine.cache.expire(now)
-        load = parse_load(metrics)
+        load = parse_load(metrics, rank)
         self._has_metrics = load is not None
         # Requests that ended or came while the engine answered are not foreign.
         self._note_load(load or ReportedLoad(0, 0, 0.0), max(num_ours_before, self._num_ours()), now)

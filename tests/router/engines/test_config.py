@@ -9,7 +9,7 @@ import pytest
 from tandem.protocol.config import ExternalEnginesConfig
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role
-from tandem.router.engines.config import check_fleet, load_fleet, spec_from
+from tandem.router.engines.config import check_fleet, load_fleet, ranks_of, spec_from
 
 GOOD = """
 [tokenizers]
@@ -53,12 +53,31 @@ def test_a_file_becomes_specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert spec_from({"url": "http://h:1", "model": None, "headers": None}, "test").headers == {}  # as left out
 
 
+def test_each_rank_of_a_server_is_an_engine_with_its_own_header_and_events(tmp_path: Path) -> None:
+    entry = engine(url="http://h:1", name="a", kind="vllm", data_parallel_size=3, model="m", **EVENTS)
+    fleet = load_fleet(write(tmp_path, '[tokenizers]\nm = "/m"\n' + entry))
+    assert [(e.name, e.server, e.kv_events, e.kv_replay) for e in fleet.engines] == [
+        (f"a.dp{rank}", "a", f"tcp://[::1]:{5557 + rank}", f"tcp://10.0.0.2:{6000 + rank}") for rank in range(3)
+    ]
+    assert [e.request_headers() for e in fleet.engines] == [{"x-data-parallel-rank": str(rank)} for rank in range(3)]
+    assert {e.url for e in fleet.engines} == {"http://h:1"}
+    [alone] = ranks_of(spec_from({"url": "http://h:1", "name": "a.dp1"}, "test"))
+    assert (alone.server, alone.request_headers()) == ("a.dp1", {})
+
+
+EVENTS = {"kv_events": "tcp://[::1]:5557", "kv_replay": "tcp://10.0.0.2:6000"}
+
+
 def engine(**values: Any) -> str:
     lines = [f"{key} = {value!r}" if isinstance(value, str) else f"{key} = {value}" for key, value in values.items()]
     return "[[engines]]\n" + "\n".join(lines) + "\n"
 
 
 URL = "http://h:1"
+
+
+def ranked(**values: Any) -> str:
+    return engine(url=URL, kind="vllm", data_parallel_size=2, **values)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +125,14 @@ URL = "http://h:1"
         (engine(url=URL, block_size=-1), "block_size=-1 must be a whole number, 0 or more"),
         (engine(url=URL) + "cache_ttl_s = nan\n", "cache_ttl_s=nan must be a number of seconds above 0"),
         (engine(url=URL, name="a") + engine(url="http://h:2", name="a"), "engine name='a' is there twice"),
+        (engine(url=URL, data_parallel_size=0), "data_parallel_size=0 must be a whole number from 1 to 1024"),
+        (engine(url=URL, data_parallel_rank=1), "unknown key 'data_parallel_rank'"),
+        (engine(url=URL, data_parallel_size=2), "data_parallel_size=2 needs kind='vllm' or 'sglang'"),
+        (ranked(kv_events="ipc:///tmp/x"), "kv_events='ipc:///tmp/x' is not the endpoint of rank 0 of data_parallel"),
+        (ranked(kv_events="tcp://h:65535"), "give tcp://host:port, where rank N publishes on port + N"),
+        (ranked(kv_events="tcp://h:10", kv_replay="tcp://h:11"), "start the server with ports that are 2 apart"),
+        (ranked(name="a") + engine(url=URL, name="a"), "engine name='a' is there twice"),
+        (engine(url=URL) + 'headers = {X-Data-Parallel-Rank = "1"}\n', "'X-Data-Parallel-Rank' is set by the router"),
         (engine(url=URL, kind="vllm", role="prefill"), "has only prefill engines in group ''"),
     ],
 )

@@ -58,6 +58,43 @@ def test_salt_and_adapter_keep_chains_apart() -> None:
     assert adapted == block_digests(root_digest(NAMESPACE, cache_salt="tenant", lora="sql"), IDS[:16], 16)
 
 
+IMAGE = ["7f00cafe", 3]  # hash of an image, and its offset in the block
+
+
+@pytest.mark.parametrize(
+    ("extra_keys", "num_text"),
+    [
+        ([None, None, None, None], 4),
+        ([None, None, [IMAGE], [IMAGE]], 2),
+        ([None, ["7f00cafe"], None, None], 1),  # as older versions name an image
+        ([[IMAGE], None, None, None], 0),
+        ([[IMAGE, "salt"], None, None, None], 0),
+        ([["7f00cafe", "salt"], None, None, None], 0),
+        ([[b"digest of embeddings"], None, None, None], 0),
+        ([None, [IMAGE], None, None], 1),  # the blocks after the image depend on it too
+        ([[5], [5], [5], [5]], 0),  # an adapter that the event does not name
+    ],
+)
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_blocks_that_depend_on_more_than_text_get_no_digest(
+    extra_keys: list[Any], num_text: int, is_whole: bool
+) -> None:
+    translator = make_translator()
+    if is_whole:
+        events = [stored(0, 4, extra_keys=extra_keys)]
+    else:
+        events = [stored(i, 1, extra_keys=[extra_keys[i]]) for i in range(4)]
+    assert translator.apply(events).stored == block_digests(ROOT, IDS[: num_text * 16], 16)
+    assert translator.apply([removed(3, 2, 1, 0)]).removed == block_digests(ROOT, IDS[: num_text * 16], 16)[::-1]
+
+
+@pytest.mark.parametrize("salt", ["tenant", "sql"])
+def test_each_block_of_an_adapter_has_its_name(salt: str) -> None:
+    extra_keys = [["sql", salt], ["sql"], ["sql", IMAGE], ["sql"]]
+    digests = make_translator().apply([stored(0, 4, lora_name="sql", extra_keys=extra_keys)]).stored
+    assert digests == block_digests(root_digest(NAMESPACE, cache_salt=salt, lora="sql"), IDS[:32], 16)
+
+
 @pytest.mark.parametrize(
     "event",
     [stored(1, 2), stored(0, 1, medium="CPU"), stored(0, 1, group_idx=1), stored(0, 1, block_size=32)],

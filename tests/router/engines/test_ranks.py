@@ -1,0 +1,117 @@
+"""Data-parallel ranks: one server whose ranks are engines of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from zmq.asyncio import Context
+
+from tandem.protocol.config import RouterConfig
+from tandem.router.engines.config import EngineSpec, ranks_of
+from tandem.router.engines.relay.prompts import TextReader
+from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, spec_of, until
+from tests.support.fake_openai import FakeServer
+from tests.support.kv_event_publisher import IDS, Publisher, stored
+
+TOKEN = {"authorization": "Bearer secret"}
+RANK = "x-data-parallel-rank"
+
+
+def ranks(fake: FakeServer, name: str, size: int = 2, **values: Any) -> list[EngineSpec]:
+    return ranks_of(spec_of(fake, name, data_parallel_size=size, **values))
+
+
+async def ask(router: Router, prompt: Any = "a b c", **fields: Any) -> Any:
+    response = await router.client.post(COMPLETIONS, json=completion(prompt, **fields))
+    assert response.status_code == 200, response.text
+    return response
+
+
+async def test_a_request_names_its_rank_and_prompts_return_to_it(fake_a: FakeServer) -> None:
+    async with routing(*ranks(fake_a, "a")) as router:
+        prompts = ["x" * 400, "y" * 400]
+        fake_a.pause.clear()
+        running = [asyncio.create_task(ask(router, prompt, stream=True)) for prompt in prompts]
+        await until(lambda: all(engine.running for engine in router.fleet.engines))  # the load is spread over ranks
+        fake_a.resume()
+        first = [(await task).headers["x-tandem-engine"] for task in running]
+        assert sorted(first) == ["a.dp0", "a.dp1"]
+        assert [(await ask(router, prompt)).headers["x-tandem-engine"] for prompt in prompts] == first
+        sent = {
+            body["prompt"]: headers[RANK] for body, headers in zip(fake_a.requests, fake_a.request_headers, strict=True)
+        }
+        assert {f"a.dp{sent[prompt]}" for prompt in prompts} == set(first)
+        forged = completion("z" * 400) | {"data_parallel_rank": 1}
+        assert (await router.client.post(COMPLETIONS, json=forged)).status_code == 400
+        ignored = await router.client.post(COMPLETIONS, json=completion("z" * 400), headers={RANK: "7"})
+        assert fake_a.request_headers[-1][RANK] == ignored.headers["x-tandem-engine"][-1]
+
+
+async def test_load_is_that_of_the_rank(fake_a: FakeServer) -> None:
+    fake_a.metrics = (
+        'vllm:num_requests_running{engine="0"} 3\nvllm:num_requests_running{engine="1"} 0\n'
+        'vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="70"} 1\n'
+        'vllm:cache_config_info{block_size="32",engine="1",num_gpu_blocks="80"} 1\n'
+    )
+    async with routing(*ranks(fake_a, "a")) as router:
+        await until(lambda: len(router.engine("a.dp0").foreign) == 3)
+        assert len(router.engine("a.dp1").foreign) == 0
+        assert [router.engine(name).card.num_blocks for name in ("a.dp0", "a.dp1")] == [70, 80]
+        assert (await ask(router)).headers["x-tandem-engine"] == "a.dp1"
+
+
+async def test_each_ranks_events_are_its_own(fake_a: FakeServer) -> None:
+    context = Context()
+    publishers = [Publisher(context) for _ in range(2)]
+    specs = ranks(fake_a, "a", model="fake-model", block_size=16)
+    specs = [
+        # Ports that are free cannot be chosen to follow each other, so each rank's is set here.
+        replace(spec, kv_events=endpoint(publisher.port), kv_replay=endpoint(publisher.replay_port))
+        for spec, publisher in zip(specs, publishers, strict=True)
+    ]
+    try:
+        await publishers[1].publish(stored(0, 3), is_lost=True)
+        async with routing(*specs, readers={"fake-model": TextReader()}) as router:
+            await until(lambda: router.fleet.index.num_blocks("a.dp1") == 3)
+            assert router.fleet.index.num_blocks("a.dp0") == 0
+            response = await ask(router, [*IDS, 1, 2, 3])
+            assert response.headers["x-tandem-engine"] == "a.dp1"
+            assert response.headers["x-tandem-expected-cached-tokens"] == "48"
+    finally:
+        for publisher in publishers:
+            await publisher.close()
+        context.term()
+
+
+def endpoint(port: int) -> str:
+    return f"tcp://127.0.0.1:{port}"
+
+
+async def test_both_legs_of_a_pair_go_to_their_ranks(fake_a: FakeServer, fake_b: FakeServer) -> None:
+    specs = [*ranks(fake_a, "p", 3, role="prefill"), *ranks(fake_b, "d", 2, role="decode")]
+    async with routing(*specs, config=RouterConfig(local_prefill=False)) as router:
+        response = await ask(router)
+        [prefill], [decode] = fake_a.request_headers, fake_b.request_headers
+        assert response.headers["x-tandem-engine"] == f"d.dp{decode[RANK]}"
+        assert router.engine(f"p.dp{prefill[RANK]}").num_requests == 1
+        # The prefill rank names itself in what it returns: its own NIXL engine id, host and port.
+        assert fake_b.requests[0]["kv_transfer_params"]["do_remote_prefill"] is True
+
+
+async def test_a_server_is_added_and_removed_with_all_its_ranks(fake_a: FakeServer) -> None:
+    async with routing(admin_token="secret") as router:
+        body = {"name": "a", "url": fake_a.url, "kind": "vllm", "data_parallel_size": 2}
+        added = await router.client.post("/v1/engines", json=body, headers=TOKEN)
+        assert (added.status_code, added.json()["name"]) == (201, "a")
+        assert [rank["data_parallel_rank"] for rank in added.json()["ranks"]] == [0, 1]
+        await router.all_ready("a.dp0", "a.dp1")
+        again = await router.client.post("/v1/engines", json=body, headers=TOKEN)
+        assert "engine name='a.dp0' is there twice" in again.json()["error"]["message"]
+        one = await router.client.delete("/v1/engines/a.dp1", headers=TOKEN)
+        assert (one.status_code, one.json()["state"]) == (202, "draining")
+        await until(lambda: router.fleet.get("a.dp1") is None)
+        removed = await router.client.delete("/v1/engines/a", headers=TOKEN)
+        assert [rank["state"] for rank in removed.json()["ranks"]] == ["draining"]
+        await until(lambda: not router.fleet.engines)
