@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_origin
 import typer
 
 from tandem.protocol.config import PANELS
+from tandem.protocol.config.panels import TIERS
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.settings import Field, checked, settings_of
 from tandem.protocol.toml_file import read_toml
@@ -78,8 +79,12 @@ def _from_file(field: Field, value: Any, where: str) -> Any:
 
 
 def _expanded(fields: Sequence[Field], values: Values) -> Values:
-    """The settings with ~ expanded in paths, as not every shell does it behind `--flag=`. Raises `ConfigError`."""
-    paths = {field.name for field in fields if field.is_path}
+    """The settings with ~ expanded in paths, as not every shell does it behind `--flag=`. Raises `ConfigError`.
+
+    Paths of tiers are left to the nodes of a cluster: each has a home folder of its own.
+    """
+    is_on_nodes = bool(values.get("ray_address"))
+    paths = {field.name for field in fields if field.is_path and not (is_on_nodes and field.setting.panel == TIERS)}
     return {name: expanded(name, value) if name in paths else value for name, value in values.items()}
 
 

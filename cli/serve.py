@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from tandem.cli.config_flags import Values, fields_by_panel, with_settings
 from tandem.cluster.model_store import resolve_model, served_name
+from tandem.cluster.node_config import name_for_nodes
 from tandem.protocol.config import (
     ClusterConfig,
     EngineConfig,
@@ -78,13 +79,17 @@ def serve(values: Values) -> int:
     model = config.engine.model
     console = Console(stderr=True, highlight=False)
     with console.status(f"model {escape(model)}"):
-        folder = resolve_model(model, report=lambda line: console.print(f"  {line}", markup=False, soft_wrap=True))
+        folder = resolve_model(
+            model,
+            report=lambda line: console.print(f"  {line}", markup=False, soft_wrap=True),
+            needs_weights=not config.ray_address,  # on a cluster, the nodes with workers fetch them
+        )
     name = config.engine.served_model_name or served_name(model)
     config = build_config(values | {"model": str(folder), "served_model_name": name})
 
     from tandem.cluster.serve import serve as launch  # late: it imports Ray, and --help need not wait
 
-    return launch(config, policies, api_keys)
+    return launch(config, policies, api_keys, name_for_nodes(model))
 
 
 def build_config(values: Values) -> ClusterConfig:

@@ -9,11 +9,11 @@ import logging
 import os
 import threading
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import ray
 
+from tandem.cluster.node_config import config_on_node
 from tandem.cluster.process_end import ProcessIdentity, own_identity
 from tandem.protocol.config import WorkerConfig
 from tandem.protocol.errors import WorkerError
@@ -49,7 +49,7 @@ class WorkerActor:
         if config.cpu_cores:
             os.sched_setaffinity(0, config.cpu_cores)  # before torch starts its threads, which inherit it
         if not config.host:
-            config = replace(config, host=ray.util.get_node_ip_address())
+            config = config_on_node(config, ray.util.get_node_ip_address())
         started: Future[Worker] = Future()
         self._thread = threading.Thread(target=self._run, args=(config, started), name="worker", daemon=True)
         self._thread.start()

@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from tandem.cluster.actor import WorkerActor
+from tandem.cluster.placement import Bundle
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.restarts import RestartBudget
 from tandem.protocol.config import WorkerConfig
@@ -26,11 +27,13 @@ __all__ = ["Member", "call", "first_line"]
 
 logger = logging.getLogger(__name__)
 
-_START_TIMEOUT_S = 600.0  # loading a large model from a cold disk
+_PLACE_TIMEOUT_S = 600.0  # a cluster may have to start a machine
+_LOAD_TIMEOUT_S = 3600.0  # fetching a large model and loading it from a cold disk
 # A process answers while it loads, unless it is stopped or hangs: imports and copies let other threads run.
 _SILENT_START_S = 60.0
 _LOOK_AT_START_S = 5.0
 _PLACE_NOTICE_S = 20.0  # after this the user is told what Ray has no room for
+_REPLACE_NOTICE_S = 5.0  # the same for a worker that served: others may have to do its work until there is room
 _CALL_TIMEOUT_S = 15.0
 _TELL_AGAIN_S = 1.0  # to a worker that did not answer
 _DRAIN_TIMEOUT_S = 120.0
@@ -43,6 +46,7 @@ class Member:
     """The place of one worker. Its process is replaced when it dies; `address` names the present one."""
 
     config: WorkerConfig
+    bundle: Bundle
     restarts: RestartBudget
     actor: Any = None
     process: ProcessIdentity | None = None
@@ -50,6 +54,7 @@ class Member:
     pid: int = 0
     up_since: float = math.inf
     has_served: bool = False
+    waits_for_room: bool = False  # Ray has no node for it now
     home_role: Role | None = None  # what it was before it took over for a pool without workers
     is_up: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -58,17 +63,15 @@ class Member:
         """Name of the worker, the same in all its lives."""
         return self.config.worker_id
 
-    async def start(self, *, num_cpus: float, num_gpus: float, on_progress: Callable[[str], None]) -> PeerAddress:
+    async def start(self, *, on_no_room: Callable[[str], None]) -> PeerAddress:
         """Start a process and load the model; where the worker is reached."""
-        options = {
-            "num_cpus": num_cpus,
-            "num_gpus": num_gpus,
+        options = self.bundle.options | {
             "max_concurrency": _ACTOR_THREADS,
             "max_restarts": 0,  # a restart is a new epoch with a new address: the supervisor does it
             "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(self.config.engine.num_threads or 1)}},
         }
         self.actor = ray.remote(WorkerActor).options(**options).remote(self.config)
-        self.process = await self._placed(f"{num_cpus:g} cores and {num_gpus:g} GPUs for {self.worker_id}", on_progress)
+        self.process = await self._placed(f"{self.bundle} for {self.worker_id}", on_no_room)
         self.address = await self._loaded()
         return self.address
 
@@ -111,36 +114,37 @@ class Member:
                 logger.warning("%s could not be told of %s yet: %s", self.worker_id, peer.worker_id, first_line(exc))
             await asyncio.sleep(_TELL_AGAIN_S)
 
-    async def _placed(self, needs: str, on_progress: Callable[[str], None]) -> ProcessIdentity:
+    async def _placed(self, needs: str, on_no_room: Callable[[str], None]) -> ProcessIdentity:
         """Wait until Ray has given the worker a process; which one. Tells the user when that takes long.
 
         Without a living node it never will: the node of a private cluster, once dead, does not come back.
         """
-        identity = asyncio.ensure_future(call(self.actor.identity, timeout_s=_START_TIMEOUT_S))
+        identity = asyncio.ensure_future(call(self.actor.identity, timeout_s=_PLACE_TIMEOUT_S))
         try:
-            is_told = False
-            while not (await asyncio.wait({identity}, timeout=_PLACE_NOTICE_S))[0]:
+            notice_s = _REPLACE_NOTICE_S if self.has_served else _PLACE_NOTICE_S
+            while not (await asyncio.wait({identity}, timeout=notice_s))[0]:
                 if not await asyncio.to_thread(_has_nodes):
                     raise WorkerError("no node of the Ray cluster is alive")
-                if not is_told:
-                    on_progress(f"waiting for {needs}; the cluster has {await asyncio.to_thread(_resources)}")
-                is_told = True
+                if not self.waits_for_room:
+                    self.waits_for_room = True
+                    on_no_room(f"waiting for {needs}; the cluster has {await asyncio.to_thread(_resources)}")
             process: ProcessIdentity = await identity
         except TimeoutError:
             raise WorkerError(
-                f"Ray found no {needs} in {_START_TIMEOUT_S:.0f} s; the cluster has "
+                f"Ray found no {needs} in {_PLACE_TIMEOUT_S:.0f} s; the cluster has "
                 f"{await asyncio.to_thread(_resources)}. Lower num_cpus_per_worker or num_gpus_per_worker, or add nodes"
             ) from None
         finally:
+            self.waits_for_room = False
             identity.cancel()
         return process
 
     async def _loaded(self) -> PeerAddress:
         """Wait until the worker has loaded its model, however long that takes, but only while its process answers."""
-        start = asyncio.ensure_future(call(self.actor.start, timeout_s=_START_TIMEOUT_S))
+        start = asyncio.ensure_future(call(self.actor.start, timeout_s=_LOAD_TIMEOUT_S))
         try:
             while not (await asyncio.wait({start}, timeout=_LOOK_AT_START_S))[0]:
-                answer = asyncio.ensure_future(call(self.actor.identity, timeout_s=_START_TIMEOUT_S))
+                answer = asyncio.ensure_future(call(self.actor.identity, timeout_s=_LOAD_TIMEOUT_S))
                 try:
                     if not await answered_in_time(answer, _SILENT_START_S):
                         raise WorkerError(f"it said nothing for {_SILENT_START_S:g} s while it loaded its model")

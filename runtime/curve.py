@@ -25,7 +25,7 @@ from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import PeerAddress
 from tandem.runtime.dropped import DroppedMessages, DropReason
 
-__all__ = ["KeyAuthenticator", "KeyPair", "connect_to_worker", "listening_socket", "make_keys"]
+__all__ = ["KeyAuthenticator", "KeyPair", "bind", "connect_to_worker", "listening_socket", "make_keys"]
 
 # The longest message is the snapshot of a large tier: 18 bytes for each of up to some 60 million blocks. A prompt of a
 # million tokens has 5 MB. Without a bound, a length field of a few bytes could make the receiver allocate any size.
@@ -67,6 +67,13 @@ def listening_socket(context: zmq.Context[Any], kind: SocketType, keys: KeyPair,
     return socket
 
 
+def bind(socket: Any, endpoint: str) -> str:
+    """Bind a listening socket; the endpoint to connect to, in which the port is a number. Raises `ZMQError`."""
+    _allow_ipv6(socket, endpoint)
+    socket.bind(endpoint)
+    return str(socket.last_endpoint.decode().rstrip("\0"))
+
+
 def connect_to_worker(
     context: zmq.Context[Any], keys: KeyPair, worker: PeerAddress, *, max_queued: int
 ) -> tuple[Any, Any]:
@@ -76,6 +83,7 @@ def connect_to_worker(
         for kind, endpoint in ((SocketType.DEALER, worker.endpoint), (SocketType.SUB, worker.heartbeat_endpoint)):
             sockets.append(_socket(context, kind, keys, max_queued))
             sockets[-1].setsockopt_string(SocketOption.CURVE_SERVERKEY, worker.public_key)
+            _allow_ipv6(sockets[-1], endpoint)
             sockets[-1].connect(endpoint)
     except ZMQError:
         for socket in sockets:
@@ -84,6 +92,10 @@ def connect_to_worker(
     messages, heartbeats = sockets
     heartbeats.setsockopt(SocketOption.SUBSCRIBE, b"")
     return messages, heartbeats
+
+
+def _allow_ipv6(socket: Any, endpoint: str) -> None:
+    socket.setsockopt(SocketOption.IPV6, "[" in endpoint)
 
 
 def _socket(context: zmq.Context[Any], kind: SocketType, keys: KeyPair, max_queued: int) -> Any:

@@ -29,7 +29,7 @@ from tandem.protocol.messages import (
     encode_message,
     request_id_of,
 )
-from tandem.runtime.curve import KeyAuthenticator, KeyPair, connect_to_worker, listening_socket
+from tandem.runtime.curve import KeyAuthenticator, KeyPair, bind, connect_to_worker, listening_socket
 from tandem.runtime.dropped import DroppedMessages, DropReason
 
 __all__ = ["HeartbeatThread", "WorkerSockets", "socket_endpoint"]
@@ -48,7 +48,7 @@ def socket_endpoint(folder: str, host: str, name: str) -> str:
     Raises ConfigError for a path that is too long.
     """
     if not folder:
-        return f"tcp://{host}:*"
+        return f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
     path = f"{folder}/{name}"
     if len(path.encode()) > _MAX_IPC_PATH:
         raise ConfigError(f"{path} is too long for a Unix socket ({_MAX_IPC_PATH} bytes); set TMPDIR to a shorter one")
@@ -81,8 +81,7 @@ class WorkerSockets:
         if router_key:
             self._authenticator.allow(router_key)
         self._router = listening_socket(context, SocketType.ROUTER, keys, max_queued=_SEND_QUEUE_MESSAGES)
-        self._router.bind(endpoint)
-        self.endpoint: str = self._router.last_endpoint.decode().rstrip("\0")
+        self.endpoint = bind(self._router, endpoint)
         self._peer_sockets: dict[tuple[str, int], _PeerSockets] = {}
         self._wake = context.socket(SocketType.PULL)
         self._wake.bind(f"inproc://wake-{id(self)}")
@@ -228,8 +227,7 @@ class HeartbeatThread:
     ) -> None:
         """Peers and routers that the `WorkerSockets` of this context admit may subscribe."""
         self._socket = listening_socket(context, SocketType.PUB, keys, max_queued=_SEND_QUEUE_MESSAGES)
-        self._socket.bind(endpoint)
-        self.endpoint: str = self._socket.last_endpoint.decode().rstrip("\0")
+        self.endpoint = bind(self._socket, endpoint)
         self._interval_s = interval_s
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None

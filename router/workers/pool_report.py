@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 import msgspec
 
 from tandem.scheduling.cost_model import StepModel
@@ -20,6 +22,7 @@ def worker_report(
         "epoch": card.address.epoch,
         "state": worker.state.value,
         "kind": card.kind,
+        "host": urlsplit(card.address.endpoint).hostname,
         "pid": card.pid,
         "num_blocks": card.num_blocks,
         "num_cached_blocks": num_cached_blocks,

@@ -99,6 +99,12 @@ def test_paths_in_the_file_may_begin_with_the_home_folder(
     assert launched[0].tiers.disk_cache_path == str(tmp_path / "kv")
 
 
+def test_each_node_of_a_cluster_expands_the_paths_of_its_own_tiers(model: Path, launched: list[ClusterConfig]) -> None:
+    flags = ("--model", str(model), "--port=0", "--ray-address=127.0.0.1:6379")
+    assert run(["serve", *flags, "--disk-cache-path=~/kv", "--kv-key-file=~/key"]) == 7
+    assert (launched[0].tiers.disk_cache_path, launched[0].tiers.kv_key_file) == ("~/kv", "~/key")
+
+
 @pytest.mark.parametrize(
     ("command", "text", "expected"),
     [

@@ -73,7 +73,7 @@ def test_tenants_and_keys_are_read_once_before_anything_starts(
     keys.write_text("sk-1 search\n")
     flags = ("--tenants", str(tenants), "--api-key-file", str(keys), "--model", str(model))
     assert run(["serve", "--port", "0", *flags]) == 0
-    assert given == [Tenants(named={"search": TenantPolicy(weight=4.0)}), {key_digest("sk-1"): "search"}]
+    assert given == [Tenants(named={"search": TenantPolicy(weight=4.0)}), {key_digest("sk-1"): "search"}, str(model)]
 
 
 def test_no_flag_means_the_defaults_of_the_config() -> None:

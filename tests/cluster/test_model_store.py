@@ -155,6 +155,22 @@ def test_hub_model_that_is_not_cached_is_one_clear_line_offline(
         resolve_model("someone/some-model")
 
 
+def test_a_router_fetches_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def download(_: str, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        weights = ["model.safetensors"] if "*.safetensors" in allow_patterns else []
+        return str(make_model(tmp_path / "m", "config.json", "tokenizer.json", *weights))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_model("someone/some-model", needs_weights=False) == tmp_path / "m"
+    with pytest.raises(ConfigError, match="lacks weights"):
+        resolve_model(str(tmp_path / "m"))
+    assert resolve_model("someone/some-model") == tmp_path / "m"
+    assert ["*.safetensors" in patterns for patterns in asked] == [False, True]
+
+
 def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
     assert cache_folder() == tmp_path

@@ -21,6 +21,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from tandem.cluster import process_end, quarantine_watch
 from tandem.cluster.member import first_line
+from tandem.cluster.placement import Bundle
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.supervisor import Supervisor
 from tandem.cluster.worker_layout import worker_configs
@@ -117,6 +118,22 @@ class FakeRay:
         return actor
 
 
+class FakeBundles:
+    """Ray's placement group."""
+
+    def __init__(self, num_workers: int, *, num_cpus: float, num_gpus: float) -> None:
+        self.needs = num_cpus, num_gpus
+        self.num_workers = num_workers
+        self.is_removed = False
+
+    def bundle(self, number: int) -> Bundle:
+        assert 0 <= number < self.num_workers
+        return Bundle(*self.needs, None)
+
+    def remove(self) -> None:
+        self.is_removed = True
+
+
 class FakeActor:
     def __init__(self, fake_ray: FakeRay, config: WorkerConfig, epoch: int) -> None:
         self.config = config
@@ -209,6 +226,7 @@ async def supervised(
     monkeypatch.setattr("tandem.cluster.member._TELL_AGAIN_S", 0.01)
     fake_ray, registry = FakeRay(num_bad_starts=num_bad_starts), Registry()
     monkeypatch.setattr("tandem.cluster.member.ray", fake_ray)
+    monkeypatch.setattr("tandem.cluster.supervisor.WorkerBundles", FakeBundles)
     config = ClusterConfig(engine=EngineConfig(model="m"), max_restarts=max_restarts, autoscale=False, **pools)
     workers: Any = FakeWorkers(registry, fake_ray)
     supervisor = Supervisor(config, registry, CostModel(), workers, on_progress=lambda _: None)
@@ -279,8 +297,33 @@ async def test_when_the_last_worker_died_too_often_the_service_ends_with_its_rea
             await cluster.supervisor.failure
 
 
+async def test_a_prefill_worker_serves_alone_while_no_node_has_room_for_a_decode_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tandem.cluster.member._REPLACE_NOTICE_S", 0.02)
+
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
+        cluster.ray.placed.clear()
+        cluster.die("decode-0")
+        await eventually(lambda: cluster.roles() == {"prefill-0": Role.DECODE})
+        assert not cluster.supervisor.failure.done()
+        cluster.ray.placed.set()
+        await eventually(lambda: cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE})
+
+
+async def test_the_end_gives_back_what_ray_reserved_unless_ray_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_dead in (False, True):
+        async with supervised(monkeypatch, num_prefill=1, num_decode=1) as cluster:
+            bundles: Any = cluster.supervisor._bundles
+            assert not bundles.is_removed
+            if is_dead:
+                cluster.supervisor.ray_died(WorkerError("Ray's raylet has died"))
+            await cluster.supervisor.close()
+            assert bundles.is_removed is not is_dead
+
+
 async def test_when_no_node_is_left_the_service_ends_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.cluster.member._PLACE_NOTICE_S", 0.02)
+    monkeypatch.setattr("tandem.cluster.member._REPLACE_NOTICE_S", 0.02)
 
     async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=1) as cluster:
         cluster.ray.placed.clear()  # the node that is left has no room: that may change

@@ -37,3 +37,13 @@ def test_workers_of_one_machine_have_files_for_sockets_and_those_of_several_have
     }
     there = worker_configs(replace(resolved, ray_address="auto"), router_key="key", socket_folder="/private")
     assert {(config.socket_folder, config.host, config.router_key) for config in there} == {("", "", "key")}
+
+
+def test_workers_of_several_machines_are_told_the_models_name_and_those_of_one_its_folder() -> None:
+    resolved = replace(CONFIG, engine=replace(CONFIG.engine, model="/here/m", num_threads=1))
+    here = worker_configs(resolved, model="org/m")
+    there = worker_configs(replace(resolved, ray_address="auto"), model="org/m")
+    assert ({config.engine.model for config in here}, {config.engine.model for config in there}) == (
+        {"/here/m"},
+        {"org/m"},
+    )

@@ -17,6 +17,7 @@ import torch
 from tandem.kv_transfer.transport import Notification, Transfer, TransferState, Transport, create_transport
 from tandem.kv_transfer.transport.one_machine import MailboxSender
 from tandem.protocol.errors import PeerLost
+from tests.support.addresses import has_ipv6_loopback
 
 NUM_BLOCKS = 32
 ONE_MACHINE = "nixl on one machine"  # without a port of UCX
@@ -31,7 +32,8 @@ def zero_pool() -> torch.Tensor:
 
 def make_transport(name: str, folder: str, worker_id: str, epoch: int, pool: torch.Tensor) -> Transport:
     mailbox = f"ipc://{folder}/{worker_id}-{epoch}" if name == ONE_MACHINE else ""
-    return create_transport(name.split()[0], worker_id=worker_id, epoch=epoch, pool=pool, mailbox=mailbox)
+    host = name.partition(" at ")[2] or "127.0.0.1"
+    return create_transport(name.split()[0], worker_id=worker_id, epoch=epoch, pool=pool, host=host, mailbox=mailbox)
 
 
 def run_peer(connection: Connection, name: str, folder: str, epoch: int) -> None:
@@ -148,10 +150,21 @@ def states(transfers: list[Transfer]) -> set[TransferState]:
     return {transfer.state for transfer in transfers}
 
 
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no ::1")
+@pytest.mark.parametrize("name", ["nccl at ::1", "nixl at ::1"])
+def test_blocks_cross_processes_at_addresses_of_ipv6(
+    name: str, peers: Callable[..., Peer], pool: torch.Tensor, transport: Transport
+) -> None:
+    check_that_blocks_and_notifications_arrive(peers(), pool, transport)
+
+
 def test_blocks_and_notifications_cross_processes(
     peers: Callable[..., Peer], pool: torch.Tensor, transport: Transport
 ) -> None:
-    peer = peers()
+    check_that_blocks_and_notifications_arrive(peers(), pool, transport)
+
+
+def check_that_blocks_and_notifications_arrive(peer: Peer, pool: torch.Tensor, transport: Transport) -> None:
     transport.add_peer("d", 1, peer.metadata)
     transfers = [transport.write_blocks("d", [i, 31 - i], [i, 16 + i], b"%d" % i) for i in range(16)]
     poll_until(transport, lambda: all(transfer.is_settled for transfer in transfers))

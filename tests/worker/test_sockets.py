@@ -30,6 +30,7 @@ from tandem.protocol.sampling import SamplingParams
 from tandem.runtime.curve import KeyPair, connect_to_worker, make_keys
 from tandem.runtime.dropped import DroppedMessages
 from tandem.worker.sockets import HeartbeatThread, WorkerSockets, socket_endpoint
+from tests.support.addresses import has_ipv6_loopback
 from tests.support.builders import make_card
 
 DEADLINE_S = 10.0
@@ -39,14 +40,14 @@ ROUTER = make_keys()
 class Side:
     """The sockets of one worker, without the worker."""
 
-    def __init__(self, worker_id: str, folder: str = "") -> None:
+    def __init__(self, worker_id: str, folder: str = "", host: str = "127.0.0.1") -> None:
         self.context: zmq.Context = zmq.Context()
         self.dropped = DroppedMessages()
         self.keys = make_keys()
-        endpoint = socket_endpoint(folder, "127.0.0.1", worker_id)
+        endpoint = socket_endpoint(folder, host, worker_id)
         self.sockets = WorkerSockets(self.context, endpoint, self.keys, ROUTER.public, self.dropped)
         self.beat = Heartbeat(worker_id=worker_id, epoch=1, step_age_s=0.0, load=WorkerLoad())
-        endpoint = socket_endpoint(folder, "127.0.0.1", f"{worker_id}.beats")
+        endpoint = socket_endpoint(folder, host, f"{worker_id}.beats")
         self.heartbeats = HeartbeatThread(self.context, endpoint, self.keys, 0.01)
         self.heartbeats.start(lambda: self.beat)
         self.address = PeerAddress(worker_id, 1, self.sockets.endpoint, self.heartbeats.endpoint, self.keys.public)
@@ -276,6 +277,21 @@ def test_sockets_in_a_folder_work_alike(tmp_path: Path) -> None:
             "b",
             "b.beats",
         }
+    finally:
+        a.close()
+        b.close()
+
+
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no ::1")
+def test_sockets_at_an_address_of_ipv6_work_alike() -> None:
+    a, b = Side("a", host="::1"), Side("b", host="127.0.0.1")
+    try:
+        assert a.address.endpoint.startswith("tcp://[::1]:")
+        a.sockets.introduce(b.address)
+        b.sockets.introduce(a.address)
+        for sender, receiver in ((a, b), (b, a)):
+            sender.sockets.send_peer(receiver.address, lease_request(sender.address))
+            assert lease_request(sender.address) in receiver.receive()
     finally:
         a.close()
         b.close()

@@ -9,6 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from tandem.protocol.config import TierConfig, cache_folder
 from tandem.protocol.errors import ConfigError
+from tandem.protocol.user_file import expanded
 
 __all__ = ["check_tiers", "store_key_path"]
 
@@ -25,7 +26,7 @@ def check_tiers(config: TierConfig, *, is_local: bool) -> None:
 
         load_key(store_key_path(config), may_make=False)
     if is_local and config.disk_cache_path:
-        _check_folder("disk_cache_path", Path(os.path.expanduser(config.disk_cache_path)))
+        _check_folder("disk_cache_path", Path(expanded("disk_cache_path", config.disk_cache_path)))
     if config.object_cache_url.startswith("file:"):
         url = urlsplit(config.object_cache_url)
         if url.netloc not in ("", "localhost"):  # it would be taken for a host, and left out
@@ -43,7 +44,7 @@ def check_tiers(config: TierConfig, *, is_local: bool) -> None:
 
 def store_key_path(config: TierConfig) -> Path:
     """File with the key of disk and object store."""
-    return Path(os.path.expanduser(config.kv_key_file)) if config.kv_key_file else cache_folder() / "kv-key"
+    return Path(expanded("kv_key_file", config.kv_key_file)) if config.kv_key_file else cache_folder() / "kv-key"
 
 
 def _check_folder(name: str, folder: Path) -> None:

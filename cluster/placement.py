@@ -1,0 +1,49 @@
+"""On which nodes workers run: Ray reserves a bundle of cores and GPUs for each of them, spread over the nodes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+__all__ = ["Bundle", "WorkerBundles"]
+
+
+class Bundle(NamedTuple):
+    """What is reserved for one worker, on one node: all ranks of the worker run there."""
+
+    num_cpus: float
+    num_gpus: float
+    strategy: Any  # Ray's, which leads an actor to the bundle
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of an actor that takes the whole bundle."""
+        return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "scheduling_strategy": self.strategy}
+
+    def __str__(self) -> str:
+        return f"{self.num_cpus:g} cores and {self.num_gpus:g} GPUs"
+
+
+class WorkerBundles:
+    """A placement group with a bundle for each worker.
+
+    Ray puts each bundle on another node than those before it, as long as there is another one. Workers are in the order
+    of their roles, so the death of one node leaves workers of each role where that is possible. The bundles of a dead
+    node are placed again where there is room, at once or when a node joins.
+    """
+
+    def __init__(self, num_workers: int, *, num_cpus: float, num_gpus: float) -> None:
+        self._needs = num_cpus, num_gpus
+        resources = {name: number for name, number in (("CPU", num_cpus), ("GPU", num_gpus)) if number}
+        self._group: PlacementGroup = placement_group([resources] * num_workers, strategy="SPREAD", name="tandem")
+
+    def bundle(self, number: int) -> Bundle:
+        """The bundle of the worker with this number."""
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
+        return Bundle(*self._needs, strategy)
+
+    def remove(self) -> None:
+        """Give all bundles back. Ray ends actors that still run in them."""
+        remove_placement_group(self._group)

@@ -1,0 +1,134 @@
+"""`tandem serve --ray-address` on a cluster whose prefill and decode worker run on different nodes.
+
+The nodes are two raylets beside the head, each at an address of its own, with its own cores and home folder. UCX may
+only use TCP, as between two machines.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tandem.protocol.config import cache_folder
+from tests.support.ray_nodes import JOIN, RayNode
+from tests.support.server import START_S, Server, started, until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+HEAD, *NODES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+# The cache has the compiled kernels, which would take each node ten seconds.
+ENVIRONMENT = {"TANDEM_CACHE": str(cache_folder()), "UCX_TLS": "tcp"}
+SMALL = ("--pool-bytes", "20000000")
+PROMPTS = [f"{number} bottles of beer on the wall, " * 12 for number in range(4)]
+
+
+def make_node(ip: str, head: str, model: Path) -> RayNode:
+    node = RayNode(ip, head=head, num_cpus=int(ip in NODES), env=ENVIRONMENT)
+    shutil.copytree(model, node.home / "m")
+    return node
+
+
+@pytest.fixture(scope="module")
+def nodes(text_model: Path) -> Iterator[list[RayNode]]:
+    """The head, which has no cores for workers, and two nodes with one core each; the model is in each home folder."""
+    nodes = [make_node(HEAD, "", text_model)]
+    try:
+        nodes[0].wait_started()
+        nodes += [make_node(ip, nodes[0].address, text_model) for ip in NODES]
+        for node in nodes[1:]:
+            node.wait_started()
+        yield nodes
+    finally:
+        for node in reversed(nodes):
+            node.stop()
+
+
+@contextmanager
+def serving(nodes: list[RayNode], folder: Path, *flags: str, model: str = "~/m") -> Iterator[Server]:
+    flags = ("--ray-address", nodes[0].address, "--cpus-per-worker", "1", *SMALL, *flags)
+    with started(model, folder, *flags, env=JOIN | ENVIRONMENT | {"HOME": str(nodes[0].home)}) as server:
+        yield server
+
+
+def ask(server: Server, prompt: str, timeout_s: float = 60) -> httpx.Response:
+    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=timeout_s)
+
+
+def answers(server: Server) -> list[str]:
+    responses = [ask(server, prompt) for prompt in PROMPTS]
+    assert [response.status_code for response in responses] == [200] * len(PROMPTS), [r.text for r in responses]
+    return [response.json()["choices"][0]["text"] for response in responses]
+
+
+def hosts(server: Server) -> set[str]:
+    return {server.worker(role).get("host", "") for role in ("prefill", "decode")}
+
+
+def num_handoffs(server: Server) -> int:
+    return int(httpx.get(f"{server.url}/v1/pools", timeout=30).json()["num_handoffs"])
+
+
+def test_two_nodes_answer_as_one_worker_does_and_so_do_they_behind_a_new_router(
+    nodes: list[RayNode], text_model: Path, tmp_path: Path
+) -> None:
+    with started(text_model, tmp_path, "--colocated", *SMALL) as alone:
+        expected = answers(alone.wait_ready())
+    with serving(nodes, tmp_path, "--no-local-prefill", "--disk-cache-path=~/kv") as server:
+        assert answers(server.wait_ready()) == expected
+        assert (hosts(server), num_handoffs(server)) == (set(NODES), len(PROMPTS))
+        assert [(node.home / "kv").is_dir() for node in nodes] == [False, True, True]
+        workers = [psutil.Process(server.worker(role)["pid"]) for role in ("prefill", "decode")]
+        server.process.kill()
+        server.process.wait()
+        with serving(nodes, tmp_path, "--no-local-prefill") as new:
+            assert answers(new.wait_ready()) == expected
+            assert (hosts(new), num_handoffs(new)) == (set(NODES), len(PROMPTS))
+            assert not psutil.wait_procs(workers, timeout=30)[1], "they ended with their router"
+            assert new.stop() == 0
+
+
+def test_clients_get_an_error_then_the_survivor_then_both_nodes_when_a_node_dies_and_comes_back(
+    nodes: list[RayNode], text_model: Path, tmp_path: Path
+) -> None:
+    with serving(nodes, tmp_path) as server:
+        server.wait_ready()
+        expected = answers(server)
+        [number] = [i for i, node in enumerate(nodes) if node.ip == server.worker("decode")["host"]]
+        body = {"prompt": "tell me", "max_tokens": 1500, "temperature": 0, "stream": True, "ignore_eos": True}
+        events: list[str] = []
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+            for line in stream.iter_lines():
+                if not events:
+                    threading.Thread(target=nodes[number].kill).start()
+                events += [line] if line else []
+        assert "it died; the answer is lost, send the request again" in events[-1]
+
+        until(lambda: ask(server, PROMPTS[0]).status_code == 200, START_S, lambda: server.output)
+        assert answers(server) == expected
+        assert hosts(server) == {"", server.worker("decode")["host"]} == {"", *NODES} - {nodes[number].ip}
+        nodes[number] = make_node(nodes[number].ip, nodes[0].address, text_model)
+        until(lambda: hosts(server) == set(NODES), START_S, lambda: server.output)
+        before = num_handoffs(server)
+        assert answers(server) == expected
+        assert num_handoffs(server) >= before
+        assert server.stop(signal.SIGTERM) == 0
+
+
+def test_a_folder_that_one_node_lacks_is_one_line_that_names_the_node(
+    nodes: list[RayNode], text_model: Path, tmp_path: Path
+) -> None:
+    for node in nodes[:2]:
+        shutil.copytree(text_model, node.home / "rare")
+    with serving(nodes, tmp_path, model="~/rare") as server:
+        assert server.process.wait(START_S) == 2
+    last = server.output.strip().splitlines()[-1]
+    assert f" did not start: on node {NODES[1]}: model folder ~/rare does not exist" in last, server.output
