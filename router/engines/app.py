@@ -88,6 +88,7 @@ def create_engines_app(
     add_model_routes(
         app,
         names=lambda: dispatcher.models,
+        adapters=lambda: dispatcher.adapters,
         max_model_len=dispatcher.max_model_len,
         created_s=int(time.time()) if started_at_s is None else started_at_s,
     )

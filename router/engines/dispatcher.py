@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -28,12 +28,13 @@ class DispatchRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     """A client's request as the deciding side needs to know it."""
 
     request_id: str
-    model: str
+    model: str  # the base model, if an adapter is asked for
     prompt: bytes  # token ids, as `token_bytes` packs them
     cache_scope: CacheScope  # whose cached blocks it may use
     max_tokens: int
     is_stream: bool
     service_class: ServiceClass
+    adapter: str = ""  # LoRA adapter that computes it; "" = none
     explains: bool = False  # whether the target says why it was chosen
 
     @property
@@ -115,6 +116,10 @@ class Dispatcher(Protocol):
     @property
     def models(self) -> list[str]:
         """Names of all models of the fleet, whether or not their engines are ready."""
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The base model of each LoRA adapter of the fleet, whether or not its engines are ready."""
 
     @property
     def unknown_engines(self) -> list[str]:

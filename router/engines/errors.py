@@ -2,6 +2,7 @@
 
 WorkerError
  |- EngineFailed    the engine broke, hung or is gone: another engine may do better
+ |   `- AdapterGone  it has unloaded the LoRA adapter meanwhile
  |- AnswerRefused   its answer cannot be passed on; another engine's would be the same
 Overloaded
  |- EngineBusy      it refused for now, and said for how long
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from tandem.protocol.errors import Overloaded, RequestError, WorkerError
 
-__all__ = ["AnswerRefused", "EngineBusy", "EngineFailed", "EngineNotFound"]
+__all__ = ["AdapterGone", "AnswerRefused", "EngineBusy", "EngineFailed", "EngineNotFound"]
 
 
 class EngineFailed(WorkerError):
@@ -28,6 +29,14 @@ class EngineFailed(WorkerError):
         super().__init__(f"engine {engine}: {message}")
         self.engine = engine
         self.is_absent = is_absent
+
+
+class AdapterGone(EngineFailed):
+    """The engine has unloaded the LoRA adapter since its adapters were listed, which is not its fault."""
+
+    status = 404
+    error_type = "invalid_request_error"
+    code = "model_not_found"
 
 
 class AnswerRefused(WorkerError):

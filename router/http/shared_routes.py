@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -78,32 +78,42 @@ def add_decision_routes(
 
 
 def add_model_routes(
-    app: FastAPI, *, names: Callable[[], Iterable[str]], max_model_len: Callable[[str], int | None], created_s: int
+    app: FastAPI,
+    *,
+    names: Callable[[], Iterable[str]],
+    max_model_len: Callable[[str], int | None],
+    created_s: int,
+    adapters: Callable[[], Mapping[str, str]] = dict,
 ) -> None:
-    """Add the routes that say which models are served. `created_s` is a Unix time."""
+    """Add the routes that say which models are served. `created_s` is a Unix time.
 
-    def card(name: str) -> Json:
+    `adapters` gives the base model of each LoRA adapter.
+    """
+
+    def card(name: str, base: str | None = None) -> Json:
         return {
             "id": name,
             "object": "model",
             "created": created_s,
             "owned_by": "tandem",
             "root": name,
-            "parent": None,
-            "max_model_len": max_model_len(name),
+            "parent": base,
+            "max_model_len": max_model_len(base or name),
         }
 
     @app.get("/v1/models")
     async def list_models() -> Response:
-        """The served models, with their context length."""
-        return json_response({"object": "list", "data": [card(name) for name in names()]})
+        """The served models, with their context length. An adapter names its base model as `parent`."""
+        cards = [*map(card, names()), *(card(name, base) for name, base in adapters().items())]
+        return json_response({"object": "list", "data": cards})
 
     @app.get("/v1/models/{model_id:path}")
     async def retrieve_model(model_id: str) -> Response:
         """One of the served models."""
-        if model_id not in names():
+        base = None if model_id in names() else adapters().get(model_id)
+        if base is None and model_id not in names():
             raise ModelNotFound(f"The model '{model_id[:200]}' does not exist.", param="model")
-        return json_response(card(model_id))
+        return json_response(card(model_id, base))
 
 
 def product_version() -> str:

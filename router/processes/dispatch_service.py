@@ -94,7 +94,7 @@ class DispatchService:
         """As it is now."""
         dispatcher = self._dispatcher
         models = {model: dispatcher.max_model_len(model) for model in dispatcher.models}
-        return FleetStatus(models, dispatcher.unknown_engines, dispatcher.unready)
+        return FleetStatus(models, dict(dispatcher.adapters), dispatcher.unknown_engines, dispatcher.unready)
 
 
 class EngineNews:
@@ -115,7 +115,7 @@ class EngineNews:
         self._publish_status()
 
     def worker_changed(self, _: WorkerChange) -> None:
-        """An engine became ready, was lost, or began to drain: a listener of the registry."""
+        """An engine became ready, was lost, began to drain or has other adapters: a listener of the registry."""
         self._publish_status()
 
     def _publish_status(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -40,7 +40,7 @@ class RemoteDispatcher:
     ) -> None:
         """`listener` is told of each engine; `on_lost` is called when the connection to the hub has ended."""
         self._listener = listener
-        self._status = messages.FleetStatus({}, [], None)
+        self._status = messages.FleetStatus({}, {}, [], None)
         self._gaps: dict[str, _GapOffers] = {}  # by engine
         self._hub = HubClient(
             endpoint, edge_id, messages.WIRE_FORMAT, self._on_news, on_lost=on_lost, timeout_s=timeout_s
@@ -64,6 +64,11 @@ class RemoteDispatcher:
     def models(self) -> list[str]:
         """Names of all models of the fleet, whether or not their engines are ready."""
         return list(self._status.models)
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The base model of each LoRA adapter of the fleet."""
+        return self._status.adapters
 
     @property
     def unknown_engines(self) -> list[str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import msgspec
+
 from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.messages import (
     FetchStats,
@@ -121,6 +123,13 @@ class Registry:
         logger.info("worker %s flips from %s to %s", worker_id, worker.role, role)
         worker.role = role
         self._table = None
+
+    def set_adapters(self, worker_id: str, adapters: Sequence[str]) -> None:
+        """Change the LoRA adapters that a worker serves, from the next decision on."""
+        worker = self._workers[worker_id]
+        worker.card = msgspec.structs.replace(worker.card, adapters=list(adapters))
+        self._table = None
+        self._notify(WorkerChange(worker, "other adapters"))
 
     def note_load(self, worker_id: str, load: WorkerLoad, now: float, *, step_age_s: float = 0.0) -> None:
         """Store a sign of life and the load that came with it."""

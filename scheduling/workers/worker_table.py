@@ -59,9 +59,8 @@ class WorkerTable:
         self.fits_all_tokens = min(self.max_prompt_tokens.tolist(), default=0.0)
         self._set_kinds(cards)
         self._set_roles(workers)
-        self._none = np.zeros(len(workers), dtype=bool)
-        self.everyone, self.zeros = ~self._none, np.zeros(len(workers))  # read-only
-        self._serving = {adapter: _mask(adapter in card.adapters for card in cards) for adapter in _adapters(cards)}
+        self.everyone, self.zeros = np.ones(len(workers), dtype=bool), np.zeros(len(workers))  # read-only
+        self._serving: dict[str, Mask] = {}  # by adapter
         self._named: dict[tuple[str, ...], Mask] = {}
         self.tiers: dict[str, TierCosts] = {}  # by name, fastest first
         for worker in workers:
@@ -111,7 +110,10 @@ class WorkerTable:
 
     def serving(self, adapter: str) -> Mask:
         """Workers that serve this adapter."""
-        return self._serving.get(adapter, self._none)
+        mask = self._serving.get(adapter)
+        if mask is None:
+            mask = self._serving[adapter] = _mask(adapter in worker.card.adapters for worker in self.workers)
+        return mask
 
     def update(self, workers: Iterable[RegisteredWorker]) -> None:
         """Copy what is booked on these workers; workers that are gone are ignored."""
@@ -195,10 +197,6 @@ def _column(values: Iterable[float]) -> float | Vector:
 
 def _mask(values: Iterable[bool]) -> Mask:
     return np.array(list(values), dtype=bool)
-
-
-def _adapters(cards: Iterable[WorkerCard]) -> set[str]:
-    return {adapter for card in cards for adapter in card.adapters}
 
 
 def _numbered(keys: Sequence[Key]) -> tuple[list[Key], Rows]:

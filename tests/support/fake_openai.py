@@ -37,6 +37,8 @@ class FakeServer:
     extra: dict[str, Any] = field(default_factory=dict)  # fields of every message or delta
     whole: dict[str, Any] = field(default_factory=dict)  # fields of every plain answer and of a stream's last event
     model: str = MODEL
+    adapters: list[str] = field(default_factory=list)  # as `/v1/models` lists them
+    unloaded: list[str] = field(default_factory=list)  # models that get a 404
     health: int = 200
     metrics: str = ""
     has_kv_params: bool = True
@@ -101,7 +103,11 @@ def _app(fake: FakeServer) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> Any:
-        return {"object": "list", "data": [{"id": fake.model, "object": "model", "max_model_len": 4096}]}
+        base = {"id": fake.model, "object": "model", "max_model_len": 4096, "root": "/models/fake", "parent": None}
+        adapters = [
+            {"id": name, "object": "model", "root": f"/adapters/{name}", "parent": fake.model} for name in fake.adapters
+        ]
+        return {"object": "list", "data": [base, *adapters]}
 
     @app.get("/health")
     async def health() -> Response:
@@ -138,6 +144,9 @@ def _app(fake: FakeServer) -> FastAPI:
         fake.authorization.append(request.headers.get("authorization", ""))
         if not fake.headers_pause.is_set():
             await asyncio.to_thread(fake.headers_pause.wait)
+        if body.get("model") in fake.unloaded:
+            message = f"The model `{body['model']}` does not exist."
+            return JSONResponse({"error": {"message": message, "type": "NotFoundError", "code": 404}}, 404)
         if fake.status != 200:
             if isinstance(fake.error, str):
                 return Response(fake.error, fake.status, fake.headers)

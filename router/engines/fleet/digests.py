@@ -18,10 +18,11 @@ def digest_root(model: str, block_size: int) -> bytes:
 class EngineDigests:
     """Digests of a prompt's blocks for each model and block size, computed when they are first asked for."""
 
-    def __init__(self, prompt: bytes, scope: CacheScope) -> None:
-        """`prompt` are token ids, as `token_bytes` packs them."""
+    def __init__(self, prompt: bytes, scope: CacheScope, adapter: str = "") -> None:
+        """`prompt` are token ids, as `token_bytes` packs them. With a LoRA adapter all KV is another."""
         self._prompt = prompt
         self._scope = scope
+        self._adapter = adapter
         self._digests: dict[tuple[str, int], list[bytes]] = {}
 
     def of(self, card: WorkerCard) -> Sequence[bytes]:
@@ -29,6 +30,6 @@ class EngineDigests:
         key = (card.model, card.block_size)
         found = self._digests.get(key)
         if found is None:
-            root = root_digest(digest_root(*key), cache_salt=self._scope)
+            root = root_digest(digest_root(*key), cache_salt=self._scope, lora=self._adapter)
             found = self._digests[key] = packed_digests(root, self._prompt, card.block_size)
         return found

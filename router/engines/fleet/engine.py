@@ -10,6 +10,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any, Protocol
 
+import msgspec
 from zmq.asyncio import Context
 
 from tandem.protocol.config import ExternalEnginesConfig
@@ -20,7 +21,7 @@ from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.fleet.breaker import Breaker
 from tandem.router.engines.fleet.cache_view import CacheView
 from tandem.router.engines.fleet.digests import digest_root
-from tandem.router.engines.fleet.engine_status import CacheSize
+from tandem.router.engines.fleet.engine_status import CacheSize, ServedModel
 from tandem.router.engines.fleet.foreign_load import ForeignLoad, MeanLengths
 from tandem.router.engines.fleet.probe_client import ProbeClient
 from tandem.router.engines.fleet.step_timing import StepTiming
@@ -91,6 +92,11 @@ class RemoteEngine:
         """Its name here, and its worker id."""
         return self.spec.name
 
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the LoRA adapters that it has, or had when it was last there."""
+        return self.card.adapters if self.card is not None else []
+
     def refusal(self, now: float, *, is_last: bool = False) -> str:
         """Why it gets no request now; "" when it may. `is_last`: there is no other engine."""
         if self.state is not WorkerState.READY:
@@ -116,8 +122,9 @@ class RemoteEngine:
         """Respect a Retry-After."""
         self.busy_until_s = max(self.busy_until_s, now + min(retry_after_s, MAX_RETRY_AFTER_S))
 
-    def next_card(self, model: str, model_len: int, size: CacheSize) -> WorkerCard:
+    def next_card(self, served: ServedModel, size: CacheSize) -> WorkerCard:
         """The engine as a worker of its next life: as configured, else as reported, else a default."""
+        model = served.name
         spec = replace(self.configured, model=model)
         block_size = spec.block_size or size.block_size or DEFAULT_BLOCK_SIZE
         return WorkerCard(
@@ -125,13 +132,14 @@ class RemoteEngine:
             role=spec.role,
             kind=spec.cost_kind,
             model=model,
-            max_model_len=spec.max_model_len or model_len or DEFAULT_MODEL_LEN,
+            max_model_len=spec.max_model_len or served.max_model_len or DEFAULT_MODEL_LEN,
             block_size=block_size,
             num_blocks=spec.num_blocks or size.num_blocks or DEFAULT_NUM_BLOCKS,
             block_bytes=spec.kv_bytes_per_token * block_size,
             max_num_batched_tokens=spec.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS,
             # Of its own: engines cannot read each other's caches, so placement must not count on it.
             namespace=root_digest(digest_root(model, block_size), cache_salt=spec.name),
+            adapters=list(served.adapters),
             pid=0,
         )
 
@@ -145,6 +153,14 @@ class RemoteEngine:
         has_size = self.spec.num_blocks or card.num_blocks != DEFAULT_NUM_BLOCKS
         self.cache.start(self.spec, card, card.num_blocks if has_size else DEFAULT_SIMULATED_BLOCKS)
         self.set_state(WorkerState.READY, "")
+
+    def set_adapters(self, adapters: tuple[str, ...]) -> None:
+        """Note which LoRA adapters it has now; vLLM loads and unloads them at run time."""
+        if self.card is None or adapters == tuple(self.card.adapters):
+            return
+        self.card = msgspec.structs.replace(self.card, adapters=list(adapters))
+        if self._registry.get(self.name) is not None:
+            self._registry.set_adapters(self.name, adapters)
 
     def leave(self, reason: str) -> None:
         """End a life: its cache and its foreign load are forgotten."""
@@ -169,6 +185,7 @@ class RemoteEngine:
             "name": spec.name,
             "url": spec.url,
             "model": spec.model,
+            "adapters": self.adapters,
             "kind": spec.kind,
             "role": spec.role.value,
             "group": spec.group,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-__all__ = ["CacheSize", "ReportedLoad", "parse_cache_size", "parse_load", "served_model"]
+__all__ = ["CacheSize", "ReportedLoad", "ServedModel", "parse_cache_size", "parse_load", "served_model"]
 
 # Names in the order of preference; the values of all label sets (data parallel ranks, say) are added up.
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
@@ -22,6 +22,8 @@ _USAGE = (
 )
 _LOAD_NAMES = (*_RUNNING, *_WAITING, *_USAGE)
 _CACHE_CONFIG = "vllm:cache_config_info"
+MAX_ADAPTERS = 1024  # of one engine; later ones in alphabetical order are not served
+MAX_ADAPTER_CHARS = 512
 _RANK_LABELS = ("engine", "dp_rank")  # of vLLM and SGLang
 
 
@@ -31,6 +33,14 @@ class ReportedLoad(NamedTuple):
     num_running: int
     num_waiting: int
     kv_usage: float  # share of its KV cache in use
+
+
+class ServedModel(NamedTuple):
+    """What an engine serves."""
+
+    name: str
+    max_model_len: int  # 0 = not reported
+    adapters: tuple[str, ...]  # names of its LoRA adapters
 
 
 class CacheSize(NamedTuple):
@@ -62,15 +72,22 @@ def parse_cache_size(text: str, rank: int | None = None) -> CacheSize:
     return CacheSize(0, 0)
 
 
-def served_model(catalog: Any, wanted: str) -> tuple[str, int]:
-    """(model, its context or 0) in the body of `/v1/models`: the wanted one, or the first. Raises `LookupError`."""
+def served_model(catalog: Any, wanted: str) -> ServedModel:
+    """The model in the body of `/v1/models`: the wanted one, or the first that is no adapter. Raises `LookupError`."""
     cards = catalog.get("data") if isinstance(catalog, dict) else None
     named = [card for card in cards or () if isinstance(card, dict) and isinstance(card.get("id"), str)]
-    card = next((card for card in named if not wanted or card["id"] == wanted), None)
+    bases = [card for card in named if not _is_adapter(card)]
+    card = next((card for card in bases if not wanted or card["id"] == wanted), None)
     if card is None:
-        raise LookupError(f"it serves {', '.join(card['id'] for card in named) or 'no model'}")
+        raise LookupError(f"it serves {', '.join(card['id'] for card in bases) or 'no model'}")
     length = card.get("max_model_len")
-    return card["id"], length if isinstance(length, int) else 0
+    adapters = sorted(card["id"] for card in named if _is_adapter(card) and 0 < len(card["id"]) <= MAX_ADAPTER_CHARS)
+    return ServedModel(card["id"], length if isinstance(length, int) else 0, tuple(adapters[:MAX_ADAPTERS]))
+
+
+def _is_adapter(card: dict[str, Any]) -> bool:
+    """Whether a card of `/v1/models` is a LoRA adapter's: vLLM and SGLang name its base model as `parent`."""
+    return isinstance(card.get("parent"), str) and bool(card["parent"])
 
 
 def _samples(text: str, names: tuple[str, ...], rank: int | None = None) -> Iterator[Sample]:

@@ -58,6 +58,8 @@ class EngineFleet:
         self._listeners: list[EngineListener] = []
         self._background = BackgroundTasks()
         self._context = Context()
+        self._adapters: dict[str, str] | None = None  # None = an engine has changed
+        registry.listen(self._forget_adapters)
 
     @property
     def engines(self) -> list[RemoteEngine]:
@@ -68,6 +70,15 @@ class EngineFleet:
     def models(self) -> list[str]:
         """Names of all models, whether or not their engines are ready."""
         return list(dict.fromkeys(engine.spec.model for engine in self.engines if engine.spec.model))
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The base model of each LoRA adapter. A name that several models or adapters have is that of the first."""
+        if self._adapters is None:
+            found = {name: engine.spec.model for engine in reversed(self.engines) for name in engine.adapters}
+            models = set(self.models)
+            self._adapters = {name: base for name, base in found.items() if name not in models}
+        return self._adapters
 
     @property
     def is_ready(self) -> bool:
@@ -161,10 +172,14 @@ class EngineFleet:
             request.abort("it was removed")
         engine.leave("removed")
         del self._engines[engine.name]
+        self._forget_adapters()
         for listener in self._listeners:
             listener.engine_removed(engine.name)
         engine.is_gone.set()
         await engine.close()
+
+    def _forget_adapters(self, *_: object) -> None:
+        self._adapters = None
 
     def _check_block_size(self, engine: RemoteEngine, card: WorkerCard) -> None:
         """Raise `ValueError` if its group has another block size: one chain of digests is computed per group."""

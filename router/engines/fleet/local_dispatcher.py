@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Container, Iterable
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -70,6 +70,11 @@ class LocalDispatcher:
     def models(self) -> list[str]:
         """Names of all models of the fleet, whether or not their engines are ready."""
         return self.fleet.models
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The base model of each LoRA adapter of the fleet."""
+        return self.fleet.adapters
 
     @property
     def unknown_engines(self) -> list[str]:

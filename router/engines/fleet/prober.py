@@ -1,11 +1,12 @@
 """Probes of one engine: whether it is there, which model it serves, and how much work it has.
 
-Each probe asks for the engine's health, its metrics, and, when it joins, its models.
+Each probe asks for the engine's health and its metrics, and, when it joins and now and then, for its models.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from tandem.router.engines.fleet.engine import RemoteEngine
 from tandem.router.engines.fleet.engine_status import (
     CacheSize,
     ReportedLoad,
+    ServedModel,
     parse_cache_size,
     parse_load,
     served_model,
@@ -27,6 +29,7 @@ __all__ = ["EngineProber"]
 
 logger = logging.getLogger(__name__)
 
+PROBES_PER_LISTING = 5  # an engine's adapters are asked for with every fifth probe
 _HEALTH_PATHS = {"openai": "/v1/models", "vllm": "/health", "sglang": "/health", "llamacpp": "/health"}
 
 
@@ -56,6 +59,7 @@ class EngineProber:
         self._check_card = check_card
         self._clock = clock
         self._has_metrics = True
+        self._num_probes = itertools.count(1)
         self._num_failed = 0  # in a row
         self._last_good_s = clock()
 
@@ -83,6 +87,8 @@ class EngineProber:
         metrics = await self._metrics()
         if engine.state in (WorkerState.STARTING, WorkerState.DEAD) and not engine.is_removed:
             await self._join(parse_cache_size(metrics, rank))
+        elif next(self._num_probes) % PROBES_PER_LISTING == 0:
+            engine.set_adapters((await self._served_model()).adapters)
         now = self._clock()
         engine.cache.expire(now)
         load = parse_load(metrics, rank)
@@ -99,12 +105,15 @@ class EngineProber:
 
     async def _join(self, size: CacheSize) -> None:
         engine = self._engine
-        answer = await engine.probe_client.get("/v1/models", self._config.probe_timeout_s)
-        if answer.status_code != 200:
-            raise ValueError(f"/v1/models answered {answer.status_code}; is its api_key_env right?")
-        card = engine.next_card(*served_model(answer.json(), engine.spec.model), size)
+        card = engine.next_card(await self._served_model(), size)
         self._check_card(card)
         engine.join(card, self._clock())
+
+    async def _served_model(self) -> ServedModel:
+        answer = await self._engine.probe_client.get("/v1/models", self._config.probe_timeout_s)
+        if answer.status_code != 200:
+            raise ValueError(f"/v1/models answered {answer.status_code}; is its api_key_env right?")
+        return served_model(answer.json(), self._engine.spec.model)
 
     def _note_load(self, load: ReportedLoad, num_ours: int, now: float) -> None:
         """Tell the registry what the engine reports, and book what others have put on it."""

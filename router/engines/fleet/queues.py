@@ -58,8 +58,9 @@ class ModelQueue:
         return self.admission.placement_request(
             request.service_class,
             num_prompt_tokens=max(1, request.num_prompt_tokens),
-            digests=EngineDigests(request.prompt, request.cache_scope),
+            digests=EngineDigests(request.prompt, request.cache_scope, request.adapter),
             max_tokens=request.max_tokens,
+            adapter=request.adapter,
         )
 
     def explain(self, request: DispatchRequest) -> dict[str, Any]:

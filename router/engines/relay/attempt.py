@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import orjson
 
 from tandem.router.engines.dispatcher import EngineReservation, EngineTarget
-from tandem.router.engines.errors import EngineBusy, EngineFailed
+from tandem.router.engines.errors import AdapterGone, EngineBusy, EngineFailed
 from tandem.router.engines.relay.answers import as_dict, error_text, parse_answer
 from tandem.router.engines.relay.client_request import ClientRequest, decode_body, prefill_body
 from tandem.router.engines.relay.connections import EngineConnection, EngineConnections
@@ -74,6 +74,9 @@ class Attempt:
         """
         try:
             await self._open()
+        except AdapterGone as exc:
+            self._reservation.refused(exc.engine, 0.0)
+            raise
         except EngineFailed as exc:
             self._reservation.failed(exc.engine, is_absent=exc.is_absent)
             raise
@@ -154,6 +157,9 @@ class Attempt:
         with engine_errors(engine.name):
             content = await self._wait(reply.read_all())
         answer = parse_answer(engine.name, reply.status, reply.headers, content)
+        adapter = self._request.routing.adapter
+        if adapter and reply.status == 404 and adapter in error_text(answer.get("error")):
+            raise AdapterGone(engine.name, f"does not have the adapter '{adapter}' any more")
         self.status = reply.status
         return answer, content
 

@@ -115,7 +115,7 @@ class Forwarder:
     async def _read(
         self, http_request: Request, path: str, raw: bytes, body: dict[str, Any], arrived_s: float
     ) -> ClientRequest:
-        model = self._model_of(body)
+        model, adapter = self._model_of(body)
         options = request_options(http_request, priority_of(body))
         scope = self._scopes.of(options.service_class.tenant, cache_salt_of(body))
         reader = self._readers.get(model, self._text)
@@ -124,6 +124,7 @@ class Forwarder:
         routing = DispatchRequest(
             request_id=new_answer_id("req-"),
             model=model,
+            adapter=adapter,
             prompt=token_bytes(token_ids),
             cache_scope=scope,
             max_tokens=max_tokens_of(body) or MAX_OUTPUT_TOKENS,
@@ -133,15 +134,17 @@ class Forwarder:
         )
         return ClientRequest(path=path, body=body, routing=routing, arrived_s=arrived_s)
 
-    def _model_of(self, body: dict[str, Any]) -> str:
-        """The model of a request, which need not name it if there is only one."""
+    def _model_of(self, body: dict[str, Any]) -> tuple[str, str]:
+        """The model and the adapter ("" = none) of a request, which need not name its model if there is only one."""
         model, known = body.get("model"), self._dispatcher.models
         if isinstance(model, str) and model:
             if model not in known:
+                if base := self._dispatcher.adapters.get(model):
+                    return base, model
                 if silent := self._dispatcher.unknown_engines:
                     raise NoWorker(f"no engine of {model[:200]} is known yet; {', '.join(silent)} may be, once reached")
                 raise ModelNotFound(f"The model '{model[:200]}' does not exist.", param="model")
-            return model
+            return model, ""
         if model is not None and not isinstance(model, str):
             raise RequestError("Invalid value for 'model': expected a string.", param="model")
         if not known:
@@ -150,7 +153,7 @@ class Forwarder:
         if len(known) > 1:
             raise RequestError(f"Name the model: one of {', '.join(known)}.", param="model")
         body["model"] = known[0]
-        return known[0]
+        return known[0], ""
 
     async def _relay(self, attempt: Attempt, headers: dict[str, str], writer: ResponseWriter) -> None:
         raw_headers = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]

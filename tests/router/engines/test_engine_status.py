@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.router.engines.fleet.engine_status import (
+    MAX_ADAPTERS,
     CacheSize,
     ReportedLoad,
     parse_cache_size,
@@ -62,10 +63,21 @@ def test_the_cache_size_if_it_is_reported() -> None:
     assert parse_cache_size(SGLANG) == CacheSize(0, 0)
 
 
+def test_adapters_are_the_models_with_a_parent() -> None:
+    adapters = [{"id": name, "root": f"/{name}", "parent": "a"} for name in ("sql", "chat", "", "x" * 600)]
+    catalog = {"data": [*adapters, {"id": "a", "parent": None}, {"id": "b", "parent": ""}]}
+    assert served_model(catalog, "") == ("a", 0, ("chat", "sql"))
+    assert served_model(catalog, "b").adapters == ("chat", "sql")
+    with pytest.raises(LookupError, match="it serves a, b"):
+        served_model(catalog, "sql")
+    many = [{"id": f"lora{i}", "parent": "a"} for i in range(2000)]
+    assert len(served_model({"data": [*many, {"id": "a"}]}, "").adapters) == MAX_ADAPTERS
+
+
 def test_the_wanted_model_or_the_first() -> None:
     catalog = {"data": [{"id": "a", "max_model_len": 10}, {"id": "b"}]}
-    assert served_model(catalog, "") == ("a", 10)
-    assert served_model(catalog, "b") == ("b", 0)
+    assert served_model(catalog, "") == ("a", 10, ())
+    assert served_model(catalog, "b") == ("b", 0, ())
     with pytest.raises(LookupError, match="it serves a, b"):
         served_model(catalog, "c")
     for junk in (None, [], {"data": None}, {"data": [{"id": 3}]}):
