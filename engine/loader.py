@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from tandem.engine.attention.interface import ATTENTION_NAME, register
+from tandem.engine.architecture import load_config, model_class, text_config
+from tandem.engine.attention.interface import register
+from tandem.engine.kv_geometry import measure_kv
+from tandem.engine.text_part import dropping_idle_parts
+from tandem.engine.weights import load_weights
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError
 
@@ -23,7 +27,6 @@ __all__ = ["LoadedModel", "load_model", "model_revision", "resolve_device", "res
 logger = logging.getLogger(__name__)
 
 _SAMPLE_STRIDE_BYTES, _SAMPLE_BYTES = 1 << 20, 4096
-_SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +61,7 @@ def resolve_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
     if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.float32
-    return torch.float32 if config.dtype == torch.float32 else torch.bfloat16
+    return torch.float32 if text_config(config).dtype == torch.float32 else torch.bfloat16
 
 
 def model_revision(folder: Path) -> str:
@@ -82,33 +85,20 @@ def model_revision(folder: Path) -> str:
 def load_model(config: EngineConfig) -> LoadedModel:
     """Load `config.model` onto its device in its dtype, with paged attention in every layer.
 
-    Raises ConfigError when the folder is no model or the architecture cannot be served.
+    Raises ConfigError when the folder is no model, lacks weights, or has an architecture or a quantization that cannot
+    be served here.
     """
     folder = Path(config.model)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model={config.model!r} is not a model folder: it has no config.json")
     device = resolve_device(config.device)
     register()
     disable_progress_bar()  # a worker has no terminal
-    model_config = AutoConfig.from_pretrained(folder)
-    text = model_config.get_text_config(decoder=True)
-    _require_servable(config.model, model_config, text)
+    model_config = load_config(folder)
+    model_type = model_class(config.model, model_config)
+    text = text_config(model_config)
     dtype = resolve_dtype(config.dtype, model_config, device)
-    try:
-        module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION_NAME)
-    except (ValueError, OSError) as exc:
-        raise ConfigError(f"model={config.model!r} cannot be loaded for paged attention: {exc}") from exc
-    except KeyError as exc:
-        if exc.args != (ATTENTION_NAME,):
-            raise
-        raise ConfigError(
-            f"model={config.model!r} ({model_config.model_type}) cannot be paged: its code in transformers knows only "
-            "attention of its own; choose another model, or serve this one by vLLM or SGLang behind `tandem route`"
-        ) from exc
-    if module._is_stateful:
-        raise ConfigError(f"model={config.model!r} keeps state outside its KV cache, which this engine cannot page")
-    module = module.to(device).eval()
-    num_heads = text.num_attention_heads
+    module = load_weights(folder, model_type, model_config, dtype, device)
+    with dropping_idle_parts(module):
+        kv = measure_kv(module)
     if device.type == "cpu":
         from tandem.engine.cpu.optimize import optimize
 
@@ -116,13 +106,13 @@ def load_model(config: EngineConfig) -> LoadedModel:
         _leave_weight_files(module)
     return LoadedModel(
         module=module,
-        num_layers=text.num_hidden_layers,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or num_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // num_heads,
+        num_layers=kv.num_layers,
+        num_kv_heads=kv.num_kv_heads,
+        head_dim=kv.head_dim,
         vocab_size=text.vocab_size,
         max_model_len=_max_model_len(text),
         eos_token_ids=_eos_token_ids(folder, model_config, text.vocab_size),
-        dtype=dtype,
+        dtype=kv.dtype,
         device=device,
         revision=model_revision(folder),
         attention=_attention_identity(text),
@@ -133,18 +123,6 @@ def _leave_weight_files(module: nn.Module) -> None:
     """Copy the weights that were not packed. Each is a view of a mapped file, which would keep all of it in memory."""
     for parameter in module.parameters():
         parameter.data = parameter.data.clone()
-
-
-def _require_servable(name: str, config: Any, text: Any) -> None:
-    """Raise ConfigError if the config alone shows that the model cannot be served. `check_model` finds the rest."""
-    if config.is_encoder_decoder:
-        raise ConfigError(f"model={name!r} is an encoder-decoder; this engine serves decoder-only models")
-    unknown = sorted(set(getattr(text, "layer_types", None) or ()) - _SERVED_LAYER_TYPES)
-    if unknown:
-        raise ConfigError(f"model={name!r} has layers this engine cannot serve: {', '.join(unknown)}")
-    for field in ("num_attention_heads", "num_hidden_layers", "max_position_embeddings"):
-        if not isinstance(getattr(text, field, None), int):
-            raise ConfigError(f"model={name!r} cannot be paged: its config has no {field}")
 
 
 def _max_model_len(text: Any) -> int:
@@ -161,7 +139,7 @@ def _max_model_len(text: Any) -> int:
 
 def _eos_token_ids(folder: Path, config: Any, vocab_size: int) -> frozenset[int]:
     """The end tokens within the vocabulary: some configs say -1, or name a token that the model cannot produce."""
-    eos = config.get_text_config().eos_token_id
+    eos = getattr(text_config(config), "eos_token_id", None)
     if (folder / "generation_config.json").is_file():
         eos = GenerationConfig.from_pretrained(folder).eos_token_id or eos
     if eos is None:
@@ -171,4 +149,5 @@ def _eos_token_ids(folder: Path, config: Any, vocab_size: int) -> frozenset[int]
 
 def _attention_identity(text: Any) -> str:
     fields = ("rope_parameters", "rope_theta", "sliding_window", "layer_types", "max_position_embeddings")
-    return json.dumps({name: getattr(text, name, None) for name in fields}, sort_keys=True, default=str)
+    settings = text.to_dict()
+    return json.dumps({name: settings.get(name) for name in fields}, sort_keys=True, default=str)

@@ -47,7 +47,7 @@ class ModelRunner:
         ends = itertools.accumulate(chunk.num_tokens for chunk in chunks)
         rows = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples]
         if not rows:  # in the middle of prompts no logits are needed: skip the vocabulary-sized product
-            self.model.module.get_decoder()(**arguments)  # type: ignore[operator]
+            self.model.module.base_model(**arguments)  # type: ignore[operator]
             return None
         keep = torch.tensor(rows, device=self.model.device)
         logits: Tensor = self.model.module(**arguments, logits_to_keep=keep).logits[0]

@@ -12,12 +12,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from tandem.engine.attention.context import StepContext
 
-__all__ = ["ATTENTION_NAME", "AttentionBackend", "PagedStep", "register"]
+__all__ = ["ATTENTION_NAME", "AttentionBackend", "PagedStep", "no_mask", "register"]
 
 ATTENTION_NAME = "tandem_paged"
 
@@ -80,30 +81,39 @@ def paged_attention_forward(
     if s_aux is not None:
         raise NotImplementedError(f"{type(module).__name__} uses attention sinks, which this engine cannot attend with")
     layer_idx: int = module.layer_idx  # type: ignore[assignment]  # every decoder attention of transformers has it
-    _check_geometry(type(module).__name__, layer_idx, query, key, value, paged_step.context.pool)
+    pool = paged_step.context.pool
+    _check_geometry(type(module).__name__, layer_idx, query, key, value, pool)
     paged_step.between_layers()
     out = paged_step.backend(
         layer_idx,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        _slots(query, pool),
+        _slots(key, pool),
+        _slots(value, pool),
         paged_step.context,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window or 0,
         softcap=softcap or 0.0,
     )
-    return out.unsqueeze(0), None
+    return out[..., : value.shape[-1]].unsqueeze(0), None
+
+
+def _slots(heads: Tensor, pool: Tensor) -> Tensor:
+    """[1, H, T, D] -> [T, H, head_dim of the pool]. Appended zeros change no score, and no value that is kept."""
+    missing = pool.shape[5] - heads.shape[3]
+    heads = heads[0].transpose(0, 1)
+    return pad(heads, (0, missing)) if missing else heads
 
 
 def _check_geometry(name: str, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, pool: Tensor) -> None:
     """Raise NotImplementedError unless this layer's KV fits a slot of the pool; backends do not check that."""
     num_layers, num_kv_heads, head_dim = pool.shape[1], pool.shape[4], pool.shape[5]
     num_tokens = query.shape[2]
-    slots = (1, num_kv_heads, num_tokens, head_dim)
+    slots = (1, num_kv_heads, num_tokens)
     if (
-        key.shape != slots
-        or value.shape != slots
-        or query.shape != (1, query.shape[1], num_tokens, head_dim)
+        key.shape[:3] != slots
+        or value.shape[:3] != slots
+        or query.shape != (1, query.shape[1], num_tokens, key.shape[3])
+        or max(key.shape[3], value.shape[3]) > head_dim
         or query.shape[1] % num_kv_heads
         or not 0 <= layer_idx < num_layers
     ):
@@ -113,14 +123,14 @@ def _check_geometry(name: str, layer_idx: int, query: Tensor, key: Tensor, value
         )
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
+def no_mask(*_: Any, **__: Any) -> None:
     """Positions and block tables define causality; without this registration transformers would guess a mask."""
 
 
 def register() -> None:
     """Make ATTENTION_NAME known to transformers; calling it again changes nothing."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
-    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+    AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
 
 
 def make_backend(device: torch.device, num_threads: int) -> AttentionBackend:

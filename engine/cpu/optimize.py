@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features = [linear.out_features for linear in linears]
         weight = torch.cat([linear.weight.detach() for linear in linears])
+        self.weight = torch.empty_like(weight, device="meta")  # some models look at its dtype or shape
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         biases = [linear.bias for linear in linears]
         self._bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
@@ -131,7 +132,7 @@ def optimize(model: nn.Module) -> nn.Module:
             _replace_router(module)
         for module in list(model.modules()):
             for name, child in list(module.named_children()):
-                if type(child) is nn.Linear:
+                if _is_plain(child):
                     setattr(module, name, PackedLinear([child]))
                 elif type(child) is Conv1D:
                     weight, bias = cast(Tensor, child.weight), cast(Tensor, child.bias)
@@ -178,10 +179,25 @@ def _agrees(original: Callable[[Tensor], Any], candidate: Callable[[Tensor], Any
     return bool(error < _PROBE_TOLERANCE[probe.dtype])
 
 
+def _is_plain(module: Any) -> TypeGuard[nn.Linear]:
+    """Whether this is a linear layer and nothing more: quantizers put tensors, forwards and hooks of their own in."""
+    return (
+        type(module) is nn.Linear
+        and _is_plain_weight(module.weight)
+        and module.weight.dim() == 2  # `text_part` empties what is not used
+        and not vars(module).get("forward")
+        and not (module._forward_hooks or module._forward_pre_hooks)
+    )
+
+
+def _is_plain_weight(weight: Any) -> TypeGuard[nn.Parameter]:
+    return type(weight) is nn.Parameter and weight.dtype in _PROBE_TOLERANCE
+
+
 def _linears(module: nn.Module, names: tuple[str, ...]) -> list[nn.Linear] | None:
     """The named children if all are plain linear layers of one input width, and all or none have biases."""
     children = [getattr(module, name, None) for name in names]
-    if not all(type(child) is nn.Linear for child in children):
+    if not all(_is_plain(child) for child in children):
         return None
     linears = cast(list[nn.Linear], children)
     alike = {(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}
@@ -204,7 +220,7 @@ def _merge_siblings(module: nn.Module) -> None:
 def _replace_gated_mlp(module: nn.Module) -> None:
     pair = _linears(module, ("gate_proj", "up_proj"))
     down = getattr(module, "down_proj", None)
-    if pair is None or type(down) is not nn.Linear:
+    if pair is None or not _is_plain(down):
         return
     packed_pair, packed_down, silu_multiply = PackedLinear(pair), PackedLinear([down]), make_silu_multiply()
     width = pair[0].out_features
@@ -253,14 +269,14 @@ def _replace_experts(module: nn.Module) -> None:
 def _weights_of_experts(module: nn.Module, name: str) -> Tensor | None:
     """A parameter [num_experts, out, in], if the module has one of that name."""
     weight = getattr(module, name, None)
-    return weight if isinstance(weight, nn.Parameter) and weight.dim() == 3 else None
+    return weight if _is_plain_weight(weight) and weight.dim() == 3 else None
 
 
 def _replace_router(module: nn.Module) -> None:
     """Pack a weight that the module itself passes to `F.linear`, as routers of experts do."""
     weight = getattr(module, "weight", None)
     is_known = type(module) in (nn.Linear, Conv1D) or isinstance(module, nn.Embedding)
-    if is_known or not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+    if is_known or not _is_plain_weight(weight) or weight.dim() != 2:
         return
     probe = _random(weight.shape[1], weight.dtype)
     try:
@@ -287,6 +303,8 @@ def _replace_norm(module: nn.Module) -> None:
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, Tensor) or epsilon is None:
+        return
+    if weight.numel() == 0:  # emptied by `text_part`
         return
     rms_norm, original = make_rms_norm(), module.forward
     weight, epsilon = weight.detach().clone(), float(epsilon)

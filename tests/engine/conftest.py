@@ -9,7 +9,7 @@ import torch
 
 from tandem.engine.engine import Engine
 from tandem.protocol.config import EngineConfig
-from tests.support.architectures import SERVED, save_model
+from tests.support.architectures import SERVED, WRAPPERS, save_model
 
 BuildEngine = Callable[..., Engine]
 
@@ -27,7 +27,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
     def folder(name: str) -> Path:
         if name not in folders:
-            folders[name] = save_model(tmp_path_factory.mktemp("model") / name, SERVED[name])
+            folders[name] = save_model(
+                tmp_path_factory.mktemp("model") / str(len(folders)), {**SERVED, **WRAPPERS}[name]
+            )
         return folders[name]
 
     return folder

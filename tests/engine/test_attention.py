@@ -163,14 +163,18 @@ def call_interface(
     value: tuple[int, ...] = (1, 2, 5, 16),
     layer_idx: int = 0,
     with_step: bool = True,
+    seen: list[Tensor] | None = None,
     **options: Any,
 ) -> Tensor:
+    """Returns what the interface makes of a backend's queries. `seen` gets the backend's arguments."""
     case = Case([5])
 
     class Backend:
         name = "case"
 
         def __call__(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, context: StepContext, **_: Any) -> Tensor:
+            if seen is not None:
+                seen.extend((q, k, v))
             return q
 
     context = StepContext(
@@ -184,7 +188,7 @@ def call_interface(
     )
     step = PagedStep(Backend(), context, lambda: None) if with_step else None
     module: Any = SimpleNamespace(layer_idx=layer_idx)
-    tensors = (torch.zeros(shape) for shape in (query, key, value))
+    tensors = (torch.ones(shape) for shape in (query, key, value))
     return paged_attention_forward(module, *tensors, None, paged_step=step, **options)[0]
 
 
@@ -202,7 +206,7 @@ def test_interface_raises_without_a_step() -> None:
     [
         {"key": (1, 4, 5, 16), "value": (1, 4, 5, 16)},  # other number of KV heads than the pool
         {"query": (1, 4, 5, 32), "key": (1, 2, 5, 32), "value": (1, 2, 5, 32)},  # other head_dim
-        {"value": (1, 2, 5, 8)},  # values narrower than keys
+        {"value": (1, 2, 5, 24)},  # values wider than a slot
         {"query": (1, 4, 5, 24)},
         {"query": (1, 3, 5, 16)},  # heads that do not divide into groups
         {"query": (2, 4, 5, 16), "key": (2, 2, 5, 16), "value": (2, 2, 5, 16)},  # a batch that is not packed
@@ -213,6 +217,15 @@ def test_interface_raises_without_a_step() -> None:
 def test_interface_refuses_kv_that_does_not_fit_the_pool(wrong: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match="the KV pool has 2 layers of 2 heads of 16"):
         call_interface(**wrong)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(16, 8), (8, 16), (8, 4)])
+def test_heads_narrower_than_a_slot_are_padded_with_zeros(key_dim: int, value_dim: int) -> None:
+    seen: list[Tensor] = []
+    key, value = (1, 2, 5, key_dim), (1, 2, 5, value_dim)
+    assert call_interface(query=(1, 4, 5, key_dim), key=key, value=value, seen=seen).shape == (1, 5, 4, value_dim)
+    assert [tensor.shape[2] for tensor in seen] == [16, 16, 16]
+    assert [tensor[0, 0].sum() for tensor in seen] == [key_dim, key_dim, value_dim]
 
 
 def test_interface_refuses_attention_sinks() -> None:

@@ -18,7 +18,7 @@ from tandem.protocol.messages import FinishReason, PrefillPriority
 from tandem.protocol.sampling import SamplingParams
 from tests.engine.conftest import BuildEngine
 from tests.support.answers import Expects
-from tests.support.architectures import EOS, LONGROPE, REFUSED, SERVED, VOCAB, save_model
+from tests.support.architectures import EOS, LONGROPE, REFUSED, SERVED, VOCAB, WRAPPERS, load_plain, save_model
 
 EDGE_LENGTHS = (1, 15, 16, 17, 33, 60)
 EXACT = ("llama", "gemma2", "phi3", "gpt2", "mixtral", "qwen3_moe")
@@ -65,16 +65,16 @@ def prompt_kv(engine: Engine, blocks: list[int], num_tokens: int) -> Tensor:
 # Equal to transformers.
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", [*SERVED, *WRAPPERS])
 def test_greedy_tokens_equal_transformers(
     name: str, build_engine: BuildEngine, model_folder: Callable[[str], Path]
 ) -> None:
     prompts = [make_prompt(length) for length in EDGE_LENGTHS]
     outputs = generate(build_engine(name, max_num_batched_tokens=17), prompts)
-    plain = AutoModelForCausalLM.from_pretrained(model_folder(name), dtype=torch.float32, attn_implementation="eager")
+    plain = load_plain(model_folder(name))
     for prompt, tokens in zip(prompts, outputs, strict=True):
         with torch.inference_mode():
-            logits = plain.eval()(torch.tensor([prompt + tokens]), use_cache=False).logits[0]
+            logits = plain(torch.tensor([prompt + tokens]), use_cache=False).logits[0]
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
 
 
@@ -94,10 +94,11 @@ def test_tokens_equal_transformers_own_generate(build_engine: BuildEngine, model
 # Refusals.
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_what_cannot_be_served_is_refused_at_load(reason: str, tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "model", REFUSED[reason])
-    with pytest.raises(ConfigError, match=reason):
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_at_load(name: str, tmp_path: Path) -> None:
+    family, error = REFUSED[name]
+    folder = save_model(tmp_path / "model", family)
+    with pytest.raises(ConfigError, match=error):
         Engine(EngineConfig(model=str(folder), dtype="float32", device="cpu", pool_bytes=4 << 20))
 
 

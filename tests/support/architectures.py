@@ -1,17 +1,39 @@
-"""Random-weight models of real architectures, small enough to load in a tenth of a second."""
+"""Random-weight models of real architectures, small enough to load in a tenth of a second, each with its verdict."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 
 VOCAB = 200
 EOS = 2
 WINDOW = 24
+
+
+class Family(NamedTuple):
+    """How to make a model of this family, and what a reader of docs/models.md should know about it."""
+
+    config: str  # transformers' config class
+    settings: dict[str, Any]
+    note: str = ""
+
+    @property
+    def model_type(self) -> str:
+        """The name that the family has in config.json."""
+        name: str = getattr(transformers, self.config).model_type
+        return name
+
+
+class Refusal(NamedTuple):
+    """A family that is refused, and the words of the error that say why."""
+
+    family: Family
+    error: str
+
 
 _BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -26,93 +48,326 @@ _BASE: dict[str, Any] = {
     "pad_token_id": 0,
     "initializer_range": 0.15,  # large enough for attention to decide the tokens
 }
+_WIDE = {**_BASE, "head_dim": 16}
+_SLIDING = {**_BASE, "sliding_window": WINDOW}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GROUPED_MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_GROUPED_MOE |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
 _GEMMA = {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}
 _MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+_MLA |= {"num_key_value_heads": 4}
 _LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
 _LONG |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+_LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+_GPT2 = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
+_FALCON = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_OPT = {**_FALCON, "ffn_dim": 96, "max_position_embeddings": 512, "word_embed_proj_dim": 64}
+_BERT = {**_FALCON, "intermediate_size": 96}
 _BART = {
+    "vocab_size": VOCAB,
     "d_model": 64,
     "decoder_layers": 2,
     "encoder_layers": 2,
     "decoder_attention_heads": 4,
     "encoder_attention_heads": 4,
     "decoder_ffn_dim": 96,
+    "max_position_embeddings": 512,
 }
 
-# name -> (transformers config class, settings over _BASE, or alone where the class has other names)
-SERVED: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", _BASE),
-    "qwen2": ("Qwen2Config", _BASE),  # biases on q, k, v
-    "qwen3": ("Qwen3Config", {**_BASE, "head_dim": 32}),  # norms on q and k; heads wider than hidden / num_heads
-    "mistral": ("MistralConfig", {**_BASE, "sliding_window": WINDOW}),
-    "gemma2": ("Gemma2Config", {**_BASE, **_GEMMA}),  # soft caps, (1 + weight) norms, GELU gates, every other sliding
-    "gemma3": ("Gemma3TextConfig", {**_BASE, **_GEMMA}),  # two rotary tables
-    "phi3": ("Phi3Config", _BASE),  # fused qkv and gate_up
-    "phi": ("PhiConfig", _BASE),  # partial rotary, LayerNorm
-    "olmo2": ("Olmo2Config", _BASE),  # norms after the blocks
-    "cohere": ("CohereConfig", _BASE),  # interleaved rotary
-    "gpt2": ("GPT2Config", {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),
-    "mixtral": ("MixtralConfig", {**_BASE, "num_local_experts": 4}),
-    "qwen3_moe": ("Qwen3MoeConfig", {**_BASE, **_MOE, "head_dim": 16}),
-    "olmoe": ("OlmoeConfig", {**_BASE, "num_experts": 4, "num_experts_per_tok": 2}),
-    "phimoe": ("PhimoeConfig", {**_BASE, "num_local_experts": 4}),  # a router that is a linear layer of its own kind
-    "glm4_moe": (  # a router in float32, a shared expert
-        "Glm4MoeConfig",
+SERVED: dict[str, Family] = {
+    "llama": Family("LlamaConfig", _BASE),
+    "llama, llama3 rope": Family("LlamaConfig", {**_BASE, "rope_parameters": _LLAMA3}, "its rope scaling"),
+    "llama, tied embeddings and biases": Family(
+        "LlamaConfig",
+        {**_BASE, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+        "tied embeddings, biases",
+    ),
+    "llama, dynamic rope": Family(
+        "LlamaConfig",
+        {**_BASE, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+        "up to `max_position_embeddings`, where its frequencies are fixed",
+    ),
+    "qwen2": Family("Qwen2Config", _BASE, "biases on q, k, v"),
+    "qwen2, yarn": Family("Qwen2Config", {**_BASE, "rope_parameters": _YARN}),
+    "qwen2, sliding": Family(
+        "Qwen2Config", {**_SLIDING, "use_sliding_window": True, "max_window_layers": 1}, "windows in some layers"
+    ),
+    "qwen3": Family("Qwen3Config", {**_BASE, "head_dim": 32}, "norms on q and k; heads wider than hidden / heads"),
+    "qwen2_moe": Family("Qwen2MoeConfig", {**_BASE, **_MOE, "shared_expert_intermediate_size": 32}, "a shared expert"),
+    "qwen3_moe": Family("Qwen3MoeConfig", {**_WIDE, **_MOE}),
+    "mistral": Family("MistralConfig", _SLIDING, "windows in all layers"),
+    "mistral, no window": Family("MistralConfig", {**_BASE, "sliding_window": None}),
+    "ministral": Family("MinistralConfig", {**_SLIDING, "head_dim": 16}),
+    "mixtral": Family("MixtralConfig", {**_BASE, **_LOCAL_MOE}),
+    "mixtral, sliding": Family("MixtralConfig", {**_SLIDING, **_LOCAL_MOE}),
+    "gemma": Family("GemmaConfig", _WIDE),
+    "gemma2": Family("Gemma2Config", {**_BASE, **_GEMMA}, "soft caps, (1 + weight) norms, GELU, every other sliding"),
+    "gemma3": Family("Gemma3TextConfig", {**_BASE, **_GEMMA}, "two rotary tables"),
+    "phi": Family("PhiConfig", _BASE, "partial rotary, LayerNorm"),
+    "phi3": Family("Phi3Config", _BASE, "fused qkv and gate_up"),
+    "phi3, sliding": Family("Phi3Config", _SLIDING),
+    "phi3, partial rotary": Family("Phi3Config", {**_BASE, "partial_rotary_factor": 0.5}, "partial rotary"),
+    "phimoe": Family("PhimoeConfig", {**_BASE, **_LOCAL_MOE}, "if its window is not shorter than its context"),
+    "olmo": Family("OlmoConfig", _BASE),
+    "olmo2": Family("Olmo2Config", _BASE, "norms after the blocks"),
+    "olmo3": Family("Olmo3Config", _SLIDING),
+    "olmoe": Family("OlmoeConfig", {**_BASE, "num_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v2": Family(
+        "DeepseekV2Config", {**_BASE, **_MLA, **_GROUPED_MOE}, "latent attention, whose KV is kept expanded (below)"
+    ),
+    "deepseek_v3": Family("DeepseekV3Config", {**_BASE, **_MLA, **_GROUPED_MOE}, "the same"),
+    "deepseek_v3, values as wide as keys": Family(
+        "DeepseekV3Config",
+        {**_BASE, **_MLA, **_GROUPED_MOE, "qk_nope_head_dim": 8, "v_head_dim": 16},
+        "values as wide as keys",
+    ),
+    "minicpm3": Family("MiniCPM3Config", {**_BASE, **_MLA}, "latent attention, as DeepSeek"),
+    "youtu": Family("YoutuConfig", {**_BASE, **_MLA}, "latent attention, as DeepSeek"),
+    "granite": Family(
+        "GraniteConfig",
         {
             **_BASE,
-            "head_dim": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "n_group": 1,
-            "topk_group": 1,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+            "embedding_multiplier": 3.0,
+        },
+        "multipliers",
+    ),
+    "granitemoe": Family("GraniteMoeConfig", {**_BASE, **_LOCAL_MOE}),
+    "glm4": Family("Glm4Config", _WIDE),
+    "glm4_moe": Family("Glm4MoeConfig", {**_WIDE, **_GROUPED_MOE}, "a router in float32, a shared expert"),
+    "glm4_moe_lite": Family("Glm4MoeLiteConfig", {**_BASE, **_MLA, **_GROUPED_MOE}, "latent attention, as DeepSeek"),
+    "cohere": Family("CohereConfig", _BASE, "interleaved rotary"),
+    "cohere2": Family("Cohere2Config", _SLIDING, "layers without positions"),
+    "smollm3": Family("SmolLM3Config", {**_BASE, "no_rope_layers": [1, 0, 1]}, "layers without positions"),
+    "exaone4": Family("Exaone4Config", {**_SLIDING, "sliding_window_pattern": 2}),
+    "starcoder2": Family("Starcoder2Config", _SLIDING),
+    "gpt2": Family("GPT2Config", _GPT2, "learned positions, Conv1D"),
+    "gpt_bigcode": Family("GPTBigCodeConfig", _GPT2, "one KV head for all query heads"),
+    "gpt_neox": Family("GPTNeoXConfig", {**_BASE, "num_key_value_heads": None}),
+    "opt": Family("OPTConfig", _OPT),
+    "ernie4_5": Family("Ernie4_5Config", _WIDE),
+    "hunyuan_v1_dense": Family("HunYuanDenseV1Config", _WIDE),
+    "hunyuan_v1_moe": Family("HunYuanMoEV1Config", {**_WIDE, "num_experts": 4, "moe_topk": 2}),
+    "seed_oss": Family("SeedOssConfig", _WIDE),
+    "helium": Family("HeliumConfig", _WIDE),
+    "arcee": Family("ArceeConfig", _WIDE),
+    "apertus": Family("ApertusConfig", _BASE),
+    "bitnet": Family("BitNetConfig", _BASE),
+    "dots1": Family("Dots1Config", {**_WIDE, **_GROUPED_MOE}),
+    "minimax_m2": Family("MiniMaxM2Config", {**_WIDE, **_LOCAL_MOE}),
+    "jetmoe": Family("JetMoeConfig", {**_BASE, **_LOCAL_MOE, "kv_channels": 16}, "experts in the attention too"),
+    "nanochat": Family("NanoChatConfig", _BASE),
+    "modernbert_decoder": Family("ModernBertDecoderConfig", {**_BASE, "local_attention": WINDOW}),
+}
+
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VISION |= {"image_size": 28, "patch_size": 14}
+_QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+_QWEN_VISION |= {"patch_size": 14}
+_QWEN3_VISION = {**_QWEN_VISION, "deepstack_visual_indexes": []}
+_QWEN_IDS = {"image_token_id": 190, "video_token_id": 191, "vision_start_token_id": 192, "vision_end_token_id": 193}
+_AUDIO = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "num_mel_bins": 16}
+_LLAVA = {"vision_config": {"model_type": "clip_vision_model", **_VISION}, "image_token_index": 190}
+
+
+def _text(model_type: str, **changes: Any) -> dict[str, Any]:
+    return {"model_type": model_type, **_WIDE, **changes}
+
+
+# Models that read images or sound too: their text part is served.
+WRAPPERS: dict[str, Family] = {
+    "gemma3, multimodal": Family(
+        "Gemma3Config",
+        {
+            "text_config": {**_BASE, **_GEMMA},
+            "vision_config": _VISION,
+            "mm_tokens_per_image": 4,
+            "image_token_index": 190,
+            "boi_token_index": 191,
+            "eoi_token_index": 192,
         },
     ),
+    "mistral3": Family(
+        "Mistral3Config",
+        {
+            "text_config": _text("mistral", sliding_window=None),
+            "vision_config": {"model_type": "pixtral", **_VISION},
+            "image_token_index": 190,
+        },
+    ),
+    "llava": Family("LlavaConfig", {"text_config": _text("llama"), **_LLAVA}),
+    "llava_next": Family("LlavaNextConfig", {"text_config": _text("mistral", sliding_window=None), **_LLAVA}),
+    "llava_onevision": Family(
+        "LlavaOnevisionConfig",
+        {
+            "text_config": _text("qwen2"),
+            "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+            "image_token_index": 190,
+        },
+    ),
+    "qwen2_vl": Family(
+        "Qwen2VLConfig",
+        {
+            "text_config": {**_BASE, "rope_parameters": _MROPE},
+            "vision_config": {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64, "patch_size": 14},
+            **_QWEN_IDS,
+        },
+        "three positions a token, equal for text",
+    ),
+    "qwen2_5_vl": Family(
+        "Qwen2_5_VLConfig",
+        {"text_config": {**_BASE, "rope_parameters": _MROPE}, "vision_config": _QWEN_VISION, **_QWEN_IDS},
+        "the same",
+    ),
+    "qwen3_vl": Family(
+        "Qwen3VLConfig",
+        {"text_config": {**_WIDE, "rope_parameters": _MROPE}, "vision_config": _QWEN3_VISION, **_QWEN_IDS},
+        "the same",
+    ),
+    "qwen3_vl_moe": Family(
+        "Qwen3VLMoeConfig",
+        {"text_config": {**_WIDE, **_MOE, "rope_parameters": _MROPE}, "vision_config": _QWEN3_VISION, **_QWEN_IDS},
+        "the same",
+    ),
+    "internvl": Family(
+        "InternVLConfig",
+        {
+            "text_config": _text("qwen2"),
+            "vision_config": {**_VISION, "image_size": [28, 28], "patch_size": [14, 14]},
+            "image_token_id": 190,
+        },
+    ),
+    "idefics3": Family(
+        "Idefics3Config", {"text_config": _text("llama"), "vision_config": _VISION, "image_token_id": 190}
+    ),
+    "voxtral": Family(
+        "VoxtralConfig",
+        {
+            "text_config": _text("llama"),
+            "audio_config": {
+                **_AUDIO,
+                "hidden_size": 32,
+                "intermediate_size": 128,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            },
+            "audio_token_id": 190,
+        },
+    ),
+    "qwen2_audio": Family(
+        "Qwen2AudioConfig", {"text_config": _text("qwen2"), "audio_config": _AUDIO, "audio_token_index": 190}
+    ),
 }
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "attention sinks": ("GptOssConfig", {**_BASE, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "the KV pool has": ("DeepseekV3Config", {**_BASE, **_MLA, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}),
-    "layers this engine cannot serve: linear_attention": (
-        "MambaConfig",
-        {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+
+_OWN = "knows only attention of its own"
+_LAYERS = "layers this engine cannot serve: "
+REFUSED: dict[str, Refusal] = {
+    "gpt_oss": Refusal(Family("GptOssConfig", {**_WIDE, **_LOCAL_MOE}, "attention sinks"), "attention sinks"),
+    "phimoe, sliding": Refusal(
+        Family("PhimoeConfig", {**_SLIDING, **_LOCAL_MOE}, "transformers hands its window to no attention function"),
+        "paged logits differ",
     ),
-    "layers this engine cannot serve: conv": (
-        "Lfm2Config",
-        {**_BASE, "layer_types": ["conv", "full_attention", "conv"]},
+    "falcon": Refusal(Family("FalconConfig", _FALCON, "its code calls attention of its own"), rf"falcon. .*{_OWN}"),
+    "falcon, alibi": Refusal(
+        Family("FalconConfig", {**_FALCON, "alibi": True}, "the same, and ALiBi"), rf"falcon. .*{_OWN}"
     ),
-    "layers this engine cannot serve: chunked_attention": (
-        "Llama4TextConfig",
-        {**_BASE, "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 2, "attention_chunk_size": 32},
+    "bloom": Refusal(Family("BloomConfig", {**_GPT2, "hidden_size": 64}, "the same, and ALiBi"), rf"bloom. .*{_OWN}"),
+    "mpt": Refusal(
+        Family("MptConfig", {"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4}, "the same, and ALiBi"),
+        rf"mpt. .*{_OWN}",
     ),
-    "paged logits differ": (
-        "BartConfig",
-        {"vocab_size": VOCAB, **_BART, "max_position_embeddings": 512},
-    ),  # counts itself
-    "paged_step is missing": ("StableLmConfig", _BASE),  # does not pass keyword arguments on
-    "no max_position_embeddings": ("BloomConfig", {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
-    "knows only attention of its own": (
-        "FalconConfig",
-        {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "gptj": Refusal(
+        Family("GPTJConfig", {**_GPT2, "rotary_dim": 8}, "its code calls attention of its own"), rf"gptj. .*{_OWN}"
     ),
-    "gptj. cannot be paged": (
-        "GPTJConfig",
-        {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "rotary_dim": 8},
+    "codegen": Refusal(Family("CodeGenConfig", {**_GPT2, "rotary_dim": 8}, "the same"), rf"codegen. .*{_OWN}"),
+    "stablelm": Refusal(Family("StableLmConfig", _BASE, "hands no options to its attention"), "paged_step is missing"),
+    "nemotron": Refusal(Family("NemotronConfig", _BASE, "hands no options to its attention"), "paged_step is missing"),
+    "diffllama": Refusal(
+        Family("DiffLlamaConfig", _BASE, "attends twice in a layer"), "each of 0 to n must attend once"
     ),
-    "encoder-decoder": ("T5Config", {"vocab_size": VOCAB, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2}),
+    "doge": Refusal(Family("DogeConfig", _BASE, "masks of its own"), "paged logits differ"),
+    "gemma4": Refusal(
+        Family(
+            "Gemma4TextConfig",
+            {**_WIDE, "sliding_window": WINDOW, "global_head_dim": 512},
+            "heads of 512 elements (256 on a CPU)",
+        ),
+        "head_dim=512 is over 256",
+    ),
+    "llama4": Refusal(
+        Family(
+            "Llama4TextConfig",
+            {**_WIDE, "intermediate_size_mlp": 96, "num_local_experts": 2, "attention_chunk_size": 32},
+            "chunked attention",
+        ),
+        _LAYERS + "chunked_attention",
+    ),
+    "deepseek_v32": Refusal(
+        Family("DeepseekV32Config", {**_BASE, **_MLA, **_GROUPED_MOE}, "an index of its own over keys"),
+        _LAYERS + "indexed_attention",
+    ),
+    "qwen3_next": Refusal(
+        Family("Qwen3NextConfig", {**_WIDE, **_MOE}, "linear attention: state beside the KV"),
+        _LAYERS + "linear_attention",
+    ),
+    "minimax": Refusal(
+        Family("MiniMaxConfig", {**_BASE, **_LOCAL_MOE}, "linear attention"), _LAYERS + "linear_attention"
+    ),
+    "mamba": Refusal(
+        Family(
+            "MambaConfig",
+            {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
+            "state instead of KV",
+        ),
+        _LAYERS + "linear_attention",
+    ),
+    "rwkv": Refusal(
+        Family("RwkvConfig", {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2}, "state instead of KV"),
+        "keeps state outside its KV cache",
+    ),
+    "lfm2": Refusal(
+        Family("Lfm2Config", {**_BASE, "layer_types": ["conv", "full_attention", "conv"]}, "convolutions"),
+        _LAYERS + "conv",
+    ),
+    "bart": Refusal(Family("BartConfig", _BART, "counts positions itself"), "paged logits differ"),
+    "bert": Refusal(Family("BertConfig", _BERT, "an encoder"), "attends to later tokens"),
+    "t5": Refusal(
+        Family(
+            "T5Config",
+            {"vocab_size": VOCAB, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2},
+            "an encoder-decoder",
+        ),
+        "is an encoder-decoder",
+    ),
 }
-LONGROPE = ("Phi3Config", {**_BASE, "rope_parameters": _LONG, "original_max_position_embeddings": 64})
+LONGROPE = Family("Phi3Config", {**_BASE, "rope_parameters": _LONG, "original_max_position_embeddings": 64})
 
 
-def save_model(folder: Path, recipe: tuple[str, dict[str, Any]], seed: int = 0) -> Path:
+def save_model(folder: Path, family: Family, seed: int = 0) -> Path:
     """Write a model with weights drawn from `seed` into `folder`, norms and biases perturbed too."""
     torch.manual_seed(seed)
-    config = getattr(transformers, recipe[0])(**recipe[1])
-    auto = AutoModelForSeq2SeqLM if recipe[0] == "T5Config" else AutoModelForCausalLM
-    model = auto.from_config(config)
+    config = getattr(transformers, family.config)(**family.settings)
+    model = _auto_class(config).from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += torch.randn_like(parameter) * 0.2
     model.save_pretrained(folder)
     return folder
+
+
+def load_plain(folder: Path) -> Any:
+    """The model as transformers alone runs it, in float32."""
+    auto = _auto_class(AutoConfig.from_pretrained(folder))
+    return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def _auto_class(config: Any) -> Any:
+    autos = (AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM)
+    return next(auto for auto in autos if type(config) in auto._model_mapping)
