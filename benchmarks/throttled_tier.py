@@ -67,8 +67,7 @@ class Bench:
     def turn(self) -> None:
         """One iteration of a worker's loop."""
         self.cache.pump(time.monotonic())
-        result = self.engine.step()
-        if result is not None:
+        for result in self.engine.step():
             self.cache.after_step(result.stats)
 
     def stores_through(self) -> None:

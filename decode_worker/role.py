@@ -8,12 +8,13 @@ prompt is computed again here. It continues from the first token that the sender
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
+from tandem.engine.device import Mark
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence
 from tandem.kv_transfer.checksum import strip_checksum, wrong_blocks
@@ -87,6 +88,7 @@ class DecodeRole:
         self._leases = LeaseTable(first_generation=first_generation)
         self._pending: dict[str, _Pending] = {}  # by request; those with a lease request in the order of these
         self._early: OrderedDict[tuple[str, str, int], None] = OrderedDict()  # request, sender and its epoch
+        self._unsent: deque[tuple[Mark, _Pending, LeaseGrant]] = deque()  # the device may still use their blocks
         self._remind_at = 0.0
         self._fenced_at: dict[int, float] = {}  # by generation, when a lease was first seen to be fenced
         self._dead: set[tuple[str, int]] = set()  # worker and epoch; requests may still name them
@@ -243,8 +245,12 @@ class DecodeRole:
 
     def pump(self, now: float) -> None:
         """Grant leases while there is room, in the order of the requests for them."""
-        for sequence, block_ids in self._engine.scheduler.reserve():
-            self._grant(self._pending[sequence.request_id], block_ids, now)
+        if reservations := self._engine.scheduler.reserve():
+            mark = self._engine.stream.record()
+            for sequence, block_ids in reservations:
+                pending = self._pending[sequence.request_id]
+                self._unsent.append((mark, pending, self._grant(pending, block_ids, now)))
+        self._send_grants()
         if now >= self._remind_at:
             self._remind_at = now + min(_REMIND_S, self._config.handoff_timeout_s / 4)
             fenced, fenced_at = self._leases.fenced, self._fenced_at
@@ -272,8 +278,8 @@ class DecodeRole:
         pending.is_requested = True
         self._engine.scheduler.request_room(pending.sequence)
 
-    def _grant(self, pending: _Pending, reserved: list[int], now: float) -> None:
-        """Grant the sender a lease on blocks for the part of the prompt that is not cached here."""
+    def _grant(self, pending: _Pending, reserved: list[int], now: float) -> LeaseGrant:
+        """A lease for the sender on blocks for the part of the prompt that is not cached here."""
         sequence = pending.sequence
         pending.num_matched_blocks = len(sequence.blocks)
         lease = self._leases.grant(
@@ -287,7 +293,7 @@ class DecodeRole:
             first_ttl_s=self._config.handoff_timeout_s,
         )
         pending.generation = lease.generation
-        grant = LeaseGrant(
+        return LeaseGrant(
             sender=self._links.me,
             request_id=lease.request_id,
             generation=lease.generation,
@@ -295,7 +301,13 @@ class DecodeRole:
             block_ids=reserved,
             ttl_s=self._config.handoff_timeout_s,
         )
-        self._links.send(lease.sender_id, lease.sender_epoch, grant)
+
+    def _send_grants(self) -> None:
+        """Send the grants whose blocks the device has done with: the sender's writes do not wait for it."""
+        while self._unsent and self._engine.stream.is_done(self._unsent[0][0]):
+            _, pending, grant = self._unsent.popleft()
+            if self._pending.get(grant.request_id) is pending:  # else its sender was told that the lease has ended
+                self._links.send(pending.sender.worker_id, pending.sender.epoch, grant)
 
     def _join(self, received: LeaseReceived) -> None:
         """Let the sequence run if all blocks arrived as they were sent; else compute its prompt here."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -13,17 +14,18 @@ from torch import Tensor
 from tandem.engine import pool_memory
 from tandem.engine.attention.interface import make_backend
 from tandem.engine.block_pool import BlockPool
-from tandem.engine.device import DeviceQueue
+from tandem.engine.device import Mark, make_stream
 from tandem.engine.loader import load_model
 from tandem.engine.model_check import check_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.sampling.sampler import SampledToken, Sampler
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Phase, ScheduledChunk, Sequence, SequenceStatus
+from tandem.engine.sequence_blocks import ComputedBlocks
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.digest import namespace_digest, root_digest
 from tandem.protocol.errors import ContextLengthExceeded, RequestError
-from tandem.protocol.fault_boundary import outcome_of
+from tandem.protocol.fault_boundary import error_of, outcome_of
 from tandem.protocol.messages import FinishReason, PrefillPriority, StepStats, TokenLogprobs, WorkerLoad
 from tandem.protocol.sampling import SamplingParams
 
@@ -32,6 +34,9 @@ __all__ = ["Engine", "SequenceFailure", "SequenceOutput", "StepResult"]
 logger = logging.getLogger(__name__)
 
 _STEP_TOKENS = 512  # the default without a role's own choice
+# One that computes and one behind it: more would make new requests wait. Only steps that sample nothing are launched
+# ahead, because the next step of a sequence needs its token.
+_MAX_LAUNCHED = 2
 _MAX_FAILED_STEPS = 3  # in a row, each failing for every sequence: then the engine is at fault, not the sequences
 
 
@@ -62,6 +67,19 @@ class StepResult:
     failures: list[SequenceFailure] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _LaunchedStep:
+    """A step that the device may still compute, between two marks of its stream."""
+
+    scheduled: list[ScheduledChunk]
+    chunks: list[ScheduledChunk]  # without those that could not be computed
+    computed: list[ComputedBlocks]
+    tokens: list[tuple[Sequence, SampledToken | Exception]]
+    failures: list[SequenceFailure]
+    begin: Mark
+    end: Mark
+
+
 def _nothing() -> None:
     """Default of a step's callbacks."""
 
@@ -83,7 +101,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens or max(_STEP_TOKENS, config.max_num_seqs),
         )
         self.model = model
-        self.device_queue = DeviceQueue(model.device)
+        self.stream = make_stream(model.device, clock)
         self.pool = BlockPool(num_blocks)
         self.kv = pool_memory.allocate_pool(config, model, num_blocks)
         backend = make_backend(model.device, torch.get_num_threads())
@@ -104,7 +122,7 @@ class Engine:
             block_size=config.block_size,
             attention=model.attention,
         )
-        self._clock = clock
+        self._launched: deque[_LaunchedStep] = deque()
         self._num_failed_steps = 0  # in a row
 
     @property
@@ -114,8 +132,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could compute anything."""
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        """Whether a step could compute anything, or has results to come."""
+        return bool(self.scheduler.running or self.scheduler.waiting or self._launched)
 
     def make_sequence(
         self,
@@ -169,8 +187,11 @@ class Engine:
 
     def step(
         self, *, before_compute: Callable[[], None] = _nothing, between_layers: Callable[[], None] = _nothing
-    ) -> StepResult | None:
-        """Schedule, run, sample, advance. None when there was nothing to compute.
+    ) -> list[StepResult]:
+        """Launch the next step, and return the results of the steps that are complete, in order.
+
+        On a CPU that is the step's own result, or nothing if there was nothing to compute. On a GPU the result of a
+        step that samples nothing comes from a later call: its blocks are published once the device has written them.
 
         `before_compute` is called once when the chunks, and the sequences that were admitted, are known.
         `between_layers` is called in each layer, for work that must not wait for the end of a long step.
@@ -181,24 +202,11 @@ class Engine:
         An exception of one sequence ends that sequence and is listed in the failures. The step itself raises only
         errors of the device, and the error with which all sequences of several steps in a row failed.
         """
-        started = self._clock()
-        scheduled = self.scheduler.schedule()
-        if not scheduled:
-            return None
-        before_compute()
-        chunks, logits, failures = self._compute(scheduled, between_layers)
-        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        tokens = iter(() if logits is None else self.sampler.sample(logits, sampling))
-        self.device_queue.wait()  # without logits to read the kernels may still run
-        outputs = []
-        for chunk in chunks:
-            token = next(tokens) if chunk.samples else None
-            output = outcome_of(self._advance, chunk, token)
-            if isinstance(output, Exception):  # the other sequences go on
-                failures.append(self._give_up(chunk.sequence, output))
-            elif output is not None:
-                outputs.append(output)
-        return StepResult(chunks, outputs, _stats(scheduled, self._clock() - started), failures)
+        results = self._take_complete()
+        if len(self._launched) < _MAX_LAUNCHED:
+            self._launch(before_compute, between_layers)
+            results += self._take_complete()
+        return results
 
     def load(self) -> WorkerLoad:
         """The current load: queues and memory."""
@@ -221,6 +229,55 @@ class Engine:
         assert {s.request_id for s in queued} == set(self.sequences), "a sequence is lost or left behind"
         if idle:
             assert not queued, f"{len(queued)} sequences are still queued"
+            assert not self._launched, f"{len(self._launched)} steps are still computed"
+
+    def _launch(self, before_compute: Callable[[], None], between_layers: Callable[[], None]) -> None:
+        """Schedule a step, launch it, and count its tokens as computed: later work of the stream sees their KV."""
+        begin = self.stream.record()
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            return
+        before_compute()
+        chunks, logits, failures = self._compute(scheduled, between_layers)
+        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
+        sampled = [] if logits is None else self.sampler.sample(logits, sampling)
+        end = self.stream.record()
+        if sampled:
+            self.stream.wait(end)
+        computed = []
+        for chunk in chunks:
+            blocks = outcome_of(self.scheduler.blocks.advance, chunk)
+            if isinstance(blocks, Exception):  # the other sequences go on
+                failures.append(self._give_up(chunk.sequence, blocks))
+            else:
+                computed.append(blocks)
+        tokens = list(zip(sampling, sampled, strict=True))
+        self._launched.append(_LaunchedStep(scheduled, chunks, computed, tokens, failures, begin, end))
+
+    def _take_complete(self) -> list[StepResult]:
+        """The results of the launched steps that are complete."""
+        results = []
+        while self._launched and self.stream.is_done(self._launched[0].end):
+            results.append(self._conclude(self._launched.popleft()))
+        return results
+
+    def _conclude(self, step: _LaunchedStep) -> StepResult:
+        """Publish the step's blocks and append its tokens."""
+        outputs, failures = [], step.failures
+        for computed in step.computed:
+            if (error := error_of(self.scheduler.blocks.publish, computed)) is not None:
+                failures.append(self._give_up(computed.sequence, error))
+        failed = {failure.sequence for failure in failures}
+        for sequence, token in step.tokens:
+            if sequence in failed:
+                continue
+            output = token if isinstance(token, Exception) else outcome_of(self._append, sequence, token)
+            if isinstance(output, Exception):
+                failures.append(self._give_up(sequence, output))
+            else:
+                outputs.append(output)
+        stats = _stats(step.scheduled, self.stream.seconds_between(step.begin, step.end))
+        return StepResult(step.chunks, outputs, stats, failures)
 
     def _compute(
         self, chunks: list[ScheduledChunk], between_layers: Callable[[], None]
@@ -248,13 +305,6 @@ class Engine:
         if self._num_failed_steps >= _MAX_FAILED_STEPS:
             raise logits
         return computed, torch.cat(rows) if rows else None, failures
-
-    def _advance(self, chunk: ScheduledChunk, token: SampledToken | Exception | None) -> SequenceOutput | None:
-        """Count a chunk as computed and append the token sampled from it. Raises the exception given as a token."""
-        self.scheduler.blocks.advance(chunk)
-        if isinstance(token, Exception):
-            raise token
-        return None if token is None else self._append(chunk.sequence, token)
 
     def _try_run(self, chunks: list[ScheduledChunk], between_layers: Callable[[], None]) -> Tensor | Exception | None:
         """Run the chunks: logits of those that sample, or the exception. Raises errors of the device."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,14 +11,24 @@ from torch import Tensor
 
 from tandem.engine.attention.context import StepContext
 from tandem.engine.attention.interface import AttentionBackend, PagedStep
+from tandem.engine.device import to_device
 from tandem.engine.loader import LoadedModel
 from tandem.engine.sequence import ScheduledChunk
 
-__all__ = ["ModelRunner"]
+__all__ = ["ModelRunner", "PackedBatch"]
 
 
 def _nothing() -> None:
     """Default of `between_layers`."""
+
+
+class PackedBatch(NamedTuple):
+    """One step's chunks, end to end, on the device: T tokens."""
+
+    input_ids: Tensor  # [1, T]
+    positions: Tensor  # [1, T]
+    logit_rows: Tensor | None  # [n], tokens whose logits are needed; None if there are none
+    context: StepContext
 
 
 class ModelRunner:
@@ -31,31 +40,32 @@ class ModelRunner:
         self._backend = backend
         self._block_size = pool.shape[3]
 
-    @torch.inference_mode()
     def run(self, chunks: list[ScheduledChunk], between_layers: Callable[[], None] = _nothing) -> Tensor | None:
         """Compute the chunks' KV into the pool. Returns logits [n, vocab] of the n chunks that sample, in order.
 
         `between_layers` is called before each layer's attention.
         """
-        inputs, positions, context = self._pack(chunks)
+        return self.forward(self.pack(chunks), between_layers)
+
+    @torch.inference_mode()
+    def forward(self, batch: PackedBatch, between_layers: Callable[[], None] = _nothing) -> Tensor | None:
+        """Launch a packed batch; the results of `run`."""
         arguments = {
-            "input_ids": inputs,
-            "position_ids": positions,
+            "input_ids": batch.input_ids,
+            "position_ids": batch.positions,
             "use_cache": False,
-            "paged_step": PagedStep(self._backend, context, between_layers),
+            "paged_step": PagedStep(self._backend, batch.context, between_layers),
         }
-        ends = itertools.accumulate(chunk.num_tokens for chunk in chunks)
-        rows = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples]
-        if not rows:  # in the middle of prompts no logits are needed: skip the vocabulary-sized product
+        rows = batch.logit_rows
+        if rows is None:  # in the middle of prompts no logits are needed: skip the vocabulary-sized product
             self.model.module.base_model(**arguments)  # type: ignore[operator]
             return None
-        keep = torch.tensor(rows, device=self.model.device)
-        logits: Tensor = self.model.module(**arguments, logits_to_keep=keep).logits[0]
+        logits: Tensor = self.model.module(**arguments, logits_to_keep=rows).logits[0]
         # A few models ignore logits_to_keep and return a row for every token.
-        return logits if logits.shape[0] == len(rows) else logits[keep]
+        return logits if logits.shape[0] == len(rows) else logits[rows]
 
-    def _pack(self, chunks: list[ScheduledChunk]) -> tuple[Tensor, Tensor, StepContext]:
-        """(input_ids [1, T], position_ids [1, T], context) for chunks laid end to end."""
+    def pack(self, chunks: list[ScheduledChunk]) -> PackedBatch:
+        """Lay chunks end to end, as they are now."""
         size = self._block_size
         token_ids: list[int] = []
         positions, slots = [], []
@@ -81,11 +91,13 @@ class ModelRunner:
             max_query_len=max(chunk.num_tokens for chunk in chunks),
             max_kv_len=int(kv_lens.max()),
         )
-        inputs = torch.tensor(token_ids, device=self.model.device).unsqueeze(0)
-        return inputs, self._to_device(np.concatenate(positions)).unsqueeze(0), context
+        rows = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) if chunk.samples]
+        return PackedBatch(
+            self._to_device(np.array(token_ids)).unsqueeze(0),
+            self._to_device(np.concatenate(positions)).unsqueeze(0),
+            self._to_device(np.array(rows)) if rows else None,
+            context,
+        )
 
     def _to_device(self, array: np.ndarray[Any, Any]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self.model.device.type == "cuda":
-            return tensor.pin_memory().to(self.model.device, non_blocking=True)
-        return tensor
+        return to_device(array, self.model.device)

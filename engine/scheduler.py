@@ -261,7 +261,7 @@ class Scheduler:
             for other in self.running
             if len(other.digests) > num_cached
             and other.digests[num_cached] == needed
-            and other.num_computed_tokens < (num_cached + 1) * self.block_size
+            and other.num_published_blocks <= num_cached
         )
         return next(awaited, None)
 

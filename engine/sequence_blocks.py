@@ -1,15 +1,19 @@
-"""The KV of sequences that is in place: block tables, tokens computed or loaded so far, and published blocks."""
+"""The KV of sequences that is in place: block tables, tokens computed or loaded so far, and published blocks.
+
+Tokens count as computed once the work that writes their KV is launched, because later work of the stream sees it. Full
+blocks are published once the device has written them, because peers and tiers see what is published.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.sequence import ScheduledChunk, Sequence
 from tandem.protocol.digest import extend_digests
 
-__all__ = ["SchedulerListener", "SequenceBlocks"]
+__all__ = ["ComputedBlocks", "SchedulerListener", "SequenceBlocks"]
 
 
 class SchedulerListener(Protocol):
@@ -20,6 +24,14 @@ class SchedulerListener(Protocol):
 
     def published(self, sequence: Sequence, first_block: int, end_block: int) -> None:
         """Blocks [first_block, end_block) of the sequence hold their final KV."""
+
+
+class ComputedBlocks(NamedTuple):
+    """Full blocks of a sequence whose KV is launched: pass them to `publish` once the device has written it."""
+
+    sequence: Sequence
+    blocks: list[int]  # NOTE: the sequence's own list; after its blocks were taken back it has another one
+    num_full: int
 
 
 class SequenceBlocks:
@@ -42,18 +54,19 @@ class SequenceBlocks:
         """Take references on the longest usable cached prefix of a prompt of `num_tokens` tokens."""
         return self.pool.acquire_cached(self.usable_digests(digests, num_tokens))
 
-    def advance(self, chunk: ScheduledChunk) -> None:
-        """The chunk's KV is in place: count it and publish newly full blocks."""
+    def advance(self, chunk: ScheduledChunk) -> ComputedBlocks:
+        """Count a chunk as computed, and loaded tokens that follow it. Returns what may be published later."""
         sequence = chunk.sequence
         sequence.num_computed_tokens = chunk.start + chunk.num_tokens
         self._join_loaded(sequence)
-        self.publish_computed(sequence)
+        return self._computed(sequence)
 
-    def onboard(self, sequence: Sequence, start: int, end: int) -> bool:
-        """The KV of tokens [start, end), whole blocks, is in place in a running sequence's blocks.
+    def onboard(self, sequence: Sequence, start: int, end: int, *, is_written: bool = True) -> bool:
+        """Count tokens [start, end), whole blocks, of a running sequence as loaded.
 
         Pieces are loaded back to front: each ends where the one before it starts. False, and nothing changes, if
-        computing has already passed `start`.
+        computing has already passed `start`. Unless the device has written all of the sequence's KV (`is_written`),
+        the blocks are published with its next chunk.
         """
         onboarding = sequence.onboarding
         if onboarding is None or start < sequence.num_computed_tokens:
@@ -61,7 +74,8 @@ class SequenceBlocks:
         assert end == onboarding.start, f"tokens {start} to {end} do not meet those from {onboarding.start} on"
         onboarding.start = start
         self._join_loaded(sequence)
-        self.publish_computed(sequence)
+        if is_written:
+            self.publish_computed(sequence)
         return True
 
     def end_onboarding(self, sequence: Sequence) -> None:
@@ -73,14 +87,20 @@ class SequenceBlocks:
             onboarding.hold_at = None
 
     def publish_computed(self, sequence: Sequence) -> None:
-        """Publish full computed blocks that were not published yet."""
-        num_full = sequence.num_computed_tokens // self.block_size
-        if num_full > sequence.num_published_blocks:
-            extend_digests(sequence.digests, sequence.root, sequence.token_ids, self.block_size)
-            first, sequence.num_published_blocks = sequence.num_published_blocks, num_full
-            self.pool.publish_chain(sequence.blocks[first:num_full], sequence.digests, first)
-            for listener in self._listeners:
-                listener.published(sequence, first, num_full)
+        """Publish the full computed blocks of a sequence whose KV is in memory."""
+        self.publish(self._computed(sequence))
+
+    def publish(self, computed: ComputedBlocks) -> None:
+        """Publish full blocks that were not published yet, unless they were taken from their sequence meanwhile."""
+        sequence, blocks, num_full = computed
+        first = sequence.num_published_blocks
+        if num_full <= first or sequence.blocks is not blocks:
+            return
+        extend_digests(sequence.digests, sequence.root, sequence.token_ids, self.block_size)
+        sequence.num_published_blocks = num_full
+        self.pool.publish_chain(blocks[first:num_full], sequence.digests, first)
+        for listener in self._listeners:
+            listener.published(sequence, first, num_full)
 
     def release(self, sequence: Sequence) -> None:
         """Drop the sequence's references; cached blocks stay findable until evicted."""
@@ -88,12 +108,14 @@ class SequenceBlocks:
         sequence.blocks = []
 
     def take_back(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks. Computed KV stays findable until it is evicted; the rest is computed again."""
+        """Take a sequence's blocks. Published KV stays findable until it is evicted; the rest is computed again."""
         sequence.onboarding = None
-        self.publish_computed(sequence)
         self.release(sequence)
         sequence.num_computed_tokens = 0
         sequence.num_published_blocks = 0
+
+    def _computed(self, sequence: Sequence) -> ComputedBlocks:
+        return ComputedBlocks(sequence, sequence.blocks, sequence.num_computed_tokens // self.block_size)
 
     def _join_loaded(self, sequence: Sequence) -> None:
         """Count loaded tokens once everything before them is computed."""

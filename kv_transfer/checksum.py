@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -27,6 +28,8 @@ def block_checksums(
     In host memory it is XXH3, which reads as fast as memory is copied (12 GB/s on one core here) and releases the
     interpreter lock. On a GPU, where copying the bytes to the host would cost more than sending them, it is a weighted
     sum that the device computes. A checksum names its kind, so both kinds of pool can check either.
+
+    The blocks are in memory: the sums of a GPU are computed beside the steps that are launched, not after them.
 
     pool:  [num_blocks, ...], contiguous
     share: part of the blocks that get a checksum, chosen by `draw`, which returns numbers in [0, 1)
@@ -76,7 +79,8 @@ def _host_digests(pool: Tensor, block_ids: list[int]) -> list[bytes]:
     if not block_ids:
         return []
     if pool.is_cuda:
-        pool, block_ids = pool[block_ids].cpu(), list(range(len(block_ids)))
+        with _beside_steps(pool.device):
+            pool, block_ids = pool[block_ids].cpu(), list(range(len(block_ids)))
     rows = pool.flatten(1).view(torch.uint8).numpy()
     return [xxhash.xxh3_64_digest(rows[block].data) for block in block_ids]
 
@@ -84,11 +88,23 @@ def _host_digests(pool: Tensor, block_ids: list[int]) -> list[bytes]:
 def _device_digests(pool: Tensor, block_ids: list[int]) -> list[bytes]:
     """Sums of 32-bit words times odd weights, modulo 2^64. Any flipped bit and any swapped words change them."""
     rows = pool.flatten(1).view(torch.int32)
-    weights = _weights(rows.shape[1], pool.device)
     per_slab = max(_SLAB_BYTES // (4 * rows.shape[1]), 1)
     slabs = [block_ids[start : start + per_slab] for start in range(0, len(block_ids), per_slab)]
-    sums = [(rows[slab].to(torch.int64) * weights).sum(dim=1) for slab in slabs]
-    return [int(total).to_bytes(8, "little", signed=True) for part in sums for total in part.tolist()]
+    with _beside_steps(pool.device):
+        weights = _weights(rows.shape[1], pool.device)
+        sums = [(rows[slab].to(torch.int64) * weights).sum(dim=1) for slab in slabs]
+        totals = [total for part in sums for total in part.tolist()]
+    return [int(total).to_bytes(8, "little", signed=True) for total in totals]
+
+
+def _beside_steps(device: torch.device) -> AbstractContextManager[object]:
+    """Work of a GPU on a stream of its own, because on the current one it would run behind the launched steps."""
+    return torch.cuda.stream(_side_stream(device)) if device.type == "cuda" else nullcontext()
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @cache

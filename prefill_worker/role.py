@@ -181,12 +181,11 @@ class PrefillRole:
         """
         self._settle()  # before `is_computed` is set: writes that ended while the step ran are not exposed
         self.step_s = result.stats.duration_s
-        size = self._engine.config.block_size
         for chunk in result.chunks:
             sequence = chunk.sequence
             if sequence.phase is Phase.PREFILL_ONLY and sequence.request_id in self._handoffs:
-                is_complete = sequence.num_computed_tokens >= sequence.num_prompt_tokens
-                num_final = len(sequence.blocks) if is_complete else sequence.num_computed_tokens // size
+                # Later chunks may have been launched: only what is published is known to be in memory.
+                num_final = len(sequence.blocks) if chunk.samples else sequence.num_published_blocks
                 self._outbox.blocks_computed(sequence.request_id, sequence.blocks[:num_final])
         outputs = []
         for output in result.outputs:

@@ -51,7 +51,7 @@ class Worker:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._next_link_expiry = 0.0
-        self._waits_for_room = False  # the last step found work but no blocks for it
+        self._is_waiting = False  # there is work, but no room for it, or the device has enough for now
         self._notifications: list[Notification] = []  # polled, but not acted upon yet
 
     @property
@@ -176,9 +176,9 @@ class Worker:
             parts.replies.send_first_tokens(first_tokens, self.reporter.load())
         self._pump(now)
         self.reporter.publish()  # before the step: however long it takes, heartbeats name every handoff
-        result = self._step()
-        self._waits_for_room = result is None and parts.engine.has_work
-        if result is not None:
+        results = self._step()
+        self._is_waiting = not results and parts.engine.has_work
+        for result in results:
             self._finish_step(result)
         self._dispatcher.send_events()
         self.reporter.publish()
@@ -194,7 +194,7 @@ class Worker:
 
     def _poll_ms(self) -> int:
         if self.parts.engine.has_work:
-            return _TRANSFER_POLL_MS if self._waits_for_room else 0
+            return _TRANSFER_POLL_MS if self._is_waiting else 0
         is_moving = self._is_transferring or self.parts.cache.is_busy
         return _TRANSFER_POLL_MS if is_moving else _IDLE_POLL_MS
 
@@ -234,7 +234,7 @@ class Worker:
         self.parts.prefill.pump(now)
         self.parts.decode.pump(now)
 
-    def _step(self) -> StepResult | None:
+    def _step(self) -> list[StepResult]:
         self.reporter.step_started = time.monotonic()
         try:
             return self.parts.engine.step(before_compute=self._request_leases, between_layers=self._poll_transport)

@@ -150,7 +150,8 @@ class Transport(abc.ABC):
 
         The peer's `poll` returns the notification once all bytes of this write are in place. Notifications of one link
         arrive in the order of their writes. Without blocks the write is only an ordered notification; an empty
-        notification is not sent. The copy may run inside this call, on the caller's thread.
+        notification is not sent. The copy may run inside this call, on the caller's thread. It waits for no work of a
+        GPU: the caller offers blocks that are in memory, and reads into blocks that no such work uses any more.
 
         Raises `PeerLost` for an unknown or lost peer, and `TransferError` for ids that are outside either pool, not
         paired, or repeated at the receiver; then nothing was written. If the peer is found dead the transfer is LOST.

@@ -42,12 +42,11 @@ class LocalRun(NamedTuple):
 class PairCopy:
     """Our side of one copy: runs to send, or to receive into. The peer has runs of the same lengths."""
 
-    __slots__ = ("is_done", "is_send", "ready", "runs")
+    __slots__ = ("is_done", "is_send", "runs")
 
-    def __init__(self, runs: Sequence[LocalRun], *, is_send: bool, ready: Any | None = None) -> None:
+    def __init__(self, runs: Sequence[LocalRun], *, is_send: bool) -> None:
         self.runs = runs
         self.is_send = is_send
-        self.ready = ready  # CUDA event after which the blocks hold what is to be sent
         self.is_done = False
 
 
@@ -79,11 +78,7 @@ class PairChannel:
 
     def submit(self, runs: Sequence[LocalRun], *, is_send: bool) -> PairCopy:
         """Copy these blocks after all earlier ones; the result tells when it is done."""
-        ready = None
-        if is_send and self._blocks.is_cuda:
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record(torch.cuda.current_stream(self._blocks.device))
-        copy = PairCopy(runs, is_send=is_send, ready=ready)
+        copy = PairCopy(runs, is_send=is_send)
         self._copies.put(copy)
         return copy
 
@@ -175,14 +170,12 @@ class _NcclGroup:
         self._group: Any = ProcessGroupNCCL(store, rank, 2, options)
         self._group.eager_connect_single_device(device)
         self._peer = 1 - rank
-        # A stream of its own: a receive must not wait for a model step that was queued before it.
+        # A stream of its own: a copy must not wait for a model step that was queued before it.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(self, copy: PairCopy, tensors: list[Tensor]) -> None:
         start = self._group.send if copy.is_send else self._group.recv
         with torch.cuda.stream(self._stream):
-            if copy.ready is not None:
-                self._stream.wait_event(copy.ready)
             self._group._start_coalescing()
             for tensor in tensors:
                 start([tensor], self._peer, _DATA_TAG)

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 import torch
 
-from tandem.engine.device import DeviceQueue
+from tandem.engine.device import CudaStream, HostStream, make_stream
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Phase, Sequence
 from tests.engine.conftest import BuildEngine
-from tests.engine.test_engine import add, drain, generate, make_prompt, output
+from tests.engine.test_engine import add, generate, make_prompt, output
 from tests.support.late_device import LateDevice
 from tests.support.scheduler_listener import FakeListener
 
@@ -15,64 +18,108 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 
 @needs_cuda
-def test_a_gpu_is_waited_for() -> None:
-    queue = DeviceQueue(torch.device("cuda"))
+def test_a_gpus_mark_is_done_when_the_work_before_it_is() -> None:
+    stream = CudaStream(torch.device("cuda"))
+    begin = stream.record()
     torch.cuda._sleep(200_000_000)  # cycles
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    done.record()
-    assert not done.query()
-    queue.wait()
-    assert done.query()
+    end = stream.record()
+    assert not stream.is_done(end)
+    launched = time.perf_counter()
+    stream.wait(end)
+    assert stream.is_done(end)
+    assert stream.seconds_between(begin, end) >= time.perf_counter() - launched
 
 
-def make_late(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> LateDevice:
-    """A late device, with checks that no block is published or freed before its content is written."""
-    device, pool = LateDevice(engine), engine.pool
-    release = pool.release
+def test_on_a_cpu_everything_is_done_and_the_clock_tells_the_time() -> None:
+    readings = [3.0, 5.5]
+    stream = make_stream(torch.device("cpu"), lambda: readings.pop(0))
+    assert isinstance(stream, HostStream)
+    first, last = stream.record(), stream.record()
+    assert stream.is_done(last)
+    assert stream.seconds_between(first, last) == 2.5
+
+
+def make_late(engine: Engine, seed: int = 0, **fields: Any) -> LateDevice:
+    """A late device, with a check that no block is published before its content is written."""
+    device = LateDevice(engine, seed, **fields)
 
     def published(sequence: Sequence, first: int, end: int) -> None:
-        assert device.is_done, f"{sequence.request_id}: blocks {first}:{end} are not computed yet"
-
-    def check_and_release(blocks: list[int]) -> None:
-        assert device.is_done, "blocks are freed that the device still writes"
-        release(blocks)
+        late = [block for block in sequence.blocks[first:end] if device.stream.writes[block]]
+        assert not late, f"{sequence.request_id}: blocks {late} are published before they are computed"
 
     engine.scheduler.listen(FakeListener(when_published=published))
-    monkeypatch.setattr(pool, "release", check_and_release)
     return device
 
 
-def test_blocks_are_published_and_freed_behind_the_device(
-    build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def finish(engine: Engine) -> None:
+    for _ in range(10_000):
+        if not engine.has_work:
+            return
+        engine.step()
+        engine.check_integrity()
+    raise AssertionError("the engine does not come to an end")
+
+
+def test_blocks_are_published_once_the_device_has_written_them(build_engine: BuildEngine) -> None:
     engine = build_engine(max_num_batched_tokens=16, num_blocks=20)
-    device = make_late(engine, monkeypatch)
+    device = make_late(engine)
     prompts = [make_prompt(60), make_prompt(33, seed=1), make_prompt(47, seed=2)]
     sequences = [add(engine, str(i), prompt) for i, prompt in enumerate(prompts)]
-    engine.step()
-    assert device.num_late == 1, "a step without a token does not wait for its kernels by itself"
-    assert device.is_done
+    assert engine.step() == [], "the device has not computed it"
+    assert device.stream.num_late == 1
+    assert sequences[0].num_computed_tokens == 16, "the next step computes the tokens behind it"
+    assert sequences[0].num_published_blocks == 0
     add(engine, "aborted", make_prompt(90))
     while engine.scheduler.running[-1].request_id != "aborted":
         engine.step()
     engine.abort("aborted")
-    drain(engine)
-    assert device.num_late >= 3
+    finish(engine)
+    assert device.stream.num_late >= 3
     engine.check_integrity(idle=True)
     assert [output(sequence) for sequence in sequences] == generate(build_engine(), prompts)
 
 
-def test_a_prompt_that_fails_half_way_frees_its_blocks_behind_the_device(
-    build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_steps_are_launched_ahead(build_engine: BuildEngine) -> None:
     engine = build_engine(max_num_batched_tokens=16)
-    device = make_late(engine, monkeypatch)
+    device = make_late(engine)
+    device.stream.is_done = lambda mark: False  # type: ignore[method-assign]
+    sequence = add(engine, "r", make_prompt(90))
+    for _ in range(5):
+        assert engine.step() == []
+    assert sequence.num_computed_tokens == 32
+    assert engine.has_work
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+@pytest.mark.parametrize("phase", Phase)
+def test_what_is_aborted_while_it_is_computed_is_not_published(
+    num_steps: int, phase: Phase, build_engine: BuildEngine
+) -> None:
+    engine = build_engine(max_num_batched_tokens=16, num_blocks=8)
+    device = make_late(engine)
+    add(engine, "aborted", make_prompt(100), phase=phase)
+    for _ in range(num_steps):
+        engine.step()
+    engine.abort("aborted")
+    prompt = make_prompt(90, seed=1)
+    sequence = add(engine, "other", prompt)  # it gets the same blocks
+    finish(engine)
+    assert device.stream.num_late >= 2
+    engine.check_integrity(idle=True)
+    assert [output(sequence)] == generate(build_engine(), [prompt])
+
+
+def test_a_prompt_that_fails_half_way_ends_alone(build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build_engine(max_num_batched_tokens=16)
+    make_late(engine)
     sequence = add(engine, "r", make_prompt(60), phase=Phase.PREFILL_ONLY)
     engine.step()
-    monkeypatch.setattr(engine.scheduler.blocks, "publish_computed", lambda _: 1 / 0)
-    result = engine.step()
-    assert result is not None
-    assert [failure.sequence for failure in result.failures] == [sequence]
-    assert device.num_late == 2
+    monkeypatch.setattr(engine.scheduler.blocks, "publish", lambda _: 1 / 0)
+    failures = []
+    while not failures:
+        failures += [failure for result in engine.step() for failure in result.failures]
+    assert {failure.sequence for failure in failures} == {sequence}
+    monkeypatch.undo()
+    finish(engine)
     engine.scheduler.blocks.release(sequence)
     engine.check_integrity(idle=True)

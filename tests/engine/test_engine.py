@@ -41,7 +41,7 @@ def add(engine: Engine, name: str, prompt: list[int], phase: Phase = Phase.WHOLE
 
 def drain(engine: Engine) -> None:
     while engine.has_work:
-        assert engine.step() is not None, "stuck"
+        assert engine.step(), "stuck"
         engine.check_integrity()
 
 
@@ -369,19 +369,17 @@ def test_eos_ends_unless_ignored_or_too_early(
 def test_a_step_without_work_does_nothing(build_engine: BuildEngine) -> None:
     engine = build_engine()
     assert not engine.has_work
-    assert engine.step() is None
+    assert engine.step() == []
 
 
 def test_a_step_tells_what_it_did(build_engine: BuildEngine) -> None:
     engine = build_engine(max_num_batched_tokens=24)
     add(engine, "a", make_prompt(10))
-    first = engine.step()
-    assert first is not None
+    [first] = engine.step()
     assert (first.stats.num_prefill_tokens, first.stats.num_decode_seqs) == (10, 0)
     assert first.stats.prefill_attention == 50.0
     add(engine, "b", make_prompt(40))
-    second = engine.step()
-    assert second is not None
+    [second] = engine.step()
     assert (second.stats.num_prefill_tokens, second.stats.num_decode_seqs) == (23, 1)
     assert second.stats.num_decode_kv_tokens == 11
     assert [out.sequence.request_id for out in second.outputs] == ["a"]
@@ -409,9 +407,9 @@ def fail_for(engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str, error: 
 def run_out(engine: Engine) -> list[SequenceFailure]:
     failures = []
     while engine.has_work:
-        result = engine.step()
-        assert result is not None, "stuck"
-        failures += result.failures
+        results = engine.step()
+        assert results, "stuck"
+        failures += [failure for result in results for failure in result.failures]
         engine.check_integrity()
     return failures
 

@@ -57,6 +57,7 @@ def make_received(scheduler: Scheduler, num_prompt_tokens: int, **options: objec
     sequence.blocks = blocks
     sequence.num_computed_tokens = num_prompt_tokens
     sequence.token_ids.append(7)
+    scheduler.blocks.publish_computed(sequence)
     return sequence
 
 
@@ -74,7 +75,7 @@ def step(scheduler: Scheduler) -> list[tuple[str, int, int]]:
         assert chunk.num_tokens > 0
         assert chunk.start == sequence.num_computed_tokens
         assert len(sequence.blocks) * SIZE >= chunk.start + chunk.num_tokens, "no slot for a scheduled token"
-        scheduler.blocks.advance(chunk)
+        scheduler.blocks.publish(scheduler.blocks.advance(chunk))
     for chunk in chunks:
         sequence = chunk.sequence
         if sequence.num_uncomputed_tokens == 0:

@@ -6,6 +6,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from tandem.protocol.messages import (
 from tandem.protocol.sampling import SamplingParams
 from tests.support.fault_world import Faults, run, save_tiny_model
 from tests.support.faulty_transport import Fault, FaultyTransport
+from tests.support.late_device import LateDevice, LateStream
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 BLOCK_SIZE = 8
@@ -292,8 +294,7 @@ class SenderSide:
             Prefill(request_id=request_id, token_ids=prompt, sampling=GREEDY, decode_worker=address("d")), self.now
         )
         while request_id in self.engine.sequences:
-            result = self.engine.step()
-            assert result is not None
+            [result] = self.engine.step()
             self.role.after_step(result)
 
     def grant(self, request_id: str, num_blocks: int) -> None:
@@ -439,10 +440,11 @@ def test_nothing_is_sent_for_a_receiver_that_is_known_to_be_dead(model: Path) ->
     sender.engine.check_integrity(idle=True)
 
 
-def make_receiver(model: Path) -> tuple[DecodeRole, Engine]:
+def make_receiver(model: Path, sent: list[Message] | None = None) -> tuple[DecodeRole, Engine]:
     engine = make_engine(model)
     transport = InProcessTransport("d", 1, engine.kv, InProcessHub())
-    links = PeerLinks(address("d"), {}, transport, lambda peer, message: None, timeout_s=30.0)
+    messages = [] if sent is None else sent
+    links = PeerLinks(address("d"), {}, transport, lambda peer, message: messages.append(message), timeout_s=30.0)
     role = DecodeRole(
         engine,
         links,
@@ -462,6 +464,26 @@ def test_no_lease_is_granted_to_a_sender_that_is_known_to_be_dead(model: Path) -
     role.pump(0.0)
     role.check_integrity(idle=True)
     engine.check_integrity(idle=True)
+
+
+@pytest.mark.parametrize("ends", ["granted", "cancelled", "given up"])
+def test_a_grant_leaves_once_the_device_has_done_with_its_blocks(model: Path, ends: str) -> None:
+    sent: list[Message] = []
+    role, engine = make_receiver(model, sent)
+    engine.stream = stream = LateStream(0, share_done=0.0)
+    stream.launch(lambda: None)  # it may use blocks that have been freed since
+    role.accept(Decode(request_id="r", token_ids=[7] * 20, sampling=GREEDY, prefill_worker=address("p")), 0.0)
+    role.requested(LeaseRequest(sender=address("p"), request_id="r"), 0.0)
+    role.pump(0.0)
+    assert role.num_leases == 1
+    assert not any(isinstance(message, LeaseGrant) for message in sent)
+    if ends == "cancelled":
+        role.cancel("r")
+    elif ends == "given up":
+        role.peer_lost("p", 1)
+    stream.flush()
+    role.pump(0.0)
+    assert sum(isinstance(message, LeaseGrant) for message in sent) == (ends == "granted")
 
 
 @pytest.mark.parametrize("payload", [b"", b"garbage", append_checksum(b"garbage"), append_checksum(b"")], ids=str)
@@ -498,6 +520,34 @@ def test_two_hundred_handoffs_under_all_faults(model: Path, seed: int) -> None:
     assert report.completed > 100
     assert report.completed + report.cancelled + report.failed.total() == report.handoffs == 200
     assert len(report.injected) > 8
+
+
+@pytest.mark.parametrize("seed", [6, pytest.param(7, marks=pytest.mark.slow)])
+def test_handoffs_between_devices_that_run_behind_their_callers(model: Path, seed: int, request: Any) -> None:
+    """Nothing is sent before it is computed, and nothing is overwritten that a device still uses."""
+    handoffs = 3000 if request.node.get_closest_marker("slow") else 60
+    print(f"seed {seed}")
+    devices: list[LateDevice] = []
+
+    def make_device(engine: Engine, seed: int) -> LateDevice:
+        devices.append(LateDevice(engine, seed))
+        return devices[-1]
+
+    faults = Faults(kill_sender=0.001, kill_receiver=0.001)
+    report = run(model, handoffs=handoffs, seed=seed, faults=faults, make_device=make_device)
+    print(report)
+    assert report.is_clean, report.complaints[:5]
+    assert report.completed > handoffs / 2
+    assert sum(device.stream.num_late for device in devices) > handoffs / 3
+
+
+def test_without_waiting_for_the_device_its_blocks_are_touched_early(model: Path) -> None:
+    report = run(model, handoffs=80, seed=6, faults=Faults(), make_device=partial(LateDevice, is_impatient=True))
+    early = [complaint for complaint in report.complaints if "before they are computed" in complaint]
+    overwritten = [complaint for complaint in report.complaints if "overwritten while" in complaint]
+    print(f"{len(early)} reads and {len(overwritten)} writes too early, {report.wrong_tokens} wrong tokens")
+    assert early
+    assert not report.is_clean
 
 
 def test_the_same_seed_gives_the_same_run(model: Path) -> None:

@@ -26,7 +26,7 @@ from tandem.decode_worker import DecodeRole
 from tandem.engine.engine import Engine, SequenceOutput
 from tandem.kv_transfer.handshake import compatibility_fields
 from tandem.kv_transfer.links import LinkChange, LinkState, PeerLinks
-from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport
+from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport, InProcessWrite, Verdict
 from tandem.prefill_worker import PrefillRole
 from tandem.protocol.config import EngineConfig, TransferConfig
 from tandem.protocol.errors import ServingError
@@ -52,6 +52,7 @@ from tandem.protocol.messages import (
 )
 from tandem.protocol.sampling import SamplingParams
 from tests.support.faulty_transport import Fault, FaultyTransport
+from tests.support.late_device import LateDevice, touched_early
 
 __all__ = ["DEADLINE_S", "Faults", "Report", "run", "save_tiny_model"]
 
@@ -143,11 +144,24 @@ class Report:
 Checksums = Literal["off", "all"]
 
 
+MakeDevice = Callable[[Engine, int], LateDevice]
+
+
 def run(
-    model: Path, *, handoffs: int, seed: int, faults: Faults, check_every: int = 250, checksums: Checksums = "all"
+    model: Path,
+    *,
+    handoffs: int,
+    seed: int,
+    faults: Faults,
+    check_every: int = 250,
+    checksums: Checksums = "all",
+    make_device: MakeDevice | None = None,
 ) -> Report:
-    """Run `handoffs` handoffs; after every `check_every` of them wait until all is idle and check every account."""
-    world = _World(model, random.Random(seed), faults, checksums)
+    """Run `handoffs` handoffs; after every `check_every` of them wait until all is idle and check every account.
+
+    `make_device(engine, seed)` makes a worker's engine compute late.
+    """
+    world = _World(model, random.Random(seed), faults, checksums, make_device)
     while world.report.handoffs < handoffs:
         world.play(min(check_every, handoffs - world.report.handoffs))
         world.come_to_rest()
@@ -182,6 +196,8 @@ class _Worker:
     def __init__(self, world: _World, worker_id: str, epoch: int) -> None:
         self.address = PeerAddress(worker_id, epoch, "", "")
         self.engine = world.make_engine()
+        make_device = world.make_device
+        self.device = None if make_device is None else make_device(self.engine, world.source.randrange(1 << 30))
         inner = InProcessTransport(worker_id, epoch, self.engine.kv, world.hub)
         self.transport = FaultyTransport(
             inner,
@@ -212,7 +228,7 @@ class _Worker:
         self._heartbeat_at = 0.0
 
     def turn(self, now: float) -> bool:
-        """Whether the step computed anything."""
+        """Whether the engine is busy."""
         for notification in self.transport.poll():
             self.decode.notified(notification, now)
         for change in self.links.expire(now):
@@ -222,12 +238,13 @@ class _Worker:
         self._send_output(self.prefill.take_first_tokens())
         self._pump(now)
         self._send_heartbeat(now)
-        result = self.engine.step(before_compute=lambda: self.prefill.request_leases(self._world.now))
-        if result is not None:
+        results = self.engine.step(before_compute=lambda: self.prefill.request_leases(self._world.now))
+        for result in results:
             self._send_output(self.prefill.after_step(result))
             self._pump(now)
         self.engine.pool.take_events()
-        return result is not None
+        self.engine.check_integrity()
+        return bool(results)
 
     def handle(self, message: Message, now: float) -> None:
         match message:
@@ -330,13 +347,16 @@ class _Worker:
 class _World:
     """Virtual time, the network, the workers, and the router with its clients."""
 
-    def __init__(self, model: Path, source: random.Random, faults: Faults, checksums: Checksums) -> None:
+    def __init__(
+        self, model: Path, source: random.Random, faults: Faults, checksums: Checksums, make_device: MakeDevice | None
+    ) -> None:
         self.now = 0.0
         self.source = source
         self.faults = faults
         self.transfer = replace(_TRANSFER, checksums=checksums)
         self.report = Report()
-        self.hub = InProcessHub()
+        self.make_device = make_device
+        self.hub = InProcessHub(self._judge)
         self._model = model
         self._epochs = itertools.count(1)
         self._order = itertools.count()
@@ -352,6 +372,15 @@ class _World:
         self._dead: set[str] = set()
         self._is_calm = False
 
+    def _judge(self, write: InProcessWrite) -> Verdict:
+        if complaint := touched_early(write, self._device_of):
+            self.report.complaints.append(f"at {self.now:.1f} s: {complaint}")
+        return Verdict.DELIVER
+
+    def _device_of(self, transport: InProcessTransport) -> LateDevice | None:
+        worker = self.workers[transport.worker_id]
+        return worker.device if worker.address.epoch == transport.epoch else None
+
     def make_engine(self) -> Engine:
         block_bytes = 2 * 2 * _BLOCK_SIZE * 2 * 8 * 4  # layers, keys and values, tokens, heads, head_dim, float32
         return Engine(
@@ -361,8 +390,9 @@ class _World:
                 device="cpu",
                 block_size=_BLOCK_SIZE,
                 pool_bytes=_NUM_BLOCKS * block_bytes,
-                max_num_batched_tokens=32,
-                max_num_seqs=16,
+                # A device is late with steps that sample nothing: let prompts take several.
+                max_num_batched_tokens=32 if self.make_device is None else 11,
+                max_num_seqs=16 if self.make_device is None else 8,
                 num_threads=1,
             )
         )

@@ -1,72 +1,158 @@
-"""A device that finishes its work late: until the engine waits for it, the memory it writes is garbage."""
+"""A device that runs behind its caller, as a GPU does: until its work is done, the memory that it writes is garbage.
+
+Work is done in the order in which it was launched. How much of it is done when somebody asks is drawn from a seed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tandem.engine.device import DeviceQueue
+from tandem.engine.device import DeviceStream, Mark
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import ScheduledChunk
 from tandem.kv_transfer.codec import Codec
+from tandem.kv_transfer.transport.in_process import InProcessTransport, InProcessWrite
+
+__all__ = ["GARBAGE", "LateDevice", "LateStream", "touched_early"]
 
 GARBAGE = 12345.0
 
 
-class LateDevice(DeviceQueue):
-    """Replaces an engine's device queue. Reading logits waits, as on a GPU, and work is done in order."""
+class _Work(NamedTuple):
+    run: Callable[[], object]
+    reads: Sequence[int]  # blocks
+    writes: Sequence[int]
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine.kv.device)
-        self.num_late = 0  # steps, loads and copies that were not done when their call returned
-        self._engine = engine
-        self._run = engine.runner.run
-        self._pending: list[Callable[[], None]] = []
-        engine.device_queue = self
-        engine.runner.run = self._run_late  # type: ignore[method-assign]
+
+class LateStream(DeviceStream):
+    """A mark is the number of pieces of work before it. An impatient stream calls everything done at once."""
+
+    def __init__(self, seed: int, *, share_done: float = 0.3, is_impatient: bool = False) -> None:
+        """`share_done`: how often a question finds one more piece of work done."""
+        self.num_late = 0  # pieces of work that were not done when their call returned
+        self.writes: Counter[int] = Counter()  # blocks that pending work writes
+        self.reads: Counter[int] = Counter()  # and reads
+        self._share_done = share_done
+        self._is_impatient = is_impatient
+        self._source = random.Random(seed)
+        self._pending: deque[_Work] = deque()
+        self._num_launched = 0
+
+    def launch(self, run: Callable[[], object], *, reads: Iterable[int] = (), writes: Iterable[int] = ()) -> None:
+        """Do this later, behind all work launched before it."""
+        work = _Work(run, list(reads), list(writes))
+        self.reads.update(work.reads)
+        self.writes.update(work.writes)
+        self._pending.append(work)
+        self._num_launched += 1
+        self.num_late += 1
+
+    def run(self, run: Callable[[], Tensor | None]) -> Tensor | None:
+        """Do this behind all work launched before it, and wait."""
+        self.flush()
+        self._num_launched += 1
+        return run()
+
+    def flush(self) -> None:
+        """Do all that is pending."""
+        while self._pending:
+            self._do_one()
+
+    def uses(self, block: int) -> bool:
+        """Whether pending work reads or writes this block."""
+        return bool(self.reads[block] or self.writes[block])
+
+    def record(self) -> Mark:
+        return self._num_launched
+
+    def is_done(self, mark: Mark) -> bool:
+        if self._pending and self._source.random() < self._share_done:
+            self._do_one()
+        return self._is_impatient or self._num_done >= mark
+
+    def wait(self, mark: Mark) -> None:
+        while not self._is_impatient and self._num_done < mark:
+            self._do_one()
+
+    def seconds_between(self, first: Mark, last: Mark) -> float:
+        return 1e-3 * float(last - first)
 
     @property
-    def is_done(self) -> bool:
-        return not self._pending
+    def _num_done(self) -> int:
+        return self._num_launched - len(self._pending)
 
-    def wait(self) -> None:
-        for finish in self._pending:
-            finish()
-        self._pending.clear()
+    def _do_one(self) -> None:
+        work = self._pending.popleft()
+        work.run()
+        self.reads.subtract(work.reads)
+        self.writes.subtract(work.writes)
+
+
+class LateDevice:
+    """Makes an engine compute on a late stream. A step that samples waits, because its tokens are read."""
+
+    def __init__(self, engine: Engine, seed: int, *, share_done: float = 0.3, is_impatient: bool = False) -> None:
+        self.stream = engine.stream = LateStream(seed, share_done=share_done, is_impatient=is_impatient)
+        self._engine = engine
+        self._run = engine.runner.run
+        engine.runner.run = self._run_late  # type: ignore[method-assign]
 
     def make_late(self, codec: Codec) -> None:
         """Make this codec move its bytes late."""
         scatter, gather = codec.scatter, codec.gather
 
         def scatter_late(source: Tensor, kv: Tensor, blocks: Tensor) -> None:
-            kv[blocks] = GARBAGE
-            self._defer(lambda: scatter(source, kv, blocks))
+            written = blocks.tolist()
+            kv[[block for block in written if not self.stream.uses(block)]] = GARBAGE
+            self.stream.launch(lambda: scatter(source, kv, blocks), writes=written)
 
         def gather_late(kv: Tensor, blocks: Tensor, out: Tensor) -> None:
             out.fill_(255)
-            self._defer(lambda: gather(kv, blocks, out))
+            self.stream.launch(lambda: gather(kv, blocks, out), reads=blocks.tolist())
 
         codec.scatter, codec.gather = scatter_late, gather_late  # type: ignore[method-assign,assignment]
 
-    def _run_late(self, chunks: list[ScheduledChunk], *hooks: Callable[[], None]) -> Tensor | None:
-        self.wait()
-        logits = self._run(chunks, *hooks)
-        if logits is None:
-            self._hide([block for chunk in chunks for block in self._blocks_of(chunk)])
-        return logits
+    def _run_late(self, chunks: list[ScheduledChunk], between_layers: Callable[[], None]) -> Tensor | None:
+        if any(chunk.samples for chunk in chunks):
+            return self.stream.run(lambda: self._run(chunks, between_layers))
+        between_layers()
+        runner, batch = self._engine.runner, self._engine.runner.pack(chunks)
+        size, reads, writes = self._engine.config.block_size, set[int](), set[int]()
+        for chunk in chunks:
+            end = -(-(chunk.start + chunk.num_tokens) // size)
+            reads.update(chunk.sequence.blocks[:end])
+            writes.update(chunk.sequence.blocks[chunk.start // size : end])
+        self._spoil(batch.context.slot_mapping)
+        self.stream.launch(lambda: runner.forward(batch), reads=reads, writes=writes)
+        return None
 
-    def _blocks_of(self, chunk: ScheduledChunk) -> Sequence[int]:
-        size = self._engine.config.block_size
-        return chunk.sequence.blocks[chunk.start // size : -(-(chunk.start + chunk.num_tokens) // size)]
+    def _spoil(self, slots: Tensor) -> None:
+        """Fill token slots with garbage, except in blocks that earlier work still needs as they are."""
+        kv, size = self._engine.kv, self._engine.config.block_size
+        free = torch.tensor([slot for slot in slots.tolist() if not self.stream.uses(slot // size)], dtype=torch.long)
+        kv[free // size, :, :, free % size] = GARBAGE
 
-    def _hide(self, blocks: list[int]) -> None:
-        kv, index = self._engine.kv, torch.tensor(blocks)
-        content = kv[index]
-        kv[index] = GARBAGE
-        self._defer(lambda: kv.__setitem__(index, content))
 
-    def _defer(self, finish: Callable[[], None]) -> None:
-        self.num_late += 1
-        self._pending.append(finish)
+def touched_early(write: InProcessWrite, device_of: Callable[[InProcessTransport], LateDevice | None]) -> str:
+    """A complaint if a write (or read) between workers reads what a device still writes, or writes what it still uses.
+
+    "" if it is in order.
+    """
+    ours, theirs = write.local_block_ids, write.remote_block_ids
+    source, read, target, written = write.sender, ours, write.receiver, theirs
+    if write.is_read:
+        source, read, target, written = write.receiver, theirs, write.sender, ours
+    if (device := device_of(source)) is not None:
+        if early := [block for block in read if device.stream.writes[block]]:
+            return f"blocks {early} of {source.worker_id} are read before they are computed"
+        if (source.pool[read] == GARBAGE).any():
+            return f"garbage is read from {source.worker_id}"
+    if (device := device_of(target)) is not None and (early := [b for b in written if device.stream.uses(b)]):
+        return f"blocks {early} of {target.worker_id} are overwritten while its device uses them"
+    return ""

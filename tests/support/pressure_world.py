@@ -12,6 +12,7 @@ from typing import Any
 
 from tandem.decode_worker import DecodeRole
 from tandem.engine.block_pool import BlockPool
+from tandem.engine.device import HostStream
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Sequence
 from tandem.kv_transfer.checksum import append_checksum
@@ -77,6 +78,7 @@ class PressureWorld:
         engine: Any = SimpleNamespace(
             config=SimpleNamespace(block_size=BLOCK_SIZE),
             kv=None,
+            stream=HostStream(),
             scheduler=self.scheduler,
             pool=self.pool,
             make_sequence=self.make_sequence,
@@ -165,7 +167,7 @@ class PressureWorld:
         self.now += STEP_S
         self.num_steps += 1
         for chunk in chunks:
-            self.scheduler.blocks.advance(chunk)
+            self.scheduler.blocks.publish(self.scheduler.blocks.advance(chunk))
         for chunk in chunks:
             if chunk.samples:
                 self._sample(chunk.sequence)

@@ -79,9 +79,9 @@ class Side:
         """One step of a second."""
         self.prefill.pump(self.now)
         self.clock_readings = [self.now, self.now + 1.0]
-        result = self.engine.step(before_compute=lambda: self.prefill.request_leases(self.now))
+        results = self.engine.step(before_compute=lambda: self.prefill.request_leases(self.now))
         self.now += 1.0
-        if result is not None:
+        for result in results:
             self.note_tokens(self.prefill.after_step(result))
         self.prefill.pump(self.now)
 

@@ -525,12 +525,12 @@ class LongSteps:
         return unread
 
     def step(self, **hooks: Any) -> Any:
-        result = self.step_engine(self.worker.parts.engine, **hooks)
-        if result is not None:
+        results = self.step_engine(self.worker.parts.engine, **hooks)
+        if results:
             self.now += 40.0
             self.unread += [(b"", message) for message in self.coming]
             self.coming = []
-        return result
+        return results
 
     def turn(self, *messages: Message) -> None:
         self.unread += [(b"router", message) for message in messages]

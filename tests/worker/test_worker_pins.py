@@ -29,6 +29,7 @@ from tests.support.cluster_harness import (
     eventually,
     running_cluster,
 )
+from tests.support.late_device import LateDevice
 from tests.worker.kv.test_tiered_cache import GREEDY, Machine, make_engine
 
 NUM_BLOCKS = 48
@@ -350,6 +351,55 @@ def test_a_request_goes_before_what_is_brought_up_for_a_pin(
     machine.run_until(is_up)
     pins.unpin("a")
     pins.check_integrity(idle=True)
+    machine.close()
+
+
+@pytest.mark.parametrize("target", [Prefetch.POOL, Prefetch.HOST])
+def test_what_is_brought_up_for_a_pin_is_used_once_the_device_has_it(
+    tiny_model: Path, tmp_path: Path, target: Prefetch
+) -> None:
+    tiers = replace(disk_and_host(tmp_path), disk_cache_codec="int8")
+    tokens = prompt(random.Random(13), 6)
+    engine = make_engine(tiny_model)
+    machine = Machine(engine, create_tiers(tiers, engine))
+    machine.serve(tokens)
+    machine.settle()
+    machine.close()
+
+    engine = make_engine(tiny_model)
+    device = LateDevice(engine, 0, share_done=0.0)
+    cache = (machine := Machine(engine, create_tiers(tiers, engine))).cache
+    machine.settle()
+    for cached in cache.tiers:
+        device.make_late(cached.codec)
+    host, stream = cache.tier("host"), device.stream
+    assert host is not None
+    digests = block_digests(root_digest(engine.namespace), tokens, BLOCK_SIZE)
+    pins = WorkerPins(engine, cache, share=0.25)
+    pins.pin(Pin(pin_id="a", digests=digests, ttl_s=LONG_S, prefetch=target), now := time.monotonic())
+
+    def pump() -> bool:
+        pins.pump(now)
+        machine.cache.pump(now)
+        if target is Prefetch.HOST and not stream.num_late and pins.is_prefetching:
+            stream.launch(lambda: None)  # a step
+        return stream.num_late > 0
+
+    machine.run_until(pump)
+    for _ in range(50):
+        pump()
+        assert not any(digest in engine.pool for digest in digests)
+        assert target is Prefetch.POOL or not any(digest in host.tier for digest in digests)
+
+    def is_up() -> bool:
+        stream.flush()
+        pump()
+        place = engine.pool if target is Prefetch.POOL else host.tier
+        return all(digest in place for digest in digests)
+
+    machine.run_until(is_up)
+    pins.unpin("a")
+    machine.run_until(lambda: not pins.is_prefetching)
     machine.close()
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.device import DeviceQueue
+from tandem.engine.device import to_device
 from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.codec import Codec
 from tandem.kv_transfer.fetch_planner import FetchSource
@@ -33,7 +34,7 @@ class CachedTier(KvSource):
         num_threads: int,
         prior: LoadPrior,
         store: str = "",
-        device_queue: DeviceQueue = DeviceQueue(torch.device("cpu")),
+        device: torch.device = torch.device("cpu"),
     ) -> None:
         self.tier = tier
         self.store = store
@@ -42,7 +43,7 @@ class CachedTier(KvSource):
         self.num_threads = num_threads
         self.name = self.kind = tier.name
         self.cost = LoadCost(prior, block_bytes)
-        self.device_queue = device_queue
+        self._device = device
 
     def look_up(self, first_block: int, digests: Sequence[bytes]) -> FetchSource:
         """How many blocks could be loaded from `first_block` on. No I/O."""
@@ -56,7 +57,7 @@ class CachedTier(KvSource):
 
     def begin_load(self, digests: Sequence[bytes]) -> tuple[Tensor, TierRead]:
         """Begin to load blocks into a new buffer [num_blocks, encoded bytes], uint8, and do not wait."""
-        data = host_buffer(len(digests), self.block_bytes, self.device_queue.device)
+        data = host_buffer(len(digests), self.block_bytes, self._device)
         return data, self.tier.load(digests, data.numpy())
 
     def learn(self, load: TierRead) -> None:
@@ -65,9 +66,9 @@ class CachedTier(KvSource):
             self.cost.observe(load.num_loaded, load.read_s / self.num_threads)
 
     def decode_into(self, kv: Tensor, blocks: Sequence[int], data: Tensor) -> None:
-        """Decode blocks into these blocks of the pool."""
-        self.codec.scatter(data.to(kv.device, non_blocking=True), kv, torch.tensor(blocks, device=kv.device))
-        self.device_queue.wait()
+        """Decode blocks into these blocks of the pool. On a GPU only later work of its stream may see them yet."""
+        index = to_device(np.array(blocks, dtype=np.int64), kv.device)
+        self.codec.scatter(data.to(kv.device, non_blocking=True), kv, index)
 
 
 class _OpenTier(OpenSource):

@@ -223,7 +223,9 @@ class Fetcher:
             piece.drop()
             return 0
         num_bytes = piece.place(sequence, first, self._engine.kv)
-        self._engine.scheduler.blocks.onboard(sequence, first * size, piece.end_block * size)
+        stream = self._engine.stream
+        is_written = stream.is_done(stream.record())
+        self._engine.scheduler.blocks.onboard(sequence, first * size, piece.end_block * size, is_written=is_written)
         fetch.num_loaded_blocks += piece.end_block - first
         self._num_loaded_blocks[piece.kind] += piece.end_block - first
         return num_bytes

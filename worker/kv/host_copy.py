@@ -8,28 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tandem.engine.device import DeviceStream, Mark
+
 __all__ = ["HostCopy", "host_buffer"]
 
 
 class HostCopy:
-    """A copy of `data` in host memory. On a CPU it is `data` itself, and is done at once.
+    """A copy in host memory of `data`, which work of this stream computes. On a CPU it is `data` itself.
 
     On a GPU it is copied into pinned memory on a side stream, after the kernels that compute `data`. The next step does
     not wait for it.
     """
 
-    def __init__(self, data: Tensor) -> None:
+    def __init__(self, data: Tensor, stream: DeviceStream) -> None:
         self.num_bytes = data.numel() * data.element_size()
-        self._arrival: Any = None
-        if data.is_cuda:
-            self._host, self._arrival = _begin_copy(data)
-        else:
-            self._host = data
+        self._stream = stream
+        self._host, self._arrival = _begin_copy(data) if data.is_cuda else (data, stream.record())
 
     @property
     def is_done(self) -> bool:
         """Whether all bytes are there."""
-        return self._arrival is None or bool(self._arrival.query())
+        return self._stream.is_done(self._arrival)
 
     @property
     def host(self) -> Tensor:
@@ -43,7 +42,7 @@ def host_buffer(num_rows: int, num_bytes: int, device: torch.device) -> Tensor:
     return torch.empty(num_rows, num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
-def _begin_copy(data: Tensor) -> tuple[Tensor, Any]:
+def _begin_copy(data: Tensor) -> tuple[Tensor, Mark]:
     stream = _side_stream(data.device)
     stream.wait_stream(torch.cuda.current_stream(data.device))
     host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)

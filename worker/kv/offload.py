@@ -10,8 +10,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
+from tandem.engine.device import to_device
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.tiers.base import BlockName
@@ -89,10 +91,10 @@ class Offloader:
         cached.tier.note_dropped("offload queue full", max(len(present) - room, 0))
         if not (present := present[:room]):
             return
-        queue = self._engine.device_queue
-        blocks = torch.tensor([block for _, block in present], device=queue.device)
-        data = torch.empty(len(present), cached.block_bytes, dtype=torch.uint8, device=queue.device)
-        cached.codec.gather(self._engine.kv, blocks, data)
-        queue.wait()  # a peer may be granted these blocks next, and its writes do not wait for the device
-        self._in_flight.append(_OffloadBatch(cached, [name for name, _ in present], HostCopy(data)))
+        kv = self._engine.kv
+        blocks = to_device(np.array([block for _, block in present], dtype=np.int64), kv.device)
+        data = torch.empty(len(present), cached.block_bytes, dtype=torch.uint8, device=kv.device)
+        cached.codec.gather(kv, blocks, data)
+        copy = HostCopy(data, self._engine.stream)
+        self._in_flight.append(_OffloadBatch(cached, [name for name, _ in present], copy))
         self._num_bytes_in_flight += data.numel()

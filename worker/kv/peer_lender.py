@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tandem.engine.device import Mark
 from tandem.engine.engine import Engine
 from tandem.kv_transfer.checksum import CHECKED_SHARE, block_checksums
 from tandem.kv_transfer.links import PeerLinks
@@ -47,6 +48,7 @@ class _Loan:
     ttl_s: float
     num_resident: int
     host_read: TierRead | None = None
+    placed: Mark | None = None  # behind the copy of the loaded blocks into the pool
     data: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
@@ -104,7 +106,9 @@ class PeerLender:
         """Grant what has been loaded from the host tier, let go of what is out of time."""
         for key, loan in list(self._loans.items()):
             if loan.host_read is not None and loan.host_read.is_done:
-                self._finish_loading(loan)
+                self._place(loan)
+            if loan.placed is not None and self._engine.stream.is_done(loan.placed):
+                self._publish(loan)
                 self._grant(key, loan, now)
             elif now >= loan.deadline:
                 self._let_go(key)
@@ -147,8 +151,8 @@ class PeerLender:
         loan.blocks = [*loan.blocks, *fresh]
         return True
 
-    def _finish_loading(self, loan: _Loan) -> None:
-        """Publish the blocks that were loaded and free the others."""
+    def _place(self, loan: _Loan) -> None:
+        """Copy the blocks that were loaded into the pool and free the others."""
         assert loan.host_read is not None
         assert self._host_tier is not None
         engine, num_loaded = self._engine, loan.host_read.num_loaded
@@ -157,5 +161,9 @@ class PeerLender:
         loan.blocks = loan.blocks[:end]
         fresh = loan.blocks[loan.num_resident :]
         self._host_tier.decode_into(engine.kv, fresh, loan.data[:num_loaded])
-        engine.pool.publish_chain(fresh, loan.digests, loan.num_resident, loan.parent)
-        loan.host_read, loan.data = None, torch.empty(0)
+        loan.host_read, loan.data, loan.placed = None, torch.empty(0), engine.stream.record()
+
+    def _publish(self, loan: _Loan) -> None:
+        fresh = loan.blocks[loan.num_resident :]
+        self._engine.pool.publish_chain(fresh, loan.digests, loan.num_resident, loan.parent)
+        loan.placed = None

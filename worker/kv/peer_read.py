@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tandem.engine.device import Mark
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.checksum import wrong_blocks
@@ -149,15 +150,19 @@ class PeerRead(OpenSource):
         assert self.block_ids is not None
         remote = self.block_ids[piece.first_block - self.first_block : piece.end_block - self.first_block]
         engine = self.context.engine
-        # A read must not preempt a sequence.
-        has_room = piece.num_blocks <= engine.scheduler.admission.num_spare_blocks
-        landing = engine.pool.try_allocate(piece.num_blocks) if has_room and len(remote) == piece.num_blocks else None
-        if landing is None:  # the peer lends less than was expected, or there is no room
-            piece.is_refused = True
+        if not piece.landing:
+            # A read must not preempt a sequence.
+            has_room = piece.num_blocks <= engine.scheduler.admission.num_spare_blocks
+            fits = has_room and len(remote) == piece.num_blocks
+            landing = engine.pool.try_allocate(piece.num_blocks) if fits else None
+            if landing is None:  # the peer lends less than was expected, or there is no room
+                piece.is_refused = True
+                return
+            piece.landing, piece.allocated = landing, engine.stream.record()
+        if not engine.stream.is_done(piece.allocated):  # it may still use blocks that were freed
             return
-        piece.landing = landing
         try:
-            piece.transfer = self.context.transport.read_blocks(self.peer.worker_id, remote, landing)
+            piece.transfer = self.context.transport.read_blocks(self.peer.worker_id, remote, piece.landing)
         except TransferError as exc:
             if isinstance(exc, PeerLost):
                 self.context.links.broke(self.peer.worker_id, self.peer.epoch)
@@ -173,6 +178,7 @@ class _PeerPiece(Piece):
         super().__init__(first_block, end_block, begun_at)
         self.transfer: Transfer | None = None
         self.landing: list[int] = []
+        self.allocated: Mark | None = None  # when they were taken from the pool
         self.is_refused = False  # this piece cannot be read, others may
         self.is_dropped = False
         self._read = read

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from tandem.engine.engine import Engine
 from tandem.kv_transfer.tiers import TierRead
 from tandem.protocol.messages import Prefetch
 from tandem.worker.kv.cached_tier import CachedTier
+from tandem.worker.kv.host_copy import HostCopy
 from tandem.worker.kv.tiered_cache import TieredCache
 
 __all__ = ["HostBlocks", "Prefetcher"]
@@ -50,6 +51,13 @@ class _PrefetchPiece:
     load: TierRead
 
 
+class _Landing(NamedTuple):
+    """A loaded piece that the device still decodes; `finish` says whether anything was put in place."""
+
+    is_done: Callable[[], bool]
+    finish: Callable[[], bool]
+
+
 class Prefetcher:
     """Loads blocks for pins. It looks for work only after `want` or `look_again`."""
 
@@ -61,12 +69,13 @@ class Prefetcher:
         self._to_host: set[str] = set()  # pins
         self._to_pool: set[str] = set()  # pins, each until as much of its chain as possible is there
         self._piece: _PrefetchPiece | None = None
+        self._landing: _Landing | None = None
         self._look_at = math.inf
 
     @property
     def is_busy(self) -> bool:
         """Whether a piece is being loaded."""
-        return self._piece is not None
+        return self._piece is not None or self._landing is not None
 
     def want(self, pin_id: str, prefetch: Prefetch) -> None:
         """Load this pin's blocks into host memory from now on, and into the pool once, as `prefetch` says."""
@@ -93,8 +102,12 @@ class Prefetcher:
             self._look_at = now
         elif piece is not None and piece.load.is_done:
             self._piece = None
-            self._look_at = now if self._land(piece, kept) else now + _RETRY_S
-        if self._piece is None and now >= self._look_at and not self._cache.fetcher.is_loading:
+            self._landing = self._land(piece, kept)
+            self._look_at = now + _RETRY_S
+        if self._landing is not None and self._landing.is_done():
+            self._look_at = now if self._landing.finish() else now + _RETRY_S
+            self._landing = None
+        if not self.is_busy and now >= self._look_at and not self._cache.fetcher.is_loading:
             self._piece = self._next_piece(chains, 0 if kept is None else kept.room)
             self._look_at = math.inf
 
@@ -142,24 +155,28 @@ class Prefetcher:
         data, load = source.begin_load(chain[first:end])
         return _PrefetchPiece(pin_id, chain, first, source, target, data, load)
 
-    def _land(self, piece: _PrefetchPiece, kept: HostBlocks | None) -> bool:
-        """Put a piece in place; whether to go on at once."""
+    def _land(self, piece: _PrefetchPiece, kept: HostBlocks | None) -> _Landing | None:
+        """Begin to put a piece in place; None if it is of no use."""
         num_loaded = piece.load.num_loaded
         if not num_loaded:
-            return False
+            return None
         piece.source.learn(piece.load)
         if piece.target is None or kept is None:
             return self._land_in_pool(piece, piece.data[:num_loaded])
         num_fitting = min(num_loaded, kept.room)
-        return num_fitting > 0 and self._land_in_host(piece, piece.data[:num_fitting], piece.target, kept)
+        return self._land_in_host(piece, piece.data[:num_fitting], piece.target, kept) if num_fitting > 0 else None
 
-    def _land_in_host(self, piece: _PrefetchPiece, data: Tensor, host: CachedTier, kept: HostBlocks) -> bool:
-        if host.codec.name != piece.source.codec.name:
-            encoded = torch.empty(len(data), host.block_bytes, dtype=torch.uint8, device=self._engine.kv.device)
-            host.codec.encode(self._decoded(piece, data), encoded)
-            data = encoded.cpu()
+    def _land_in_host(self, piece: _PrefetchPiece, data: Tensor, host: CachedTier, kept: HostBlocks) -> _Landing:
+        if host.codec.name == piece.source.codec.name:
+            return _Landing(lambda: True, lambda: self._store(piece, data, host, kept))
+        encoded = torch.empty(len(data), host.block_bytes, dtype=torch.uint8, device=self._engine.kv.device)
+        host.codec.encode(self._decoded(piece, data), encoded)
+        copy = HostCopy(encoded, self._engine.stream)
+        return _Landing(lambda: copy.is_done, lambda: self._store(piece, copy.host, host, kept))
+
+    def _store(self, piece: _PrefetchPiece, data: Tensor, host: CachedTier, kept: HostBlocks) -> bool:
         stored = []
-        for idx, row in enumerate(data.numpy(), piece.first_block):
+        for idx, row in enumerate(data.numpy()[: max(kept.room, 0)], piece.first_block):
             parent = piece.chain[idx - 1] if idx else None
             if host.tier.store(piece.chain[idx], parent, row) is not None:
                 stored.append(piece.chain[idx])
@@ -167,22 +184,29 @@ class Prefetcher:
         self.num_blocks[host.name] += len(stored)
         return bool(stored)
 
-    def _land_in_pool(self, piece: _PrefetchPiece, data: Tensor) -> bool:
-        pool, first = self._engine.pool, piece.first_block
+    def _land_in_pool(self, piece: _PrefetchPiece, data: Tensor) -> _Landing | None:
+        engine, pool, first = self._engine, self._engine.pool, piece.first_block
         num_blocks = min(len(data), pool.num_free)
         parents = pool.acquire_cached(piece.chain[:first])
         blocks = pool.try_allocate(num_blocks) if len(parents) == first else None
-        if blocks:
-            piece.source.decode_into(self._engine.kv, blocks, data[:num_blocks])
+        if not blocks:
+            pool.release(parents)
+            return None
+        piece.source.decode_into(engine.kv, blocks, data[:num_blocks])
+        placed = engine.stream.record()
+
+        def publish() -> bool:
             pool.publish_chain(blocks, piece.chain, first)
             self.num_blocks["pool"] += num_blocks
-        # Together with the blocks before them, so that leaves stay less recent than their parents.
-        pool.release([*parents, *(blocks or ())])
-        return bool(blocks)
+            # Together with the blocks before them, so that leaves stay less recent than their parents.
+            pool.release([*parents, *blocks])
+            return True
+
+        return _Landing(lambda: engine.stream.is_done(placed), publish)
 
     def _decoded(self, piece: _PrefetchPiece, data: Tensor) -> Tensor:
         """Blocks [n, *block_shape] on the engine's device."""
         kv = self._engine.kv
         content = torch.empty(len(data), *kv.shape[1:], dtype=kv.dtype, device=kv.device)
-        piece.source.codec.decode(data.to(kv.device), content)
+        piece.source.codec.decode(data.to(kv.device, non_blocking=True), content)
         return content

@@ -181,7 +181,7 @@ def _make_tier(
         num_threads=num_threads,
         prior=_PRIORS[name],
         store=store,
-        device_queue=engine.device_queue,
+        device=engine.kv.device,
     )
 
 

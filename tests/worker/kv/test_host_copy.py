@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from tandem.engine.device import CudaStream, HostStream
 from tandem.worker.kv.host_copy import HostCopy, host_buffer
 from tests.support.cluster_harness import DEADLINE_S
 
@@ -13,7 +14,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 def test_on_a_cpu_it_is_there_at_once_and_is_no_copy() -> None:
     data = torch.arange(6, dtype=torch.uint8).reshape(2, 3)
-    copy = HostCopy(data)
+    copy = HostCopy(data, HostStream())
     assert copy.is_done
     assert copy.host.data_ptr() == data.data_ptr()
     assert copy.num_bytes == 6
@@ -26,7 +27,7 @@ def test_on_a_gpu_it_arrives_behind_what_computes_it_and_nobody_waits() -> None:
     data = torch.zeros(64, 1 << 20, dtype=torch.uint8, device=device)
     torch.cuda._sleep(200_000_000)  # cycles
     data += 7
-    copy = HostCopy(data)
+    copy = HostCopy(data, CudaStream(device))
     assert not copy.is_done
     del data
     other = torch.full((64, 1 << 20), 9, dtype=torch.uint8, device=device)  # would take the freed memory

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tandem.engine.block_pool import BlockPool
+from tandem.engine.device import HostStream
 from tandem.engine.pool_admission import PoolAdmission
 from tandem.engine.scheduler import Scheduler
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport, InProcessWrite, Verdict
@@ -49,6 +50,7 @@ from tests.support.cluster_harness import (
     eventually,
     running_cluster,
 )
+from tests.support.late_device import LateStream
 
 SEED = int(os.environ.get("TEST_SEED", "0"))
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -389,6 +391,7 @@ class _Side:
         self.engine: Any = SimpleNamespace(
             pool=self.pool,
             kv=self.kv,
+            stream=HostStream(),
             scheduler=Scheduler(self.pool, block_size=1, max_num_seqs=1, max_num_batched_tokens=1),
             block_bytes=self.kv[0].numel() * 4,
         )
@@ -593,6 +596,30 @@ def test_only_a_copy_at_the_reader_makes_the_holders_one_too_many(has_copy: bool
     pool.try_allocate(pool.num_free + 1)
     assert pool.count_cached(digests) == (5 if has_copy else 6)
     assert (b"older" in pool) is has_copy
+
+
+def test_a_read_begins_once_the_device_has_done_with_the_blocks_it_lands_in() -> None:
+    world = World(random.Random(0))
+    world.fill()
+    stream = world.b.engine.stream = LateStream(0, share_done=0.0)
+    stream.launch(lambda: None)  # it may use blocks that have been freed since
+    opened = world.reader.source(KvHolder(world.a.address, 3)).open(world.digests()[:3], 0, 3, 0.0)
+    pieces: list[Any] = [opened.begin(0, 2, 0.0), opened.begin(2, 3, 0.0)]
+    world.lender.requested(next(m for _, _, m in world.sent if isinstance(m, ReadRequest)), 0.0)
+    world.reader.granted(next(m for _, _, m in world.sent if isinstance(m, ReadGrant)), 0.0)
+    for _ in range(2):
+        world.reader.pump(0.0)
+        assert [piece.transfer for piece in pieces] == [None, None]
+        assert world.b.pool.num_used == 3
+    pieces[1].drop()
+    world.reader.pump(0.0)
+    assert world.b.pool.num_used == 2
+    stream.flush()
+    world.reader.pump(0.0)
+    assert pieces[0].transfer is not None
+    world.land()
+    world.reader.pump(0.0)
+    assert pieces[0].is_complete
 
 
 @pytest.mark.parametrize("is_published", [True, False])

@@ -58,9 +58,9 @@ class Machine:
         while not condition():
             assert time.monotonic() < deadline, "it does not come to an end"
             self.cache.pump(time.monotonic())
-            result = self.engine.step()
-            if result is not None and self._learns:
-                self.cache.after_step(result.stats)
+            for result in self.engine.step():
+                if self._learns:
+                    self.cache.after_step(result.stats)
 
     def settle(self) -> None:
         """Until all stores are through."""

@@ -1,0 +1,178 @@
+"""Random schedules on a device that runs behind its caller.
+
+Requests come and go while blocks are lent to peers that read them at any time, and to peers that write into them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.engine.engine import Engine
+from tandem.engine.sequence import Phase, Sequence
+from tests.engine.conftest import BuildEngine
+from tests.engine.test_engine import make_sampling
+from tests.support.answers import Expects
+from tests.support.late_device import LateDevice
+
+NUM_BLOCKS, BLOCK_SIZE, MAX_STEPS = 15, 16, 2000
+FOREIGN = -777.0  # what peers write
+
+
+@dataclass(eq=False)
+class Loan:
+    """Blocks of the pool that a peer reads (`kv` holds what they must contain) or writes, until a step."""
+
+    blocks: list[int]
+    kv: torch.Tensor
+    until: int
+
+
+class LateWorld:
+    """One engine, its clients and its peers. What is cached stays from one schedule to the next."""
+
+    def __init__(self, engine: Engine, oracle: dict[tuple[int, ...], list[int]], **device: Any) -> None:
+        self.engine = engine
+        self.device = LateDevice(engine, 0, **device)
+        self.counts: Counter[str] = Counter()
+        self._oracle = oracle
+        self._kv_of: dict[bytes, torch.Tensor] = {}  # by digest, when it was first read
+
+    def play(self, seed: int, num_requests: int = 10) -> None:
+        """Start this many requests at random moments, and run until all is idle."""
+        self._source = random.Random(seed)
+        self._asked: list[tuple[list[int], Any]] = []  # blocks granted to a writer, and the mark of the grant
+        self._loans: list[Loan] = []
+        self._sequences: list[Sequence] = []
+        for self._step in range(MAX_STEPS):
+            is_open = len(self._sequences) < num_requests
+            if not (is_open or self.engine.has_work or self._asked or self._loans):
+                break
+            if is_open and self._source.random() < 0.3:
+                self._add()
+            if self._sequences and self._source.random() < 0.04:
+                self._abort(self._source.choice(self._sequences))
+            self._peers()
+            for result in self.engine.step():
+                assert not result.failures, result.failures
+                self._release_computed([output.sequence for output in result.outputs])
+            self.engine.check_integrity()
+        else:
+            raise AssertionError(f"not idle after {MAX_STEPS} steps")
+        self.engine.check_integrity(idle=True)
+        for sequence in self._sequences:
+            answer = sequence.token_ids[sequence.num_prompt_tokens :]
+            prompt = tuple(sequence.token_ids[: sequence.num_prompt_tokens])
+            assert answer == self._oracle[prompt][: len(answer)], f"{sequence.request_id}: {answer}"
+
+    def _add(self) -> None:
+        prompt = list(self._source.choice(list(self._oracle)))
+        phase = self._source.choice([Phase.WHOLE, Phase.PREFILL_ONLY, Phase.PREFILL_ONLY])
+        sampling = make_sampling(max_tokens=self._source.choice((1, 2, 3, 40)))
+        sequence = self.engine.make_sequence(f"r{len(self._sequences)}", prompt, sampling, phase=phase)
+        self._sequences.append(sequence)
+        self.engine.add(sequence)
+
+    def _abort(self, sequence: Sequence) -> None:
+        if self.engine.abort(sequence.request_id):
+            self.counts["aborted"] += 1
+
+    def _release_computed(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if sequence.phase is Phase.PREFILL_ONLY:
+                self._lend(list(sequence.blocks[: sequence.num_published_blocks]), sequence.digests)
+                self.engine.scheduler.blocks.release(sequence)
+
+    def _peers(self) -> None:
+        """Let peers read and write what they were lent, and lend more."""
+        kv, pool, source = self.engine.kv, self.engine.pool, self._source
+        for loan in [loan for loan in self._loans if loan.until <= self._step]:
+            assert torch.equal(kv[loan.blocks], loan.kv), f"blocks {loan.blocks} changed while a peer had them"
+            pool.release(loan.blocks)
+            self._loans.remove(loan)
+        for blocks, mark in list(self._asked):
+            if self.engine.stream.is_done(mark):
+                self._asked.remove((blocks, mark))
+                early = [block for block in blocks if self.device.stream.uses(block)]
+                assert not early, f"blocks {early} are overwritten while the device uses them"
+                kv[blocks] = FOREIGN
+                self.counts["written"] += 1
+                self._loans.append(Loan(blocks, kv[blocks].clone(), self._step + source.randint(1, 20)))
+        if source.random() < 0.15 and (spare := self.engine.scheduler.admission.num_spare_blocks) > 0:
+            blocks = pool.try_allocate(source.randint(1, min(spare, 4))) or []
+            self._asked.append((blocks, self.engine.stream.record()))
+        if source.random() < 0.2 and (cached := pool.cached_digests()):
+            digest = source.choice(cached)
+            self._lend(pool.acquire_cached([digest]), [digest], is_ours=True)
+
+    def _lend(self, blocks: list[int], digests: list[bytes], *, is_ours: bool = False) -> None:
+        """A peer reads blocks: the KV of one digest is always the same, bit for bit."""
+        for block, digest in zip(blocks, digests, strict=False):
+            assert not self.device.stream.writes[block], f"block {block} is read before it is computed"
+            kv = self.engine.kv[block]
+            assert torch.equal(kv, self._kv_of.setdefault(digest, kv.clone())), f"block {block} holds other KV"
+            self.counts["read"] += 1
+        if is_ours:
+            self._loans.append(Loan(blocks, self.engine.kv[blocks].clone(), self._step + self._source.randint(1, 20)))
+
+
+@pytest.fixture(scope="module")
+def oracle(build_engine: BuildEngine) -> dict[tuple[int, ...], list[int]]:
+    """Answers of an undisturbed engine, by prompt. Prompts share prefixes."""
+    source = random.Random(0)
+    shared = [source.choices(range(3, 100), k=n * BLOCK_SIZE) for n in (0, 1, 2, 4)]
+    prompts = [tuple(source.choice(shared) + source.choices(range(3, 100), k=source.randint(1, 60))) for _ in range(30)]
+    engine = build_engine()
+    answers = {}
+    for i, prompt in enumerate(prompts):
+        sequence = engine.make_sequence(str(i), list(prompt), make_sampling(max_tokens=40), cache_salt=str(i))
+        engine.add(sequence)
+        while sequence.finish_reason is None:
+            engine.step()
+        answers[prompt] = sequence.token_ids[len(prompt) :]
+    return answers
+
+
+def make_world(build_engine: BuildEngine, oracle: dict[tuple[int, ...], list[int]], **device: Any) -> LateWorld:
+    # Small steps: a device is late with those that sample nothing.
+    engine = build_engine(num_blocks=NUM_BLOCKS, max_num_batched_tokens=10, max_num_seqs=4)
+    engine.scheduler.admission.lengths = Expects(1)  # answers get longer: blocks run out
+    return LateWorld(engine, oracle, **device)
+
+
+@pytest.mark.parametrize("num_schedules", [20, pytest.param(3000, marks=pytest.mark.slow)])
+def test_late_results_change_no_answer_and_no_block(
+    num_schedules: int, build_engine: BuildEngine, oracle: dict[tuple[int, ...], list[int]]
+) -> None:
+    world = make_world(build_engine, oracle)
+    for seed in range(num_schedules):
+        try:
+            world.play(seed)
+        except AssertionError as exc:
+            raise AssertionError(f"seed {seed}: {exc}") from exc
+    num_late, num_preemptions = world.device.stream.num_late, world.engine.scheduler.num_preemptions
+    print(f"{num_schedules} schedules: {num_late} late steps, {num_preemptions} preemptions, {dict(world.counts)}")
+    assert num_late > 8 * num_schedules
+    assert min(world.counts[what] for what in ("read", "written", "aborted")) > num_schedules / 4
+    assert num_preemptions > 0
+
+
+def test_without_waiting_for_the_device_peers_see_and_lose_kv(
+    build_engine: BuildEngine, oracle: dict[tuple[int, ...], list[int]]
+) -> None:
+    """A stream that calls everything done at once: the checks above must find what that breaks."""
+    found: Counter[str] = Counter()
+    for seed in range(10):
+        try:
+            for number in range(10):
+                make_world(build_engine, oracle, is_impatient=True).play(10 * seed + number)
+        except AssertionError as exc:
+            found["overwritten" if "overwritten" in str(exc) else "read early"] += 1
+    print(found)
+    assert found["read early"]
+    assert found["overwritten"]
