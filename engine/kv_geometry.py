@@ -90,4 +90,6 @@ def _common(name: str, layers: list[_Layer]) -> KvGeometry:
             f"{', '.join(f'{heads} {dtype}' for heads, dtype in sorted(kinds, key=str))}), and a block holds one kind"
         )
     ((num_kv_heads, dtype),) = kinds
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(f"{name} cannot be served: its KV is {dtype}, and a block holds float32 or bfloat16")
     return KvGeometry(len(layers), num_kv_heads, max(layer.head_dim for layer in layers), dtype)

@@ -15,7 +15,6 @@ from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from tandem.engine.architecture import load_config, model_class, text_config
-from tandem.engine.attention.interface import register
 from tandem.engine.kv_geometry import measure_kv
 from tandem.engine.text_part import dropping_idle_parts
 from tandem.engine.weights import load_weights
@@ -90,7 +89,6 @@ def load_model(config: EngineConfig) -> LoadedModel:
     """
     folder = Path(config.model)
     device = resolve_device(config.device)
-    register()
     disable_progress_bar()  # a worker has no terminal
     model_config = load_config(folder)
     model_type = model_class(config.model, model_config)
@@ -121,8 +119,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 def _leave_weight_files(module: nn.Module) -> None:
     """Copy the weights that were not packed. Each is a view of a mapped file, which would keep all of it in memory."""
-    for parameter in module.parameters():
-        parameter.data = parameter.data.clone()
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def _max_model_len(text: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,17 +14,33 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 
-from tandem.engine.attention.interface import ATTENTION_NAME
+from tandem.engine.attention.interface import ATTENTION_NAME, register
 from tandem.protocol.errors import ConfigError
 
 __all__ = ["load_weights"]
 
-# Scales of a quantized KV cache. This engine keeps KV unquantized.
-_UNUSED = re.compile(r"\.[kv]_scale$")
+# Scales of a quantized KV cache, and of quantized activations: neither is quantized here, unless the quantizer does it.
+_UNUSED = re.compile(r"\.([kv]_scale|input_scale|input_zero_point|input_global_scale)$")
+# Without a GPU transformers turns these into plain weights. It looks for a GPU, and not for the device it loads to.
+_PLAIN_ON_CPU = frozenset({"fp8", "mxfp4", "mxfp8"})
 # What transformers and the quantizers' packages raise for checkpoints that they cannot read.
 _LOAD_ERRORS = (
     AttributeError, ImportError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError,
 )  # fmt: skip
+
+
+class _LoadReport(logging.Filter):
+    """Keeps transformers' table of problems with the weights out of the log, and the names in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unconverted: list[str] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is something else."""
+        text = record.getMessage()
+        self.unconverted += re.findall(r"^(\S+) +\| \S*CONVERSION", text, re.MULTILINE)
+        return "LOAD REPORT" not in text
 
 
 def load_weights(
@@ -36,7 +53,11 @@ def load_weights(
     """
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model={str(folder)!r} has no *.safetensors files; convert its weights to safetensors")
-    method = _quantization(folder, config)
+    method = _quantization(folder, config, device)
+    register()
+    logged = _LoadReport()
+    transformers_logger = logging.getLogger("transformers.modeling_utils")
+    transformers_logger.addFilter(logged)
     try:
         module, report = model_type.from_pretrained(
             folder,
@@ -50,13 +71,30 @@ def load_weights(
         )
     except _LOAD_ERRORS as exc:
         quantized = f" (quantized: {method})" if method else ""
-        raise ConfigError(f"model={str(folder)!r}{quantized} cannot be loaded here: {exc}") from exc
+        problem = f"its weights do not make {_some(logged.unconverted)}" if logged.unconverted else str(exc)
+        remedy = f" (pip install {exc.name})" if isinstance(exc, ModuleNotFoundError) else ""
+        raise ConfigError(f"model={str(folder)!r}{quantized} cannot be loaded here: {problem}{remedy}") from exc
+    finally:
+        transformers_logger.removeFilter(logged)
     _check_report(folder, model_type.__name__, report)
+    if method and not getattr(module, "hf_quantizer", None):
+        _cast_dequantized(module, dtype)
     return module.eval()
 
 
-def _quantization(folder: Path, config: Any) -> str | None:
-    """The checkpoint's quantization method. Raises ConfigError for one that transformers would ignore."""
+def _cast_dequantized(module: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Where a quantizer made plain weights, give the rest the same dtype: it left them as they are in the file."""
+    kept = tuple(module._get_dtype_plan(dtype))  # parts that the class computes in float32
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point() and not any(part in name for part in kept):
+            parameter.data = parameter.data.to(dtype)
+
+
+def _quantization(folder: Path, config: Any, device: torch.device) -> str | None:
+    """The checkpoint's quantization method. Raises ConfigError for one that transformers would ignore.
+
+    Methods whose quantized products this engine has no use for are set to give plain weights.
+    """
     settings = getattr(config, "quantization_config", None) or getattr(
         config.get_text_config(decoder=True), "quantization_config", None
     )
@@ -71,6 +109,8 @@ def _quantization(folder: Path, config: Any) -> str | None:
             f"run (it knows {', '.join(sorted(AUTO_QUANTIZER_MAPPING))}); choose another checkpoint, or serve this one "
             "by vLLM or SGLang behind `tandem route`"
         )
+    if method == "compressed-tensors" or (method in _PLAIN_ON_CPU and device.type == "cpu"):
+        settings["dequantize"] = True
     return str(method or "bitsandbytes")
 
 

@@ -146,8 +146,7 @@ def _warn_of_inexact_parts(model: nn.Module) -> None:
     parts = {
         type(module).__name__
         for module in model.modules()
-        if not isinstance(module, nn.Embedding)
-        and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+        if not isinstance(module, nn.Embedding) and any(map(_is_weight, _tensors(module)))
     }
     if parts:
         names = ", ".join(sorted(parts))
@@ -157,6 +156,15 @@ def _warn_of_inexact_parts(model: nn.Module) -> None:
             type(model).__name__,
             names,
         )
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """Whether this is what a product multiplies with. Some quantizers keep their packed weights as buffers."""
+    return tensor.dim() > 1 and (isinstance(tensor, nn.Parameter) or tensor.element_size() == 1)
 
 
 def _as_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

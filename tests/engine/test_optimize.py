@@ -195,3 +195,27 @@ def test_a_part_whose_products_are_not_known_is_named(caplog: pytest.LogCaptureF
 
     optimize(nn.Sequential(nn.Linear(4, 4), Odd()))
     assert "products of Odd are not known" in caplog.text
+
+
+class Marked(nn.Parameter):
+    """A weight of a kind of its own, as quantizers make them."""
+
+
+def test_linear_layers_that_a_quantizer_has_changed_are_left_alone() -> None:
+    hooked, patched, marked, packed = (nn.Linear(8, 8) for _ in range(4))
+    hooked.register_forward_pre_hook(lambda *_: None)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    marked.weight = Marked(marked.weight.detach())
+    packed.weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.int8), requires_grad=False)
+    layers = [hooked, patched, marked, packed]
+    assert [*optimize(nn.Sequential(*layers, nn.Linear(8, 8)))][:-1] == layers
+
+
+def test_packed_weights_that_are_buffers_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weight", torch.zeros(4, 4, dtype=torch.uint8))
+
+    optimize(nn.Sequential(Packed()))
+    assert "products of Packed are not known" in caplog.text
