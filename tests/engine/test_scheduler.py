@@ -740,3 +740,35 @@ def test_the_victim_of_a_step_computes_nothing_in_it_though_it_was_scheduled_bef
     assert young.blocks == []
     drain(scheduler)
     scheduler.pool.check_integrity(idle=True)
+
+
+# A device that runs behind: what is computed is published later.
+
+
+def test_what_was_computed_before_a_preemption_is_not_published_after_it() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(sequence := make_sequence(24))
+    [chunk] = scheduler.schedule()
+    computed = scheduler.blocks.advance(chunk)
+    former = list(sequence.blocks)
+    scheduler.preempt(sequence)
+    other = scheduler.pool.try_allocate(2)
+    assert scheduler.schedule(), "it is computed again"
+    assert sequence.blocks != former
+    scheduler.blocks.publish(computed)
+    assert scheduler.pool.cached_digests() == []
+    assert sequence.num_published_blocks == 0
+    scheduler.blocks.release(sequence)
+    scheduler.pool.release(other or [])
+    scheduler.pool.check_integrity(idle=True)
+
+
+def test_a_prefix_that_is_launched_but_not_published_is_waited_for() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(first := make_sequence(24, name="first", family=1))
+    scheduler.add(make_sequence(24, name="second", family=1))
+    [chunk] = scheduler.schedule()
+    computed = scheduler.blocks.advance(chunk)
+    assert plan(scheduler.schedule()) == [("first", 16, 8)], "the second needs what is not published"
+    scheduler.blocks.publish(computed)
+    assert first.num_published_blocks == 16 // SIZE

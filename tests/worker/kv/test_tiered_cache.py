@@ -25,6 +25,8 @@ from tandem.worker.kv.kv_source import LoadPrior
 from tandem.worker.kv.tiered_cache import TieredCache, create_tiers
 from tests.support.answers import Expects
 from tests.support.cluster_harness import BLOCK_BYTES, BLOCK_SIZE, DEADLINE_S, engine_config
+from tests.support.late_device import LateDevice
+from tests.support.scheduler_listener import FakeListener
 from tests.support.throttled_store import ThrottledStore
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -287,6 +289,30 @@ def test_a_received_prompt_goes_down_a_little_at_a_time(
     assert offered[0] < offered[-1] < 20
     machine.settle()
     assert cached.tier.count_present(alone.digests) == 20
+    machine.close()
+
+
+def test_loaded_blocks_are_published_once_the_device_has_them(tiny_model: Path, tmp_path: Path) -> None:
+    rng = random.Random(17)
+    engine = make_engine(tiny_model)
+    machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine))
+    tokens = prompt(rng, 12)
+    expected = machine.serve(tokens).token_ids
+    machine.flood(rng)
+    device = LateDevice(engine, 0, share_done=0.05)
+    for cached in machine.cache.tiers:
+        device.make_late(cached.codec)
+
+    def published(sequence: Sequence, first: int, end: int) -> None:
+        late = [block for block in sequence.blocks[first:end] if device.stream.writes[block]]
+        assert not late, f"blocks {late} are published before they are written"
+
+    engine.scheduler.listen(FakeListener(when_published=published))
+    sequence = machine.serve(tokens)
+    assert sequence.token_ids == expected
+    assert sequence.num_cached_tokens > 0
+    assert device.stream.num_late > 0
+    machine.settle()
     machine.close()
 
 
