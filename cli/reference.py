@@ -14,6 +14,7 @@ from tandem.protocol.config import (
     PANELS,
     ClusterConfig,
     EngineConfig,
+    ManagedEngineConfig,
     RouterConfig,
     RouterFiles,
     TierConfig,
@@ -31,7 +32,7 @@ HELM_COMPONENTS: dict[str, list[Field]] = {
         "transfer": (TransferConfig,),
         "tiers": (TierConfig,),
         "router": (RouterConfig, RouterFiles),
-        "cluster": (ClusterConfig,),
+        "cluster": (ClusterConfig, ManagedEngineConfig),
     }.items()
 }
 # A Kubernetes service needs a fixed port. `helm --set` turns a number with a fraction into a string.

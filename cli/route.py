@@ -74,10 +74,10 @@ def route(values: Values) -> int:
     with listening(router.host, router.port):
         pass  # a port in use is reported before anything is loaded
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would miss torch, which is not needed
-    from tandem.cluster.route import (  # here: FastAPI takes half a second, and --help need not wait
-        RouterSetup,
-        serve_engines,
+    from tandem.cluster.engine_frontend import (
+        RouterSetup,  # here: FastAPI takes half a second, and --help need not wait
     )
+    from tandem.cluster.route import serve_engines
 
     return serve_engines(
         RouterSetup(

@@ -14,6 +14,7 @@ from tandem.cluster.node_config import name_for_nodes
 from tandem.protocol.config import (
     ClusterConfig,
     EngineConfig,
+    ManagedEngineConfig,
     RouterConfig,
     RouterFiles,
     TierConfig,
@@ -21,7 +22,7 @@ from tandem.protocol.config import (
 )
 from tandem.protocol.config.panels import ENGINE, Gigabytes
 from tandem.protocol.errors import ConfigError
-from tandem.protocol.settings import Setting, check_settings, from_values
+from tandem.protocol.settings import Setting, check_settings, from_values, settings_of
 from tandem.router.http.api_keys import load_api_keys
 from tandem.router.http.listening import listening
 from tandem.scheduling.admission.tenants import load_tenants
@@ -43,8 +44,15 @@ class PoolSize:
 
 
 SERVE_FIELDS = fields_by_panel(
-    EngineConfig, PoolSize, ClusterConfig, TransferConfig, TierConfig, RouterConfig, RouterFiles
+    EngineConfig, PoolSize, ManagedEngineConfig, ClusterConfig, TransferConfig, TierConfig, RouterConfig, RouterFiles
 )
+# Settings that servers of another engine do not read.
+_OWN_ENGINE_ONLY = {
+    field.name
+    for config in (EngineConfig, PoolSize, TransferConfig, TierConfig, RouterConfig)
+    for field in settings_of(config)
+    if config is not RouterConfig or field.setting.own_workers_only
+} - {"model", "served_model_name"}
 _OVERRIDES = {
     "colocated": ("num_prefill", "num_decode"),
     "pool_bytes": ("pool_gb",),
@@ -73,6 +81,10 @@ def serve(values: Values) -> int:
     """
     config, files = build_config(values), from_values(RouterFiles, values)
     check_tiers(config.tiers, is_local=not config.ray_address)
+    if config.managed.is_managed:
+        from tandem.cluster.engines.layout import check_engine  # here: --help need not wait for it
+
+        check_engine(config)
     policies, api_keys = load_tenants(files.tenants), load_api_keys(files.api_key_file)
     with listening(config.router.host, config.router.port):
         pass  # a port in use is reported before anything is fetched or started
@@ -102,10 +114,17 @@ def build_config(values: Values) -> ClusterConfig:
         if values.get("pool_bytes"):
             raise ConfigError("pool_gb and pool_bytes say the same thing; give one of them")
         values = values | {"pool_bytes": round(pool_gb * 1e9)}
+    managed = from_values(ManagedEngineConfig, values)
+    if managed.is_managed and (unused := sorted(_OWN_ENGINE_ONLY & values.keys())):
+        raise ConfigError(
+            f"{unused[0]}={values[unused[0]]!r} is a setting of Tandem's own engine; give {managed.engine_kind} "
+            "its own flag in engine_args"
+        )
     return from_values(
         ClusterConfig,
         values,
         engine=from_values(EngineConfig, values),
+        managed=managed,
         transfer=from_values(TransferConfig, values),
         tiers=from_values(TierConfig, values),
         router=from_values(RouterConfig, values),

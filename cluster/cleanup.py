@@ -36,11 +36,12 @@ _GUARD_TIMEOUT_S = 10.0
 
 
 @contextlib.contextmanager
-def private_run() -> Iterator[Path]:
+def private_run(*, grace_s: float = _GRACE_S) -> Iterator[Path]:
     """A folder for temporary files of this process and of those that it starts within the block.
 
-    At the end of the block these processes are ended and the folder is removed. If this process is killed, the guard
-    does that. The folder has mode 0700 and a short name: the paths of the sockets in it must not be long.
+    At the end of the block these processes are ended, by force after `grace_s`, and the folder is removed. If this
+    process is killed, the guard does that at once. The folder has mode 0700 and a short name: the paths of the sockets
+    in it must not be long.
     """
     from tandem.runtime.signals import (
         ignore_keyboard_interrupt,  # here: it brings asyncio, which the guard does not need
@@ -60,7 +61,7 @@ def private_run() -> Iterator[Path]:
             for name in (name for name, value in before.items() if value is None):
                 del os.environ[name]
             tempfile.tempdir = None
-            clean_up(mark, folder, grace_s=_GRACE_S)
+            clean_up(mark, folder, grace_s=grace_s)
             assert guard.stdin is not None, "its input is a pipe"
             with contextlib.suppress(BrokenPipeError):  # somebody killed the guard
                 guard.stdin.write(_DONE)

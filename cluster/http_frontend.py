@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from collections.abc import AsyncIterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tandem.cluster.edge_process import TextEdge
 from tandem.cluster.edge_processes import edge_processes
+from tandem.cluster.frontend import HttpFrontend
 from tandem.protocol.config import ClusterConfig
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.http.server import http_server
@@ -22,33 +21,11 @@ from tandem.router.text.tokenizer import Tokenizer
 from tandem.router.workers.flow import RequestFlow
 from tandem.router.workers.metrics import CacheSizingCollector, WorkerCollector
 from tandem.router.workers.pin_metrics import PinCollector
-from tandem.runtime.signals import wait_for_any
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cache_sizing import CacheSizing
 from tandem.scheduling.workers.registry import Registry
 
-__all__ = ["HttpFrontend", "drain", "metrics_of", "serve_http"]
-
-_FINAL_EVENTS_S = 2.0  # for clients to read how their answer ended
-
-
-class HttpFrontend(Protocol):
-    """The HTTP server, in this process or in edge processes."""
-
-    @property
-    def serving(self) -> asyncio.Future[Any]:
-        """Done when the server has ended."""
-
-    @property
-    def is_serving(self) -> bool:
-        """Whether the server has begun to serve."""
-
-    @property
-    def num_running(self) -> int:
-        """Requests that are being answered."""
-
-    def drain(self) -> None:
-        """Accept nothing more, let running answers end, then end the server."""
+__all__ = ["metrics_of", "serve_http"]
 
 
 @contextlib.asynccontextmanager
@@ -89,23 +66,3 @@ def metrics_of(flow: RequestFlow, registry: Registry, sizing: CacheSizing) -> Co
     metrics.register(PinCollector(flow.cache, registry))
     metrics.register(AdmissionCollector(flow.admission))
     return metrics
-
-
-async def drain(
-    frontend: HttpFrontend,
-    stop_now: asyncio.Event,
-    flow: RequestFlow,
-    timeout_s: float,
-    progress: Callable[[str], None],
-) -> None:
-    """Accept nothing more and let answers end for `timeout_s` or until `stop_now`. The rest end with an error."""
-    frontend.drain()
-    if num_running := frontend.num_running:
-        answers = "1 answer" if num_running == 1 else f"{num_running} answers"
-        progress(f"stopping: waiting up to {timeout_s:g} s for {answers} (Ctrl-C again stops now)")
-    else:
-        progress("stopping")
-    # Also with no answer in sight: an edge process may still read a request or send the end of an answer.
-    await wait_for_any(frontend.serving, stop_now, timeout_s=timeout_s)
-    flow.shut_down()
-    await asyncio.wait({frontend.serving}, timeout=_FINAL_EVENTS_S)

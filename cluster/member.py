@@ -1,4 +1,7 @@
-"""One worker of a cluster: its Ray actor through all its lives, and the calls that are made to it."""
+"""One worker of a cluster: its Ray actor through all its lives, and the calls that are made to it.
+
+`WorkerMember` is a worker with Tandem's own engine. `EngineMember` (engines/member.py) is a server of another engine.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import asyncio
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -19,11 +23,13 @@ from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.restarts import RestartBudget
 from tandem.protocol.config import WorkerConfig
 from tandem.protocol.errors import ServingError, WorkerError
-from tandem.protocol.messages import PeerAddress, Role
+from tandem.protocol.messages import PeerAddress, Role, WorkerState
+from tandem.router.workers.client import WorkerClient
 from tandem.runtime.idle_timeout import answered_in_time
+from tandem.scheduling.workers.registry import Registry
 from tandem.worker.status import WorkerStatus
 
-__all__ = ["Member", "call", "first_line"]
+__all__ = ["Member", "Requests", "WorkerMember", "call", "first_line"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,47 +46,92 @@ _DRAIN_TIMEOUT_S = 120.0
 _DRAIN_POLL_S = 0.1
 _ACTOR_THREADS = 8
 
+Requests = frozenset[Any]  # the requests of one worker at one time, by whatever identifies them there
 
-@dataclass(eq=False, slots=True)
-class Member:
-    """The place of one worker. Its process is replaced when it dies; `address` names the present one."""
 
-    config: WorkerConfig
-    bundle: Bundle
-    restarts: RestartBudget
-    actor: Any = None
-    process: ProcessIdentity | None = None
-    address: PeerAddress | None = None
-    pid: int = 0
-    up_since: float = math.inf
-    has_served: bool = False
-    waits_for_room: bool = False  # Ray has no node for it now
-    home_role: Role | None = None  # what it was before it took over for a pool without workers
-    is_up: asyncio.Event = field(default_factory=asyncio.Event)
+class Member(ABC):
+    """The place of one worker. Its process is replaced when it dies."""
 
-    @property
-    def worker_id(self) -> str:
-        """Name of the worker, the same in all its lives."""
-        return self.config.worker_id
+    load_timeout_s = _LOAD_TIMEOUT_S
+    ends_if_given_up = True  # whether its process is ended when the router has lost it
 
-    async def start(self, *, on_no_room: Callable[[str], None]) -> PeerAddress:
-        """Start a process and load the model; where the worker is reached."""
-        options = self.bundle.options | {
+    def __init__(self, worker_id: str, role: Role, restarts: RestartBudget) -> None:
+        self.worker_id = worker_id  # the same in all its lives
+        self.role = role
+        self.restarts = restarts
+        self.actor: Any = None
+        self.process: ProcessIdentity | None = None
+        self.address: PeerAddress | None = None  # of the present process, if its peers are to be told of its end
+        self.pid = 0
+        self.up_since = math.inf
+        self.has_served = False
+        self.waits_for_room = False  # Ray has no node for it now
+        self.home_role: Role | None = None  # what it was before it took over for a pool without workers
+        self.is_up = asyncio.Event()
+
+    async def start(self, bundle: Bundle, *, on_no_room: Callable[[str], None]) -> None:
+        """Start a process in this bundle, load the model and make the worker known to the router."""
+        options = bundle.options | {
             "max_concurrency": _ACTOR_THREADS,
             "max_restarts": 0,  # a restart is a new epoch with a new address: the supervisor does it
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(self.config.engine.num_threads or 1)}},
         }
-        self.actor = ray.remote(WorkerActor).options(**options).remote(self.config)
-        self.process = await self._placed(f"{self.bundle} for {self.worker_id}", on_no_room)
-        self.address = await self._loaded()
-        return self.address
+        self.actor = self._create_actor(options)
+        self.process = await self._placed(f"{bundle} for {self.worker_id}", on_no_room)
+        self.pid = self.process.process.pid
+        await self._join(await self._loaded())
+        self.up_since, self.has_served = time.monotonic(), True
+        self.is_up.set()
+
+    @abstractmethod
+    def _create_actor(self, options: dict[str, Any]) -> Any:
+        """Ask Ray for a process with these options."""
+
+    @abstractmethod
+    async def _join(self, started: Any) -> None:
+        """Make the worker known to the router. `started` is what its actor's `start` returned."""
+
+    @abstractmethod
+    async def leave(self, reason: str) -> None:
+        """Let the router forget the worker: its requests end with an error. Later calls change nothing."""
+
+    @abstractmethod
+    async def play(self, role: Role, reason: str) -> Requests:
+        """Let the worker serve in this role from now on; the requests that it still has from its old one."""
+
+    @abstractmethod
+    async def running(self) -> Requests:
+        """The requests that it has now."""
+
+    @abstractmethod
+    async def check_integrity(self) -> str:
+        """What is wrong with, or held by, a worker that should be idle; "" where nothing is."""
+
+    @abstractmethod
+    async def tell(self, address: PeerAddress | None, method: str, peer: PeerAddress) -> None:
+        """Tell the process at `address` of another's death until it has heard it or is dead itself."""
+
+    async def finish(self, requests: Requests) -> None:
+        """Wait until the worker has nothing left of these requests. Raises WorkerError if that takes too long."""
+        deadline = time.monotonic() + _DRAIN_TIMEOUT_S
+        while await self.running() & requests:
+            if time.monotonic() > deadline:
+                raise WorkerError(f"{self.worker_id} did not finish its work in {_DRAIN_TIMEOUT_S} s")
+            await asyncio.sleep(_DRAIN_POLL_S)
 
     async def ended(self) -> str:
-        """Wait for the end of the worker's loop or process; the reason."""
+        """Wait for the end of the worker or of its process; the reason."""
         try:
-            return str(await self.actor.watch.remote())
+            return self._reason_of(await self.actor.watch.remote())
         except RayError as exc:
             return first_line(exc)
+
+    def _reason_of(self, end: Any) -> str:
+        """The reason in what its actor's `watch` returned."""
+        return str(end)
+
+    async def stop(self) -> None:
+        """Let the worker end in good order."""
+        await call(self.actor.stop)
 
     def kill(self) -> None:
         """Let Ray end the process."""
@@ -90,29 +141,6 @@ class Member:
             ray.kill(self.actor, no_restart=True)
         except (RayError, ValueError) as exc:  # Ray may know nothing of it any more
             logger.warning("Ray could not kill %s: %s", self.worker_id, first_line(exc))
-
-    async def status(self) -> WorkerStatus:
-        """Load and open business."""
-        status: WorkerStatus = await call(self.actor.status)
-        return status
-
-    async def finish(self, request_ids: frozenset[str]) -> None:
-        """Wait until the worker has nothing left of these requests. Raises WorkerError if that takes too long."""
-        deadline = time.monotonic() + _DRAIN_TIMEOUT_S
-        while (await self.status()).request_ids & request_ids:
-            if time.monotonic() > deadline:
-                raise WorkerError(f"{self.worker_id} did not finish its work in {_DRAIN_TIMEOUT_S} s")
-            await asyncio.sleep(_DRAIN_POLL_S)
-
-    async def tell(self, address: PeerAddress | None, method: str, peer: PeerAddress) -> None:
-        """Tell the process at `address` of another's death until it has heard it or is dead itself: it waits for it."""
-        while self.is_up.is_set() and self.address == address:
-            try:
-                await call(getattr(self.actor, method), peer)
-                return
-            except (RayError, ServingError, TimeoutError) as exc:
-                logger.warning("%s could not be told of %s yet: %s", self.worker_id, peer.worker_id, first_line(exc))
-            await asyncio.sleep(_TELL_AGAIN_S)
 
     async def _placed(self, needs: str, on_no_room: Callable[[str], None]) -> ProcessIdentity:
         """Wait until Ray has given the worker a process; which one. Tells the user when that takes long.
@@ -139,22 +167,85 @@ class Member:
             identity.cancel()
         return process
 
-    async def _loaded(self) -> PeerAddress:
+    async def _loaded(self) -> Any:
         """Wait until the worker has loaded its model, however long that takes, but only while its process answers."""
-        start = asyncio.ensure_future(call(self.actor.start, timeout_s=_LOAD_TIMEOUT_S))
+        start = asyncio.ensure_future(call(self.actor.start, timeout_s=self.load_timeout_s))
         try:
             while not (await asyncio.wait({start}, timeout=_LOOK_AT_START_S))[0]:
-                answer = asyncio.ensure_future(call(self.actor.identity, timeout_s=_LOAD_TIMEOUT_S))
+                answer = asyncio.ensure_future(call(self.actor.identity, timeout_s=self.load_timeout_s))
                 try:
                     if not await answered_in_time(answer, _SILENT_START_S):
                         raise WorkerError(f"it said nothing for {_SILENT_START_S:g} s while it loaded its model")
                     await answer
                 finally:
                     answer.cancel()
-            address: PeerAddress = await start
+            return await start
         finally:
             start.cancel()
-        return address
+
+
+class WorkerMember(Member):
+    """A worker with Tandem's own engine."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        restarts: RestartBudget,
+        workers: WorkerClient,
+        registry: Registry,
+    ) -> None:
+        super().__init__(config.worker_id, config.role, restarts)
+        self._config = config
+        self._workers = workers
+        self._registry = registry
+
+    def _create_actor(self, options: dict[str, Any]) -> Any:
+        num_threads = str(self._config.engine.num_threads or 1)
+        options |= {"runtime_env": {"env_vars": {"OMP_NUM_THREADS": num_threads}}}
+        return ray.remote(WorkerActor).options(**options).remote(replace(self._config, role=self.role))
+
+    async def _join(self, started: PeerAddress) -> None:
+        self.address = started
+        self.pid = (await self._workers.add_worker(started)).pid
+
+    async def leave(self, reason: str) -> None:
+        """As `Member.leave`."""
+        if self.address is not None:
+            self._workers.mark_dead(self.worker_id, reason)
+        self.address = None
+
+    async def play(self, role: Role, reason: str) -> Requests:
+        """As `Member.play`."""
+        self._registry.set_state(self.worker_id, WorkerState.DRAINING, reason)
+        outcome = "the flip failed"
+        try:
+            await call(self.actor.set_role, role)
+            self._registry.set_role(self.worker_id, role)
+            self.role = role
+            left = await self.running()
+            outcome = "it plays its new role"
+            return left
+        finally:
+            self._registry.set_state(self.worker_id, WorkerState.READY, outcome)
+
+    async def running(self) -> Requests:
+        """As `Member.running`: ids of requests."""
+        status: WorkerStatus = await call(self.actor.status)
+        return status.request_ids
+
+    async def check_integrity(self) -> str:
+        """As `Member.check_integrity`."""
+        return str(await call(self.actor.check_integrity, True))
+
+    async def tell(self, address: PeerAddress | None, method: str, peer: PeerAddress) -> None:
+        """As `Member.tell`: the end of a peer's process frees the blocks that it may have written to."""
+        while self.is_up.is_set() and self.address == address:
+            try:
+                await call(getattr(self.actor, method), peer)
+                return
+            except (RayError, ServingError, TimeoutError) as exc:
+                logger.warning("%s could not be told of %s yet: %s", self.worker_id, peer.worker_id, first_line(exc))
+            await asyncio.sleep(_TELL_AGAIN_S)
 
 
 async def call(method: Any, *args: Any, timeout_s: float = _CALL_TIMEOUT_S) -> Any:

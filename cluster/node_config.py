@@ -10,7 +10,7 @@ from tandem.protocol.config import WorkerConfig
 from tandem.protocol.errors import ConfigError
 from tandem.worker.kv.tier_check import check_tiers
 
-__all__ = ["config_on_node", "name_for_nodes"]
+__all__ = ["config_on_node", "model_on_node", "name_for_nodes"]
 
 
 def name_for_nodes(model: str) -> str:
@@ -29,10 +29,19 @@ def config_on_node(config: WorkerConfig, address: str) -> WorkerConfig:
     """
     try:
         check_tiers(config.tiers, is_local=True)
-        folder = resolve_model(config.engine.model, report=_report)
     except ConfigError as exc:
         raise ConfigError(f"on node {address}: {exc}") from exc
-    return replace(config, host=address, engine=replace(config.engine, model=str(folder)))
+    return replace(
+        config, host=address, engine=replace(config.engine, model=model_on_node(config.engine.model, address))
+    )
+
+
+def model_on_node(name: str, address: str) -> str:
+    """Folder of the model on this node. May block for minutes. Raises `ConfigError`, which names the node."""
+    try:
+        return str(resolve_model(name, report=_report))
+    except ConfigError as exc:
+        raise ConfigError(f"on node {address}: {exc}") from exc
 
 
 def _report(line: str) -> None:

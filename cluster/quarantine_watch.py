@@ -54,7 +54,7 @@ async def _replace(member: Member, registry: Registry, kill: Callable[[Member], 
     logger.warning("%s is replaced: its lost writes keep too many blocks of its peers in quarantine", member.worker_id)
     registry.set_state(member.worker_id, WorkerState.DRAINING, "its lost writes keep blocks in quarantine")
     try:
-        await member.finish((await member.status()).request_ids)
+        await member.finish(await member.running())
     except (RayError, ServingError, TimeoutError) as exc:
         logger.warning("%s is replaced before it has finished: %s", member.worker_id, first_line(exc))
     if member.address == address:

@@ -7,13 +7,11 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from ray.exceptions import RayError
 
-from tandem.cluster.member import Member, call
+from tandem.cluster.member import Member
 from tandem.protocol.errors import ServingError
-from tandem.protocol.messages import Role, WorkerState
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.autoscaler import AutoscalerState, Flip, decide, observe
 from tandem.scheduling.cost_model import CostModel
@@ -62,7 +60,7 @@ class RoleFlips:
         record["reason"] = reason
         self._flips.append(record)
         try:
-            left = await self._play(member, flip.to_role, reason)
+            left = await member.play(flip.to_role, reason)
         except (RayError, ServingError, TimeoutError, KeyError) as exc:
             logger.warning("%s did not flip to %s: %s", flip.worker_id, flip.to_role, exc)
             record["failed"] = str(exc) or type(exc).__name__
@@ -92,17 +90,3 @@ class RoleFlips:
             if decision.flip is not None:
                 logger.info("%s", decision.reason)
                 self.begin(decision.flip, decision.reason)
-
-    async def _play(self, member: Member, role: Role, reason: str) -> frozenset[str]:
-        """Let a worker serve in this role from now on; the requests that it still has from its old one."""
-        self._registry.set_state(member.worker_id, WorkerState.DRAINING, reason)
-        outcome = "the flip failed"
-        try:
-            await call(member.actor.set_role, role)
-            self._registry.set_role(member.worker_id, role)
-            member.config = replace(member.config, role=role)
-            left = (await member.status()).request_ids
-            outcome = "it plays its new role"
-            return left
-        finally:
-            self._registry.set_state(member.worker_id, WorkerState.READY, outcome)

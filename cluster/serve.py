@@ -13,39 +13,59 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import uvloop
 from rich.console import Console
 from rich.markup import escape
 
 from tandem.cluster.cleanup import private_run
+from tandem.cluster.engines.layout import parallelism_of
+from tandem.cluster.engines.service import EngineService
+from tandem.cluster.frontend import HttpFrontend, drain
+from tandem.cluster.own_service import OwnService
 from tandem.cluster.ray_runtime import RayDaemon, daemons_watched, ray_running
 from tandem.cluster.supervisor import Supervisor
-from tandem.cluster.worker_layout import resolve, worker_configs
+from tandem.cluster.worker_layout import resolve
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import WorkerError
 from tandem.router.http.listening import listening
-from tandem.router.workers.client import WorkerClient
-from tandem.router.workers.flow import RequestFlow
 from tandem.runtime.gc_tuning import freeze_startup_heap
 from tandem.runtime.signals import stop_events, wait_for_any
 from tandem.scheduling.admission.tenants import Tenants
-from tandem.scheduling.cache_sizing import CacheSizing
-from tandem.scheduling.cost_model import CostModel
-from tandem.scheduling.placement.placer import Placer
-from tandem.scheduling.placement.prefix_index import PrefixIndex
-from tandem.scheduling.workers.registry import Registry
 
 if TYPE_CHECKING:
-    from tandem.cluster.http_frontend import HttpFrontend
     from tandem.router.openai.readiness import Ready
-    from tandem.router.text.tokenizer import Tokenizer
 
 __all__ = ["print_welcome", "serve"]
 
 _READY_TIMEOUT_S = 120.0
+
+
+class Service(Protocol):
+    """What is served: the workers of one kind of engine, and the router in front of them."""
+
+    supervisor: Supervisor
+
+    async def start(self) -> None:
+        """Begin to decide."""
+
+    def load(self) -> None:
+        """Do what takes long before HTTP can be served. Called in a thread, while the workers load."""
+
+    def mean_output_tokens(self) -> float:
+        """Mean length of an answer, which the autoscaler expects of the next ones."""
+
+    def serve_http(
+        self, listener: socket.socket, api_keys: dict[bytes, str]
+    ) -> contextlib.AbstractAsyncContextManager[tuple[HttpFrontend, Ready]]:
+        """Serve HTTP while the block runs."""
+
+    def shut_down(self) -> None:
+        """End every request with an error and refuse new ones: the server stops."""
+
+    async def close(self) -> None:
+        """Close all connections to the workers."""
 
 
 def serve(config: ClusterConfig, tenants: Tenants, api_keys: dict[bytes, str], model: str) -> int:
@@ -69,7 +89,7 @@ def serve(config: ClusterConfig, tenants: Tenants, api_keys: dict[bytes, str], m
             ray_running(config.ray_address, folder, progress) as daemons,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            config = resolve(config)
+            config = resolve(config, parallelism_of(config).num_gpus if config.managed.is_managed else 1)
             return runner.run(
                 _serve(config, tenants, api_keys, model, listener, str(folder), daemons, progress, console)
             )
@@ -90,38 +110,17 @@ async def _serve(
     console: Console,
 ) -> int:
     stop, stop_now = stop_events(signal.SIGINT, signal.SIGTERM)
-    registry, index, costs = Registry(), PrefixIndex(), CostModel()
-    sizing = CacheSizing(registry)
-    placer = Placer(registry, index, costs, config.router)
-    workers = WorkerClient(registry, index, costs, config.router)
-    supervisor = Supervisor(config, registry, costs, workers, on_progress=progress)
-    flow = RequestFlow(
-        model=config.engine.served_model_name,
-        registry=registry,
-        index=index,
-        costs=costs,
-        placer=placer,
-        sizing=sizing,
-        workers=workers,
-        config=config.router,
-        tenants=tenants,
-        manager=supervisor,
-    )
-    async with _closing(workers, supervisor, ray_daemons):
-        await workers.start()
-        configs = worker_configs(config, model=model, router_key=workers.public_key, socket_folder=socket_folder)
-        progress(f"loading {config.engine.served_model_name} into {len(configs)} worker(s)")
-        starting = asyncio.gather(
-            supervisor.start(configs, lambda: flow.mean_output_tokens), asyncio.to_thread(_load_http, config)
-        )
+    make = EngineService if config.managed.is_managed else OwnService
+    service: Service = make(config, tenants, model, socket_folder, progress)
+    supervisor = service.supervisor
+    async with _closing(service, ray_daemons):
+        await service.start()
+        progress(f"loading {config.engine.served_model_name} into {supervisor.num_members} worker(s)")
+        # Our HTTP side takes seconds to import; it loads while the workers load.
+        starting = asyncio.gather(supervisor.start(service.mean_output_tokens), asyncio.to_thread(service.load))
         if not await _unless(stop, starting, progress):
             return 0
-        http, tokenizer = starting.result()[1]
-        metrics = http.metrics_of(flow, registry, sizing)
-        async with http.serve_http(flow, tokenizer, metrics, config, listener, api_keys, tenants) as (
-            frontend,
-            readiness,
-        ):
+        async with service.serve_http(listener, api_keys) as (frontend, readiness):
             ends = (frontend.serving, supervisor.failure)
             is_ready = await _unless(stop, _first_generation(frontend, readiness, ends), progress)
             if is_ready:
@@ -130,16 +129,8 @@ async def _serve(
                 print_welcome(config, listener.getsockname()[1], console, needs_key=bool(api_keys))
             await wait_for_any(*ends, stop)
             _raise_failures(ends)
-            await http.drain(frontend, stop_now, flow, config.router.drain_timeout_s, progress)
+            await drain(frontend, stop_now, service.shut_down, config.router.drain_timeout_s, progress)
     return 0
-
-
-def _load_http(config: ClusterConfig) -> tuple[ModuleType, Tokenizer]:
-    """Import the HTTP edge while the workers load: it takes seconds, as the tokenizer brings transformers."""
-    from tandem.cluster import http_frontend
-    from tandem.router.text.tokenizer import Tokenizer
-
-    return http_frontend, Tokenizer(config.engine.model)
 
 
 async def _unless(stop: asyncio.Event, work: object, progress: Callable[[str], None]) -> bool:
@@ -175,13 +166,13 @@ async def _first_generation(frontend: HttpFrontend, readiness: Ready, ends: Iter
 
 
 @contextlib.asynccontextmanager
-async def _closing(workers: WorkerClient, supervisor: Supervisor, ray_daemons: list[RayDaemon]) -> AsyncIterator[None]:
-    with daemons_watched(ray_daemons, supervisor.ray_died):
+async def _closing(service: Service, ray_daemons: list[RayDaemon]) -> AsyncIterator[None]:
+    with daemons_watched(ray_daemons, service.supervisor.ray_died):
         try:
             yield
         finally:
-            await supervisor.close()
-            await workers.close()
+            await service.supervisor.close()
+            await service.close()
 
 
 def print_welcome(config: ClusterConfig, port: int, console: Console, *, needs_key: bool) -> None:

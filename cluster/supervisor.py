@@ -8,22 +8,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ray.exceptions import RayError
 
-from tandem.cluster.member import Member, call, first_line
-from tandem.cluster.placement import WorkerBundles
+from tandem.cluster.member import Member, first_line
+from tandem.cluster.placement import Bundle, WorkerBundles
 from tandem.cluster.process_end import ProcessIdentity, until_gone
 from tandem.cluster.quarantine_watch import watch_quarantines
-from tandem.cluster.restarts import RestartBudget
 from tandem.cluster.role_flips import RoleFlips
-from tandem.protocol.config import ClusterConfig, WorkerConfig
+from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import ConfigError, ServingError, WorkerError
 from tandem.protocol.fault_boundary import async_error_of
 from tandem.protocol.messages import PeerAddress, Role, WorkerState
-from tandem.router.workers.client import WorkerClient
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.autoscaler import Flip
 from tandem.scheduling.cost_model import CostModel
@@ -47,15 +45,14 @@ class Supervisor:
         config: ClusterConfig,
         registry: Registry,
         costs: CostModel,
-        workers: WorkerClient,
+        members: Sequence[Member],
         *,
         on_progress: Callable[[str], None],
     ) -> None:
         self._config = config
         self._registry = registry
-        self._workers = workers
         self._on_progress = on_progress
-        self._members: dict[str, Member] = {}
+        self._members = {member.worker_id: member for member in members}
         self._bundles: WorkerBundles | None = None
         self._background = BackgroundTasks()
         self.flips = RoleFlips(self._members, registry, costs, self._background)
@@ -65,21 +62,18 @@ class Supervisor:
         self._failure.add_done_callback(lambda failure: failure.cancelled() or failure.exception())  # marks it as seen
         registry.listen(self._on_change)
 
-    async def start(self, configs: list[WorkerConfig], mean_output_tokens: Callable[[], float]) -> None:
+    async def start(self, mean_output_tokens: Callable[[], float]) -> None:
         """Start all workers at once and return when each is connected. Raises ConfigError if one cannot be built.
 
         `mean_output_tokens` is what the autoscaler expects of an answer.
         """
+        config = self._config
         self._bundles = WorkerBundles(
-            len(configs), num_cpus=self._config.num_cpus_per_worker, num_gpus=self._config.num_gpus_per_worker
+            self.num_members, num_cpus=config.num_cpus_per_worker, num_gpus=config.num_gpus_per_worker
         )
-        for number, config in enumerate(configs):
-            restarts = RestartBudget(self._config.max_restarts)
-            self._members[config.worker_id] = Member(config, self._bundles.bundle(number), restarts)
-        for member in self._members.values():
-            self._background.start(
-                f"the supervision of {member.worker_id}", partial(self._keep_alive, member), self._crashed
-            )
+        for number, member in enumerate(self._members.values()):
+            keep_alive = partial(self._keep_alive, member, self._bundles.bundle(number))
+            self._background.start(f"the supervision of {member.worker_id}", keep_alive, self._crashed)
         ups = asyncio.create_task(self._all_up())
         await asyncio.wait([ups, self._failure], return_when=asyncio.FIRST_COMPLETED)
         if self._failure.done():
@@ -90,6 +84,11 @@ class Supervisor:
         if self._config.autoscale:
             autoscale = partial(self.flips.autoscale, self._config.autoscale_interval_s, mean_output_tokens)
             self._background.keep("the autoscaler", autoscale)
+
+    @property
+    def num_members(self) -> int:
+        """Workers that it looks after."""
+        return len(self._members)
 
     @property
     def failure(self) -> asyncio.Future[None]:
@@ -112,8 +111,8 @@ class Supervisor:
         If Ray is dead, the cleanup of the whole server ends them.
         """
         self._is_stopping = True
-        up = [] if self._is_ray_dead else [m.actor for m in self._members.values() if m.is_up.is_set()]
-        stops = [asyncio.ensure_future(call(actor.stop)) for actor in up]  # one that still loads is only killed
+        up = [] if self._is_ray_dead else [member for member in self._members.values() if member.is_up.is_set()]
+        stops = [asyncio.ensure_future(member.stop()) for member in up]  # one that still loads is only killed
         if stops:
             await asyncio.wait(stops, timeout=_STOP_TIMEOUT_S)
         for stop in stops:
@@ -127,7 +126,7 @@ class Supervisor:
     async def check_integrity(self) -> dict[str, str]:
         """What is wrong with, or held by, each worker that should be idle; "" where nothing is."""
         up = {worker_id: member for worker_id, member in self._members.items() if member.is_up.is_set()}
-        calls = (call(member.actor.check_integrity, True) for member in up.values())
+        calls = (member.check_integrity() for member in up.values())
         answers = await asyncio.gather(*calls, return_exceptions=True)
         return {
             worker_id: f"no answer: {first_line(answer)}" if isinstance(answer, BaseException) else answer
@@ -138,14 +137,14 @@ class Supervisor:
         for member in self._members.values():
             await member.is_up.wait()
 
-    async def _keep_alive(self, member: Member) -> None:
+    async def _keep_alive(self, member: Member, bundle: Bundle) -> None:
         """Start the worker; when it dies, tell everyone and start it again."""
         while not self._is_stopping:
-            ended = await self._live(member)
+            ended = await self._live(member, bundle)
             if self._is_stopping:
                 return
             was_up = member.is_up.is_set()
-            gone = self._bury(member)
+            gone = await self._bury(member)
             if not was_up and not member.has_served and not member.restarts.num_deaths:
                 self._fail(ConfigError(f"worker {member.worker_id} did not start: {ended}"))
                 return
@@ -159,13 +158,13 @@ class Supervisor:
             self._cover()
             await asyncio.gather(asyncio.sleep(member.restarts.delay_s), asyncio.wait({gone}, timeout=_GONE_TIMEOUT_S))
 
-    async def _live(self, member: Member) -> str:
+    async def _live(self, member: Member, bundle: Bundle) -> str:
         """Start the worker and wait for its end; how it ended."""
         reason = ""
 
         async def live() -> None:
             nonlocal reason
-            await self._bring_up(member)
+            await self._bring_up(member, bundle)
             reason = await member.ended()
 
         error = await async_error_of(live())
@@ -175,13 +174,10 @@ class Supervisor:
             logger.error("worker %s is given up", member.worker_id, exc_info=error)
         return first_line(error)
 
-    async def _bring_up(self, member: Member) -> None:
-        address = await member.start(on_no_room=self._no_room)
-        member.pid = (await self._workers.add_worker(address)).pid
-        member.up_since, member.has_served = time.monotonic(), True
-        member.is_up.set()
+    async def _bring_up(self, member: Member, bundle: Bundle) -> None:
+        await member.start(bundle, on_no_room=self._no_room)
         self._cover()
-        self._on_progress(f"{member.config.role} worker {member.worker_id} is ready")
+        self._on_progress(f"{member.role} worker {member.worker_id} is ready")
 
     def _no_room(self, line: str) -> None:
         """A worker waits for a node: tell the user, and let others do its work."""
@@ -195,11 +191,11 @@ class Supervisor:
         """
         up = [member for member in self._members.values() if member.is_up.is_set()]
         down = [member for member in self._members.values() if not member.is_up.is_set()]
-        decoders = [member for member in up if member.config.role is not Role.PREFILL]
+        decoders = [member for member in up if member.role is not Role.PREFILL]
         coming = [member for member in down if not (member.restarts.is_used_up or member.waits_for_room)]
-        is_one_coming = any(member.config.role is not Role.PREFILL for member in coming)
+        is_one_coming = any(member.role is not Role.PREFILL for member in coming)
         if up and not decoders and not is_one_coming:
-            up[0].home_role = up[0].config.role
+            up[0].home_role = up[0].role
             flip = Flip(up[0].worker_id, Role.DECODE)
             self.flips.begin(flip, "no decode worker is left: it serves alone until one is back")
         covering = next((member for member in decoders if member.home_role is not None), None)
@@ -209,7 +205,7 @@ class Supervisor:
                 flip = Flip(covering.worker_id, home)
                 self.flips.begin(flip, f"a decode worker is back, and no {home} worker is there")
 
-    def _bury(self, member: Member) -> asyncio.Task[None]:
+    async def _bury(self, member: Member) -> asyncio.Task[None]:
         """Give the worker up: its requests end now. What it may still write to is freed when its process is gone.
 
         The task ends when the process is known to be gone.
@@ -217,9 +213,8 @@ class Supervisor:
         member.is_up.clear()
         self._kill(member)
         process, member.process = member.process, None
-        address, member.address = member.address, None
-        if address is not None:
-            self._workers.mark_dead(address.worker_id, _LOST)
+        address = member.address
+        await member.leave(_LOST)
         name = f"the end of {member.worker_id}"
         gone = self._background.keep(name, partial(_prove_gone, process))
         if address is not None:
@@ -241,7 +236,7 @@ class Supervisor:
         """End the process of a worker that the router gave up (it is silent): then a new one is started."""
         member = self._members.get(change.worker.worker_id)
         is_given_up = change.worker.state is WorkerState.DEAD and not self._is_stopping
-        if is_given_up and member is not None and member.is_up.is_set():
+        if is_given_up and member is not None and member.is_up.is_set() and member.ends_if_given_up:
             self._kill(member)
 
     def _crashed(self, exc: Exception) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import ray
@@ -11,23 +13,26 @@ from tandem.protocol.config import ClusterConfig, WorkerConfig
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role
 
-__all__ = ["resolve", "worker_configs"]
+__all__ = ["cores_of", "resolve", "roles_of", "worker_configs", "worker_ids_of"]
 
 # Tokens of a step by (has a GPU, colocated). A chunk of a prompt delays the sequences that decode beside it by its
 # whole duration, so a worker that always does both takes smaller ones.
 _STEP_TOKENS = {(False, False): 512, (False, True): 256, (True, False): 8192, (True, True): 2048}
 
 
-def resolve(config: ClusterConfig) -> ClusterConfig:
-    """Fill in settings that follow from the machine or the Ray cluster: cores and GPUs per worker, threads per step."""
+def resolve(config: ClusterConfig, num_ranks: int = 1) -> ClusterConfig:
+    """Fill in settings that follow from the machine or the Ray cluster: cores and GPUs per worker, threads per step.
+
+    Each worker has `num_ranks`, which take a GPU each if there are enough for all. Raises `ConfigError`.
+    """
     num_workers = 1 if config.colocated else config.num_prefill + config.num_decode
     resources = ray.cluster_resources()
     num_cpus = config.num_cpus_per_worker or max(resources.get("CPU", 1.0) / num_workers, 0.01)
     if num_cpus >= 1 and not config.num_cpus_per_worker:
         num_cpus = float(int(num_cpus))
     num_gpus = config.num_gpus_per_worker
-    if not num_gpus and config.engine.device != "cpu" and resources.get("GPU", 0) >= num_workers:
-        num_gpus = 1.0
+    if not num_gpus and config.engine.device != "cpu" and resources.get("GPU", 0) >= num_workers * num_ranks:
+        num_gpus = float(num_ranks)
     if num_gpus * num_workers > resources.get("GPU", 0):
         raise ConfigError(
             f"num_gpus_per_worker={num_gpus} for {num_workers} workers needs {num_gpus * num_workers} GPUs; "
@@ -53,6 +58,25 @@ def resolve(config: ClusterConfig) -> ClusterConfig:
     )
 
 
+def roles_of(config: ClusterConfig) -> list[Role]:
+    """The roles with which the workers start."""
+    return (
+        [Role.COLOCATED]
+        if config.colocated
+        else [Role.PREFILL] * config.num_prefill + [Role.DECODE] * config.num_decode
+    )
+
+
+def worker_ids_of(roles: Sequence[Role]) -> list[str]:
+    """A name for each worker: its role and number."""
+    counts: Counter[Role] = Counter()
+    names = []
+    for role in roles:
+        names.append(f"{role}-{counts[role]}")
+        counts[role] += 1
+    return names
+
+
 def worker_configs(
     config: ClusterConfig, *, model: str = "", router_key: str = "", socket_folder: str = ""
 ) -> list[WorkerConfig]:
@@ -62,30 +86,26 @@ def worker_configs(
     `router_key` is the public key of the router that the workers obey. Their sockets are files in `socket_folder`
     unless they run on several machines.
     """
-    roles = [Role.COLOCATED] if config.colocated else []
-    roles = roles or [Role.PREFILL] * config.num_prefill + [Role.DECODE] * config.num_decode
-    counts: dict[Role, int] = {}
+    roles = roles_of(config)
     engine = replace(config.engine, model=model) if config.ray_address and model else config.engine
-    configs = []
-    for idx, role in enumerate(roles):
-        number = counts[role] = counts.get(role, -1) + 1
-        configs.append(
-            WorkerConfig(
-                worker_id=f"{role}-{number}",
-                role=role,
-                engine=engine,
-                transfer=config.transfer,
-                tiers=config.tiers,
-                host="" if config.ray_address else "127.0.0.1",
-                socket_folder="" if config.ray_address else socket_folder,
-                router_key=router_key,
-                cpu_cores=() if config.ray_address else _cores(idx, len(roles), config.engine.num_threads),
-            )
+    return [
+        WorkerConfig(
+            worker_id=name,
+            role=role,
+            engine=engine,
+            transfer=config.transfer,
+            tiers=config.tiers,
+            host="" if config.ray_address else "127.0.0.1",
+            socket_folder="" if config.ray_address else socket_folder,
+            router_key=router_key,
+            cpu_cores=() if config.ray_address else cores_of(idx, len(roles), config.engine.num_threads),
         )
-    return configs
+        for idx, (name, role) in enumerate(zip(worker_ids_of(roles), roles, strict=True))
+    ]
 
 
-def _cores(idx: int, num_workers: int, num_threads: int) -> tuple[int, ...]:
+def cores_of(idx: int, num_workers: int, num_threads: int) -> tuple[int, ...]:
+    """The cores of one worker of this machine; none if there are not enough for all."""
     cores = sorted(os.sched_getaffinity(0))
     if num_workers == 1 or num_workers * num_threads > len(cores):
         return ()

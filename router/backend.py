@@ -17,7 +17,7 @@ from tandem.router.streams import Stream
 from tandem.scheduling.admission.tenants import DEFAULT_TENANT
 from tandem.scheduling.request import DEFAULT_CLASS, ServiceClass
 
-__all__ = ["Backend", "GenerateRequest", "PinRequest", "PinState", "Pins", "TokenDelta"]
+__all__ = ["Backend", "GenerateRequest", "PinRequest", "PinState", "Pins", "TokenDelta", "WorkerManager"]
 
 
 class Backend(Protocol):
@@ -55,6 +55,17 @@ class Backend(Protocol):
         """State of the worker pools, as JSON."""
 
     async def check(self) -> dict[str, str]:
+        """By worker, what is wrong with it or what it holds although it should be idle; "" = nothing."""
+
+
+class WorkerManager(Protocol):
+    """Whatever runs the worker processes."""
+
+    @property
+    def autoscaler_status(self) -> dict[str, object]:
+        """The autoscaler's latest decision, as JSON."""
+
+    async def check_integrity(self) -> dict[str, str]:
         """By worker, what is wrong with it or what it holds although it should be idle; "" = nothing."""
 
 

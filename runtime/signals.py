@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,7 +74,10 @@ def defer_keyboard_interrupt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ignore_keyboard_interrupt() -> Iterator[None]:
-    """Ctrl-C has no effect within the block."""
+    """Ctrl-C has no effect within the block. In other threads than the main one it never has."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

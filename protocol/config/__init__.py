@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from tandem.protocol.config.cluster import ClusterConfig
+from tandem.protocol.config.managed import ManagedEngineConfig
 from tandem.protocol.config.panels import PANELS
 from tandem.protocol.config.router import ExternalEnginesConfig, RouterConfig, RouterFiles
 from tandem.protocol.config.worker import (
@@ -29,6 +30,7 @@ __all__ = [
     "EngineConfig",
     "EvictionPolicyName",
     "ExternalEnginesConfig",
+    "ManagedEngineConfig",
     "RouterConfig",
     "RouterFiles",
     "TierConfig",

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from tandem.protocol.config.managed import ManagedEngineConfig
 from tandem.protocol.config.panels import WORKERS, NumWorkers, Seconds, UnitsPerWorker
 from tandem.protocol.config.router import RouterConfig
 from tandem.protocol.config.worker import EngineConfig, TierConfig, TransferConfig
@@ -31,6 +32,7 @@ class ClusterConfig:
     """Everything that `tandem serve` starts."""
 
     engine: EngineConfig
+    managed: ManagedEngineConfig = field(default_factory=ManagedEngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     tiers: TierConfig = field(default_factory=TierConfig)
     router: RouterConfig = field(default_factory=RouterConfig)

@@ -12,6 +12,7 @@ __all__ = [
     "ENGINES",
     "HTTP",
     "LIMITS",
+    "MANAGED",
     "MAX_COUNT",
     "MODEL",
     "PANELS",
@@ -31,6 +32,7 @@ __all__ = [
 
 MODEL = "Model"
 WORKERS = "Workers"
+MANAGED = "vLLM or SGLang as workers"
 ENGINES = "Engines"
 HTTP = "HTTP"
 ENGINE = "Engine (of each worker)"
@@ -39,7 +41,7 @@ TIERS = "KV tiers below the pool"
 PINS = "Pinned prefixes"
 QUEUES = "Queues"
 LIMITS = "Limits and timeouts"
-PANELS = (MODEL, WORKERS, ENGINES, HTTP, ENGINE, TRANSFER, TIERS, PINS, QUEUES, LIMITS)
+PANELS = (MODEL, WORKERS, MANAGED, ENGINES, HTTP, ENGINE, TRANSFER, TIERS, PINS, QUEUES, LIMITS)
 
 # Upper bounds only catch typing mistakes, which would otherwise fail much later.
 DAY_S = 86_400

@@ -49,18 +49,18 @@ class HttpServer(uvicorn.Server):
                 lifespan="off",  # uvicorn logs its errors; run by the caller they are raised
             )
         )
-        self._has_started = asyncio.Event()
+        self.has_started = asyncio.Event()  # set once it listens
         self.serving = asyncio.create_task(self.serve(sockets=[listener]))
 
     @property
     def is_serving(self) -> bool:
         """Whether it listens."""
-        return self._has_started.is_set()
+        return self.has_started.is_set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen."""
         await super().startup(sockets)
-        self._has_started.set()
+        self.has_started.set()
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; returns whether to end."""
@@ -68,10 +68,6 @@ class HttpServer(uvicorn.Server):
         if counter % 10 == 0:
             self._clients.sweep(self.server_state.connections)
         return await super().on_tick(counter)
-
-    async def started_serving(self) -> None:
-        """Return when it listens, or has ended without listening."""
-        await wait_for_any(self.serving, self._has_started)
 
     @property
     def num_running(self) -> int:
@@ -123,7 +119,7 @@ async def serve_until(
     Calls `on_serving` once it serves. Raises the error that keeps it from serving.
     """
     async with app.router.lifespan_context(app), http_server(app, config, listener) as server:
-        await server.started_serving()
+        await wait_for_any(server.serving, server.has_started)
         if server.is_serving:
             freeze_startup_heap()
             on_serving()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.messages import Role
 from tandem.router.admission_queue import AdmissionQueue
-from tandem.router.backend import GenerateRequest, TokenDelta
+from tandem.router.backend import GenerateRequest, TokenDelta, WorkerManager
 from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.streams import DeltaQueue, Stream
 from tandem.router.workers.client import WorkerClient
@@ -29,22 +29,11 @@ from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.bookings import Booking
 from tandem.scheduling.workers.registry import Registry
 
-__all__ = ["RequestFlow", "WorkerManager"]
+__all__ = ["RequestFlow"]
 
 logger = logging.getLogger(__name__)
 
 HUB_CALLS = 64  # requests whose new tokens go to the edge processes together: they are turned into text there
-
-
-class WorkerManager(Protocol):
-    """Whatever runs the worker processes."""
-
-    @property
-    def autoscaler_status(self) -> dict[str, object]:
-        """The autoscaler's latest decision, as JSON."""
-
-    async def check_integrity(self) -> dict[str, str]:
-        """By worker, what is wrong with it or what it holds although it should be idle; "" = nothing."""
 
 
 class RequestFlow:

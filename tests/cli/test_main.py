@@ -11,14 +11,21 @@ from typer import rich_utils
 
 from tandem.__main__ import main
 from tandem.cli.main import ALIASES, run
-from tandem.cli.serve import build_config, serve
-from tandem.protocol.config import ClusterConfig, EngineConfig, RouterConfig, TierConfig, TransferConfig
+from tandem.cli.serve import SERVE_FIELDS, build_config, serve
+from tandem.protocol.config import (
+    ClusterConfig,
+    EngineConfig,
+    ManagedEngineConfig,
+    RouterConfig,
+    TierConfig,
+    TransferConfig,
+)
 from tandem.protocol.errors import ConfigError
 from tandem.router.http.api_keys import key_digest
 from tandem.scheduling.admission.tenants import TenantPolicy, Tenants
 
-CONFIGS = [EngineConfig, TransferConfig, TierConfig, RouterConfig, ClusterConfig]
-COMPONENTS = {"engine", "tiers", "transfer", "router"}
+CONFIGS = [EngineConfig, ManagedEngineConfig, TransferConfig, TierConfig, RouterConfig, ClusterConfig]
+COMPONENTS = {"engine", "managed", "tiers", "transfer", "router"}
 FLAGS = inspect.signature(serve).parameters
 
 
@@ -183,8 +190,9 @@ def test_help_shows_every_flag_whole(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert run(["serve", "--help"]) == 0
     output = capsys.readouterr().out
     assert "…" not in output
-    for name in FLAGS.keys() - {"ctx"}:
-        assert f"--{name.replace('_', '-')} " in output
+    for field in SERVE_FIELDS:
+        assert all(f"{flag} " in output for flag in field.flag.split("/"))
+    assert "--config " in output
     for alias in ALIASES:
         assert f"--{alias}" in output
 

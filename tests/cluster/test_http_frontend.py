@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.types import Receive, Scope, Send
 
-from tandem.cluster.http_frontend import drain
+from tandem.cluster.frontend import drain
 from tandem.protocol.config import RouterConfig
 from tandem.router.http.server import http_server
 from tandem.router.openai.app import create_app
@@ -50,7 +50,7 @@ def test_answers_that_do_not_end_in_time_end_with_an_error(
                 stop_now = asyncio.Event()
                 if is_hurried:
                     stop_now.set()
-                await drain(server, stop_now, cluster.flow, timeout_s, told.append)
+                await drain(server, stop_now, cluster.flow.shut_down, timeout_s, told.append)
                 answer = await asking
                 assert "the server is shutting down" in (await answer.aread()).decode()
                 assert answer.status_code == (200 if is_stream else 503)
@@ -80,7 +80,7 @@ async def test_edge_processes_end_before_requests_do_though_the_hub_runs_none() 
             asyncio.get_running_loop().call_later(0.05, end)
 
     flow: Any = SimpleNamespace(shut_down=lambda: happened.append("flow ended"))
-    await drain(Edges(), asyncio.Event(), flow, 20.0, happened.append)
+    await drain(Edges(), asyncio.Event(), flow.shut_down, 20.0, happened.append)
     assert happened == ["stopping", "edges ended", "flow ended"]
 
 

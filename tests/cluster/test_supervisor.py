@@ -20,9 +20,10 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from tandem.cluster import process_end, quarantine_watch
-from tandem.cluster.member import first_line
+from tandem.cluster.member import WorkerMember, first_line
 from tandem.cluster.placement import Bundle
 from tandem.cluster.process_end import ProcessIdentity
+from tandem.cluster.restarts import RestartBudget
 from tandem.cluster.supervisor import Supervisor
 from tandem.cluster.worker_layout import worker_configs
 from tandem.protocol.config import ClusterConfig, EngineConfig, WorkerConfig
@@ -229,11 +230,12 @@ async def supervised(
     monkeypatch.setattr("tandem.cluster.supervisor.WorkerBundles", FakeBundles)
     config = ClusterConfig(engine=EngineConfig(model="m"), max_restarts=max_restarts, autoscale=False, **pools)
     workers: Any = FakeWorkers(registry, fake_ray)
-    supervisor = Supervisor(config, registry, CostModel(), workers, on_progress=lambda _: None)
+    members = [WorkerMember(one, RestartBudget(max_restarts), workers, registry) for one in worker_configs(config)]
+    supervisor = Supervisor(config, registry, CostModel(), members, on_progress=lambda _: None)
     try:
         async with asyncio.timeout(60):
             if starts:
-                await supervisor.start(worker_configs(config), lambda: 100.0)
+                await supervisor.start(lambda: 100.0)
             yield Supervised(config, supervisor, fake_ray, registry)
     finally:
         await supervisor.close()
@@ -243,7 +245,7 @@ async def supervised(
 async def test_a_worker_that_cannot_start_the_first_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async with supervised(monkeypatch, num_bad_starts=1, colocated=True, starts=False) as cluster:
         with pytest.raises(ConfigError, match="worker colocated-0 did not start: no such model"):
-            await cluster.supervisor.start(worker_configs(cluster.config), lambda: 100.0)
+            await cluster.supervisor.start(lambda: 100.0)
 
 
 @pytest.mark.parametrize("is_stopped", [True, False], ids=["stopped", "slow"])

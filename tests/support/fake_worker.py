@@ -40,9 +40,9 @@ from tandem.protocol.messages import (
     encode_message,
 )
 from tandem.protocol.sampling import SamplingParams
-from tandem.router.backend import GenerateRequest
+from tandem.router.backend import GenerateRequest, WorkerManager
 from tandem.router.workers.client import WorkerClient
-from tandem.router.workers.flow import RequestFlow, WorkerManager
+from tandem.router.workers.flow import RequestFlow
 from tandem.runtime.curve import make_keys
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cache_sizing import CacheSizing

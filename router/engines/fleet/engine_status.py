@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-__all__ = ["CacheSize", "ReportedLoad", "ServedModel", "parse_cache_size", "parse_load", "served_model"]
+__all__ = [
+    "CacheSize",
+    "Progress",
+    "ReportedLoad",
+    "ServedModel",
+    "parse_cache_size",
+    "parse_load",
+    "parse_progress",
+    "served_model",
+]
 
 # Names in the order of preference; the values of all label sets (data parallel ranks, say) are added up.
 _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
@@ -19,6 +28,14 @@ _USAGE = (
     "vllm:gpu_cache_usage_perc",
     "sglang:token_usage",
     "llamacpp:kv_cache_usage_ratio",
+)
+# Counters that grow while an engine computes.
+_WORK = (
+    "vllm:iteration_tokens_total_count",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "sglang:prompt_tokens_total",
+    "sglang:generation_tokens_total",
 )
 _LOAD_NAMES = (*_RUNNING, *_WAITING, *_USAGE)
 _CACHE_CONFIG = "vllm:cache_config_info"
@@ -48,6 +65,22 @@ class CacheSize(NamedTuple):
 
     block_size: int
     num_blocks: int
+
+
+class Progress(NamedTuple):
+    """Whether an engine has work, and how much it has done since its start."""
+
+    is_busy: bool
+    work_done: float  # in no unit: it grows with each step that computes
+
+
+def parse_progress(text: str) -> Progress | None:
+    """The progress in a Prometheus exposition; None when it has none of the known names."""
+    load = parse_load(text)
+    if load is None:
+        return None
+    work_done = sum(sample.value for sample in _samples(text, _WORK, None))
+    return Progress(load.num_running + load.num_waiting > 0, work_done)
 
 
 def parse_load(text: str, rank: int | None = None) -> ReportedLoad | None:

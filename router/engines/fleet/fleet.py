@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from zmq.asyncio import Context
 
@@ -133,8 +134,22 @@ class EngineFleet:
             logger.warning("engine %s still runs %d requests after draining", engine.name, len(engine.running))
         await self._forget(engine)
 
-    async def close(self) -> None:
-        """End every request and forget every engine."""
+    async def lose(self, name: str, reason: str) -> None:
+        """Forget an engine whose process is gone: its requests end now, or go elsewhere before their first byte."""
+        engine = self._engines.get(name)
+        if engine is not None:
+            engine.is_removed = True
+            await self._forget(engine, reason)
+
+    def set_role(self, name: str, role: Role) -> None:
+        """Change an engine's role from the next decision on; its running requests stay there."""
+        engine = self._engines[name]
+        engine.configured, engine.spec = replace(engine.configured, role=role), replace(engine.spec, role=role)
+        if self.registry.get(name) is not None:
+            self.registry.set_role(name, role)
+
+    async def aclose(self) -> None:
+        """End every request and forget every engine. Later calls change nothing."""
         for engine in self.engines:
             await self._forget(engine)
         self._context.term()
@@ -164,13 +179,13 @@ class EngineFleet:
             listener.engine_added(spec, is_trusted=self.trusts(spec))
         return engine
 
-    async def _forget(self, engine: RemoteEngine) -> None:
+    async def _forget(self, engine: RemoteEngine, reason: str = "it was removed") -> None:
         probe = self._probes.pop(engine.name)
         probe.cancel()
         await asyncio.gather(probe, return_exceptions=True)
         for request in list(engine.running):
-            request.abort("it was removed")
-        engine.leave("removed")
+            request.abort(reason)
+        engine.leave(reason)
         del self._engines[engine.name]
         self._forget_adapters()
         for listener in self._listeners:

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from tandem.protocol.errors import ConfigError, ModelNotFound, RequestError
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.admission_queue import AdmittedRequest
+from tandem.router.backend import WorkerManager
 from tandem.router.engines.addresses import check_addresses
 from tandem.router.engines.config import EngineSpec, check_tokenizer, ranks_of, spec_from
 from tandem.router.engines.dispatcher import DispatchRequest, EngineTarget
@@ -37,11 +38,21 @@ KEY_PREFIX = "TANDEM_ENGINE_"
 class LocalDispatcher:
     """Decides for the relaying side, in this process or in edge processes."""
 
-    def __init__(self, fleet: EngineFleet, specs: Iterable[EngineSpec], tokenizers: Container[str]) -> None:
-        """`specs` are the engines of the file, `tokenizers` the models that have a tokenizer."""
+    def __init__(
+        self,
+        fleet: EngineFleet,
+        specs: Iterable[EngineSpec],
+        tokenizers: Container[str],
+        manager: WorkerManager | None = None,
+    ) -> None:
+        """`specs` are the engines of the file, `tokenizers` the models that have a tokenizer.
+
+        `manager` runs the servers; None where they are run by others.
+        """
         self.fleet = fleet
         self.queues = Queues(fleet)
         self.num_retries = 0
+        self._manager = manager
         self._specs = list(specs)
         self._tokenizers = tokenizers
         self._known_keys = {spec.api_key_env for spec in self._specs}
@@ -62,7 +73,14 @@ class LocalDispatcher:
         finally:
             self.queues.close()
             await self._removals.close()
-            await self.fleet.close()
+            await self.fleet.aclose()
+
+    def shut_down(self) -> None:
+        """End every request with an error and refuse new ones: the server stops."""
+        self.queues.close()
+        for engine in self.fleet.engines:
+            for request in list(engine.running):
+                request.abort("the server stops")
 
     # -- Dispatcher -----------------------------------------------------------------------------------------------
 
@@ -122,6 +140,7 @@ class LocalDispatcher:
             "num_indexed_blocks": len(fleet.index),
             "mean_output_tokens": fleet.lengths.mean_output_tokens,
             "admission": self.queues.report(),
+            "autoscaler": self._manager.autoscaler_status if self._manager is not None else {},
         }
 
     async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from tandem.router.http.listening import listening
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.router.http.server import http_server
+from tandem.runtime.signals import wait_for_any
 
 PART = b"data: %d\n\n"
 
@@ -45,7 +46,7 @@ async def serving_app(app: Any, **config: Any) -> AsyncIterator[int]:
     """The port of a server with this app."""
     with listening("127.0.0.1", 0) as listener:
         async with http_server(app, RouterConfig(**config), listener) as server:
-            await server.started_serving()
+            await wait_for_any(server.serving, server.has_started)
             yield listener.getsockname()[1]
 
 
@@ -460,7 +461,7 @@ async def test_head_gets_the_headers_of_get_and_no_body() -> None:
             return Response(b"page")
 
         async with http_server(app, config, listener) as server:
-            await server.started_serving()
+            await wait_for_any(server.serving, server.has_started)
             port = listener.getsockname()[1]
             get = b"GET /page HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
             expected = (await exchange(port, get)).removesuffix(b"page")

@@ -1,0 +1,126 @@
+"""The HTTP side of a router in front of engines: one server in this process, or several edge processes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from tandem.cluster.edge_process import EngineEdge
+from tandem.cluster.edge_processes import edge_processes
+from tandem.cluster.frontend import HttpFrontend
+from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
+from tandem.router.engines.app import create_engines_app
+from tandem.router.engines.config import FleetFile
+from tandem.router.engines.fleet.fleet import EngineFleet
+from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
+from tandem.router.engines.relay.connections import EngineConnections
+from tandem.router.engines.relay.prompts import load_readers
+from tandem.router.http.server import http_server
+from tandem.router.processes.dispatch_service import DispatchService, EngineNews
+from tandem.scheduling.admission.tenants import Tenants
+from tandem.scheduling.cost_model import CostModel
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.workers.registry import Registry
+
+__all__ = ["RouterSetup", "make_fleet", "serve_engines_http"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSetup:
+    """What the router is started with."""
+
+    fleet_file: FleetFile
+    router: RouterConfig
+    engines: ExternalEnginesConfig
+    admin_token: str = field(default="", repr=False)
+    api_keys: dict[bytes, str] = field(default_factory=dict, repr=False)  # tenants by digest
+    tenants: Tenants = field(default_factory=Tenants)
+
+
+def make_fleet(setup: RouterSetup) -> EngineFleet:
+    """A fleet without engines. To be made in the event loop that it is used in."""
+    return EngineFleet(
+        registry=Registry(),
+        index=PrefixIndex(),
+        costs=CostModel(),
+        config=setup.router,
+        engines=setup.engines,
+        tenants=setup.tenants,
+        trusted_urls=(spec.url for spec in setup.fleet_file.engines),
+    )
+
+
+def serve_engines_http(
+    dispatcher: LocalDispatcher, setup: RouterSetup, listener: socket.socket
+) -> contextlib.AbstractAsyncContextManager[HttpFrontend]:
+    """Serve HTTP while the block runs: here, or in edge processes if `router_processes` is more than 1.
+
+    The dispatcher decides while the block runs. Raises `ConfigError` for what the user can correct.
+    """
+    serve = _one_process if setup.router.router_processes == 1 else _edge_processes
+    return serve(dispatcher, setup, listener)
+
+
+@contextlib.asynccontextmanager
+async def _one_process(
+    dispatcher: LocalDispatcher, setup: RouterSetup, listener: socket.socket
+) -> AsyncIterator[HttpFrontend]:
+    """Decide and relay in this process."""
+    readers, metrics = load_readers(setup.fleet_file.tokenizers), CollectorRegistry()
+    connections = EngineConnections(setup.engines.connect_timeout_s)
+    dispatcher.fleet.listen(connections)
+    dispatcher.register_metrics(metrics)
+    _show_num_processes(metrics, lambda: 1)
+
+    async def scrape() -> bytes:
+        return bytes(generate_latest(metrics))
+
+    app = create_engines_app(
+        dispatcher,
+        connections,
+        readers,
+        metrics,
+        config=setup.router,
+        engines_config=setup.engines,
+        scrape=scrape,
+        api_keys=setup.api_keys,
+        tenants=setup.tenants,
+        admin_token=setup.admin_token,
+    )
+    async with app.router.lifespan_context(app), http_server(app, setup.router, listener) as server:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def _edge_processes(
+    dispatcher: LocalDispatcher, setup: RouterSetup, listener: socket.socket
+) -> AsyncIterator[HttpFrontend]:
+    """Decide in this process, for edge processes that relay. Listens to nothing itself, but keeps the port."""
+    metrics = CollectorRegistry()
+    dispatcher.register_metrics(metrics)
+    service = DispatchService(dispatcher, lambda: generate_latest(metrics))
+    _show_num_processes(metrics, lambda: service.num_edges)
+    async with (
+        dispatcher.running(),
+        edge_processes(
+            service,
+            EngineEdge(setup.fleet_file.tokenizers, setup.engines),
+            config=setup.router,
+            listener=listener,
+            api_keys=setup.api_keys,
+            tenants=setup.tenants,
+            admin_token=setup.admin_token,
+        ) as processes,
+    ):
+        news = EngineNews(processes.hub, service)
+        dispatcher.fleet.listen(news)
+        dispatcher.fleet.registry.listen(news.worker_changed)
+        yield processes
+
+
+def _show_num_processes(metrics: CollectorRegistry, count: Callable[[], float]) -> None:
+    Gauge("tandem_router_processes", "Processes of this router", registry=metrics).set_function(count)

@@ -1,0 +1,193 @@
+"""The Ray actor around one engine server: starts it, watches it, and ends its whole process tree.
+
+However the actor ends, nothing of the server is left: its processes carry a mark, and a guard process that outlives the
+actor ends all that have it (`cluster/cleanup.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import ray
+
+from tandem.cluster.cleanup import private_run
+from tandem.cluster.engines.dialect import dialect_of
+from tandem.cluster.engines.process import ServerProcess
+from tandem.cluster.engines.server import EngineServer, Sockets, bracketed
+from tandem.cluster.engines.stall import StallWatch
+from tandem.cluster.node_config import model_on_node
+from tandem.cluster.process_end import ProcessIdentity, own_identity
+from tandem.protocol.errors import WorkerError
+
+__all__ = ["EngineActor", "EngineEnd", "EngineStarted"]
+
+logger = logging.getLogger(__name__)
+
+_WATCH_S = 2.0  # between two looks at the server's progress
+_STOP_TIMEOUT_S = 14.0
+_PORT_ATTEMPTS = 100
+# Variables of this process that are not for the server's Python: it may be another one.
+_NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "OMP_NUM_THREADS", "LD_PRELOAD")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStarted:
+    """A server that serves, and how it is reached."""
+
+    pid: int
+    url: str
+    events: str
+    replay: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEnd:
+    """Why a server did not start, or how it ended."""
+
+    reason: str
+    tail: list[str] = field(default_factory=list)  # the last lines that it wrote
+
+
+class EngineActor:
+    """Owns one server. Its methods run on Ray's threads; one more thread starts and watches the server."""
+
+    def __init__(self, server: EngineServer) -> None:
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+        self._server = server
+        self._end = EngineEnd("it was not started")
+        self._has_ended, self._is_stopping = threading.Event(), threading.Event()
+
+    def identity(self) -> ProcessIdentity:
+        """Which process this is."""
+        return own_identity(ray.get_runtime_context().get_node_id())
+
+    def start(self) -> EngineStarted | EngineEnd:
+        """Start the server and have it generate a token."""
+        server = self._server
+        if server.cpu_cores:
+            os.sched_setaffinity(0, server.cpu_cores)  # the server inherits it
+        if not server.host:
+            host = ray.util.get_node_ip_address()
+            server = replace(server, host=host, model=model_on_node(server.model, host))
+        outcome: Future[EngineStarted | EngineEnd] = Future()
+        threading.Thread(target=self._run, args=(server, outcome), name="engine", daemon=True).start()
+        return outcome.result()
+
+    def watch(self) -> EngineEnd:
+        """Block until the server has ended; how. If this process dies, the call raises."""
+        self._has_ended.wait()
+        return self._end
+
+    def stop(self) -> None:
+        """End the server and wait for it. Raises `WorkerError` if it does not end."""
+        self._is_stopping.set()
+        if not self._has_ended.wait(_STOP_TIMEOUT_S):
+            raise WorkerError(f"the server did not end in {_STOP_TIMEOUT_S:g} s")
+
+    def _run(self, server: EngineServer, outcome: Future[EngineStarted | EngineEnd]) -> None:
+        try:
+            with private_run(grace_s=0.0) as folder:  # the server's own time to end is over by then
+                self._end = self._serve(server, folder, outcome)
+        except BaseException as exc:  # raised again by `start`, or told by `watch`, in the thread that waits for it
+            logger.exception("the server of %s is given up", server.worker_id)
+            self._end = EngineEnd(f"{type(exc).__name__}: {exc}")
+        if not outcome.done():
+            outcome.set_result(self._end)
+        self._has_ended.set()
+
+    def _serve(self, server: EngineServer, folder: Path, outcome: Future[EngineStarted | EngineEnd]) -> EngineEnd:
+        """Start the server, and watch it until it ends or is to be stopped."""
+        sockets = _sockets(server, folder)
+        url = f"http://{bracketed(server.host)}:{sockets.http_port}"
+        dialect = dialect_of(server.kind)
+        with ServerProcess(
+            server.kind, dialect.command(server, sockets), _environment(server, sockets), _log_file(server)
+        ) as process:
+            try:
+                self._wait_until_it_generates(server, process, url)
+                events, replay = (
+                    sockets.reached_at(endpoint, server.host) for endpoint in (sockets.events, sockets.replay)
+                )
+                outcome.set_result(EngineStarted(process.pid, url, events, replay))
+                reason = self._watch(server, process, f"{url}/metrics")
+            except WorkerError as exc:
+                reason = exc.message
+            return EngineEnd(reason, process.tail)
+
+    def _wait_until_it_generates(self, server: EngineServer, process: ServerProcess, url: str) -> None:
+        """Return when it has generated a token. Raises `WorkerError`."""
+        deadline_s = time.monotonic() + server.start_timeout_s
+        process.wait_until_healthy(f"{url}/health", deadline_s, self._is_stopping)
+        if server.cpu_cores:
+            process.pin(server.cpu_cores)
+        process.generate(url, server.served_model_name, server.api_key, deadline_s)
+
+    def _watch(self, server: EngineServer, process: ServerProcess, metrics_url: str) -> str:
+        """Watch the server until it ends, hangs or is to be stopped; the reason."""
+        watch = StallWatch(server.stall_timeout_s)
+        while not self._is_stopping.is_set():
+            if (ended := process.ended(timeout_s=_WATCH_S)) is not None:
+                return ended
+            if stalled := watch.look(process.progress(metrics_url), time.monotonic()):
+                return f"{server.kind} {stalled}"
+        return "stopped"
+
+
+def _sockets(server: EngineServer, folder: Path) -> Sockets:
+    """Free ports of this node; on one machine, the events go through files in a folder that is this user's alone."""
+    num_ranks = server.parallelism.data
+    http_port, side_channel_port = free_ports(server.host, 1), free_ports(server.host, num_ranks)
+    if server.is_local:
+        # The word "inproc" is for vLLM, which adds the rank to such an endpoint, and knows no other kind of file.
+        return Sockets(http_port, side_channel_port, f"ipc://{folder}/inproc-events", f"ipc://{folder}/inproc-replay")
+    events, replay = free_ports(server.host, num_ranks), free_ports(server.host, num_ranks)
+    return Sockets(http_port, side_channel_port, f"tcp://*:{events}", f"tcp://*:{replay}")
+
+
+def free_ports(host: str, count: int) -> int:
+    """The first of `count` ports in a row that nobody uses now. Raises `WorkerError` if none are found."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for _ in range(_PORT_ATTEMPTS):
+        with contextlib.ExitStack() as stack:
+            first = stack.enter_context(socket.socket(family))
+            first.bind((host, 0))
+            port = int(first.getsockname()[1])
+            try:
+                for number in range(port + 1, port + count):
+                    stack.enter_context(socket.socket(family)).bind((host, number))
+            except (OSError, OverflowError):  # one of them is taken, or is no port
+                continue
+            return port
+    raise WorkerError(f"{count} free ports in a row were not found at {host}")
+
+
+def _environment(server: EngineServer, sockets: Sockets) -> dict[str, str]:
+    """This process's variables with those that the server needs."""
+    dialect = dialect_of(server.kind)
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in _NOT_INHERITED and not name.startswith("RAY_")
+    }
+    ours = {"SPT_NOENV": "1"}  # processes that rename themselves keep their environment, by which they are found
+    if server.is_local:
+        ours["UCX_NET_DEVICES"] = "lo"  # otherwise UCX listens at every network interface
+    return dialect.defaults(server) | inherited | ours | dialect.environment(server, sockets)
+
+
+def _log_file(server: EngineServer) -> Path | None:
+    """Where the server's output goes. Raises `WorkerError` if the folder cannot be made."""
+    if not server.log_folder:
+        return None
+    folder = Path(server.log_folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise WorkerError(f"engine_log_folder={server.log_folder!r} cannot be made: {exc.strerror}") from exc
+    return folder / f"{server.worker_id}.log"

@@ -1,0 +1,39 @@
+"""The engines whose servers Tandem can start. Each is a module with the same functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+from tandem.cluster.engines import vllm
+from tandem.cluster.engines.server import EngineServer, Parallelism, Sockets
+from tandem.protocol.config.managed import EngineKindName
+
+__all__ = ["Dialect", "dialect_of"]
+
+
+class Dialect(Protocol):
+    """How the servers of one engine are started."""
+
+    def check(self, arguments: Sequence[str]) -> None:
+        """Raise `ConfigError` for flags that Tandem sets itself."""
+
+    def parallelism(self, arguments: Sequence[str]) -> Parallelism:
+        """The ranks that these flags ask for. Raises `ConfigError`."""
+
+    def command(self, server: EngineServer, sockets: Sockets) -> list[str]:
+        """The command line of a server."""
+
+    def environment(self, server: EngineServer, sockets: Sockets) -> dict[str, str]:
+        """Variables of the server, on top of those that it inherits."""
+
+    def defaults(self, server: EngineServer) -> dict[str, str]:
+        """Variables that a user may set otherwise."""
+
+
+_DIALECTS = {"vllm": cast(Dialect, vllm)}
+
+
+def dialect_of(kind: EngineKindName) -> Dialect:
+    """The module of an engine."""
+    return _DIALECTS[kind]

@@ -1,0 +1,97 @@
+"""Which engine servers a cluster has, and what each is started with and reserved."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from tandem.cluster.engines.dialect import dialect_of
+from tandem.cluster.engines.member import EngineFacts
+from tandem.cluster.engines.server import EngineServer, Parallelism
+from tandem.cluster.worker_layout import cores_of, roles_of, worker_ids_of
+from tandem.protocol.config import ClusterConfig
+from tandem.protocol.errors import ConfigError
+from tandem.protocol.messages import Role
+
+__all__ = ["check_engine", "engine_facts", "engine_servers", "parallelism_of"]
+
+_KEY_BYTES = 24
+_BYTES_OF = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def check_engine(config: ClusterConfig) -> None:
+    """Raise `ConfigError` for engine settings that cannot work, before anything is fetched or started."""
+    managed = config.managed
+    if managed.engine_python and not Path(managed.engine_python).is_file():
+        raise ConfigError(f"engine_python={managed.engine_python!r} is no file; give the path of a Python")
+    num_gpus = parallelism_of(config).num_gpus
+    wanted = config.num_gpus_per_worker
+    if wanted and wanted != num_gpus and (num_gpus > 1 or wanted > 1):
+        raise ConfigError(
+            f"num_gpus_per_worker={wanted:g}, but a server with these engine_args uses {num_gpus} (tensor x pipeline x "
+            "data parallel); make them equal, or leave num_gpus_per_worker out"
+        )
+
+
+def parallelism_of(config: ClusterConfig) -> Parallelism:
+    """The ranks of each server. Raises `ConfigError` for flags that cannot be given."""
+    dialect, arguments = dialect_of(config.managed.engine_kind), shlex.split(config.managed.engine_args)
+    dialect.check(arguments)
+    return dialect.parallelism(arguments)
+
+
+def engine_servers(config: ClusterConfig, model: str) -> list[tuple[EngineServer, Role]]:
+    """One server per worker, with its role at the start. `config` is resolved.
+
+    `model` is the name that servers of a joined cluster resolve on their nodes.
+    """
+    managed, roles = config.managed, roles_of(config)
+    names = worker_ids_of(roles)
+    return [
+        (
+            EngineServer(
+                worker_id=name,
+                kind=managed.engine_kind,
+                python=managed.engine_python or sys.executable,
+                model=model if config.ray_address else config.engine.model,
+                served_model_name=config.engine.served_model_name,
+                arguments=tuple(shlex.split(managed.engine_args)),
+                parallelism=parallelism_of(config),
+                is_disaggregated=not config.colocated,
+                num_gpus=config.num_gpus_per_worker,
+                host="" if config.ray_address else "127.0.0.1",
+                is_local=not config.ray_address,
+                cpu_cores=() if config.ray_address else cores_of(idx, len(roles), config.engine.num_threads),
+                log_folder=managed.engine_log_folder,
+                start_timeout_s=managed.engine_start_timeout_s,
+                stall_timeout_s=managed.engine_stall_timeout_s,
+                api_key=secrets.token_hex(_KEY_BYTES),
+            ),
+            role,
+        )
+        for idx, (name, role) in enumerate(zip(names, roles, strict=True))
+    ]
+
+
+def engine_facts(config: ClusterConfig) -> EngineFacts:
+    """What the router is told of all servers."""
+    hardware = "" if config.num_gpus_per_worker else "cpu"  # on a CPU, costs start from slower guesses
+    return EngineFacts(hardware, _kv_bytes_per_token(Path(config.engine.model)))
+
+
+def _kv_bytes_per_token(model: Path) -> int:
+    """Size of one token's KV as a plain decoder keeps it; 0 for a model whose config does not tell."""
+    config: dict[str, Any] = json.loads((model / "config.json").read_bytes())
+    config = config.get("text_config") or config
+    try:
+        num_heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+        num_kv_heads = config.get("num_key_value_heads") or num_heads
+        num_bytes = _BYTES_OF[config.get("dtype") or config.get("torch_dtype") or "bfloat16"]
+        return int(2 * config["num_hidden_layers"] * num_kv_heads * head_dim * num_bytes)
+    except (KeyError, TypeError, ZeroDivisionError):
+        return 0

@@ -1,0 +1,113 @@
+"""One engine server of a cluster, through all its lives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from tandem.cluster.engines.actor import EngineActor, EngineEnd, EngineStarted
+from tandem.cluster.engines.server import EngineServer
+from tandem.cluster.member import Member, Requests
+from tandem.cluster.restarts import RestartBudget
+from tandem.protocol.errors import WorkerError
+from tandem.protocol.messages import PeerAddress, Role, WorkerState
+from tandem.router.engines.config import EngineSpec
+from tandem.router.engines.fleet.fleet import EngineFleet
+
+__all__ = ["EngineFacts", "EngineMember"]
+
+logger = logging.getLogger(__name__)
+
+_JOIN_TIMEOUT_S = 60.0  # for the router's first probes of a server that has generated a token
+_JOIN_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the router is told of a server besides its address."""
+
+    hardware: str
+    kv_bytes_per_token: int  # size of a handoff; 0 = only its latency is learned
+
+
+class EngineMember(Member):
+    """A server of vLLM or SGLang."""
+
+    ends_if_given_up = False  # the router's probes find it again, and its actor notices if it has stalled
+
+    def __init__(
+        self,
+        server: EngineServer,
+        role: Role,
+        restarts: RestartBudget,
+        fleet: EngineFleet,
+        facts: EngineFacts,
+    ) -> None:
+        super().__init__(server.worker_id, role, restarts)
+        self.load_timeout_s = server.start_timeout_s + _JOIN_TIMEOUT_S  # beyond it the actor itself hangs
+        self._server = server
+        self._fleet = fleet
+        self._facts = facts
+
+    def _create_actor(self, options: dict[str, Any]) -> Any:
+        return ray.remote(EngineActor).options(**options).remote(self._server)
+
+    async def _join(self, started: EngineStarted | EngineEnd) -> None:
+        if isinstance(started, EngineEnd):
+            raise WorkerError(self._reason_of(started))
+        self.pid = started.pid
+        engine = self._fleet.add(self._spec(started))
+        deadline_s = time.monotonic() + _JOIN_TIMEOUT_S
+        while engine.state is not WorkerState.READY:
+            if time.monotonic() > deadline_s:
+                raise WorkerError(f"the router cannot use the server at {started.url}: {engine.reason}")
+            await asyncio.sleep(_JOIN_POLL_S)
+
+    async def leave(self, reason: str) -> None:
+        """As `Member.leave`."""
+        await self._fleet.lose(self.worker_id, reason)
+
+    async def play(self, role: Role, reason: str) -> Requests:
+        """As `Member.play`. Any server can do both, so it serves in its new role at once."""
+        self._fleet.set_role(self.worker_id, role)
+        self.role = role
+        return await self.running()
+
+    async def running(self) -> Requests:
+        """As `Member.running`."""
+        engine = self._fleet.get(self.worker_id)
+        return frozenset() if engine is None else frozenset(engine.running)
+
+    async def check_integrity(self) -> str:
+        """As `Member.check_integrity`."""
+        num_running = len(await self.running())
+        return f"{num_running} requests run on it" if num_running else ""
+
+    async def tell(self, address: PeerAddress | None, method: str, peer: PeerAddress) -> None:
+        """As `Member.tell`. Servers find out by themselves that another one is gone."""
+
+    def _spec(self, started: EngineStarted) -> EngineSpec:
+        server = self._server
+        return EngineSpec(
+            name=self.worker_id,
+            url=started.url,
+            model=server.served_model_name,
+            kind="vllm" if server.kind == "vllm" else "sglang",
+            role=self.role,
+            hardware=self._facts.hardware,
+            kv_bytes_per_token=self._facts.kv_bytes_per_token,
+            kv_events=started.events,
+            kv_replay=started.replay,
+            headers={"authorization": f"Bearer {server.api_key}"} if server.api_key else {},
+        )
+
+    def _reason_of(self, end: EngineEnd) -> str:
+        """As `Member._reason_of`, in one line; the log gets the lines that the server wrote last."""
+        if end.tail and not end.reason.endswith("stopped"):
+            logger.error("the last lines of %s:\n  %s", self.worker_id, "\n  ".join(end.tail))
+        return end.reason

@@ -1,0 +1,174 @@
+"""The process tree of one engine server: started, watched until it serves, watched for progress, and ended whole."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Self
+
+import httpx
+import psutil
+
+from tandem.protocol.errors import WorkerError
+from tandem.router.engines.fleet.engine_status import Progress, parse_progress
+
+__all__ = ["ServerProcess"]
+
+logger = logging.getLogger(__name__)
+
+_TAIL_LINES = 60
+_MAX_LINE = 2000  # bytes; longer lines are cut
+_LOOK_S = 0.5  # between two looks at a server that starts
+_ANSWER_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S = 8.0  # for a server to end by itself
+_ERROR = re.compile(r"\b(\w*(Error|Exception|Interrupt)\b.*|error: .*|.* not found.*)")
+
+
+class ServerProcess:
+    """One server. Its standard output and error are read here: the last lines are kept for error messages."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log_file: Path | None
+    ) -> None:
+        """Start it. Raises `WorkerError` if that is impossible."""
+        self._name = name
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._client = httpx.Client(timeout=_ANSWER_TIMEOUT_S, trust_env=False)
+        try:
+            log = None if log_file is None else log_file.open("ab", buffering=0)
+            self._process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C at the terminal is for `tandem serve`, which ends this in good order
+            )
+        except OSError as exc:
+            raise WorkerError(f"{command[0]} cannot be started: {exc.strerror or exc}") from exc
+        assert self._process.stdout is not None, "its output is a pipe"
+        self._reader = threading.Thread(target=self._read, args=(self._process.stdout, log), name="log", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the server's first process."""
+        return self._process.pid
+
+    @property
+    def tail(self) -> list[str]:
+        """The last lines that it wrote."""
+        return list(self._tail)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def wait_until_healthy(self, url: str, deadline_s: float, is_stopping: threading.Event) -> None:
+        """Return when `url` answers 200. Raises `WorkerError` if the server ends first, is late, or is to be stopped.
+
+        The deadline is of `time.monotonic`.
+        """
+        while not is_stopping.is_set():
+            if (ended := self.ended(timeout_s=_LOOK_S)) is not None:
+                raise WorkerError(ended)
+            with contextlib.suppress(httpx.HTTPError):
+                if self._client.get(url).status_code == 200:
+                    return
+            if time.monotonic() > deadline_s:
+                raise WorkerError(
+                    f"{self._name} did not serve in time: raise engine_start_timeout_s, or see its last line: "
+                    f"{self._last_line()}"
+                )
+        raise WorkerError("stopped while it loaded")
+
+    def generate(self, url: str, model: str, api_key: str, deadline_s: float) -> None:
+        """Have the server generate one token. Raises `WorkerError` if it cannot."""
+        body = {"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout_s = max(deadline_s - time.monotonic(), _ANSWER_TIMEOUT_S)
+        try:
+            answer = self._client.post(f"{url}/v1/completions", json=body, headers=headers, timeout=timeout_s)
+        except httpx.HTTPError as exc:
+            ended = self.ended(timeout_s=_LOOK_S)
+            raise WorkerError(ended or f"{self._name} did not generate a token: {exc or type(exc).__name__}") from exc
+        # A server of embeddings or of a model without completions answers 404: it has loaded its model nevertheless.
+        if answer.status_code not in (200, 404):
+            raise WorkerError(f"{self._name} did not generate a token: {answer.status_code} {answer.text[:300]}")
+
+    def progress(self, url: str) -> Progress | None:
+        """What the server's `/metrics` say of its work; None if they do not answer or say nothing."""
+        try:
+            answer = self._client.get(url)
+        except httpx.HTTPError:
+            return None
+        return parse_progress(answer.text) if answer.status_code == 200 else None
+
+    def ended(self, *, timeout_s: float) -> str | None:
+        """How it ended, if it ends within this time."""
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        self._reader.join(1.0)
+        if code < 0:
+            return f"{self._name} was ended by signal {-code}"
+        return f"{self._name} ended with code {code}: {self._telling_line()}"
+
+    def pin(self, cores: Sequence[int]) -> None:
+        """Give these cores, and no others, to all threads of the tree.
+
+        vLLM's NIXL connector moves the main thread of each worker to the last core of the machine, whatever it was
+        told: with few cores, those of all servers end up on the same one.
+        """
+        for process in self._tree():
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+                for thread in process.threads():
+                    with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                        os.sched_setaffinity(thread.id, cores)
+
+    def stop(self) -> None:
+        """End the whole tree: by SIGTERM to the server, then by force. Later calls change nothing."""
+        tree = self._tree()
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_TIMEOUT_S)
+        for process in {*tree, *self._tree()}:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait()
+        self._client.close()
+
+    def _tree(self) -> list[psutil.Process]:
+        try:
+            process = psutil.Process(self._process.pid)
+            return [process, *process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def _read(self, output: IO[bytes], log: IO[bytes] | None) -> None:
+        with output, log or contextlib.nullcontext():
+            while line := output.readline(_MAX_LINE):
+                self._tail.append(line.decode(errors="replace").rstrip())
+                if log is not None:
+                    log.write(line)
+
+    def _last_line(self) -> str:
+        return next((line for line in reversed(self._tail) if line.strip()), "none")
+
+    def _telling_line(self) -> str:
+        """The last line that names an error, else the last line."""
+        for line in reversed(self._tail):
+            if found := _ERROR.search(line):
+                return found[0].strip()
+        return self._last_line()

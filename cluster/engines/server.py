@@ -1,0 +1,121 @@
+"""What one engine server is started with: plain values, and the flags that users may give it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tandem.protocol.config.managed import EngineKindName
+from tandem.protocol.errors import ConfigError
+
+__all__ = ["EngineServer", "Parallelism", "Sockets", "bracketed", "check_arguments", "flags_of", "number_of"]
+
+MAX_RANKS = 4096
+
+
+class Sockets(NamedTuple):
+    """Where one server listens on its node. Further data-parallel ranks use the following ports."""
+
+    http_port: int
+    side_channel_port: int  # engines ask each other there where their KV is
+    events: str  # ZMQ endpoint that the server binds
+    replay: str
+
+    def reached_at(self, endpoint: str, host: str) -> str:
+        """The endpoint for a process that connects to the server."""
+        return endpoint.replace("tcp://*:", f"tcp://{bracketed(host)}:")
+
+
+class Parallelism(NamedTuple):
+    """How many ranks of each kind a server has. Each tensor- and pipeline-parallel rank takes one GPU."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the whole server."""
+        return self.tensor * self.pipeline * self.data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineServer:
+    """One server: what its actor needs to start it."""
+
+    worker_id: str
+    kind: EngineKindName
+    python: str
+    model: str  # local folder, or a name that its node resolves
+    served_model_name: str
+    arguments: tuple[str, ...]  # the user's
+    parallelism: Parallelism
+    is_disaggregated: bool  # whether it hands KV over to other servers
+    num_gpus: float
+    host: str = ""  # address it listens at; empty = its node's
+    is_local: bool = False  # whether all servers and the router are on one machine
+    cpu_cores: tuple[int, ...] = ()  # of its own; empty = any
+    log_folder: str = ""
+    start_timeout_s: float = 1800.0
+    stall_timeout_s: float = 300.0
+    api_key: str = field(default="", repr=False)
+
+
+def flags_of(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """(flag, value) of a command line; the value is None for a flag that is followed by another flag or nothing.
+
+    Flags are given in the spelling with dashes: vLLM and SGLang accept underscores too.
+    """
+    for i, word in enumerate(arguments):
+        if not word.startswith("-") or _is_number(word):
+            continue
+        name, has_value, value = word.partition("=")
+        following = arguments[i + 1] if i + 1 < len(arguments) else None
+        if not has_value:
+            is_value = following is not None and (not following.startswith("-") or _is_number(following))
+            yield _dashed(name), following if is_value else None
+        else:
+            yield _dashed(name), value
+
+
+def check_arguments(kind: str, arguments: Sequence[str], ours: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for a flag that Tandem sets itself. `ours` maps these flags to what the user does instead.
+
+    A flag is also refused as an abbreviation (`--kv-transfer`) and with the name of a nested field
+    (`--kv-transfer-config.kv_role`), both of which argument parsers accept.
+    """
+    for flag, _ in flags_of(arguments):
+        base = flag.partition(".")[0]
+        for name, remedy in ours.items():
+            if base == name or (len(base) > len("--x") and base.startswith("--") and name.startswith(base)):
+                raise ConfigError(f"engine_args: {flag} is set by Tandem for each {kind} server; {remedy}")
+
+
+def number_of(arguments: Sequence[str], *names: str) -> int:
+    """The value of a flag that counts ranks, 1 if it is not given. Raises `ConfigError` for another value."""
+    number = 1
+    for flag, value in flags_of(arguments):
+        if flag in names:
+            if value is None or not value.isdecimal() or not 1 <= int(value) <= MAX_RANKS:
+                raise ConfigError(f"engine_args: {flag} {value or ''} must be a whole number from 1 to {MAX_RANKS}")
+            number = int(value)
+    return number
+
+
+def bracketed(host: str) -> str:
+    """The host as it is written before a port."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _dashed(flag: str) -> str:
+    name, dot, rest = flag.partition(".")
+    return name.replace("_", "-") + dot + rest
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

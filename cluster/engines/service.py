@@ -1,0 +1,82 @@
+"""`tandem serve` with servers of another engine: the router of `tandem route`, and the servers' places."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+from tandem.cluster.engine_frontend import RouterSetup, make_fleet, serve_engines_http
+from tandem.cluster.engines.layout import engine_facts, engine_servers
+from tandem.cluster.engines.member import EngineMember
+from tandem.cluster.frontend import HttpFrontend
+from tandem.cluster.restarts import RestartBudget
+from tandem.cluster.supervisor import Supervisor
+from tandem.protocol.config import ClusterConfig, ExternalEnginesConfig
+from tandem.router.engines.config import FleetFile
+from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
+from tandem.scheduling.admission.tenants import Tenants
+
+__all__ = ["EngineService"]
+
+
+class EngineService:
+    """As `cluster.serve.Service`. To be made in the event loop that it is used in."""
+
+    def __init__(
+        self, config: ClusterConfig, tenants: Tenants, model: str, _: str, on_progress: Callable[[str], None]
+    ) -> None:
+        engine = config.engine
+        self._setup = RouterSetup(
+            fleet_file=FleetFile([], {engine.served_model_name: engine.model}),
+            router=config.router,
+            engines=ExternalEnginesConfig(allow_local_engines=True),  # only those that are started here are added
+            tenants=tenants,
+        )
+        fleet, facts = make_fleet(self._setup), engine_facts(config)
+        members = [
+            EngineMember(server, role, RestartBudget(config.max_restarts), fleet, facts)
+            for server, role in engine_servers(config, model)
+        ]
+        self.supervisor = Supervisor(config, fleet.registry, fleet.costs, members, on_progress=on_progress)
+        self._dispatcher = LocalDispatcher(fleet, [], self._setup.fleet_file.tokenizers, self.supervisor)
+
+    async def start(self) -> None:
+        """As `Service.start`: the fleet probes servers as they are added."""
+
+    def load(self) -> None:
+        """As `Service.load`: nothing takes long."""
+
+    def mean_output_tokens(self) -> float:
+        """As `Service.mean_output_tokens`."""
+        return self._dispatcher.fleet.lengths.mean_output_tokens
+
+    @contextlib.asynccontextmanager
+    async def serve_http(
+        self, listener: socket.socket, api_keys: dict[bytes, str]
+    ) -> AsyncIterator[tuple[HttpFrontend, _FleetReadiness]]:
+        """As `Service.serve_http`. Each server has generated a token before it joins the fleet."""
+        setup = replace(self._setup, api_keys=api_keys)
+        async with serve_engines_http(self._dispatcher, setup, listener) as frontend:
+            yield frontend, _FleetReadiness(self._dispatcher)
+
+    def shut_down(self) -> None:
+        """As `Service.shut_down`."""
+        self._dispatcher.shut_down()
+
+    async def close(self) -> None:
+        """As `Service.close`."""
+        await self._dispatcher.fleet.aclose()
+
+
+class _FleetReadiness:
+    """As `Ready`."""
+
+    def __init__(self, dispatcher: LocalDispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    @property
+    def reason(self) -> str | None:
+        """Why requests should not be sent here now; None if they should."""
+        return self._dispatcher.unready

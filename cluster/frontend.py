@@ -1,0 +1,56 @@
+"""What the HTTP side of a server is for its launcher, and how it is drained."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tandem.runtime.signals import wait_for_any
+
+__all__ = ["HttpFrontend", "drain"]
+
+_FINAL_EVENTS_S = 2.0  # for clients to read how their answer ended
+
+
+class HttpFrontend(Protocol):
+    """The HTTP server, in this process or in edge processes."""
+
+    @property
+    def has_started(self) -> asyncio.Event:
+        """Set once the server serves."""
+
+    @property
+    def serving(self) -> asyncio.Future[Any]:
+        """Done when the server has ended."""
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the server has begun to serve."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are being answered."""
+
+    def drain(self) -> None:
+        """Accept nothing more, let running answers end, then end the server."""
+
+
+async def drain(
+    frontend: HttpFrontend,
+    stop_now: asyncio.Event,
+    shut_down: Callable[[], None],
+    timeout_s: float,
+    progress: Callable[[str], None],
+) -> None:
+    """Accept nothing more and let answers end for `timeout_s` or until `stop_now`. `shut_down` ends the rest."""
+    frontend.drain()
+    if num_running := frontend.num_running:
+        answers = "1 answer" if num_running == 1 else f"{num_running} answers"
+        progress(f"stopping: waiting up to {timeout_s:g} s for {answers} (Ctrl-C again stops now)")
+    else:
+        progress("stopping")
+    # Also with no answer in sight: an edge process may still read a request or send the end of an answer.
+    await wait_for_any(frontend.serving, stop_now, timeout_s=timeout_s)
+    shut_down()
+    await asyncio.wait({frontend.serving}, timeout=_FINAL_EVENTS_S)

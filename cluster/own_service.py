@@ -1,0 +1,102 @@
+"""`tandem serve` with workers of Tandem's own engine: the deciding side, its HTTP side, and the workers' places."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from tandem.cluster.frontend import HttpFrontend
+from tandem.cluster.member import WorkerMember
+from tandem.cluster.restarts import RestartBudget
+from tandem.cluster.supervisor import Supervisor
+from tandem.cluster.worker_layout import worker_configs
+from tandem.protocol.config import ClusterConfig
+from tandem.router.workers.client import WorkerClient
+from tandem.router.workers.flow import RequestFlow
+from tandem.scheduling.admission.tenants import Tenants
+from tandem.scheduling.cache_sizing import CacheSizing
+from tandem.scheduling.cost_model import CostModel
+from tandem.scheduling.placement.placer import Placer
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.workers.registry import Registry
+
+if TYPE_CHECKING:
+    from tandem.router.openai.readiness import Ready
+    from tandem.router.text.tokenizer import Tokenizer
+
+__all__ = ["OwnService"]
+
+
+class OwnService:
+    """As `cluster.serve.Service`. To be made in the event loop that it is used in."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        tenants: Tenants,
+        model: str,
+        socket_folder: str,
+        on_progress: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._tenants = tenants
+        self._registry, index, costs = Registry(), PrefixIndex(), CostModel()
+        self._sizing = CacheSizing(self._registry)
+        self._workers = WorkerClient(self._registry, index, costs, config.router)
+        configs = worker_configs(config, model=model, router_key=self._workers.public_key, socket_folder=socket_folder)
+        members = [
+            WorkerMember(one, RestartBudget(config.max_restarts), self._workers, self._registry) for one in configs
+        ]
+        self.supervisor = Supervisor(config, self._registry, costs, members, on_progress=on_progress)
+        self._flow = RequestFlow(
+            model=config.engine.served_model_name,
+            registry=self._registry,
+            index=index,
+            costs=costs,
+            placer=Placer(self._registry, index, costs, config.router),
+            sizing=self._sizing,
+            workers=self._workers,
+            config=config.router,
+            tenants=tenants,
+            manager=self.supervisor,
+        )
+        self._http: tuple[ModuleType, Tokenizer] | None = None
+
+    async def start(self) -> None:
+        """As `Service.start`."""
+        await self._workers.start()
+
+    def load(self) -> None:
+        """As `Service.load`: the tokenizer brings transformers."""
+        from tandem.cluster import http_frontend
+        from tandem.router.text.tokenizer import Tokenizer
+
+        self._http = http_frontend, Tokenizer(self._config.engine.model)
+
+    def mean_output_tokens(self) -> float:
+        """As `Service.mean_output_tokens`."""
+        return self._flow.mean_output_tokens
+
+    @contextlib.asynccontextmanager
+    async def serve_http(
+        self, listener: socket.socket, api_keys: dict[bytes, str]
+    ) -> AsyncIterator[tuple[HttpFrontend, Ready]]:
+        """As `Service.serve_http`. A token has been generated once it is ready."""
+        assert self._http is not None, "it has been loaded"
+        http, tokenizer = self._http
+        metrics = http.metrics_of(self._flow, self._registry, self._sizing)
+        async with http.serve_http(
+            self._flow, tokenizer, metrics, self._config, listener, api_keys, self._tenants
+        ) as served:
+            yield served
+
+    def shut_down(self) -> None:
+        """As `Service.shut_down`."""
+        self._flow.shut_down()
+
+    async def close(self) -> None:
+        """As `Service.close`."""
+        await self._workers.close()
