@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from tandem.engine import pool_memory
-from tandem.engine.attention.interface import make_backend
+from tandem.engine.attention.choice import choose_backend, make_backend, read_device
+from tandem.engine.attention.interface import AttentionBackend
+from tandem.engine.attention_check import check_attention
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.device import Mark, make_stream
-from tandem.engine.loader import load_model
+from tandem.engine.loader import LoadedModel, load_model
 from tandem.engine.model_check import check_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.sampling.sampler import SampledToken, Sampler
@@ -104,8 +106,7 @@ class Engine:
         self.stream = make_stream(model.device, clock)
         self.pool = BlockPool(num_blocks)
         self.kv = pool_memory.allocate_pool(config, model, num_blocks)
-        backend = make_backend(model.device, torch.get_num_threads())
-        check_model(model, backend, config.block_size)
+        backend = _attention_of(model, config)
         self.runner = ModelRunner(model, backend, self.kv)
         self.scheduler = Scheduler(
             self.pool,
@@ -342,6 +343,17 @@ class Engine:
             return FinishReason.STOP
         is_full = len(sequence.token_ids) >= self.config.max_model_len
         return FinishReason.LENGTH if sequence.num_output_tokens >= sampling.max_tokens or is_full else None
+
+
+def _attention_of(model: LoadedModel, config: EngineConfig) -> AttentionBackend:
+    """The model's attention backend, compared with plain attention, alone and in the model."""
+    device = read_device(model.device)
+    name = choose_backend(config.attention_backend, device, model.head_dim, model.dtype, model.attentions)
+    backend = make_backend(name, torch.get_num_threads(), model.max_model_len)
+    check_attention(model, backend, config.block_size)
+    check_model(model, backend, config.block_size)
+    logger.info("attention backend: %s", name)
+    return backend
 
 
 def _stats(chunks: list[ScheduledChunk], duration_s: float) -> StepStats:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from tandem.engine.attention.interface import ATTENTION_NAME, no_mask
+from tandem.engine.attention.interface import ATTENTION_NAME, LayerAttention, no_mask
 from tandem.protocol.errors import ConfigError
 
 __all__ = ["FORWARD_ERRORS", "KvGeometry", "measure_kv"]
@@ -26,12 +26,13 @@ _PROBE_NAME = "tandem_probe"
 
 
 class KvGeometry(NamedTuple):
-    """One slot of the pool: [num_layers, 2, num_kv_heads, head_dim] of `dtype`."""
+    """One slot of the pool: [num_layers, 2, num_kv_heads, head_dim] of `dtype`, and the kinds of attention over it."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    attentions: frozenset[LayerAttention]
 
 
 class _Layer(NamedTuple):
@@ -39,17 +40,21 @@ class _Layer(NamedTuple):
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    attention: LayerAttention
 
 
 _layers: ContextVar[list[_Layer]] = ContextVar("layers")
 
 
-def _record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+def _record(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
+) -> tuple[Tensor, None]:
     """An attention function that notes what it is given and returns zeros."""
     if not getattr(module, "is_causal", True):
         raise NotImplementedError(f"{type(module).__name__} attends to later tokens too, as an encoder does")
     width = max(key.shape[3], value.shape[3])
-    _layers.get().append(_Layer(module.layer_idx, key.shape[1], width, key.dtype))  # type: ignore[arg-type]
+    layer_idx: int = module.layer_idx  # type: ignore[assignment]
+    _layers.get().append(_Layer(layer_idx, key.shape[1], width, key.dtype, LayerAttention.of(query, **options)))
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -92,4 +97,5 @@ def _common(name: str, layers: list[_Layer]) -> KvGeometry:
     ((num_kv_heads, dtype),) = kinds
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f"{name} cannot be served: its KV is {dtype}, and a block holds float32 or bfloat16")
-    return KvGeometry(len(layers), num_kv_heads, max(layer.head_dim for layer in layers), dtype)
+    attentions = frozenset(layer.attention for layer in layers)
+    return KvGeometry(len(layers), num_kv_heads, max(layer.head_dim for layer in layers), dtype, attentions)

@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from tandem.engine.architecture import load_config, model_class, text_config
+from tandem.engine.attention.interface import LayerAttention
 from tandem.engine.kv_geometry import measure_kv
 from tandem.engine.text_part import dropping_idle_parts
 from tandem.engine.weights import load_weights
@@ -42,6 +43,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     revision: str
+    attentions: frozenset[LayerAttention]  # the kinds of its layers
     attention: str  # other settings that change the KV's content, rope and window, as canonical JSON
 
 
@@ -113,6 +115,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         dtype=kv.dtype,
         device=device,
         revision=model_revision(folder),
+        attentions=kv.attentions,
         attention=_attention_identity(text),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,10 @@ from tandem.runtime.signals import restore_child_signals
 if TYPE_CHECKING:
     from tests.support.cluster_harness import Oracle
     from tests.support.fake_openai import FakeServer
+
+# Triton decides when it is imported (torch imports it too) whether kernels are compiled or interpreted on the CPU. On a
+# machine with a GPU, TRITON_INTERPRET=0 runs their tests there.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 restore_child_signals()  # tests stop what they start with SIGINT, and may themselves run as a background job
 

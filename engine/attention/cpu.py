@@ -24,7 +24,7 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("out", "query", "key", "value", "layer_keys", "layer_values")),
-        *((name, ctypes.c_void_p) for name in ("block_tables", "query_starts", "kv_lens", "slot_mapping")),
+        *((name, ctypes.c_void_p) for name in ("block_tables", "query_starts", "kv_lens", "slot_mapping", "sinks")),
         *(
             (f"{what}_{axis}_stride", ctypes.c_int64)
             for what in ("query", "key", "value")
@@ -40,7 +40,8 @@ class _Arguments(ctypes.Structure):
 class CpuAttention:
     """The compiled kernel as an attention backend."""
 
-    name = "cpu_paged"
+    name = "cpu"
+    long_context = 256  # four tiles of keys
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
@@ -54,20 +55,23 @@ class CpuAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        out: Tensor,
         context: StepContext,
         *,
         scale: float,
         window: int,
         softcap: float,
-    ) -> Tensor:
-        """Write this layer's KV, attend. query [T, H, D], key and value [T, KVH, D] -> [T, H, D]."""
+        sinks: Tensor | None,
+    ) -> None:
+        """Write this layer's KV and attend into `out`; see `AttentionBackend`."""
         pool = context.pool
         num_tokens, num_heads, head_dim = query.shape
         if head_dim > MAX_HEAD_DIM:
             raise NotImplementedError(f"head_dim={head_dim} is over {MAX_HEAD_DIM}, the most the CPU kernel holds")
         assert query.dtype == pool.dtype, f"query is {query.dtype}, the pool {pool.dtype}"
         query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
-        out = torch.empty(num_tokens, num_heads, head_dim, dtype=query.dtype)
+        if sinks is not None:
+            sinks = sinks.to(torch.float32).contiguous()
         element = pool.element_size()
         layer_keys = pool.data_ptr() + layer_idx * pool.stride(1) * element
         arguments = _Arguments(
@@ -81,6 +85,7 @@ class CpuAttention:
             query_starts=context.query_starts.data_ptr(),
             kv_lens=context.kv_lens.data_ptr(),
             slot_mapping=context.slot_mapping.data_ptr(),
+            sinks=None if sinks is None else sinks.data_ptr(),
             query_token_stride=query.stride(0),
             query_head_stride=query.stride(1),
             key_token_stride=key.stride(0),
@@ -102,4 +107,3 @@ class CpuAttention:
         failed = self._function(ctypes.byref(arguments), int(query.dtype == torch.bfloat16), self._num_threads)
         if failed:
             raise MemoryError("the attention kernel could not allocate its scratch memory")
-        return out

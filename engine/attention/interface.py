@@ -8,9 +8,8 @@ without block tables would silently compute something else.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface
@@ -18,15 +17,43 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from tandem.engine.attention.context import StepContext
 
-__all__ = ["ATTENTION_NAME", "AttentionBackend", "PagedStep", "no_mask", "register"]
+__all__ = ["ATTENTION_NAME", "AttentionBackend", "LayerAttention", "PagedStep", "no_mask", "register"]
 
 ATTENTION_NAME = "tandem_paged"
 
 
+class LayerAttention(NamedTuple):
+    """What a layer of a model asks of its backend; see `AttentionBackend` for the terms."""
+
+    num_heads: int
+    scale: float
+    window: int
+    softcap: float
+    has_sinks: bool
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **_: Any,
+    ) -> LayerAttention:
+        """From what a layer passes to its attention function, read as `paged_attention_forward` does."""
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        return cls(query.shape[1], scale, sliding_window or 0, softcap or 0.0, s_aux is not None)
+
+
 class AttentionBackend(Protocol):
-    """Writes one layer's new KV into the pool and attends through block tables."""
+    """Writes one layer's new KV into the pool and attends through block tables.
+
+    A context of `long_context` tokens is long enough to take every path of the backend: the check at start uses it.
+    """
 
     name: str
+    long_context: int
 
     def __call__(
         self,
@@ -34,13 +61,24 @@ class AttentionBackend(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        out: Tensor,
         context: StepContext,
         *,
         scale: float,
         window: int,
         softcap: float,
-    ) -> Tensor:
-        """query [T, H, D], key and value [T, KVH, D] -> [T, H, D]."""
+        sinks: Tensor | None,
+    ) -> None:
+        """Write this layer's new KV into its slots, then attend into `out`.
+
+        query:      [T, H, D]; key, value: [T, KVH, D]; any strides
+        out:        [T, H, D], contiguous, with any content
+        window:     a token sees itself and the window - 1 tokens before it; 0 = all before it
+        softcap:    scores become softcap * tanh(score / softcap); 0 = they stay
+        sinks:      [H]; for each head one more score that every token sees, of a value of zeros
+
+        Raises NotImplementedError for what this backend cannot compute.
+        """
         ...
 
 
@@ -78,21 +116,22 @@ def paged_attention_forward(
             f"{type(module).__name__} was called outside an engine step: its attention has no block tables "
             "(paged_step is missing), so its result would be wrong"
         )
-    if s_aux is not None:
-        raise NotImplementedError(f"{type(module).__name__} uses attention sinks, which this engine cannot attend with")
     layer_idx: int = module.layer_idx  # type: ignore[assignment]  # every decoder attention of transformers has it
     pool = paged_step.context.pool
     _check_geometry(type(module).__name__, layer_idx, query, key, value, pool)
     paged_step.between_layers()
-    out = paged_step.backend(
+    out = query.new_empty(query.shape[2], query.shape[1], pool.shape[5])
+    paged_step.backend(
         layer_idx,
         _slots(query, pool),
         _slots(key, pool),
         _slots(value, pool),
+        out,
         paged_step.context,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window or 0,
         softcap=softcap or 0.0,
+        sinks=s_aux,
     )
     return out[..., : value.shape[-1]].unsqueeze(0), None
 
@@ -131,14 +170,3 @@ def register() -> None:
     """Make ATTENTION_NAME known to transformers; calling it again changes nothing."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
-
-
-def make_backend(device: torch.device, num_threads: int) -> AttentionBackend:
-    """The best backend for `device`; heavy imports happen here."""
-    if device.type == "cuda":
-        from tandem.engine.attention.cuda import CudaAttention
-
-        return CudaAttention()
-    from tandem.engine.attention.cpu import CpuAttention
-
-    return CpuAttention(num_threads)

@@ -31,6 +31,7 @@ struct Arguments {
   const int32_t *query_starts;  // [num_seqs + 1]
   const int32_t *kv_lens;       // [num_seqs], new tokens included
   const int64_t *slot_mapping;  // [num_tokens]
+  const float *sinks;           // [num_heads], or null: one more score that every token sees, of a value of zeros
   int64_t query_token_stride, query_head_stride; // in elements
   int64_t key_token_stride, key_head_stride;
   int64_t value_token_stride, value_head_stride;
@@ -249,6 +250,10 @@ void attend(const Arguments &a, int64_t seq, int64_t first_query, int64_t num_qu
     const T *row = static_cast<const T *>(a.query) + (token + r / group) * a.query_token_stride +
                    (kv_head * group + r % group) * a.query_head_stride;
     Format<T>::load_row(row, s.query + r * dim, static_cast<int>(a.head_dim));
+    if (a.sinks != nullptr) {
+      s.max[r] = a.sinks[kv_head * group + r % group];
+      s.sum[r] = 1.0f;
+    }
   }
 
   int64_t last_position = first_position + num_queries - 1;

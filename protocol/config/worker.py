@@ -26,6 +26,7 @@ __all__ = ["DEFAULT_MODEL", "EngineConfig", "EvictionPolicyName", "TierConfig", 
 DEFAULT_MODEL = "smollm2-135m"
 
 DType = Literal["auto", "float32", "bfloat16"]
+AttentionBackendName = Literal["auto", "cpu", "fa3", "triton"]
 Codec = Literal["raw", "fp8", "int8", "int4"]
 EvictionPolicyName = Literal["hit-density", "lru", "s3-fifo"]
 
@@ -72,6 +73,14 @@ class EngineConfig:
     ] = ""
     dtype: Annotated[DType, Setting("Type of weights and KV; auto = the model's own.", MODEL)] = "auto"
     device: Annotated[Literal["auto", "cpu", "cuda"], Setting("auto = a GPU where there is one.", MODEL)] = "auto"
+    attention_backend: Annotated[
+        AttentionBackendName,
+        Setting(
+            "Kernel of paged attention; auto = cpu on CPUs, fa3 on Hopper GPUs where FlashAttention 3 is installed and "
+            "can serve the model, else triton.",
+            ENGINE,
+        ),
+    ] = "auto"
     block_size: Annotated[
         int,
         Meta(ge=1, le=256),

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,114 +10,46 @@ from torch import Tensor
 from tandem.engine.attention.context import StepContext
 from tandem.engine.attention.cpu import CpuAttention
 from tandem.engine.attention.interface import PagedStep, paged_attention_forward
-from tests.support.reference_attention import ReferenceAttention
-
-NUM_LAYERS = 2
-
-
-class Case:
-    """Queries, keys and values of two or more sequences, and the pool into which they are written."""
-
-    def __init__(
-        self,
-        lengths: list[int],
-        *,
-        num_heads: int = 4,
-        num_kv_heads: int = 2,
-        head_dim: int = 16,
-        block_size: int = 16,
-        dtype: torch.dtype = torch.float32,
-        seed: int = 0,
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.lengths, self.block_size, self.dtype = lengths, block_size, dtype
-
-        def draw(length: int, heads: int) -> Tensor:
-            return torch.randn(length, heads, head_dim, generator=generator).to(dtype)
-
-        self.q = [draw(length, num_heads) for length in lengths]
-        self.k = [draw(length, num_kv_heads) for length in lengths]
-        self.v = [draw(length, num_kv_heads) for length in lengths]
-        num_blocks = [-(-length // block_size) for length in lengths]
-        ids = torch.randperm(sum(num_blocks) + 1, generator=generator).tolist()
-        self.blocks = [[ids.pop() for _ in range(count)] for count in num_blocks]
-        self.shape = (sum(num_blocks) + 1, NUM_LAYERS, 2, block_size, num_kv_heads, head_dim)
-
-    def new_pool(self, fill: float) -> Tensor:
-        return torch.full(self.shape, fill, dtype=self.dtype)
-
-    def run(self, backend: Any, pool: Tensor, chunks: list[tuple[int, int, int]], **options: Any) -> list[Tensor]:
-        """One step over `chunks` of (sequence, start, end); their outputs."""
-        tables = torch.zeros(len(chunks), max(len(self.blocks[i]) for i, _, _ in chunks), dtype=torch.int32)
-        slots = []
-        for row, (i, start, end) in enumerate(chunks):
-            tables[row, : len(self.blocks[i])] = torch.tensor(self.blocks[i])
-            slots += [
-                self.blocks[i][position // self.block_size] * self.block_size + position % self.block_size
-                for position in range(start, end)
-            ]
-        counts = [end - start for _, start, end in chunks]
-        context = StepContext(
-            pool=pool,
-            block_tables=tables,
-            query_starts=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32),
-            kv_lens=torch.tensor([end for _, _, end in chunks], dtype=torch.int32),
-            slot_mapping=torch.tensor(slots),
-            max_query_len=max(counts),
-            max_kv_len=max(end for _, _, end in chunks),
-        )
-        query, key, value = (
-            torch.cat([tensors[i][start:end] for i, start, end in chunks]) for tensors in (self.q, self.k, self.v)
-        )
-        settings = {"scale": 0.3, "window": 0, "softcap": 0.0, **options}
-        return list(backend(1, query, key, value, context, **settings).split(counts))
-
-    def whole(self) -> list[tuple[int, int, int]]:
-        return [(i, 0, length) for i, length in enumerate(self.lengths)]
-
-
-def assert_agrees(case: Case, **options: Any) -> None:
-    """Over a pool full of NaN, the kernel equals the reference up to rounding and writes the same KV."""
-    pools = case.new_pool(float("nan")), case.new_pool(0.0)
-    actual = case.run(CpuAttention(2), pools[0], case.whole(), **options)
-    expected = case.run(ReferenceAttention(), pools[1], case.whole(), **options)
-    tolerance = 2e-5 if case.dtype is torch.float32 else 2e-2
-    torch.testing.assert_close(torch.cat(actual), torch.cat(expected), atol=tolerance, rtol=tolerance)
-    written = ~pools[0].isnan()
-    assert int(written.sum()) == sum(case.lengths) * 2 * case.shape[4] * case.shape[5]
-    assert torch.equal(pools[0][written], pools[1][written])
+from tests.support.attention_case import NUM_LAYERS, Case, assert_agrees
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 80, 128, 256])
 def test_kernel_agrees_for_every_head_dim(head_dim: int, dtype: torch.dtype) -> None:
-    assert_agrees(Case([1, 70, 33], head_dim=head_dim, dtype=dtype))
+    assert_agrees(CpuAttention(2), Case([1, 70, 33], head_dim=head_dim, dtype=dtype))
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (9, 3), (8, 1), (6, 2), (7, 7), (12, 1)])
 def test_kernel_agrees_for_every_grouping_of_heads(num_heads: int, num_kv_heads: int) -> None:
-    assert_agrees(Case([5, 40], num_heads=num_heads, num_kv_heads=num_kv_heads))
+    assert_agrees(CpuAttention(2), Case([5, 40], num_heads=num_heads, num_kv_heads=num_kv_heads))
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 16, 64, 256])
 def test_kernel_agrees_for_every_block_size(block_size: int) -> None:
-    assert_agrees(Case([1, 15, 16, 17, 63, 64, 65, 130], block_size=block_size))
+    assert_agrees(CpuAttention(2), Case([1, 15, 16, 17, 63, 64, 65, 130], block_size=block_size))
 
 
 @pytest.mark.parametrize("window", [1, 2, 31, 63, 64, 65, 129, 1000])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 def test_kernel_agrees_with_windows_and_soft_caps(window: int, softcap: float) -> None:
-    assert_agrees(Case([200, 3, 65]), window=window, softcap=softcap)
+    assert_agrees(CpuAttention(2), Case([200, 3, 65]), window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"window": 31}, {"softcap": 1.5}])
+def test_kernel_agrees_with_sinks(options: dict[str, Any], dtype: torch.dtype) -> None:
+    sinks = torch.tensor([-50.0, 0.0, 3.0, 50.0], dtype=dtype)  # of no weight, little, much, all
+    assert_agrees(CpuAttention(2), Case([70, 1, 33], dtype=dtype), sinks=sinks, **options)
 
 
 def test_kernel_survives_large_scores() -> None:
     case = Case([80])
     case.q = [q * 200 for q in case.q]
-    assert_agrees(case)
+    assert_agrees(CpuAttention(2), case)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"window": 24}, {"softcap": 2.0}])
+@pytest.mark.parametrize("options", [{}, {"window": 24}, {"softcap": 2.0}, {"sinks": torch.linspace(-2, 3, 9)}])
 def test_results_do_not_depend_on_batch_chunks_or_threads(dtype: torch.dtype, options: dict[str, Any]) -> None:
     case = Case([1, 17, 64, 150], num_heads=9, num_kv_heads=3, dtype=dtype)
     together_pool = case.new_pool(0.0)
@@ -153,7 +84,7 @@ def test_kernel_reads_strided_inputs() -> None:
 
 def test_kernel_refuses_heads_it_has_no_room_for() -> None:
     with pytest.raises(NotImplementedError, match="head_dim=272"):
-        assert_agrees(Case([3], head_dim=272))
+        assert_agrees(CpuAttention(2), Case([3], head_dim=272))
 
 
 def call_interface(
@@ -172,10 +103,12 @@ def call_interface(
     class Backend:
         name = "case"
 
-        def __call__(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, context: StepContext, **_: Any) -> Tensor:
+        long_context = 1
+
+        def __call__(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *_: Any, **__: Any) -> None:
             if seen is not None:
                 seen.extend((q, k, v))
-            return q
+            out.copy_(q)
 
     context = StepContext(
         pool=case.new_pool(0.0),
@@ -226,8 +159,3 @@ def test_heads_narrower_than_a_slot_are_padded_with_zeros(key_dim: int, value_di
     assert call_interface(query=(1, 4, 5, key_dim), key=key, value=value, seen=seen).shape == (1, 5, 4, value_dim)
     assert [tensor.shape[2] for tensor in seen] == [16, 16, 16]
     assert [tensor[0, 0].sum() for tensor in seen] == [key_dim, key_dim, value_dim]
-
-
-def test_interface_refuses_attention_sinks() -> None:
-    with pytest.raises(NotImplementedError, match="attention sinks"):
-        call_interface(s_aux=torch.zeros(4))

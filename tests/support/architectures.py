@@ -142,6 +142,9 @@ SERVED: dict[str, Family] = {
     "glm4": Family("Glm4Config", _WIDE),
     "glm4_moe": Family("Glm4MoeConfig", {**_WIDE, **_GROUPED_MOE}, "a router in float32, a shared expert"),
     "glm4_moe_lite": Family("Glm4MoeLiteConfig", {**_BASE, **_MLA, **_GROUPED_MOE}, "latent attention, as DeepSeek"),
+    "gpt_oss": Family(
+        "GptOssConfig", {**_WIDE, **_LOCAL_MOE, "sliding_window": WINDOW}, "attention sinks, every other layer sliding"
+    ),
     "cohere": Family("CohereConfig", _BASE, "interleaved rotary"),
     "cohere2": Family("Cohere2Config", _SLIDING, "layers without positions"),
     "smollm3": Family("SmolLM3Config", {**_BASE, "no_rope_layers": [1, 0, 1]}, "layers without positions"),
@@ -268,7 +271,6 @@ WRAPPERS: dict[str, Family] = {
 _OWN = "knows only attention of its own"
 _LAYERS = "layers this engine cannot serve: "
 REFUSED: dict[str, Refusal] = {
-    "gpt_oss": Refusal(Family("GptOssConfig", {**_WIDE, **_LOCAL_MOE}, "attention sinks"), "attention sinks"),
     "phimoe, sliding": Refusal(
         Family("PhimoeConfig", {**_SLIDING, **_LOCAL_MOE}, "transformers hands its window to no attention function"),
         "paged logits differ",

@@ -1,6 +1,6 @@
-"""Paged attention in plain torch: the oracle of the attention tests.
+"""Paged attention in plain torch: what other backends are compared with, at start and in tests.
 
-Mathematically exact, but the bits of its result depend on how a prompt was cut into chunks.
+Mathematically exact and slow. The bits of its result depend on how a prompt was cut into chunks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ class ReferenceAttention:
     """Gathers each sequence's KV and attends in float32, one sequence at a time."""
 
     name = "reference"
+    long_context = 1
 
     def __call__(
         self,
@@ -24,20 +25,22 @@ class ReferenceAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        out: Tensor,
         context: StepContext,
         *,
         scale: float,
         window: int,
         softcap: float,
-    ) -> Tensor:
-        """Write this layer's KV, attend. query [T, H, D], key and value [T, KVH, D] -> [T, H, D]."""
+        sinks: Tensor | None,
+        lse: Tensor | None = None,
+    ) -> None:
+        """Write this layer's KV and attend into `out`; see `AttentionBackend`. lse: [T, H], float32."""
         block_size = context.pool.shape[3]
         blocks, offsets = context.slot_mapping // block_size, context.slot_mapping % block_size
         context.pool[blocks, layer_idx, 0, offsets] = key
         context.pool[blocks, layer_idx, 1, offsets] = value
         group = query.shape[1] // key.shape[1]
         starts, kv_lens = context.query_starts.tolist(), context.kv_lens.tolist()
-        outputs = []
         for i, kv_len in enumerate(kv_lens):
             table = context.block_tables[i, : -(-kv_len // block_size)].long()
             keys, values = (
@@ -53,6 +56,11 @@ class ReferenceAttention:
             hidden = key_positions > positions
             if window:
                 hidden |= key_positions <= positions - window
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
-            outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
-        return torch.cat(outputs).to(query.dtype)
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if sinks is not None:
+                column = sinks.float()[:, None, None].expand(-1, q.shape[0], 1)
+                scores = torch.cat([scores, column], dim=-1)
+            rows = slice(starts[i], starts[i + 1])
+            out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1)[..., :kv_len], values).to(out.dtype)
+            if lse is not None:
+                lse[rows] = scores.logsumexp(dim=-1).T

@@ -1,0 +1,207 @@
+"""The Triton kernels, on a GPU or under Triton's interpreter (see tests/conftest.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.engine.attention.reference import ReferenceAttention
+from tandem.engine.attention.triton import TritonAttention, split_tokens, tile_of
+from tests.support.attention_case import Case, assert_agrees
+
+pytest.importorskip("triton", reason="Triton is for Linux")
+
+IS_INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+BACKEND = TritonAttention(64)  # a short split, so that few keys make many
+NAN = float("nan")
+SINKS = torch.tensor([-50.0, 0.0, 3.0, 50.0], device=DEVICE)  # of no weight, little, much, all
+
+
+def make_case(lengths: list[int], **settings: Any) -> Case:
+    return Case(lengths, device=DEVICE, **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [8, 80, 128, 256])
+def test_kernel_agrees_for_every_head_dim(head_dim: int, dtype: torch.dtype) -> None:
+    assert_agrees(BACKEND, make_case([1, 21, 9], head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (9, 3), (6, 2), (70, 1)])
+def test_kernel_agrees_for_every_grouping_of_heads(num_heads: int, num_kv_heads: int) -> None:
+    assert_agrees(BACKEND, make_case([3, 11], num_heads=num_heads, num_kv_heads=num_kv_heads))
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 64, 256])
+def test_kernel_agrees_for_every_block_size(block_size: int) -> None:
+    assert_agrees(BACKEND, make_case([1, 15, 33], block_size=block_size))
+
+
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks"),
+    [
+        *((window, 0.0, None) for window in (1, 65, 1000)),
+        *((window, 1.5, None) for window in (0, 31)),
+        *((window, 0.0, SINKS) for window in (0, 1, 31)),
+        (31, 1.5, SINKS),
+    ],
+)
+def test_kernel_agrees_with_windows_soft_caps_and_sinks(window: int, softcap: float, sinks: Tensor | None) -> None:
+    assert_agrees(BACKEND, make_case([90, 1, 3]), window=window, softcap=softcap, sinks=sinks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernel_survives_large_scores(dtype: torch.dtype) -> None:
+    case = make_case([40], dtype=dtype)
+    case.q = [q * 200 for q in case.q]
+    assert_agrees(BACKEND, case)
+    assert_agrees(BACKEND, case, softcap=1.5)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 70}, {"softcap": 1.5, "sinks": SINKS}, {"window": 30, "sinks": SINKS}]
+)
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [(0, 199, 200), (1, 63, 64), (2, 64, 65), (3, 0, 1)],  # decoding alone: a program for each split
+        [(0, 191, 200), (1, 60, 64), (2, 57, 65), (3, 0, 1)],  # several tokens each, as for speculation
+        [(0, 150, 200), (1, 63, 64), (2, 64, 65), (3, 0, 1)],  # decoding beside a chunk of a prompt
+    ],
+)
+def test_splits_of_long_contexts_agree(chunks: list[tuple[int, int, int]], options: dict[str, Any]) -> None:
+    case = make_case([200, 64, 65, 1])
+    pool = case.new_pool(NAN)
+    case.run(ReferenceAttention(), pool, case.whole())
+    expected = case.run(ReferenceAttention(), pool.clone(), chunks, **options)
+    lse = torch.full((sum(end - start for _, start, end in chunks), 4), NAN, device=DEVICE)
+    expected_lse = torch.empty_like(lse)
+    case.run(ReferenceAttention(), pool.clone(), chunks, lse=expected_lse, **options)
+    actual = case.run(BACKEND, pool, chunks, lse=lse, **options)
+    torch.testing.assert_close(torch.cat(actual), torch.cat(expected), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=2e-5, rtol=2e-5)
+
+
+@pytest.fixture
+def row_independent_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply row by row. numpy's BLAS sums a row in another order elsewhere in the tile; tensor cores do not."""
+    if not IS_INTERPRETED:
+        return
+    import numpy as np
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def dot(_: Any, a: Any, b: Any, acc: Any, *__: Any) -> Any:
+        return TensorHandle(np.einsum("ik,kj->ij", a.data, b.data).astype(acc.data.dtype) + acc.data, acc.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.float32, {"window": 70, "sinks": torch.linspace(-2, 3, 3, device=DEVICE)}),
+        (torch.bfloat16, {"softcap": 2.0}),
+    ],
+)
+@pytest.mark.usefixtures("row_independent_dot")
+def test_results_do_not_depend_on_batch_or_chunks(dtype: torch.dtype, options: dict[str, Any], seed: int) -> None:
+    """Each sequence whole and alone equals itself in any chunks beside any others, bit for bit."""
+    print(f"{seed=}")
+    generator = random.Random(seed)
+    case = make_case([1, 66, 170], num_heads=3, num_kv_heads=1, dtype=dtype, seed=seed)
+    pool, alone_pool = case.new_pool(NAN), case.new_pool(NAN)
+    pieces: list[list[Tensor]] = [[] for _ in case.lengths]
+    done = [0, 0, 0]
+    while done != case.lengths:
+        chunks = []
+        for i in generator.sample(range(3), 3):
+            size = min(generator.choice([1, 1, 9, 21, 64, 100]), case.lengths[i] - done[i])
+            if size and generator.random() < 0.8:
+                chunks.append((i, done[i], done[i] + size))
+                done[i] += size
+        if chunks:
+            for (i, _, _), out in zip(chunks, case.run(BACKEND, pool, chunks, **options), strict=True):
+                pieces[i].append(out)
+    for i, length in enumerate(case.lengths):
+        [alone] = case.run(BACKEND, alone_pool, [(i, 0, length)], **options)
+        assert torch.equal(torch.cat(pieces[i]), alone), f"sequence {i} in chunks of {[len(x) for x in pieces[i]]}"
+    assert torch.equal(pool.nan_to_num(7.0), alone_pool.nan_to_num(7.0))
+
+
+def test_kernel_reads_strided_inputs() -> None:
+    case = make_case([20])
+    [expected] = case.run(BACKEND, case.new_pool(NAN), case.whole())
+    fused = torch.cat([case.q[0], case.k[0], case.v[0]], dim=1).transpose(0, 1).contiguous().transpose(0, 1)
+    case.q, case.k, case.v = [fused[:, :4]], [fused[:, 4:6]], [fused[:, 6:]]
+    [actual] = case.run(BACKEND, case.new_pool(NAN), case.whole())
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_kernel_refuses_heads_it_has_no_room_for() -> None:
+    with pytest.raises(NotImplementedError, match="head_dim=272"):
+        assert_agrees(BACKEND, make_case([3], head_dim=272))
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "expected"), [(1, 512), (32768, 512), (32769, 1024), (131072, 2048), (1 << 20, 16384)]
+)
+def test_a_model_has_at_most_64_splits_of_its_context(max_model_len: int, expected: int) -> None:
+    split = split_tokens(max_model_len)
+    assert split == expected
+    assert -(-max_model_len // split) <= 64
+    assert all(split % tile_of(dim, dtype).keys == 0 for dim in (64, 128, 256) for dtype in (torch.float32, torch.half))
+
+
+def test_an_engine_on_the_triton_kernel_gives_the_tokens_of_the_cpu_kernel(
+    build_engine: Callable[..., Any],
+) -> None:
+    from tests.engine.test_engine import generate, make_prompt
+
+    prompts = [make_prompt(length) for length in (3, 20)]
+    expected = generate(build_engine("gemma2"), prompts, max_tokens=4)
+    assert generate(build_engine("gemma2", attention_backend="triton"), prompts, max_tokens=4) == expected
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What the compiler made of the kernels for Ampere and Hopper."""
+    script = Path(__file__).parents[1] / "support" / "compile_kernels.py"
+    cache = str(tmp_path_factory.mktemp("triton"))
+    result = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_kernels_compile_for_gpus(compiled: list[dict[str, Any]]) -> None:
+    assert [kernel["kernel"] for kernel in compiled] == ["write_kv", "attend", "merge_splits"] * 4
+    for kernel in compiled:
+        assert kernel["cubin"] > 0
+        assert kernel["shared"] <= 99 << 10, kernel  # what one program may use on GPUs of 100 KB
+
+
+def test_compiled_attention_uses_tensor_cores_and_loads_ahead(compiled: list[dict[str, Any]]) -> None:
+    ampere, float32, *hopper = [kernel for kernel in compiled if kernel["kernel"] == "attend"]
+    assert ampere["mma"]
+    assert ampere["copies ahead"]
+    assert float32["mma"] == 0  # tensor cores would round it
+    assert all(kernel["wgmma"] and kernel["copies ahead"] for kernel in hopper)
