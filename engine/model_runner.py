@@ -50,17 +50,13 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: PackedBatch, between_layers: Callable[[], None] = _nothing) -> Tensor | None:
         """Launch a packed batch; the results of `run`."""
-        arguments = {
-            "input_ids": batch.input_ids,
-            "position_ids": batch.positions,
-            "use_cache": False,
-            "paged_step": PagedStep(self._backend, batch.context, between_layers),
-        }
+        arguments = {"input_ids": batch.input_ids, "position_ids": batch.positions, "use_cache": False}
         rows = batch.logit_rows
-        if rows is None:  # in the middle of prompts no logits are needed: skip the vocabulary-sized product
-            self.model.module.base_model(**arguments)  # type: ignore[operator]
-            return None
-        logits: Tensor = self.model.module(**arguments, logits_to_keep=rows).logits[0]
+        with PagedStep(self._backend, batch.context, between_layers):
+            if rows is None:  # in the middle of prompts no logits are needed: skip the vocabulary-sized product
+                self.model.module.base_model(**arguments)  # type: ignore[operator]
+                return None
+            logits: Tensor = self.model.module(**arguments, logits_to_keep=rows).logits[0]
         # A few models ignore logits_to_keep and return a row for every token.
         return logits if logits.shape[0] == len(rows) else logits[rows]
 

@@ -1,13 +1,14 @@
 """Plugs paged attention into unmodified transformers models.
 
 A model loaded with `attn_implementation=ATTENTION_NAME` calls `paged_attention_forward` in every layer. The step's
-metadata travels as one keyword argument through the model's forward. Without it the function raises, because attending
-without block tables would silently compute something else.
+metadata is in a context variable meanwhile, because some models do not hand keyword arguments on to their layers.
+Without it the function raises: attending without block tables would silently compute something else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -83,7 +84,7 @@ class AttentionBackend(Protocol):
 
 
 class PagedStep:
-    """The keyword argument that carries backend and context to every attention layer of one forward.
+    """Backend and context of the forward inside `with`, for its attention layers.
 
     `between_layers` is called in each of them: work of other parts that must not wait for the end of a long step.
     """
@@ -94,6 +95,15 @@ class PagedStep:
         self.backend = backend
         self.context = context
         self.between_layers = between_layers
+
+    def __enter__(self) -> None:
+        _current.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        _current.set(None)
+
+
+_current: ContextVar[PagedStep | None] = ContextVar("paged_step", default=None)
 
 
 def paged_attention_forward(
@@ -107,14 +117,14 @@ def paged_attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    paged_step: PagedStep | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, T, D], key and value [1, KVH, T, D] (after rope) -> [1, T, H, D]."""
+    paged_step = _current.get()
     if paged_step is None:
         raise RuntimeError(
-            f"{type(module).__name__} was called outside an engine step: its attention has no block tables "
-            "(paged_step is missing), so its result would be wrong"
+            f"{type(module).__name__} was called outside an engine step: its attention has no block tables, "
+            "so its result would be wrong"
         )
     layer_idx: int = module.layer_idx  # type: ignore[assignment]  # every decoder attention of transformers has it
     pool = paged_step.context.pool

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,10 +120,11 @@ def call_interface(
         max_query_len=5,
         max_kv_len=5,
     )
-    step = PagedStep(Backend(), context, lambda: None) if with_step else None
+    step = PagedStep(Backend(), context, lambda: None) if with_step else nullcontext()
     module: Any = SimpleNamespace(layer_idx=layer_idx)
     tensors = (torch.ones(shape) for shape in (query, key, value))
-    return paged_attention_forward(module, *tensors, None, paged_step=step, **options)[0]
+    with step:
+        return paged_attention_forward(module, *tensors, None, **options)[0]
 
 
 def test_interface_gives_transformers_its_layout() -> None:
@@ -130,7 +132,7 @@ def test_interface_gives_transformers_its_layout() -> None:
 
 
 def test_interface_raises_without_a_step() -> None:
-    with pytest.raises(RuntimeError, match="paged_step is missing"):
+    with pytest.raises(RuntimeError, match="outside an engine step"):
         call_interface(with_step=False)
 
 

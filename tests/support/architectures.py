@@ -145,6 +145,8 @@ SERVED: dict[str, Family] = {
     "gpt_oss": Family(
         "GptOssConfig", {**_WIDE, **_LOCAL_MOE, "sliding_window": WINDOW}, "attention sinks, every other layer sliding"
     ),
+    "nemotron": Family("NemotronConfig", _BASE, "squared ReLU, LayerNorm with (1 + weight)"),
+    "stablelm": Family("StableLmConfig", _BASE, "partial rotary, LayerNorm"),
     "cohere": Family("CohereConfig", _BASE, "interleaved rotary"),
     "cohere2": Family("Cohere2Config", _SLIDING, "layers without positions"),
     "smollm3": Family("SmolLM3Config", {**_BASE, "no_rope_layers": [1, 0, 1]}, "layers without positions"),
@@ -288,8 +290,6 @@ REFUSED: dict[str, Refusal] = {
         Family("GPTJConfig", {**_GPT2, "rotary_dim": 8}, "its code calls attention of its own"), rf"gptj. .*{_OWN}"
     ),
     "codegen": Refusal(Family("CodeGenConfig", {**_GPT2, "rotary_dim": 8}, "the same"), rf"codegen. .*{_OWN}"),
-    "stablelm": Refusal(Family("StableLmConfig", _BASE, "hands no options to its attention"), "paged_step is missing"),
-    "nemotron": Refusal(Family("NemotronConfig", _BASE, "hands no options to its attention"), "paged_step is missing"),
     "diffllama": Refusal(
         Family("DiffLlamaConfig", _BASE, "attends twice in a layer"), "each of 0 to n must attend once"
     ),
