@@ -58,6 +58,7 @@ _TITLES: dict[type[msgspec.Struct], str] = {
 _REQUEST_HEADERS = {
     "authorization": "`Bearer KEY`, if the server has API keys (`--api-key-file`). `/health`, `/ready` and `/metrics` "
     "need none. `/v1/engines` needs the admin token instead",
+    "x-api-key": "the key alone, instead of `authorization`, as clients of `/v1/messages` send it",
     "content-type": "`application/json`, or a type that ends with `+json`; required with a JSON body",
     "host": "one of `--allowed-hosts`; a server on loopback also takes `localhost`, `--host` and addresses by which "
     "the machine reaches itself. Any name, if neither is the case; `/health` and `/ready` take any name",
@@ -94,16 +95,18 @@ _INTRODUCTION = """\
 <!-- Generated from the routes, schemas and errors in router/ by `make generated`. -->
 
 `tandem serve` and `tandem route` speak the OpenAI API, with the routes, fields, headers and errors below. Streams are
-server-sent events that end with `data: [DONE]`; other bodies are JSON. In a request body every optional field may be
-null, and unknown fields are ignored (`tandem route` passes them on to the engine).
+server-sent events that end with `data: [DONE]` (of `/v1/responses` and `/v1/messages`: with an event whose type says
+so); other bodies are JSON. In a request body every optional field may be null, and unknown fields are ignored (`tandem
+route` passes them on to the engine).
 """
 _BODIES = """\
 ## Request bodies
 
-`tandem serve` checks all of these. `tandem route` reads `model`, `messages`, `prompt`, `stream`, `max_tokens`,
+`tandem serve` checks all of these. `tandem route` reads `model`, `messages`, `prompt`, `input`, `stream`, `max_tokens`,
 `cache_salt` and `priority`, and passes the body on: the engine checks it. `POST /v1/route/explain` takes a body of
-`/v1/chat/completions` or `/v1/completions`; `POST /v1/engines` takes the keys of an engine in the engines file
-([engines.md](engines.md)). How large all fields of a request may be together is in `router/openai/request_limits.py`.
+`/v1/chat/completions`, `/v1/completions` or, of `tandem route`, `/v1/responses`; `POST /v1/engines` takes the keys of
+an engine in the engines file ([engines.md](engines.md)). How large all fields of a request may be together is in
+`router/openai/request_limits.py`.
 """
 _UNSERVED = """\
 ### Fields that are not served

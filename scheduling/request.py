@@ -51,6 +51,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     service_class: ServiceClass = DEFAULT_CLASS
     allowed_workers: tuple[str, ...] = ()  # glob patterns of worker ids; () = all workers
     adapter: str = ""  # LoRA adapter; "" = none
+    can_hand_over: bool = True  # whether one worker may compute the prompt and another one decode
 
     @property
     def tenant(self) -> str:

@@ -16,10 +16,12 @@ from starlette.responses import Response
 from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.errors import ServingError
 from tandem.router.engines.dispatcher import Dispatcher
+from tandem.router.engines.relay.apis import APIS
 from tandem.router.engines.relay.attempts import AttemptLimits
 from tandem.router.engines.relay.connections import EngineConnections
 from tandem.router.engines.relay.forwarder import Forwarder, read_object
 from tandem.router.engines.relay.prompts import PromptReader
+from tandem.router.engines.relay.stored_responses import StoredResponses
 from tandem.router.http.app import RouterApp, json_response
 from tandem.router.http.metrics import EdgeMetrics
 from tandem.router.http.shared_routes import (
@@ -83,7 +85,7 @@ def create_engines_app(
             pool.close()
 
     app = RouterApp(config, metrics, api_keys, version=product_version(), lifespan=lifespan)
-    _add_generation_routes(app, forwarder)
+    _add_forwarded_routes(app, forwarder, StoredResponses(dispatcher, connections, config.request_timeout_s))
     add_decision_routes(app, explain=forwarder.explain, decisions=dispatcher.decisions)
     add_model_routes(
         app,
@@ -97,9 +99,26 @@ def create_engines_app(
     return app
 
 
-def _add_generation_routes(app: RouterApp, forwarder: Forwarder) -> None:
-    for path in ("/v1/chat/completions", "/v1/completions"):
-        app.add_raw_route(path, partial(forwarder.answer, path))
+def _add_forwarded_routes(app: RouterApp, forwarder: Forwarder, stored: StoredResponses) -> None:
+    for api in APIS:
+        answer = partial(forwarder.answer, api)
+        answer.__doc__ = api.summary  # for the reference of all routes
+        app.add_raw_route(api.path, answer)
+
+    @app.get("/v1/responses/{response_id}")
+    async def read_response(response_id: str, request: Request) -> Response:
+        """A response that its engine has stored; with `stream=true` the events of one that runs in the background."""
+        return await stored.forward(request, response_id)
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str, request: Request) -> Response:
+        """Forget a stored response, if its engine can."""
+        return await stored.forward(request, response_id)
+
+    @app.post("/v1/responses/{response_id}/cancel")
+    async def cancel_response(response_id: str, request: Request) -> Response:
+        """Cancel a response that runs in the background."""
+        return await stored.forward(request, response_id, "/cancel")
 
 
 def _add_admin_routes(app: FastAPI, dispatcher: Dispatcher, admin_token: str) -> None:

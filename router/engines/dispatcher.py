@@ -35,6 +35,9 @@ class DispatchRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     is_stream: bool
     service_class: ServiceClass
     adapter: str = ""  # LoRA adapter that computes it; "" = none
+    can_hand_over: bool = True  # whether one engine may compute the prompt and another one decode
+    stored_before: str = ""  # id of an answer that its engine must have kept; "" = none
+    is_exact: bool = True  # whether the engine computes these prompt tokens; else they are an estimate
     explains: bool = False  # whether the target says why it was chosen
 
     @property
@@ -93,6 +96,9 @@ class EngineReservation(Protocol):
     def gap(self, duration_s: float, now: float) -> None:
         """Two tokens of the stream came this far apart, the second of them now."""
 
+    def stored(self, answer_id: str) -> None:
+        """The engine that answers keeps the answer under this id: later requests for it go there."""
+
     def ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """The answer is complete."""
 
@@ -146,6 +152,9 @@ class Dispatcher(Protocol):
 
     async def decisions(self) -> list[dict[str, Any]]:
         """The latest decisions, newest first, as JSON."""
+
+    async def answer_owner(self, answer_id: str, tenant: str) -> str:
+        """The engine that keeps this answer of the tenant. Raises `AnswerNotFound`."""
 
     async def pools(self) -> dict[str, Any]:
         """Body of `/v1/pools`."""

@@ -7,6 +7,7 @@ WorkerError
 Overloaded
  |- EngineBusy      it refused for now, and said for how long
 RequestError
+ |- AnswerNotFound  no engine is known to keep an answer of this id
  |- EngineNotFound  no engine of this name is registered
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from tandem.protocol.errors import Overloaded, RequestError, WorkerError
 
-__all__ = ["AdapterGone", "AnswerRefused", "EngineBusy", "EngineFailed", "EngineNotFound"]
+__all__ = ["AdapterGone", "AnswerNotFound", "AnswerRefused", "EngineBusy", "EngineFailed", "EngineNotFound"]
 
 
 class EngineFailed(WorkerError):
@@ -53,6 +54,20 @@ class EngineBusy(Overloaded):
     def __init__(self, message: str, *, retry_after_s: float, engine: str = "") -> None:
         super().__init__(message, retry_after_s=retry_after_s)
         self.engine = engine
+
+
+class AnswerNotFound(RequestError):
+    """No engine is known to keep an answer of this id."""
+
+    status = 404
+    code = "response_not_found"
+
+    def __init__(self, answer_id: str, param: str) -> None:
+        super().__init__(
+            f"The response '{answer_id[:100]}' is not known: it was not stored, is too old, or its engine is gone. "
+            "Send the whole conversation as 'input'.",
+            param=param,
+        )
 
 
 class EngineNotFound(RequestError):

@@ -45,6 +45,8 @@ def authenticate(scope: Scope, tenants: Mapping[bytes, str]) -> None:
         return
     headers = Headers(scope=scope)
     scheme, _, key = headers.get("authorization", "").partition(" ")
+    if not scheme:  # clients of `/v1/messages` send their key so
+        scheme, key = "bearer", headers.get("x-api-key", "")
     tenant = tenants.get(key_digest(key.strip())) if scheme.lower() == "bearer" else None
     if tenant is None:
         if not _is_open(scope["path"]):

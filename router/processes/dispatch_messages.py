@@ -17,6 +17,7 @@ __all__ = [
     "WIRE_FORMAT",
     "Aborted",
     "AddEngine",
+    "AnswerOwner",
     "DispatchDecisions",
     "Ended",
     "EngineAdded",
@@ -37,6 +38,7 @@ __all__ = [
     "Question",
     "RemoveEngine",
     "ScrapeHub",
+    "Stored",
 ]
 
 
@@ -91,11 +93,17 @@ class Ended(_DispatchMessage, frozen=True):
     num_output_tokens: int
 
 
+class Stored(_DispatchMessage, frozen=True):
+    """The engine keeps the answer under this id."""
+
+    answer_id: str
+
+
 class PlaceElsewhere(_DispatchMessage, frozen=True):
     """The request needs another target."""
 
 
-Note = FirstToken | Gap | EngineAnswered | Prefilled | EngineFailure | EngineRefusal | Ended | PlaceElsewhere
+Note = FirstToken | Gap | EngineAnswered | Prefilled | EngineFailure | EngineRefusal | Stored | Ended | PlaceElsewhere
 
 
 # -- items of a call: targets and ------------------------------------------------------------------------------------
@@ -123,6 +131,13 @@ class DispatchDecisions(_DispatchMessage, frozen=True):
     """`Dispatcher.decisions`."""
 
 
+class AnswerOwner(_DispatchMessage, frozen=True):
+    """`Dispatcher.answer_owner`."""
+
+    answer_id: str
+    tenant: str
+
+
 class FleetPools(_DispatchMessage, frozen=True):
     """`Dispatcher.pools`."""
 
@@ -143,7 +158,7 @@ class RemoveEngine(_DispatchMessage, frozen=True):
     name: str
 
 
-Question = ExplainDispatch | DispatchDecisions | FleetPools | ScrapeHub | AddEngine | RemoveEngine
+Question = ExplainDispatch | DispatchDecisions | AnswerOwner | FleetPools | ScrapeHub | AddEngine | RemoveEngine
 
 
 # -- news -------------------------------------------------------------------------------------------------------------

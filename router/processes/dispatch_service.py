@@ -15,6 +15,7 @@ from tandem.router.processes.dispatch_messages import (
     WIRE_FORMAT,
     Aborted,
     AddEngine,
+    AnswerOwner,
     DispatchDecisions,
     Ended,
     EngineAdded,
@@ -35,6 +36,7 @@ from tandem.router.processes.dispatch_messages import (
     Question,
     RemoveEngine,
     ScrapeHub,
+    Stored,
 )
 from tandem.router.processes.hub import EdgeHub
 from tandem.scheduling.workers.workers import WorkerChange
@@ -69,6 +71,8 @@ class DispatchService:
                 return await dispatcher.explain(request)
             case DispatchDecisions():
                 return await dispatcher.decisions()
+            case AnswerOwner(answer_id, tenant):
+                return await dispatcher.answer_owner(answer_id, tenant)
             case FleetPools():
                 processes = {edge_id: {"num_requests": count} for edge_id, count in sorted(self._num_calls.items())}
                 return await dispatcher.pools() | {"processes": processes}
@@ -168,6 +172,8 @@ class _DispatchCall:
                 reservation.refused(engine, retry_after_s)
             case Prefilled(now):
                 reservation.prefilled(now)
+            case Stored(answer_id):
+                reservation.stored(answer_id)
             case PlaceElsewhere():
                 try:
                     self._put(reservation.move())

@@ -100,6 +100,10 @@ class RemoteDispatcher:
         """The latest decisions, newest first, as JSON."""
         return await self._hub.ask(messages.DispatchDecisions(), list[dict[str, Any]])
 
+    async def answer_owner(self, answer_id: str, tenant: str) -> str:
+        """The engine that keeps this answer of the tenant. Raises `AnswerNotFound`."""
+        return await self._hub.ask(messages.AnswerOwner(answer_id, tenant), str)
+
     async def pools(self) -> dict[str, Any]:
         """Body of `/v1/pools`."""
         return await self._hub.ask(messages.FleetPools(), dict[str, Any])
@@ -184,6 +188,10 @@ class RemoteReservation:
         """Two tokens of the stream came this far apart."""
         self._gap_offers.last_s = now
         self._note(messages.Gap(duration_s, now))
+
+    def stored(self, answer_id: str) -> None:
+        """The engine that answers keeps the answer under this id."""
+        self._note(messages.Stored(answer_id))
 
     def ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """The answer is complete."""

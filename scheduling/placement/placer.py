@@ -71,7 +71,7 @@ class Placer:
         hits = self._index.longest_prefix(digests, now)
         holder = self._deepest_holder(hits, digests) if table.has_peers else None
         costs = CandidateCosts(request, table, self._costs, hits=hits, holder=holder, held=held, order=order)
-        prefillers = is_usable & table.can_prefill
+        prefillers = is_usable & table.can_prefill if request.can_hand_over else ~table.everyone
         pair = costs.best_pair(prefillers, decoders)
         standalone = decoders
         if pair is not None and not self._config.local_prefill:

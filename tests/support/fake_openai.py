@@ -35,6 +35,9 @@ class FakeServer:
     headers: dict[str, str] = field(default_factory=dict)  # of error answers
     first_event_error: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict)  # fields of every message or delta
+    # Answers of routes, by path without the query: they get the method and the body. Other paths get 404.
+    replies: dict[str, Callable[[str, dict[str, Any]], Response]] = field(default_factory=dict)
+    paths: list[str] = field(default_factory=list)  # of each request for an answer, with its method and query
     whole: dict[str, Any] = field(default_factory=dict)  # fields of every plain answer and of a stream's last event
     model: str = MODEL
     adapters: list[str] = field(default_factory=list)  # as `/v1/models` lists them
@@ -121,6 +124,8 @@ def _app(fake: FakeServer) -> FastAPI:
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Any:
+        if "/tokenize" in fake.replies:
+            return await answer(request, None, None, "")
         if not fake.has_tokenize:
             return JSONResponse({"error": {"message": "not found"}}, 404)
         words = (await request.json())["prompt"].split()
@@ -137,9 +142,17 @@ def _app(fake: FakeServer) -> FastAPI:
             request, lambda text: {"delta": {"content": text} | fake.extra}, lambda: first, "chat.completion"
         )
 
+    @app.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
+    async def other(request: Request) -> Response:
+        return await answer(request, None, None, "")
+
     async def answer(request: Request, choice: Any, first: Any, kind: str) -> Response:
-        body = await request.json()
+        content = await request.body()
+        body = json.loads(content) if content else {}
         fake.requests.append(body)
+        fake.paths.append(
+            f"{request.method} {request.url.path}" + (f"?{request.url.query}" if request.url.query else "")
+        )
         fake.request_headers.append(dict(request.headers))
         fake.authorization.append(request.headers.get("authorization", ""))
         if not fake.headers_pause.is_set():
@@ -151,6 +164,10 @@ def _app(fake: FakeServer) -> FastAPI:
             if isinstance(fake.error, str):
                 return Response(fake.error, fake.status, fake.headers)
             return JSONResponse({"error": fake.error}, fake.status, fake.headers)
+        if (reply := fake.replies.get(request.url.path)) is not None:
+            return reply(request.method, body)
+        if choice is None:
+            return JSONResponse({"detail": "Not Found"}, 404)
         if body.get("stream") is False:
             return JSONResponse(plain(body, choice, kind))
         return StreamingResponse(events(body, choice, first()), media_type="text/event-stream")

@@ -27,8 +27,9 @@ class BookedAttempt:
         abort: Callable[[str], None],
         *,
         is_stream: bool,
+        is_exact: bool = True,
     ) -> None:
-        """Book the load. `abort` is called with a reason when an engine is gone.
+        """Book the load. `abort` is called with a reason when an engine is gone. `is_exact`: the digests are.
 
         NOTE: no `await` between the placement and this, so that the next decision sees the booking.
         """
@@ -44,7 +45,7 @@ class BookedAttempt:
         digests = request.digests.of(best.prefill.card)
         for engine in self._engines:
             engine.begin(self)
-            engine.cache.expect(digests, now)
+            engine.cache.expect(digests, now, is_exact=is_exact)
         self._booking = fleet.registry.reserve(placement.load)
         self._predicted_first_token: asyncio.TimerHandle | None = None
         if not is_stream and not best.is_pair:
@@ -52,6 +53,11 @@ class BookedAttempt:
             ttft_s = best.terms.ttft_s
             loop = asyncio.get_running_loop()
             self._predicted_first_token = loop.call_later(ttft_s, self.prefill_done)
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine that answers."""
+        return self._decode.name
 
     def prefill_done(self) -> None:
         """The first token came. Later calls change nothing."""

@@ -63,10 +63,14 @@ class CacheView:
         """Close its sockets."""
         await self._background.close()
 
-    def expect(self, digests: Sequence[bytes], now: float) -> None:
-        """A prompt is on its way to the engine: count it as cached for a while, or until events say more."""
+    def expect(self, digests: Sequence[bytes], now: float, *, is_exact: bool = True) -> None:
+        """A prompt is on its way to the engine: count it as cached for a while, or until events say more.
+
+        Of tokens that are an estimate no event will say anything.
+        """
         if self._simulated is None:
-            self._index.speculate([self._name], digests, now)
+            if is_exact:
+                self._index.speculate([self._name], digests, now)
         else:
             self._publish(*self._simulated.touch(digests, now))
 

@@ -10,16 +10,20 @@ from tandem.protocol.messages import WorkerCard
 __all__ = ["EngineDigests", "digest_root"]
 
 
-def digest_root(model: str, block_size: int) -> bytes:
-    """Namespace of the digests by which engines of one model are compared."""
-    return root_digest(b"engines", cache_salt=model, lora=str(block_size))
+def digest_root(model: str, block_size: int, *, is_exact: bool = True) -> bytes:
+    """Namespace of the digests by which engines of one model are compared.
+
+    Tokens that are an estimate have one of their own: no KV event can name their blocks.
+    """
+    return root_digest(b"engines" if is_exact else b"estimates", cache_salt=model, lora=str(block_size))
 
 
 class EngineDigests:
     """Digests of a prompt's blocks for each model and block size, computed when they are first asked for."""
 
-    def __init__(self, prompt: bytes, scope: CacheScope, adapter: str = "") -> None:
+    def __init__(self, prompt: bytes, scope: CacheScope, adapter: str = "", *, is_exact: bool = True) -> None:
         """`prompt` are token ids, as `token_bytes` packs them. With a LoRA adapter all KV is another."""
+        self._is_exact = is_exact
         self._prompt = prompt
         self._scope = scope
         self._adapter = adapter
@@ -30,6 +34,6 @@ class EngineDigests:
         key = (card.model, card.block_size)
         found = self._digests.get(key)
         if found is None:
-            root = root_digest(digest_root(*key), cache_salt=self._scope, lora=self._adapter)
+            root = root_digest(digest_root(*key, is_exact=self._is_exact), cache_salt=self._scope, lora=self._adapter)
             found = self._digests[key] = packed_digests(root, self._prompt, card.block_size)
         return found

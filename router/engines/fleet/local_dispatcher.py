@@ -8,21 +8,23 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
-from tandem.protocol.errors import ConfigError, ModelNotFound, RequestError
+from tandem.protocol.errors import ConfigError, ModelNotFound, NoWorker, RequestError
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.admission_queue import AdmittedRequest
 from tandem.router.backend import WorkerManager
 from tandem.router.engines.addresses import check_addresses
 from tandem.router.engines.config import EngineSpec, check_tokenizer, ranks_of, spec_from
 from tandem.router.engines.dispatcher import DispatchRequest, EngineTarget
-from tandem.router.engines.errors import EngineNotFound
+from tandem.router.engines.errors import AnswerNotFound, EngineNotFound
 from tandem.router.engines.fleet.booked_attempt import BookedAttempt
 from tandem.router.engines.fleet.engine import RemoteEngine
 from tandem.router.engines.fleet.fleet import EngineFleet
 from tandem.router.engines.fleet.metrics import EngineCollector
 from tandem.router.engines.fleet.queues import ModelQueue, Queues
+from tandem.router.engines.fleet.stored_answers import StoredAnswers
 from tandem.router.workers.metrics import WorkerCollector
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.placement.placement import Placement
@@ -53,6 +55,7 @@ class LocalDispatcher:
         self.queues = Queues(fleet)
         self.num_retries = 0
         self._manager = manager
+        self.stored_answers = StoredAnswers()
         self._specs = list(specs)
         self._tokenizers = tokenizers
         self._known_keys = {spec.api_key_env for spec in self._specs}
@@ -128,6 +131,10 @@ class LocalDispatcher:
         """The latest decisions, newest first, as JSON."""
         return self.queues.decisions()
 
+    async def answer_owner(self, answer_id: str, tenant: str) -> str:
+        """The engine that keeps this answer of the tenant. Raises `AnswerNotFound`."""
+        return self.owner_of(answer_id, tenant, param="response_id").name
+
     async def pools(self) -> dict[str, Any]:
         """Body of `/v1/pools`."""
         fleet = self.fleet
@@ -177,6 +184,13 @@ class LocalDispatcher:
             raise ModelNotFound(f"The model '{model[:200]}' does not exist.", param="model")
         return self.queues.of(model)
 
+    def owner_of(self, answer_id: str, tenant: str, *, param: str) -> RemoteEngine:
+        """The engine that keeps this answer of the tenant. Raises `AnswerNotFound` that names `param`."""
+        engine = self.fleet.get(self.stored_answers.engine_of(answer_id, tenant) or "")
+        if engine is None:
+            raise AnswerNotFound(answer_id, param)
+        return engine
+
     def _to_json(self, name: str, engines: list[RemoteEngine]) -> dict[str, Any]:
         """The engine of this name, or the server of this name with its ranks."""
         now = self.now()
@@ -210,7 +224,19 @@ class LocalReservation:
         """Wait in the queue if necessary, and book a target. Raises a `ServingError`."""
         queue = self._queue = self._dispatcher.queue_of(self._request.model)
         self._placement_request = queue.placement_request(self._request)
-        self._admitted = await queue.admission_queue.enter(self, self._placement_request)
+        owner = self._owner()
+        if owner is not None:
+            self._placement_request = msgspec.structs.replace(self._placement_request, allowed_workers=(owner.name,))
+        try:
+            self._admitted = await queue.admission_queue.enter(self, self._placement_request)
+        except NoWorker as exc:
+            if owner is None:
+                raise
+            reason = owner.refusal(self._dispatcher.now()) or "it cannot take this request"
+            raise NoWorker(
+                f"engine {owner.name}, which keeps the response before this one: {reason}; "
+                "try again later, or send the whole conversation as 'input'"
+            ) from exc
         return self._target(self._admitted.placement)
 
     async def place_elsewhere(self) -> EngineTarget:
@@ -231,7 +257,12 @@ class LocalReservation:
     def book(self, placement_request: PlacementRequest, placement: Placement) -> BookedAttempt:
         """Book a placement that was decided just now."""
         self._attempt = BookedAttempt(
-            self._dispatcher.fleet, placement_request, placement, self._abort, is_stream=self._request.is_stream
+            self._dispatcher.fleet,
+            placement_request,
+            placement,
+            self._abort,
+            is_stream=self._request.is_stream,
+            is_exact=self._request.is_exact,
         )
         return self._attempt
 
@@ -268,6 +299,10 @@ class LocalReservation:
         """Two tokens of the stream came this far apart."""
         self._booked.gap(duration_s, now)
 
+    def stored(self, answer_id: str) -> None:
+        """The engine that answers keeps the answer under this id."""
+        self._dispatcher.stored_answers.note(answer_id, self._booked.engine, self._request.service_class.tenant)
+
     def ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """The answer is complete."""
         assert self._queue is not None, "it has been placed"
@@ -278,6 +313,17 @@ class LocalReservation:
         """Give everything back. Later calls change nothing."""
         if self._attempt is not None:
             self._attempt.release()
+
+    def _owner(self) -> RemoteEngine | None:
+        """The engine that has what the request builds on. Raises `AnswerNotFound`."""
+        request = self._request
+        if not request.stored_before:
+            return None
+        tenant, name = request.service_class.tenant, "previous_response_id"
+        owner = self._dispatcher.owner_of(request.stored_before, tenant, param=name)
+        if owner.spec.model != request.model:
+            raise AnswerNotFound(request.stored_before, name)
+        return owner
 
     @property
     def _booked(self) -> BookedAttempt:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
+import msgspec
+
 from tandem.protocol.errors import NoWorker
 from tandem.router.admission_queue import AdmissionQueue
 from tandem.router.engines.dispatcher import DispatchRequest
@@ -55,13 +57,16 @@ class ModelQueue:
 
     def placement_request(self, request: DispatchRequest) -> PlacementRequest:
         """The request as admission and placement know it."""
-        return self.admission.placement_request(
+        placement_request = self.admission.placement_request(
             request.service_class,
             num_prompt_tokens=max(1, request.num_prompt_tokens),
-            digests=EngineDigests(request.prompt, request.cache_scope, request.adapter),
+            digests=EngineDigests(request.prompt, request.cache_scope, request.adapter, is_exact=request.is_exact),
             max_tokens=request.max_tokens,
             adapter=request.adapter,
         )
+        if request.can_hand_over:
+            return placement_request
+        return msgspec.structs.replace(placement_request, can_hand_over=False)
 
     def explain(self, request: DispatchRequest) -> dict[str, Any]:
         """The decision that would be taken now, as JSON. Nothing is sent or booked. Raises a `ServingError`."""

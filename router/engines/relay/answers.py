@@ -5,7 +5,7 @@ from __future__ import annotations
 import email.utils
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
@@ -19,7 +19,13 @@ DEFAULT_RETRY_AFTER_S = 1.0
 MAX_ERROR_CHARS = 500  # of an engine's own message
 
 
-def parse_answer(engine: str, status: int, headers: Mapping[str, str], content: bytes) -> dict[str, Any]:
+def parse_answer(
+    engine: str,
+    status: int,
+    headers: Mapping[str, str],
+    content: bytes,
+    is_answer: Callable[[dict[str, Any]], bool],
+) -> dict[str, Any]:
     """The JSON of an answer that the client may get: the engine's, or the client's own error (4xx).
 
     Raises `EngineBusy` for a refusal, and `EngineFailed` for everything else that is not an answer.
@@ -29,8 +35,8 @@ def parse_answer(engine: str, status: int, headers: Mapping[str, str], content: 
         answer = orjson.loads(content)
     except orjson.JSONDecodeError as exc:
         raise EngineFailed(engine, f"answered {status} with something that is no JSON") from exc
-    if not isinstance(answer, dict) or (status == 200 and not _has_choices(answer)):
-        raise EngineFailed(engine, f"answered {status} without choices")
+    if not isinstance(answer, dict) or (status == 200 and not is_answer(answer)):
+        raise EngineFailed(engine, f"answered {status} with something else than an answer")
     return answer
 
 
@@ -82,8 +88,3 @@ def _message(content: bytes) -> str:
     except orjson.JSONDecodeError:
         return error_text(content.decode(errors="replace"))
     return error_text(body.get("error", body) if isinstance(body, dict) else body)
-
-
-def _has_choices(answer: dict[str, Any]) -> bool:
-    choices = answer.get("choices")
-    return isinstance(choices, list) and bool(choices) and all(isinstance(choice, dict) for choice in choices)

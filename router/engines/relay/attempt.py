@@ -1,7 +1,7 @@
 """One attempt to have a request answered by the engine, or the pair of engines, it was placed on.
 
     one engine   body -> engine
-    a pair       body, max_tokens=1, "keep the KV" -> prefill engine;  body + where the KV is -> decode engine
+    a pair       body, one token, "keep the KV" -> prefill engine;  body + where the KV is -> decode engine
                  (vLLM's NIXL flow: the decode engine reads the blocks; the first token comes from it)
 
 An attempt sends the request, waits for the first byte, and tells the reservation what happens. Until the first byte a
@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import orjson
 
 from tandem.router.engines.dispatcher import EngineReservation, EngineTarget
 from tandem.router.engines.errors import AdapterGone, EngineBusy, EngineFailed
-from tandem.router.engines.relay.answers import as_dict, error_text, parse_answer
-from tandem.router.engines.relay.client_request import ClientRequest, decode_body, prefill_body
+from tandem.router.engines.relay.answers import error_text, parse_answer
+from tandem.router.engines.relay.client_request import ClientRequest
 from tandem.router.engines.relay.connections import EngineConnection, EngineConnections
 from tandem.router.engines.relay.engine_errors import engine_errors
 from tandem.router.engines.relay.observer import AttemptObserver
@@ -59,6 +58,7 @@ class Attempt:
         self._engine = connections[target.decode]
         self._prefill_engine = connections[target.prefill]
         self._request = request
+        self._api = request.api
         self._reply: Reply | None = None
         self._relay: StreamRelay | None = None  # of a stream
         self._prefill_usage: dict[str, Any] | None = None  # of a pair
@@ -121,7 +121,7 @@ class Attempt:
             answer = await self._prefill(body)
             if self.status != 200:
                 return  # the client's own error
-            body = decode_body(body, answer, self.target.prefill)
+            body = self._api.decode_body(body, answer, self.target.prefill)
         engine = self._waits_for = self._engine
         reply = await self._wait(self._send(engine, body))
         if reply.status == 200 and reply.headers.get("content-type", "").startswith("text/event-stream"):
@@ -132,11 +132,12 @@ class Attempt:
     async def _prefill(self, body: dict[str, Any]) -> dict[str, Any]:
         """Have the prompt computed; returns the prefill engine's answer, or sets `status` to the client's error."""
         engine = self._waits_for = self._prefill_engine
-        answer, content = await self._read_answer(engine, await self._wait(self._send(engine, prefill_body(body))))
+        reply = await self._wait(self._send(engine, self._api.prefill_body(body)))
+        answer, content = await self._read_answer(engine, reply)
         if self.status != 200:
             self.content = content
             return answer
-        self._prefill_usage = as_dict(answer.get("usage"))
+        self._prefill_usage = self._api.usage(answer)
         self._reservation.prefilled(self._now())
         return answer
 
@@ -149,14 +150,14 @@ class Attempt:
         except orjson.JSONEncodeError as exc:  # the client's body can be sent, so it is what the other engine returned
             raise EngineFailed(self.target.prefill, "returned kv_transfer_params that cannot be sent on") from exc
         with engine_errors(engine.name):
-            self._reply = await engine.upstream.post(self._request.path, content, self._request.routing.request_id)
+            self._reply = await engine.upstream.post(self._api.path, content, self._request.routing.request_id)
         return self._reply
 
     async def _read_answer(self, engine: EngineConnection, reply: Reply) -> tuple[dict[str, Any], bytes]:
         """A whole answer, decoded and raw; sets `status`."""
         with engine_errors(engine.name):
             content = await self._wait(reply.read_all())
-        answer = parse_answer(engine.name, reply.status, reply.headers, content)
+        answer = parse_answer(engine.name, reply.status, reply.headers, content, self._api.is_answer)
         adapter = self._request.routing.adapter
         if adapter and reply.status == 404 and adapter in error_text(answer.get("error")):
             raise AdapterGone(engine.name, f"does not have the adapter '{adapter}' any more")
@@ -164,31 +165,39 @@ class Attempt:
         return answer, content
 
     async def _read_final_answer(self, engine: EngineConnection, reply: Reply) -> None:
+        content_type = reply.headers.get("content-type", "application/json")
+        if reply.status == 200 and not self._api.generates and "json" not in content_type:  # embeddings as bytes
+            with engine_errors(engine.name):
+                self.content = await self._wait(reply.read_all())
+            self.content_type = content_type
+            self._observer.ended()
+            return
         answer, self.content = await self._read_answer(engine, reply)
         if self.status != 200:
             return
-        usage = as_dict(answer.get("usage"))
-        if self._prefill_usage is not None:
-            usage = _pair_usage(self._prefill_usage, usage)
-            if isinstance(answer.get("usage"), dict):
-                try:
-                    self.content = orjson.dumps(answer | {"usage": usage})
-                except orjson.JSONEncodeError as exc:
-                    raise EngineFailed(engine.name, f"answered with something that cannot be sent on: {exc}") from exc
-        self._observer.saw_usage(usage, is_total=True)
+        if self._prefill_usage is not None and isinstance(usage := answer.get("usage"), dict):
+            answer = answer | {"usage": self._api.pair_usage(usage, self._prefill_usage)}
+            try:
+                self.content = orjson.dumps(answer)
+            except orjson.JSONEncodeError as exc:
+                raise EngineFailed(engine.name, f"answered with something that cannot be sent on: {exc}") from exc
+        self._note_stored(answer)
+        self._observer.saw_usage(self._api.usage(answer), is_total=True)
         self._observer.ended()
 
     async def _read_first_event(self, engine: EngineConnection, reply: Reply) -> None:
-        prefill_usage = self._prefill_usage
         self._relay = relay = StreamRelay(
             engine.name,
             reply,
             self._observer,
+            self._api.events,
             shows_usage=self._request.wants_usage,
-            correct_usage=None if prefill_usage is None else partial(_pair_usage, prefill_usage),
+            prefill_usage=self._prefill_usage,
         )
-        error = (await self._wait(relay.read_first_event())).error
+        first = await self._wait(relay.read_first_event())
+        error = first.error
         if error is None:
+            self._note_stored(first.body or {})
             return
         code = error.get("code")
         if not isinstance(code, int) or not 400 <= code < 500:
@@ -197,8 +206,13 @@ class Attempt:
             content = orjson.dumps({"error": error})
         except orjson.JSONEncodeError as exc:
             raise EngineFailed(engine.name, f"answered with something that cannot be sent on: {exc}") from exc
-        parse_answer(engine.name, code, {}, content)  # raises for what is the engine's fault or load, not the client's
+        # Raises for what is the engine's fault or load, not the client's.
+        parse_answer(engine.name, code, {}, content, self._api.is_answer)
         self.status, self.content = code, content
+
+    def _note_stored(self, answer: dict[str, Any]) -> None:
+        if answer_id := self._api.stored_id(self._request.body, answer):
+            self._reservation.stored(answer_id)
 
     async def _wait(self, work: Awaitable[T]) -> T:
         """Result of `work`, unless the engine stays silent for too long or `abort` is called meanwhile."""
@@ -215,8 +229,3 @@ class Attempt:
             raise self._aborted or exc from exc
         finally:
             self._timeout = None
-
-
-def _pair_usage(prefill_usage: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
-    """Usage of a pair: cached tokens are those the prefill engine did not compute, not those it handed over."""
-    return usage | {"prompt_tokens_details": prefill_usage.get("prompt_tokens_details")}

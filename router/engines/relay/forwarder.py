@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` and `/v1/completions` in front of engines: read a request, place it, relay its answer."""
+"""The routes of engines that are forwarded: read a request, place it, relay its answer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from starlette.types import Receive, Scope, Send
 from tandem.protocol.digest import token_bytes
 from tandem.protocol.errors import ModelNotFound, NoWorker, RequestError, ServingError
 from tandem.router.engines.dispatcher import Dispatcher, DispatchRequest, EngineTarget
+from tandem.router.engines.relay.apis import CHAT, RESPONSES, Api
 from tandem.router.engines.relay.attempt import Attempt
 from tandem.router.engines.relay.attempts import AttemptLimits, Attempts
 from tandem.router.engines.relay.client_request import ClientRequest
 from tandem.router.engines.relay.connections import EngineConnections
-from tandem.router.engines.relay.prompts import PromptReader, TextReader, cache_salt_of, max_tokens_of, priority_of
+from tandem.router.engines.relay.prompts import PromptReader, TextReader, cache_salt_of, priority_of
 from tandem.router.http.disconnect import cancel_on_disconnect
 from tandem.router.http.errors import ClientDisconnected, serving_error_body
 from tandem.router.http.json_body import read_json
@@ -81,16 +82,16 @@ class Forwarder:
         """The decision that would be made now. Nothing is sent or booked. Raises a `ServingError`."""
         raw, body = await read_object(request)
         _check_fields(body)
-        asked = await self._read(request, "", raw, body, time.perf_counter())
+        asked = await self._read(request, RESPONSES if "input" in body else CHAT, raw, body, time.perf_counter())
         return [await self._dispatcher.explain(asked.routing)]
 
-    async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(self, api: Api, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Raises a `ServingError` for a failure before the first byte."""
         arrived_s = time.perf_counter()
         http_request = Request(scope, receive)
         raw, body = await read_object(http_request)
         _check_fields(body)
-        request = await self._read(http_request, path, raw, body, arrived_s)
+        request = await self._read(http_request, api, raw, body, arrived_s)
         attempts = Attempts(self._dispatcher, self._connections, request, self._metrics, self._limits)
         writer = ResponseWriter(scope, send)
         attempt = None
@@ -99,7 +100,7 @@ class Forwarder:
                 attempt = await attempts.open()
                 headers = _headers(request, attempt.target)
                 if attempt.content is None:
-                    await self._relay(attempt, headers, writer)
+                    await self._relay(request, attempt, headers, writer)
                 else:
                     attempts.close()
                     response = Response(attempt.content, attempt.status, headers, attempt.content_type)
@@ -113,26 +114,29 @@ class Forwarder:
             attempts.close()
 
     async def _read(
-        self, http_request: Request, path: str, raw: bytes, body: dict[str, Any], arrived_s: float
+        self, http_request: Request, api: Api, raw: bytes, body: dict[str, Any], arrived_s: float
     ) -> ClientRequest:
         model, adapter = self._model_of(body)
         options = request_options(http_request, priority_of(body))
         scope = self._scopes.of(options.service_class.tenant, cache_salt_of(body))
         reader = self._readers.get(model, self._text)
         max_tokens = self._dispatcher.max_model_len(model) or UNKNOWN_CONTEXT_TOKENS
-        token_ids = await self._pool.run(lambda: reader.read(body, scope, max_tokens), num_bytes=len(raw))
+        prompt = await self._pool.run(lambda: reader.read(api.form(body), scope, max_tokens), num_bytes=len(raw))
         routing = DispatchRequest(
             request_id=new_answer_id("req-"),
             model=model,
             adapter=adapter,
-            prompt=token_bytes(token_ids),
+            can_hand_over=api.can_hand_over(body),
+            stored_before=api.stored_before(body),
+            prompt=token_bytes(prompt.token_ids),
+            is_exact=prompt.is_exact,
             cache_scope=scope,
-            max_tokens=max_tokens_of(body) or MAX_OUTPUT_TOKENS,
-            is_stream=bool(body.get("stream")),
+            max_tokens=api.max_tokens(body) or MAX_OUTPUT_TOKENS,
+            is_stream=api.generates and bool(body.get("stream")),
             service_class=options.service_class,
             explains=options.explains,
         )
-        return ClientRequest(path=path, body=body, routing=routing, arrived_s=arrived_s)
+        return ClientRequest(api=api, body=body, routing=routing, arrived_s=arrived_s)
 
     def _model_of(self, body: dict[str, Any]) -> tuple[str, str]:
         """The model and the adapter ("" = none) of a request, which need not name its model if there is only one."""
@@ -155,7 +159,9 @@ class Forwarder:
         body["model"] = known[0]
         return known[0], ""
 
-    async def _relay(self, attempt: Attempt, headers: dict[str, str], writer: ResponseWriter) -> None:
+    async def _relay(
+        self, request: ClientRequest, attempt: Attempt, headers: dict[str, str], writer: ResponseWriter
+    ) -> None:
         raw_headers = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         self._metrics.running_requests.inc()
         try:
@@ -163,7 +169,7 @@ class Forwarder:
             last = await attempt.relay(writer)
         except ServingError as exc:
             self._metrics.stream_errors.inc()
-            last = b"data: " + orjson.dumps(serving_error_body(exc)) + b"\n\n"
+            last = request.api.events.error(serving_error_body(exc)["error"])
         finally:
             self._metrics.running_requests.dec()
         await writer.end(last)

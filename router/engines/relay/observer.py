@@ -57,8 +57,9 @@ class AttemptObserver:
         self._metrics.generation_tokens.inc(max(num_unseen, 0))
 
     def ended(self) -> None:
-        """The answer is complete."""
+        """The answer is complete. Lengths are learned from answers that were generated and whose length is known."""
         num_prompt_tokens = as_count(self._usage.get("prompt_tokens")) or self._request.routing.num_prompt_tokens
         num_output_tokens = as_count(self._usage.get("completion_tokens")) or self._num_tokens
-        self._reservation.ended(num_prompt_tokens, num_output_tokens)
+        if self._request.api.generates and num_output_tokens:
+            self._reservation.ended(num_prompt_tokens, num_output_tokens)
         self._metrics.duration_s.observe(time.perf_counter() - self._request.arrived_s)

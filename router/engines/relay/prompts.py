@@ -2,36 +2,47 @@
 
 With the model's tokenizer these are the tokens that the engine computes, so they match its KV events. Without one, four
 bytes of text stand for one token: good enough for lengths, and texts with a common prefix get tokens with a common
-prefix.
+prefix. The same holds for prompts with images, audio or video, whose tokens only the engine knows.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import struct
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import orjson
 
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import ConfigError, RequestError
+from tandem.router.engines.relay.prompt_forms import PromptForm
 from tandem.router.openai.chat import template_messages, template_options
 from tandem.router.openai.request_limits import check_messages
 from tandem.router.openai.schema import ChatRequest, check_cache_salt, decode_body
 from tandem.router.text.token_lengths import PromptLimit
 from tandem.router.text.tokenizer import Tokenizer
 
-__all__ = ["PromptReader", "TextReader", "TokenReader", "cache_salt_of", "load_readers", "max_tokens_of", "priority_of"]
+__all__ = ["PromptReader", "ReadPrompt", "TextReader", "TokenReader", "cache_salt_of", "load_readers", "priority_of"]
 
 logger = logging.getLogger(__name__)
 
 _BYTES_PER_TOKEN = 4
+MEDIA_TOKENS = 512  # of an image, say: a guess between the 256 of small models and the thousands of large images
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "tool_use", "redacted_thinking"})
+
+
+class ReadPrompt(NamedTuple):
+    """The tokens of a prompt. `is_exact`: they are those that the engine computes; else an estimate."""
+
+    token_ids: list[int]
+    is_exact: bool
 
 
 class PromptReader(Protocol):
-    """Reads the prompt of a request body. Does not raise for a bad body: the engine answers that."""
+    """Reads the prompt of a request. Does not raise for a bad body: the engine answers that."""
 
-    def read(self, body: dict[str, Any], scope: CacheScope, max_tokens: int) -> list[int]:
+    def read(self, form: PromptForm, scope: CacheScope, max_tokens: int) -> ReadPrompt:
         """The prompt's tokens. This may take long for a long prompt: call it off the event loop.
 
         Only requests of the same scope share what is cached of a prompt's encoding. No engine takes a prompt longer
@@ -42,46 +53,49 @@ class PromptReader(Protocol):
 class TextReader:
     """Tokens of four bytes, for models without a tokenizer."""
 
-    def read(self, body: dict[str, Any], scope: CacheScope, max_tokens: int) -> list[int]:
+    def read(self, form: PromptForm, scope: CacheScope, max_tokens: int) -> ReadPrompt:
         """As `PromptReader`. A shorter tail counts as one token."""
-        max_bytes = (max_tokens + 1) * _BYTES_PER_TOKEN
+        body, max_bytes = form.body, (max_tokens + 1) * _BYTES_PER_TOKEN
         prompt = body.get("prompt")
         if isinstance(prompt, list):
             if ids := _token_ids(prompt, max_tokens):
-                return ids
+                return ReadPrompt(ids, form.is_exact)
             prompt = next((item for item in prompt if isinstance(item, str)), "")
         if isinstance(prompt, str):
-            return _text_tokens(prompt[:max_bytes].encode(errors="replace")[:max_bytes])
+            return ReadPrompt(_text_tokens(prompt[:max_bytes].encode(errors="replace")[:max_bytes]), False)
         # A conversation grows at its end, so the parts that stay come first: tools, then messages.
         text = bytearray()
         for part in (body.get("tools"), *_as_list(body.get("messages"))):
             if part is not None:
-                text += (b"\n" if text else b"") + orjson.dumps(part)
+                text += (b"\n" if text else b"") + _message_bytes(part)
             if len(text) > max_bytes:
                 break
-        return _text_tokens(bytes(text[:max_bytes]))
+        return ReadPrompt(_text_tokens(bytes(text[:max_bytes])), False)
 
 
 class TokenReader:
     """The model's own tokens.
 
-    Falls back to `TextReader` where the chat template cannot render the messages (images, say), and where there are
-    more tokens than any engine takes: the engine refuses those.
+    Falls back to `TextReader` where the tokens are not known: the chat template cannot render the messages (images,
+    say), or a field changes the prompt in a way that is not followed here. Also where there are more tokens than any
+    engine takes: the engine refuses those.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._text = TextReader()
 
-    def read(self, body: dict[str, Any], scope: CacheScope, max_tokens: int) -> list[int]:
+    def read(self, form: PromptForm, scope: CacheScope, max_tokens: int) -> ReadPrompt:
         """As the engine does it: completions with special tokens, chats through the model's template."""
-        try:
-            if "messages" in body:
-                return self._chat(body, scope, PromptLimit(max_tokens, "messages"))
-            return self._completion(body, PromptLimit(max_tokens, "prompt"))
-        except RequestError as exc:
-            logger.debug("a prompt could not be tokenized here: %s", exc)
-            return self._text.read(body, scope, max_tokens)
+        body = form.body
+        if form.is_exact:
+            try:
+                if "messages" in body:
+                    return ReadPrompt(self._chat(body, scope, PromptLimit(max_tokens, "messages")), True)
+                return ReadPrompt(self._completion(body, PromptLimit(max_tokens, "prompt")), True)
+            except RequestError as exc:
+                logger.debug("a prompt could not be tokenized here: %s", exc)
+        return self._text.read(form, scope, max_tokens)
 
     def _completion(self, body: dict[str, Any], limit: PromptLimit) -> list[int]:
         prompt = body.get("prompt")
@@ -98,9 +112,15 @@ class TokenReader:
         fields = decode_body(orjson.dumps(body), ChatRequest)
         check_messages(fields.messages, fields.chat_template_kwargs)
         messages = template_messages(fields.messages)
+        for message, given in zip(messages, body["messages"], strict=True):
+            reasoning = given.get("reasoning") or given.get("reasoning_content")
+            if isinstance(reasoning, str):  # templates know one name or the other
+                message["reasoning"] = message["reasoning_content"] = reasoning
         options = template_options(fields.chat_template_kwargs, fields.add_generation_prompt)
-        if body.get("tools") and body.get("tool_choice") != "none":
-            options["tools"] = body["tools"]
+        if isinstance(effort := body.get("reasoning_effort"), str):
+            options = {"enable_thinking": effort != "none", "reasoning_effort": effort} | options
+        if body.get("tools"):
+            options["tools"] = _rendered_tools(body["tools"])
         add_special_tokens = bool(fields.add_special_tokens)
         return self._tokenizer.encode_chat(messages, options, scope, add_special_tokens=add_special_tokens, limit=limit)
 
@@ -117,15 +137,6 @@ def load_readers(tokenizers: dict[str, str]) -> dict[str, PromptReader]:
     return readers
 
 
-def max_tokens_of(body: dict[str, Any]) -> int | None:
-    """The limit that the request sets for its answer, if any."""
-    for name in ("max_completion_tokens", "max_tokens"):
-        value = body.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return None
-
-
 def cache_salt_of(body: dict[str, Any]) -> str:
     """The client's own salt, "" if there is none. Raises `RequestError`, because no engine ever sees this salt."""
     salt = body.get("cache_salt")
@@ -139,6 +150,35 @@ def priority_of(body: dict[str, Any]) -> int:
     """The priority in the request. The engine refuses an invalid one, which counts as 0 here."""
     value = body.get("priority")
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**31 else 0
+
+
+def _rendered_tools(tools: Any) -> list[dict[str, Any]]:
+    """Tools as vLLM gives them to chat templates: known fields only, in this order. Raises `RequestError`."""
+    rendered = []
+    for tool in tools if isinstance(tools, list) else [None]:
+        function = (
+            tool.get("function") if isinstance(tool, dict) and tool.get("type", "function") == "function" else None
+        )
+        if not isinstance(function, dict):
+            raise RequestError("a tool that is no function", param="tools")
+        fields = {name: function.get(name) for name in ("name", "description", "parameters")}
+        fields |= {name: function[name] for name in ("strict", "defer_loading") if function.get(name) is not None}
+        rendered.append({"type": "function", "function": fields})
+    return rendered
+
+
+def _message_bytes(part: Any) -> bytes:
+    """A message or the tools as bytes. Images and the like become their hash, as long as they may be in tokens."""
+    content = part.get("content") if isinstance(part, dict) else None
+    if not isinstance(content, list):
+        return orjson.dumps(part)
+    is_text = [not isinstance(item, dict) or item.get("type") in _TEXT_PARTS for item in content]
+    texts = [item for item, is_one in zip(content, is_text, strict=True) if is_one]
+    media = [item for item, is_one in zip(content, is_text, strict=True) if not is_one]
+    hashes = [hashlib.blake2b(orjson.dumps(item), digest_size=16).digest() for item in media]
+    return b"".join(name * (MEDIA_TOKENS * _BYTES_PER_TOKEN // len(name)) for name in hashes) + orjson.dumps(
+        part | {"content": texts}
+    )
 
 
 def _token_ids(prompt: list[Any], max_tokens: int) -> list[int]:

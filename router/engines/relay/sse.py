@@ -1,18 +1,21 @@
 """Server-sent events of an engine, parsed no further than needed: they are forwarded as they came.
 
 Most events contain a piece of text and nothing else. `leading_pieces` recognises them by their bytes, at a tenth of the
-cost of parsing them; only the other events are parsed.
+cost of parsing them; only the other events are parsed. `ChunkEvents` are those of chats and completions; other routes
+have formats of their own.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import orjson
 
-__all__ = ["Event", "EventSplitter", "first_event", "leading_pieces", "parse_event", "split_events"]
+from tandem.router.engines.relay.usage import chat_pair_usage
+
+__all__ = ["ChunkEvents", "Event", "EventFormat", "EventSplitter", "data_of", "first_event", "split_events"]
 
 MAX_EVENT_BYTES = 16 * 1024 * 1024
 _END = re.compile(rb"\r?\n\r?\n")
@@ -20,37 +23,87 @@ _END = re.compile(rb"\r?\n\r?\n")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event: its bytes, and the JSON in it, if any."""
+    """One event: its bytes, the JSON in it, if any, and what it means."""
 
     raw: bytes
     body: dict[str, Any] | None
-    is_done: bool = False  # `data: [DONE]`
+    is_done: bool = False  # it ends the stream
+    is_piece: bool = False  # it contains a part of the answer
+    usage: dict[str, Any] | None = None  # tokens used, in the shape of chat completions
+    is_total: bool = False  # the usage is that of the whole answer
+    is_usage_only: bool = False  # clients get it only if they asked for usage
+    error: dict[str, Any] | None = None  # what the engine sent instead of an answer
 
     @property
     def has_data(self) -> bool:
         """Whether it is more than a comment."""
         return self.body is not None or self.is_done
 
-    @property
-    def has_choices(self) -> bool:
-        """Whether it contains a part of the answer."""
-        return bool(self.body and self.body.get("choices"))
 
-    @property
-    def usage(self) -> dict[str, Any] | None:
-        """Tokens used so far, if the event reports them."""
-        usage = self.body.get("usage") if self.body else None
-        return usage if isinstance(usage, dict) else None
+class EventFormat(Protocol):
+    """How a route writes its events."""
 
-    @property
-    def error(self) -> dict[str, Any] | None:
-        """The error the engine sent instead of an answer."""
-        error = self.body.get("error") if self.body else None
-        return None if not error else error if isinstance(error, dict) else {"message": str(error)}
+    def leading_pieces(self, events: bytes) -> tuple[int, int]:
+        """Number of leading events that contain a piece of the answer and nothing else, and the offset of their end."""
 
-    def with_body(self, body: dict[str, Any]) -> Event:
-        """The same event with another body."""
-        return Event(b"data: " + orjson.dumps(body) + b"\n\n", body)
+    def parse(self, raw: bytes) -> Event:
+        """One whole event."""
+
+    def corrected(self, event: Event, prefill_usage: dict[str, Any]) -> Event:
+        """An event that has usage, with the usage of a pair."""
+
+    def error(self, error: dict[str, Any]) -> bytes:
+        """The event that ends a stream after a failure."""
+
+
+class ChunkEvents:
+    """Events of `/v1/chat/completions` and `/v1/completions`. The last one is `data: [DONE]`."""
+
+    def leading_pieces(self, events: bytes) -> tuple[int, int]:
+        """As `EventFormat`. Tries all events, then all but the last two, which are usually usage and `[DONE]`."""
+        if count := _count_pieces(events):
+            return count, len(events)
+        end = len(events)
+        for _ in range(3):
+            end = events.rfind(b"\n\n", 0, end)
+            if end < 0:
+                return 0, 0
+        end += 2
+        count = _count_pieces(events[:end])
+        return count, end if count else 0
+
+    def parse(self, raw: bytes) -> Event:
+        """One whole event."""
+        data = data_of(raw)
+        if data == b"[DONE]":
+            return Event(raw, None, is_done=True)
+        try:
+            body = orjson.loads(data) if data else None
+        except orjson.JSONDecodeError:
+            body = None
+        if not isinstance(body, dict):
+            return Event(raw, None)
+        error, usage, is_piece = body.get("error"), body.get("usage"), bool(body.get("choices"))
+        has_usage = isinstance(usage, dict)
+        return Event(
+            raw,
+            body,
+            is_piece=is_piece,
+            usage=usage if has_usage else None,
+            is_total=has_usage and not is_piece,
+            is_usage_only=has_usage and not is_piece,
+            error=None if not error else error if isinstance(error, dict) else {"message": str(error)},
+        )
+
+    def corrected(self, event: Event, prefill_usage: dict[str, Any]) -> Event:
+        """An event that has usage, with the usage of a pair."""
+        usage = chat_pair_usage(event.usage or {}, prefill_usage)
+        body = (event.body or {}) | {"usage": usage}
+        return replace(event, raw=b"data: " + orjson.dumps(body) + b"\n\n", body=body, usage=usage)
+
+    def error(self, error: dict[str, Any]) -> bytes:
+        """The event that ends a stream after a failure."""
+        return b"data: " + orjson.dumps({"error": error}) + b"\n\n"
 
 
 class EventSplitter:
@@ -74,23 +127,6 @@ class EventSplitter:
         return data[:end]
 
 
-def leading_pieces(events: bytes) -> tuple[int, int]:
-    """Number of leading events that contain a piece of the answer and nothing else, and the offset at which they end.
-
-    Tries all events, then all but the last two, which are usually usage and `[DONE]`.
-    """
-    if count := _count_pieces(events):
-        return count, len(events)
-    end = len(events)
-    for _ in range(3):
-        end = events.rfind(b"\n\n", 0, end)
-        if end < 0:
-            return 0, 0
-    end += 2
-    count = _count_pieces(events[:end])
-    return count, end if count else 0
-
-
 def _count_pieces(events: bytes) -> int:
     """Number of events if each of them is a piece, else 0.
 
@@ -110,11 +146,11 @@ def _count_pieces(events: bytes) -> int:
     return count
 
 
-def first_event(events: bytes) -> Event | None:
+def first_event(events: bytes, event_format: EventFormat) -> Event | None:
     """The first event that is more than a comment."""
     start = 0
     for found in _END.finditer(events):
-        event = parse_event(events[start : found.end()])
+        event = event_format.parse(events[start : found.end()])
         if event.has_data:
             return event
         start = found.end()
@@ -132,14 +168,6 @@ def split_events(events: bytes) -> list[bytes]:
     return parts
 
 
-def parse_event(raw: bytes) -> Event:
-    """One whole event."""
-    lines = [line.removeprefix(b"data:").strip() for line in raw.splitlines() if line.startswith(b"data:")]
-    data = b"\n".join(lines)
-    if data == b"[DONE]":
-        return Event(raw, None, is_done=True)
-    try:
-        body = orjson.loads(data) if data else None
-    except orjson.JSONDecodeError:
-        body = None
-    return Event(raw, body if isinstance(body, dict) else None)
+def data_of(raw: bytes) -> bytes:
+    """The data of one whole event."""
+    return b"\n".join(line.removeprefix(b"data:").strip() for line in raw.splitlines() if line.startswith(b"data:"))

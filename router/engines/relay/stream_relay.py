@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from tandem.router.engines.errors import EngineFailed
 from tandem.router.engines.relay.answers import error_text
 from tandem.router.engines.relay.engine_errors import engine_errors
-from tandem.router.engines.relay.sse import Event, EventSplitter, first_event, leading_pieces, parse_event, split_events
+from tandem.router.engines.relay.sse import Event, EventFormat, EventSplitter, first_event, split_events
 from tandem.router.engines.relay.upstream import Reply
 from tandem.router.http.response_writer import ResponseWriter
 from tandem.runtime.idle_timeout import IdleTimeout
@@ -44,17 +44,19 @@ class StreamRelay:
         engine: str,
         reply: Reply,
         observer: StreamObserver,
+        events: EventFormat,
         *,
         shows_usage: bool,
-        correct_usage: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        prefill_usage: dict[str, Any] | None = None,
     ) -> None:
-        """`shows_usage`: the client asked for the usage event. `correct_usage` replaces the engine's usage."""
-        self.is_done = False  # `[DONE]` has come
+        """`shows_usage`: the client asked for the usage event. `prefill_usage` is that of a pair's prefill engine."""
+        self.is_done = False  # the last event has come
+        self._events = events
         self._engine = engine
         self._reply = reply
         self._observer = observer
         self._shows_usage = shows_usage
-        self._correct_usage = correct_usage
+        self._prefill_usage = prefill_usage
         self._splitter = EventSplitter()
         self._pending = b""  # events that came before `run`
         self._last = b""  # events that came with the end
@@ -64,7 +66,7 @@ class StreamRelay:
 
     async def read_first_event(self) -> Event:
         """The first event that says anything. To be called before `run`; comments before it are not kept."""
-        while (first := first_event(self._pending)) is None:
+        while (first := first_event(self._pending, self._events)) is None:
             with engine_errors(self._engine):
                 data = await self._reply.read()
             if not data:
@@ -100,18 +102,18 @@ class StreamRelay:
 
         Comments that keep a connection alive go no further.
         """
-        num_pieces, end = leading_pieces(events)
+        num_pieces, end = self._events.leading_pieces(events)
         if num_pieces:
             self._observer.saw_tokens(num_pieces)
         if end == len(events):
             return events
         shown = [events[:end]]
         for raw in split_events(events[end:]):
-            if leading_pieces(raw)[0]:  # NOTE: not parsed; Python's servers send NaN, which is no JSON
+            if self._events.leading_pieces(raw)[0]:  # NOTE: not parsed; Python's servers send NaN, which is no JSON
                 self._observer.saw_tokens(1)
                 shown.append(raw)
                 continue
-            event = parse_event(raw)
+            event = self._events.parse(raw)
             if event.error is not None:
                 message = f"failed in the middle: {error_text(event.error)}"
                 self._failure = EngineFailed(self._engine, message)
@@ -123,19 +125,16 @@ class StreamRelay:
         return b"".join(shown)
 
     def _visible_event(self, event: Event) -> Event | None:
+        if event.is_piece:
+            self._observer.saw_tokens(1)
+        if event.usage is not None and self._prefill_usage is not None:
+            event = self._events.corrected(event, self._prefill_usage)
+        if event.usage is not None:
+            self._observer.saw_usage(event.usage, is_total=event.is_total)
         if event.is_done:
             self.is_done = True
             self._observer.ended()
-        if event.has_choices:
-            self._observer.saw_tokens(1)
-        usage = event.usage
-        if usage is None or event.body is None:
-            return event
-        if self._correct_usage is not None:
-            usage = self._correct_usage(usage)
-            event = event.with_body(event.body | {"usage": usage})
-        self._observer.saw_usage(usage, is_total=not event.has_choices)
-        return event if event.has_choices or self._shows_usage else None
+        return None if event.is_usage_only and not self._shows_usage else event
 
     def _on_parts(self, writer: ResponseWriter, parts: list[bytes]) -> bool:
         """Forward what one read brought. Returns whether more may follow at once."""

@@ -61,12 +61,17 @@ class Upstream:
         self._idle: list[_UpstreamConnection] = []
 
     async def post(self, path: str, content: bytes, request_id: str) -> Reply:
+        """As `send`, by POST."""
+        return await self.send("POST", path, content, request_id)
+
+    async def send(self, method: str, path: str, content: bytes, request_id: str) -> Reply:
         """Send a request and wait for the head of its answer. The caller closes the reply.
 
+        NOTE: `path` must be checked: it goes into the head of the request as it is.
         Raises `Unreachable`, or another `OSError` when the connection breaks. It waits without a timeout.
         """
         connection = self._take() or await self._connect()
-        head = f"POST {self._base_path}{path} HTTP/1.1\r\n{self._head}x-request-id: {request_id}\r\n"
+        head = f"{method} {self._base_path}{path} HTTP/1.1\r\n{self._head}x-request-id: {request_id}\r\n"
         reply = connection.send(f"{head}content-length: {len(content)}\r\n\r\n".encode("latin-1") + content)
         with undone_on_error(reply.close):
             await reply.wait_for_head()

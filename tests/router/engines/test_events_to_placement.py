@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
+from fastapi.responses import JSONResponse
 from zmq.asyncio import Context
 
-from tandem.router.engines.relay.prompts import TextReader
-from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, spec_of, until
+from tandem.protocol.digest import EVERYONE
+from tandem.router.engines.relay.prompt_forms import chat_form
+from tandem.router.engines.relay.prompts import TextReader, TokenReader
+from tandem.router.text.tokenizer import Tokenizer
+from tests.support.engines_harness import CHAT, COMPLETIONS, Router, completion, routing, spec_of, until
 from tests.support.fake_openai import FakeServer
 from tests.support.kv_event_publisher import IDS, Publisher, removed, stored
 
@@ -49,3 +55,72 @@ async def test_the_index_follows_the_engine(fake_a: FakeServer) -> None:
     finally:
         await publisher.close()
         context.term()
+
+
+def image_chat(data: str) -> dict[str, Any]:
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    return {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}, image]}],
+        "max_tokens": 1,
+        "stream": False,
+    }
+
+
+async def test_prompts_with_images_and_prompts_of_text_find_no_blocks_of_each_other(
+    fake_a: FakeServer, tokenizer: Tokenizer
+) -> None:
+    """The engine's blocks contain the same token ids in each case."""
+    context = Context()
+    publisher = Publisher(context)
+    fake_a.replies[CHAT] = lambda *_: JSONResponse({"choices": [{}]})
+    spec = spec_of(
+        fake_a,
+        "a",
+        model="fake-model",
+        kv_events=f"tcp://127.0.0.1:{publisher.port}",
+        kv_replay=f"tcp://127.0.0.1:{publisher.replay_port}",
+        block_size=16,
+    )
+    reader = TokenReader(tokenizer)
+    guessed = reader.read(chat_form(image_chat("a")), EVERYONE, 4096).token_ids
+    num_blocks = len(guessed) // 16
+    try:
+        async with routing(spec, readers={"fake-model": reader}) as router:
+            # Blocks whose ids are the guess for a prompt with an image, computed as text: a real prompt of these ids.
+            names = [b"text-%d" % i for i in range(num_blocks)]
+            ids = guessed[: num_blocks * 16]
+            await publish_until(
+                publisher,
+                lambda: router.fleet.index.num_blocks("a") == num_blocks,
+                stored(0, num_blocks, block_hashes=names, token_ids=ids),
+            )
+            # Blocks of a prompt with an image, whose ids a prompt of text may have too: none is known beyond the text.
+            images = [None, [["hash", 2]], None, None]
+            await publisher.publish(stored(0, 4, extra_keys=images))
+            await until(lambda: router.fleet.index.num_blocks("a") == num_blocks + 1)
+            assert await expected_tokens(router) == 16  # of text before the image
+            for _ in range(2):  # the second time the first request is on its way to be cached
+                response = await router.client.post(CHAT, json=image_chat("a"))
+                assert (response.status_code, response.headers["x-tandem-expected-cached-tokens"]) == (200, "0")
+    finally:
+        await publisher.close()
+        context.term()
+
+
+async def publish_until(publisher: Publisher, condition: Callable[[], bool], event: dict[str, Any]) -> None:
+    """Publish an event until it is heard: a SUB socket does not tell when its subscription has arrived."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await publisher.publish(event)
+            await asyncio.sleep(0.01)
+
+
+async def test_a_simulated_cache_tells_images_apart(fake_a: FakeServer, tokenizer: Tokenizer) -> None:
+    fake_a.replies[CHAT] = lambda *_: JSONResponse({"choices": [{}]})
+    async with routing(spec_of(fake_a, "a"), readers={"fake-model": TokenReader(tokenizer)}) as router:
+        expected = []
+        for data in ("a", "b", "a"):
+            response = await router.client.post(CHAT, json=image_chat(data))
+            expected.append(int(response.headers["x-tandem-expected-cached-tokens"]))
+        assert expected[:2] == [0, 0]
+        assert expected[2] > 400

@@ -4,8 +4,19 @@ from typing import Any
 
 import pytest
 
-from tandem.router.engines.relay.prompts import TextReader, TokenReader, max_tokens_of
+from tandem.protocol.digest import EVERYONE
+from tandem.router.engines.relay.apis import CHAT
+from tandem.router.engines.relay.prompt_forms import chat_form
+from tandem.router.engines.relay.prompts import PromptReader, ReadPrompt, TextReader, TokenReader
 from tandem.router.text.tokenizer import Tokenizer
+
+
+def read(reader: PromptReader, body: dict[str, Any], max_tokens: int = 1000) -> list[int]:
+    return read_whole(reader, body, max_tokens).token_ids
+
+
+def read_whole(reader: PromptReader, body: dict[str, Any], max_tokens: int = 1000) -> ReadPrompt:
+    return reader.read(chat_form(body), EVERYONE, max_tokens)
 
 
 def turn(*contents: str, **fields: Any) -> dict[str, Any]:
@@ -15,11 +26,11 @@ def turn(*contents: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_without_a_tokenizer_a_longer_conversation_keeps_its_prefix() -> None:
-    first = TextReader().read(turn("hello " * 20), "", 1000)
-    second = TextReader().read(turn("hello " * 20, "hi", "more"), "", 1000)
+    first = read(TextReader(), turn("hello " * 20))
+    second = read(TextReader(), turn("hello " * 20, "hi", "more"))
     assert second[: len(first) - 1] == first[:-1]
-    assert TextReader().read(turn("hello " * 20, tools=[{"type": "function"}]), "", 1000)[:4] != first[:4]
-    assert len(TextReader().read({"prompt": "x" * 41}, "", 1000)) == 11
+    assert read(TextReader(), turn("hello " * 20, tools=[{"type": "function"}]))[:4] != first[:4]
+    assert len(read(TextReader(), {"prompt": "x" * 41})) == 11
 
 
 @pytest.mark.parametrize(
@@ -27,15 +38,15 @@ def test_without_a_tokenizer_a_longer_conversation_keeps_its_prefix() -> None:
     [([1, 2, 3], [1, 2, 3]), ([[4, 5], [6]], [4, 5]), ([1, -2], []), ([], []), (None, []), (["ab"], [0x6261])],
 )
 def test_prompts_of_token_ids_are_used_unchanged(prompt: Any, expected: list[int]) -> None:
-    assert TextReader().read({"prompt": prompt}, "", 1000) == expected
+    assert read(TextReader(), {"prompt": prompt}) == expected
 
 
 def test_with_the_tokenizer_prompts_are_the_tokens_the_engine_computes(tokenizer: Tokenizer) -> None:
     reader = TokenReader(tokenizer)
-    assert reader.read({"prompt": "hello"}, "", 1000) == tokenizer.encode("hello")
-    assert reader.read({"prompt": [7, 8]}, "", 1000) == [7, 8]
+    assert read(reader, {"prompt": "hello"}, 1000) == tokenizer.encode("hello")
+    assert read(reader, {"prompt": [7, 8]}, 1000) == [7, 8]
     messages = [{"role": "user", "content": "hello"}]
-    assert reader.read({"messages": messages}, "", 1000) == tokenizer.encode_chat(
+    assert read(reader, {"messages": messages}, 1000) == tokenizer.encode_chat(
         messages, {"add_generation_prompt": True}, ""
     )
 
@@ -53,13 +64,13 @@ def test_with_the_tokenizer_prompts_are_the_tokens_the_engine_computes(tokenizer
     ],
 )
 def test_what_cannot_be_rendered_is_left_to_the_engine(body: dict[str, Any], tokenizer: Tokenizer) -> None:
-    assert TokenReader(tokenizer).read(body, "", 1000) == TextReader().read(body, "", 1000)
+    assert read(TokenReader(tokenizer), body) == read(TextReader(), body)
 
 
 def test_the_limit_of_an_answer() -> None:
-    assert max_tokens_of({"max_tokens": 5}) == 5
-    assert max_tokens_of({"max_tokens": 5, "max_completion_tokens": 7}) == 7
-    assert [max_tokens_of({"max_tokens": value}) for value in (None, True, "3", -1)] == [None] * 4
+    assert CHAT.max_tokens({"max_tokens": 5}) == 5
+    assert CHAT.max_tokens({"max_tokens": 5, "max_completion_tokens": 7}) == 7
+    assert [CHAT.max_tokens({"max_tokens": value}) for value in (None, True, "3", -1)] == [None] * 4
 
 
 @pytest.mark.parametrize(
@@ -76,5 +87,5 @@ def test_only_the_beginning_of_a_prompt_too_long_for_any_engine_is_read(
     tokenizer: Tokenizer, body: dict[str, Any]
 ) -> None:
     for reader in (TextReader(), TokenReader(tokenizer)):
-        assert len(reader.read(body, "", 1000)) == 1001
-        assert reader.read(body, "", 1000) == reader.read(body, "", 2000)[:1001]
+        assert len(read(reader, body, 1000)) == 1001
+        assert read(reader, body, 1000) == read(reader, body, 2000)[:1001]

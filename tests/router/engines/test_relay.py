@@ -4,6 +4,7 @@ from typing import Any, cast
 
 import pytest
 
+from tandem.router.engines.relay.sse import ChunkEvents
 from tandem.router.engines.relay.stream_relay import StreamRelay
 from tandem.router.engines.relay.upstream import Reply
 
@@ -36,5 +37,5 @@ def test_pieces_that_are_not_strict_json_are_passed_on_in_any_company(piece: byt
     ping, done = b": ping\n\n", b"data: [DONE]\n\n"
     for events, shown in ((piece, piece), (piece + done, piece + done), (ping + piece, piece), (piece + ping, piece)):
         observer = Counting()
-        relay = StreamRelay("a", Reply(cast(Any, None)), observer, shows_usage=False)
+        relay = StreamRelay("a", Reply(cast(Any, None)), observer, ChunkEvents(), shows_usage=False)
         assert (relay.visible(events), observer.num_tokens) == (shown, 1)

@@ -7,7 +7,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.router.engines.relay.sse import EventSplitter, leading_pieces, parse_event, split_events
+from tandem.router.engines.relay.sse import ChunkEvents, EventFormat, EventSplitter, split_events
+from tandem.router.engines.relay.typed_events import MessageEvents, ResponseEvents
+
+parse_event, leading_pieces = ChunkEvents().parse, ChunkEvents().leading_pieces
 
 
 @settings(max_examples=200, deadline=None)
@@ -51,7 +54,7 @@ def test_leading_pieces_contain_nothing_but_pieces(bodies: list[dict[str, Any]],
     if not spaced:
         # A text that is itself such a word in quotes looks like one of these, and takes the slow way too.
         words = re.compile(rb'"usage"|"error"|"choices".*"choices"')
-        plain = [event for event in rest if event.has_choices and not words.search(event.raw)]
+        plain = [event for event in rest if event.is_piece and not words.search(event.raw)]
         assert not rest or len(plain) < len(rest), "what is nothing but text takes the slow way"
 
 
@@ -67,6 +70,60 @@ def test_only_the_end_of_a_stream_is_parsed() -> None:
 
 def test_parts_of_events() -> None:
     event = parse_event(b'data: {"error": "no", "choices": [], "usage": null}\n\n')
-    assert (event.error, event.has_choices, event.usage) == ({"message": "no"}, False, None)
+    assert (event.error, event.is_piece, event.usage) == ({"message": "no"}, False, None)
     odd = parse_event(b"event: x\ndata: [1]\n\n")
     assert (odd.body, odd.is_done) == (None, False)
+
+
+KINDS = [
+    "response.output_text.delta",
+    "content_block_delta",
+    "message_delta",
+    "response.created",
+    "message_stop",
+    "error",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(TRICKY) | st.text(max_size=8)), min_size=1, max_size=6),
+    st.sampled_from([b"", b": ping\n\n"]),
+    st.sampled_from([ResponseEvents(), MessageEvents()]),
+)
+def test_leading_pieces_of_typed_events(events: list[tuple[str, str]], tail: bytes, event_format: EventFormat) -> None:
+    bodies = [{"type": kind, "delta": text, "usage": {} if kind == "message_delta" else None} for kind, text in events]
+    wire = b"".join(f"event: {body['type']}\ndata: {json.dumps(body)}\n\n".encode() for body in bodies) + tail
+    count, end = event_format.leading_pieces(wire)
+    leading = [kind in KINDS[:2] for kind, _ in events]
+    assert count == [*leading, False].index(False)
+    pieces = [event_format.parse(raw) for raw in split_events(wire[:end])]
+    assert [(event.is_piece, event.usage, event.is_done, event.error) for event in pieces] == [
+        (True, None, False, None)
+    ] * count
+    rest = split_events(wire[end:])
+    assert b"".join(rest) == wire[end:]
+    assert [event_format.parse(raw).body for raw in rest] == [*bodies[count:], *([None] if tail else [])]
+
+
+def test_parts_of_typed_events() -> None:
+    def wire(**body: Any) -> bytes:
+        return f"event: {body['type']}\ndata: {json.dumps(body)}\n\n".encode()
+
+    responses, messages = ResponseEvents(), MessageEvents()
+    usage = {"input_tokens": 9, "output_tokens": 2, "input_tokens_details": {"cached_tokens": 4}}
+    done = responses.parse(wire(type="response.incomplete", response={"usage": usage}))
+    assert (done.is_done, done.is_total, done.is_usage_only) == (True, True, False)
+    expected = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
+    assert done.usage == expected
+    usage = {"input_tokens": 5, "cache_read_input_tokens": 4, "output_tokens": 2}
+    first = messages.parse(wire(type="message_start", message={"usage": usage}))
+    assert (first.usage, first.is_total) == (expected, False)
+    last = messages.parse(wire(type="message_delta", usage=usage, delta={}))
+    assert (last.usage, last.is_total, last.is_piece, last.is_done) == (expected, True, False, False)
+    assert messages.parse(wire(type="message_stop")).is_done
+    assert responses.parse(wire(type="error", message="no")).error == {"type": "error", "message": "no"}
+    assert messages.parse(wire(type="error", error={"message": "no"})).error == {"message": "no"}
+    assert messages.parse(b"data: [DONE]\n\n").body is None
+    again = messages.parse(messages.error({"message": "x", "code": "y"}))
+    assert again.error == {"message": "x", "code": "y"}

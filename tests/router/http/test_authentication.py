@@ -158,3 +158,11 @@ async def test_an_operators_request_names_one_tenant_at_most(tmp_path: Path) -> 
         served = await client.get("/", headers=named[:2])
     assert (refused.status_code, served.status_code) == (400, 200)
     assert "x-tandem-tenant was sent 2 times" in refused.text
+
+
+async def test_a_key_may_come_as_clients_of_the_messages_api_send_it(tmp_path: Path) -> None:
+    async with app_with(tmp_path, "sk-one a\n") as client:
+        assert (await client.get("/v1/x", headers={"x-api-key": "sk-one"})).json() == "a"
+        assert (await client.get("/v1/x", headers={"x-api-key": "sk-two"})).status_code == 401
+        both = {"x-api-key": "sk-one", "authorization": "Bearer sk-two"}
+        assert (await client.get("/v1/x", headers=both)).status_code == 401

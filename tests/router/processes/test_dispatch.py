@@ -15,6 +15,7 @@ from tandem.protocol.errors import NoWorker, WorkerError
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.dispatcher import DispatchRequest
 from tandem.router.engines.relay.connections import EngineConnections
+from tandem.router.engines.relay.prompt_forms import chat_form
 from tandem.router.engines.relay.prompts import TextReader
 from tandem.router.processes import dispatch_messages as messages
 from tandem.router.processes import dispatch_service, hub_client, wire
@@ -77,7 +78,7 @@ async def one_runs(edge: Edge, fake: FakeServer) -> asyncio.Task[httpx.Response]
 
 
 def routing_request(prompt: str = "a b c d") -> DispatchRequest:
-    tokens = TextReader().read({"prompt": prompt}, EVERYONE, 1 << 20)
+    tokens = TextReader().read(chat_form({"prompt": prompt}), EVERYONE, 1 << 20).token_ids
     return DispatchRequest(
         request_id="r",
         model="fake-model",

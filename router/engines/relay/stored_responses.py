@@ -1,0 +1,83 @@
+"""`/v1/responses/{id}`: reads, deletes and cancels a response on the engine that keeps it.
+
+Nothing is computed, so these requests wait in no queue and are booked on no engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from urllib.parse import urlencode
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from tandem.router.engines.dispatcher import Dispatcher
+from tandem.router.engines.errors import AnswerNotFound, EngineFailed
+from tandem.router.engines.relay.answers import parse_answer
+from tandem.router.engines.relay.connections import EngineConnection, EngineConnections
+from tandem.router.engines.relay.engine_errors import engine_errors
+from tandem.router.engines.relay.upstream import Reply
+from tandem.router.http.request_options import tenant_of
+from tandem.router.openai.planned_answer import new_answer_id
+
+__all__ = ["StoredResponses"]
+
+_ID = re.compile(r"[A-Za-z0-9_-]{1,256}")
+
+
+class StoredResponses:
+    """Forwards requests about a response to its engine. A tenant reaches its own responses only."""
+
+    def __init__(self, dispatcher: Dispatcher, connections: EngineConnections, timeout_s: float) -> None:
+        """`timeout_s` is the longest silence of an engine."""
+        self._dispatcher = dispatcher
+        self._connections = connections
+        self._timeout_s = timeout_s
+
+    async def forward(self, request: Request, response_id: str, action: str = "") -> Response:
+        """The engine's answer. Raises `AnswerNotFound`, and `EngineFailed` or `EngineBusy`."""
+        if not _ID.fullmatch(response_id):
+            raise AnswerNotFound(response_id, "response_id")
+        engine = self._connections[await self._dispatcher.answer_owner(response_id, tenant_of(request))]
+        query = urlencode(request.query_params.multi_items())
+        path = f"/v1/responses/{response_id}{action}" + (f"?{query}" if query else "")
+        reply = await self._send(engine, request.method, path)
+        if reply.headers.get("content-type", "").startswith("text/event-stream"):
+            return StreamingResponse(self._parts(engine, reply), reply.status, media_type="text/event-stream")
+        try:
+            async with _in_time(engine.name, self._timeout_s):
+                content = await reply.read_all()
+        finally:
+            reply.close()
+        parse_answer(engine.name, reply.status, reply.headers, content, lambda _: True)
+        return Response(content, reply.status, media_type="application/json")
+
+    async def _send(self, engine: EngineConnection, method: str, path: str) -> Reply:
+        async with _in_time(engine.name, self._timeout_s):
+            return await engine.upstream.send(method, path, b"", new_answer_id("req-"))
+
+    async def _parts(self, engine: EngineConnection, reply: Reply) -> AsyncIterator[bytes]:
+        """The bytes of a stream. An error breaks the connection to the client, so that it sees the end missing."""
+        try:
+            while True:
+                async with _in_time(engine.name, self._timeout_s):
+                    part = await reply.read()
+                if not part:
+                    return
+                yield part
+        finally:
+            reply.close()
+
+
+@asynccontextmanager
+async def _in_time(engine: str, timeout_s: float) -> AsyncIterator[None]:
+    """Translate the errors of a connection, and of waiting too long, into `EngineFailed`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            with engine_errors(engine):
+                yield
+    except TimeoutError as exc:
+        raise EngineFailed(engine, f"sent nothing within request_timeout_s={timeout_s:g}") from exc
