@@ -166,13 +166,13 @@ def _routes_of(app: RouterApp) -> Iterator[_Route]:
 
 def _serve_app() -> RouterApp:
     """The app of `tandem serve`, without backend and tokenizer: only its routes are read."""
-    backend, tokenizer = SimpleNamespace(decisions=None, pools=None), SimpleNamespace(start_id=0)
+    backend, tokenizer = SimpleNamespace(decisions=None, pools=None, set_role=None), SimpleNamespace(start_id=0)
     return create_app(cast(Any, backend), cast(Any, tokenizer), RouterConfig(), CollectorRegistry(), api_keys={})
 
 
 def _route_app() -> RouterApp:
     """The app of `tandem route`, without dispatcher and engines."""
-    dispatcher = SimpleNamespace(decisions=None, pools=None, max_model_len=None)
+    dispatcher = SimpleNamespace(decisions=None, pools=None, max_model_len=None, set_role=None)
     return create_engines_app(
         cast(Any, dispatcher),
         EngineConnections(connect_timeout_s=1.0),

@@ -110,16 +110,16 @@ def build_config(values: Values) -> ClusterConfig:
         for name in ("num_prefill", "num_decode"):
             if name in values:
                 raise ConfigError(f"colocated is one worker for both roles; {name}={values[name]} has no use with it")
-    if pool_gb := from_values(PoolSize, values).pool_gb:
-        if values.get("pool_bytes"):
-            raise ConfigError("pool_gb and pool_bytes say the same thing; give one of them")
-        values = values | {"pool_bytes": round(pool_gb * 1e9)}
     managed = from_values(ManagedEngineConfig, values)
     if managed.is_managed and (unused := sorted(_OWN_ENGINE_ONLY & values.keys())):
         raise ConfigError(
             f"{unused[0]}={values[unused[0]]!r} is a setting of Tandem's own engine; give {managed.engine_kind} "
             "its own flag in engine_args"
         )
+    if pool_gb := from_values(PoolSize, values).pool_gb:
+        if values.get("pool_bytes"):
+            raise ConfigError("pool_gb and pool_bytes say the same thing; give one of them")
+        values = values | {"pool_bytes": round(pool_gb * 1e9)}
     return from_values(
         ClusterConfig,
         values,

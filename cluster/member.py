@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from tandem.runtime.idle_timeout import answered_in_time
 from tandem.scheduling.workers.registry import Registry
 from tandem.worker.status import WorkerStatus
 
-__all__ = ["Member", "Requests", "WorkerMember", "call", "first_line"]
+__all__ = ["Member", "Requests", "WorkerMember", "call", "first_line", "member_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -246,6 +246,11 @@ class WorkerMember(Member):
             except (RayError, ServingError, TimeoutError) as exc:
                 logger.warning("%s could not be told of %s yet: %s", self.worker_id, peer.worker_id, first_line(exc))
             await asyncio.sleep(_TELL_AGAIN_S)
+
+
+def member_of(members: Mapping[str, Member], worker_id: str) -> Member | None:
+    """The member of a worker that the router knows by this name. NAME.dp1 is a data-parallel rank of member NAME."""
+    return members.get(worker_id) or members.get(worker_id.rpartition(".dp")[0])
 
 
 async def call(method: Any, *args: Any, timeout_s: float = _CALL_TIMEOUT_S) -> Any:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 
 from ray.exceptions import RayError
 
-from tandem.cluster.member import Member
-from tandem.protocol.errors import ServingError
+from tandem.cluster.member import Member, Requests, member_of
+from tandem.protocol.errors import RoleRefused, ServingError, WorkerError, WorkerNotFound
+from tandem.protocol.messages import Role
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.autoscaler import AutoscalerState, Flip, decide, observe
 from tandem.scheduling.cost_model import CostModel
@@ -25,17 +26,22 @@ _NUM_REMEMBERED_FLIPS = 20
 
 
 class RoleFlips:
-    """All flips of one cluster. `status` is what `/v1/pools` shows of the autoscaler."""
+    """All flips of one cluster."""
 
     def __init__(
         self, members: Mapping[str, Member], registry: Registry, costs: CostModel, background: BackgroundTasks
     ) -> None:
-        self.status: dict[str, object] = {}
+        self._decision: dict[str, object] = {}  # the autoscaler's latest
         self._members = members
         self._registry = registry
         self._costs = costs
         self._background = background
         self._flips: deque[dict[str, object]] = deque(maxlen=_NUM_REMEMBERED_FLIPS)
+
+    @property
+    def status(self) -> dict[str, object]:
+        """What the autoscaler decided last, if it is on, and the latest flips."""
+        return self._decision | {"flips": self.latest}
 
     @property
     def latest(self) -> list[dict[str, object]]:
@@ -46,33 +52,73 @@ class RoleFlips:
         """Start a flip and return."""
         self._background.start(f"the flip of {flip.worker_id}", lambda: self.flip(flip, reason))
 
+    async def set_role(self, worker: str, role: Role) -> dict[str, object]:
+        """As `WorkerManager.set_role`: a flip on an operator's word."""
+        member = self._members.get(worker)
+        if member is None:
+            raise WorkerNotFound(f"There is no worker '{worker[:100]}'; there are: {', '.join(self._members)}.")
+        self._check(member, role)
+        record = self._record(member, role, "an operator asked for it")
+        left = await self._play(member, role, record)
+        if left is None:
+            raise WorkerError(f"{worker} did not flip to {role}: {record['failed']}")
+        self._background.start(f"the drain of {worker}", lambda: self._drain(member, left, record))
+        return record
+
     async def flip(self, flip: Flip, reason: str) -> None:
         """Give a worker another role; its cache stays. Returns when it has finished the requests of its old role.
 
         It gets nothing more of its old role, serves in the new one within milliseconds, and finishes its old requests
         beside that: any worker can do both, and placement counts what it delays there.
         """
-        worker = self._registry.get(flip.worker_id)
-        if worker is None:
+        member = member_of(self._members, flip.worker_id)
+        if member is None or not member.is_up.is_set():
             return
-        member, started = self._members[flip.worker_id], time.monotonic()
-        record: dict[str, object] = {"worker": flip.worker_id, "from": worker.role, "to": flip.to_role}
-        record["reason"] = reason
+        record = self._record(member, flip.to_role, reason)
+        left = await self._play(member, flip.to_role, record)
+        if left is not None:
+            await self._drain(member, left, record)
+
+    def _check(self, member: Member, role: Role) -> None:
+        """Raise `RoleRefused` if the worker cannot play this role now."""
+        name = member.worker_id
+        if not member.is_up.is_set():
+            raise RoleRefused(f"{name} is not up; ask again when it is.")
+        if member.role is Role.COLOCATED:
+            raise RoleRefused(f"{name} does both: start the server with --prefill and --decode for roles.")
+        if member.role is role:
+            raise RoleRefused(f"{name} is a {role} worker already.")
+        decoders = [one for one in self._members.values() if one.role is Role.DECODE and one.is_up.is_set()]
+        if decoders == [member]:
+            raise RoleRefused(f"{name} is the only decode worker, so nothing could answer: flip another one first.")
+
+    def _record(self, member: Member, role: Role, reason: str) -> dict[str, object]:
+        record: dict[str, object] = {"worker": member.worker_id, "from": member.role, "to": role, "reason": reason}
         self._flips.append(record)
+        return record
+
+    async def _play(self, member: Member, role: Role, record: dict[str, object]) -> Requests | None:
+        """Let it serve in its new role; what it still has from its old one, or None if it did not flip."""
+        began_s = time.monotonic()
         try:
-            left = await member.play(flip.to_role, reason)
+            left = await member.play(role, str(record["reason"]))
         except (RayError, ServingError, TimeoutError, KeyError) as exc:
-            logger.warning("%s did not flip to %s: %s", flip.worker_id, flip.to_role, exc)
+            logger.warning("%s did not flip to %s: %s", member.worker_id, role, exc)
             record["failed"] = str(exc) or type(exc).__name__
-            return
-        record["serving_after_s"] = round(time.monotonic() - started, 4)
+            return None
+        record["serving_after_s"] = round(time.monotonic() - began_s, 4)
+        return left
+
+    async def _drain(self, member: Member, left: Requests, record: dict[str, object]) -> None:
+        """Wait until it has finished the requests of its old role."""
+        began_s, serving_after_s = time.monotonic(), float(str(record["serving_after_s"]))
         try:
             await member.finish(left)
         except (RayError, ServingError, TimeoutError) as exc:
-            logger.warning("%s serves as %s, but is not drained: %s", flip.worker_id, flip.to_role, exc)
+            logger.warning("%s serves as %s, but is not drained: %s", member.worker_id, record["to"], exc)
             record["not_drained"] = str(exc) or type(exc).__name__
         else:
-            record["drained_after_s"] = round(time.monotonic() - started, 4)
+            record["drained_after_s"] = round(serving_after_s + time.monotonic() - began_s, 4)
 
     async def autoscale(self, interval_s: float, mean_output_tokens: Callable[[], float]) -> None:
         """Let the autoscaler decide every `interval_s`, for ever."""
@@ -81,11 +127,10 @@ class RoleFlips:
             await asyncio.sleep(interval_s)
             observation = observe(self._registry, self._costs, mean_output_tokens())
             decision, state = decide(observation, time.monotonic(), state)
-            self.status = {
+            self._decision = {
                 "reason": decision.reason,
                 "prefill_wait_s": decision.prefill_wait_s,
                 "decode_wait_s": decision.decode_wait_s,
-                "flips": self.latest,
             }
             if decision.flip is not None:
                 logger.info("%s", decision.reason)

@@ -13,7 +13,7 @@ from functools import partial
 
 from ray.exceptions import RayError
 
-from tandem.cluster.member import Member, first_line
+from tandem.cluster.member import Member, first_line, member_of
 from tandem.cluster.placement import Bundle, WorkerBundles
 from tandem.cluster.process_end import ProcessIdentity, until_gone
 from tandem.cluster.quarantine_watch import watch_quarantines
@@ -99,6 +99,10 @@ class Supervisor:
     def autoscaler_status(self) -> dict[str, object]:
         """What the autoscaler decided last, and the latest flips."""
         return self.flips.status
+
+    async def set_role(self, worker: str, role: Role) -> dict[str, object]:
+        """As `WorkerManager.set_role`."""
+        return await self.flips.set_role(worker, role)
 
     def ray_died(self, error: WorkerError) -> None:
         """Give up: Ray cannot be asked any more, every call would only block. Call it in the event loop."""
@@ -234,7 +238,7 @@ class Supervisor:
 
     def _on_change(self, change: WorkerChange) -> None:
         """End the process of a worker that the router gave up (it is silent): then a new one is started."""
-        member = self._members.get(change.worker.worker_id)
+        member = member_of(self._members, change.worker.worker_id)
         is_given_up = change.worker.state is WorkerState.DEAD and not self._is_stopping
         if is_given_up and member is not None and member.is_up.is_set() and member.ends_if_given_up:
             self._kill(member)

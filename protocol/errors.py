@@ -5,6 +5,8 @@ ServingError
  |   |- ModelNotFound          404
  |   |- ContextLengthExceeded  400
  |   |- PinNotFound            404
+ |   |- WorkerNotFound         404
+ |   |- RoleRefused            409
  |- Overloaded                 429, with a Retry-After
  |   |- PinQuotaExceeded
  |   |- DeadlineUnmet          the first token would come too late
@@ -33,10 +35,12 @@ __all__ = [
     "PinNotFound",
     "PinQuotaExceeded",
     "RequestError",
+    "RoleRefused",
     "ServingError",
     "TransferError",
     "TransferTimeout",
     "WorkerError",
+    "WorkerNotFound",
 ]
 
 
@@ -76,6 +80,20 @@ class ContextLengthExceeded(RequestError):
     """The prompt, with `max_tokens`, does not fit into the model's context."""
 
     code = "context_length_exceeded"
+
+
+class WorkerNotFound(RequestError):
+    """There is no worker of this name."""
+
+    status = 404
+    code = "worker_not_found"
+
+
+class RoleRefused(RequestError):
+    """The worker cannot play this role now."""
+
+    status = 409
+    code = "role_refused"
 
 
 class PinNotFound(RequestError):

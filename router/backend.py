@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tandem.protocol.digest import CacheScope
-from tandem.protocol.messages import FinishReason, Prefetch, TokenLogprobs
+from tandem.protocol.messages import FinishReason, Prefetch, Role, TokenLogprobs
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.streams import Stream
 from tandem.scheduling.admission.tenants import DEFAULT_TENANT
@@ -54,6 +54,9 @@ class Backend(Protocol):
     async def pools(self) -> dict[str, Any]:
         """State of the worker pools, as JSON."""
 
+    async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
+        """As `WorkerManager.set_role`. Raises `RoleRefused` where the workers are run by others."""
+
     async def check(self) -> dict[str, str]:
         """By worker, what is wrong with it or what it holds although it should be idle; "" = nothing."""
 
@@ -64,6 +67,12 @@ class WorkerManager(Protocol):
     @property
     def autoscaler_status(self) -> dict[str, object]:
         """The autoscaler's latest decision, as JSON."""
+
+    async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
+        """Let a worker serve in another role from now on; the flip as JSON.
+
+        Raises `WorkerNotFound`, `RoleRefused`, or a `WorkerError` if the worker does not answer.
+        """
 
     async def check_integrity(self) -> dict[str, str]:
         """By worker, what is wrong with it or what it holds although it should be idle; "" = nothing."""

@@ -119,7 +119,7 @@ class EngineActor:
                 outcome.set_result(EngineStarted(process.pid, url, events, replay))
                 reason = self._watch(server, process, f"{url}/metrics")
             except WorkerError as exc:
-                reason = exc.message
+                reason = exc.message + dialect.remedy(exc.message)
             return EngineEnd(reason, process.tail)
 
     def _wait_until_it_generates(self, server: EngineServer, process: ServerProcess, url: str) -> None:
@@ -188,6 +188,7 @@ def _log_file(server: EngineServer) -> Path | None:
     folder = Path(server.log_folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{server.worker_id}.log").touch()
     except OSError as exc:
-        raise WorkerError(f"engine_log_folder={server.log_folder!r} cannot be made: {exc.strerror}") from exc
+        raise WorkerError(f"engine_log_folder={server.log_folder!r} cannot be written: {exc.strerror}") from exc
     return folder / f"{server.worker_id}.log"

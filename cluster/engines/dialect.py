@@ -27,6 +27,9 @@ class Dialect(Protocol):
     def environment(self, server: EngineServer, sockets: Sockets) -> dict[str, str]:
         """Variables of the server, on top of those that it inherits."""
 
+    def remedy(self, reason: str) -> str:
+        """What to do about a server that ended for this reason, as the end of a sentence; "" if that is not known."""
+
     def defaults(self, server: EngineServer) -> dict[str, str]:
         """Variables that a user may set otherwise."""
 

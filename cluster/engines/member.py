@@ -16,7 +16,8 @@ from tandem.cluster.member import Member, Requests
 from tandem.cluster.restarts import RestartBudget
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import PeerAddress, Role, WorkerState
-from tandem.router.engines.config import EngineSpec
+from tandem.router.engines.config import EngineSpec, ranks_of
+from tandem.router.engines.fleet.engine import RemoteEngine
 from tandem.router.engines.fleet.fleet import EngineFleet
 
 __all__ = ["EngineFacts", "EngineMember"]
@@ -61,27 +62,28 @@ class EngineMember(Member):
         if isinstance(started, EngineEnd):
             raise WorkerError(self._reason_of(started))
         self.pid = started.pid
-        engine = self._fleet.add(self._spec(started))
+        engines = self._fleet.add_all(ranks_of(self._spec(started)), is_complete=False)
         deadline_s = time.monotonic() + _JOIN_TIMEOUT_S
-        while engine.state is not WorkerState.READY:
+        while late := [engine for engine in engines if engine.state is not WorkerState.READY]:
             if time.monotonic() > deadline_s:
-                raise WorkerError(f"the router cannot use the server at {started.url}: {engine.reason}")
+                raise WorkerError(f"the router cannot use the server at {started.url}: {late[0].reason}")
             await asyncio.sleep(_JOIN_POLL_S)
 
     async def leave(self, reason: str) -> None:
         """As `Member.leave`."""
-        await self._fleet.lose(self.worker_id, reason)
+        for engine in self._engines():
+            await self._fleet.lose(engine.name, reason)
 
     async def play(self, role: Role, reason: str) -> Requests:
         """As `Member.play`. Any server can do both, so it serves in its new role at once."""
-        self._fleet.set_role(self.worker_id, role)
+        for engine in self._engines():
+            self._fleet.set_role(engine.name, role)
         self.role = role
         return await self.running()
 
     async def running(self) -> Requests:
         """As `Member.running`."""
-        engine = self._fleet.get(self.worker_id)
-        return frozenset() if engine is None else frozenset(engine.running)
+        return frozenset(request for engine in self._engines() for request in engine.running)
 
     async def check_integrity(self) -> str:
         """As `Member.check_integrity`."""
@@ -90,6 +92,10 @@ class EngineMember(Member):
 
     async def tell(self, address: PeerAddress | None, method: str, peer: PeerAddress) -> None:
         """As `Member.tell`. Servers find out by themselves that another one is gone."""
+
+    def _engines(self) -> list[RemoteEngine]:
+        """Its data-parallel ranks, each of which is an engine of the fleet."""
+        return [engine for engine in self._fleet.engines if engine.spec.server == self.worker_id]
 
     def _spec(self, started: EngineStarted) -> EngineSpec:
         server = self._server
@@ -104,6 +110,7 @@ class EngineMember(Member):
             kv_events=started.events,
             kv_replay=started.replay,
             headers={"authorization": f"Bearer {server.api_key}"} if server.api_key else {},
+            data_parallel_size=server.parallelism.data,
         )
 
     def _reason_of(self, end: EngineEnd) -> str:

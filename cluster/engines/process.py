@@ -41,9 +41,7 @@ class ServerProcess:
         """Start it. Raises `WorkerError` if that is impossible."""
         self._name = name
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._client = httpx.Client(timeout=_ANSWER_TIMEOUT_S, trust_env=False)
         try:
-            log = None if log_file is None else log_file.open("ab", buffering=0)
             self._process = subprocess.Popen(
                 command,
                 env=dict(environment),
@@ -55,7 +53,9 @@ class ServerProcess:
         except OSError as exc:
             raise WorkerError(f"{command[0]} cannot be started: {exc.strerror or exc}") from exc
         assert self._process.stdout is not None, "its output is a pipe"
-        self._reader = threading.Thread(target=self._read, args=(self._process.stdout, log), name="log", daemon=True)
+        self._client = httpx.Client(timeout=_ANSWER_TIMEOUT_S, trust_env=False)
+        reading = self._process.stdout, log_file
+        self._reader = threading.Thread(target=self._read, args=reading, name="log", daemon=True)
         self._reader.start()
 
     @property
@@ -94,7 +94,7 @@ class ServerProcess:
 
     def generate(self, url: str, model: str, api_key: str, deadline_s: float) -> None:
         """Have the server generate one token. Raises `WorkerError` if it cannot."""
-        body = {"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
+        body = {"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0, "stream": False}
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         timeout_s = max(deadline_s - time.monotonic(), _ANSWER_TIMEOUT_S)
         try:
@@ -156,11 +156,11 @@ class ServerProcess:
         except psutil.NoSuchProcess:
             return []
 
-    def _read(self, output: IO[bytes], log: IO[bytes] | None) -> None:
-        with output, log or contextlib.nullcontext():
+    def _read(self, output: IO[bytes], log_file: Path | None) -> None:
+        with output, open(log_file or os.devnull, "ab", buffering=0) as log:
             while line := output.readline(_MAX_LINE):
                 self._tail.append(line.decode(errors="replace").rstrip())
-                if log is not None:
+                with contextlib.suppress(OSError):  # a full disk costs the log, not the server
                     log.write(line)
 
     def _last_line(self) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tandem.cluster.engines.server import EngineServer, Parallelism, Sockets, check_arguments, number_of
 
-__all__ = ["OUR_FLAGS", "check", "command", "defaults", "environment", "parallelism"]
+__all__ = ["OUR_FLAGS", "check", "command", "defaults", "environment", "parallelism", "remedy"]
 
 _ADDRESS = "its address is chosen on its machine: leave it out"
 _KV = "every server hands KV over with NixlConnector and publishes KV events: leave it out"
@@ -82,6 +82,13 @@ def environment(server: EngineServer, sockets: Sockets) -> dict[str, str]:
     if not server.num_gpus and server.cpu_cores:
         variables["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, server.cpu_cores))
     return variables
+
+
+def remedy(reason: str) -> str:
+    """What to do about a server that ended for this reason, as the end of a sentence; "" if that is not known."""
+    if "No module named 'vllm" in reason:
+        return "; make engine-vllm makes an environment that has it: give its Python as engine_python"
+    return ""
 
 
 def defaults(server: EngineServer) -> dict[str, str]:

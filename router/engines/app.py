@@ -28,6 +28,7 @@ from tandem.router.http.shared_routes import (
     add_decision_routes,
     add_model_routes,
     add_operation_routes,
+    add_role_route,
     product_version,
 )
 from tandem.router.text.tokenizer import TokenizerPool
@@ -95,6 +96,7 @@ def create_engines_app(
         created_s=int(time.time()) if started_at_s is None else started_at_s,
     )
     add_operation_routes(app, not_ready=lambda: dispatcher.unready, scrape=scrape, pools=dispatcher.pools)
+    add_role_route(app, dispatcher.set_role)
     _add_admin_routes(app, dispatcher, admin_token)
     return app
 

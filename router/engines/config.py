@@ -208,8 +208,11 @@ def ranks_of(server: EngineSpec) -> list[EngineSpec]:
     ]
 
 
-def check_fleet(engines: Iterable[EngineSpec]) -> None:
-    """Raise `ConfigError` for engines that cannot be in one fleet."""
+def check_fleet(engines: Iterable[EngineSpec], *, is_complete: bool = True) -> None:
+    """Raise `ConfigError` for engines that cannot be in one fleet.
+
+    Those of a fleet that is not complete need not be able to decode: others will follow.
+    """
     engines = list(engines)
     servers = {spec.server for spec in engines if spec.data_parallel_rank is not None}
     names: set[str] = set()
@@ -220,7 +223,7 @@ def check_fleet(engines: Iterable[EngineSpec]) -> None:
         names.add(spec.name)
         roles.setdefault((spec.model, spec.group), set()).add(spec.role)
     for (model, group), found in roles.items():
-        if found == {Role.PREFILL}:
+        if is_complete and found == {Role.PREFILL}:
             raise ConfigError(
                 f"model {model!r} has only prefill engines in group {group!r}; nothing there can decode: "
                 "add an engine with role decode or both to the group"
@@ -287,8 +290,10 @@ def _check_ranks(spec: EngineSpec, where: str) -> None:
 
 
 def _rank_endpoint(endpoint: str, rank: int) -> str:
+    if not endpoint.startswith("tcp:"):  # a file: vLLM adds the rank to its name
+        return f"{endpoint}_dp{rank}" if endpoint and rank else endpoint
     host, _, port = endpoint.rpartition(":")
-    return f"{host}:{int(port) + rank}" if endpoint else ""
+    return f"{host}:{int(port) + rank}"
 
 
 def _part(content: dict[str, Any], key: str, wanted: Any, default: Any, error: str) -> Any:

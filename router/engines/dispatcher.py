@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tandem.protocol.digest import TOKEN_BYTES, CacheScope
+from tandem.protocol.messages import Role
 from tandem.router.engines.config import EngineSpec
 from tandem.scheduling.request import ServiceClass
 
@@ -158,6 +159,9 @@ class Dispatcher(Protocol):
 
     async def pools(self) -> dict[str, Any]:
         """Body of `/v1/pools`."""
+
+    async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
+        """As `WorkerManager.set_role`. Raises `RoleRefused` where the servers are run by others."""
 
     async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Add an engine, or each rank of a server; returns it as JSON. Raises `RequestError`."""

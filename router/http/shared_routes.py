@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.protocol.errors import ModelNotFound
+from tandem.protocol.errors import ModelNotFound, RequestError
+from tandem.protocol.messages import Role
 from tandem.router.http.app import json_response
+from tandem.router.http.authentication import check_operator
 from tandem.router.http.errors import error_body, error_response
+from tandem.router.http.json_body import read_json
 from tandem.router.http.visibility import metrics_response, visible_decisions, visible_pools
 
-__all__ = ["add_decision_routes", "add_model_routes", "add_operation_routes", "product_version"]
+__all__ = ["add_decision_routes", "add_model_routes", "add_operation_routes", "add_role_route", "product_version"]
 
 Json = dict[str, Any]
+
+
+class _RoleChange(msgspec.Struct, frozen=True):
+    worker: str
+    role: Literal["prefill", "decode"]
 
 
 def add_operation_routes(
@@ -56,6 +65,25 @@ def add_operation_routes(
     async def show_version() -> Response:
         """The version of Tandem."""
         return json_response({"version": product_version()})
+
+
+def add_role_route(app: FastAPI, set_role: Callable[[str, Role], Awaitable[Json]]) -> None:
+    """Add the route that changes a worker's role."""
+
+    @app.post("/v1/pools/roles")
+    async def change_role(request: Request) -> Response:
+        """Let a worker serve as `prefill` or `decode` from now on: `{"worker": "prefill-0", "role": "decode"}`.
+
+        Answers when it serves in its new role; requests of its old role end there. Needs an operator's key.
+        """
+        check_operator(request)
+        try:
+            change = msgspec.json.decode(await read_json(request), type=_RoleChange)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            raise RequestError(
+                f'Invalid request body: {exc}. Send {{"worker": NAME, "role": "prefill" or "decode"}}.'
+            ) from exc
+        return json_response(await set_role(change.worker, Role(change.role)))
 
 
 def add_decision_routes(

@@ -22,6 +22,7 @@ from tandem.router.http.shared_routes import (
     add_decision_routes,
     add_model_routes,
     add_operation_routes,
+    add_role_route,
     product_version,
 )
 from tandem.router.openai.cache import list_pins, pin_prefix, prefetch_pin, unpin_prefix
@@ -83,6 +84,7 @@ def create_app(
     _add_tokenizer_routes(app, context)
     _add_cache_routes(app, context)
     _add_pool_check(app, backend)
+    add_role_route(app, backend.set_role)
     add_decision_routes(app, explain=partial(explain, context), decisions=backend.decisions)
     add_model_routes(
         app,

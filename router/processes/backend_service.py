@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tandem.protocol.digest import CacheScope
-from tandem.protocol.messages import Prefetch
+from tandem.protocol.messages import Prefetch, Role
 from tandem.router.backend import Backend, GenerateRequest, PinRequest, PinState, TokenDelta
 from tandem.router.openai.readiness import Ready
 from tandem.router.processes.wire import WireFormat
@@ -49,6 +49,13 @@ class Pools(_Question, frozen=True):
     """`Backend.pools`."""
 
 
+class SetRole(_Question, frozen=True):
+    """`Backend.set_role`."""
+
+    worker: str
+    role: Role
+
+
 class Check(_Question, frozen=True):
     """`Backend.check`."""
 
@@ -85,7 +92,7 @@ class ListPins(_Question, frozen=True):
     cache_scope: CacheScope | None
 
 
-Question = Explain | Decisions | Pools | Check | Scrape | MakePin | EndPin | FetchPin | ListPins
+Question = Explain | Decisions | Pools | SetRole | Check | Scrape | MakePin | EndPin | FetchPin | ListPins
 Answer = dict[str, Any] | list[Any] | str | PinState | list[PinState] | None
 
 
@@ -125,6 +132,8 @@ class BackendService:
                 return await backend.decisions()
             case Pools():
                 return await backend.pools()
+            case SetRole(worker, role):
+                return await backend.set_role(worker, role)
             case Check():
                 return dict(await backend.check())
             case Scrape():

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.protocol.messages import Role
 from tandem.router.engines.config import EngineSpec
 from tandem.router.engines.dispatcher import DispatchRequest, EngineTarget
 from tandem.router.processes.wire import WireFormat
@@ -38,6 +39,7 @@ __all__ = [
     "Question",
     "RemoveEngine",
     "ScrapeHub",
+    "SetEngineRole",
     "Stored",
 ]
 
@@ -146,6 +148,13 @@ class ScrapeHub(_DispatchMessage, frozen=True):
     """The metrics of the hub's process, as Prometheus reads them."""
 
 
+class SetEngineRole(_DispatchMessage, frozen=True):
+    """`Dispatcher.set_role`."""
+
+    worker: str
+    role: Role
+
+
 class AddEngine(_DispatchMessage, frozen=True):
     """`Dispatcher.add_engine`."""
 
@@ -158,7 +167,16 @@ class RemoveEngine(_DispatchMessage, frozen=True):
     name: str
 
 
-Question = ExplainDispatch | DispatchDecisions | AnswerOwner | FleetPools | ScrapeHub | AddEngine | RemoveEngine
+Question = (
+    ExplainDispatch
+    | DispatchDecisions
+    | AnswerOwner
+    | FleetPools
+    | ScrapeHub
+    | SetEngineRole
+    | AddEngine
+    | RemoveEngine
+)
 
 
 # -- news -------------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from tandem.router.processes.dispatch_messages import (
     Question,
     RemoveEngine,
     ScrapeHub,
+    SetEngineRole,
     Stored,
 )
 from tandem.router.processes.hub import EdgeHub
@@ -78,6 +79,8 @@ class DispatchService:
                 return await dispatcher.pools() | {"processes": processes}
             case ScrapeHub():
                 return self._scrape().decode()
+            case SetEngineRole(worker, role):
+                return await dispatcher.set_role(worker, role)
             case AddEngine(fields):
                 return await dispatcher.add_engine(fields)
             case RemoveEngine(name):

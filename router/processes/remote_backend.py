@@ -8,7 +8,7 @@ from typing import Any
 
 from tandem.protocol.digest import CacheScope
 from tandem.protocol.errors import ServingError
-from tandem.protocol.messages import Prefetch
+from tandem.protocol.messages import Prefetch, Role
 from tandem.router.backend import GenerateRequest, PinRequest, PinState, TokenDelta
 from tandem.router.callback_scheduler import CallbackScheduler
 from tandem.router.processes import backend_service as service
@@ -96,6 +96,10 @@ class RemoteBackend:
     async def pools(self) -> dict[str, Any]:
         """State of the worker pools, as JSON."""
         return await self._hub.ask(service.Pools(), dict[str, Any])
+
+    async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
+        """As `WorkerManager.set_role`."""
+        return await self._hub.ask(service.SetRole(worker, role), dict[str, Any])
 
     async def check(self) -> dict[str, str]:
         """What is wrong with, or held by, each worker that should be idle."""

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from tandem.protocol.errors import NoWorker, ServingError
+from tandem.protocol.messages import Role
 from tandem.router.engines.dispatcher import GAP_INTERVAL_S, DispatchRequest, EngineListener, EngineTarget
 from tandem.router.processes import dispatch_messages as messages
 from tandem.router.processes.hub_client import HubClient
@@ -111,6 +112,10 @@ class RemoteDispatcher:
     async def scrape(self) -> bytes:
         """The metrics of the hub's process."""
         return (await self._hub.ask(messages.ScrapeHub(), str)).encode()
+
+    async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
+        """As `Dispatcher.set_role`."""
+        return await self._hub.ask(messages.SetEngineRole(worker, role), dict[str, Any])
 
     async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Add an engine; returns it as JSON. Raises `RequestError`."""

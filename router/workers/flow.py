@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from tandem.protocol.config import RouterConfig
+from tandem.protocol.errors import RoleRefused
 from tandem.protocol.messages import Role
 from tandem.router.admission_queue import AdmissionQueue
 from tandem.router.backend import GenerateRequest, TokenDelta, WorkerManager
@@ -152,6 +153,12 @@ class RequestFlow:
             "pins": msgspec.to_builtins(self.cache.summary()),
             "autoscaler": self._manager.autoscaler_status if self._manager is not None else {},
         }
+
+    async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
+        """As `WorkerManager.set_role`. Raises `RoleRefused` where the workers are run by others."""
+        if self._manager is None:
+            raise RoleRefused("The workers are not run by this server, so it cannot change their roles.")
+        return await self._manager.set_role(worker, role)
 
     async def check(self) -> dict[str, str]:
         """By worker, what is wrong with it or what it holds although it should be idle; "" = nothing."""

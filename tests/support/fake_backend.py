@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import CacheScope
-from tandem.protocol.errors import PinNotFound
-from tandem.protocol.messages import FinishReason, Prefetch, TokenLogprobs
+from tandem.protocol.errors import PinNotFound, WorkerNotFound
+from tandem.protocol.messages import FinishReason, Prefetch, Role, TokenLogprobs
 from tandem.router.backend import GenerateRequest, PinRequest, PinState, TokenDelta
 from tandem.router.openai.app import create_app
 from tandem.router.streams import Stream
@@ -121,6 +121,11 @@ class FakeBackend:
 
     async def pools(self) -> dict[str, Any]:
         return {"workers": []}
+
+    async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
+        if worker not in ("p", "d"):
+            raise WorkerNotFound(f"There is no worker '{worker}'.")
+        return {"worker": worker, "to": role}
 
     async def check(self) -> dict[str, str]:
         return self.held

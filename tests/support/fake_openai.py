@@ -40,6 +40,7 @@ class FakeServer:
     paths: list[str] = field(default_factory=list)  # of each request for an answer, with its method and query
     whole: dict[str, Any] = field(default_factory=dict)  # fields of every plain answer and of a stream's last event
     model: str = MODEL
+    key: str = ""  # requests without it get a 401
     adapters: list[str] = field(default_factory=list)  # as `/v1/models` lists them
     unloaded: list[str] = field(default_factory=list)  # models that get a 404
     health: int = 200
@@ -155,6 +156,8 @@ def _app(fake: FakeServer) -> FastAPI:
         )
         fake.request_headers.append(dict(request.headers))
         fake.authorization.append(request.headers.get("authorization", ""))
+        if fake.key and request.headers.get("authorization") != f"Bearer {fake.key}":
+            return JSONResponse({"error": {"message": "no key", "type": "auth"}}, 401)
         if not fake.headers_pause.is_set():
             await asyncio.to_thread(fake.headers_pause.wait)
         if body.get("model") in fake.unloaded:

@@ -113,10 +113,13 @@ class EngineFleet:
         """Add an engine and begin to probe it. Raises `ConfigError` when it does not fit the other engines."""
         return self.add_all([spec])[0]
 
-    def add_all(self, specs: Iterable[EngineSpec]) -> list[RemoteEngine]:
-        """Add several engines, in any order: all of them or, when one does not fit, none. Raises `ConfigError`."""
+    def add_all(self, specs: Iterable[EngineSpec], *, is_complete: bool = True) -> list[RemoteEngine]:
+        """Add several engines, in any order: all of them or, when one does not fit, none.
+
+        Raises `ConfigError`, also when nothing of a fleet that is complete could decode.
+        """
         specs = list(specs)
-        check_fleet([*(engine.spec for engine in self.engines), *specs])
+        check_fleet([*(engine.spec for engine in self.engines), *specs], is_complete=is_complete)
         return [self._start(spec) for spec in specs]
 
     async def remove(self, name: str) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from tandem.protocol.errors import ConfigError, ModelNotFound, NoWorker, RequestError
+from tandem.protocol.errors import ConfigError, ModelNotFound, NoWorker, RequestError, RoleRefused
+from tandem.protocol.messages import Role
 from tandem.router.admission_metrics import AdmissionCollector
 from tandem.router.admission_queue import AdmittedRequest
 from tandem.router.backend import WorkerManager
@@ -149,6 +150,15 @@ class LocalDispatcher:
             "admission": self.queues.report(),
             "autoscaler": self._manager.autoscaler_status if self._manager is not None else {},
         }
+
+    async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
+        """As `WorkerManager.set_role`. Raises `RoleRefused` where the servers are run by others."""
+        if self._manager is None:
+            raise RoleRefused(
+                f"The engines are not run by this router, so '{worker[:100]}' keeps its role: change it in the engines "
+                "file, or remove the engine and add it again."
+            )
+        return await self._manager.set_role(worker, role)
 
     async def add_engine(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Add an engine, or each rank of a server; returns it as JSON. Raises `RequestError`."""

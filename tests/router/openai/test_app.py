@@ -48,6 +48,23 @@ async def test_the_pool_check_says_what_each_worker_holds(
         assert (response.status_code, response.json()) == (200, {"idle": idle, "workers": held})
 
 
+@pytest.mark.parametrize(
+    ("body", "status", "part"),
+    [
+        ({"worker": "p", "role": "decode"}, 200, '"to":"decode"'),
+        ({"worker": "nobody", "role": "decode"}, 404, "worker_not_found"),
+        ({"worker": "p", "role": "both"}, 400, 'Send {\\"worker\\": NAME'),
+        ({"role": "decode"}, 400, "worker"),
+        ([], 400, "Expected `object`"),
+    ],
+)
+async def test_a_worker_is_given_another_role(tokenizer: Tokenizer, body: Any, status: int, part: str) -> None:
+    async with closing(FakeBackend(tokenizer)) as client:
+        response = await client.post("/v1/pools/roles", json=body)
+        assert response.status_code == status
+        assert part in response.text
+
+
 async def test_tokenize_agrees_with_usage_and_detokenize_round_trips(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "héllo"}]
     async with closing(FakeBackend(tokenizer)) as client:

@@ -24,7 +24,7 @@ from tandem.protocol.errors import (
     ServingError,
     WorkerError,
 )
-from tandem.protocol.messages import Prefetch
+from tandem.protocol.messages import Prefetch, Role
 from tandem.protocol.sampling import SamplingParams
 from tandem.router.backend import GenerateRequest, PinRequest, TokenDelta
 from tandem.router.engines.errors import EngineFailed
@@ -390,6 +390,9 @@ async def test_questions_are_answered(tokenizer: Tokenizer, tmp_path: Path) -> N
         assert await edge.decisions() == [{"request_id": "r", "tenant": "default"}]
         assert await edge.pools() == {"workers": []}
         assert await edge.check() == here.backend.held
+        assert await edge.set_role("p", Role.DECODE) == await here.backend.set_role("p", Role.DECODE)
+        with pytest.raises(RequestError, match="There is no worker 'x'"):
+            await edge.set_role("x", Role.DECODE)
         assert await edge.scrape() == b"tandem_worker_running 1.0\n"
 
 

@@ -5,6 +5,7 @@ import json
 import random
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,15 @@ from hypothesis import strategies as st
 
 from tandem.protocol.config import RouterConfig
 from tandem.protocol.digest import block_digests, cache_scope, root_digest
-from tandem.protocol.errors import InternalError, NoWorker, PeerLost, RequestError, ServingError, WorkerError
+from tandem.protocol.errors import (
+    InternalError,
+    NoWorker,
+    PeerLost,
+    RequestError,
+    RoleRefused,
+    ServingError,
+    WorkerError,
+)
 from tandem.protocol.messages import (
     INVALID_REQUEST,
     Cancel,
@@ -229,8 +238,19 @@ class FakeManager:
     def autoscaler_status(self) -> dict[str, object]:
         return {"reason": "hold"}
 
+    async def set_role(self, worker: str, role: Role) -> dict[str, Any]:
+        return {"worker": worker, "to": role}
+
     async def check_integrity(self) -> dict[str, str]:
         return {"p": "", "d": "one lease is open"}
+
+
+async def test_roles_are_changed_by_whoever_runs_the_workers() -> None:
+    async with fake_cluster(prefill=first_token, decode=remaining_tokens, manager=FakeManager()) as cluster:
+        assert await cluster.flow.set_role("p", Role.DECODE) == {"worker": "p", "to": "decode"}
+    async with fake_cluster(prefill=first_token, decode=remaining_tokens) as cluster:
+        with pytest.raises(RoleRefused, match="not run by this server"):
+            await cluster.flow.set_role("p", Role.DECODE)
 
 
 async def test_shows_its_pools() -> None:

@@ -1,0 +1,34 @@
+"""Flags of `tandem serve --engine vllm`, before anything is fetched or started."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tandem.cli.main import run
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--engine=vllm", "--pool-gb=1"], "pool_gb=1.0 is a setting of Tandem's own engine; give vllm its own flag"),
+        (["--engine=vllm", "--checksums=all"], "checksums='all' is a setting of Tandem's own engine"),
+        (["--engine=vllm", "--max-pins=4"], "max_pins=4 is a setting of Tandem's own engine"),
+        (["--engine=vllm", "--engine-args=--port 1"], "engine_args: --port is set by Tandem for each vLLM server"),
+        (["--engine=vllm", "--engine-args=-tp two"], "engine_args: -tp two must be a whole number from 1 to 4096"),
+        (["--engine=vllm", "--engine-args='"], "must be a command line; a quotation mark in it is not closed"),
+        (["--engine=vllm", "--engine-python=/nowhere/python"], "engine_python='/nowhere/python' is no file"),
+        (
+            ["--engine=vllm", "--gpus-per-worker=2", "--engine-args=-tp 4"],
+            "num_gpus_per_worker=2, but a server with these engine_args uses 4",
+        ),
+        ([f"--engine-python={sys.executable}"], "is for --engine vllm and sglang; leave it out"),
+        (["--engine-args=-tp 4"], "engine_args='-tp 4' is for --engine vllm and sglang; leave it out"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["serve", "--port=0", *flags]) == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")

@@ -1,0 +1,139 @@
+"""The actor of an engine server, without Ray: a fake server stands for vLLM's."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tandem.cluster.engines.actor import EngineActor, EngineEnd, EngineStarted, free_ports
+from tandem.cluster.engines.server import EngineServer, Parallelism
+from tandem.protocol.errors import WorkerError
+from tests.support.fake_vllm import fake_engine_python
+
+TIMEOUT_S = 60.0
+
+
+def server(folder: Path, *arguments: str, **fields: object) -> EngineServer:
+    values: dict[str, object] = {
+        "worker_id": "decode-0",
+        "kind": "vllm",
+        "python": str(fake_engine_python(folder)),
+        "model": str(folder),
+        "served_model_name": "toy",
+        "arguments": arguments,
+        "parallelism": Parallelism(),
+        "is_disaggregated": True,
+        "num_gpus": 0.0,
+        "host": "127.0.0.1",
+        "is_local": True,
+        "log_folder": str(folder / "logs"),
+        "start_timeout_s": TIMEOUT_S,
+        "api_key": "secret",
+    }
+    return EngineServer(**(values | fields))  # type: ignore[arg-type]
+
+
+@contextmanager
+def running(spec: EngineServer) -> Iterator[tuple[EngineActor, EngineStarted, list[psutil.Process]]]:
+    """An actor whose server serves, and the server's processes."""
+    actor = EngineActor(spec)
+    started = actor.start()
+    try:
+        assert isinstance(started, EngineStarted), started
+        process = psutil.Process(started.pid)
+        yield actor, started, [process, *process.children(recursive=True)]
+    finally:
+        actor.stop()
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert not alive
+
+
+def test_a_server_serves_and_is_ended_whole(tmp_path: Path) -> None:
+    with running(server(tmp_path)) as (actor, started, processes):
+        assert len(processes) >= 2
+        body = {"model": "toy", "prompt": "a b", "max_tokens": 2, "stream": False}
+        url = f"{started.url}/v1/completions"
+        assert httpx.post(url, json=body, timeout=TIMEOUT_S).status_code == 401
+        answer = httpx.post(url, json=body, headers={"authorization": "Bearer secret"}, timeout=TIMEOUT_S)
+        assert answer.json()["choices"][0]["text"] == "word word "
+        assert started.events.startswith("ipc:///")
+    assert actor.watch().reason == "stopped"
+    assert_gone(processes)
+    assert "serving toy" in (tmp_path / "logs" / "decode-0.log").read_text()
+
+
+def test_a_server_that_ignores_sigterm_is_ended_by_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.cluster.engines.process._STOP_TIMEOUT_S", 0.3)
+    with running(server(tmp_path, "--fake-deaf")) as (_, _, processes):
+        pass
+    assert_gone(processes)
+
+
+def test_the_end_of_a_server_is_told_and_its_children_go_with_it(tmp_path: Path) -> None:
+    with running(server(tmp_path)) as (actor, _, processes):
+        with ThreadPoolExecutor(1) as pool:
+            ended = pool.submit(actor.watch)
+            processes[0].kill()
+            assert ended.result(TIMEOUT_S).reason == "vllm was ended by signal 9"
+        assert_gone(processes)
+
+
+def test_a_server_that_cannot_start_is_told_by_its_error(tmp_path: Path) -> None:
+    line = "(APIServer pid=1) ValueError: the model is too large"
+    end = EngineActor(server(tmp_path, f"--fake-error={line}")).start()
+    assert isinstance(end, EngineEnd)
+    assert end.reason == "vllm ended with code 3: ValueError: the model is too large"
+    assert end.tail == ["some line before it", line]
+
+
+def test_a_python_that_cannot_run_is_named(tmp_path: Path) -> None:
+    end = EngineActor(server(tmp_path, python=str(tmp_path / "absent"))).start()
+    assert isinstance(end, EngineEnd)
+    assert "absent cannot be started: No such file or directory" in end.reason
+
+
+def test_a_python_without_the_engine_says_so(tmp_path: Path) -> None:
+    end = EngineActor(server(tmp_path, python=sys.executable)).start()
+    assert isinstance(end, EngineEnd)
+    assert "No module named 'vllm'" in end.reason
+    assert "make engine-vllm" in end.reason
+
+
+def test_a_server_that_is_late_is_ended(tmp_path: Path) -> None:
+    deaf = tmp_path / "sleeps"
+    deaf.write_text("#!/bin/sh\nexec sleep 600\n")
+    deaf.chmod(0o755)
+    end = EngineActor(server(tmp_path, python=str(deaf), start_timeout_s=0.2)).start()
+    assert isinstance(end, EngineEnd)
+    assert "raise engine_start_timeout_s" in end.reason
+
+
+def test_a_server_can_be_stopped_while_it_loads(tmp_path: Path) -> None:
+    deaf = tmp_path / "sleeps"
+    deaf.write_text("#!/bin/sh\nexec sleep 600\n")
+    deaf.chmod(0o755)
+    actor = EngineActor(server(tmp_path, python=str(deaf)))
+    ends: list[object] = []
+    starting = threading.Thread(target=lambda: ends.append(actor.start()))
+    starting.start()
+    actor.stop()
+    starting.join(TIMEOUT_S)
+    assert isinstance(ends[0], EngineEnd)
+
+
+def test_ports_in_a_row_are_free() -> None:
+    first = free_ports("127.0.0.1", 4)
+    assert 1024 <= first <= 65532
+    with pytest.raises(WorkerError, match="70000 free ports in a row were not found"):
+        free_ports("127.0.0.1", 70_000)

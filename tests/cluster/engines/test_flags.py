@@ -1,0 +1,114 @@
+"""Flags of managed engines: what users may give, and what the server is started with."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+
+from tandem.cluster.engines import vllm
+from tandem.cluster.engines.server import EngineServer, Parallelism, Sockets, flags_of
+from tandem.protocol.errors import ConfigError
+
+SERVER = EngineServer(
+    worker_id="decode-0",
+    kind="vllm",
+    python="/venv/bin/python",
+    model="/models/m",
+    served_model_name="m",
+    arguments=("--max-model-len", "4096"),
+    parallelism=Parallelism(),
+    is_disaggregated=True,
+    num_gpus=0.0,
+    host="127.0.0.1",
+    is_local=True,
+    cpu_cores=(2, 3),
+    api_key="secret",
+)
+SOCKETS = Sockets(8001, 5600, "ipc:///run/events", "ipc:///run/replay")
+
+
+def test_flags_are_found_in_every_spelling() -> None:
+    words = ["--max_model_len=10", "--seed", "-1", "-tp", "2", "--enforce-eager", "--a.b_c", "x"]
+    assert list(flags_of(words)) == [
+        ("--max-model-len", "10"),
+        ("--seed", "-1"),
+        ("-tp", "2"),
+        ("--enforce-eager", None),
+        ("--a.b_c", "x"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--port", "8000"],
+        ["--port=8000"],
+        ["--served_model_name", "x"],
+        ["--kv-transfer-config", "{}"],
+        ["--kv-transfer-config.kv_role", "kv_producer"],
+        ["--kv_events_config={}"],
+        ["--kv-transfer", "{}"],
+        ["--api-key", "x"],
+        ["--config", "file.yaml"],
+        ["-dpr", "1"],
+        ["--max-model-len", "10", "--model", "other"],
+    ],
+    ids=" ".join,
+)
+def test_flags_that_tandem_sets_are_refused_by_name(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"engine_args: -.* is set by Tandem for each vLLM server; "):
+        vllm.check(arguments)
+
+
+def test_other_flags_pass() -> None:
+    vllm.check(["--max-model-len", "10", "--quantization", "fp8", "--enable-lora", "-O3", "--model-impl", "auto"])
+
+
+def test_ranks_are_counted() -> None:
+    ranks = vllm.parallelism(["--tensor_parallel_size=4", "-pp", "2", "--data-parallel-size", "3"])
+    assert (ranks, ranks.num_gpus) == (Parallelism(4, 2, 3), 24)
+    assert vllm.parallelism([]).num_gpus == 1
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1e3", "99999"])
+def test_a_number_of_ranks_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"-tp .*must be a whole number from 1 to 4096"):
+        vllm.parallelism([f"-tp={value}"])
+
+
+def test_a_server_publishes_events_and_hands_kv_over() -> None:
+    words = vllm.command(SERVER, SOCKETS)
+    assert words[:3] == ["/venv/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert words[-2:] == ["--max-model-len", "4096"]
+    options = dict(itertools.pairwise(words))
+    assert (options["--host"], options["--port"]) == ("127.0.0.1", "8001")
+    assert (options["--model"], options["--served-model-name"]) == ("/models/m", "m")
+    events = json.loads(options["--kv-events-config"])
+    assert (events["endpoint"], events["replay_endpoint"]) == (SOCKETS.events, SOCKETS.replay)
+    connector = json.loads(options["--kv-transfer-config"])
+    assert connector == {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+
+
+def test_a_server_with_gpus_keeps_kv_there_and_one_alone_hands_nothing_over() -> None:
+    on_gpu = vllm.command(replace(SERVER, num_gpus=1.0), SOCKETS)
+    assert "kv_buffer_device" not in on_gpu[on_gpu.index("--kv-transfer-config") + 1]
+    assert "--kv-transfer-config" not in vllm.command(replace(SERVER, is_disaggregated=False), SOCKETS)
+
+
+def test_the_key_is_in_the_environment_and_not_on_the_command_line() -> None:
+    variables = vllm.environment(SERVER, SOCKETS)
+    assert variables["VLLM_API_KEY"] == "secret"
+    assert variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
+    assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "2,3"
+    assert "secret" not in " ".join(vllm.command(SERVER, SOCKETS))
+    assert "secret" not in repr(SERVER)
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in vllm.environment(replace(SERVER, num_gpus=1.0), SOCKETS)
+
+
+def test_endpoints_are_reached_at_the_servers_host() -> None:
+    sockets = Sockets(1, 2, "tcp://*:5557", "ipc:///x")
+    assert sockets.reached_at(sockets.events, "fd00::1") == "tcp://[fd00::1]:5557"
+    assert sockets.reached_at(sockets.replay, "10.0.0.1") == "ipc:///x"
