@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-__all__ = ["CudaStream", "DeviceStream", "HostStream", "Mark", "make_stream", "to_device"]
+__all__ = ["CudaStream", "DeviceStream", "HostStream", "Mark", "make_stream", "to_device", "to_host"]
 
 Mark = Any  # a point in the order of a stream's work; only that stream can read it
 
@@ -99,3 +99,8 @@ def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     """A host array on the device. `torch.tensor(values, device=...)` would wait there for all earlier work."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A tensor in host memory; it may be read once a mark recorded after this call is done."""
+    return tensor.to("cpu", non_blocking=True) if tensor.is_cuda else tensor

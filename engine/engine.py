@@ -241,10 +241,12 @@ class Engine:
         before_compute()
         chunks, logits, failures = self._compute(scheduled, between_layers)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        sampled = [] if logits is None else self.sampler.sample(logits, sampling)
+        sample = None if logits is None else self.sampler.launch(logits, sampling)
         end = self.stream.record()
-        if sampled:
-            self.stream.wait(end)
+        sampled: list[SampledToken | Exception] = []
+        if sample is not None:
+            self.stream.wait(end)  # the step's only sync
+            sampled = sample.read()
         computed = []
         for chunk in chunks:
             blocks = outcome_of(self.scheduler.blocks.advance, chunk)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tandem.protocol.messages import FinishReason, KvHolder, PeerAddress, PrefillPriority
 from tandem.protocol.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
 
 __all__ = ["Onboarding", "Phase", "ScheduledChunk", "Sequence", "SequenceStatus"]
 
@@ -75,7 +77,7 @@ class Sequence:
     num_cached_tokens: int = 0  # prompt tokens that were not computed: cached at first admission, or loaded
     is_admitted_before: bool = False  # preempted sequences keep their first hit count
     onboarding: Onboarding | None = None
-    logit_bias: tuple[Tensor, Tensor] | None = None  # ids and values on the device; the sampler makes them once
+    logit_bias: tuple[Array, Array] | None = None  # ids and values; the sampler makes them once
     kv_holder: KvHolder | None = None  # a peer that has some of the prompt's KV
     kv_receiver: PeerAddress | None = None  # the worker to which the prompt's KV is handed
     finish_reason: FinishReason | None = None

@@ -1,7 +1,6 @@
 """Turns logits into tokens: penalties, temperature, top-k, top-p, min-p, seeded draws, log probabilities.
 
-Rows are processed one by one, so that a sequence's token never depends on the rest of the batch. All rows that need
-nothing special share one argmax.
+All rows of a step are sampled together and read back once. A row's token never depends on the rest of the batch.
 
 Every row gives a token, whatever its logits and parameters are: if no probability is left (an infinite logit, nan,
 every token banned), the most likely token is taken. If a row raises all the same, the exception is returned in its
@@ -10,27 +9,32 @@ place.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.sampling.draw import uniform_draw
+from tandem.engine.device import to_device, to_host
+from tandem.engine.sampling.distribution import adjust, choose, top_values
+from tandem.engine.sampling.row_plan import RowPlan, plan_row
 from tandem.engine.sequence import Sequence
 from tandem.protocol.fault_boundary import outcome_of
 from tandem.protocol.messages import TokenLogprobs
-from tandem.protocol.sampling import SamplingParams
 
-__all__ = ["SampledToken", "Sampler"]
+__all__ = ["LaunchedSample", "SampledToken", "Sampler"]
 
-# Most nuclei are far smaller than this; only flat distributions need the full sort of the vocabulary.
-_NUCLEUS_GUESS = 512
-_MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-6, 1e6
+_MORE_CANDIDATES = 16  # than log probabilities are asked for: tokens may be equally likely
 _MIN_LOGPROB = -9999.0  # stands for log(0), which JSON cannot express
+# Float32 logits that are sampled together on a CPU, at least one row. Temporaries of this size come from memory that
+# glibc has: with twice as many, fresh pages cost a fifth of the time. A GPU samples all rows at once.
+_CPU_SLAB_BYTES = 1 << 19
+
+
+T = TypeVar("T")
 
 
 class SampledToken(NamedTuple):
@@ -48,59 +52,137 @@ class Sampler:
 
     def sample(self, logits: Tensor, sequences: Seq[Sequence]) -> list[SampledToken | Exception]:
         """logits: [n, vocab], row i for sequence i. Returns n tokens in order; an exception for a row that raised."""
-        greedy = logits.argmax(dim=-1).tolist()  # sync: token ids to host
-        return [
-            SampledToken(greedy[row], None) if _is_plain_greedy(sequence) else self._try_sample(logits[row], sequence)
-            for row, sequence in enumerate(sequences)
-        ]
+        return self.launch(logits, sequences).read()
 
-    def _try_sample(self, raw: Tensor, sequence: Sequence) -> SampledToken | Exception:
-        token = outcome_of(self._sample_row, raw, sequence)
-        if isinstance(token, torch.AcceleratorError):  # the device is lost for every row
-            raise token
-        return token
+    @torch.inference_mode()
+    def launch(self, logits: Tensor, sequences: Seq[Sequence]) -> LaunchedSample:
+        """`sample` without waiting for the device. A device that is lost raises, for all rows."""
+        launched = LaunchedSample(len(sequences))
+        plans: dict[int, RowPlan] = {}
+        for row, sequence in enumerate(sequences):
+            if _is_plain_greedy(sequence):
+                continue
+            plan = _outcome_of(self._plan, sequence, logits.shape[1])
+            if isinstance(plan, Exception):
+                launched.found[row] = plan
+            else:
+                plans[row] = plan
+        if len(plans) + len(launched.found) < len(sequences):
+            launched.greedy = to_host(logits.argmax(dim=-1))
+        for rows in _slabs(list(plans), logits):
+            launched.add(logits, rows, [plans[row] for row in rows])
+        return launched
 
-    def _sample_row(self, raw: Tensor, sequence: Sequence) -> SampledToken:
-        sampling, raw = sequence.sampling, raw.float()
-        logits = self.adjust(raw, sequence)
-        if sampling.temperature == 0:
-            token_id = _most_likely(logits)
+    def _plan(self, sequence: Sequence, vocab_size: int) -> RowPlan:
+        return plan_row(sequence, vocab_size, self.eos_token_ids)
+
+
+class LaunchedSample:
+    """The tokens of a step, which the device may still compute."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.found: dict[int, SampledToken | Exception] = {}  # by row
+        self.greedy: Tensor | None = None  # [n], the most likely token of every row, for those that ask for no more
+        self._num_rows = num_rows
+        self._slabs: list[_Slab] = []
+
+    def add(self, logits: Tensor, rows: list[int], plans: list[RowPlan]) -> None:
+        """Sample these rows; if that raises, each of them alone."""
+        slab = _outcome_of(_Slab, logits, rows, plans)
+        if isinstance(slab, _Slab):
+            self._slabs.append(slab)
+            if not logits.is_cuda:  # it is done: the next slab gets its memory
+                self._read_slabs()
+        elif len(rows) == 1:
+            self.found[rows[0]] = slab
         else:
-            token_id = draw_token(logits, sampling, uniform_draw(sampling.seed, sequence.num_output_tokens))
-        if token_id is None:
-            token_id = _last_resort(logits, raw)
-        return SampledToken(token_id, _logprobs(raw, token_id, sampling.num_logprobs))
+            for row, plan in zip(rows, plans, strict=True):
+                self.add(logits, [row], [plan])
 
-    def adjust(self, raw: Tensor, sequence: Sequence) -> Tensor:
-        """Logits after bias, penalties and bans: [vocab]."""
-        sampling = sequence.sampling
-        logits = raw
-        output = sequence.token_ids[sequence.num_prompt_tokens :]
-        if sampling.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted(set(sequence.token_ids)), device=raw.device)
-            values = logits[seen]
-            penalty = sampling.repetition_penalty
-            logits = logits.index_copy(0, seen, torch.where(values > 0, values / penalty, values * penalty))
-        if output and (sampling.frequency_penalty or sampling.presence_penalty):
-            counts = Counter(output)
-            penalties = [sampling.frequency_penalty * n + sampling.presence_penalty for n in counts.values()]
-            ids = torch.tensor(list(counts), device=raw.device)
-            logits = logits.index_add(0, ids, -torch.tensor(penalties, dtype=raw.dtype, device=raw.device))
-        if sampling.logit_bias:
-            logits = logits.index_add(0, *_bias_of(sequence, raw))
-        if sequence.num_output_tokens < sampling.min_tokens:
-            banned = sorted(self.eos_token_ids.union(sampling.stop_token_ids))
-            logits = logits.index_fill(0, torch.tensor(banned, dtype=torch.long, device=raw.device), float("-inf"))
-        return logits
+    def read(self) -> list[SampledToken | Exception]:
+        """The tokens of all rows in order. Waits if the device is not done."""
+        self._read_slabs()
+        greedy = [] if self.greedy is None else self.greedy.tolist()  # sync: token ids to host
+        return [self.found.get(row) or SampledToken(greedy[row], None) for row in range(self._num_rows)]
+
+    def _read_slabs(self) -> None:
+        for slab in self._slabs:
+            self.found.update(slab.read())
+        self._slabs.clear()
 
 
-def _bias_of(sequence: Sequence, raw: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and values of its logit_bias, created at its first token: [m], [m]."""
-    if sequence.logit_bias is None:
-        bias = sequence.sampling.logit_bias
-        ids = torch.tensor(list(bias), device=raw.device)
-        sequence.logit_bias = ids, torch.tensor(list(bias.values()), dtype=raw.dtype, device=raw.device)
-    return sequence.logit_bias
+class _Slab:
+    """Rows that are sampled together, and those of them that want log probabilities."""
+
+    def __init__(self, logits: Tensor, rows: list[int], plans: list[RowPlan]) -> None:
+        self._rows, self._plans = rows, plans
+        self._raw = _rows_of(logits, rows).float()
+        self._adjusted = adjust(self._raw, plans)
+        choice = choose(self._adjusted, plans)
+        self._token_ids, self._is_final = to_host(choice.token_ids), to_host(choice.is_final)
+        self._wanting = [i for i, plan in enumerate(plans) if plan.num_logprobs is not None]
+        if self._wanting:
+            self._logprobs = _rows_of(self._raw, self._wanting).log_softmax(dim=-1)
+            chosen = _rows_of(choice.token_ids, self._wanting)
+            self._chosen = to_host(self._logprobs.gather(1, chosen[:, None])[:, 0])
+            num_top = max(plans[i].num_logprobs or 0 for i in self._wanting)
+            num_candidates = min(2 * num_top + _MORE_CANDIDATES, self._logprobs.shape[1])
+            values, ids = top_values(self._logprobs, num_candidates)
+            self._top_values, self._top_ids = to_host(values), to_host(ids)
+
+    def read(self) -> Iterator[tuple[int, SampledToken | Exception]]:
+        """(row, token) of all rows."""
+        token_ids, is_final = self._token_ids.tolist(), self._is_final.tolist()  # sync: token ids to host
+        logprobs = dict(zip(self._wanting, self._read_logprobs(token_ids), strict=True)) if self._wanting else {}
+        for i, row in enumerate(self._rows):
+            if is_final[i]:
+                yield row, SampledToken(token_ids[i], logprobs.get(i))
+            else:
+                yield row, _outcome_of(self._sample_again, i, logprobs.get(i))
+
+    def _read_logprobs(self, token_ids: list[int]) -> Iterator[TokenLogprobs]:
+        chosen, values, ids = self._chosen.tolist(), self._top_values.tolist(), self._top_ids.tolist()
+        for position, i in enumerate(self._wanting):
+            num = self._plans[i].num_logprobs or 0
+            row_values, row_ids = values[position], ids[position]
+            if 0 < num < len(row_values) and not row_values[num - 1] > row_values[-1]:
+                # Others may be as likely as the last one: those with the lowest ids are listed.
+                everything = top_values(self._logprobs[position : position + 1], self._logprobs.shape[1])
+                row_values, row_ids = (part[0, :num].tolist() for part in everything)  # sync: a rare row
+            top = [(token, _finite(value)) for token, value in zip(row_ids[:num], row_values[:num], strict=True)]
+            yield TokenLogprobs(token_ids[i], _finite(chosen[position]), top)
+
+    def _sample_again(self, i: int, logprobs: TokenLogprobs | None) -> SampledToken:
+        """The token of a row with a flat distribution, or with none."""
+        adjusted = self._adjusted[i : i + 1]
+        choice = choose(adjusted, self._plans[i : i + 1], is_exhaustive=True)
+        is_final = bool(choice.is_final)  # sync: a rare row
+        token_id = int(choice.token_ids) if is_final else _last_resort(adjusted[0], self._raw[i])
+        if logprobs is None:
+            return SampledToken(token_id, None)
+        logprob = float(self._logprobs[self._wanting.index(i), token_id])
+        return SampledToken(token_id, TokenLogprobs(token_id, _finite(logprob), logprobs.top))
+
+
+def _outcome_of(function: Callable[..., T], *arguments: object) -> T | Exception:
+    """The result of a call, or its exception. Raises errors of the device: it is lost for every row."""
+    outcome = outcome_of(function, *arguments)
+    if isinstance(outcome, torch.AcceleratorError):
+        raise outcome
+    return outcome
+
+
+def _slabs(rows: list[int], logits: Tensor) -> Iterator[list[int]]:
+    size = len(rows) if logits.is_cuda else max(_CPU_SLAB_BYTES // (4 * logits.shape[1]), 1)
+    for start in range(0, len(rows), max(size, 1)):
+        yield rows[start : start + size]
+
+
+def _rows_of(tensor: Tensor, rows: list[int]) -> Tensor:
+    """These rows of a tensor, in ascending order: a view if they are consecutive."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return tensor[rows[0] : rows[-1] + 1]
+    return tensor[to_device(np.array(rows), tensor.device)]
 
 
 def _is_plain_greedy(sequence: Sequence) -> bool:
@@ -115,69 +197,11 @@ def _is_plain_greedy(sequence: Sequence) -> bool:
     )
 
 
-def draw_token(logits: Tensor, sampling: SamplingParams, draw: float) -> int | None:
-    """Invert the cumulative distribution of one row at `draw` in [0, 1). logits: [vocab]; temperature > 0.
-
-    Filters apply in the order temperature, top-k, top-p, min-p, each to what the previous one left. None if the logits
-    are no distribution: one of them is nan or infinite, or all are banned.
-    """
-    # Subtract the largest logit first: a temperature near 0 then means greedy, while 1e-40 would give inf - inf.
-    temperature = min(max(sampling.temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE)
-    scaled = (logits - logits.max()) / temperature
-    probabilities = scaled.softmax(dim=-1)
-    if sampling.top_k <= 0 and sampling.top_p >= 1.0:
-        kept, ids = probabilities, None
-    else:
-        kept, ids = _nucleus(probabilities, sampling.top_k, sampling.top_p)
-    if sampling.min_p > 0.0:
-        kept = kept.where(kept >= sampling.min_p * kept.max(), 0.0)
-    cumulative = kept.double().cumsum(dim=-1)
-    if not float(cumulative[-1]) > 0.0:
-        return None
-    idx = int(torch.searchsorted(cumulative, cumulative[-1] * draw, right=True))
-    # Rounding may put the draw past the end: then the last token with any probability is meant.
-    idx = min(idx, int(kept.nonzero()[-1]))
-    return idx if ids is None else int(ids[idx])
-
-
-def _nucleus(probabilities: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """The tokens that top-k and top-p leave, most probable first: (probabilities [m], ids [m])."""
-    vocab = probabilities.shape[0]
-    kept, ids = probabilities.topk(min(top_k if top_k > 0 else _NUCLEUS_GUESS, vocab))
-    if top_p >= 1.0:
-        return kept, ids
-    cumulative = kept.double().cumsum(dim=-1)
-    whole = cumulative[-1] if top_k > 0 else 1.0  # top-p applies to what top-k left
-    if cumulative[-1] < top_p * whole:  # the guess was too small
-        kept, ids = probabilities.sort(descending=True)
-        cumulative = kept.double().cumsum(dim=-1)
-    inside = cumulative - kept < top_p * whole  # a token is in if the tokens before it do not reach top_p
-    inside[0] = True
-    return kept[inside], ids[inside]
-
-
-def _most_likely(logits: Tensor) -> int | None:
-    """The token of the largest logit; None if it is nan or banned."""
-    token_id = int(logits.argmax())
-    return token_id if float(logits[token_id]) > -math.inf else None
-
-
 def _last_resort(logits: Tensor, raw: Tensor) -> int:
     """The most likely token that is finite and not banned, else the most likely one of the model's own logits."""
-    numbers = logits.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-    token_id = _most_likely(numbers)
-    return int(raw.argmax()) if token_id is None else token_id
-
-
-def _logprobs(raw: Tensor, token_id: int, num_logprobs: int | None) -> TokenLogprobs | None:
-    if num_logprobs is None:
-        return None
-    logprobs = raw.log_softmax(dim=-1)
-    top: list[tuple[int, float]] = []
-    if num_logprobs > 0:
-        values, ids = logprobs.topk(min(num_logprobs, raw.shape[0]))
-        top = [(token, _finite(value)) for token, value in zip(ids.tolist(), values.tolist(), strict=True)]
-    return TokenLogprobs(token_id, _finite(float(logprobs[token_id])), top)
+    numbers = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    token_id = int(numbers.argmax())
+    return token_id if float(numbers[token_id]) > -torch.inf else int(raw.argmax())
 
 
 def _finite(logprob: float) -> float:

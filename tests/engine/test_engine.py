@@ -435,7 +435,7 @@ def test_a_sequence_that_raises_ends_alone(
     if where == "forward":
         fail_for(engine, monkeypatch, "bad", error)
     elif where == "sampling":
-        monkeypatch.setattr(Sampler, "_sample_row", lambda *_: 1 / 0)
+        monkeypatch.setattr(Sampler, "_plan", lambda *_: 1 / 0)
     elif where == "advancing":
         raise_for_bad(engine.scheduler.blocks, "advance", lambda chunk: chunk.sequence)
     else:
@@ -492,7 +492,7 @@ def test_an_error_of_the_device_is_raised_at_once(
     if where == "forward":
         monkeypatch.setattr(engine.runner, "run", fail)
     else:
-        monkeypatch.setattr(Sampler, "_sample_row", fail)
+        monkeypatch.setattr(Sampler, "_plan", fail)
     add(engine, "r", make_prompt(9), num_logprobs=1)
     with pytest.raises(torch.AcceleratorError):
         engine.step()

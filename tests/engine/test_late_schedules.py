@@ -145,7 +145,7 @@ def make_world(build_engine: BuildEngine, oracle: dict[tuple[int, ...], list[int
     return LateWorld(engine, oracle, **device)
 
 
-@pytest.mark.parametrize("num_schedules", [20, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_schedules", [20, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_late_results_change_no_answer_and_no_block(
     num_schedules: int, build_engine: BuildEngine, oracle: dict[tuple[int, ...], list[int]]
 ) -> None:

@@ -168,14 +168,14 @@ def test_a_request_that_cannot_be_taken_in_fails_alone(
 def test_a_request_that_fails_in_a_step_fails_alone(
     phase: str, worker: Worker, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Sampler._sample_row
+    original = Sampler._plan
 
-    def raise_for_bad(sampler: Sampler, raw: torch.Tensor, sequence: Sequence) -> Any:
+    def raise_for_bad(sampler: Sampler, sequence: Sequence, vocab_size: int) -> Any:
         if sequence.request_id == "bad":
             raise ZeroDivisionError
-        return original(sampler, raw, sequence)
+        return original(sampler, sequence, vocab_size)
 
-    monkeypatch.setattr(Sampler, "_sample_row", raise_for_bad)
+    monkeypatch.setattr(Sampler, "_plan", raise_for_bad)
     drawn = SamplingParams(max_tokens=3)
     peer = PeerAddress("peer", 1, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9")
     if phase == "whole":
