@@ -99,6 +99,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     module = load_weights(folder, model_type, model_config, dtype, device)
     with dropping_idle_parts(module):
         kv = measure_kv(module)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading took and gave back is free for the pool
     if device.type == "cpu":
         from tandem.engine.cpu.optimize import optimize
 

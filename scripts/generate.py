@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,12 +11,24 @@ from tandem.cli.http_reference import http_api_page
 from tandem.cli.reference import configuration_page, values_schema
 
 ROOT = Path(__file__).resolve().parents[1]
+_MODELS = ROOT / "docs" / "models.md"
 _VALUES_SCHEMA = ROOT / "helm" / "tandem" / "values.schema.json"
+
+
+def _models_page() -> str:
+    """docs/models.md with the tables of families as they are now."""
+    sys.path.insert(0, str(ROOT))
+    from tests.support.architectures import families_tables
+
+    tables = f"\\1\n\n{families_tables()}\n\n\\2"
+    return re.sub(r"(<!-- families: .*? -->).*(<!-- end of families -->)", tables, _MODELS.read_text(), flags=re.DOTALL)
+
 
 # Each file, and the function that makes its whole text.
 FILES: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "configuration.md": configuration_page,
     ROOT / "docs" / "http_api.md": http_api_page,
+    _MODELS: _models_page,
     _VALUES_SCHEMA: lambda: values_schema(_VALUES_SCHEMA.read_text()),
 }
 

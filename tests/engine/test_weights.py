@@ -142,14 +142,18 @@ def test_weights_go_straight_to_the_device(tmp_path: Path) -> None:
 
 
 def save_quantized(
-    folder: Path, settings: dict[str, Any] | None, quantize: Callable[[Tensor], dict[str, Tensor]]
+    folder: Path,
+    settings: dict[str, Any] | None,
+    quantize: Callable[[Tensor], dict[str, Tensor]],
+    name: str = "llama",
+    ending: str = "_proj.weight",
 ) -> Path:
-    """A Llama whose projections are stored as `quantize` makes them: {suffix of the weight's name: tensor}."""
-    save_tiny(folder, num_hidden_layers=2)
+    """A model whose weights of this ending are stored as `quantize` makes them: {suffix of the name: tensor}."""
+    save_tiny(folder, name, num_hidden_layers=2)
     edit_config(folder, quantization_config=settings)
 
     def change(tensors: dict[str, Tensor]) -> None:
-        for name in [name for name in tensors if "_proj" in name]:
+        for name in [name for name in tensors if name.endswith(ending)]:
             stem = name.removesuffix("weight")
             tensors.update({stem + suffix: tensor for suffix, tensor in quantize(tensors.pop(name)).items()})
 
@@ -178,6 +182,14 @@ def as_int8_rows(weight: Tensor) -> dict[str, Tensor]:
     """int8 with a scale for each row, as compressed-tensors stores W8A8."""
     scales = weight.abs().amax(1, keepdim=True) / 127
     return {"weight": (weight / scales).round().to(torch.int8), "weight_scale": scales}
+
+
+def as_mxfp4(weight: Tensor) -> dict[str, Tensor]:
+    """Random 4-bit floats, two in a byte, with an exponent for each 32, as GPT-OSS stores its experts [E, in, out]."""
+    num_experts, width, num_rows = weight.shape
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (num_experts, num_rows, width // 32, 16), generator=generator, dtype=torch.uint8)
+    return {"_blocks": blocks, "_scales": torch.full(blocks.shape[:-1], 124, dtype=torch.uint8)}
 
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
@@ -233,6 +245,11 @@ def test_a_quantized_model_generates_what_transformers_does(
     settings: dict[str, Any], quantize: Callable[[Tensor], dict[str, Tensor]], tmp_path: Path
 ) -> None:
     folder = save_quantized(tmp_path / "model", settings, quantize)
+    assert_generates(folder, load_plain(folder))
+
+
+def test_experts_in_4_bits_are_served_as_plain_weights(tmp_path: Path) -> None:
+    folder = save_quantized(tmp_path / "model", {"quant_method": "mxfp4"}, as_mxfp4, "gpt_oss", "_proj")
     assert_generates(folder, load_plain(folder))
 
 

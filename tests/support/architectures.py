@@ -1,4 +1,7 @@
-"""Random-weight models of real architectures, small enough to load in a tenth of a second, each with its verdict."""
+"""Random-weight models of real architectures, small enough to load in a tenth of a second, each with its verdict.
+
+`scripts/generate.py` writes them into docs/models.md.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +66,7 @@ _LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_ma
 _LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+_GLM_ROPE = {**_MROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
 _GPT2 = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
 _FALCON = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _OPT = {**_FALCON, "ffn_dim": 96, "max_position_embeddings": 512, "word_embed_proj_dim": 64}
@@ -116,17 +120,15 @@ SERVED: dict[str, Family] = {
     "olmo2": Family("Olmo2Config", _BASE, "norms after the blocks"),
     "olmo3": Family("Olmo3Config", _SLIDING),
     "olmoe": Family("OlmoeConfig", {**_BASE, "num_experts": 4, "num_experts_per_tok": 2}),
-    "deepseek_v2": Family(
-        "DeepseekV2Config", {**_BASE, **_MLA, **_GROUPED_MOE}, "latent attention, whose KV is kept expanded (below)"
-    ),
-    "deepseek_v3": Family("DeepseekV3Config", {**_BASE, **_MLA, **_GROUPED_MOE}, "the same"),
+    "deepseek_v2": Family("DeepseekV2Config", {**_BASE, **_MLA, **_GROUPED_MOE}, "latent attention"),
+    "deepseek_v3": Family("DeepseekV3Config", {**_BASE, **_MLA, **_GROUPED_MOE}, "latent attention"),
     "deepseek_v3, values as wide as keys": Family(
         "DeepseekV3Config",
         {**_BASE, **_MLA, **_GROUPED_MOE, "qk_nope_head_dim": 8, "v_head_dim": 16},
         "values as wide as keys",
     ),
-    "minicpm3": Family("MiniCPM3Config", {**_BASE, **_MLA}, "latent attention, as DeepSeek"),
-    "youtu": Family("YoutuConfig", {**_BASE, **_MLA}, "latent attention, as DeepSeek"),
+    "minicpm3": Family("MiniCPM3Config", {**_BASE, **_MLA}, "latent attention"),
+    "youtu": Family("YoutuConfig", {**_BASE, **_MLA}, "latent attention"),
     "granite": Family(
         "GraniteConfig",
         {
@@ -141,7 +143,7 @@ SERVED: dict[str, Family] = {
     "granitemoe": Family("GraniteMoeConfig", {**_BASE, **_LOCAL_MOE}),
     "glm4": Family("Glm4Config", _WIDE),
     "glm4_moe": Family("Glm4MoeConfig", {**_WIDE, **_GROUPED_MOE}, "a router in float32, a shared expert"),
-    "glm4_moe_lite": Family("Glm4MoeLiteConfig", {**_BASE, **_MLA, **_GROUPED_MOE}, "latent attention, as DeepSeek"),
+    "glm4_moe_lite": Family("Glm4MoeLiteConfig", {**_BASE, **_MLA, **_GROUPED_MOE}, "latent attention"),
     "gpt_oss": Family(
         "GptOssConfig", {**_WIDE, **_LOCAL_MOE, "sliding_window": WINDOW}, "attention sinks, every other layer sliding"
     ),
@@ -223,22 +225,43 @@ WRAPPERS: dict[str, Family] = {
             "vision_config": {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 64, "patch_size": 14},
             **_QWEN_IDS,
         },
-        "three positions a token, equal for text",
+        "three positions for each token, equal in text",
     ),
     "qwen2_5_vl": Family(
         "Qwen2_5_VLConfig",
         {"text_config": {**_BASE, "rope_parameters": _MROPE}, "vision_config": _QWEN_VISION, **_QWEN_IDS},
-        "the same",
+        "three positions for each token, equal in text",
     ),
     "qwen3_vl": Family(
         "Qwen3VLConfig",
         {"text_config": {**_WIDE, "rope_parameters": _MROPE}, "vision_config": _QWEN3_VISION, **_QWEN_IDS},
-        "the same",
+        "three positions for each token, equal in text",
     ),
     "qwen3_vl_moe": Family(
         "Qwen3VLMoeConfig",
         {"text_config": {**_WIDE, **_MOE, "rope_parameters": _MROPE}, "vision_config": _QWEN3_VISION, **_QWEN_IDS},
-        "the same",
+        "three positions for each token, equal in text",
+    ),
+    "glm4v": Family(
+        "Glm4vConfig",
+        {"text_config": {**_BASE, "rope_parameters": _GLM_ROPE}, "vision_config": {**_QWEN_VISION, "image_size": 28}},
+        "three positions for each token, equal in text",
+    ),
+    "glm4v_moe": Family(
+        "Glm4vMoeConfig",
+        {
+            "text_config": {**_WIDE, **_GROUPED_MOE, "rope_parameters": _GLM_ROPE},
+            "vision_config": {**_QWEN_VISION, "image_size": 28},
+        },
+        "three positions for each token, equal in text",
+    ),
+    "kimi_k25": Family(
+        "Kimi_K25Config",
+        {
+            "text_config": {"model_type": "deepseek_v3", **_BASE, **_MLA, **_GROUPED_MOE},
+            "vision_config": {name: _VISION[name] for name in _VISION if name != "image_size"},
+        },
+        "latent attention",
     ),
     "internvl": Family(
         "InternVLConfig",
@@ -279,17 +302,28 @@ REFUSED: dict[str, Refusal] = {
     ),
     "falcon": Refusal(Family("FalconConfig", _FALCON, "its code calls attention of its own"), rf"falcon. .*{_OWN}"),
     "falcon, alibi": Refusal(
-        Family("FalconConfig", {**_FALCON, "alibi": True}, "the same, and ALiBi"), rf"falcon. .*{_OWN}"
+        Family("FalconConfig", {**_FALCON, "alibi": True}, "its code calls attention of its own, with ALiBi"),
+        rf"falcon. .*{_OWN}",
     ),
-    "bloom": Refusal(Family("BloomConfig", {**_GPT2, "hidden_size": 64}, "the same, and ALiBi"), rf"bloom. .*{_OWN}"),
+    "bloom": Refusal(
+        Family("BloomConfig", {**_GPT2, "hidden_size": 64}, "its code calls attention of its own, with ALiBi"),
+        rf"bloom. .*{_OWN}",
+    ),
     "mpt": Refusal(
-        Family("MptConfig", {"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4}, "the same, and ALiBi"),
+        Family(
+            "MptConfig",
+            {"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4},
+            "its code calls attention of its own, with ALiBi",
+        ),
         rf"mpt. .*{_OWN}",
     ),
     "gptj": Refusal(
         Family("GPTJConfig", {**_GPT2, "rotary_dim": 8}, "its code calls attention of its own"), rf"gptj. .*{_OWN}"
     ),
-    "codegen": Refusal(Family("CodeGenConfig", {**_GPT2, "rotary_dim": 8}, "the same"), rf"codegen. .*{_OWN}"),
+    "codegen": Refusal(
+        Family("CodeGenConfig", {**_GPT2, "rotary_dim": 8}, "its code calls attention of its own"),
+        rf"codegen. .*{_OWN}",
+    ),
     "diffllama": Refusal(
         Family("DiffLlamaConfig", _BASE, "attends twice in a layer"), "each of 0 to n must attend once"
     ),
@@ -297,8 +331,8 @@ REFUSED: dict[str, Refusal] = {
     "gemma4": Refusal(
         Family(
             "Gemma4TextConfig",
-            {**_WIDE, "sliding_window": WINDOW, "global_head_dim": 512},
-            "heads of 512 elements (256 on a CPU)",
+            {**_WIDE, "sliding_window": WINDOW, "global_head_dim": 512, "vocab_size_per_layer_input": VOCAB},
+            "heads of 512 elements; the kernels hold 256",
         ),
         "head_dim=512 is over 256",
     ),
@@ -352,24 +386,47 @@ LONGROPE = Family("Phi3Config", {**_BASE, "rope_parameters": _LONG, "original_ma
 
 
 def save_model(folder: Path, family: Family, seed: int = 0) -> Path:
-    """Write a model with weights drawn from `seed` into `folder`, norms and biases perturbed too."""
+    """Write a model with weights drawn from `seed` into `folder`."""
     torch.manual_seed(seed)
     config = getattr(transformers, family.config)(**family.settings)
-    model = _auto_class(config).from_config(config)
+    perturb(auto_class(config).from_config(config)).save_pretrained(folder)
+    return folder
+
+
+def perturb(model: Any) -> Any:
+    """Move norms and biases away from ones and zeros, where some mistakes do not show."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += torch.randn_like(parameter) * 0.2
-    model.save_pretrained(folder)
-    return folder
+    return model
 
 
 def load_plain(folder: Path) -> Any:
     """The model as transformers alone runs it, in float32."""
-    auto = _auto_class(AutoConfig.from_pretrained(folder))
+    auto = auto_class(AutoConfig.from_pretrained(folder))
     return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def _auto_class(config: Any) -> Any:
+def auto_class(config: Any) -> Any:
+    """The class of transformers that makes models of this config."""
     autos = (AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM)
     return next(auto for auto in autos if type(config) in auto._model_mapping)
+
+
+def families_tables() -> str:
+    """Every family and its verdict, as the tables of docs/models.md."""
+    refused = {name: refusal.family for name, refusal in REFUSED.items()}
+    sections = (("Served", "notes", SERVED), ("Text part served", "notes", WRAPPERS), ("Refused", "because", refused))
+    return "\n\n".join(
+        "\n".join(
+            [f"## {title}\n", f"| `model_type` | variant | {about} |", "|---|---|---|", *map(_row, table.items())]
+        )
+        for title, about, table in sections
+    )
+
+
+def _row(item: tuple[str, Family]) -> str:
+    name, family = item
+    variant = name.partition(", ")[2]
+    return f"| `{family.model_type}` | {variant} | {family.note} |"
