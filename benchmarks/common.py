@@ -48,6 +48,7 @@ __all__ = [
     "arguments",
     "console",
     "free_port",
+    "free_ports",
     "launched",
     "measure_each",
     "ms",
@@ -256,11 +257,17 @@ def _print_end(log: Any) -> None:
 
 def free_port() -> int:
     """A free port outside the ephemeral range, so that it stays free until the server listens on it."""
+    return free_ports(1)
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` such ports that follow each other."""
     while True:
-        port = random.choice(_PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+        first = random.choice(_PORTS[: len(_PORTS) - count])
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
 
 
 def ms(seconds: float) -> str:

@@ -18,15 +18,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
 import psutil
 
-from benchmarks.common import arguments, console, free_port, launched, ms, print_table, write_result
+from benchmarks.common import arguments, console, free_port, free_ports, launched, ms, print_table, write_result
 from benchmarks.vllm import CONNECTOR, pin, vllm_command, vllm_environment
 from tandem.cluster.model_store import resolve_model, served_name
 
@@ -73,8 +74,19 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextlib.contextmanager
-def routed(settings: argparse.Namespace, names: tuple[str, ...], *, is_pair: bool = False) -> Iterator[Fleet]:
-    """vLLM servers of these names on equal parts of the cores, and a ready `tandem route` in front of them."""
+def routed(
+    settings: argparse.Namespace,
+    names: tuple[str, ...],
+    *,
+    is_pair: bool = False,
+    flags: Sequence[str] = (),
+    num_ranks: int = 1,
+    more_env: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Fleet]:
+    """vLLM servers of these names on equal parts of the cores, and a ready `tandem route` in front of them.
+
+    Each server has `num_ranks` data-parallel ranks, and gets `flags` and the environment `more_env` too.
+    """
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // len(names))
     model = served_name(settings.model)
@@ -82,7 +94,8 @@ def routed(settings: argparse.Namespace, names: tuple[str, ...], *, is_pair: boo
     with contextlib.ExitStack() as stack:
         for i, name in enumerate(names):
             part = cores[i * share : (i + 1) * share] or cores[-1:]
-            port, events, replay = free_port(), free_port(), free_port()
+            port = free_port()
+            events, replay = free_ports(num_ranks), free_ports(num_ranks)
             urls[name] = f"http://127.0.0.1:{port}"
             publisher = {
                 "enable_kv_cache_events": True,
@@ -90,15 +103,18 @@ def routed(settings: argparse.Namespace, names: tuple[str, ...], *, is_pair: boo
                 "endpoint": f"tcp://*:{events}",
                 "replay_endpoint": f"tcp://*:{replay}",
             }
-            command = [*vllm_command(settings, port), "--enable-prompt-tokens-details"]
+            command = [*vllm_command(settings, port), "--enable-prompt-tokens-details", *flags]
+            command += ["--data-parallel-size", str(num_ranks)] if num_ranks > 1 else []
             command += ["--kv-events-config", json.dumps(publisher)]
             command += ["--kv-transfer-config", json.dumps(CONNECTOR)] if is_pair else []
-            env = vllm_environment(part) | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-            running = stack.enter_context(launched(command, ready=f"{urls[name]}/health", env=env))
+            env = vllm_environment(part) | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(num_ranks))}
+            if num_ranks > 1:
+                env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(part[rank % len(part)]) for rank in range(num_ranks))
+            running = stack.enter_context(launched(command, ready=f"{urls[name]}/health", env={**env, **more_env}))
             pids[name] = running.process.pid
             pin(running.process.pid, part)
             role = ("prefill", "decode")[i] if is_pair else "both"
-            tables.append(_table(name, urls[name], model, role, events, replay))
+            tables.append(_table(name, urls[name], model, role, events, replay, num_ranks))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         path = Path(folder, "engines.toml")
         path.write_text(f'[tokenizers]\n"{model}" = "{resolve_model(settings.model)}"\n' + "".join(tables))
@@ -107,11 +123,11 @@ def routed(settings: argparse.Namespace, names: tuple[str, ...], *, is_pair: boo
         command += ["--no-local-prefill"] if is_pair else []
         url = f"http://127.0.0.1:{port}"
         router = stack.enter_context(launched(command, ready=f"{url}/ready"))
-        _wait_for_all(url, len(names))
+        _wait_for_all(url, len(names) * num_ranks)
         yield Fleet(model, url, router.process.pid, urls, pids)
 
 
-def _table(name: str, url: str, model: str, role: str, events: int, replay: int) -> str:
+def _table(name: str, url: str, model: str, role: str, events: int, replay: int, num_ranks: int) -> str:
     values = {
         "name": name,
         "url": url,
@@ -122,6 +138,7 @@ def _table(name: str, url: str, model: str, role: str, events: int, replay: int)
         "kv_bytes_per_token": _KV_BYTES_PER_TOKEN,
         "kv_events": f"tcp://127.0.0.1:{events}",
         "kv_replay": f"tcp://127.0.0.1:{replay}",
+        "data_parallel_size": num_ranks,
     }
     return "[[engines]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
 

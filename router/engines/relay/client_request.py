@@ -16,7 +16,7 @@ _KINDS_WITH_STREAM_USAGE = {"vllm", "sglang", "llamacpp"}  # they know stream_op
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientRequest:
-    """A client's request. Engines get its body unchanged, except for `cache_salt` and `stream_options`."""
+    """A client's request. Engines get its body unchanged, except for `cache_salt`, `stream_options` and adapters."""
 
     api: Api
     body: dict[str, Any]
@@ -39,6 +39,9 @@ class ClientRequest:
             body = body | {"cache_salt": scope}
             if not engine.cache_salt:
                 del body["cache_salt"]
+        if engine.kind == "sglang" and (adapter := self.routing.adapter):
+            # With the adapter's name alone, SGLang would answer with its base model.
+            body = body | {"model": f"{self.routing.model}:{adapter}", "lora_path": adapter}
         if not self.api.has_stream_options or not self.routing.is_stream:
             return body
         options = body.get("stream_options") or {}

@@ -108,8 +108,10 @@ def _items_as_messages(given: Any) -> list[Json]:
         new = message.keys() - {"role"}
         # Reasoning, text and calls of one turn are separate items; they become one message.
         if last and last["role"] == message["role"] == "assistant" and (new == {"tool_calls"} or not new & last.keys()):
-            calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-            last |= message | ({"tool_calls": calls} if calls else {})
+            # NOTE: not copied, because a client may send 100,000 calls.
+            if calls := message.pop("tool_calls", None):
+                last.setdefault("tool_calls", []).extend(calls)
+            last |= message
         else:
             messages.append(message)
     return messages

@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 _BYTES_PER_TOKEN = 4
 MEDIA_TOKENS = 512  # of an image, say: a guess between the 256 of small models and the thousands of large images
-_TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "tool_use", "redacted_thinking"})
+# A tuple, because a client's type may be anything, also what cannot be in a set.
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking", "tool_use", "redacted_thinking")
 
 
 class ReadPrompt(NamedTuple):

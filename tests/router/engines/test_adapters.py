@@ -122,6 +122,15 @@ async def test_hits_are_predicted_per_adapter_and_salt(fake_a: FakeServer) -> No
         context.term()
 
 
+async def test_sglang_is_told_the_adapter_in_its_own_way(fake_a: FakeServer) -> None:
+    fake_a.adapters = ["sql"]
+    async with routing(spec_of(fake_a, "a", kind="sglang")) as router:
+        assert (await ask(router, "sql")).status_code == 200
+        assert (await ask(router, MODEL)).status_code == 200
+        told = [(body["model"], body.get("lora_path")) for body in fake_a.requests]
+        assert told == [(f"{MODEL}:sql", "sql"), (MODEL, None)]
+
+
 async def test_simulated_caches_keep_adapters_apart(fake_a: FakeServer) -> None:
     fake_a.adapters = ["sql"]
     async with routing(spec_of(fake_a, "a")) as router:

@@ -75,6 +75,12 @@ def test_a_response_is_read_as_the_chat_that_the_engine_makes_of_it(body: dict[s
     assert messages_of(responses_form(body)) == expected
 
 
+def test_many_calls_of_one_turn_take_linear_time() -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    [message] = messages_of(responses_form({"input": [call] * 200_000}))
+    assert len(message["tool_calls"]) == 200_000
+
+
 def test_tools_and_effort_of_a_response() -> None:
     tool = {"type": "function", "name": "f", "parameters": SCHEMA}
     form = responses_form({"input": "hello", "tools": [tool], "reasoning": {"effort": "low"}})
