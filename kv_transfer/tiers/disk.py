@@ -34,7 +34,7 @@ from tandem.kv_transfer.tiers.footer import FOOTER_BYTES, BlockAuthenticator
 from tandem.kv_transfer.tiers.key import StoreKey
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["DiskStore", "make_private"]
+__all__ = ["DiskStore", "folder_id", "make_private"]
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +161,25 @@ class DiskStore(BlockStore):
             yield shard
         finally:
             os.close(shard)
+
+
+def folder_id(folder: Path) -> str:
+    """A random name of this folder, which is kept in it: workers that share the folder read the same one.
+
+    Host names and paths do not tell whether they share it: hosts may have the same name, or mount the same folder.
+    Raises `ConfigError`.
+    """
+    make_private(folder)
+    file, unfinished = folder / "id", folder / f"id.{secrets.token_hex(4)}"
+    try:
+        if not file.exists():
+            unfinished.write_text(secrets.token_hex(16))
+            with contextlib.suppress(FileExistsError):  # another worker was faster
+                os.link(unfinished, file)
+            unfinished.unlink()
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"the tier's folder {folder} cannot be used: {exc}; choose another place") from exc
 
 
 def make_private(folder: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -21,6 +20,7 @@ from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.codec import create_codec
 from tandem.kv_transfer.eviction import create_policy
 from tandem.kv_transfer.tiers import BlockStore, DiskStore, MemoryStore, ObjectStore, StoreKey, Tier, load_key
+from tandem.kv_transfer.tiers.disk import folder_id
 from tandem.protocol.config import TierConfig
 from tandem.protocol.messages import POOL_PLACE, StepStats, TierLoad
 from tandem.scheduling.cost_model import StepModel
@@ -142,7 +142,7 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
     name = key.folder_name(engine.namespace)
     if config.disk_cache_path:
         folder = Path(os.path.expanduser(config.disk_cache_path)) / config.disk_cache_codec
-        store = f"{socket.gethostname()}:{folder.resolve()}#{name}"
+        store = f"{folder_id(folder)}#{name}"
         open_disk = lambda size, _: DiskStore(folder, engine.namespace, size, key)  # noqa: E731
         tiers.append(make("disk", config.disk_cache_codec, config.disk_cache_gb, open_disk, store))
     if config.object_cache_url:

@@ -12,11 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tandem.kv_transfer.tiers import DiskStore, StoreFailure
+from tandem.kv_transfer.tiers.disk import folder_id
 from tandem.protocol.errors import ConfigError
 from tests.support.store_world import (
     BLOCK_BYTES,
@@ -374,3 +376,19 @@ def test_a_huge_file_under_a_blocks_name_is_read_as_far_as_a_block_goes(world: W
         file.truncate(10**12)
     assert read(store, name_of(1)) is StoreFailure.CORRUPT
     assert read(store, name_of(1)) is StoreFailure.ABSENT
+
+
+def test_those_who_share_a_folder_know_it_by_the_same_name_and_no_others(tmp_path: Path) -> None:
+    """Whatever the hosts' names: two hosts may have the same name and the same path without sharing a disk."""
+    with ThreadPoolExecutor(8) as threads:
+        names = list(threads.map(folder_id, [tmp_path / "kv"] * 8))
+    assert len(set(names)) == 1
+    assert folder_id(tmp_path / "kv" / "raw") not in names
+    assert folder_id(tmp_path / "other") not in names
+    assert [path.name for path in (tmp_path / "kv").iterdir() if path.is_file()] == ["id"]
+
+
+def test_a_folder_whose_name_cannot_be_kept_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kv" / "id").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"the tier's folder .*kv cannot be used"):
+        folder_id(tmp_path / "kv")
