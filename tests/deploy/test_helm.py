@@ -26,6 +26,7 @@ EVERYTHING = {
     "modelCache": {"persistence": {"enabled": True, "storageClassName": "fast"}},
     "rayToken": {"existingSecret": "our-ray", "key": "ray"},
     "apiKeys": {"existingSecret": "our-keys"},
+    "tenants": {"existingConfigMap": "our-tenants"},
     "kvKey": {"existingSecret": "our-kv", "key": "kv"},
     "networkPolicy": {"enabled": True, "allowFrom": [{"namespaceSelector": {}}], "allowToPorts": [443, 8443]},
     "imagePullSecrets": [{"name": "registry"}],
@@ -83,27 +84,27 @@ def test_every_setting_of_serve_is_a_value_of_the_chart() -> None:
 @pytest.mark.parametrize("value", ["12.5", "1e1"])
 def test_a_number_may_be_a_string_as_helm_set_makes_it(value: str) -> None:
     script = find(render({"transfer": {"lease_ttl_s": value}}), "ConfigMap", "release")["data"]["head.sh"]
-    assert accept(tandem_commands(script)[1])["lease_ttl_s"] == float(value)
+    assert accept(tandem_commands(script)[0])["lease_ttl_s"] == float(value)
 
 
 def test_head_runs_a_command_that_the_command_line_accepts() -> None:
     scripts = find(render(EVERYTHING), "ConfigMap", "release")["data"]
-    pull, serve = tandem_commands(scripts["head.sh"])
+    (serve,) = tandem_commands(scripts["head.sh"])
     flags = accept(serve)
     assert flags["ray_address"] == "auto"
     for component in ("engine", "transfer", "tiers", "router", "cluster"):
         for field, value in EVERYTHING[component].items():
             assert flags[field] == value, field
     assert flags["host"] == "0.0.0.0"
+    (pull,) = tandem_commands(scripts["worker.sh"])
     assert accept(pull) == {"name": "org/big-model"}
-    assert tandem_commands(scripts["worker.sh"]) == [pull]
 
 
 @pytest.mark.parametrize(("colocated", "expected"), [(True, "--colocated"), (False, "--disaggregated")])
 def test_colocated_is_a_flag(colocated: bool, expected: str) -> None:
     script = find(render({"cluster": {"colocated": colocated}}), "ConfigMap", "release")["data"]["head.sh"]
-    assert expected in tandem_commands(script)[1]
-    assert accept(tandem_commands(script)[1])["colocated"] is colocated
+    assert expected in tandem_commands(script)[0]
+    assert accept(tandem_commands(script)[0])["colocated"] is colocated
 
 
 def test_workers_find_the_head_through_its_service() -> None:
@@ -170,7 +171,7 @@ def test_pods_are_probed() -> None:
 @pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["the chart's", "the user's"])
 def test_ray_and_tiers_have_secrets_from_a_secret(values: dict[str, Any]) -> None:
     manifests = render(values)
-    serve = tandem_commands(find(manifests, "ConfigMap", "release")["data"]["head.sh"])[1]
+    serve = tandem_commands(find(manifests, "ConfigMap", "release")["data"]["head.sh"])[0]
     made = {"release-ray-token": "token", "release-kv-key": "key"}
     wanted = {"our-ray": "ray", "our-kv": "kv"} if values else made
     for pod in pods(manifests).values():
@@ -199,20 +200,42 @@ def test_an_upgrade_keeps_the_secrets() -> None:
 
 def test_api_keys_come_from_a_secret_to_the_head_only() -> None:
     manifests = render(EVERYTHING)
-    serve = tandem_commands(find(manifests, "ConfigMap", "release")["data"]["head.sh"])[1]
+    serve = tandem_commands(find(manifests, "ConfigMap", "release")["data"]["head.sh"])[0]
     folder, _, file = str(accept(serve)["api_key_file"]).rpartition("/")
     both = pods(manifests)
     secret = mounted(both["head"])[folder]["secret"]
     assert (secret["secretName"], secret["items"]) == ("our-keys", [{"key": "keys", "path": file}])
     assert folder not in mounted(both["worker"])
-    assert accept(tandem_commands(find(render(), "ConfigMap", "release")["data"]["head.sh"])[1])["api_key_file"] == ""
+    assert accept(tandem_commands(find(render(), "ConfigMap", "release")["data"]["head.sh"])[0])["api_key_file"] == ""
 
 
-def test_api_keys_are_named_once() -> None:
-    values = {"apiKeys": {"existingSecret": "our-keys"}, "router": {"api_key_file": "/keys"}}
+def test_tenants_come_from_a_config_map_to_the_head_only() -> None:
+    manifests = render(EVERYTHING)
+    (serve,) = tandem_commands(find(manifests, "ConfigMap", "release")["data"]["head.sh"])
+    folder, _, file = str(accept(serve)["tenants"]).rpartition("/")
+    both = pods(manifests)
+    volume = mounted(both["head"])[folder]["configMap"]
+    assert volume == {"name": "our-tenants", "items": [{"key": "tenants.toml", "path": file}]}
+    assert folder not in mounted(both["worker"])
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (
+            {"apiKeys": {"existingSecret": "our-keys"}, "router": {"api_key_file": "/keys"}},
+            "apiKeys.existingSecret and router.api_key_file",
+        ),
+        (
+            {"tenants": {"existingConfigMap": "our-tenants"}, "router": {"tenants": "/tenants"}},
+            "tenants.existingConfigMap and router.tenants",
+        ),
+    ],
+)
+def test_keys_and_tenants_are_named_once(values: dict[str, Any], expected: str) -> None:
     finished = helm("template", "release", str(CHART), values=values)
     assert finished.returncode != 0
-    assert "apiKeys.existingSecret and router.api_key_file" in finished.stderr
+    assert expected in finished.stderr
 
 
 @pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])

@@ -9,10 +9,13 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from tandem.cluster.model_store import DEFAULT_MODEL
+from tandem.router.http.api_keys import ANY_TENANT, load_api_keys
+from tandem.scheduling.admission.tenants import TenantPolicy, Tenants, load_tenants
 from tests.support.commands import accept, tandem_commands
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "~/.ray/auth_token"
+SECRETS = "~/.config/tandem"
 FILES = sorted((ROOT / "cluster" / "ray").glob("*.yaml"))
 
 
@@ -39,7 +42,7 @@ def test_start_commands_start_ray_and_this_product(file: Path) -> None:
     assert flags["ray_address"] == "auto"
     workers = config.get("min_workers") or config["available_node_types"]["worker"]["min_workers"]
     assert flags["num_prefill"] + flags["num_decode"] == workers  # type: ignore[operator]
-    (pull,) = tandem_commands("\n".join(config["setup_commands"]))
+    (pull,) = tandem_commands("\n".join(config["worker_setup_commands"]))
     assert accept(pull) == {"name": flags["model"]}
     assert flags["model"] == DEFAULT_MODEL
 
@@ -47,7 +50,7 @@ def test_start_commands_start_ray_and_this_product(file: Path) -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_files_that_setup_uses_are_copied_to_the_nodes(file: Path) -> None:
     config = load(file)
-    assert list(config["file_mounts"].values()) == [".", TOKEN]
+    assert list(config["file_mounts"].values()) == [".", TOKEN, SECRETS]
     assert not {"scripts", "constraints.txt", "Makefile"} & set(config["rsync_exclude"])
 
 
@@ -61,21 +64,36 @@ def test_every_ray_command_demands_the_token_that_every_node_has(file: Path) -> 
     joining = [command for command in commands if "ray start" in command or "tandem serve" in command]
     assert len(joining) == 3
     assert [command for command in joining if "RAY_AUTH_MODE=token" not in command] == []
-    assert all("--host 127.0.0.1" in command for command in joining if "tandem serve" in command), "it asks for no key"
-    assert "scripts/ray-token.sh" in file.read_text()
+    assert all("--host 127.0.0.1" in command for command in joining if "tandem serve" in command), "it has no TLS"
+    assert "scripts/cluster-secrets.sh" in file.read_text()
 
 
-def test_the_token_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
-    path = tmp_path / "ray" / "auth_token"
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_keys_and_tenants_reach_the_head_as_files(file: Path) -> None:
+    config = load(file)
+    [place] = [place for place, source in config["file_mounts"].items() if source == SECRETS]
+    assert place.endswith("/.config/tandem")
+    (command,) = tandem_commands("\n".join(config["head_start_ray_commands"]))
+    flags = accept(command)
+    assert (flags["api_key_file"], flags["tenants"]) == (f"{SECRETS}/api-keys", f"{SECRETS}/tenants.toml")
+    assert any("chmod 600" in line and f"{SECRETS}/*" in line for line in config["setup_commands"])
 
-    def make() -> str:
-        environment = os.environ | {"RAY_AUTH_TOKEN_PATH": str(path)}
-        subprocess.run(["bash", str(ROOT / "scripts/ray-token.sh")], env=environment, check=True, timeout=30)
-        return path.read_text()
 
-    token = make()
-    assert len(token) == 64
-    assert (stat.S_IMODE(path.parent.stat().st_mode), stat.S_IMODE(path.stat().st_mode)) == (0o700, 0o600)
-    path.chmod(0o644)
-    assert make() == token
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+def test_secrets_are_made_once_only_their_owner_reads_them_and_the_server_takes_them(tmp_path: Path) -> None:
+    token, folder = tmp_path / ".ray" / "auth_token", tmp_path / ".config" / "tandem"
+    paths = [token, folder / "api-keys", folder / "tenants.toml"]
+
+    def make() -> list[str]:
+        environment = os.environ | {"HOME": str(tmp_path)}
+        subprocess.run(["bash", str(ROOT / "scripts/cluster-secrets.sh")], env=environment, check=True, timeout=30)
+        return [path.read_text() for path in paths]
+
+    made = make()
+    assert len(made[0]) == 64
+    assert list(load_api_keys(str(paths[1])).values()) == [ANY_TENANT]
+    assert load_tenants(str(paths[2])) == Tenants(default=TenantPolicy())
+    for path in paths:
+        assert (stat.S_IMODE(path.parent.stat().st_mode), stat.S_IMODE(path.stat().st_mode)) == (0o700, 0o600)
+        path.chmod(0o644)
+    assert make() == made
+    assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o600}

@@ -63,7 +63,7 @@ def test_missing_system_packages_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["scripts/setup.sh", "scripts/debian-packages.sh", "scripts/ray-token.sh", ".ci/run"]
+    "script", ["scripts/setup.sh", "scripts/debian-packages.sh", "scripts/cluster-secrets.sh", ".ci/run"]
 )
 def test_scripts_parse_and_stop_at_the_first_failure(script: str) -> None:
     subprocess.run(["bash", "-n", str(ROOT / script)], check=True, timeout=10)
