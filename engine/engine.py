@@ -136,6 +136,11 @@ class Engine:
         """Whether a step could compute anything, or has results to come."""
         return bool(self.scheduler.running or self.scheduler.waiting or self._launched)
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether the device may still compute a step."""
+        return bool(self._launched)
+
     def make_sequence(
         self,
         request_id: str,

@@ -235,11 +235,14 @@ class Worker:
         self.parts.decode.pump(now)
 
     def _step(self) -> list[StepResult]:
-        self.reporter.step_started = time.monotonic()
-        try:
-            return self.parts.engine.step(before_compute=self._request_leases, between_layers=self._poll_transport)
-        finally:
-            self.reporter.step_started = 0.0
+        engine, reporter = self.parts.engine, self.reporter
+        reporter.step_started = reporter.step_started or time.monotonic()
+        results = engine.step(before_compute=self._request_leases, between_layers=self._poll_transport)
+        if not engine.is_computing:
+            reporter.step_started = 0.0
+        elif results:  # the next one began when the last of these ended
+            reporter.step_started = time.monotonic()
+        return results
 
     def _request_leases(self) -> None:
         """Ask for the room of prompts that the step has just admitted: their handoffs may begin right after it."""

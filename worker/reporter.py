@@ -39,7 +39,7 @@ class StatusReporter:
     def __init__(self, parts: WorkerParts) -> None:
         self.role = parts.config.role
         self.num_errors = 0  # each ended a request, or a message, and nothing else
-        self.step_started = 0.0  # 0 between two steps
+        self.step_started = 0.0  # of the oldest step that is computed; 0 between two steps
         self._parts = parts
         self._load = parts.engine.load()
         self._live_handoffs: list[tuple[str, int]] = []

@@ -63,6 +63,7 @@ from tests.support.cluster_harness import (
     running_cluster,
     worker_config,
 )
+from tests.support.late_device import LateDevice
 from tests.worker.test_roles import make_prompt
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
@@ -581,6 +582,18 @@ def test_a_call_between_two_turns_makes_nothing_late_that_lies_unread(long_steps
     long_steps.turn()
     assert long_steps.failures() == []
     worker.peer_died(peer)
+
+
+def test_a_step_that_the_device_still_computes_counts_as_running(long_steps: LongSteps) -> None:
+    worker = long_steps.worker
+    device = LateDevice(worker.parts.engine, 0, share_done=0.0)
+    long_steps.now = 5.0
+    long_steps.turn(Generate(request_id="r", token_ids=make_prompt(100), sampling=GREEDY))
+    assert device.stream.num_late == 1
+    assert worker.reporter.step_started == 5.0
+    long_steps.now = 7.0
+    long_steps.turn()
+    assert worker.reporter.step_started == 0.0, "it waited for the step that samples"
 
 
 def test_a_grant_that_came_during_a_long_step_is_in_time(long_steps: LongSteps) -> None:
