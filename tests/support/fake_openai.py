@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ class FakeServer:
     authorization: list[str] = field(default_factory=list)  # of each request for an answer
     requests: list[dict[str, Any]] = field(default_factory=list)
     request_headers: list[dict[str, str]] = field(default_factory=list)
+    num_probes: Counter[str] = field(default_factory=Counter)  # by path
     num_running: int = 0
     max_running: int = 0
     num_hung_up: int = 0
@@ -115,12 +117,14 @@ def _app(fake: FakeServer) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Response:
+        fake.num_probes["/health"] += 1
         if not fake.health_pause.is_set():
             await asyncio.to_thread(fake.health_pause.wait)
         return Response(status_code=fake.health)
 
     @app.get("/metrics")
     async def metrics() -> Response:
+        fake.num_probes["/metrics"] += 1
         return Response(fake.metrics, status_code=200 if fake.metrics else 404)
 
     @app.post("/tokenize")

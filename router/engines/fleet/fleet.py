@@ -18,6 +18,7 @@ from tandem.router.engines.dispatcher import EngineListener
 from tandem.router.engines.fleet.engine import RemoteEngine
 from tandem.router.engines.fleet.foreign_load import MeanLengths
 from tandem.router.engines.fleet.prober import EngineProber
+from tandem.router.engines.fleet.server_metrics import ServerMetrics
 from tandem.runtime.background import BackgroundTasks
 from tandem.scheduling.admission.tenants import Tenants
 from tandem.scheduling.cost_model import CostModel
@@ -60,6 +61,7 @@ class EngineFleet:
         self._background = BackgroundTasks()
         self._context = Context()
         self._adapters: dict[str, str] | None = None  # None = an engine has changed
+        self._metrics: dict[str, ServerMetrics] = {}  # by server
         registry.listen(self._forget_adapters)
 
     @property
@@ -172,7 +174,7 @@ class EngineFleet:
             self.engines_config,
             self.registry,
             worker_timeout_s=self.config.worker_timeout_s,
-            num_ours=lambda: len(engine.running),
+            metrics=self._metrics_of(engine),
             check_card=lambda card: self._check_block_size(engine, card),
             clock=self.clock,
         )
@@ -190,11 +192,22 @@ class EngineFleet:
             request.abort(reason)
         engine.leave(reason)
         del self._engines[engine.name]
+        self._metrics[engine.spec.server].engines.remove(engine)
+        if not self._metrics[engine.spec.server].engines:
+            del self._metrics[engine.spec.server]
         self._forget_adapters()
         for listener in self._listeners:
             listener.engine_removed(engine.name)
         engine.is_gone.set()
         await engine.close()
+
+    def _metrics_of(self, engine: RemoteEngine) -> ServerMetrics:
+        """The metrics of its server, which its other ranks share."""
+        is_rank = engine.spec.data_parallel_rank is not None
+        max_age_s = 0.9 * self.engines_config.probe_interval_s if is_rank else 0.0
+        metrics = self._metrics.setdefault(engine.spec.server, ServerMetrics(max_age_s, self.clock))
+        metrics.engines.append(engine)
+        return metrics
 
     def _forget_adapters(self, *_: object) -> None:
         self._adapters = None

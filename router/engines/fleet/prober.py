@@ -23,6 +23,7 @@ from tandem.router.engines.fleet.engine_status import (
     parse_load,
     served_model,
 )
+from tandem.router.engines.fleet.server_metrics import ServerMetrics
 from tandem.scheduling.workers.registry import Registry
 
 __all__ = ["EngineProber"]
@@ -43,19 +44,16 @@ class EngineProber:
         registry: Registry,
         *,
         worker_timeout_s: float,
-        num_ours: Callable[[], int],
+        metrics: ServerMetrics,
         check_card: Callable[[WorkerCard], None],
         clock: Callable[[], float],
     ) -> None:
-        """`num_ours` counts the requests of this router on the engine, in all of its processes.
-
-        `check_card` raises `ValueError` for a card that the engine cannot join with.
-        """
+        """`check_card` raises `ValueError` for a card that the engine cannot join with."""
         self._engine = engine
         self._config = config
         self._registry = registry
         self._worker_timeout_s = worker_timeout_s
-        self._num_ours = num_ours
+        self._metrics = metrics
         self._check_card = check_card
         self._clock = clock
         self._has_metrics = True
@@ -83,8 +81,7 @@ class EngineProber:
         if health.status_code != 200:
             raise ValueError(f"its health check answered {health.status_code}")
         rank = engine.spec.data_parallel_rank
-        num_ours_before = self._num_ours()
-        metrics = await self._metrics()
+        metrics, num_ours = await self._read_metrics()
         if engine.state in (WorkerState.STARTING, WorkerState.DEAD) and not engine.is_removed:
             await self._join(parse_cache_size(metrics, rank))
         elif next(self._num_probes) % PROBES_PER_LISTING == 0:
@@ -93,15 +90,18 @@ class EngineProber:
         engine.cache.expire(now)
         load = parse_load(metrics, rank)
         self._has_metrics = load is not None
-        # Requests that ended or came while the engine answered are not foreign.
-        self._note_load(load or ReportedLoad(0, 0, 0.0), max(num_ours_before, self._num_ours()), now)
+        self._note_load(load or ReportedLoad(0, 0, 0.0), num_ours, now)
 
-    async def _metrics(self) -> str:
-        """The text of its `/metrics`, "" if it has none. An engine without is asked again when it joins."""
-        if not self._has_metrics and self._engine.state is WorkerState.READY:
-            return ""
-        answer = await self._engine.probe_client.get("/metrics", self._config.probe_timeout_s)
-        return answer.text if answer.status_code == 200 else ""
+    async def _read_metrics(self) -> tuple[str, int]:
+        """The text of its `/metrics` ("" if it has none), and the number of our requests on it then.
+
+        An engine without metrics is asked again when it joins.
+        """
+        engine = self._engine
+        if not self._has_metrics and engine.state is WorkerState.READY:
+            return "", len(engine.running)
+        reading = await self._metrics.read(engine, self._config.probe_timeout_s)
+        return reading.text, reading.num_ours.get(engine.name, len(engine.running))
 
     async def _join(self, size: CacheSize) -> None:
         engine = self._engine

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
+import pytest
 from zmq.asyncio import Context
 
 from tandem.protocol.config import RouterConfig
 from tandem.router.engines.config import EngineSpec, ranks_of
+from tandem.router.engines.fleet.server_metrics import ServerMetrics
 from tandem.router.engines.relay.prompts import TextReader
-from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, spec_of, until
+from tests.support.engines_harness import COMPLETIONS, Router, completion, routing, routing_by_hub, spec_of, until
 from tests.support.fake_openai import FakeServer
 from tests.support.kv_event_publisher import IDS, Publisher, stored
 
@@ -60,6 +65,24 @@ async def test_load_is_that_of_the_rank(fake_a: FakeServer) -> None:
         assert len(router.engine("a.dp1").foreign) == 0
         assert [router.engine(name).card.num_blocks for name in ("a.dp0", "a.dp1")] == [70, 80]
         assert (await ask(router)).headers["x-tandem-engine"] == "a.dp1"
+
+
+async def test_metrics_are_read_once_for_all_ranks(fake_a: FakeServer) -> None:
+    now = [0.0]
+    fake_a.metrics = "".join(f'vllm:num_requests_running{{engine="{rank}"}} {rank}\n' for rank in range(8))
+    async with routing(*ranks(fake_a, "a", 8), clock=lambda: now[0]) as router:
+        await until(lambda: [len(engine.foreign) for engine in router.fleet.engines] == list(range(8)))
+        num_health = fake_a.num_probes["/health"]
+        await until(lambda: fake_a.num_probes["/health"] >= num_health + 40)
+        assert fake_a.num_probes["/metrics"] == 1  # no time has passed
+        fake_a.metrics = 'vllm:num_requests_running{engine="3"} 5\n'
+        now[0] += 1.0
+        await until(lambda: len(router.engine("a.dp3").foreign) == 5)
+        await router.fleet.remove("a.dp0")  # whichever rank has read for the others
+        fake_a.metrics = 'vllm:num_requests_running{engine="3"} 6\n'
+        now[0] += 1.0
+        await until(lambda: len(router.engine("a.dp3").foreign) == 6)
+        assert fake_a.num_probes["/metrics"] == 3
 
 
 async def test_each_ranks_events_are_its_own(fake_a: FakeServer) -> None:
@@ -115,3 +138,36 @@ async def test_a_server_is_added_and_removed_with_all_its_ranks(fake_a: FakeServ
         removed = await router.client.delete("/v1/engines/a", headers=TOKEN)
         assert [rank["state"] for rank in removed.json()["ranks"]] == ["draining"]
         await until(lambda: not router.fleet.engines)
+
+
+async def test_an_edge_process_names_the_rank(fake_a: FakeServer, tmp_path: Path) -> None:
+    async with routing_by_hub(tmp_path, *ranks(fake_a, "a")) as hub:
+        edge = await hub.edge("1")
+        for number in range(4):
+            where = (await ask(edge, f"{number}" * 99)).headers["x-tandem-engine"]
+            assert where == f"a.dp{fake_a.request_headers[-1][RANK]}"
+
+
+async def test_ranks_that_wait_for_a_reading_share_its_failure() -> None:
+    now, is_late, num_reads = [0.0], asyncio.Event(), 0
+
+    async def get(*_: Any) -> Any:
+        nonlocal num_reads
+        num_reads += 1
+        await is_late.wait()
+        now[0] += 5.0
+        raise httpx.ReadTimeout("no whole answer within 5 s")
+
+    metrics = ServerMetrics(0.9, lambda: now[0])
+    engines: list[Any] = [
+        SimpleNamespace(name=name, running=set(), probe_client=SimpleNamespace(get=get)) for name in ("a.dp0", "a.dp1")
+    ]
+    metrics.engines += engines
+    reading = [asyncio.create_task(metrics.read(engine, 5.0)) for engine in engines]
+    await until(lambda: num_reads == 1)
+    is_late.set()
+    assert [type(found) for found in await asyncio.gather(*reading, return_exceptions=True)] == [httpx.ReadTimeout] * 2
+    assert num_reads == 1
+    with pytest.raises(httpx.ReadTimeout):  # asked for afterwards, so it is read again
+        await metrics.read(engines[1], 5.0)
+    assert num_reads == 2
