@@ -12,7 +12,7 @@ $(STAMP): pyproject.toml protocol/_digest.c constraints.txt scripts/setup.sh scr
 	@bash scripts/setup.sh
 	@touch $@
 
-.PHONY: help setup serve test test-slow lint types bench bench-all loadtest clean constraints generated
+.PHONY: help setup serve test test-slow lint types bench bench-all loadtest clean constraints generated engine-vllm
 
 help: ## show this list
 	@echo "Tandem: make <target> [ARGS='flags of the tandem command']"
@@ -41,7 +41,7 @@ bench: $(STAMP) ## measure a running server: TTFT, ITL, throughput (URL=..., ARG
 
 BENCHMARKS := equality cancel second-turn interference exposure role-flip throughput \
 	transfer tiers offload chat-tiers throttled-tier faults eviction miss-ratio codec routing decisions \
-	admission engines edge chat-encoding router-processes deciding memory-pressure hostile versus
+	admission engines edge chat-encoding router-processes deciding memory-pressure hostile versus managed-engines
 
 .PHONY: bench-NAME $(addprefix bench-,$(BENCHMARKS))
 
@@ -62,6 +62,9 @@ generated: $(STAMP) ## write the files made from the code: docs/configuration.md
 constraints: $(STAMP) ## write constraints.txt from the current environment
 	@{ grep '^#' constraints.txt; $(BIN)/pip freeze --all --exclude-editable | sed -E 's/\+cpu$$|\+cu[0-9]+$$//' | grep -v '^nixl'; } > constraints.tmp
 	@mv constraints.tmp constraints.txt
+
+engine-vllm: ## create .venv-vllm, vLLM's own environment for `tandem serve --engine vllm`
+	@bash scripts/engine-vllm.sh
 
 clean: ## remove the environment, caches and build output (not the downloaded models)
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

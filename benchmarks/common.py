@@ -113,11 +113,12 @@ class Server:
     url: str
     model: str
     start_s: float  # from the command to ready; NaN for a server that was already running
+    api_key: str = ""
 
     @property
     def client(self) -> MeasuringClient:
         """A client for it."""
-        return MeasuringClient(self.url, timeout_s=300.0)
+        return MeasuringClient(self.url, api_key=self.api_key, timeout_s=300.0)
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:

@@ -18,8 +18,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,8 +32,25 @@ from benchmarks.common import arguments, console, free_port, free_ports, launche
 from benchmarks.vllm import CONNECTOR, pin, vllm_command, vllm_environment
 from tandem.cluster.model_store import resolve_model, served_name
 
-__all__ = ["Fleet", "add_engine_arguments", "main", "measure_answers", "measure_turns", "routed"]
+__all__ = [
+    "LOAD_COLUMNS",
+    "Fleet",
+    "Load",
+    "add_engine_arguments",
+    "load_row",
+    "main",
+    "measure_answers",
+    "measure_turns",
+    "print_answers",
+    "print_turns",
+    "routed",
+    "under_load",
+]
 
+LOAD_COLUMNS = (
+    *("engine", "answers", "refused", "broken", "retries", "TTFT max s", "silence max s"),
+    *("gap of first bytes s", "by engine"),
+)
 PARTS = ("answers", "turns", "stop", "kill", "overhead", "pair")
 _NUM_STREAMS = 6
 _STOP_AFTER_S, _STOPPED_S, _AFTER_S = 4.0, 12.0, 8.0
@@ -50,6 +68,12 @@ class Fleet:
     router_pid: int
     urls: dict[str, str]
     pids: dict[str, int]
+    api_key: str = ""  # of the servers, not of the router
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of requests to the servers themselves."""
+        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
 @dataclass
@@ -159,7 +183,7 @@ def measure_answers(fleet: Fleet) -> dict[str, Any]:
     num_equal, different = 0, []
     with httpx.Client(timeout=120.0, trust_env=False) as client:
         for path, body in _requests(fleet.model):
-            expected = _text(client.post(direct + path, json=body).raise_for_status().json())
+            expected = _text(client.post(direct + path, json=body, headers=fleet.headers).raise_for_status().json())
             plain = _text(client.post(fleet.router_url + path, json=body).raise_for_status().json())
             streamed = client.post(fleet.router_url + path, json=body | {"stream": True}).raise_for_status().text
             for way, text in (("plain", plain), ("streamed", _streamed_text(streamed))):
@@ -205,10 +229,12 @@ def measure_turns(fleet: Fleet, *, num_chats: int, num_turns: int) -> list[dict[
     return turns
 
 
-async def _under_load(fleet: Fleet, victim: str, signals: tuple[tuple[float, signal.Signals], ...]) -> Load:
-    """Closed-loop streams while one engine is sent signals at these seconds."""
+async def under_load(
+    fleet: Fleet, actions: Sequence[tuple[float, Callable[[], object]]], *, after_s: float = _AFTER_S
+) -> Load:
+    """Closed-loop streams while something is done at these seconds, and for `after_s` after the last of them."""
     load, started = Load(num_retries=-_num_retries(fleet.router_url)), time.monotonic()
-    end_s = signals[-1][0] + _AFTER_S
+    end_s = actions[-1][0] + after_s
 
     async def stream(number: int) -> None:
         async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
@@ -217,12 +243,12 @@ async def _under_load(fleet: Fleet, victim: str, signals: tuple[tuple[float, sig
                     return
                 await _one_stream(client, fleet, f"{number}.{i}", load, started)
 
-    async def send_signals() -> None:
-        for at_s, number in signals:
+    async def act() -> None:
+        for at_s, action in actions:
             await asyncio.sleep(max(0.0, at_s - (time.monotonic() - started)))
-            _signal_all(fleet.pids[victim], number)
+            await asyncio.to_thread(action)
 
-    await asyncio.gather(send_signals(), *(stream(number) for number in range(_NUM_STREAMS)))
+    await asyncio.gather(act(), *(stream(number) for number in range(_NUM_STREAMS)))
     load.num_retries += _num_retries(fleet.router_url)
     return load
 
@@ -271,7 +297,8 @@ def _num_retries(router_url: str) -> int:
     return round(float(line.split()[1]))
 
 
-def _load_row(name: str, load: Load) -> list[str]:
+def load_row(name: str, load: Load) -> list[str]:
+    """A row of a table with `LOAD_COLUMNS`."""
     gaps = [b - a for a, b in itertools.pairwise(sorted(load.first_bytes_s))]
     return [
         name,
@@ -312,25 +339,29 @@ def _measure_two(settings: argparse.Namespace, parts: list[str]) -> dict[str, An
     with routed(settings, ("a", "b")) as fleet:
         if "answers" in parts:
             results["answers"] = measure_answers(fleet)
-            _print_answers("two engines", results["answers"])
+            print_answers("two engines", results["answers"])
         if "turns" in parts:
             results["turns"] = measure_turns(fleet, num_chats=4, num_turns=3)
-            _print_turns("two engines", results["turns"])
+            print_turns("two engines", results["turns"])
         if "overhead" in parts:
             results["overhead"] = asyncio.run(_compare_overhead(fleet))
         rows = []
         if "stop" in parts:
-            signals = ((_STOP_AFTER_S, signal.SIGSTOP), (_STOP_AFTER_S + _STOPPED_S, signal.SIGCONT))
-            load = asyncio.run(_under_load(fleet, "a", signals))
-            rows.append(_load_row(f"a stopped for {_STOPPED_S:.0f} s", load))
+            send = partial(_signal_all, fleet.pids["a"])
+            actions = (
+                (_STOP_AFTER_S, partial(send, signal.SIGSTOP)),
+                (_STOP_AFTER_S + _STOPPED_S, partial(send, signal.SIGCONT)),
+            )
+            load = asyncio.run(under_load(fleet, actions))
+            rows.append(load_row(f"a stopped for {_STOPPED_S:.0f} s", load))
             results["stop"] = vars(load)
         if "kill" in parts:
-            load = asyncio.run(_under_load(fleet, "a", ((_STOP_AFTER_S, signal.SIGKILL),)))
-            rows.append(_load_row("a killed", load))
+            kill = partial(_signal_all, fleet.pids["a"], signal.SIGKILL)
+            load = asyncio.run(under_load(fleet, [(_STOP_AFTER_S, kill)]))
+            rows.append(load_row("a killed", load))
             results["kill"] = vars(load)
         if rows:
-            columns = ["engine", "answers", "refused", "broken", "retries", "TTFT max s", "silence max s"]
-            print_table(f"{_NUM_STREAMS} streams", [*columns, "gap of first bytes s", "by engine"], rows)
+            print_table(f"{_NUM_STREAMS} streams", LOAD_COLUMNS, rows)
             for name in ("stop", "kill"):
                 for error in sorted(set(results.get(name, {}).get("errors", ()))):
                     console.print(f"  {name}: {error}", soft_wrap=True)
@@ -363,22 +394,24 @@ async def _compare_overhead(fleet: Fleet) -> dict[str, Any]:
 def _measure_pair(settings: argparse.Namespace) -> dict[str, Any]:
     with routed(settings, ("p", "d"), is_pair=True) as fleet:
         answers = measure_answers(fleet)
-        _print_answers("pair", answers)
+        print_answers("pair", answers)
         turns = measure_turns(fleet, num_chats=2, num_turns=3)
-        _print_turns("pair", turns)
+        print_turns("pair", turns)
         pools = httpx.get(f"{fleet.router_url}/v1/pools", trust_env=False, timeout=5.0).json()
         requests = {engine["name"]: engine["num_requests"] for engine in pools["engines"]}
         console.print(f"requests sent: {requests}; learned: {pools['costs']['transfers']}")
     return {"pair_answers": answers, "pair_turns": turns, "pair_requests": requests}
 
 
-def _print_answers(name: str, result: dict[str, Any]) -> None:
+def print_answers(name: str, result: dict[str, Any]) -> None:
+    """Show what `measure_answers` found."""
     console.print(f"{name}: {result['num_equal']} of {result['num_compared']} answers equal vLLM's own")
     for difference in result["different"]:
         console.print(f"  {difference}", soft_wrap=True)
 
 
-def _print_turns(name: str, turns: list[dict[str, Any]]) -> None:
+def print_turns(name: str, turns: list[dict[str, Any]]) -> None:
+    """Show what `measure_turns` found."""
     rows = []
     for number in sorted({turn["turn"] for turn in turns}):
         same = [turn for turn in turns if turn["turn"] == number]

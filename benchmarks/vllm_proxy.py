@@ -1,10 +1,13 @@
 """The smallest proxy that vLLM's 1P1D needs: prefill on one server, then stream from the other.
 
 python -m benchmarks.vllm_proxy PREFILL_URL DECODE_URL PORT
+
+The servers' key, if they have one, is in VLLM_API_KEY.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import uuid
 from collections.abc import AsyncIterator
@@ -28,8 +31,12 @@ _REMOTE_DECODE = {
 
 def create_app(prefill_url: str, decode_url: str) -> FastAPI:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    prefill = httpx.AsyncClient(base_url=prefill_url, timeout=300.0, limits=limits, trust_env=False)
-    decode = httpx.AsyncClient(base_url=decode_url, timeout=300.0, limits=limits, trust_env=False)
+    key = os.environ.get("VLLM_API_KEY", "")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    prefill, decode = (
+        httpx.AsyncClient(base_url=url, headers=headers, timeout=300.0, limits=limits, trust_env=False)
+        for url in (prefill_url, decode_url)
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

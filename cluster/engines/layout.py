@@ -50,7 +50,7 @@ def engine_servers(config: ClusterConfig, model: str) -> list[tuple[EngineServer
     `model` is the name that servers of a joined cluster resolve on their nodes.
     """
     managed, roles = config.managed, roles_of(config)
-    names = worker_ids_of(roles)
+    names, api_key = worker_ids_of(roles), secrets.token_hex(_KEY_BYTES)
     return [
         (
             EngineServer(
@@ -69,7 +69,7 @@ def engine_servers(config: ClusterConfig, model: str) -> list[tuple[EngineServer
                 log_folder=managed.engine_log_folder,
                 start_timeout_s=managed.engine_start_timeout_s,
                 stall_timeout_s=managed.engine_stall_timeout_s,
-                api_key=secrets.token_hex(_KEY_BYTES),
+                api_key=api_key,
             ),
             role,
         )
