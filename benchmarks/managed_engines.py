@@ -4,8 +4,8 @@
 
 One prefill and one decode server with half of the cores each. In `routers` the same two servers are asked through
 Tandem, through the smallest P/D proxy (`benchmarks/vllm_proxy.py`) and through vllm-router, in turn, with other prompts
-each time: chats that grow by their answers, then steady streams beside long prompts. Hits are counted by the servers: prompt
-tokens that neither of them computed.
+each time: chats that grow by their answers, then steady streams beside long prompts. Hits are counted by the servers:
+prompt tokens that neither of them computed.
 """
 
 from __future__ import annotations

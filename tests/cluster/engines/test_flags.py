@@ -65,6 +65,7 @@ def test_flags_that_tandem_sets_are_refused_by_name(arguments: list[str]) -> Non
 
 def test_other_flags_pass() -> None:
     vllm.check(["--max-model-len", "10", "--quantization", "fp8", "--enable-lora", "-O3", "--model-impl", "auto"])
+    vllm.check(["--data-parallel-size", "8", "--data_parallel_size=8", "-tp", "2"])
 
 
 def test_ranks_are_counted() -> None:
