@@ -96,6 +96,7 @@ class Engine:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         model = load_model(config)
+        backend = _attention_of(model, config)
         num_blocks = pool_memory.num_blocks(config, model)
         self.config = replace(
             config,
@@ -106,7 +107,6 @@ class Engine:
         self.stream = make_stream(model.device, clock)
         self.pool = BlockPool(num_blocks)
         self.kv = pool_memory.allocate_pool(config, model, num_blocks)
-        backend = _attention_of(model, config)
         self.runner = ModelRunner(model, backend, self.kv)
         self.scheduler = Scheduler(
             self.pool,
@@ -359,6 +359,8 @@ def _attention_of(model: LoadedModel, config: EngineConfig) -> AttentionBackend:
     backend = make_backend(name, torch.get_num_threads(), model.max_model_len)
     check_attention(model, backend, config.block_size)
     check_model(model, backend, config.block_size)
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # the checks' memory is the pool's
     logger.info("attention backend: %s", name)
     return backend
 

@@ -18,7 +18,7 @@ class StepContext:
     query_starts:  [S + 1], int32
     kv_lens:       [S], int32; tokens of sequence i in the cache once this step has written its new ones
     slot_mapping:  [T], int64; block_id * block_size + offset where each token's KV goes
-    max_query_len, max_kv_len: host copies of the largest entries, for kernels that need them at launch
+    max_query_len, max_kv_len: the largest entries on the host, or bounds above them, for kernels' launches
     """
 
     pool: Tensor

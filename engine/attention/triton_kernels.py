@@ -28,7 +28,7 @@ def write_kv(
     key_head_stride,
     value_token_stride,
     value_head_stride,
-    slot_mapping,  # [T]; a negative slot is skipped
+    slot_mapping,  # [T]
     num_kv_heads: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -38,8 +38,6 @@ def write_kv(
     """Program (token, group of heads) writes the token's KV into its slot."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
-    if slot < 0:
-        return
     heads, dims = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None], tl.arange(0, DIM)[None, :]
     mask = (heads < num_kv_heads) & (dims < HEAD_DIM)
     to = (slot // BLOCK_SIZE) * block_stride + ((slot % BLOCK_SIZE) * num_kv_heads + heads) * HEAD_DIM + dims
