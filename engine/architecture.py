@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
@@ -30,7 +31,7 @@ def load_config(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except json.JSONDecodeError as exc:
         raise ConfigError(f"model={str(folder)!r}: its config.json is not JSON: {exc}") from exc
-    except (KeyError, OSError, TypeError, ValueError) as exc:
+    except (AttributeError, KeyError, OSError, StrictDataclassError, TypeError, ValueError) as exc:
         raise ConfigError(f"model={str(folder)!r}: transformers cannot read its config.json: {exc}") from exc
 
 

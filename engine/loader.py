@@ -144,7 +144,10 @@ def _eos_token_ids(folder: Path, config: Any, vocab_size: int) -> frozenset[int]
     """The end tokens within the vocabulary: some configs say -1, or name a token that the model cannot produce."""
     eos = getattr(text_config(config), "eos_token_id", None)
     if (folder / "generation_config.json").is_file():
-        eos = GenerationConfig.from_pretrained(folder).eos_token_id or eos
+        try:
+            eos = GenerationConfig.from_pretrained(folder).eos_token_id or eos
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"model={str(folder)!r}: its generation_config.json cannot be read: {exc}") from exc
     if eos is None:
         return frozenset()
     return frozenset(eos if isinstance(eos, list) else [eos]).intersection(range(vocab_size))

@@ -16,7 +16,7 @@ from tandem.engine.cpu.library import load_kernels
 
 __all__ = ["CpuAttention"]
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 class _Arguments(ctypes.Structure):

@@ -17,7 +17,7 @@ namespace {
 constexpr int KEYS = 64;    // keys of one tile
 constexpr int ROWS = 4;     // query rows of one micro-kernel call
 constexpr int QUERIES = 32; // query tokens of one work item
-constexpr int MAX_DIM = 256;        // largest head dimension; CpuAttention checks it
+constexpr int MAX_DIM = 512;        // largest head dimension; CpuAttention checks it
 constexpr int DIM_UNIT = 2 * LANES; // head dimensions are padded to a multiple of this: whole vectors, even of pairs
 
 struct Arguments {

@@ -6,8 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tandem.engine.loader import model_revision, resolve_device, resolve_dtype
+from tandem.engine.loader import load_model, model_revision, resolve_device, resolve_dtype
+from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError
+from tests.support.architectures import SERVED, save_model
 
 
 def save_weights(folder: Path, last: float = 0.0, config: str = "{}") -> Path:
@@ -44,3 +46,10 @@ def test_cuda_without_a_gpu_is_a_config_error() -> None:
     assert resolve_device("auto") == torch.device("cpu")
     with pytest.raises(ConfigError, match="device=cuda"):
         resolve_device("cuda")
+
+
+def test_a_generation_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", SERVED["llama"])
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        load_model(EngineConfig(model=str(folder), dtype="float32", device="cpu"))

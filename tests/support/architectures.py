@@ -111,6 +111,11 @@ SERVED: dict[str, Family] = {
     "gemma": Family("GemmaConfig", _WIDE),
     "gemma2": Family("Gemma2Config", {**_BASE, **_GEMMA}, "soft caps, (1 + weight) norms, GELU, every other sliding"),
     "gemma3": Family("Gemma3TextConfig", {**_BASE, **_GEMMA}, "two rotary tables"),
+    "gemma4": Family(
+        "Gemma4TextConfig",
+        {**_SLIDING, "head_dim": 256, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16},
+        "wider heads in some layers; on CPUs, because GPU kernels hold 256 elements of a head, and it has 512",
+    ),
     "phi": Family("PhiConfig", _BASE, "partial rotary, LayerNorm"),
     "phi3": Family("Phi3Config", _BASE, "fused qkv and gate_up"),
     "phi3, sliding": Family("Phi3Config", _SLIDING),
@@ -328,13 +333,25 @@ REFUSED: dict[str, Refusal] = {
         Family("DiffLlamaConfig", _BASE, "attends twice in a layer"), "each of 0 to n must attend once"
     ),
     "doge": Refusal(Family("DogeConfig", _BASE, "masks of its own"), "paged logits differ"),
-    "gemma4": Refusal(
+    "gemma4, other KV heads in some layers": Refusal(
         Family(
             "Gemma4TextConfig",
-            {**_WIDE, "sliding_window": WINDOW, "global_head_dim": 512, "vocab_size_per_layer_input": VOCAB},
-            "heads of 512 elements; the kernels hold 256",
+            {
+                **_SLIDING,
+                "head_dim": 16,
+                "vocab_size_per_layer_input": VOCAB,
+                "hidden_size_per_layer_input": 16,
+                "per_layer_config": {"2": {"num_key_value_heads": 1}},
+            },
+            "a block holds one number of KV heads",
         ),
-        "head_dim=512 is over 256",
+        "its layers differ in their KV",
+    ),
+    "mimo_v2_flash": Refusal(
+        Family(
+            "MiMoV2FlashConfig", {**_SLIDING, **_GROUPED_MOE, "head_dim": 16}, "a block holds one number of KV heads"
+        ),
+        "its layers differ in their KV",
     ),
     "llama4": Refusal(
         Family(
