@@ -114,7 +114,7 @@ def test_an_example_renders_to_valid_manifests_and_flags(example: Path) -> None:
     manifests = render(values)
     for manifest in manifests:
         kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
-    (_, serve) = tandem_commands(find(manifests, "ConfigMap", "release")["data"]["head.sh"])
+    (serve,) = tandem_commands(find(manifests, "ConfigMap", "release")["data"]["head.sh"])
     flags = accept(serve)
     assert flags["engine_args"] == values["cluster"]["engine_args"]
     assert flags["engine_kind"] == "vllm"
