@@ -29,9 +29,9 @@ __all__ = ["LaunchedSample", "SampledToken", "Sampler"]
 
 _MORE_CANDIDATES = 16  # than log probabilities are asked for: tokens may be equally likely
 _MIN_LOGPROB = -9999.0  # stands for log(0), which JSON cannot express
-# Float32 logits that are sampled together on a CPU, at least one row. Temporaries of this size come from memory that
-# glibc has: with twice as many, fresh pages cost a fifth of the time. A GPU samples all rows at once.
-_CPU_SLAB_BYTES = 1 << 19
+# Float32 logits that are sampled together, at least one row. On a CPU temporaries of this size come from memory that
+# glibc has: with twice as many, fresh pages cost a fifth of the time. On a GPU they take ten times as much memory.
+_SLAB_BYTES = {"cpu": 1 << 19, "cuda": 32 << 20}
 
 
 T = TypeVar("T")
@@ -111,8 +111,34 @@ class LaunchedSample:
         self._slabs.clear()
 
 
+class _TopLogprobs:
+    """Log probabilities of the rows of a slab that ask for them."""
+
+    def __init__(self, raw: Tensor, plans: list[RowPlan], token_ids: Tensor) -> None:
+        rows = [row for row, plan in enumerate(plans) if plan.num_logprobs is not None]
+        self._place = {row: place for place, row in enumerate(rows)}
+        self._logprobs = _rows_of(raw, rows).log_softmax(dim=-1)
+        self._chosen = to_host(self._logprobs.gather(1, _rows_of(token_ids, rows)[:, None])[:, 0])
+        num_top = max(plan.num_logprobs or 0 for plan in plans)
+        num_candidates = min(2 * num_top + _MORE_CANDIDATES, raw.shape[1])
+        values, ids = top_values(self._logprobs, num_candidates)
+        self._values, self._ids = to_host(values), to_host(ids)
+
+    def read(self, row: int, num_top: int, token_id: int, *, is_first_choice: bool) -> TokenLogprobs:
+        """Those of a row and its token, which is the one that was chosen on the device if `is_first_choice`."""
+        place = self._place[row]
+        values, ids = self._values[place], self._ids[place]
+        if 0 < num_top < len(values) and not float(values[num_top - 1]) > float(values[-1]):
+            # Others may be as likely as the last one: those with the lowest ids are listed.
+            everything = top_values(self._logprobs[place : place + 1], self._logprobs.shape[1])
+            values, ids = everything[0][0], everything[1][0]
+        pairs = zip(ids[:num_top].tolist(), values[:num_top].tolist(), strict=True)  # sync: only of a rare row
+        logprob = self._chosen[place] if is_first_choice else self._logprobs[place, token_id]
+        return TokenLogprobs(token_id, _finite(float(logprob)), [(top_id, _finite(value)) for top_id, value in pairs])
+
+
 class _Slab:
-    """Rows that are sampled together, and those of them that want log probabilities."""
+    """Rows that are sampled together."""
 
     def __init__(self, logits: Tensor, rows: list[int], plans: list[RowPlan]) -> None:
         self._rows, self._plans = rows, plans
@@ -120,48 +146,28 @@ class _Slab:
         self._adjusted = adjust(self._raw, plans)
         choice = choose(self._adjusted, plans)
         self._token_ids, self._is_final = to_host(choice.token_ids), to_host(choice.is_final)
-        self._wanting = [i for i, plan in enumerate(plans) if plan.num_logprobs is not None]
-        if self._wanting:
-            self._logprobs = _rows_of(self._raw, self._wanting).log_softmax(dim=-1)
-            chosen = _rows_of(choice.token_ids, self._wanting)
-            self._chosen = to_host(self._logprobs.gather(1, chosen[:, None])[:, 0])
-            num_top = max(plans[i].num_logprobs or 0 for i in self._wanting)
-            num_candidates = min(2 * num_top + _MORE_CANDIDATES, self._logprobs.shape[1])
-            values, ids = top_values(self._logprobs, num_candidates)
-            self._top_values, self._top_ids = to_host(values), to_host(ids)
+        has_logprobs = any(plan.num_logprobs is not None for plan in plans)
+        self._logprobs = _TopLogprobs(self._raw, plans, choice.token_ids) if has_logprobs else None
 
     def read(self) -> Iterator[tuple[int, SampledToken | Exception]]:
-        """(row, token) of all rows."""
+        """(row, token) of all rows; an exception for a row that raises."""
         token_ids, is_final = self._token_ids.tolist(), self._is_final.tolist()  # sync: token ids to host
-        logprobs = dict(zip(self._wanting, self._read_logprobs(token_ids), strict=True)) if self._wanting else {}
         for i, row in enumerate(self._rows):
-            if is_final[i]:
-                yield row, SampledToken(token_ids[i], logprobs.get(i))
-            else:
-                yield row, _outcome_of(self._sample_again, i, logprobs.get(i))
+            yield row, _outcome_of(self._token, i, token_ids[i] if is_final[i] else None)
 
-    def _read_logprobs(self, token_ids: list[int]) -> Iterator[TokenLogprobs]:
-        chosen, values, ids = self._chosen.tolist(), self._top_values.tolist(), self._top_ids.tolist()
-        for position, i in enumerate(self._wanting):
-            num = self._plans[i].num_logprobs or 0
-            row_values, row_ids = values[position], ids[position]
-            if 0 < num < len(row_values) and not row_values[num - 1] > row_values[-1]:
-                # Others may be as likely as the last one: those with the lowest ids are listed.
-                everything = top_values(self._logprobs[position : position + 1], self._logprobs.shape[1])
-                row_values, row_ids = (part[0, :num].tolist() for part in everything)  # sync: a rare row
-            top = [(token, _finite(value)) for token, value in zip(row_ids[:num], row_values[:num], strict=True)]
-            yield TokenLogprobs(token_ids[i], _finite(chosen[position]), top)
-
-    def _sample_again(self, i: int, logprobs: TokenLogprobs | None) -> SampledToken:
-        """The token of a row with a flat distribution, or with none."""
-        adjusted = self._adjusted[i : i + 1]
-        choice = choose(adjusted, self._plans[i : i + 1], is_exhaustive=True)
-        is_final = bool(choice.is_final)  # sync: a rare row
-        token_id = int(choice.token_ids) if is_final else _last_resort(adjusted[0], self._raw[i])
-        if logprobs is None:
+    def _token(self, i: int, first_choice: int | None) -> SampledToken:
+        token_id = self._choose_again(i) if first_choice is None else first_choice
+        num_top = self._plans[i].num_logprobs
+        if self._logprobs is None or num_top is None:
             return SampledToken(token_id, None)
-        logprob = float(self._logprobs[self._wanting.index(i), token_id])
-        return SampledToken(token_id, TokenLogprobs(token_id, _finite(logprob), logprobs.top))
+        is_first_choice = first_choice is not None
+        return SampledToken(token_id, self._logprobs.read(i, num_top, token_id, is_first_choice=is_first_choice))
+
+    def _choose_again(self, i: int) -> int:
+        """The token of a row with a flat distribution, or with none."""
+        choice = choose(self._adjusted[i : i + 1], self._plans[i : i + 1], is_exhaustive=True)
+        is_final = bool(choice.is_final)  # sync: a rare row
+        return int(choice.token_ids) if is_final else _last_resort(self._adjusted[i], self._raw[i])
 
 
 def _outcome_of(function: Callable[..., T], *arguments: object) -> T | Exception:
@@ -173,8 +179,8 @@ def _outcome_of(function: Callable[..., T], *arguments: object) -> T | Exception
 
 
 def _slabs(rows: list[int], logits: Tensor) -> Iterator[list[int]]:
-    size = len(rows) if logits.is_cuda else max(_CPU_SLAB_BYTES // (4 * logits.shape[1]), 1)
-    for start in range(0, len(rows), max(size, 1)):
+    size = max(_SLAB_BYTES[logits.device.type] // (4 * logits.shape[1]), 1)
+    for start in range(0, len(rows), size):
         yield rows[start : start + size]
 
 
