@@ -27,9 +27,7 @@ def resolve(config: ClusterConfig, num_ranks: int = 1) -> ClusterConfig:
     """
     num_workers = 1 if config.colocated else config.num_prefill + config.num_decode
     resources = ray.cluster_resources()
-    num_cpus = config.num_cpus_per_worker or max(resources.get("CPU", 1.0) / num_workers, 0.01)
-    if num_cpus >= 1 and not config.num_cpus_per_worker:
-        num_cpus = float(int(num_cpus))
+    num_cpus = config.num_cpus_per_worker or _share_of_cores(num_workers)
     num_gpus = config.num_gpus_per_worker
     if not num_gpus and config.engine.device != "cpu" and resources.get("GPU", 0) >= num_workers * num_ranks:
         num_gpus = float(num_ranks)
@@ -75,6 +73,18 @@ def worker_ids_of(roles: Sequence[Role]) -> list[str]:
         names.append(f"{role}-{counts[role]}")
         counts[role] += 1
     return names
+
+
+def _share_of_cores(num_workers: int) -> float:
+    """The most cores that every worker can have. The cores of one worker are on one node.
+
+    It is a whole number or below one, where Ray counts in steps of a ten thousandth. One core if no node has any yet.
+    """
+    nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
+    shares = sorted({cores / number for cores in nodes if cores for number in range(1, num_workers + 1)}, reverse=True)
+    fitting = (share for share in shares if sum(int(cores / share + 1e-9) for cores in nodes) >= num_workers)
+    share = next(fitting, 1.0)
+    return float(int(share)) if share >= 1 else max(int(share * 1e4) / 1e4, 0.01)
 
 
 def worker_configs(

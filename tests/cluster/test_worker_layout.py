@@ -12,9 +12,16 @@ from tandem.protocol.errors import ConfigError
 CONFIG = ClusterConfig(engine=EngineConfig(model="m"))
 
 
+def have_nodes(monkeypatch: pytest.MonkeyPatch, *cores: float) -> None:
+    """Let Ray have nodes with these numbers of cores, and one that is dead."""
+    nodes = [{"Alive": True, "Resources": {"CPU": float(number)} if number else {}} for number in cores]
+    monkeypatch.setattr(ray, "nodes", lambda: [*nodes, {"Alive": False, "Resources": {"CPU": 1000.0}}])
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": float(sum(cores))})
+
+
 @pytest.fixture
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
+    have_nodes(monkeypatch, 4)
 
 
 @pytest.mark.usefixtures("four_cores")
@@ -22,6 +29,27 @@ def test_more_cores_than_the_machine_has_are_refused() -> None:
     assert resolve(replace(CONFIG, num_cpus_per_worker=2)).num_cpus_per_worker == 2
     with pytest.raises(ConfigError, match=r"=64 for 2 worker\(s\) needs 128 cores; this machine has 4"):
         resolve(replace(CONFIG, num_cpus_per_worker=64))
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_decode", "share"),
+    [
+        ((4,), 1, 2.0),
+        ((2,), 2, 0.6666),  # rounded up, three of them would be more than two cores
+        ((0, 4, 4, 4), 1, 4.0),  # 12 / 2 = 6 is on no node
+        ((0, 4, 4), 2, 2.0),
+        ((16, 2), 1, 8.0),
+        ((6, 5), 2, 3.0),
+        ((0,), 1, 1.0),  # the nodes of a cluster may come later
+    ],
+)
+def test_every_workers_share_of_the_cores_is_on_one_node(
+    cores: tuple[float, ...], num_decode: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_nodes(monkeypatch, *cores)
+    resolved = resolve(replace(CONFIG, num_prefill=1, num_decode=num_decode, ray_address="auto"))
+    assert resolved.num_cpus_per_worker == share
+    assert resolved.engine.num_threads == max(1, int(share))
 
 
 @pytest.mark.usefixtures("four_cores")
