@@ -35,7 +35,7 @@ _WATCH_S = 2.0  # between two looks at the server's progress
 _STOP_TIMEOUT_S = 14.0
 _PORT_ATTEMPTS = 100
 # Variables of this process that are not for the server's Python: it may be another one.
-_NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "OMP_NUM_THREADS", "LD_PRELOAD")
+_NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,9 @@ class EngineActor:
         try:
             with private_run(grace_s=0.0) as folder:  # the server's own time to end is over by then
                 self._end = self._serve(server, folder, outcome)
-        except BaseException as exc:  # raised again by `start`, or told by `watch`, in the thread that waits for it
+        except WorkerError as exc:
+            self._end = EngineEnd(exc.message)
+        except BaseException as exc:  # told by `start` or `watch`, in the thread that waits for it
             logger.exception("the server of %s is given up", server.worker_id)
             self._end = EngineEnd(f"{type(exc).__name__}: {exc}")
         if not outcome.done():
@@ -144,12 +146,12 @@ class EngineActor:
 def _sockets(server: EngineServer, folder: Path) -> Sockets:
     """Free ports of this node; on one machine, the events go through files in a folder that is this user's alone."""
     num_ranks = server.parallelism.data
-    http_port, side_channel_port = free_ports(server.host, 1), free_ports(server.host, num_ranks)
+    port = free_ports(server.host, 1 + 3 * num_ranks)
+    side_channel, events, replay = (port + 1 + i * num_ranks for i in range(3))
     if server.is_local:
         # The word "inproc" is for vLLM, which adds the rank to such an endpoint, and knows no other kind of file.
-        return Sockets(http_port, side_channel_port, f"ipc://{folder}/inproc-events", f"ipc://{folder}/inproc-replay")
-    events, replay = free_ports(server.host, num_ranks), free_ports(server.host, num_ranks)
-    return Sockets(http_port, side_channel_port, f"tcp://*:{events}", f"tcp://*:{replay}")
+        return Sockets(port, side_channel, f"ipc://{folder}/inproc-events", f"ipc://{folder}/inproc-replay")
+    return Sockets(port, side_channel, f"tcp://*:{events}", f"tcp://*:{replay}")
 
 
 def free_ports(host: str, count: int) -> int:

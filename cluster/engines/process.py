@@ -107,12 +107,12 @@ class ServerProcess:
             raise WorkerError(f"{self._name} did not generate a token: {answer.status_code} {answer.text[:300]}")
 
     def progress(self, url: str) -> Progress | None:
-        """What the server's `/metrics` say of its work; None if they do not answer or say nothing."""
+        """What the server's `/metrics` say of its work: that it has none, if they do not tell. None without an answer."""
         try:
             answer = self._client.get(url)
         except httpx.HTTPError:
             return None
-        return parse_progress(answer.text) if answer.status_code == 200 else None
+        return parse_progress(answer.text) or Progress(is_busy=False, work_done=0.0)
 
     def ended(self, *, timeout_s: float) -> str | None:
         """How it ended, if it ends within this time."""
@@ -164,11 +164,11 @@ class ServerProcess:
                     log.write(line)
 
     def _last_line(self) -> str:
-        return next((line for line in reversed(self._tail) if line.strip()), "none")
+        return next((line for line in reversed(self.tail) if line.strip()), "none")
 
     def _telling_line(self) -> str:
         """The last line that names an error, else the last line."""
-        for line in reversed(self._tail):
+        for line in reversed(self.tail):
             if found := _ERROR.search(line):
                 return found[0].strip()
         return self._last_line()

@@ -14,8 +14,10 @@ import psutil
 import pytest
 
 from tandem.cluster.engines.actor import EngineActor, EngineEnd, EngineStarted, free_ports
+from tandem.cluster.engines.process import ServerProcess
 from tandem.cluster.engines.server import EngineServer, Parallelism
 from tandem.protocol.errors import WorkerError
+from tandem.router.engines.fleet.engine_status import Progress
 from tests.support.fake_vllm import fake_engine_python
 
 TIMEOUT_S = 60.0
@@ -100,7 +102,7 @@ def test_a_server_that_cannot_start_is_told_by_its_error(tmp_path: Path) -> None
 def test_a_python_that_cannot_run_is_named(tmp_path: Path) -> None:
     end = EngineActor(server(tmp_path, python=str(tmp_path / "absent"))).start()
     assert isinstance(end, EngineEnd)
-    assert "absent cannot be started: No such file or directory" in end.reason
+    assert end.reason == f"{tmp_path / 'absent'} cannot be started: No such file or directory"
 
 
 def test_a_python_without_the_engine_says_so(tmp_path: Path) -> None:
@@ -108,6 +110,15 @@ def test_a_python_without_the_engine_says_so(tmp_path: Path) -> None:
     assert isinstance(end, EngineEnd)
     assert "No module named 'vllm'" in end.reason
     assert "make engine-vllm" in end.reason
+
+
+def test_a_server_without_metrics_counts_as_idle(tmp_path: Path) -> None:
+    with running(server(tmp_path)) as (_, started, _):
+        process = ServerProcess("vllm", ["sleep", "600"], {}, None)
+        with process:
+            assert process.progress(f"{started.url}/metrics") == Progress(False, 7.0)
+            assert process.progress(f"{started.url}/absent") == Progress(False, 0.0)
+            assert process.progress("http://127.0.0.1:9/metrics") is None
 
 
 def test_a_server_that_is_late_is_ended(tmp_path: Path) -> None:
