@@ -107,7 +107,7 @@ class ServerProcess:
             raise WorkerError(f"{self._name} did not generate a token: {answer.status_code} {answer.text[:300]}")
 
     def progress(self, url: str) -> Progress | None:
-        """What the server's `/metrics` say of its work: that it has none, if they do not tell. None without an answer."""
+        """What the `/metrics` say of its work; without any such metrics, that it has none. None if nothing answers."""
         try:
             answer = self._client.get(url)
         except httpx.HTTPError:

@@ -1,0 +1,196 @@
+"""What the supervisor does with an engine server, and what the router's fleet then has. Ray is a fake."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tandem.cluster.engines.actor import EngineEnd, EngineStarted
+from tandem.cluster.engines.member import EngineFacts, EngineMember
+from tandem.cluster.engines.server import EngineServer, Parallelism
+from tandem.cluster.placement import Bundle
+from tandem.cluster.process_end import own_identity
+from tandem.cluster.restarts import RestartBudget
+from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
+from tandem.protocol.errors import WorkerError
+from tandem.protocol.messages import Role, WorkerState
+from tandem.router.engines.fleet.fleet import EngineFleet
+from tandem.scheduling.cost_model import CostModel
+from tandem.scheduling.placement.prefix_index import PrefixIndex
+from tandem.scheduling.workers.registry import Registry
+from tests.support.cluster_harness import eventually
+from tests.support.fake_openai import FakeServer, fake_openai
+from tests.support.fake_vllm import METRICS
+
+SERVER = EngineServer(
+    worker_id="prefill-0",
+    kind="vllm",
+    python="python",
+    model="/model",
+    served_model_name="toy",
+    arguments=(),
+    parallelism=Parallelism(),
+    is_disaggregated=True,
+    num_gpus=0.0,
+    host="127.0.0.1",
+    api_key="secret",
+)
+RANKED = replace(SERVER, parallelism=Parallelism(data=2))
+
+
+@dataclass
+class Placed:
+    member: EngineMember
+    fleet: EngineFleet
+    engine: FakeServer
+    end: asyncio.Future[EngineEnd]  # of the server
+
+    async def start(self) -> None:
+        async with asyncio.timeout(60):
+            await self.member.start(Bundle(1.0, 0.0, "DEFAULT"), on_no_room=lambda _: None)
+
+    def roles(self) -> dict[str, tuple[Role, WorkerState]]:
+        return {worker.worker_id: (worker.role, worker.state) for worker in self.fleet.registry}
+
+
+@asynccontextmanager
+async def placed(
+    monkeypatch: pytest.MonkeyPatch, server: EngineServer = SERVER, outcome: EngineEnd | None = None
+) -> AsyncIterator[Placed]:
+    with fake_openai() as engine:
+        engine.model, engine.metrics, engine.key = "toy", METRICS, "secret"
+        started = outcome or EngineStarted(1, engine.url, "", "")
+        end: asyncio.Future[EngineEnd] = asyncio.get_running_loop().create_future()
+        monkeypatch.setattr("tandem.cluster.engines.member.ray", FakeRay(started, end))
+        fleet = EngineFleet(
+            registry=Registry(),
+            index=PrefixIndex(),
+            costs=CostModel(),
+            config=RouterConfig(),
+            engines=ExternalEnginesConfig(allow_local_engines=True, probe_interval_s=0.05),
+        )
+        member = EngineMember(server, Role.PREFILL, RestartBudget(3), fleet, EngineFacts("cpu", 1000))
+        try:
+            yield Placed(member, fleet, engine, end)
+        finally:
+            await fleet.aclose()
+
+
+class FakeRequest:
+    has_answer = True
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []  # of its abortion
+
+    def abort(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+class FakeRay:
+    def __init__(self, started: EngineStarted | EngineEnd, end: asyncio.Future[EngineEnd]) -> None:
+        self._answers = {"identity": own_identity("node"), "start": started, "stop": None}
+        self._end = end
+
+    def remote(self, _: type) -> Any:
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._actor))
+
+    def _actor(self, _: EngineServer) -> Any:
+        methods = {name: SimpleNamespace(remote=lambda name=name: self._answer(name)) for name in self._answers}
+        return SimpleNamespace(**methods, watch=SimpleNamespace(remote=lambda: self._end))
+
+    async def _answer(self, name: str) -> Any:
+        return self._answers[name]
+
+
+async def test_a_server_that_serves_joins_the_fleet_and_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with placed(monkeypatch) as here:
+        await here.start()
+        assert here.member.is_up.is_set()
+        assert here.roles() == {"prefill-0": (Role.PREFILL, WorkerState.READY)}
+        engine = here.fleet["prefill-0"]
+        assert engine.spec.request_headers()["authorization"] == "Bearer secret"
+        assert engine.card is not None
+        assert (engine.card.block_size, engine.card.block_bytes) == (16, 16_000)
+        await here.member.leave("it died")
+        assert here.roles() == {}
+        assert here.fleet.engines == []
+        await here.member.leave("it died")
+
+
+async def test_each_rank_is_an_engine_and_all_flip_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with placed(monkeypatch, RANKED) as here:
+        await here.start()
+        assert here.roles() == dict.fromkeys(("prefill-0.dp0", "prefill-0.dp1"), (Role.PREFILL, WorkerState.READY))
+        assert await here.member.play(Role.DECODE, "a test") == frozenset()
+        assert here.roles() == dict.fromkeys(("prefill-0.dp0", "prefill-0.dp1"), (Role.DECODE, WorkerState.READY))
+        await here.member.leave("it died")
+        assert here.roles() == {}
+
+
+async def test_a_server_lives_on_in_its_new_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with placed(monkeypatch) as here:
+        await here.start()
+        await here.member.play(Role.DECODE, "a test")
+        await here.member.leave("it died")
+        await here.start()
+        assert here.roles() == {"prefill-0": (Role.DECODE, WorkerState.READY)}
+
+
+async def test_requests_of_the_old_role_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with placed(monkeypatch) as here:
+        await here.start()
+        request, later = FakeRequest(), FakeRequest()
+        here.fleet["prefill-0"].begin(request)
+        left = await here.member.play(Role.DECODE, "a test")
+        assert left == {request}
+        finishing = asyncio.create_task(here.member.finish(left))
+        here.fleet["prefill-0"].begin(later)  # of its new role: not waited for
+        here.fleet["prefill-0"].end(request)
+        await finishing
+        assert "1 requests run" in await here.member.check_integrity()
+
+
+async def test_requests_of_a_lost_server_are_aborted_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with placed(monkeypatch) as here:
+        await here.start()
+        request = FakeRequest()
+        here.fleet["prefill-0"].begin(request)
+        await here.member.leave("it died")
+        assert request.reasons == ["it died"]
+
+
+async def test_a_server_that_did_not_start_says_why_and_shows_its_last_lines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with placed(monkeypatch, outcome=EngineEnd("vllm ended with code 1: ValueError: no", ["a line"])) as here:
+        with pytest.raises(WorkerError, match="vllm ended with code 1: ValueError: no"):
+            await here.start()
+        assert "the last lines of prefill-0:\n  a line" in caplog.text
+        assert here.fleet.engines == []
+
+
+async def test_the_end_of_a_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with placed(monkeypatch) as here:
+        await here.start()
+        ended = asyncio.create_task(here.member.ended())
+        here.end.set_result(EngineEnd("vllm was ended by signal 9"))
+        assert await ended == "vllm was ended by signal 9"
+
+
+async def test_a_server_that_the_router_cannot_use_does_not_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.cluster.engines.member._JOIN_TIMEOUT_S", 0.3)
+    async with placed(monkeypatch) as here:
+        here.engine.health = 500
+        with pytest.raises(WorkerError, match="the router cannot use the server at http://127"):
+            await here.start()
+        assert not here.member.is_up.is_set()
+        await here.member.leave("it did not start")
+        here.engine.health = 200
+        await here.start()
+        await eventually(here.member.is_up.is_set)
