@@ -130,40 +130,38 @@ def paged_attention_forward(
     pool = paged_step.context.pool
     _check_geometry(type(module).__name__, layer_idx, query, key, value, pool)
     paged_step.between_layers()
-    out = query.new_empty(query.shape[2], query.shape[1], pool.shape[5])
+    num_heads, num_tokens, key_dim = query.shape[1:]
+    value_dim, head_dim = value.shape[3], pool.shape[5]
+    if not key_dim == value_dim == head_dim:  # appended zeros change no score, and no value that is kept
+        query, key, value = (pad(heads, (0, head_dim - heads.shape[3])) for heads in (query, key, value))
+    out = query.new_empty(num_tokens, num_heads, head_dim)
     paged_step.backend(
         layer_idx,
-        _slots(query, pool),
-        _slots(key, pool),
-        _slots(value, pool),
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
         out,
         paged_step.context,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scale=key_dim**-0.5 if scaling is None else scaling,
         window=sliding_window or 0,
         softcap=softcap or 0.0,
         sinks=s_aux,
     )
-    return out[..., : value.shape[-1]].unsqueeze(0), None
-
-
-def _slots(heads: Tensor, pool: Tensor) -> Tensor:
-    """[1, H, T, D] -> [T, H, head_dim of the pool]. Appended zeros change no score, and no value that is kept."""
-    missing = pool.shape[5] - heads.shape[3]
-    heads = heads[0].transpose(0, 1)
-    return pad(heads, (0, missing)) if missing else heads
+    return (out if value_dim == head_dim else out[..., :value_dim]).unsqueeze(0), None
 
 
 def _check_geometry(name: str, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, pool: Tensor) -> None:
     """Raise NotImplementedError unless this layer's KV fits a slot of the pool; backends do not check that."""
-    num_layers, num_kv_heads, head_dim = pool.shape[1], pool.shape[4], pool.shape[5]
-    num_tokens = query.shape[2]
-    slots = (1, num_kv_heads, num_tokens)
+    _, num_layers, _, _, num_kv_heads, head_dim = pool.shape
+    num_seqs, num_heads, num_tokens, key_dim = query.shape
+    value_dim = value.shape[3]
     if (
-        key.shape[:3] != slots
-        or value.shape[:3] != slots
-        or query.shape != (1, query.shape[1], num_tokens, key.shape[3])
-        or max(key.shape[3], value.shape[3]) > head_dim
-        or query.shape[1] % num_kv_heads
+        num_seqs != 1
+        or key.shape != (1, num_kv_heads, num_tokens, key_dim)
+        or value.shape != (1, num_kv_heads, num_tokens, value_dim)
+        or key_dim > head_dim
+        or value_dim > head_dim
+        or num_heads % num_kv_heads
         or not 0 <= layer_idx < num_layers
     ):
         raise NotImplementedError(
