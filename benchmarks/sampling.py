@@ -1,10 +1,11 @@
-"""What sampling a step costs on a CPU: all rows together, beside one row after the other in floating point.
+"""What sampling costs a CPU: all rows together, beside one row after the other in floating point.
 
     python -m benchmarks.sampling
 
-The other side is the sampler of the tests (`tests/support/row_sampler.py`), with one argmax for rows that are plain
-greedy. Both sides take turns in one process. First the sampler alone, on random logits in bfloat16; then decode steps
-of the model, whose streams continue from turn to turn.
+The other side is the sampler of the tests (`tests/support/row_sampler.py`) behind one argmax of all rows, as the engine
+had it before. Both sides take turns in one process. CPU time is counted, so that other work on the machine changes
+little. First the sampler alone, on random logits in bfloat16; then decode steps of the model, whose streams go on from
+turn to turn.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _EOS = frozenset({2})
 
 
 class Result(NamedTuple):
-    """Median seconds of both sides."""
+    """Median CPU seconds of both sides."""
 
     kind: str
     num_streams: int
@@ -62,8 +63,9 @@ class RowByRow:
 
     def launch(self, logits: Tensor, sequences: list[Sequence]) -> _Launched:
         """Tokens of all rows."""
+        greedy = logits.argmax(dim=-1).tolist()
         if all(s.sampling.temperature == 0 and s.sampling.num_logprobs is None for s in sequences):
-            return _Launched([SampledToken(token_id, None) for token_id in logits.argmax(dim=-1).tolist()])
+            return _Launched([SampledToken(token_id, None) for token_id in greedy])
         return _Launched([*RowSampler(_EOS).sample(logits, sequences)])
 
 
@@ -71,11 +73,14 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--vocab", type=int, default=49_152)
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--threads", type=int, default=1, help="of the model and the sampler (default: %(default)s)")
     settings = parser.parse_args()
     if settings.quick:
         settings.rounds = 2
+    torch.set_num_threads(settings.threads)
     samplers = [measure_sampler(settings, kind, num) for num in _NUM_STREAMS for kind in _KINDS]
-    engine = Engine(EngineConfig(model=str(resolve_model(settings.model, report=console.print)), device="cpu"))
+    folder = resolve_model(settings.model, report=console.print)
+    engine = Engine(EngineConfig(model=str(folder), device="cpu", num_threads=settings.threads))
     steps = [measure_steps(engine, settings, kind, num) for num in _NUM_STREAMS for kind in _STEP_KINDS]
     headings = ["", "streams", "row by row us", "together us", "ratio"]
     for title, results in (("Sampling a step", samplers), ("A decode step", steps)):
@@ -122,13 +127,13 @@ def measure_steps(engine: Engine, settings: argparse.Namespace, kind: str, num_s
 
 
 def interleaved(calls: tuple[Callable[[], object], ...], num_rounds: int) -> list[float]:
-    """Median seconds of each call; they take turns, and each goes first as often as last."""
+    """Median CPU seconds of each call; they take turns, and each goes first as often as last."""
     seconds: list[list[float]] = [[] for _ in calls]
     for number in range(num_rounds):
         for idx in range(len(calls)) if number % 2 else reversed(range(len(calls))):
-            begun = time.perf_counter()
+            begun = time.process_time()
             calls[idx]()
-            seconds[idx].append(time.perf_counter() - begun)
+            seconds[idx].append(time.process_time() - begun)
     return [statistics.median(each) for each in seconds]
 
 

@@ -36,7 +36,7 @@ class _Parameters(NamedTuple):
     """Parameters of m rows, each [m, 1] on the device."""
 
     temperature: Tensor  # float32
-    top_k: Tensor  # float64
+    top_k: Tensor | None  # float64, the vocabulary's size for those without; None if all are
     top_p: Tensor  # float64
     min_p: Tensor | None  # float32; None if no row has one
     draw: Tensor  # float64
@@ -107,7 +107,7 @@ def _choose_alike(logits: Tensor, plans: Sequence[RowPlan], num_candidates: int)
     if num_candidates == _GREEDY:
         token_ids = logits.argmax(dim=-1, keepdim=True)
         return Choice(token_ids[:, 0], (logits.gather(1, token_ids) > -torch.inf)[:, 0])
-    parameters = _parameters(plans, logits.device)
+    parameters = _parameters(plans, logits.shape[1], logits.device)
     largest = logits.amax(dim=-1, keepdim=True)
     probabilities = (logits - largest).div_(parameters.temperature).softmax(dim=-1)
     if num_candidates == _UNFILTERED:
@@ -120,22 +120,24 @@ def _choose_alike(logits: Tensor, plans: Sequence[RowPlan], num_candidates: int)
 def _draw_from_nucleus(probabilities: Tensor, parameters: _Parameters, size: int) -> Choice:
     """Draw from the tokens that top-k and top-p leave, which are looked for among the `size` most probable ones."""
     kept, ids = top_values(probabilities, size)
-    weights = _weights(kept)
-    ranks = torch.arange(size, device=kept.device)
-    is_limited = parameters.top_k > 0
-    is_in = ~is_limited | (ranks < parameters.top_k)
+    weights, ranks = _weights(kept), torch.arange(size, device=kept.device)
     # Of tokens as probable as the last one some may be missing. That matters unless they have no weight.
     is_known = (kept > kept[:, -1:]) | (weights == 0) | (size == probabilities.shape[1])
-    weights.masked_fill_(~(is_in & is_known), 0)
-    cumulative = weights.cumsum(dim=-1)
-    found = cumulative[:, -1:].double()
-    # top-p applies to what top-k left.
-    limit = parameters.top_p * torch.where(is_limited, found, float(_ONE))
-    is_enough = torch.where(is_limited, is_known | ~is_in, is_known | (found >= limit)).all(dim=-1)
+    top_k, top_p = parameters.top_k, parameters.top_p
+    if top_k is None:
+        weights *= is_known
+        limit, is_enough = top_p * _ONE, is_known[:, -1:]
+        is_enough = is_enough | (weights.sum(dim=-1, keepdim=True) >= limit)
+    else:  # top-p applies to what top-k leaves
+        is_out = ranks >= top_k
+        weights *= is_known & ~is_out
+        found, is_limited = weights.sum(dim=-1, keepdim=True), top_k < probabilities.shape[1]
+        limit = top_p * torch.where(is_limited, found, _ONE)
+        is_enough = (is_known | is_out).all(dim=-1, keepdim=True) | (~is_limited & (found >= limit))
     # A token is in if the tokens before it do not reach top_p; the first one always is.
-    weights.masked_fill_(((cumulative - weights).double() >= limit) & (ranks > 0), 0)
+    weights *= (weights.cumsum(dim=-1) - weights < limit) | (ranks == 0)
     choice = _draw(weights, kept, ids, parameters)
-    return Choice(choice.token_ids, choice.is_final & is_enough)
+    return Choice(choice.token_ids, choice.is_final & is_enough[:, 0])
 
 
 def _draw(weights: Tensor, probabilities: Tensor, ids: Tensor | None, parameters: _Parameters) -> Choice:
@@ -172,12 +174,14 @@ def _mirrored(bits: Tensor) -> Tensor:
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def _parameters(plans: Sequence[RowPlan], device: torch.device) -> _Parameters:
-    rows = [(plan.temperature, plan.top_k, plan.top_p, plan.min_p, plan.draw) for plan in plans]
+def _parameters(plans: Sequence[RowPlan], vocab_size: int, device: torch.device) -> _Parameters:
+    rows = [(plan.top_p, plan.draw, plan.temperature, plan.min_p, plan.top_k or vocab_size) for plan in plans]
     table = to_device(np.array(rows, dtype=np.float64), device)
-    temperature, top_k, top_p, min_p, draw = (table[:, i : i + 1] for i in range(table.shape[1]))
-    has_min_p = any(plan.min_p > 0 for plan in plans)
-    return _Parameters(temperature.float(), top_k, top_p, min_p.float() if has_min_p else None, draw)
+    top_p, draw, temperature, min_p, top_k = (table[:, i : i + 1] for i in range(table.shape[1]))
+    has_top_k, has_min_p = any(plan.top_k for plan in plans), any(plan.min_p > 0 for plan in plans)
+    return _Parameters(
+        temperature.float(), top_k if has_top_k else None, top_p, min_p.float() if has_min_p else None, draw
+    )
 
 
 def _flatten(edits: Sequence[Edit | None], logits: Tensor) -> tuple[Tensor, Tensor] | None:
