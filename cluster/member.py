@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -18,6 +20,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from tandem.cluster.actor import WorkerActor
+from tandem.cluster.openmp import preload_of
 from tandem.cluster.placement import Bundle
 from tandem.cluster.process_end import ProcessIdentity
 from tandem.cluster.restarts import RestartBudget
@@ -200,8 +203,10 @@ class WorkerMember(Member):
         self._registry = registry
 
     def _create_actor(self, options: dict[str, Any]) -> Any:
-        num_threads = str(self._config.engine.num_threads or 1)
-        options |= {"runtime_env": {"env_vars": {"OMP_NUM_THREADS": num_threads}}}
+        variables = {"OMP_NUM_THREADS": str(self._config.engine.num_threads or 1)}
+        if self._config.socket_folder and not options["num_gpus"] and "LD_PRELOAD" not in os.environ:
+            variables |= preload_of(sys.executable)  # on this machine, whose files are known
+        options |= {"runtime_env": {"env_vars": variables}}
         return ray.remote(WorkerActor).options(**options).remote(replace(self._config, role=self.role))
 
     async def _join(self, started: PeerAddress) -> None:

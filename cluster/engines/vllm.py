@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from tandem.cluster.engines.server import EngineServer, Parallelism, Sockets, check_arguments, number_of
+from tandem.cluster.openmp import preload_of
 
 __all__ = ["OUR_FLAGS", "check", "command", "defaults", "environment", "parallelism", "remedy"]
 
@@ -97,9 +97,7 @@ def defaults(server: EngineServer) -> dict[str, str]:
     variables = {"VLLM_NO_USAGE_STATS": "1"}
     if not server.num_gpus:
         variables["VLLM_CPU_KVCACHE_SPACE"] = _KV_CACHE_GB
-        library = Path(server.python).parent.parent / "lib" / "libiomp5.so"
-        if library.is_file():  # of intel-openmp: steps of one stream take a fifth less time with it
-            variables["LD_PRELOAD"] = str(library)
+        variables |= preload_of(server.python)
     return variables
 
 

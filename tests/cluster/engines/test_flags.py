@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tandem.cluster.engines import vllm
 from tandem.cluster.engines.server import EngineServer, Parallelism, Sockets, flags_of
+from tandem.cluster.openmp import preload_of
 from tandem.protocol.errors import ConfigError
 
 SERVER = EngineServer(
@@ -107,6 +109,17 @@ def test_the_key_is_in_the_environment_and_not_on_the_command_line() -> None:
     assert "secret" not in " ".join(vllm.command(SERVER, SOCKETS))
     assert "secret" not in repr(SERVER)
     assert "VLLM_CPU_OMP_THREADS_BIND" not in vllm.environment(replace(SERVER, num_gpus=1.0), SOCKETS)
+
+
+def test_intels_openmp_is_preloaded_where_the_environment_has_it(tmp_path: Path) -> None:
+    python = str(tmp_path / "bin" / "python")
+    assert preload_of(python) == {}
+    library = tmp_path / "lib" / "libiomp5.so"
+    library.parent.mkdir()
+    library.touch()
+    assert preload_of(python) == {"LD_PRELOAD": str(library)}
+    assert vllm.defaults(replace(SERVER, python=python))["LD_PRELOAD"] == str(library)
+    assert "LD_PRELOAD" not in vllm.defaults(replace(SERVER, python=python, num_gpus=1.0))
 
 
 def test_endpoints_are_reached_at_the_servers_host() -> None:
