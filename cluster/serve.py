@@ -90,6 +90,8 @@ def serve(config: ClusterConfig, tenants: Tenants, api_keys: dict[bytes, str], m
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
             config = resolve(config, parallelism_of(config).num_gpus if config.managed.is_managed else 1)
+            if 0 < config.num_gpus_per_worker < 1:
+                progress(f"each worker gets {config.num_gpus_per_worker:g} of a GPU and of its memory")
             return runner.run(
                 _serve(config, tenants, api_keys, model, listener, str(folder), daemons, progress, console)
             )

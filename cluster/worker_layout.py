@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -20,6 +21,9 @@ __all__ = ["cores_of", "resolve", "roles_of", "worker_configs", "worker_ids_of"]
 _STEP_TOKENS = {(False, False): 512, (False, True): 256, (True, False): 8192, (True, True): 2048}
 
 
+_GPU_MEMORY_SHARE = 0.9  # the rest is for temporaries of steps and CUDA itself
+
+
 def resolve(config: ClusterConfig, num_ranks: int = 1) -> ClusterConfig:
     """Fill in settings that follow from the machine or the Ray cluster: cores and GPUs per worker, threads per step.
 
@@ -29,8 +33,8 @@ def resolve(config: ClusterConfig, num_ranks: int = 1) -> ClusterConfig:
     resources = ray.cluster_resources()
     num_cpus = config.num_cpus_per_worker or _share_of_cores(num_workers)
     num_gpus = config.num_gpus_per_worker
-    if not num_gpus and config.engine.device != "cpu" and resources.get("GPU", 0) >= num_workers * num_ranks:
-        num_gpus = float(num_ranks)
+    if not num_gpus and config.engine.device != "cpu":
+        num_gpus = _share_of_gpus(int(resources.get("GPU", 0)), num_workers, num_ranks)
     if num_gpus * num_workers > resources.get("GPU", 0):
         raise ConfigError(
             f"num_gpus_per_worker={num_gpus} for {num_workers} workers needs {num_gpus * num_workers} GPUs; "
@@ -49,11 +53,27 @@ def resolve(config: ClusterConfig, num_ranks: int = 1) -> ClusterConfig:
         engine=replace(
             engine,
             num_threads=engine.num_threads or max(1, int(num_cpus)),
+            gpu_memory_share=engine.gpu_memory_share or _GPU_MEMORY_SHARE * min(num_gpus, 1.0),
             max_num_batched_tokens=engine.max_num_batched_tokens or max(tokens, engine.max_num_seqs),
         ),
         num_cpus_per_worker=num_cpus,
         num_gpus_per_worker=num_gpus,
     )
+
+
+def _share_of_gpus(num_gpus: int, num_workers: int, num_ranks: int) -> float:
+    """GPUs of one worker: one for each rank, 0 without GPUs. Workers of one rank share the GPUs if there are too few.
+
+    Raises ConfigError if there are too few for ranks.
+    """
+    if not num_gpus or num_gpus >= num_workers * num_ranks:
+        return float(num_ranks) if num_gpus else 0.0
+    if num_ranks > 1:
+        raise ConfigError(
+            f"{num_workers} worker(s) of {num_ranks} ranks need {num_workers * num_ranks} GPUs; Ray has {num_gpus}: "
+            "start fewer workers, or lower the parallel sizes in engine_args"
+        )
+    return math.floor(1e4 / math.ceil(num_workers / num_gpus)) / 1e4  # Ray counts to four decimals
 
 
 def roles_of(config: ClusterConfig) -> list[Role]:

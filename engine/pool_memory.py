@@ -14,11 +14,19 @@ from tandem.engine.loader import LoadedModel
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError
 
-__all__ = ["allocate_pool", "block_shape", "default_pool_bytes", "max_model_len", "num_blocks"]
+__all__ = [
+    "GPU_SHARE",
+    "allocate_pool",
+    "block_shape",
+    "default_cpu_pool_bytes",
+    "default_gpu_pool_bytes",
+    "max_model_len",
+    "num_blocks",
+]
 
 logger = logging.getLogger(__name__)
 
-_GPU_SHARE = 0.9  # of the memory that is free once the weights are loaded
+GPU_SHARE = 0.9  # of a GPU's memory; the rest is for temporaries of steps, CUDA itself and fragmentation
 # A CPU's memory is shared with all other processes: a laptop of 8 GB gives 0.5 GB to each worker, and machines of 32 GB
 # and more give 2 GiB.
 _CPU_SHARE_OF_FREE, _CPU_SHARE_OF_TOTAL, _CPU_CAP_BYTES = 1 / 4, 1 / 16, 2 << 30
@@ -29,25 +37,40 @@ def block_shape(config: EngineConfig, model: LoadedModel) -> tuple[int, int, int
     return (model.num_layers, 2, config.block_size, model.num_kv_heads, model.head_dim)
 
 
-def default_pool_bytes(kind: str, free_bytes: int, total_bytes: int) -> int:
-    """Size of a pool on a device of this kind (cpu, cuda) if none is configured."""
-    if kind == "cuda":
-        return int(free_bytes * _GPU_SHARE)
+def default_gpu_pool_bytes(share: float, used_bytes: int, free_bytes: int, total_bytes: int) -> int:
+    """Size of a pool on a GPU, of which a worker may take this share and whose weights take `used_bytes`.
+
+    Raises ConfigError if nothing is left. Other workers of the same GPU may not have taken their share yet.
+    """
+    mine = int(total_bytes * share) - used_bytes
+    if min(mine, free_bytes) <= 0:
+        raise ConfigError(
+            f"gpu_memory_share={share:g} of a GPU with {total_bytes / 1e9:.1f} GB leaves no room for a KV pool: this "
+            f"worker's weights take {used_bytes / 1e9:.1f} GB, and {free_bytes / 1e9:.1f} GB of the GPU are free; "
+            "start fewer workers, or a smaller model"
+        )
+    return min(mine, int(free_bytes * GPU_SHARE))
+
+
+def default_cpu_pool_bytes(free_bytes: int, total_bytes: int) -> int:
+    """Size of a pool in a CPU's memory if none is configured."""
     return int(min(free_bytes * _CPU_SHARE_OF_FREE, total_bytes * _CPU_SHARE_OF_TOTAL, _CPU_CAP_BYTES))
 
 
 def num_blocks(config: EngineConfig, model: LoadedModel) -> int:
     """Blocks of the pool. Raises ConfigError if the configured size does not fit the device or holds too few."""
     block_bytes = math.prod(block_shape(config, model)) * model.dtype.itemsize
-    kind = model.device.type
-    if kind == "cuda":
+    if model.device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info()
+        share, used_bytes = config.gpu_memory_share or GPU_SHARE, torch.cuda.memory_reserved()
+        pool_bytes = config.pool_bytes or default_gpu_pool_bytes(share, used_bytes, free_bytes, total_bytes)
     else:
         free_bytes, total_bytes = psutil.virtual_memory().available, psutil.virtual_memory().total
-    pool_bytes = config.pool_bytes or default_pool_bytes(kind, free_bytes, total_bytes)
+        pool_bytes = config.pool_bytes or default_cpu_pool_bytes(free_bytes, total_bytes)
     if pool_bytes > free_bytes:
         raise ConfigError(
-            f"pool_bytes={pool_bytes} does not fit: {free_bytes} bytes are free on {kind} after loading the weights"
+            f"pool_bytes={pool_bytes} does not fit: {free_bytes} bytes are free on {model.device.type} after loading "
+            "the weights"
         )
     count = pool_bytes // block_bytes
     if count < 2:

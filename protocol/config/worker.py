@@ -96,6 +96,11 @@ class EngineConfig:
         Meta(ge=0, le=10**15),
         Setting("Size of the KV pool in bytes; 0 = by the memory of the machine or GPU.", ENGINE),
     ] = 0
+    gpu_memory_share: Annotated[
+        float,
+        Meta(ge=0, le=1),
+        Setting("Share of its GPU's memory that a worker may take; 0 = 0.9 of its share of the GPU.", ENGINE),
+    ] = 0.0
     max_model_len: Annotated[
         CountOrZero,
         Setting(

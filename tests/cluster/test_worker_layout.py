@@ -75,3 +75,33 @@ def test_workers_of_several_machines_are_told_the_models_name_and_those_of_one_i
         {"/here/m"},
         {"org/m"},
     )
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_decode", "share", "memory_share"),
+    [
+        (0, 1, 0.0, 0.0),
+        (1, 1, 0.5, 0.45),  # prefill and decode on the GPU of a laptop
+        (1, 2, 0.3333, 0.29997),
+        (2, 2, 0.5, 0.45),  # two of the three workers share one
+        (2, 1, 1.0, 0.9),
+        (8, 1, 1.0, 0.9),
+    ],
+)
+def test_workers_share_gpus_where_there_are_too_few(
+    num_gpus: int, num_decode: int, share: float, memory_share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_nodes(monkeypatch, 8)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": float(num_gpus)})
+    resolved = resolve(replace(CONFIG, num_decode=num_decode))
+    assert resolved.num_gpus_per_worker == share
+    assert resolved.engine.gpu_memory_share == pytest.approx(memory_share)
+    on_cpu = resolve(replace(CONFIG, num_decode=num_decode, engine=EngineConfig(model="m", device="cpu")))
+    assert on_cpu.num_gpus_per_worker == 0
+
+
+def test_ranks_of_a_server_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    have_nodes(monkeypatch, 8)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 8.0})
+    assert resolve(CONFIG, 4).num_gpus_per_worker == 4
+    assert resolve(CONFIG, 8).num_gpus_per_worker == 0
