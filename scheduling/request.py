@@ -52,6 +52,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     allowed_workers: tuple[str, ...] = ()  # glob patterns of worker ids; () = all workers
     adapter: str = ""  # LoRA adapter; "" = none
     can_hand_over: bool = True  # whether one worker may compute the prompt and another one decode
+    generates: bool = True  # whether it decodes at all
 
     @property
     def tenant(self) -> str:

@@ -76,6 +76,7 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     pid: Number
     tiers: dict[Name, Name] = {}  # KV tier -> the store it shares with other workers ("" = none), fast to slow
     adapters: Names = []  # LoRA adapters it serves
+    serves_alone: bool = True  # whether it computes prompts and decodes; else it needs another worker for one of both
     max_pinned_blocks: dict[Name, Number] = {}  # the most that pins may keep, by place: "pool" or a tier
 
 

@@ -38,6 +38,7 @@ EngineKind = Literal["openai", "vllm", "sglang", "llamacpp"]
 # The description of each type is what an error says that a value must be.
 _Text = Annotated[str, Meta(description="text")]
 _Count = Annotated[int, Meta(ge=0, le=2**40, description="a whole number, 0 or more")]
+_Port = Annotated[int, Meta(ge=0, le=65535, description="a port from 1 to 65535, or 0 for none")]
 _Ranks = Annotated[int, Meta(ge=1, le=1024, description="a whole number from 1 to 1024")]
 _Seconds = Annotated[float, Meta(gt=0, le=1e9, description="a number of seconds above 0")]
 _Switch = Annotated[bool, Meta(description="true or false")]
@@ -68,6 +69,7 @@ _OUR_HEADERS = {
     *("connection", "content-length", "expect", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"),
     *("upgrade", "x-request-id", "x-data-parallel-rank"),
 }
+_KINDS_WITH_ROLES = ("vllm", "sglang")
 _KINDS_WITH_RANKS = ("vllm", "sglang")  # they read the rank from the header, and publish events on port + rank
 _RANKED_ENDPOINT = re.compile(r"(tcp://\S+:)(\d{1,5})")
 
@@ -93,6 +95,7 @@ class EngineSpec:
     kv_bytes_per_token: _Count = 0  # size of a handoff; 0 = only its latency is learned
     kv_events: _Endpoint = ""  # ZMQ endpoint of its KV events, such as tcp://host:5557
     kv_replay: _Endpoint = ""  # ZMQ endpoint that sends past events again
+    bootstrap_port: _Port = 0  # of an SGLang prefill server: decode servers ask there where its KV is
     cache_salt: _Switch = True  # whether it is sent the field of this name; without, tenants share its prefix cache
     cache_ttl_s: _Seconds = 600.0  # without events: how long a prompt sent there counts as cached
     headers: _Headers = field(default_factory=dict)
@@ -103,6 +106,11 @@ class EngineSpec:
     def server(self) -> str:
         """Name of the server that it is a rank of, or its own."""
         return self.name if self.data_parallel_rank is None else self.name.rpartition(".dp")[0]
+
+    @property
+    def serves_alone(self) -> bool:
+        """Whether it computes prompts and decodes. An SGLang server with a role does one only."""
+        return self.kind != "sglang" or self.role is Role.COLOCATED
 
     @property
     def cost_kind(self) -> str:
@@ -180,11 +188,8 @@ def spec_from(entry: dict[str, Any], where: str) -> EngineSpec:
     values.setdefault("name", re.sub(r"^https?://", "", url).replace(":", "-").replace("/", "-"))
     values = {name: _checked(name, value, where) for name, value in values.items()}
     _check_headers(values.get("headers", {}), where)
-    role, kind = values.get("role", "both"), values.get("kind")
-    if role != "both" and kind != "vllm":
-        raise ConfigError(
-            f"{where}: role={role!r} needs kind='vllm' with its NixlConnector; other kinds have role both"
-        )
+    _check_role(values.get("role", "both"), values.get("kind"), values.get("bootstrap_port", 0), where)
+    role = values.get("role", "both")
     if values.get("kv_replay") and not values.get("kv_events"):
         raise ConfigError(f"{where}: kv_replay without kv_events; give both, or neither")
     spec = EngineSpec(**(values | {"role": _ROLES[role]}))
@@ -216,17 +221,30 @@ def check_fleet(engines: Iterable[EngineSpec], *, is_complete: bool = True) -> N
     engines = list(engines)
     servers = {spec.server for spec in engines if spec.data_parallel_rank is not None}
     names: set[str] = set()
-    roles: dict[tuple[str, str], set[Role]] = {}
+    groups: dict[tuple[str, str], list[EngineSpec]] = {}
     for spec in engines:
         if spec.name in names or spec.name in servers:
             raise ConfigError(f"engine name={spec.name!r} is there twice; give each engine its own name")
         names.add(spec.name)
-        roles.setdefault((spec.model, spec.group), set()).add(spec.role)
-    for (model, group), found in roles.items():
-        if is_complete and found == {Role.PREFILL}:
+        groups.setdefault((spec.model, spec.group), []).append(spec)
+    for (model, group), members in groups.items():
+        roles = {spec.role for spec in members}
+        if is_complete and roles == {Role.PREFILL}:
             raise ConfigError(
                 f"model {model!r} has only prefill engines in group {group!r}; nothing there can decode: "
                 "add an engine with role decode or both to the group"
+            )
+        half = next((spec for spec in members if not spec.serves_alone), None)
+        other = next((spec for spec in members if spec.serves_alone), None)
+        if half is not None and other is not None:
+            raise ConfigError(
+                f"engine {half.name} is one half of an SGLang pair, and {other.name} of group {group!r} cannot be the "
+                "other one; give each of the two kinds its own group"
+            )
+        if is_complete and half is not None and Role.PREFILL not in roles:
+            raise ConfigError(
+                f"model {model!r} has only SGLang decode engines in group {group!r}; nothing there can compute "
+                "prompts: add an engine with role prefill to the group"
             )
 
 
@@ -262,6 +280,21 @@ def _has_address(url: str) -> bool:
         return bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port out of range, a bracket without its other, something else than an address in brackets
         return False
+
+
+def _check_role(role: str, kind: str | None, bootstrap_port: int, where: str) -> None:
+    if role != "both" and kind not in _KINDS_WITH_ROLES:
+        raise ConfigError(
+            f"{where}: role={role!r} needs kind='vllm' with its NixlConnector, or kind='sglang' started with "
+            "--disaggregation-mode; other kinds have role both"
+        )
+    if kind == "sglang" and role == "prefill" and not bootstrap_port:
+        raise ConfigError(
+            f"{where}: role='prefill' of kind='sglang' needs bootstrap_port; give the server's "
+            "--disaggregation-bootstrap-port"
+        )
+    if bootstrap_port and (kind != "sglang" or role == "both"):
+        raise ConfigError(f"{where}: bootstrap_port={bootstrap_port} is for kind='sglang' with a role; leave it out")
 
 
 def _check_ranks(spec: EngineSpec, where: str) -> None:

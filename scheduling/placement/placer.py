@@ -73,11 +73,13 @@ class Placer:
         costs = CandidateCosts(request, table, self._costs, hits=hits, holder=holder, held=held, order=order)
         prefillers = is_usable & table.can_prefill if request.can_hand_over else ~table.everyone
         pair = costs.best_pair(prefillers, decoders)
-        standalone = decoders
+        standalone = decoders & table.serves_alone if request.generates else decoders
         if pair is not None and not self._config.local_prefill:
             standalone = decoders & table.is_colocated
         alone = costs.best_alone(standalone)
         candidates = sorted((c for c in (pair, alone) if c is not None), key=preference)
+        if not candidates:
+            raise NoWorker("no worker can take this request: none computes prompts, and those that decode need one")
         others = costs.next_best(candidates[0], prefillers, decoders, standalone, num_others)
         return Placement(
             best=candidates[0],

@@ -56,6 +56,7 @@ class FakeServer:
     num_running: int = 0
     max_running: int = 0
     num_hung_up: int = 0
+    num_left: int = 0  # requests whose client left before the answer began
     pause: threading.Event = field(default_factory=threading.Event)  # cleared: streams stop after their first event
     headers_pause: threading.Event = field(default_factory=threading.Event)  # cleared: answers do not begin
     health_pause: threading.Event = field(default_factory=threading.Event)  # cleared: health checks are not answered
@@ -162,8 +163,11 @@ def _app(fake: FakeServer) -> FastAPI:
         fake.authorization.append(request.headers.get("authorization", ""))
         if fake.key and request.headers.get("authorization") != f"Bearer {fake.key}":
             return JSONResponse({"error": {"message": "no key", "type": "auth"}}, 401)
-        if not fake.headers_pause.is_set():
-            await asyncio.to_thread(fake.headers_pause.wait)
+        while not fake.headers_pause.is_set():
+            await asyncio.to_thread(fake.headers_pause.wait, 0.01)
+            if await request.is_disconnected():
+                fake.num_left += 1
+                return Response()
         if body.get("model") in fake.unloaded:
             message = f"The model `{body['model']}` does not exist."
             return JSONResponse({"error": {"message": message, "type": "NotFoundError", "code": 404}}, 404)

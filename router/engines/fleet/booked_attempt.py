@@ -35,6 +35,7 @@ class BookedAttempt:
         """
         self.abort = abort
         self.has_answer = False  # the first byte has come
+        self._is_prefilled = False
         self._fleet = fleet
         self._placement = placement
         best = placement.best
@@ -103,16 +104,23 @@ class BookedAttempt:
     # -- how long do its steps take?
 
     def prefilled(self, now: float) -> None:
-        """The prefill engine of a pair returned; the request goes to the decode engine next."""
-        self._learn_prefill(self._prefill, now)
-        self._sent_s = now
+        """The prefill engine of a pair returned; the request goes to the decode engine next.
+
+        SGLang's engines have it at once: what they need for the prompt includes the transfer, and ends once.
+        """
+        if not self._is_prefilled:
+            self._is_prefilled = True
+            self._learn_prefill(self._prefill, now)
+            self._sent_s = now
 
     def first_token(self, now: float) -> None:
         """The first token of a stream came. NOTE: the prompt still counts as waiting while costs are learned."""
-        if self._placement.best.is_pair:
+        if not self._placement.best.is_pair:
+            self._learn_prefill(self._decode, now)
+        elif self._decode.spec.serves_alone:
             self._learn_transfer(now)
         else:
-            self._learn_prefill(self._decode, now)
+            self.prefilled(now)
 
     def is_gap_due(self, now: float) -> bool:
         """Whether `gap` would use a gap now."""

@@ -140,6 +140,7 @@ class RemoteEngine:
             # Of its own: engines cannot read each other's caches, so placement must not count on it.
             namespace=root_digest(digest_root(model, block_size), cache_salt=spec.name),
             adapters=list(served.adapters),
+            serves_alone=spec.serves_alone,
             pid=0,
         )
 

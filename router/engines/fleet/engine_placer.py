@@ -119,7 +119,7 @@ class EnginePlacer(Placer):
             members = {engine.name for engine in available if engine.spec.group == group}
             others = {worker.worker_id for worker in self._workers} - members
             try:
-                found.append(super().place(request, now, excluded=others, **options))
+                found.append(super().place(_as_pair(request, decoders, group), now, excluded=others, **options))
             except NoWorker as exc:
                 refused[group] = exc
         if not found:
@@ -137,6 +137,13 @@ class EnginePlacer(Placer):
         )
         waits = [e.busy_until_s - now for e in engines if e.state is WorkerState.READY and e.busy_until_s > now]
         return EngineBusy(text, retry_after_s=min(waits)) if waits else NoWorker(text)
+
+
+def _as_pair(request: PlacementRequest, decoders: Sequence[RemoteEngine], group: str) -> PlacementRequest:
+    """The request as it may be placed in this group: two SGLang engines get the same body, so they answer any."""
+    if any(engine.spec.group == group and engine.spec.serves_alone for engine in decoders):
+        return request
+    return msgspec.structs.replace(request, can_hand_over=request.generates)
 
 
 def _room(engine: RemoteEngine) -> int:

@@ -34,11 +34,13 @@ _WORK = (
     "vllm:iteration_tokens_total_count",
     "vllm:prompt_tokens_total",
     "vllm:generation_tokens_total",
+    "sglang:realtime_tokens_total",  # the others count requests that have ended
     "sglang:prompt_tokens_total",
     "sglang:generation_tokens_total",
 )
 _LOAD_NAMES = (*_RUNNING, *_WAITING, *_USAGE)
 _CACHE_CONFIG = "vllm:cache_config_info"
+_PAGE_SIZE, _NUM_PAGES = "sglang:page_size", "sglang:num_pages"
 MAX_ADAPTERS = 1024  # of one engine; later ones in alphabetical order are not served
 MAX_ADAPTER_CHARS = 512
 _RANK_LABELS = ("engine", "dp_rank")  # of vLLM and SGLang
@@ -99,10 +101,13 @@ def parse_load(text: str, rank: int | None = None) -> ReportedLoad | None:
 
 
 def parse_cache_size(text: str, rank: int | None = None) -> CacheSize:
-    """Block size and number of blocks, which vLLM reports in the labels of its `cache_config_info`."""
-    for sample in _samples(text, (_CACHE_CONFIG,), rank):
-        return CacheSize(_whole(sample.labels.get("block_size")), _whole(sample.labels.get("num_gpu_blocks")))
-    return CacheSize(0, 0)
+    """Block size and number of blocks: labels of vLLM's `cache_config_info`, or two gauges of SGLang."""
+    pages: dict[str, int] = {}
+    for sample in _samples(text, (_CACHE_CONFIG, _PAGE_SIZE, _NUM_PAGES), rank):
+        if sample.name == _CACHE_CONFIG:
+            return CacheSize(_whole(sample.labels.get("block_size")), _whole(sample.labels.get("num_gpu_blocks")))
+        pages[sample.name] = max(int(sample.value), 0)
+    return CacheSize(pages.get(_PAGE_SIZE, 0), pages.get(_NUM_PAGES, 0))
 
 
 def served_model(catalog: Any, wanted: str) -> ServedModel:

@@ -86,8 +86,11 @@ class EngineFleet:
     @property
     def is_ready(self) -> bool:
         """Whether some engine could take a request."""
+        ready = [engine.spec for engine in self.engines if engine.state is WorkerState.READY]
+        prefillers = {(spec.model, spec.group) for spec in ready if spec.role is Role.PREFILL}
         return any(
-            engine.state is WorkerState.READY and engine.spec.role is not Role.PREFILL for engine in self.engines
+            spec.role is not Role.PREFILL and (spec.serves_alone or (spec.model, spec.group) in prefillers)
+            for spec in ready
         )
 
     def listen(self, listener: EngineListener) -> None:

@@ -1,7 +1,8 @@
-"""vLLM's KV events: from the messages of its ZMQ publisher to the digests of our prefix index.
+"""KV events of vLLM and SGLang: from the messages of their ZMQ publishers to the digests of our prefix index.
 
-vLLM identifies blocks by its own hashes. Its events contain the tokens too, so our digests are computed from them. A
-map from its hashes to our digests continues the chains and resolves removals.
+An engine identifies blocks by its own hashes. Its events contain the tokens too, so our digests are computed from them.
+A map from its hashes to our digests continues the chains and resolves removals. SGLang's events are vLLM's with two
+differences: the salt is a field of its own, and under speculative decoding a token is a pair of two neighbours.
 
     PUB     [topic, sequence number (8 bytes, big endian), msgpack [timestamp, [event, ...], data parallel rank]]
     ROUTER  asked with [b"", first sequence number]: sends the batches it still has, then sequence number -1
@@ -98,6 +99,8 @@ class BlockTranslator:
             return []
         num_text = _num_text_blocks(event)
         self.num_skipped += len(names) - num_text
+        if token_ids and isinstance(token_ids[0], list):
+            token_ids = [first for first, _ in token_ids]
         digests = block_digests(root, token_ids[: num_text * self.block_size], self.block_size)
         self.digests.update(zip(names, digests, strict=False))
         return digests
@@ -105,7 +108,7 @@ class BlockTranslator:
     def _root(self, event: dict[str, Any]) -> bytes:
         """Root of a chain. As in vLLM, the adapter and the salt in the first block's extra keys make chains differ."""
         adapter = event.get("lora_name") or ""
-        salt = next(iter(_extra_keys(event, 0)), "")
+        salt = event.get("cache_salt") or next(iter(_extra_keys(event, 0)), "")
         return root_digest(self.namespace, cache_salt=salt if isinstance(salt, str) else "", lora=adapter)
 
 

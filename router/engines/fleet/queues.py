@@ -66,7 +66,7 @@ class ModelQueue:
         )
         if request.can_hand_over:
             return placement_request
-        return msgspec.structs.replace(placement_request, can_hand_over=False)
+        return msgspec.structs.replace(placement_request, can_hand_over=False, generates=request.generates)
 
     def explain(self, request: DispatchRequest) -> dict[str, Any]:
         """The decision that would be taken now, as JSON. Nothing is sent or booked. Raises a `ServingError`."""

@@ -3,6 +3,7 @@
     one engine   body -> engine
     a pair       body, one token, "keep the KV" -> prefill engine;  body + where the KV is -> decode engine
                  (vLLM's NIXL flow: the decode engine reads the blocks; the first token comes from it)
+    SGLang's pair  body + where they meet -> both engines at once; the answer is the decode engine's
 
 An attempt sends the request, waits for the first byte, and tells the reservation what happens. Until the first byte a
 failure is an exception, so that the request can go elsewhere; after it the stream breaks.
@@ -23,6 +24,7 @@ from tandem.router.engines.relay.client_request import ClientRequest
 from tandem.router.engines.relay.connections import EngineConnection, EngineConnections
 from tandem.router.engines.relay.engine_errors import engine_errors
 from tandem.router.engines.relay.observer import AttemptObserver
+from tandem.router.engines.relay.prefill_leg import PrefillLeg, decode_leg_body, meeting_of
 from tandem.router.engines.relay.stream_relay import StreamRelay
 from tandem.router.engines.relay.upstream import Reply
 from tandem.router.http.metrics import EdgeMetrics
@@ -62,6 +64,7 @@ class Attempt:
         self._reply: Reply | None = None
         self._relay: StreamRelay | None = None  # of a stream
         self._prefill_usage: dict[str, Any] | None = None  # of a pair
+        self._prefill_leg: PrefillLeg | None = None  # of SGLang's pair
         self._waits_for = self._engine
         self._timeout: asyncio.Timeout | None = None  # of the wait in progress
         self._aborted: EngineFailed | None = None
@@ -112,16 +115,47 @@ class Attempt:
     def close(self) -> None:
         """End what still runs. Later calls change nothing."""
         self._observer.close()
+        if self._prefill_leg is not None:
+            self._prefill_leg.close()
         if self._reply is not None:
             self._reply.close(is_ending=self._relay is not None and self._relay.is_done)
 
     async def _open(self) -> None:
         body = self._request.body_for(self._engine.spec)
+        if self.target.is_pair and not self._engine.spec.serves_alone:
+            await self._open_both(body)
+            return
         if self.target.is_pair:
             answer = await self._prefill(body)
             if self.status != 200:
                 return  # the client's own error
             body = self._api.decode_body(body, answer, self.target.prefill)
+        await self._open_answer(body)
+
+    async def _open_both(self, body: dict[str, Any]) -> None:
+        """Send the request to both engines of SGLang's pair; wait as `_open_answer`, or for the prefill to fail."""
+        spec, request_id = self._prefill_engine.spec, self._request.routing.request_id
+        body = body | meeting_of(spec)
+        leg = self._prefill_leg = PrefillLeg(
+            self._prefill_engine, self._api.path, body, request_id, timeout_s=self._timeout_s
+        )
+        answering = asyncio.ensure_future(self._open_answer(decode_leg_body(body, spec)))
+        try:
+            await asyncio.wait({leg.task, answering}, return_when=asyncio.FIRST_COMPLETED)
+            if leg.task.done():
+                prefill = leg.task.result()
+                self._check_adapter(leg.engine, prefill.status, prefill.answer)
+                if prefill.status != 200:
+                    self.status, self.content = prefill.status, prefill.content
+                    return
+                self._reservation.prefilled(self._now())
+            await answering
+        finally:
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+
+    async def _open_answer(self, body: dict[str, Any]) -> None:
+        """Send the request to the engine that answers, and wait for the whole answer or the first event."""
         engine = self._waits_for = self._engine
         reply = await self._wait(self._send(engine, body))
         if reply.status == 200 and reply.headers.get("content-type", "").startswith("text/event-stream"):
@@ -158,11 +192,14 @@ class Attempt:
         with engine_errors(engine.name):
             content = await self._wait(reply.read_all())
         answer = parse_answer(engine.name, reply.status, reply.headers, content, self._api.is_answer)
-        adapter = self._request.routing.adapter
-        if adapter and reply.status == 404 and adapter in error_text(answer.get("error")):
-            raise AdapterGone(engine.name, f"does not have the adapter '{adapter}' any more")
+        self._check_adapter(engine, reply.status, answer)
         self.status = reply.status
         return answer, content
+
+    def _check_adapter(self, engine: EngineConnection, status: int, answer: dict[str, Any]) -> None:
+        adapter = self._request.routing.adapter
+        if adapter and status == 404 and adapter in error_text(answer.get("error")):
+            raise AdapterGone(engine.name, f"does not have the adapter '{adapter}' any more")
 
     async def _read_final_answer(self, engine: EngineConnection, reply: Reply) -> None:
         content_type = reply.headers.get("content-type", "application/json")

@@ -135,6 +135,7 @@ class Forwarder:
             is_stream=api.generates and bool(body.get("stream")),
             service_class=options.service_class,
             explains=options.explains,
+            generates=api.generates,
         )
         return ClientRequest(api=api, body=body, routing=routing, arrived_s=arrived_s)
 

@@ -58,6 +58,14 @@ def test_salt_and_adapter_keep_chains_apart() -> None:
     assert adapted == block_digests(root_digest(NAMESPACE, cache_salt="tenant", lora="sql"), IDS[:16], 16)
 
 
+def test_sglangs_events_name_the_salt_and_may_pair_neighbouring_tokens() -> None:
+    salted = make_translator().apply([stored(0, 1, cache_salt="tenant", session_id=None)]).stored
+    assert salted == block_digests(root_digest(NAMESPACE, cache_salt="tenant"), IDS[:16], 16)
+    pairs = [[token, IDS[i + 1]] for i, token in enumerate(IDS[:32])]
+    assert make_translator().apply([stored(0, 2, token_ids=pairs)]).stored == block_digests(ROOT, IDS[:32], 16)
+    assert make_translator().apply([stored(0, 1, medium="CPU_PINNED")]).stored == []
+
+
 IMAGE = ["7f00cafe", 3]  # hash of an image, and its offset in the block
 
 
