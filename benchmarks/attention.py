@@ -24,7 +24,7 @@ from tandem.engine.attention_check import LAYER_IDX, Pages, Step, largest_error,
 from tandem.protocol.errors import ConfigError
 
 _PLAIN = LayerAttention(num_heads=8, scale=0.25, window=0, softcap=0.0, has_sinks=False)
-_SHAPES = [(64, 1, 3, 16), (80, 2, 2, 1), (128, 1, 4, 64), (256, 1, 8, 16)]  # head_dim, KV heads, heads, block size
+_SHAPES = [(64, 1, 3, 16), (80, 2, 2, 1), (128, 1, 2, 64), (256, 1, 2, 16)]  # head_dim, KV heads, heads, block size
 _CONTEXT = 8192  # of the model: the Triton kernel chooses its splits by it
 _SPEEDS = [  # sequences, tokens of each, their context
     ("decode", 1, 1, 1024),
