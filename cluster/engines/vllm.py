@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from tandem.cluster.engines.server import EngineServer, Parallelism, Sockets, check_arguments, number_of
+from tandem.cluster.engines.server import EngineServer, Parallelism, Sockets, check_arguments, flags_of, number_of
 from tandem.cluster.openmp import preload_of
 
 __all__ = ["OUR_FLAGS", "check", "command", "defaults", "environment", "parallelism", "remedy"]
@@ -44,6 +44,7 @@ OUR_FLAGS = {
     "-dph": _RANKS,
 }
 _DATA_PARALLEL = ("--data-parallel-size", "-dp")
+_MEMORY, _MEMORY_SHARE = "--gpu-memory-utilization", 0.9
 _KV_CACHE_GB = "2"  # of a server on a CPU; vLLM would take half of the machine's memory for each
 
 
@@ -68,6 +69,8 @@ def command(server: EngineServer, sockets: Sockets) -> list[str]:
     words += ["--model", server.model, "--served-model-name", server.served_model_name]
     words += ["--disable-uvicorn-access-log"]  # the router asks for health and load every second
     words += ["--enable-prompt-tokens-details", "--kv-events-config", json.dumps(_events(sockets))]
+    if 0 < server.num_gpus < 1 and _MEMORY not in dict(flags_of(server.arguments)):
+        words += [_MEMORY, f"{_MEMORY_SHARE * server.num_gpus:.3f}"]  # servers that share a GPU share its memory
     if server.is_disaggregated:
         words += ["--kv-transfer-config", json.dumps(_connector(server))]
     return [*words, *server.arguments]

@@ -104,4 +104,5 @@ def test_ranks_of_a_server_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -
     have_nodes(monkeypatch, 8)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 8.0})
     assert resolve(CONFIG, 4).num_gpus_per_worker == 4
-    assert resolve(CONFIG, 8).num_gpus_per_worker == 0
+    with pytest.raises(ConfigError, match=r"2 worker\(s\) of 8 ranks need 16 GPUs; Ray has 8"):
+        resolve(CONFIG, 8)

@@ -101,6 +101,14 @@ def test_a_server_with_gpus_keeps_kv_there_and_one_alone_hands_nothing_over() ->
     assert "--kv-transfer-config" not in vllm.command(replace(SERVER, is_disaggregated=False), SOCKETS)
 
 
+def test_servers_that_share_a_gpu_share_its_memory() -> None:
+    half = vllm.command(replace(SERVER, num_gpus=0.5), SOCKETS)
+    assert half[half.index("--gpu-memory-utilization") + 1] == "0.450"
+    own = vllm.command(replace(SERVER, num_gpus=0.5, arguments=("--gpu_memory_utilization=0.3",)), SOCKETS)
+    assert "--gpu-memory-utilization" not in own
+    assert "--gpu-memory-utilization" not in vllm.command(replace(SERVER, num_gpus=1.0), SOCKETS)
+
+
 def test_the_key_is_in_the_environment_and_not_on_the_command_line() -> None:
     variables = vllm.environment(SERVER, SOCKETS)
     assert variables["VLLM_API_KEY"] == "secret"
