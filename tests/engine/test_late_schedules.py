@@ -58,6 +58,8 @@ class LateWorld:
             if self._sequences and self._source.random() < 0.04:
                 self._abort(self._source.choice(self._sequences))
             self._peers()
+            if is_open or self.engine.has_work:
+                self._ask_for_blocks()
             for result in self.engine.step():
                 assert not result.failures, result.failures
                 self._release_computed([output.sequence for output in result.outputs])
@@ -89,7 +91,7 @@ class LateWorld:
                 self.engine.scheduler.blocks.release(sequence)
 
     def _peers(self) -> None:
-        """Let peers read and write what they were lent, and lend more."""
+        """Let peers read and write what they were lent, for a while."""
         kv, pool, source = self.engine.kv, self.engine.pool, self._source
         for loan in [loan for loan in self._loans if loan.until <= self._step]:
             assert torch.equal(kv[loan.blocks], loan.kv), f"blocks {loan.blocks} changed while a peer had them"
@@ -103,6 +105,10 @@ class LateWorld:
                 kv[blocks] = FOREIGN
                 self.counts["written"] += 1
                 self._loans.append(Loan(blocks, kv[blocks].clone(), self._step + source.randint(1, 20)))
+
+    def _ask_for_blocks(self) -> None:
+        """Now and then, lend blocks to a peer that writes, and to one that reads."""
+        pool, source = self.engine.pool, self._source
         if source.random() < 0.15 and (spare := self.engine.scheduler.admission.num_spare_blocks) > 0:
             blocks = pool.try_allocate(source.randint(1, min(spare, 4))) or []
             self._asked.append((blocks, self.engine.stream.record()))

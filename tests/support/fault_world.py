@@ -373,7 +373,8 @@ class _World:
         self._is_calm = False
 
     def _judge(self, write: InProcessWrite) -> Verdict:
-        if complaint := touched_early(write, self._device_of):
+        is_stray = not write.is_read and not write.notification  # of a write that was lost, or whose end will be missed
+        if complaint := touched_early(write, self._device_of, is_stray=is_stray):
             self.report.complaints.append(f"at {self.now:.1f} s: {complaint}")
         return Verdict.DELIVER
 

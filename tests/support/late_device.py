@@ -139,16 +139,18 @@ class LateDevice:
         kv[free // size, :, :, free % size] = GARBAGE
 
 
-def touched_early(write: InProcessWrite, device_of: Callable[[InProcessTransport], LateDevice | None]) -> str:
+def touched_early(
+    write: InProcessWrite, device_of: Callable[[InProcessTransport], LateDevice | None], *, is_stray: bool = False
+) -> str:
     """A complaint if a write (or read) between workers reads what a device still writes, or writes what it still uses.
 
-    "" if it is in order.
+    "" if it is in order. A stray is a part of a lost write: it may carry anything, because nobody will use it.
     """
     ours, theirs = write.local_block_ids, write.remote_block_ids
     source, read, target, written = write.sender, ours, write.receiver, theirs
     if write.is_read:
         source, read, target, written = write.receiver, theirs, write.sender, ours
-    if (device := device_of(source)) is not None:
+    if not is_stray and (device := device_of(source)) is not None:
         if early := [block for block in read if device.stream.writes[block]]:
             return f"blocks {early} of {source.worker_id} are read before they are computed"
         if (source.pool[read] == GARBAGE).any():
