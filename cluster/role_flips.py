@@ -88,9 +88,18 @@ class RoleFlips:
             raise RoleRefused(f"{name} does both: start the server with --prefill and --decode for roles.")
         if member.role is role:
             raise RoleRefused(f"{name} is a {role} worker already.")
+        if member.fixed_role:
+            raise RoleRefused(f"{name} keeps its role: {member.fixed_role}.")
         decoders = [one for one in self._members.values() if one.role is Role.DECODE and one.is_up.is_set()]
         if decoders == [member]:
             raise RoleRefused(f"{name} is the only decode worker, so nothing could answer: flip another one first.")
+        prefillers = [one for one in self._members.values() if one.role is Role.PREFILL and one.is_up.is_set()]
+        if prefillers == [member] and not member.can_cover:
+            raise RoleRefused(f"{name} is the only prefill worker, and no other one computes prompts: it stays.")
+
+    def _fixed_role(self, flip: Flip) -> str:
+        member = member_of(self._members, flip.worker_id)
+        return member.fixed_role if member is not None else ""
 
     def _record(self, member: Member, role: Role, reason: str) -> dict[str, object]:
         record: dict[str, object] = {"worker": member.worker_id, "from": member.role, "to": role, "reason": reason}
@@ -132,6 +141,8 @@ class RoleFlips:
                 "prefill_wait_s": decision.prefill_wait_s,
                 "decode_wait_s": decision.decode_wait_s,
             }
-            if decision.flip is not None:
+            if decision.flip is not None and (fixed := self._fixed_role(decision.flip)):
+                self._decision["reason"] = f"{decision.reason}, but {fixed}"
+            elif decision.flip is not None:
                 logger.info("%s", decision.reason)
                 self.begin(decision.flip, decision.reason)

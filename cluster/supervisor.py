@@ -198,7 +198,7 @@ class Supervisor:
         decoders = [member for member in up if member.role is not Role.PREFILL]
         coming = [member for member in down if not (member.restarts.is_used_up or member.waits_for_room)]
         is_one_coming = any(member.role is not Role.PREFILL for member in coming)
-        if up and not decoders and not is_one_coming:
+        if up and up[0].can_cover and not decoders and not is_one_coming:
             up[0].home_role = up[0].role
             flip = Flip(up[0].worker_id, Role.DECODE)
             self.flips.begin(flip, "no decode worker is left: it serves alone until one is back")

@@ -46,6 +46,7 @@ class EngineStarted:
     url: str
     events: str
     replay: str
+    side_channel_port: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +111,14 @@ class EngineActor:
         sockets = _sockets(server, folder)
         url = f"http://{bracketed(server.host)}:{sockets.http_port}"
         dialect = dialect_of(server.kind)
-        with ServerProcess(
-            server.kind, dialect.command(server, sockets), _environment(server, sockets), _log_file(server)
-        ) as process:
+        command = dialect.command(server, sockets) + _config_flag(dialect.config(server), folder)
+        with ServerProcess(server.kind, command, _environment(server, sockets), _log_file(server)) as process:
             try:
                 self._wait_until_it_generates(server, process, url)
                 events, replay = (
                     sockets.reached_at(endpoint, server.host) for endpoint in (sockets.events, sockets.replay)
                 )
-                outcome.set_result(EngineStarted(process.pid, url, events, replay))
+                outcome.set_result(EngineStarted(process.pid, url, events, replay, sockets.side_channel_port))
                 reason = self._watch(server, process, f"{url}/metrics")
             except WorkerError as exc:
                 reason = exc.message + dialect.remedy(exc.message)
@@ -130,7 +130,8 @@ class EngineActor:
         process.wait_until_healthy(f"{url}/health", deadline_s, self._is_stopping)
         if server.cpu_cores:
             process.pin(server.cpu_cores)
-        process.generate(url, server.served_model_name, server.api_key, deadline_s)
+        fields = {"model": server.served_model_name} | dialect_of(server.kind).first_request(server)
+        process.generate(url, fields, server.api_key, deadline_s)
 
     def _watch(self, server: EngineServer, process: ServerProcess, metrics_url: str) -> str:
         """Watch the server until it ends, hangs or is to be stopped; the reason."""
@@ -145,13 +146,22 @@ class EngineActor:
 
 def _sockets(server: EngineServer, folder: Path) -> Sockets:
     """Free ports of this node; on one machine, the events go through files in a folder that is this user's alone."""
-    num_ranks = server.parallelism.data
+    num_ranks = server.parallelism.num_caches
     port = free_ports(server.host, 1 + 3 * num_ranks)
     side_channel, events, replay = (port + 1 + i * num_ranks for i in range(3))
     if server.is_local:
-        # The word "inproc" is for vLLM, which adds the rank to such an endpoint, and knows no other kind of file.
+        # The word "inproc" is for vLLM and SGLang: they add the rank to such an endpoint, and to no other kind of file.
         return Sockets(port, side_channel, f"ipc://{folder}/inproc-events", f"ipc://{folder}/inproc-replay")
     return Sockets(port, side_channel, f"tcp://*:{events}", f"tcp://*:{replay}")
+
+
+def _config_flag(text: str, folder: Path) -> list[str]:
+    """The flag that names a file with this text, in a folder that is this user's alone; nothing for no text."""
+    if not text:
+        return []
+    file = folder / "server.yaml"
+    file.write_text(text)
+    return ["--config", str(file)]
 
 
 def free_ports(host: str, count: int) -> int:

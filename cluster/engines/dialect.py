@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
-from tandem.cluster.engines import vllm
+from tandem.cluster.engines import sglang, vllm
 from tandem.cluster.engines.server import EngineServer, Parallelism, Sockets
 from tandem.protocol.config.managed import EngineKindName
 
@@ -24,6 +24,15 @@ class Dialect(Protocol):
     def command(self, server: EngineServer, sockets: Sockets) -> list[str]:
         """The command line of a server."""
 
+    def config(self, server: EngineServer) -> str:
+        """Text of the file that the server gets as `--config`; "" for none."""
+
+    def first_request(self, server: EngineServer) -> dict[str, Any]:
+        """Further fields of the request that shows that the server generates."""
+
+    def fixed_role(self, server: EngineServer) -> str:
+        """Why the server cannot change its role while it runs; "" if it can."""
+
     def environment(self, server: EngineServer, sockets: Sockets) -> dict[str, str]:
         """Variables of the server, on top of those that it inherits."""
 
@@ -34,7 +43,7 @@ class Dialect(Protocol):
         """Variables that a user may set otherwise."""
 
 
-_DIALECTS = {"vllm": cast(Dialect, vllm)}
+_DIALECTS = {"vllm": cast(Dialect, vllm), "sglang": cast(Dialect, sglang)}
 
 
 def dialect_of(kind: EngineKindName) -> Dialect:

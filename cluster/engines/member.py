@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 
 from tandem.cluster.engines.actor import EngineActor, EngineEnd, EngineStarted
+from tandem.cluster.engines.dialect import dialect_of
+from tandem.cluster.engines.role_switch import RoleIsLost, switch_role
 from tandem.cluster.engines.server import EngineServer
 from tandem.cluster.member import Member, Requests
 from tandem.cluster.restarts import RestartBudget
@@ -52,11 +54,14 @@ class EngineMember(Member):
         super().__init__(server.worker_id, role, restarts)
         self.load_timeout_s = server.start_timeout_s + _JOIN_TIMEOUT_S  # beyond it the actor itself hangs
         self._server = server
+        self._is_half = server.kind == "sglang" and role is not Role.COLOCATED
+        self.can_cover = not self._is_half
+        self.fixed_role = dialect_of(server.kind).fixed_role(server) if self._is_half else ""
         self._fleet = fleet
         self._facts = facts
 
     def _create_actor(self, options: dict[str, Any]) -> Any:
-        return ray.remote(EngineActor).options(**options).remote(self._server)
+        return ray.remote(EngineActor).options(**options).remote(replace(self._server, role=self.role))
 
     async def _join(self, started: EngineStarted | EngineEnd) -> None:
         if isinstance(started, EngineEnd):
@@ -75,11 +80,40 @@ class EngineMember(Member):
             await self._fleet.lose(engine.name, reason)
 
     async def play(self, role: Role, reason: str) -> Requests:
-        """As `Member.play`. Any server can do both, so it serves in its new role at once."""
+        """As `Member.play`. A server of vLLM can do both, so it serves in its new role at once.
+
+        Half of an SGLang pair is drained first, because it switches only while it is idle.
+        """
+        if self._is_half:
+            await self._switch(role, reason)
         for engine in self._engines():
             self._fleet.set_role(engine.name, role)
         self.role = role
         return await self.running()
+
+    async def _switch(self, role: Role, reason: str) -> None:
+        """Give the server its other role. Raises `WorkerError`: it serves on in the old one, or is started again."""
+        if self.fixed_role:
+            raise WorkerError(self.fixed_role)
+        engines = self._engines()
+        for engine in engines:
+            engine.set_state(WorkerState.DRAINING, reason)
+        try:
+            await self.finish(await self.running())
+            decoding = (one.spec for one in self._fleet.engines if one.spec.role is Role.DECODE and one not in engines)
+            await switch_role(engines[0].spec, role, next(decoding, None))
+        except RoleIsLost:
+            self.kill()  # the supervisor starts it again, in its old role
+            raise
+        except BaseException:
+            self._serve_on(engines)
+            raise
+        self._serve_on(engines)
+
+    def _serve_on(self, engines: list[RemoteEngine]) -> None:
+        for engine in engines:
+            if engine.state is WorkerState.DRAINING:
+                engine.set_state(WorkerState.READY, "")
 
     async def running(self) -> Requests:
         """As `Member.running`."""
@@ -110,7 +144,8 @@ class EngineMember(Member):
             kv_events=started.events,
             kv_replay=started.replay,
             headers={"authorization": f"Bearer {server.api_key}"} if server.api_key else {},
-            data_parallel_size=server.parallelism.data,
+            data_parallel_size=server.parallelism.num_caches,
+            bootstrap_port=started.side_channel_port if server.kind == "sglang" and self._is_half else 0,
         )
 
     def _reason_of(self, end: EngineEnd) -> str:

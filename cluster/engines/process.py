@@ -92,9 +92,9 @@ class ServerProcess:
                 )
         raise WorkerError("stopped while it loaded")
 
-    def generate(self, url: str, model: str, api_key: str, deadline_s: float) -> None:
-        """Have the server generate one token. Raises `WorkerError` if it cannot."""
-        body = {"model": model, "prompt": "Hello", "max_tokens": 1, "temperature": 0, "stream": False}
+    def generate(self, url: str, fields: Mapping[str, object], api_key: str, deadline_s: float) -> None:
+        """Have the server generate one token. `fields` are those of its request. Raises `WorkerError` if it cannot."""
+        body = {"prompt": "Hello", "max_tokens": 1, "temperature": 0, "stream": False, **fields}
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         timeout_s = max(deadline_s - time.monotonic(), _ANSWER_TIMEOUT_S)
         try:

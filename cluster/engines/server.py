@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from tandem.protocol.config.managed import EngineKindName
 from tandem.protocol.errors import ConfigError
+from tandem.protocol.messages import Role
 
 __all__ = ["EngineServer", "Parallelism", "Sockets", "bracketed", "check_arguments", "flags_of", "number_of"]
 
@@ -33,11 +34,17 @@ class Parallelism(NamedTuple):
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    attention: int = 1  # data-parallel ranks that share the GPUs of tensor parallelism (SGLang's DP attention)
 
     @property
     def num_gpus(self) -> int:
         """GPUs of the whole server."""
         return self.tensor * self.pipeline * self.data
+
+    @property
+    def num_caches(self) -> int:
+        """Ranks that requests can be sent to: each has a prefix cache and publishes its events."""
+        return self.data * self.attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +60,7 @@ class EngineServer:
     parallelism: Parallelism
     is_disaggregated: bool  # whether it hands KV over to other servers
     num_gpus: float
+    role: Role = Role.COLOCATED  # SGLang's servers are started for it
     host: str = ""  # address it listens at; empty = its node's
     is_local: bool = False  # whether all servers and the router are on one machine
     cpu_cores: tuple[int, ...] = ()  # of its own; empty = any

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from tandem.cluster.engines.server import EngineServer, Parallelism, Sockets, check_arguments, flags_of, number_of
 from tandem.cluster.openmp import preload_of
 
-__all__ = ["OUR_FLAGS", "check", "command", "defaults", "environment", "parallelism", "remedy"]
+__all__ = [
+    "OUR_FLAGS",
+    "check",
+    "command",
+    "config",
+    "defaults",
+    "environment",
+    "first_request",
+    "fixed_role",
+    "parallelism",
+    "remedy",
+]
 
 _ADDRESS = "its address is chosen on its machine: leave it out"
 _KV = "every server hands KV over with NixlConnector and publishes KV events: leave it out"
@@ -74,6 +86,21 @@ def command(server: EngineServer, sockets: Sockets) -> list[str]:
     if server.is_disaggregated:
         words += ["--kv-transfer-config", json.dumps(_connector(server))]
     return [*words, *server.arguments]
+
+
+def config(server: EngineServer) -> str:
+    """As `Dialect.config`: flags and environment say everything."""
+    return ""
+
+
+def first_request(server: EngineServer) -> dict[str, Any]:
+    """As `Dialect.first_request`: any request will do."""
+    return {}
+
+
+def fixed_role(server: EngineServer) -> str:
+    """As `Dialect.fixed_role`: every server does both, so a role is only a label."""
+    return ""
 
 
 def environment(server: EngineServer, sockets: Sockets) -> dict[str, str]:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi.responses import JSONResponse
 
 from tandem.cluster.engines.actor import EngineEnd, EngineStarted
 from tandem.cluster.engines.member import EngineFacts, EngineMember
@@ -194,3 +195,61 @@ async def test_a_server_that_the_router_cannot_use_does_not_come_up(monkeypatch:
         here.engine.health = 200
         await here.start()
         await eventually(here.member.is_up.is_set)
+
+
+# -- halves of SGLang pairs -------------------------------------------------------------------------------
+
+SWITCH = ("--disaggregation-transfer-backend", "mooncake", "--enable-pd-role-switch")
+HALF = replace(SERVER, kind="sglang", arguments=SWITCH)
+
+
+def switches(here: Placed, status: int, **content: Any) -> None:
+    here.engine.replies["/pd_role_switch"] = lambda *_: JSONResponse(content, status)
+
+
+async def test_half_of_a_pair_flips_when_it_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with placed(monkeypatch, HALF) as here:
+        await here.start()
+        switches(here, 200, success=True)
+        request = FakeRequest()
+        here.fleet["prefill-0"].begin(request)
+        flip = asyncio.create_task(here.member.play(Role.DECODE, "a test"))
+        await eventually(lambda: here.roles() == {"prefill-0": (Role.PREFILL, WorkerState.DRAINING)})
+        assert not here.engine.requests
+        here.fleet["prefill-0"].end(request)
+        assert await flip == frozenset()
+        assert here.engine.requests[0]["new_role"] == "decode"
+        assert here.roles() == {"prefill-0": (Role.DECODE, WorkerState.READY)}
+        assert here.member.role is Role.DECODE
+
+
+async def test_half_of_a_pair_that_is_refused_serves_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with placed(monkeypatch, HALF) as here:
+        await here.start()
+        switches(here, 400, success=False, message="no headroom", safe_to_restore=True)
+        with pytest.raises(WorkerError, match="no headroom"):
+            await here.member.play(Role.DECODE, "a test")
+        assert here.roles() == {"prefill-0": (Role.PREFILL, WorkerState.READY)}
+        assert here.member.role is Role.PREFILL
+
+
+async def test_half_of_a_pair_that_lost_its_role_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with placed(monkeypatch, HALF) as here:
+        await here.start()
+        switches(here, 400, success=False, message="torn down", safe_to_restore=False)
+        kills: list[bool] = []
+        monkeypatch.setattr(here.member, "kill", lambda: kills.append(True))
+        with pytest.raises(WorkerError, match="torn down"):
+            await here.member.play(Role.DECODE, "a test")
+        assert kills == [True]
+        assert here.roles() == {"prefill-0": (Role.PREFILL, WorkerState.DRAINING)}  # no request goes there
+
+
+async def test_half_of_a_pair_without_a_switch_keeps_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with placed(monkeypatch, replace(HALF, arguments=())) as here:
+        await here.start()
+        assert "--enable-pd-role-switch" in here.member.fixed_role
+        with pytest.raises(WorkerError, match="an SGLang server keeps its role"):
+            await here.member.play(Role.DECODE, "a test")
+        assert here.roles() == {"prefill-0": (Role.PREFILL, WorkerState.READY)}
+        assert not here.member.can_cover

@@ -1,0 +1,153 @@
+"""How an SGLang server is started as a worker: its command, its environment, and the flags that users may not give.
+
+A server with a role does that one only: it is started in SGLang's prefill or decode mode. What is said of SGLang here
+is from the source of 0.5.23.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tandem.cluster.engines.server import EngineServer, Parallelism, Sockets, check_arguments, flags_of, number_of
+from tandem.protocol.errors import ConfigError
+from tandem.protocol.messages import Role
+
+__all__ = [
+    "OUR_FLAGS",
+    "check",
+    "command",
+    "config",
+    "defaults",
+    "environment",
+    "first_request",
+    "fixed_role",
+    "parallelism",
+    "remedy",
+]
+
+_ADDRESS = "its address is chosen on its machine: leave it out"
+_MODE = "it follows from the roles of tandem serve: leave it out"
+_RANKS = "servers that span machines are not started by Tandem: start them yourself, and use tandem route"
+_TLS = "the router reaches its servers over plain HTTP, with a key that is made at each start: leave it out"
+_OTHER_SERVER = "the router speaks HTTP/1.1 to its servers: leave it out"
+OUR_FLAGS = {
+    "--host": _ADDRESS,
+    "--port": _ADDRESS,
+    "--fastapi-root-path": _ADDRESS,
+    "--model-path": "give tandem serve --model instead",
+    "--model": "give tandem serve --model instead",
+    "--served-model-name": "give tandem serve --served-model-name instead",
+    "--disaggregation-mode": _MODE,
+    "--disaggregation-bootstrap-port": _ADDRESS,
+    "--kv-events-config": "every server publishes KV events to the router: leave it out",
+    "--device": "it follows from --gpus-per-worker: leave it out",
+    "--api-key": _TLS,
+    "--admin-api-key": _TLS,
+    "--ssl-keyfile": _TLS,
+    "--ssl-certfile": _TLS,
+    "--ssl-ca-certs": _TLS,
+    "--config": "a file could set any of the flags that Tandem sets: give its flags in engine_args",
+    "--nnodes": _RANKS,
+    "--node-rank": _RANKS,
+    "--dist-init-addr": _RANKS,
+    "--nccl-init-addr": _RANKS,
+    "--use-ray": "Ray starts the whole server as one worker: leave it out",
+    "--smg-grpc-mode": _OTHER_SERVER,
+    "--grpc-mode": _OTHER_SERVER,
+    "--encoder-only": "servers of encoders alone are not started by Tandem: leave it out",
+}
+_BACKEND, _SWITCH = "--disaggregation-transfer-backend", "--enable-pd-role-switch"
+_SWITCHING_BACKENDS = ("mooncake", "mooncake_tcp", "mori")  # whose connections can be torn down and made anew
+_MODES = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
+_PAGE_SIZE = "16"  # SGLang's own default, 1, would be one block per token
+_CPU_KV_TOKENS = "32768"  # of a server on a CPU; SGLang would take most of the machine's memory for each
+_FAKE_HOST = "2.2.2.2"  # SGLang's own name for "no KV is handed over", of its first request in such a mode
+
+
+def check(arguments: Sequence[str]) -> None:
+    """Raise `ConfigError` for flags that Tandem sets itself, and for a role switch that the server would refuse."""
+    check_arguments("SGLang", arguments, OUR_FLAGS)
+    given = dict(flags_of(arguments))
+    backend = given.get(_BACKEND) or "nixl"
+    if _SWITCH in given and backend not in _SWITCHING_BACKENDS:
+        raise ConfigError(
+            f"engine_args: {_SWITCH} does not work with the transfer backend {backend}; add {_BACKEND} mooncake, or "
+            f"leave {_SWITCH} out"
+        )
+
+
+def parallelism(arguments: Sequence[str]) -> Parallelism:
+    """The ranks that these flags ask for. Raises `ConfigError`."""
+    data = number_of(arguments, "--data-parallel-size", "--dp-size", "--dp")
+    attention = number_of(arguments, "--attention-data-parallel-size", "--attn-dp-size")
+    if "--enable-dp-attention" in dict(flags_of(arguments)):  # older spelling: the ranks are those of attention
+        data, attention = 1, data
+    return Parallelism(
+        tensor=number_of(arguments, "--tensor-parallel-size", "--tp-size", "--tp"),
+        pipeline=number_of(arguments, "--pipeline-parallel-size", "--pp-size", "--pp"),
+        data=data,
+        attention=attention,
+    )
+
+
+def command(server: EngineServer, sockets: Sockets) -> list[str]:
+    """The command line of the server."""
+    given = dict(flags_of(server.arguments))
+    words = [server.python, "-m", "sglang.launch_server"]
+    words += ["--host", server.host, "--port", str(sockets.http_port)]
+    words += ["--model-path", server.model, "--served-model-name", server.served_model_name]
+    words += ["--enable-metrics", "--enable-cache-report", "--kv-events-config", json.dumps(_events(sockets))]
+    if "--page-size" not in given:
+        words += ["--page-size", _PAGE_SIZE]
+    if not server.num_gpus:
+        words += ["--device", "cpu"]
+        words += [] if "--max-total-tokens" in given else ["--max-total-tokens", _CPU_KV_TOKENS]
+    if server.role in _MODES:
+        words += ["--disaggregation-mode", _MODES[server.role]]
+        words += ["--disaggregation-bootstrap-port", str(sockets.side_channel_port)]
+        words += [] if _BACKEND in given else [_BACKEND, "nixl"]
+    return [*words, *server.arguments]
+
+
+def config(server: EngineServer) -> str:
+    """The server's `--config` file: the key, which all users of the machine could read on the command line."""
+    return f'api-key: "{server.api_key}"\n' if server.api_key else ""
+
+
+def environment(server: EngineServer, sockets: Sockets) -> dict[str, str]:
+    """Variables of the server, on top of those that it inherits."""
+    # Else each probe of an idle server generates a token, and is answered after a second at the earliest.
+    return {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+
+
+def first_request(server: EngineServer) -> dict[str, Any]:
+    """Fields of the request that shows that the server generates."""
+    return {"bootstrap_host": _FAKE_HOST, "bootstrap_room": 0} if server.role in _MODES else {}
+
+
+def fixed_role(server: EngineServer) -> str:
+    """Why the server cannot change its role while it runs; "" if it can."""
+    if _SWITCH in dict(flags_of(server.arguments)):
+        return ""
+    return (
+        "an SGLang server keeps its role, except over another transfer backend than nixl: "
+        f"start it with --engine-args '{_BACKEND} mooncake {_SWITCH}'"
+    )
+
+
+def remedy(reason: str) -> str:
+    """What to do about a server that ended for this reason, as the end of a sentence; "" if that is not known."""
+    if "No module named 'sglang" in reason:
+        return "; install sglang in an environment of its own, and give its Python as engine_python"
+    return ""
+
+
+def defaults(server: EngineServer) -> dict[str, str]:
+    """Variables that a user may set otherwise."""
+    return {}
+
+
+def _events(sockets: Sockets) -> dict[str, object]:
+    return {"publisher": "zmq", "endpoint": sockets.events, "replay_endpoint": sockets.replay}

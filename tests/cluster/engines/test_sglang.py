@@ -1,0 +1,222 @@
+"""SGLang servers as workers: their command lines, their start in each mode, and their switch of roles."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.responses import JSONResponse
+
+from tandem.cluster.engines import sglang
+from tandem.cluster.engines.actor import EngineActor, EngineStarted
+from tandem.cluster.engines.dialect import dialect_of
+from tandem.cluster.engines.role_switch import RoleIsLost, switch_role
+from tandem.cluster.engines.server import EngineServer, Parallelism, Sockets
+from tandem.protocol.errors import ConfigError, WorkerError
+from tandem.protocol.messages import Role
+from tandem.router.engines.config import spec_from
+from tests.support.fake_openai import FakeServer, fake_openai
+from tests.support.fake_sglang import fake_sglang_python
+
+SWITCHABLE = ("--disaggregation-transfer-backend", "mooncake", "--enable-pd-role-switch")
+SERVER = EngineServer(
+    worker_id="prefill-0",
+    kind="sglang",
+    python="/venv/bin/python",
+    model="/models/m",
+    served_model_name="toy",
+    arguments=("--context-length", "4096"),
+    parallelism=Parallelism(),
+    is_disaggregated=True,
+    num_gpus=1.0,
+    role=Role.PREFILL,
+    host="127.0.0.1",
+    is_local=True,
+    start_timeout_s=60.0,
+    api_key="secret",
+)
+SOCKETS = Sockets(8001, 8998, "ipc:///run/events", "ipc:///run/replay")
+
+
+def options(**fields: Any) -> dict[str, str]:
+    return dict(itertools.pairwise(sglang.command(replace(SERVER, **fields), SOCKETS)))
+
+
+# -- the command line ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--model", "x"],
+        ["--model-path=x"],
+        ["--model_path", "x"],
+        ["--port", "1"],
+        ["--disaggregation-mode", "prefill"],
+        ["--disaggregation-boot", "1"],
+        ["--kv_events_config={}"],
+        ["--api-key", "x"],
+        ["--config", "x.yaml"],
+        ["--nccl-init-addr", "h:1"],
+        ["--device", "cuda"],
+    ],
+    ids=" ".join,
+)
+def test_flags_that_tandem_sets_are_refused_by_name(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"engine_args: --\S+ is set by Tandem for each SGLang server; "):
+        sglang.check(arguments)
+
+
+def test_other_flags_pass() -> None:
+    sglang.check(["--tp", "2", "--quantization", "fp8", "--enable-lora", "--page-size", "64", *SWITCHABLE])
+
+
+def test_a_role_switch_that_the_server_would_refuse_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="does not work with the transfer backend nixl"):
+        sglang.check(["--enable-pd-role-switch"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "num_gpus", "num_caches"),
+    [
+        ([], Parallelism(), 1, 1),
+        (["--tp", "4", "--pp-size", "2"], Parallelism(4, 2), 8, 1),
+        (["--tensor-parallel-size=2", "--dp-size", "3"], Parallelism(2, 1, 3), 6, 3),
+        (["--tp-size", "8", "--dp", "4", "--enable-dp-attention"], Parallelism(8, 1, 1, 4), 8, 4),
+        (["--tp", "8", "--attn-dp-size", "8"], Parallelism(8, 1, 1, 8), 8, 8),
+    ],
+)
+def test_ranks_of_attention_share_gpus(
+    arguments: list[str], ranks: Parallelism, num_gpus: int, num_caches: int
+) -> None:
+    found = sglang.parallelism(arguments)
+    assert (found, found.num_gpus, found.num_caches) == (ranks, num_gpus, num_caches)
+
+
+def test_a_server_is_started_in_the_mode_of_its_role() -> None:
+    words = sglang.command(SERVER, SOCKETS)
+    assert words[:3] == ["/venv/bin/python", "-m", "sglang.launch_server"]
+    assert words[-2:] == ["--context-length", "4096"]
+    prefill = options()
+    assert (prefill["--model-path"], prefill["--served-model-name"]) == ("/models/m", "toy")
+    assert (prefill["--disaggregation-mode"], prefill["--disaggregation-bootstrap-port"]) == ("prefill", "8998")
+    assert (prefill["--disaggregation-transfer-backend"], prefill["--page-size"]) == ("nixl", "16")
+    events = json.loads(prefill["--kv-events-config"])
+    assert events == {"publisher": "zmq", "endpoint": SOCKETS.events, "replay_endpoint": SOCKETS.replay}
+    assert options(role=Role.DECODE)["--disaggregation-mode"] == "decode"
+    assert "--disaggregation-mode" not in options(role=Role.COLOCATED)
+    assert "--device" not in prefill
+    assert options(num_gpus=0.0)["--device"] == "cpu"
+
+
+def test_what_the_user_gave_is_given_once() -> None:
+    words = sglang.command(replace(SERVER, arguments=("--page_size=64", *SWITCHABLE)), SOCKETS)
+    assert "--page-size" not in words
+    assert words.count("--disaggregation-transfer-backend") == 1
+
+
+def test_the_key_is_in_a_file_and_not_on_the_command_line() -> None:
+    assert sglang.config(SERVER) == 'api-key: "secret"\n'
+    assert "secret" not in " ".join(sglang.command(SERVER, SOCKETS))
+    assert "secret" not in str(sglang.environment(SERVER, SOCKETS))
+
+
+def test_a_role_is_fixed_unless_the_server_can_switch() -> None:
+    dialect = dialect_of("sglang")
+    assert "--enable-pd-role-switch" in dialect.fixed_role(SERVER)
+    assert dialect.fixed_role(replace(SERVER, arguments=SWITCHABLE)) == ""
+    assert dialect_of("vllm").fixed_role(replace(SERVER, kind="vllm")) == ""
+
+
+# -- the start ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def running(folder: Path, role: Role) -> Iterator[EngineStarted]:
+    server = replace(
+        SERVER, python=str(fake_sglang_python(folder)), role=role, num_gpus=0.0, log_folder=str(folder / "logs")
+    )
+    actor = EngineActor(server)
+    started = actor.start()
+    try:
+        assert isinstance(started, EngineStarted), started
+        yield started
+    finally:
+        actor.stop()
+
+
+@pytest.mark.parametrize(
+    ("role", "mode"), [(Role.PREFILL, "prefill"), (Role.DECODE, "decode"), (Role.COLOCATED, "null")]
+)
+def test_a_server_of_each_role_starts_and_generates(tmp_path: Path, role: Role, mode: str) -> None:
+    with running(tmp_path, role) as started:
+        body = {"model": "toy", "prompt": "a b", "max_tokens": 2}
+        headers = {"authorization": "Bearer secret"}
+        url = f"{started.url}/v1/completions"
+        assert httpx.post(url, json=body).status_code == 401
+        alone = httpx.post(url, json=body, headers=headers)
+        assert alone.status_code == (200 if role is Role.COLOCATED else 400)
+        assert started.side_channel_port
+    assert f"serving toy in mode {mode}" in (tmp_path / "logs" / "prefill-0.log").read_text()
+
+
+# -- the switch of roles --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def switching(*answers: tuple[int, dict[str, Any]]) -> Iterator[FakeServer]:
+    """A server that gives these answers to requests for another role."""
+    left = iter(answers)
+
+    def answer(*_: object) -> JSONResponse:
+        status, content = next(left)
+        return JSONResponse(content, status)
+
+    with fake_openai() as fake:
+        fake.replies["/pd_role_switch"] = answer
+        yield fake
+
+
+def spec(fake: FakeServer) -> Any:
+    return spec_from({"name": "p", "url": fake.url, "kind": "sglang", "headers": {"authorization": "Bearer k"}}, "test")
+
+
+async def test_a_server_that_is_not_idle_yet_is_asked_again() -> None:
+    busy = (400, {"success": False, "message": "instance is not idle; drain", "safe_to_restore": True})
+    with switching(busy, (200, {"success": True, "message": "ok"})) as fake:
+        await switch_role(spec(fake), Role.PREFILL, None)
+        assert fake.requests == [{"new_role": "prefill"}] * 2
+        assert fake.authorization == ["Bearer k"] * 2
+
+
+async def test_a_server_that_will_decode_is_told_the_size_of_the_graphs() -> None:
+    state = {"decode_cuda_graph_memory_gb": 1.5, "decode_cuda_graph_bs": [1, 2]}
+    with switching((200, {"success": True})) as fake, fake_openai() as peer:
+        peer.replies["/server_info"] = lambda *_: JSONResponse({"internal_states": [state]})
+        await switch_role(spec(fake), Role.DECODE, spec(peer))
+        assert fake.requests == [{"new_role": "decode"} | state]
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "error", "reason"),
+    [
+        (400, {"success": False, "message": "no", "safe_to_restore": True}, WorkerError, "refused to become a decode"),
+        (404, {"detail": "Not Found"}, WorkerError, "cannot switch roles: it answered 404"),
+        (400, {"success": False, "message": "torn", "safe_to_restore": False}, RoleIsLost, "failed to become"),
+        (500, {"what": "ever"}, RoleIsLost, "failed to become"),
+    ],
+)
+async def test_a_refusal_and_a_failure_are_told_apart(
+    status: int, content: dict[str, Any], error: type[Exception], reason: str
+) -> None:
+    with switching((status, content)) as fake:
+        with pytest.raises(error, match=reason) as raised:
+            await switch_role(spec(fake), Role.DECODE, None)
+        assert isinstance(raised.value, RoleIsLost) == (error is RoleIsLost)

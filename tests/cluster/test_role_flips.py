@@ -1,0 +1,77 @@
+"""Which flips of roles are refused. Members are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tandem.cluster import role_flips
+from tandem.cluster.member import Member, Requests
+from tandem.cluster.role_flips import RoleFlips
+from tandem.protocol.errors import RoleRefused
+from tandem.protocol.messages import Role
+from tandem.runtime.background import BackgroundTasks
+from tandem.scheduling.autoscaler import AutoscalerState, Flip
+from tandem.scheduling.cost_model import CostModel
+from tandem.scheduling.workers.registry import Registry
+from tests.support.cluster_harness import eventually
+
+FIXED = "its server cannot"
+
+
+class FakeMember:
+    def __init__(self, worker_id: str, role: Role, *, can_cover: bool = True, fixed_role: str = "") -> None:
+        self.worker_id, self.role, self.can_cover, self.fixed_role = worker_id, role, can_cover, fixed_role
+        self.is_up = asyncio.Event()
+        self.is_up.set()
+
+    async def play(self, role: Role, _: str) -> Requests:
+        self.role = role
+        return frozenset()
+
+    async def finish(self, _: Requests) -> None:
+        pass
+
+
+def flips_of(*members: FakeMember) -> RoleFlips:
+    by_id = cast(dict[str, Member], {member.worker_id: member for member in members})
+    return RoleFlips(by_id, Registry(), CostModel(), BackgroundTasks())
+
+
+def halves(num_prefill: int, num_decode: int, **fields: Any) -> list[FakeMember]:
+    roles = [Role.PREFILL] * num_prefill + [Role.DECODE] * num_decode
+    return [FakeMember(f"w{i}", role, **fields) for i, role in enumerate(roles)]
+
+
+async def test_the_last_worker_of_a_pool_stays_where_none_serves_alone() -> None:
+    flips = flips_of(*halves(1, 2, can_cover=False))
+    with pytest.raises(RoleRefused, match="w0 is the only prefill worker"):
+        await flips.set_role("w0", Role.DECODE)
+    await flips.set_role("w1", Role.PREFILL)
+    await flips.set_role("w0", Role.DECODE)
+    with pytest.raises(RoleRefused, match="w1 is the only prefill worker"):
+        await flips.set_role("w1", Role.DECODE)
+
+
+async def test_the_last_prefill_worker_flips_where_others_serve_alone() -> None:
+    assert (await flips_of(*halves(1, 1)).set_role("w0", Role.DECODE))["to"] is Role.DECODE
+
+
+async def test_a_worker_whose_role_is_fixed_is_never_flipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = halves(2, 2, fixed_role=FIXED)
+    flips = flips_of(*members)
+    with pytest.raises(RoleRefused, match=f"w0 keeps its role: {FIXED}"):
+        await flips.set_role("w0", Role.DECODE)
+    decision = SimpleNamespace(
+        reason="decode should grow", flip=Flip("w0", Role.DECODE), prefill_wait_s=0.0, decode_wait_s=9.0
+    )
+    monkeypatch.setattr(role_flips, "observe", lambda *_: None)
+    monkeypatch.setattr(role_flips, "decide", lambda *_: (decision, AutoscalerState()))
+    scaling = asyncio.create_task(flips.autoscale(0.001, lambda: 1.0))
+    await eventually(lambda: flips.status.get("reason") == f"decode should grow, but {FIXED}")
+    scaling.cancel()
+    assert flips.latest == []
+    assert [member.role for member in members] == [Role.PREFILL] * 2 + [Role.DECODE] * 2
