@@ -73,7 +73,7 @@ class Placer:
         costs = CandidateCosts(request, table, self._costs, hits=hits, holder=holder, held=held, order=order)
         prefillers = is_usable & table.can_prefill if request.can_hand_over else ~table.everyone
         pair = costs.best_pair(prefillers, decoders)
-        standalone = decoders & table.serves_alone if request.generates else decoders
+        standalone = decoders & table.serves_alone if table.has_halves and request.generates else decoders
         if pair is not None and not self._config.local_prefill:
             standalone = decoders & table.is_colocated
         alone = costs.best_alone(standalone)

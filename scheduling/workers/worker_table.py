@@ -58,6 +58,7 @@ class WorkerTable:
         self.max_prompt_tokens = np.minimum(self.capacity_tokens, _vector(card.max_model_len for card in cards)) - 1
         self.fits_all_tokens = min(self.max_prompt_tokens.tolist(), default=0.0)
         self.serves_alone = _mask(card.serves_alone for card in cards)
+        self.has_halves = not all(card.serves_alone for card in cards)
         self._set_kinds(cards)
         self._set_roles(workers)
         self.everyone, self.zeros = np.ones(len(workers), dtype=bool), np.zeros(len(workers))  # read-only

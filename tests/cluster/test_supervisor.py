@@ -364,6 +364,15 @@ async def test_without_decode_workers_a_prefill_worker_serves_alone_until_one_is
         assert not cluster.supervisor.failure.done()
 
 
+async def test_no_worker_covers_for_a_pool_if_it_could_not_serve_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerMember, "can_cover", False)
+    async with supervised(monkeypatch, num_prefill=1, num_decode=1, max_restarts=0) as cluster:
+        cluster.die("decode-0")
+        await cluster.is_served("decode-0", 2)
+        assert cluster.supervisor.flips.latest == []
+        assert cluster.roles() == {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE}
+
+
 async def test_requests_fail_at_once_and_blocks_wait_for_the_proof_of_a_stopped_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
