@@ -121,9 +121,10 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             return None
         self._reader.join(1.0)
-        if code < 0:
-            return f"{self._name} was ended by signal {-code}"
-        return f"{self._name} ended with code {code}: {self._telling_line()}"
+        if code < 0:  # SGLang ends its own tree by force when a part of it fails
+            error = self._error_line()
+            return f"{self._name} was ended by signal {-code}" + (f"; its last error: {error}" if error else "")
+        return f"{self._name} ended with code {code}: {self._error_line() or self._last_line()}"
 
     def pin(self, cores: Sequence[int]) -> None:
         """Give these cores, and no others, to all threads of the tree.
@@ -166,9 +167,9 @@ class ServerProcess:
     def _last_line(self) -> str:
         return next((line for line in reversed(self.tail) if line.strip()), "none")
 
-    def _telling_line(self) -> str:
-        """The last line that names an error, else the last line."""
+    def _error_line(self) -> str:
+        """The last line that names an error, "" if none does."""
         for line in reversed(self.tail):
             if found := _ERROR.search(line):
                 return found[0].strip()
-        return self._last_line()
+        return ""

@@ -59,6 +59,7 @@ OUR_FLAGS = {
     "--encoder-only": "servers of encoders alone are not started by Tandem: leave it out",
 }
 _BACKEND, _SWITCH = "--disaggregation-transfer-backend", "--enable-pd-role-switch"
+_QUIET = "--uvicorn-access-log-exclude-prefixes"
 _SWITCHING_BACKENDS = ("mooncake", "mooncake_tcp", "mori")  # whose connections can be torn down and made anew
 _MODES = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 _PAGE_SIZE = "16"  # SGLang's own default, 1, would be one block per token
@@ -99,6 +100,8 @@ def command(server: EngineServer, sockets: Sockets) -> list[str]:
     words += ["--host", server.host, "--port", str(sockets.http_port)]
     words += ["--model-path", server.model, "--served-model-name", server.served_model_name]
     words += ["--enable-metrics", "--enable-cache-report", "--kv-events-config", json.dumps(_events(sockets))]
+    if _QUIET not in given:  # the router asks for health and load every second
+        words += [_QUIET, "/health", "/metrics"]
     if "--page-size" not in given:
         words += ["--page-size", _PAGE_SIZE]
     if not server.num_gpus:

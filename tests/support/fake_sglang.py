@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
+import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -170,7 +172,11 @@ def main() -> None:
     parser.add_argument("--disaggregation-mode", default="null")
     parser.add_argument("--disaggregation-bootstrap-port", type=int)
     parser.add_argument("--enable-pd-role-switch", action="store_true")
+    parser.add_argument("--fake-error", help="write this while it starts, and end by force as SGLang does")
     settings, _ = parser.parse_known_args()
+    if settings.fake_error:
+        print(settings.fake_error, "kill_process_tree called", sep="\n", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
     asyncio.run(serve(FakeSglang(settings), settings.port, settings.disaggregation_bootstrap_port))
 
 

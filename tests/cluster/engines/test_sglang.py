@@ -15,7 +15,7 @@ import pytest
 from fastapi.responses import JSONResponse
 
 from tandem.cluster.engines import sglang
-from tandem.cluster.engines.actor import EngineActor, EngineStarted
+from tandem.cluster.engines.actor import EngineActor, EngineEnd, EngineStarted
 from tandem.cluster.engines.dialect import dialect_of
 from tandem.cluster.engines.role_switch import RoleIsLost, switch_role
 from tandem.cluster.engines.server import EngineServer, Parallelism, Sockets
@@ -113,6 +113,7 @@ def test_a_server_is_started_in_the_mode_of_its_role() -> None:
     assert options(role=Role.DECODE)["--disaggregation-mode"] == "decode"
     assert "--disaggregation-mode" not in options(role=Role.COLOCATED)
     assert "--device" not in prefill
+    assert prefill["/health"] == "/metrics"  # not in the log
     assert options(num_gpus=0.0)["--device"] == "cpu"
 
 
@@ -165,6 +166,14 @@ def test_a_server_of_each_role_starts_and_generates(tmp_path: Path, role: Role, 
         assert alone.status_code == (200 if role is Role.COLOCATED else 400)
         assert started.side_channel_port
     assert f"serving toy in mode {mode}" in (tmp_path / "logs" / "prefill-0.log").read_text()
+
+
+def test_a_server_that_ends_itself_by_force_is_told_by_its_error(tmp_path: Path) -> None:
+    arguments = ("--fake-error=AssertionError: Torch not compiled with CUDA enabled",)
+    end = EngineActor(replace(SERVER, python=str(fake_sglang_python(tmp_path)), arguments=arguments)).start()
+    assert isinstance(end, EngineEnd)
+    error = "AssertionError: Torch not compiled with CUDA enabled"
+    assert end.reason == f"sglang was ended by signal 9; its last error: {error}"
 
 
 # -- the switch of roles --------------------------------------------------------------------------------------
