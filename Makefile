@@ -39,7 +39,7 @@ types: $(STAMP) ## check types with mypy, strict
 bench: $(STAMP) ## measure a running server: TTFT, ITL, throughput (URL=..., ARGS=...)
 	$(BIN)/tandem bench --url $(URL) $(ARGS)
 
-BENCHMARKS := attention equality cancel second-turn interference exposure role-flip throughput \
+BENCHMARKS := attention sampling equality cancel second-turn interference exposure role-flip throughput \
 	transfer tiers offload chat-tiers throttled-tier faults eviction miss-ratio codec routing decisions \
 	admission engines edge chat-encoding router-processes deciding memory-pressure hostile versus managed-engines \
 	two-nodes
