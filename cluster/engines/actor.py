@@ -64,7 +64,8 @@ class EngineActor:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
         self._server = server
         self._end = EngineEnd("it was not started")
-        self._has_ended, self._is_stopping = threading.Event(), threading.Event()
+        self._is_stopping = threading.Event()
+        self._has_ended, self._is_gone = threading.Event(), threading.Event()  # nothing of the server is left
 
     def identity(self) -> ProcessIdentity:
         """Which process this is."""
@@ -90,7 +91,7 @@ class EngineActor:
     def stop(self) -> None:
         """End the server and wait for it. Raises `WorkerError` if it does not end."""
         self._is_stopping.set()
-        if not self._has_ended.wait(_STOP_TIMEOUT_S):
+        if not self._is_gone.wait(_STOP_TIMEOUT_S):
             raise WorkerError(f"the server did not end in {_STOP_TIMEOUT_S:g} s")
 
     def _run(self, server: EngineServer, outcome: Future[EngineStarted | EngineEnd]) -> None:
@@ -105,6 +106,7 @@ class EngineActor:
         if not outcome.done():
             outcome.set_result(self._end)
         self._has_ended.set()
+        self._is_gone.set()
 
     def _serve(self, server: EngineServer, folder: Path, outcome: Future[EngineStarted | EngineEnd]) -> EngineEnd:
         """Start the server, and watch it until it ends or is to be stopped."""
@@ -120,6 +122,8 @@ class EngineActor:
                 )
                 outcome.set_result(EngineStarted(process.pid, url, events, replay, sockets.side_channel_port))
                 reason = self._watch(server, process, f"{url}/metrics")
+                self._end = EngineEnd(reason, process.tail)
+                self._has_ended.set()  # told before the rest of its processes are ended: others take over now
             except WorkerError as exc:
                 reason = exc.message + dialect.remedy(exc.message)
             return EngineEnd(reason, process.tail)

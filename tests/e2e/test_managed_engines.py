@@ -94,6 +94,18 @@ def test_a_killed_server_and_a_killed_actor_are_replaced(server: Server) -> None
         assert ask(server).status_code == 200
 
 
+def test_without_decode_servers_a_prefill_server_answers_until_one_is_back(server: Server) -> None:
+    victims = [process_of(server, name) for name in ("decode-0", "decode-1")]
+    for victim in victims:
+        victim.kill()
+    until(lambda: "decode" in roles(server).values() and "prefill-0" in roles(server), START_S, lambda: server.output)
+    until(lambda: ask(server).status_code == 200, START_S, lambda: server.output)
+    back = {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
+    until(lambda: roles(server) == back, START_S, lambda: f"{roles(server)} {server.output}")
+    flips = httpx.get(f"{server.url}/v1/pools", timeout=TIMEOUT_S).json()["autoscaler"]["flips"]
+    assert [(one["worker"], one["to"]) for one in flips[-2:]] == [("prefill-0", "decode"), ("prefill-0", "prefill")]
+
+
 def test_at_the_end_nothing_is_left(server: Server) -> None:
     server.children()
     assert server.stop() == 0
