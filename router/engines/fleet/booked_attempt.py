@@ -117,10 +117,12 @@ class BookedAttempt:
         """The first token of a stream came. NOTE: the prompt still counts as waiting while costs are learned."""
         if not self._placement.best.is_pair:
             self._learn_prefill(self._decode, now)
-        elif self._decode.spec.serves_alone:
+            return
+        if self._decode.spec.serves_alone:
             self._learn_transfer(now)
         else:
             self.prefilled(now)
+        self._prefill.end(self)  # the decode engine has the KV: the stream goes on without the prefill engine
 
     def is_gap_due(self, now: float) -> bool:
         """Whether `gap` would use a gap now."""

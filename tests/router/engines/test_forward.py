@@ -563,6 +563,22 @@ async def test_a_pair_computes_on_one_and_decodes_on_the_other(
         assert list(costs) == ["vllm fake-model -> vllm fake-model"]
 
 
+async def test_a_stream_that_has_begun_survives_the_end_of_its_prefill_engine(
+    fake_a: FakeServer, fake_b: FakeServer
+) -> None:
+    async with routing(*pair(fake_a, fake_b), config=RouterConfig(local_prefill=False)) as router:
+        fake_b.pause.clear()  # after the first event
+        answering = asyncio.create_task(router.client.post(COMPLETIONS, json=completion(stream=True, max_tokens=3)))
+        await until(lambda: fake_b.num_running == 1 and not router.engine("p").running)
+        assert router.engine("d").running
+        await router.fleet.lose("p", "it died")
+        fake_b.resume()
+        response = await answering
+        assert "error" not in response.text
+        text = "".join(event["choices"][0]["text"] for event in events(response)[:-1] if event["choices"])
+        assert text == "word " * 3
+
+
 @pytest.mark.parametrize("usage", [["many"], {"prompt_tokens_details": [1]}], ids=str)
 async def test_a_pair_serves_whatever_usage_its_prefill_engine_reports(
     fake_a: FakeServer, fake_b: FakeServer, usage: Any
