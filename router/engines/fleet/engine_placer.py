@@ -119,7 +119,8 @@ class EnginePlacer(Placer):
             members = {engine.name for engine in available if engine.spec.group == group}
             others = {worker.worker_id for worker in self._workers} - members
             try:
-                found.append(super().place(_as_pair(request, decoders, group), now, excluded=others, **options))
+                _check_pair(request, decoders, group)
+                found.append(super().place(request, now, excluded=others, **options))
             except NoWorker as exc:
                 refused[group] = exc
         if not found:
@@ -139,11 +140,12 @@ class EnginePlacer(Placer):
         return EngineBusy(text, retry_after_s=min(waits)) if waits else NoWorker(text)
 
 
-def _as_pair(request: PlacementRequest, decoders: Sequence[RemoteEngine], group: str) -> PlacementRequest:
-    """The request as it may be placed in this group: two SGLang engines get the same body, so they answer any."""
-    if any(engine.spec.group == group and engine.spec.serves_alone for engine in decoders):
-        return request
-    return msgspec.structs.replace(request, can_hand_over=request.generates)
+def _check_pair(request: PlacementRequest, decoders: Sequence[RemoteEngine], group: str) -> None:
+    """Raise `NoWorker` for a request that a pair cannot answer, where only pairs answer."""
+    if request.can_hand_over or not request.generates:
+        return
+    if not any(engine.spec.group == group and engine.spec.serves_alone for engine in decoders):
+        raise NoWorker("a pair of SGLang engines answers one prompt with one sequence: leave out n, echo and the like")
 
 
 def _room(engine: RemoteEngine) -> int:

@@ -142,13 +142,15 @@ async def test_neither_half_answers_alone(fake_a: FakeServer, fake_b: FakeServer
 
 
 @pytest.mark.parametrize("fields", [{"n": 2}, {"prompt": ["a b", "c"]}, {"echo": True}], ids=str)
-async def test_what_one_vllm_engine_would_answer_a_pair_answers(
+async def test_what_a_pair_cannot_answer_is_refused(
     fake_a: FakeServer, fake_b: FakeServer, fields: dict[str, Any]
 ) -> None:
     async with routing(*pair(fake_a, fake_b)) as router:
-        response = await router.client.post(COMPLETIONS, json=completion(**fields))
-        assert response.headers["x-tandem-engine"] == "d"
-        await until(lambda: len(fake_a.requests) == len(fake_b.requests) == 1)
+        status, message = await error_of(router, **fields)
+        assert status == 503
+        assert "answers one prompt with one sequence" in message
+        assert not fake_a.requests
+        assert not fake_b.requests
 
 
 async def test_an_adapter_that_is_gone_is_not_a_failure(fake_a: FakeServer, fake_b: FakeServer) -> None:
