@@ -1,11 +1,13 @@
 """Cleans up after a server, however it ends: ends the processes that it started and removes its folder.
 
 A server that is killed cannot clean up. So a small second process, the guard, waits for its end: the guard reads from
-a pipe that ends with the server. It runs in a session of its own, so that a signal to the terminal's job spares it.
+a pipe that ends with the server. It runs in a session of its own, so that a signal to the terminal's job spares it, and
+is nobody's child, because Ray ends the children of an actor that it ends.
 
 After its parents have died, nobody can tell whose child a process was. So all processes of a server inherit a random
-mark in their environment. Ray's overwrite parts of theirs with their title, but they have files of Ray's folder open
-for writing. A pidfd names the process that was examined, even if another gets its number later.
+mark in their environment, behind those of the servers that started it. Ray's overwrite parts of theirs with their
+title, but they have files of Ray's folder open for writing. A pidfd names the process that was examined, even if
+another gets its number later.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import shutil
 import signal
 import subprocess
@@ -36,12 +39,12 @@ _GUARD_TIMEOUT_S = 10.0
 
 
 @contextlib.contextmanager
-def private_run(*, grace_s: float = _GRACE_S) -> Iterator[Path]:
+def private_run(*, grace_s: float | None = None) -> Iterator[Path]:
     """A folder for temporary files of this process and of those that it starts within the block.
 
-    At the end of the block these processes are ended, by force after `grace_s`, and the folder is removed. If this
-    process is killed, the guard does that at once. The folder has mode 0700 and a short name: the paths of the sockets
-    in it must not be long.
+    At the end of the block these processes are ended, by force after `grace_s` (5 s), and the folder is removed. If
+    this process is killed, the guard does that at once. The folder has mode 0700 and a short name: the paths of the
+    sockets in it must not be long.
     """
     from tandem.runtime.signals import (
         ignore_keyboard_interrupt,  # here: it brings asyncio, which the guard does not need
@@ -51,7 +54,7 @@ def private_run(*, grace_s: float = _GRACE_S) -> Iterator[Path]:
     mark = secrets.token_hex(16)
     guard = _start_guard(mark, folder)
     before = {name: os.environ.get(name) for name in (_MARK, "TMPDIR")}
-    os.environ |= {_MARK: mark, "TMPDIR": folder}
+    os.environ |= {_MARK: ":".join(filter(None, (before[_MARK], mark))), "TMPDIR": folder}
     tempfile.tempdir = None  # Python looks it up again
     try:
         yield Path(folder)
@@ -61,13 +64,14 @@ def private_run(*, grace_s: float = _GRACE_S) -> Iterator[Path]:
             for name in (name for name, value in before.items() if value is None):
                 del os.environ[name]
             tempfile.tempdir = None
-            clean_up(mark, folder, grace_s=grace_s)
+            clean_up(mark, folder, grace_s=_GRACE_S if grace_s is None else grace_s)
             assert guard.stdin is not None, "its input is a pipe"
             with contextlib.suppress(BrokenPipeError):  # somebody killed the guard
                 guard.stdin.write(_DONE)
                 guard.stdin.close()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                guard.wait(_GUARD_TIMEOUT_S)
+            assert guard.stdout is not None, "its output is a pipe"
+            select.select([guard.stdout], [], [], _GUARD_TIMEOUT_S)  # it ends with the guard
+            guard.stdout.close()
 
 
 def clean_up(mark: str, folder: str, *, grace_s: float) -> int:
@@ -95,7 +99,7 @@ def clean_up(mark: str, folder: str, *, grace_s: float) -> int:
 
 def _processes_of(mark: str, folder: str) -> Iterator[tuple[int, int]]:
     """Pid and pidfd of each process of this run except this one; the caller closes the pidfds."""
-    entry, prefix = f"{_MARK}={mark}".encode(), f"{os.path.realpath(folder)}/{RAY_FOLDER}/"
+    prefix = f"{os.path.realpath(folder)}/{RAY_FOLDER}/"
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
         if pid == os.getpid():
             continue
@@ -104,13 +108,21 @@ def _processes_of(mark: str, folder: str) -> Iterator[tuple[int, int]]:
         except OSError:  # it has ended, or is a thread
             continue
         try:
-            is_ours = entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") or _writes_below(prefix, pid)
+            is_ours = mark in _marks_of(pid) or _writes_below(prefix, pid)
         except OSError:  # it has ended, or is another user's
             is_ours = False
         if is_ours:
             yield pid, descriptor
         else:
             os.close(descriptor)
+
+
+def _marks_of(pid: int) -> list[str]:
+    """The marks in the environment of a process. Raises OSError if it has ended, or is another user's."""
+    for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+        if entry.startswith(f"{_MARK}=".encode()):
+            return entry.decode(errors="replace").partition("=")[2].split(":")
+    return []
 
 
 def _writes_below(prefix: str, pid: int) -> bool:
@@ -131,9 +143,10 @@ def _start_guard(mark: str, folder: str) -> subprocess.Popen[bytes]:
         env={name: value for name, value in os.environ.items() if name != _MARK}
         | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         start_new_session=True,
     )
+    guard.wait()  # the process that goes on is its child, which is nobody's then
     assert guard.stdin is not None, "its input is a pipe"
     guard.stdin.write(json.dumps([os.getpid(), mark, folder]).encode() + b"\n")
     guard.stdin.flush()
@@ -142,6 +155,8 @@ def _start_guard(mark: str, folder: str) -> subprocess.Popen[bytes]:
 
 def _guard() -> None:
     """Wait for the end of the server, then clean up after it unless it did so itself."""
+    if os.fork():
+        os._exit(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are for the server
     server, mark, folder = json.loads(sys.stdin.buffer.readline())

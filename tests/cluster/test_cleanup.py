@@ -48,8 +48,15 @@ def marked_with(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def guards_of(pid: int) -> list[psutil.Process]:
-    return [child for child in psutil.Process(pid).children() if "tandem.cluster.cleanup" in child.cmdline()]
+def guards_in(folder: Path) -> list[psutil.Process]:
+    """Guards of servers that were started with this folder for temporary files."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            is_guard = "tandem.cluster.cleanup" in process.cmdline()
+            if is_guard and process.environ().get("TMPDIR") == str(folder):
+                found.append(process)
+    return found
 
 
 @pytest.fixture
@@ -85,9 +92,10 @@ def start_server(tmp_path: Path, then: str) -> tuple[subprocess.Popen[str], Path
 @pytest.mark.parametrize("kills_group", [False, True], ids=["the server", "its process group"])
 def test_after_a_killed_server_its_guard_ends_what_it_left(tmp_path: Path, kills_group: bool) -> None:
     server, folder = start_server(tmp_path, "time.sleep(600)")
-    (guard,), (orphan,) = guards_of(server.pid), marked_with(folder)
+    (guard,), (orphan,) = guards_in(tmp_path), marked_with(folder)
     assert (folder / "secret").exists()
     assert folder.stat().st_mode & 0o777 == 0o700
+    assert guard not in psutil.Process(server.pid).children(), "Ray ends the children of an actor with it"
     (os.killpg if kills_group else os.kill)(server.pid, signal.SIGKILL)
     server.communicate()
     _, alive = psutil.wait_procs([guard, orphan], DEADLINE_S)
@@ -98,7 +106,7 @@ def test_after_a_killed_server_its_guard_ends_what_it_left(tmp_path: Path, kills
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_guard_leaves_signals_to_the_server(tmp_path: Path, number: int) -> None:
     server, folder = start_server(tmp_path, "time.sleep(600)")
-    (guard,) = guards_of(server.pid)
+    (guard,) = guards_in(tmp_path)
     until(lambda: "ignored" in status_of(guard, number))
     guard.send_signal(number)
     assert folder.exists()
@@ -121,10 +129,10 @@ def test_a_server_that_ends_leaves_nothing_and_its_guard_does_nothing(tmp_path: 
         "log = (folder / 'ray/log').open('w')"
     )
     server, _ = start_server(tmp_path, then)
-    (guard,) = guards_of(server.pid)
+    (guard,) = guards_in(tmp_path)
     server.communicate(timeout=DEADLINE_S)
     assert server.returncode == 0
-    assert not guard.is_running()
+    assert not guard.is_running() or guard.status() == psutil.STATUS_ZOMBIE  # until init has asked for its code
     assert list(tmp_path.iterdir()) == []
 
 
@@ -146,6 +154,16 @@ def test_only_processes_with_the_whole_mark_are_ended(
     assert ours.wait(DEADLINE_S) == -signal.SIGKILL
     assert [other.poll() for other in others] == [None] * 3
     assert not folder.exists()
+
+
+def test_what_a_server_within_the_run_has_started_is_ended_too(
+    tmp_path: Path, sleeper: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    inner = sleeper(TANDEM_RUN="this run:another")
+    other = sleeper(TANDEM_RUN="another")
+    assert clean_up("this run", str(tmp_path / "none"), grace_s=0.0) == 1
+    assert inner.wait(DEADLINE_S) == -signal.SIGKILL
+    assert other.poll() is None
 
 
 def test_a_process_that_overwrote_its_environment_is_known_by_what_it_writes(tmp_path: Path) -> None:
