@@ -181,12 +181,14 @@ def compare_routers(fleet: Fleet, settings: argparse.Namespace) -> dict[str, Any
         routers = [Server("tandem", fleet.router_url, fleet.model, 0.0)]
         routers += [stack.enter_context(starting) for starting in _others(fleet, settings)]
         rounds: dict[str, list[dict[str, float]]] = {router.name: [] for router in routers}
-        for number in range(settings.rounds + 1):  # the first one warms up: kernels, costs
+        short = argparse.Namespace(**vars(settings) | {"sessions": 2, "turns": 1, "quick": True})
+        for number in range(settings.rounds + 1):
             for place, router in enumerate(routers):
-                found = _measure_router(fleet, router, settings, seed=100 * number + place)
+                # The first round warms up: kernels, and the router's costs.
+                found = _measure_router(fleet, router, settings if number else short, seed=100 * number + place)
                 if number:
                     rounds[router.name].append(found)
-                console.print(f"[dim]round {number} of {router.name}: {found}[/]", soft_wrap=True)
+                    console.print(f"[dim]round {number} of {router.name}: {found}[/]", soft_wrap=True)
     medians = {
         name: {key: statistics.median(one[key] for one in found) for key in found[0]} for name, found in rounds.items()
     }
