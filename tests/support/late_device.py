@@ -118,7 +118,9 @@ class LateDevice:
 
         codec.scatter, codec.gather = scatter_late, gather_late  # type: ignore[method-assign,assignment]
 
-    def _run_late(self, chunks: list[ScheduledChunk], between_layers: Callable[[], None]) -> Tensor | None:
+    def _run_late(
+        self, chunks: list[ScheduledChunk], between_layers: Callable[[], None] = lambda: None
+    ) -> Tensor | None:
         if any(chunk.samples for chunk in chunks):
             return self.stream.run(lambda: self._run(chunks, between_layers))
         between_layers()
