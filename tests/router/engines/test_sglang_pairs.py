@@ -115,10 +115,12 @@ async def test_a_client_that_leaves_ends_both_halves(fake_a: FakeServer, fake_b:
 async def test_another_pair_takes_over_before_the_first_byte(fake_a: FakeServer, fake_b: FakeServer) -> None:
     specs = [half(dead_url(), "gone", "prefill"), *pair(fake_a, fake_b)]
     fake_a.status = 500
+    fake_b.headers_pause.clear()  # it waits for KV that never comes
     async with routing(*specs, wait=False) as router:
         await router.all_ready("p", "d")
         assert (await error_of(router))[0] == 502
         fake_a.status = 200
+        fake_b.resume()
         router.engine("p").breaker.succeeded()
         response = await router.client.post(COMPLETIONS, json=completion())
         assert response.headers["x-tandem-engine"] == "d"
