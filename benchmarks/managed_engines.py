@@ -183,9 +183,15 @@ def compare_routers(fleet: Fleet, settings: argparse.Namespace) -> dict[str, Any
         rounds: dict[str, list[dict[str, float]]] = {router.name: [] for router in routers}
         short = argparse.Namespace(**vars(settings) | {"sessions": 2, "turns": 1, "quick": True})
         for number in range(settings.rounds + 1):
-            for place, router in enumerate(routers):
+            for place, router in enumerate(list(routers)):
                 # The first round warms up: kernels, and the router's costs.
-                found = _measure_router(fleet, router, settings if number else short, seed=100 * number + place)
+                try:
+                    found = _measure_router(fleet, router, settings if number else short, seed=100 * number + place)
+                except RuntimeError as exc:
+                    console.print(f"[red]left out:[/] {exc}")
+                    routers.remove(router)
+                    del rounds[router.name]
+                    continue
                 if number:
                     rounds[router.name].append(found)
                     console.print(f"[dim]round {number} of {router.name}: {found}[/]", soft_wrap=True)
