@@ -12,10 +12,8 @@ import datetime
 import json
 import math
 import os
-import random
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +32,7 @@ from tandem.cli.version import commit, machine, product_version
 from tandem.cluster.model_store import DEFAULT_MODEL, served_name
 from tandem.loadtest.client import MeasuringClient, run_measured
 from tandem.protocol.fault_boundary import undone_on_error
+from tandem.runtime.ports import free_ports
 from tandem.runtime.signals import restore_child_signals
 
 __all__ = [
@@ -48,7 +47,6 @@ __all__ = [
     "arguments",
     "console",
     "free_port",
-    "free_ports",
     "launched",
     "measure_each",
     "ms",
@@ -65,7 +63,6 @@ _READY_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 45.0
 _POLL_S = 0.1
 _IDLE_POLL_S = 0.05
-_PORTS = range(20_000, 32_000)  # below the ephemeral ports, of which Ray and the workers take many
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
@@ -258,17 +255,7 @@ def _print_end(log: Any) -> None:
 
 def free_port() -> int:
     """A free port outside the ephemeral range, so that it stays free until the server listens on it."""
-    return free_ports(1)
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` such ports that follow each other."""
-    while True:
-        first = random.choice(_PORTS[: len(_PORTS) - count])
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
+    return free_ports("127.0.0.1", 1)
 
 
 def ms(seconds: float) -> str:

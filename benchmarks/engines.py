@@ -28,9 +28,10 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.common import arguments, console, free_port, free_ports, launched, ms, print_table, write_result
+from benchmarks.common import arguments, console, free_port, launched, ms, print_table, write_result
 from benchmarks.vllm import CONNECTOR, pin, vllm_command, vllm_environment
 from tandem.cluster.model_store import resolve_model, served_name
+from tandem.runtime.ports import free_ports
 
 __all__ = [
     "LOAD_COLUMNS",
@@ -52,6 +53,7 @@ LOAD_COLUMNS = (
     *("gap of first bytes s", "by engine"),
 )
 PARTS = ("answers", "turns", "stop", "kill", "overhead", "pair")
+_HOST = "127.0.0.1"
 _NUM_STREAMS = 6
 _STOP_AFTER_S, _STOPPED_S, _AFTER_S = 4.0, 12.0, 8.0
 _REQUESTS, _TOKENS = 16, 24  # of the comparison with and without the router
@@ -119,7 +121,7 @@ def routed(
         for i, name in enumerate(names):
             part = cores[i * share : (i + 1) * share] or cores[-1:]
             port = free_port()
-            events, replay = free_ports(num_ranks), free_ports(num_ranks)
+            events, replay = free_ports(_HOST, num_ranks), free_ports(_HOST, num_ranks)
             urls[name] = f"http://127.0.0.1:{port}"
             publisher = {
                 "enable_kv_cache_events": True,
@@ -131,7 +133,7 @@ def routed(
             command += ["--data-parallel-size", str(num_ranks)] if num_ranks > 1 else []
             command += ["--kv-events-config", json.dumps(publisher)]
             command += ["--kv-transfer-config", json.dumps(CONNECTOR)] if is_pair else []
-            env = vllm_environment(part) | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(num_ranks))}
+            env = vllm_environment(part) | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports(_HOST, num_ranks))}
             if num_ranks > 1:
                 env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(part[rank % len(part)]) for rank in range(num_ranks))
             running = stack.enter_context(launched(command, ready=f"{urls[name]}/health", env={**env, **more_env}))

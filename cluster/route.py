@@ -14,6 +14,7 @@ from tandem.cluster.engine_frontend import RouterSetup, make_fleet, serve_engine
 from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
 from tandem.router.http.listening import listening
 from tandem.runtime.gc_tuning import freeze_startup_heap
+from tandem.runtime.ports import bracketed
 from tandem.runtime.signals import stop_events, wait_for_any
 
 __all__ = ["serve_engines"]
@@ -48,7 +49,7 @@ async def _serve(setup: RouterSetup, listener: socket.socket) -> None:
 
 def _welcome(setup: RouterSetup, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
-    where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    where = f"http://{bracketed(host)}:{port}"
     count = setup.router.router_processes
     by = f" by {count} processes" if count > 1 else ""
     line = f"Routing to {len(setup.fleet_file.engines)} engine(s) on {where}{by}  (Ctrl-C stops it)"

@@ -31,6 +31,7 @@ from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import WorkerError
 from tandem.router.http.listening import listening
 from tandem.runtime.gc_tuning import freeze_startup_heap
+from tandem.runtime.ports import bracketed
 from tandem.runtime.signals import stop_events, wait_for_any
 from tandem.scheduling.admission.tenants import Tenants
 
@@ -180,7 +181,7 @@ async def _closing(service: Service, ray_daemons: list[RayDaemon]) -> AsyncItera
 def print_welcome(config: ClusterConfig, port: int, console: Console, *, needs_key: bool) -> None:
     """Tell the user where it serves, and two commands to try, which work as they are copied."""
     host = "127.0.0.1" if config.router.host in ("0.0.0.0", "::") else config.router.host
-    base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    base = f"http://{bracketed(host)}:{port}"
     question = {"role": "user", "content": "What is the capital of France?"}
     body = {"model": config.engine.served_model_name, "temperature": 0, "messages": [question]}
     name = escape(config.engine.served_model_name)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import ray
 
-from tandem.protocol.config import ClusterConfig, WorkerConfig
+from tandem.protocol.config import GPU_MEMORY_SHARE, ClusterConfig, WorkerConfig
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role
 
@@ -19,9 +19,6 @@ __all__ = ["cores_of", "resolve", "roles_of", "worker_configs", "worker_ids_of"]
 # Tokens of a step by (has a GPU, colocated). A chunk of a prompt delays the sequences that decode beside it by its
 # whole duration, so a worker that always does both takes smaller ones.
 _STEP_TOKENS = {(False, False): 512, (False, True): 256, (True, False): 8192, (True, True): 2048}
-
-
-_GPU_MEMORY_SHARE = 0.9  # the rest is for temporaries of steps and CUDA itself
 
 
 def resolve(config: ClusterConfig, num_ranks: int = 1) -> ClusterConfig:
@@ -53,7 +50,7 @@ def resolve(config: ClusterConfig, num_ranks: int = 1) -> ClusterConfig:
         engine=replace(
             engine,
             num_threads=engine.num_threads or max(1, int(num_cpus)),
-            gpu_memory_share=engine.gpu_memory_share or _GPU_MEMORY_SHARE * min(num_gpus, 1.0),
+            gpu_memory_share=engine.gpu_memory_share or GPU_MEMORY_SHARE * min(num_gpus, 1.0),
             max_num_batched_tokens=engine.max_num_batched_tokens or max(tokens, engine.max_num_seqs),
         ),
         num_cpus_per_worker=num_cpus,

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from tandem.engine.loader import LoadedModel
-from tandem.protocol.config import EngineConfig
+from tandem.protocol.config import GPU_MEMORY_SHARE, EngineConfig
 from tandem.protocol.errors import ConfigError
 
 __all__ = [
-    "GPU_SHARE",
     "allocate_pool",
     "block_shape",
     "default_cpu_pool_bytes",
@@ -26,7 +25,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-GPU_SHARE = 0.9  # of a GPU's memory; the rest is for temporaries of steps, CUDA itself and fragmentation
 # A CPU's memory is shared with all other processes: a laptop of 8 GB gives 0.5 GB to each worker, and machines of 32 GB
 # and more give 2 GiB.
 _CPU_SHARE_OF_FREE, _CPU_SHARE_OF_TOTAL, _CPU_CAP_BYTES = 1 / 4, 1 / 16, 2 << 30
@@ -49,7 +47,7 @@ def default_gpu_pool_bytes(share: float, used_bytes: int, free_bytes: int, total
             f"worker's weights take {used_bytes / 1e9:.1f} GB, and {free_bytes / 1e9:.1f} GB of the GPU are free; "
             "start fewer workers, or a smaller model"
         )
-    return min(mine, int(free_bytes * GPU_SHARE))
+    return min(mine, int(free_bytes * GPU_MEMORY_SHARE))
 
 
 def default_cpu_pool_bytes(free_bytes: int, total_bytes: int) -> int:
@@ -62,7 +60,7 @@ def num_blocks(config: EngineConfig, model: LoadedModel) -> int:
     block_bytes = math.prod(block_shape(config, model)) * model.dtype.itemsize
     if model.device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info()
-        share, used_bytes = config.gpu_memory_share or GPU_SHARE, torch.cuda.memory_reserved()
+        share, used_bytes = config.gpu_memory_share or GPU_MEMORY_SHARE, torch.cuda.memory_reserved()
         pool_bytes = config.pool_bytes or default_gpu_pool_bytes(share, used_bytes, free_bytes, total_bytes)
     else:
         free_bytes, total_bytes = psutil.virtual_memory().available, psutil.virtual_memory().total

@@ -31,6 +31,7 @@ from tandem.protocol.messages import (
 )
 from tandem.runtime.curve import KeyAuthenticator, KeyPair, bind, connect_to_worker, listening_socket
 from tandem.runtime.dropped import DroppedMessages, DropReason
+from tandem.runtime.ports import bracketed
 
 __all__ = ["HeartbeatThread", "WorkerSockets", "socket_endpoint"]
 
@@ -48,7 +49,7 @@ def socket_endpoint(folder: str, host: str, name: str) -> str:
     Raises ConfigError for a path that is too long.
     """
     if not folder:
-        return f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
+        return f"tcp://{bracketed(host)}:*"
     path = f"{folder}/{name}"
     if len(path.encode()) > _MAX_IPC_PATH:
         raise ConfigError(f"{path} is too long for a Unix socket ({_MAX_IPC_PATH} bytes); set TMPDIR to a shorter one")

@@ -6,10 +6,8 @@ actor ends all that have it (`cluster/cleanup.py`).
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 from concurrent.futures import Future
@@ -21,11 +19,12 @@ import ray
 from tandem.cluster.cleanup import private_run
 from tandem.cluster.engines.dialect import dialect_of
 from tandem.cluster.engines.process import ServerProcess
-from tandem.cluster.engines.server import EngineServer, Sockets, bracketed
+from tandem.cluster.engines.server import EngineServer, Sockets
 from tandem.cluster.engines.stall import StallWatch
 from tandem.cluster.node_config import model_on_node
 from tandem.cluster.process_end import ProcessIdentity, own_identity
 from tandem.protocol.errors import WorkerError
+from tandem.runtime.ports import bracketed, free_ports
 
 __all__ = ["EngineActor", "EngineEnd", "EngineStarted"]
 
@@ -33,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 _WATCH_S = 2.0  # between two looks at the server's progress
 _STOP_TIMEOUT_S = 14.0
-_PORT_ATTEMPTS = 100
 # Variables of this process that are not for the server's Python: it may be another one.
 _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 
@@ -166,23 +164,6 @@ def _config_flag(text: str, folder: Path) -> list[str]:
     file = folder / "server.yaml"
     file.write_text(text)
     return ["--config", str(file)]
-
-
-def free_ports(host: str, count: int) -> int:
-    """The first of `count` ports in a row that nobody uses now. Raises `WorkerError` if none are found."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for _ in range(_PORT_ATTEMPTS):
-        with contextlib.ExitStack() as stack:
-            first = stack.enter_context(socket.socket(family))
-            first.bind((host, 0))
-            port = int(first.getsockname()[1])
-            try:
-                for number in range(port + 1, port + count):
-                    stack.enter_context(socket.socket(family)).bind((host, number))
-            except (OSError, OverflowError):  # one of them is taken, or is no port
-                continue
-            return port
-    raise WorkerError(f"{count} free ports in a row were not found at {host}")
 
 
 def _environment(server: EngineServer, sockets: Sockets) -> dict[str, str]:

@@ -9,10 +9,31 @@ from typing import NamedTuple
 from tandem.protocol.config.managed import EngineKindName
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role
+from tandem.runtime.ports import bracketed
 
-__all__ = ["EngineServer", "Parallelism", "Sockets", "bracketed", "check_arguments", "flags_of", "number_of"]
+__all__ = [
+    "ADDRESS_IS_OURS",
+    "CONFIG_IS_OURS",
+    "KEY_IS_OURS",
+    "MACHINES_ARE_YOURS",
+    "MODEL_IS_OURS",
+    "NAME_IS_OURS",
+    "EngineServer",
+    "Parallelism",
+    "Sockets",
+    "check_arguments",
+    "flags_of",
+    "number_of",
+]
 
 MAX_RANKS = 4096
+# What a user does instead of giving a flag that Tandem sets.
+ADDRESS_IS_OURS = "its address is chosen on its machine: leave it out"
+CONFIG_IS_OURS = "a file could set any of the flags that Tandem sets: give its flags in engine_args"
+MACHINES_ARE_YOURS = "servers that span machines are not started by Tandem: start them yourself, and use tandem route"
+KEY_IS_OURS = "the router reaches its servers over plain HTTP, with a key that is made at each start: leave it out"
+NAME_IS_OURS = "give tandem serve --served-model-name instead"
+MODEL_IS_OURS = "give tandem serve --model instead"
 
 
 class Sockets(NamedTuple):
@@ -111,11 +132,6 @@ def number_of(arguments: Sequence[str], *names: str) -> int:
                 raise ConfigError(f"engine_args: {flag} {value or ''} must be a whole number from 1 to {MAX_RANKS}")
             number = int(value)
     return number
-
-
-def bracketed(host: str) -> str:
-    """The host as it is written before a port."""
-    return f"[{host}]" if ":" in host else host
 
 
 def _dashed(flag: str) -> str:

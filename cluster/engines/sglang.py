@@ -10,7 +10,20 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tandem.cluster.engines.server import EngineServer, Parallelism, Sockets, check_arguments, flags_of, number_of
+from tandem.cluster.engines.server import (
+    ADDRESS_IS_OURS,
+    CONFIG_IS_OURS,
+    KEY_IS_OURS,
+    MACHINES_ARE_YOURS,
+    MODEL_IS_OURS,
+    NAME_IS_OURS,
+    EngineServer,
+    Parallelism,
+    Sockets,
+    check_arguments,
+    flags_of,
+    number_of,
+)
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role
 
@@ -27,32 +40,29 @@ __all__ = [
     "remedy",
 ]
 
-_ADDRESS = "its address is chosen on its machine: leave it out"
 _MODE = "it follows from the roles of tandem serve: leave it out"
-_RANKS = "servers that span machines are not started by Tandem: start them yourself, and use tandem route"
-_TLS = "the router reaches its servers over plain HTTP, with a key that is made at each start: leave it out"
 _OTHER_SERVER = "the router speaks HTTP/1.1 to its servers: leave it out"
 OUR_FLAGS = {
-    "--host": _ADDRESS,
-    "--port": _ADDRESS,
-    "--fastapi-root-path": _ADDRESS,
-    "--model-path": "give tandem serve --model instead",
-    "--model": "give tandem serve --model instead",
-    "--served-model-name": "give tandem serve --served-model-name instead",
+    "--host": ADDRESS_IS_OURS,
+    "--port": ADDRESS_IS_OURS,
+    "--fastapi-root-path": ADDRESS_IS_OURS,
+    "--model-path": MODEL_IS_OURS,
+    "--model": MODEL_IS_OURS,
+    "--served-model-name": NAME_IS_OURS,
     "--disaggregation-mode": _MODE,
-    "--disaggregation-bootstrap-port": _ADDRESS,
+    "--disaggregation-bootstrap-port": ADDRESS_IS_OURS,
     "--kv-events-config": "every server publishes KV events to the router: leave it out",
     "--device": "it follows from --gpus-per-worker: leave it out",
-    "--api-key": _TLS,
-    "--admin-api-key": _TLS,
-    "--ssl-keyfile": _TLS,
-    "--ssl-certfile": _TLS,
-    "--ssl-ca-certs": _TLS,
-    "--config": "a file could set any of the flags that Tandem sets: give its flags in engine_args",
-    "--nnodes": _RANKS,
-    "--node-rank": _RANKS,
-    "--dist-init-addr": _RANKS,
-    "--nccl-init-addr": _RANKS,
+    "--api-key": KEY_IS_OURS,
+    "--admin-api-key": KEY_IS_OURS,
+    "--ssl-keyfile": KEY_IS_OURS,
+    "--ssl-certfile": KEY_IS_OURS,
+    "--ssl-ca-certs": KEY_IS_OURS,
+    "--config": CONFIG_IS_OURS,
+    "--nnodes": MACHINES_ARE_YOURS,
+    "--node-rank": MACHINES_ARE_YOURS,
+    "--dist-init-addr": MACHINES_ARE_YOURS,
+    "--nccl-init-addr": MACHINES_ARE_YOURS,
     "--use-ray": "Ray starts the whole server as one worker: leave it out",
     "--smg-grpc-mode": _OTHER_SERVER,
     "--grpc-mode": _OTHER_SERVER,

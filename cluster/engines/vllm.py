@@ -6,8 +6,22 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tandem.cluster.engines.server import EngineServer, Parallelism, Sockets, check_arguments, flags_of, number_of
+from tandem.cluster.engines.server import (
+    ADDRESS_IS_OURS,
+    CONFIG_IS_OURS,
+    KEY_IS_OURS,
+    MACHINES_ARE_YOURS,
+    MODEL_IS_OURS,
+    NAME_IS_OURS,
+    EngineServer,
+    Parallelism,
+    Sockets,
+    check_arguments,
+    flags_of,
+    number_of,
+)
 from tandem.cluster.openmp import preload_of
+from tandem.protocol.config import GPU_MEMORY_SHARE
 
 __all__ = [
     "OUR_FLAGS",
@@ -22,41 +36,38 @@ __all__ = [
     "remedy",
 ]
 
-_ADDRESS = "its address is chosen on its machine: leave it out"
 _KV = "every server hands KV over with NixlConnector and publishes KV events: leave it out"
-_RANKS = "servers that span machines are not started by Tandem: start them yourself, and use tandem route"
-_TLS = "the router reaches its servers over plain HTTP, with a key that is made at each start: leave it out"
 OUR_FLAGS = {
-    "--host": _ADDRESS,
-    "--port": _ADDRESS,
-    "--uds": _ADDRESS,
-    "--root-path": _ADDRESS,
-    "--model": "give tandem serve --model instead",
-    "--model-tag": "give tandem serve --model instead",
-    "--served-model-name": "give tandem serve --served-model-name instead",
+    "--host": ADDRESS_IS_OURS,
+    "--port": ADDRESS_IS_OURS,
+    "--uds": ADDRESS_IS_OURS,
+    "--root-path": ADDRESS_IS_OURS,
+    "--model": MODEL_IS_OURS,
+    "--model-tag": MODEL_IS_OURS,
+    "--served-model-name": NAME_IS_OURS,
     "--kv-transfer-config": _KV,
     "--kv-events-config": _KV,
-    "--api-key": _TLS,
-    "--ssl-keyfile": _TLS,
-    "--ssl-certfile": _TLS,
-    "--ssl-ca-certs": _TLS,
-    "--config": "a file could set any of the flags that Tandem sets: give its flags in engine_args",
-    "--headless": _RANKS,
-    "--nnodes": _RANKS,
-    "--node-rank": _RANKS,
-    "--data-parallel-rank": _RANKS,
-    "-dpr": _RANKS,
-    "--data-parallel-size-local": _RANKS,
-    "-dpl": _RANKS,
-    "--data-parallel-address": _RANKS,
-    "-dpa": _RANKS,
-    "--data-parallel-external-lb": _RANKS,
-    "-dpe": _RANKS,
-    "--data-parallel-hybrid-lb": _RANKS,
-    "-dph": _RANKS,
+    "--api-key": KEY_IS_OURS,
+    "--ssl-keyfile": KEY_IS_OURS,
+    "--ssl-certfile": KEY_IS_OURS,
+    "--ssl-ca-certs": KEY_IS_OURS,
+    "--config": CONFIG_IS_OURS,
+    "--headless": MACHINES_ARE_YOURS,
+    "--nnodes": MACHINES_ARE_YOURS,
+    "--node-rank": MACHINES_ARE_YOURS,
+    "--data-parallel-rank": MACHINES_ARE_YOURS,
+    "-dpr": MACHINES_ARE_YOURS,
+    "--data-parallel-size-local": MACHINES_ARE_YOURS,
+    "-dpl": MACHINES_ARE_YOURS,
+    "--data-parallel-address": MACHINES_ARE_YOURS,
+    "-dpa": MACHINES_ARE_YOURS,
+    "--data-parallel-external-lb": MACHINES_ARE_YOURS,
+    "-dpe": MACHINES_ARE_YOURS,
+    "--data-parallel-hybrid-lb": MACHINES_ARE_YOURS,
+    "-dph": MACHINES_ARE_YOURS,
 }
 _DATA_PARALLEL = ("--data-parallel-size", "-dp")
-_MEMORY, _MEMORY_SHARE = "--gpu-memory-utilization", 0.9
+_MEMORY = "--gpu-memory-utilization"
 _KV_CACHE_GB = "2"  # of a server on a CPU; vLLM would take half of the machine's memory for each
 
 
@@ -82,7 +93,7 @@ def command(server: EngineServer, sockets: Sockets) -> list[str]:
     words += ["--disable-uvicorn-access-log"]  # the router asks for health and load every second
     words += ["--enable-prompt-tokens-details", "--kv-events-config", json.dumps(_events(sockets))]
     if 0 < server.num_gpus < 1 and _MEMORY not in dict(flags_of(server.arguments)):
-        words += [_MEMORY, f"{_MEMORY_SHARE * server.num_gpus:.3f}"]  # servers that share a GPU share its memory
+        words += [_MEMORY, f"{GPU_MEMORY_SHARE * server.num_gpus:.3f}"]  # servers that share a GPU share its memory
     if server.is_disaggregated:
         words += ["--kv-transfer-config", json.dumps(_connector(server))]
     return [*words, *server.arguments]

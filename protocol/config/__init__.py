@@ -15,6 +15,7 @@ from tandem.protocol.config.panels import PANELS
 from tandem.protocol.config.router import ExternalEnginesConfig, RouterConfig, RouterFiles
 from tandem.protocol.config.worker import (
     DEFAULT_MODEL,
+    GPU_MEMORY_SHARE,
     EngineConfig,
     EvictionPolicyName,
     TierConfig,
@@ -25,6 +26,7 @@ from tandem.protocol.user_file import expanded
 
 __all__ = [
     "DEFAULT_MODEL",
+    "GPU_MEMORY_SHARE",
     "PANELS",
     "ClusterConfig",
     "EngineConfig",

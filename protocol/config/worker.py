@@ -21,9 +21,18 @@ from tandem.protocol.config.panels import (
 from tandem.protocol.messages import Role
 from tandem.protocol.settings import Setting, check_settings, require
 
-__all__ = ["DEFAULT_MODEL", "EngineConfig", "EvictionPolicyName", "TierConfig", "TransferConfig", "WorkerConfig"]
+__all__ = [
+    "DEFAULT_MODEL",
+    "GPU_MEMORY_SHARE",
+    "EngineConfig",
+    "EvictionPolicyName",
+    "TierConfig",
+    "TransferConfig",
+    "WorkerConfig",
+]
 
 DEFAULT_MODEL = "smollm2-135m"
+GPU_MEMORY_SHARE = 0.9  # that workers take; the rest is for temporaries of steps, CUDA itself and fragmentation
 
 DType = Literal["auto", "float32", "bfloat16"]
 AttentionBackendName = Literal["auto", "cpu", "fa3", "triton"]

@@ -13,11 +13,12 @@ import httpx
 import psutil
 import pytest
 
-from tandem.cluster.engines.actor import EngineActor, EngineEnd, EngineStarted, free_ports
+from tandem.cluster.engines.actor import EngineActor, EngineEnd, EngineStarted
 from tandem.cluster.engines.process import ServerProcess
 from tandem.cluster.engines.server import EngineServer, Parallelism
 from tandem.protocol.errors import WorkerError
 from tandem.router.engines.fleet.engine_status import Progress
+from tandem.runtime.ports import free_ports
 from tests.support.fake_vllm import fake_engine_python
 
 TIMEOUT_S = 60.0
