@@ -199,9 +199,9 @@ def test_an_engine_on_the_triton_kernel_gives_the_tokens_of_the_cpu_kernel(
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the compiler makes of the kernels for Ampere and Hopper, for two models each."""
-    script = Path(__file__).parents[1] / "support" / "compile_kernels.py"
     result = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, "-m", "tests.support.compile_kernels"],
+        cwd=Path(__file__).parents[2],
         env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))},
         capture_output=True,
         text=True,

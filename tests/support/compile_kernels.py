@@ -1,7 +1,8 @@
-"""Compiles the Triton attention kernels for GPUs without having one, as launches would: `python compile_kernels.py`.
+"""Compiles the Triton attention kernels for GPUs without having one, as launches would.
 
-Prints a JSON object a line for each compiled kernel: its name, capability, shared memory and code in bytes, and counts
-of instructions. This is a program of its own because Triton decides once per process whether kernels are interpreted.
+`python -m tests.support.compile_kernels` prints a JSON object a line for each compiled kernel: its name, capability,
+shared memory and code in bytes, and counts of instructions. This is a program of its own because Triton decides once
+per process whether kernels are interpreted.
 """
 
 from __future__ import annotations
