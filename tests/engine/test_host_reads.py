@@ -24,7 +24,6 @@ def test_a_forward_reads_nothing_on_the_host(
         ScheduledChunk(Sequence("", [5, 6, 7], 1, make_sampling(), root=b"", blocks=[block]), start, 3 - start, True)
         for block, start in enumerate((0, 2, 2))
     ]
-    batch = runner.pack(chunks)
     with HostReads() as reads:
-        runner.forward(batch)
+        runner.run(chunks)
     assert bool(reads.found) == (name in READERS), reads.found

@@ -130,14 +130,14 @@ class LateDevice:
             end = -(-(chunk.start + chunk.num_tokens) // size)
             reads.update(chunk.sequence.blocks[:end])
             writes.update(chunk.sequence.blocks[chunk.start // size : end])
-        self._spoil(batch.context.slot_mapping)
+        self._spoil(batch.slot_mapping.tolist())
         self.stream.launch(lambda: runner.forward(batch), reads=reads, writes=writes)
         return None
 
-    def _spoil(self, slots: Tensor) -> None:
+    def _spoil(self, slots: list[int]) -> None:
         """Fill token slots with garbage, except in blocks that earlier work still needs as they are."""
         kv, size = self._engine.kv, self._engine.config.block_size
-        free = torch.tensor([slot for slot in slots.tolist() if not self.stream.uses(slot // size)], dtype=torch.long)
+        free = torch.tensor([slot for slot in slots if not self.stream.uses(slot // size)], dtype=torch.long)
         kv[free // size, :, :, free % size] = GARBAGE
 
 
