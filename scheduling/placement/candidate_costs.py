@@ -144,9 +144,23 @@ class CandidateCosts:
             np.putmask(work_s, is_chosen, rest_work_s)
             readers.append(is_chosen)
         # A decode worker that computes a prompt stalls the sequences there; if there are none, at least the next one.
-        delay_s = np.maximum(self._num_seqs, table.is_decoder) * work_s
-        cost_s = self._queue_s + fetch_s + prefill_s + delay_s
-        return _PrefillSides(self._queue_s, fetch_s, prefill_s, delay_s, cost_s, readers)
+        end_s = self._queue_s + fetch_s + prefill_s
+        delay_s = np.maximum(self._num_stalled(end_s), table.is_decoder) * work_s
+        return _PrefillSides(self._queue_s, fetch_s, prefill_s, delay_s, end_s + delay_s, readers)
+
+    def _num_stalled(self, end_s: Vector) -> Vector:
+        """Sequences that a prompt stalls which is computed until `end_s`, in seconds from now.
+
+        Those whose prompts other workers compute come one by one, the last of them when the longest queue is empty.
+        """
+        num_incoming = self._table.num_incoming_seqs
+        if not np.count_nonzero(num_incoming):
+            return self._num_seqs
+        waits_s = self._queue_s * self._table.can_prefill
+        last_s = waits_s.item(waits_s.argmax())
+        if last_s <= 0.0:
+            return self._num_seqs
+        return self._num_seqs - num_incoming * np.maximum(1.0 - end_s / last_s, 0.0)
 
     def _prefill_s(self, num_new: Number, num_cached: Number) -> tuple[Vector, Number]:
         """Seconds to compute the new tokens after the cached ones, and how long this delays each sequence beside it."""

@@ -42,6 +42,7 @@ class Booking:
         decode.num_awaited_seqs += 1
         decode.booked_kv_tokens += load.num_kv_tokens
         decode.awaited_kv_tokens += load.num_kv_tokens
+        decode.num_incoming_seqs += prefill is not decode
         decode.num_placed_tokens += load.num_kv_tokens
         changed_workers |= {prefill, decode}
 
@@ -61,6 +62,8 @@ class Booking:
         if self._decode is not None:
             self._decode.num_awaited_seqs -= 1
             self._decode.awaited_kv_tokens -= self._num_kv_tokens
+            self._decode.num_incoming_seqs -= worker is not self._decode
+            self._changed_workers.add(self._decode)
 
     def release(self) -> None:
         """Take the whole load off again. Later calls change nothing."""

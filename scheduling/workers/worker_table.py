@@ -67,7 +67,7 @@ class WorkerTable:
         self.tiers: dict[str, TierCosts] = {}  # by name, fastest first
         for worker in workers:
             self.note_tiers(worker)
-        self._loads = np.zeros((7, len(workers)))
+        self._loads = np.zeros((8, len(workers)))
         self.num_booked_seqs: Vector = self._loads[0]
         self.booked_kv_tokens: Vector = self._loads[1]
         self.uncomputed_tokens: Vector = self._loads[2]
@@ -75,6 +75,7 @@ class WorkerTable:
         self.num_queued_steps: Vector = self._loads[4]
         self.num_placed_tokens: Vector = self._loads[5]
         self.last_order: Vector = self._loads[6]
+        self.num_incoming_seqs: Vector = self._loads[7]
         self.update(workers)
 
     def __len__(self) -> int:
@@ -129,6 +130,7 @@ class WorkerTable:
                 self.num_queued_steps[row] = worker.num_queued_steps
                 self.num_placed_tokens[row] = worker.num_placed_tokens
                 self.last_order[row] = worker.last_order
+                self.num_incoming_seqs[row] = worker.num_incoming_seqs
 
     def update_from(self, table: WorkerTable, rows: Rows) -> None:
         """Copy what is booked on all workers from another table, in which they have these rows."""

@@ -66,6 +66,7 @@ class RegisteredWorker:
     booked_kv_tokens: int = 0  # their prompts and expected outputs
     num_awaited_seqs: int = 0  # how many of these sequences have no first token yet, wherever it is computed
     awaited_kv_tokens: int = 0
+    num_incoming_seqs: int = 0  # awaited sequences whose prompt another worker computes
     prompts: list[BookedPrompt] = field(default_factory=list)  # without a first token, in the order of computing
     num_placed_tokens: int = 0  # all work ever placed here: breaks ties
 

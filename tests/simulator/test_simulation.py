@@ -211,7 +211,7 @@ def test_without_cache_a_prefill_pool_is_busy_for_its_load() -> None:
 
 def test_prompts_read_from_peers_do_not_block_the_pools() -> None:
     """With room reserved before a prompt is queued, prompts still being read would block those that overtook them."""
-    machine = replace(MACHINES["h200-8b"], pool_tokens=14_000, link_bytes_per_s=5e9)
+    machine = replace(MACHINES["h200-8b"], pool_tokens=14_000, link_bytes_per_s=20e9)
     chats = make_chats(80, seed=4246, mean_gap_s=0.02)
     requests = [chat for chat in chats if chat.num_prompt_tokens + chat.num_output_tokens < 13_824]
     outcome = simulate(requests, make_cluster(num_prefill=4, num_decode=2, machine=machine), "tandem")

@@ -38,7 +38,8 @@ class NaivePlacer:
         readable = [name for name in hits if "/" not in name or name.endswith("/host")]
         deepest = sorted(readable, key=lambda name: -hits[name])[:4]  # only these are asked what they do hold
         held = {name: self.index.count_held(name, digests, len(digests)) for name in deepest}
-        request = _NaiveRequest(self.costs, num_prompt_tokens, num_outputs, hits, held, in_router or {}, order)
+        readers = list(self.registry)
+        request = _NaiveRequest(self.costs, num_prompt_tokens, num_outputs, hits, held, in_router or {}, order, readers)
         workers = [
             worker
             for worker in self.registry
@@ -50,7 +51,6 @@ class NaivePlacer:
         pairs = [(prefill, decode) for prefill in workers if can_prefill(prefill) for decode in decoders]
         has_pair = bool(pairs)
         pairs += [(w, w) for w in decoders if self.local_prefill or not has_pair or w.role is Role.COLOCATED]
-        readers = list(self.registry)
         return sorted((request.candidate(prefill, decode, readers) for prefill, decode in pairs), key=preference)
 
 
@@ -70,7 +70,9 @@ class _NaiveRequest:
         held: Mapping[str, int],
         in_router: Mapping[str, Held],
         order: float,
+        workers: Sequence[RegisteredWorker],
     ) -> None:
+        self.workers = workers
         self.costs = costs
         self.num_prompt_tokens = num_prompt_tokens
         self.num_outputs = num_outputs
@@ -130,10 +132,18 @@ class _NaiveRequest:
         num_new = self.num_prompt_tokens - num_cached
         work_s = costs.prefill_work_s(num_new, prefill_attention(num_new, num_cached))
         num_steps = math.ceil(num_new / worker.card.max_num_batched_tokens)
-        num_stalled = max(self.num_seqs(worker), 1) if worker.role is Role.DECODE else self.num_seqs(worker)
+        waits_s, prefill_s = self.waits_s(worker), num_steps * self.step_s(worker) + work_s
+        num_stalled = self.num_seqs(worker) - self.num_too_late(worker, waits_s + fetch_s + prefill_s)
+        return waits_s, fetch_s, prefill_s, max(num_stalled, worker.role is Role.DECODE) * work_s
+
+    def waits_s(self, worker: RegisteredWorker) -> float:
         waits_s = wait_s(worker, self.costs.steps(worker.card.kind), self.order)
-        waits_s += self.in_router.get(worker.worker_id, Held()).prefill_s
-        return waits_s, fetch_s, num_steps * self.step_s(worker) + work_s, num_stalled * work_s
+        return waits_s + self.in_router.get(worker.worker_id, Held()).prefill_s
+
+    def num_too_late(self, worker: RegisteredWorker, end_s: float) -> float:
+        """Sequences whose handoff comes after `end_s`: they come evenly until the last queue is empty."""
+        last_s = max((self.waits_s(other) for other in self.workers if can_prefill(other)), default=0.0)
+        return worker.num_incoming_seqs * max(1 - end_s / last_s, 0.0) if last_s > 0 else 0.0
 
     def read_s(self, holder: RegisteredWorker, reader: RegisteredWorker, num_bytes: float) -> float:
         costs = self.costs.steps(holder.card.kind).costs

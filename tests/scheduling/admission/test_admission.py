@@ -311,7 +311,10 @@ def test_prompts_that_may_be_overtaken_take_short_steps_while_tenants_compete() 
 
 @pytest.mark.parametrize("max_worker_queue_s", [0.0, 1e9])
 def test_waiting_in_the_router_does_not_change_the_placement(max_worker_queue_s: float) -> None:
-    """A decode worker gets as many prompts whether earlier ones wait in the router or at the prefill worker."""
+    """A decode worker gets as many prompts whether earlier ones wait in the router or at the prefill worker.
+
+    Of prompts that come together, a quarter on it delays all of them least: it stalls what it decodes meanwhile.
+    """
     desk = make_desk(Role.PREFILL, Role.DECODE, one_priority=True, max_worker_queue_s=max_worker_queue_s)
     crowd = []
     for _ in range(64):
@@ -319,7 +322,7 @@ def test_waiting_in_the_router_does_not_change_the_placement(max_worker_queue_s:
         desk.decide()
     assert (len(desk.admission) == 0) == (max_worker_queue_s > 0)
     pairs = [waiting.placement.best.is_pair for waiting in crowd]
-    assert pairs.count(False) < 8, "only a few, before any sequence decodes"
+    assert pairs.count(False) <= 64 // 4
 
 
 def test_short_prompts_fill_a_worker_up() -> None:

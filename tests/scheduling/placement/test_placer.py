@@ -113,6 +113,16 @@ def test_a_long_prompt_leaves_a_busy_decode_worker_alone() -> None:
     assert placement.runner_up.terms.delay_s == pytest.approx(4 * placement.runner_up.terms.prefill_s, rel=0.3)
 
 
+def test_prompts_that_come_together_are_computed_on_both_workers_of_a_pair() -> None:
+    """Handoffs that come after a prompt is computed on the decode worker are not delayed by it."""
+    pool = make_pair()
+    placed = []
+    for _ in range(8):
+        placed.append(chosen(pool.place(1024)))
+        pool.book(*placed[-1], new=1024, kv=1124)
+    assert (placed[0], placed.count(("p", "d")), placed.count(("d", "d"))) == (("p", "d"), 6, 2)
+
+
 def test_excluded_workers_take_nothing_and_are_not_counted_as_skipped() -> None:
     pool = make_pair(batch=4)
     placement = pool.placer.place(make_request(2048), 0.0, excluded={"p"})

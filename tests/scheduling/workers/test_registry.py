@@ -71,7 +71,7 @@ def test_a_booking_is_on_both_workers_until_released() -> None:
     registry = make_registry("p", "d")
     prefill, decode = get(registry, "p"), get(registry, "d")
     booking = reserve(registry, "p", "d", new=100, context=60)
-    assert (decode.num_awaited_seqs, decode.awaited_kv_tokens) == (1, 210)
+    assert (decode.num_awaited_seqs, decode.awaited_kv_tokens, decode.num_incoming_seqs) == (1, 210, 1)
     assert booked(prefill) == (100, 100 * 110, 0, 0, 0)
     assert booked(decode) == (0, 0, 0, 1, 210)
     assert registry.queued_prompt_tokens == 100
@@ -163,4 +163,6 @@ def test_bookings_always_return_to_zero(actions: list[tuple[str, int, str, str, 
         booking.release()
     assert registry.num_bookings == 0
     assert all(booked(worker) == (0, 0, 0, 0, 0) for worker in registry)
-    assert all(worker.num_awaited_seqs == worker.awaited_kv_tokens == 0 for worker in registry)
+    assert all(
+        worker.num_awaited_seqs == worker.awaited_kv_tokens == worker.num_incoming_seqs == 0 for worker in registry
+    )
