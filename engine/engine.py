@@ -19,10 +19,10 @@ from tandem.engine.block_pool import BlockPool
 from tandem.engine.device import Mark, make_stream
 from tandem.engine.loader import LoadedModel, load_model
 from tandem.engine.model_check import check_model
-from tandem.engine.model_runner import ModelRunner
-from tandem.engine.sampling.sampler import SampledToken, Sampler
+from tandem.engine.model_runner import LateTokens, ModelRunner
+from tandem.engine.sampling.sampler import LaunchedSample, SampledToken, Sampler
 from tandem.engine.scheduler import Scheduler
-from tandem.engine.sequence import Phase, ScheduledChunk, Sequence, SequenceStatus
+from tandem.engine.sequence import Phase, ScheduledChunk, Sequence
 from tandem.engine.sequence_blocks import ComputedBlocks
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.digest import namespace_digest, root_digest
@@ -36,9 +36,7 @@ __all__ = ["Engine", "SequenceFailure", "SequenceOutput", "StepResult"]
 logger = logging.getLogger(__name__)
 
 _STEP_TOKENS = 512  # the default without a role's own choice
-# One that computes and one behind it: more would make new requests wait. Only steps that sample nothing are launched
-# ahead, because the next step of a sequence needs its token.
-_MAX_LAUNCHED = 2
+_MAX_LAUNCHED = 2  # one that computes and one behind it: more would make new requests wait
 _MAX_FAILED_STEPS = 3  # in a row, each failing for every sequence: then the engine is at fault, not the sequences
 
 
@@ -47,8 +45,10 @@ class SequenceOutput:
     """One new token of a sequence, and whether the sequence ended with it."""
 
     sequence: Sequence
+    offset: int  # of the token in the output
     token_id: int
     logprobs: TokenLogprobs | None
+    finish_reason: FinishReason | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,12 @@ class _LaunchedStep:
     scheduled: list[ScheduledChunk]
     chunks: list[ScheduledChunk]  # without those that could not be computed
     computed: list[ComputedBlocks]
-    tokens: list[tuple[Sequence, SampledToken | Exception]]
+    sampling: list[Sequence]
+    sample: LaunchedSample | None  # a token for each of them
     failures: list[SequenceFailure]
     begin: Mark
     end: Mark
+    void: set[Sequence] = field(default_factory=set)  # computed from a token that turned out to be another one
 
 
 def _nothing() -> None:
@@ -184,11 +186,11 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Drop a request and free its blocks; False if it is unknown or has ended."""
-        sequence = self.sequences.pop(request_id, None)
+        sequence = self.sequences.get(request_id)
         if sequence is None:
             return False
         sequence.finish_reason = FinishReason.ABORT
-        self.scheduler.remove(sequence)
+        self._remove(sequence)
         return True
 
     def step(
@@ -196,8 +198,10 @@ class Engine:
     ) -> list[StepResult]:
         """Launch the next step, and return the results of the steps that are complete, in order.
 
-        On a CPU that is the step's own result, or nothing if there was nothing to compute. On a GPU the result of a
-        step that samples nothing comes from a later call: its blocks are published once the device has written them.
+        On a CPU that is the step's own result, or nothing if there was nothing to compute. On a GPU it comes from a
+        later call, and the next step is launched meanwhile: its input tokens never leave the device. What it computes
+        for a sequence that turns out to have ended is dropped. A step with a sequence whose next token depends on the
+        ones before it in other ways than through the model (a penalty) is waited for.
 
         `before_compute` is called once when the chunks, and the sequences that were admitted, are known.
         `between_layers` is called in each layer, for work that must not wait for the end of a long step.
@@ -246,12 +250,12 @@ class Engine:
         before_compute()
         chunks, logits, failures = self._compute(scheduled, between_layers)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        sample = None if logits is None else self.sampler.launch(logits, sampling)
+        sample = None
+        if logits is not None:
+            sample = self.sampler.launch(logits, self.sampler.plan(sampling, logits.shape[1]))
         end = self.stream.record()
-        sampled: list[SampledToken | Exception] = []
-        if sample is not None:
-            self.stream.wait(end)  # the step's only sync
-            sampled = sample.read()
+        if any(sequence.sampling.depends_on_output for sequence in sampling):
+            self.stream.wait(end)
         computed = []
         for chunk in chunks:
             blocks = outcome_of(self.scheduler.blocks.advance, chunk)
@@ -259,8 +263,9 @@ class Engine:
                 failures.append(self._give_up(chunk.sequence, blocks))
             else:
                 computed.append(blocks)
-        tokens = list(zip(sampling, sampled, strict=True))
-        self._launched.append(_LaunchedStep(scheduled, chunks, computed, tokens, failures, begin, end))
+                if chunk.samples:
+                    self._add_pending_token(chunk.sequence)
+        self._launched.append(_LaunchedStep(scheduled, chunks, computed, sampling, sample, failures, begin, end))
 
     def _take_complete(self) -> list[StepResult]:
         """The results of the launched steps that are complete."""
@@ -273,19 +278,21 @@ class Engine:
         """Publish the step's blocks and append its tokens."""
         outputs, failures = [], step.failures
         for computed in step.computed:
+            if computed.sequence in step.void:
+                continue
             if (error := error_of(self.scheduler.blocks.publish, computed)) is not None:
                 failures.append(self._give_up(computed.sequence, error))
-        failed = {failure.sequence for failure in failures}
-        for sequence, token in step.tokens:
-            if sequence in failed:
+        sampled = [] if step.sample is None else step.sample.read()
+        for sequence, token in zip(step.sampling, sampled, strict=True):
+            if sequence in step.void or self.sequences.get(sequence.request_id) is not sequence:
                 continue
-            output = token if isinstance(token, Exception) else outcome_of(self._append, sequence, token)
+            output = token if isinstance(token, Exception) else outcome_of(self._take_token, sequence, token)
             if isinstance(output, Exception):
                 failures.append(self._give_up(sequence, output))
             else:
                 outputs.append(output)
         stats = _stats(step.scheduled, self.stream.seconds_between(step.begin, step.end))
-        return StepResult(step.chunks, outputs, stats, failures)
+        return StepResult([chunk for chunk in step.chunks if chunk.sequence not in step.void], outputs, stats, failures)
 
     def _compute(
         self, chunks: list[ScheduledChunk], between_layers: Callable[[], None]
@@ -316,7 +323,7 @@ class Engine:
 
     def _try_run(self, chunks: list[ScheduledChunk], between_layers: Callable[[], None]) -> Tensor | Exception | None:
         """Run the chunks: logits of those that sample, or the exception. Raises errors of the device."""
-        logits = outcome_of(self.runner.run, chunks, between_layers)
+        logits = outcome_of(self.runner.run, chunks, between_layers, self._late_tokens())
         if isinstance(logits, torch.AcceleratorError):
             raise logits
         return logits
@@ -324,32 +331,53 @@ class Engine:
     def _give_up(self, sequence: Sequence, error: Exception) -> SequenceFailure:
         """End a sequence that raised. A PREFILL_ONLY one keeps its blocks, as when it leaves with its first token."""
         logger.error("request %s failed", sequence.request_id, exc_info=error)
-        self.sequences.pop(sequence.request_id, None)
         sequence.finish_reason = FinishReason.ABORT
-        self.scheduler.remove(sequence, keep_blocks=sequence.phase is Phase.PREFILL_ONLY)
+        self._remove(sequence, keep_blocks=sequence.phase is Phase.PREFILL_ONLY)
         return SequenceFailure(sequence, error)
 
-    def _append(self, sequence: Sequence, sampled: SampledToken) -> SequenceOutput:
-        sequence.token_ids.append(sampled.token_id)
-        sequence.finish_reason = self._finish_reason(sequence, sampled.token_id)
-        if sequence.finish_reason is FinishReason.STOP:
-            sequence.stop_token_id = sampled.token_id
-        if sequence.finish_reason is not None or sequence.phase is Phase.PREFILL_ONLY:
-            del self.sequences[sequence.request_id]
-            keep = sequence.phase is Phase.PREFILL_ONLY
-            self.scheduler.remove(sequence, keep_blocks=keep)
-            assert sequence.status is SequenceStatus.FINISHED
-        return SequenceOutput(sequence, sampled.token_id, sampled.logprobs)
+    def _add_pending_token(self, sequence: Sequence) -> None:
+        is_last = sequence.phase is Phase.PREFILL_ONLY or self._is_full(sequence, len(sequence.token_ids))
+        sequence.add_pending_token(is_last=is_last)
 
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        sampling = sequence.sampling
+    def _late_tokens(self) -> LateTokens | None:
+        """The tokens of the step before, if they are not read yet."""
+        if not self._launched or (sample := self._launched[-1].sample) is None:
+            return None
+        return LateTokens(sample.token_ids, {s: row for row, s in enumerate(self._launched[-1].sampling)})
+
+    def _take_token(self, sequence: Sequence, sampled: SampledToken) -> SequenceOutput:
+        """Note a sampled token, which ends the sequence or not."""
+        position = sequence.set_pending_token(sampled.token_id)
+        sequence.finish_reason = self._finish_reason(sequence, position)
+        if sequence.finish_reason is not None or sequence.phase is Phase.PREFILL_ONLY:
+            self._remove(sequence, keep_blocks=sequence.phase is Phase.PREFILL_ONLY)
+        elif not sampled.is_on_device:  # later steps computed with the one that is there
+            sequence.drop_pending_tokens()
+            for step in self._launched:
+                step.void.add(sequence)
+        offset = position - sequence.num_prompt_tokens
+        return SequenceOutput(sequence, offset, sampled.token_id, sampled.logprobs, sequence.finish_reason)
+
+    def _remove(self, sequence: Sequence, *, keep_blocks: bool = False) -> None:
+        """Take a sequence out for good. Steps that still compute it go on: later work of the stream follows them."""
+        self.sequences.pop(sequence.request_id, None)
+        sequence.drop_pending_tokens()
+        self.scheduler.remove(sequence, keep_blocks=keep_blocks)
+
+    def _finish_reason(self, sequence: Sequence, position: int) -> FinishReason | None:
+        """Why a sequence ends with the token at this position, if it does."""
+        sampling, token_id = sequence.sampling, sequence.token_ids[position]
         stops = token_id in sampling.stop_token_ids or (
             token_id in self.model.eos_token_ids and not sampling.ignore_eos
         )
         if stops:
             return FinishReason.STOP
-        is_full = len(sequence.token_ids) >= self.config.max_model_len
-        return FinishReason.LENGTH if sequence.num_output_tokens >= sampling.max_tokens or is_full else None
+        return FinishReason.LENGTH if self._is_full(sequence, position) else None
+
+    def _is_full(self, sequence: Sequence, position: int) -> bool:
+        """Whether no token may follow the one at this position."""
+        num_outputs = position + 1 - sequence.num_prompt_tokens
+        return num_outputs >= sequence.sampling.max_tokens or position + 1 >= self.config.max_model_len
 
 
 def _attention_of(model: LoadedModel, config: EngineConfig) -> AttentionBackend:

@@ -123,7 +123,7 @@ class Scheduler:
         """The next step's chunks, decoding sequences first; empty when there is nothing to do."""
         chunks: list[ScheduledChunk] = []
         num_preemptions = self.num_preemptions
-        for sequence in [s for s in self.running if s.is_decoding]:
+        for sequence in [s for s in self.running if s.is_decoding and not s.has_last_token]:
             # A sequence before it may have preempted it.
             if sequence.status is SequenceStatus.RUNNING and self._grow(sequence, len(sequence.token_ids)):
                 chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1, samples=True))
@@ -190,7 +190,7 @@ class Scheduler:
             and (sequence := self.waiting[step.num_passed]).order < before
             and len(self.running) + step.num_passed + self._num_reserved_seats(sequence) < self.max_num_seqs
         ):
-            if not sequence.blocks:
+            if not sequence.blocks and not sequence.num_pending_tokens:  # otherwise it may turn out to be at its end
                 if step.num_refused == _MAX_PASSED:
                     break
                 if self._try_admit(step, sequence):

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-__all__ = ["Onboarding", "Phase", "ScheduledChunk", "Sequence", "SequenceStatus"]
+__all__ = ["PENDING_TOKEN", "Onboarding", "Phase", "ScheduledChunk", "Sequence", "SequenceStatus"]
 
+PENDING_TOKEN = -1  # stands for a token that is still on the device
 _AT_ONCE = PrefillPriority(order=-math.inf)
 
 
@@ -56,7 +57,7 @@ class Sequence:
     """A prompt and the tokens generated so far.
 
     token_ids     [0, num_prompt)          prompt
-                  [num_prompt, len)        output
+                  [num_prompt, len)        output, the last `num_pending_tokens` of which are not read yet
     num_computed  tokens whose KV is in `blocks`; never that of the last token while it waits for its step
     """
 
@@ -73,6 +74,8 @@ class Sequence:
     arrival: int = 0  # counted by the scheduler; 0 = not queued yet
     num_passed_blocks: int = 0  # given to sequences behind it in the queue while there was no room for it
     num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    has_last_token: bool = False  # its last token is sampled, whether it is read yet or not
     num_published_blocks: int = 0
     num_cached_tokens: int = 0  # prompt tokens that were not computed: cached at first admission, or loaded
     is_admitted_before: bool = False  # preempted sequences keep their first hit count
@@ -81,7 +84,6 @@ class Sequence:
     kv_holder: KvHolder | None = None  # a peer that has some of the prompt's KV
     kv_receiver: PeerAddress | None = None  # the worker to which the prompt's KV is handed
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -107,6 +109,26 @@ class Sequence:
     def current_priority(self) -> PrefillPriority:
         """Its priority; a sequence with its first token is computed at once, in steps of any length."""
         return self.priority if self.num_output_tokens == 0 else _AT_ONCE
+
+    def add_pending_token(self, *, is_last: bool) -> None:
+        """The device has sampled one more token."""
+        self.token_ids.append(PENDING_TOKEN)
+        self.num_pending_tokens += 1
+        self.has_last_token = is_last
+
+    def set_pending_token(self, token_id: int) -> int:
+        """The oldest token that was not read yet is this one. Returns its position."""
+        position = len(self.token_ids) - self.num_pending_tokens
+        self.token_ids[position] = token_id
+        self.num_pending_tokens -= 1
+        return position
+
+    def drop_pending_tokens(self) -> None:
+        """Forget the tokens that were not read yet, and the KV of all but the last of the others."""
+        if self.num_pending_tokens:
+            del self.token_ids[-self.num_pending_tokens :]
+            self.num_pending_tokens, self.has_last_token = 0, False
+            self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
 
     @property
     def order(self) -> float:

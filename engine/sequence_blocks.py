@@ -96,7 +96,8 @@ class SequenceBlocks:
         first = sequence.num_published_blocks
         if num_full <= first or sequence.blocks is not blocks:
             return
-        extend_digests(sequence.digests, sequence.root, sequence.token_ids, self.block_size)
+        # Tokens behind these blocks may still be on the device.
+        extend_digests(sequence.digests, sequence.root, sequence.token_ids, self.block_size, num_blocks=num_full)
         sequence.num_published_blocks = num_full
         self.pool.publish_chain(blocks[first:num_full], sequence.digests, first)
         for listener in self._listeners:

@@ -124,10 +124,13 @@ except ImportError:  # not built, because there was no compiler: the same result
     IS_COMPILED = False
 
 
-def extend_digests(digests: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int) -> None:
-    """Append the digests of the full blocks of `token_ids` that `digests` does not name yet."""
+def extend_digests(
+    digests: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int, *, num_blocks: int | None = None
+) -> None:
+    """Append the digests of the full blocks of `token_ids`, or of the first `num_blocks`, that it does not name yet."""
+    end = len(token_ids) // block_size if num_blocks is None else num_blocks
     parent = digests[-1] if digests else root
-    data = token_bytes(token_ids[len(digests) * block_size : len(token_ids) // block_size * block_size])
+    data = token_bytes(token_ids[len(digests) * block_size : end * block_size])
     digests += chain_digests(parent, data, block_size * TOKEN_BYTES)
 
 

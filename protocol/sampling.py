@@ -60,6 +60,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] = {}
     num_logprobs: int | None = None  # None = off; 0 = only the chosen token's
 
+    @property
+    def depends_on_output(self) -> bool:
+        """Whether the next token depends on which ones were sampled before it in other ways than through the model."""
+        return bool(self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty)
+
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
             _check_within(name, getattr(self, name), low, high)

@@ -11,6 +11,7 @@ from tandem.protocol.messages import (
     WIRE_VERSION,
     BlockEvents,
     BlockSnapshot,
+    FinishReason,
     Hello,
     Message,
     PeerAddress,
@@ -124,7 +125,7 @@ class RouterReplies:
             if identity is None:
                 continue
             deltas.setdefault(identity, []).append(_delta(output))
-            if sequence.finish_reason is not None:
+            if output.finish_reason is not None:
                 del self._requests[sequence.request_id]
         for identity, items in deltas.items():
             message = StepOutput(
@@ -139,13 +140,12 @@ class RouterReplies:
 
 def _delta(output: SequenceOutput) -> SequenceDelta:
     sequence = output.sequence
-    offset = sequence.num_output_tokens - 1
     return SequenceDelta(
         request_id=sequence.request_id,
-        offset=offset,
+        offset=output.offset,
         token_ids=[output.token_id],
-        finish_reason=sequence.finish_reason,
-        stop_token_id=sequence.stop_token_id,
-        num_cached_tokens=sequence.num_cached_tokens if offset == 0 else None,
+        finish_reason=output.finish_reason,
+        stop_token_id=output.token_id if output.finish_reason is FinishReason.STOP else None,
+        num_cached_tokens=sequence.num_cached_tokens if output.offset == 0 else None,
         logprobs=None if output.logprobs is None else [output.logprobs],
     )

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
 
 from tandem.engine.attention.context import StepContext
 
-__all__ = ["ATTENTION_NAME", "AttentionBackend", "LayerAttention", "PagedStep", "register"]
+__all__ = ["ATTENTION_NAME", "AttentionBackend", "LayerAttention", "PagedStep", "no_mask", "register"]
 
 ATTENTION_NAME = "tandem_paged"
 
@@ -169,10 +170,11 @@ def _check_geometry(name: str, layer_idx: int, query: Tensor, key: Tensor, value
         )
 
 
-def register() -> None:
-    """Make ATTENTION_NAME known to transformers; calling it again changes nothing.
+def no_mask(*_: Any, **__: Any) -> None:
+    """Positions and block tables define causality; without this registration transformers would guess a mask."""
 
-    NOTE: it has no mask function, so transformers makes no mask. Positions and block tables define causality. With one,
-    transformers would look for several sequences among the positions, and each forward would wait for the GPU.
-    """
+
+def register() -> None:
+    """Make ATTENTION_NAME known to transformers; calling it again changes nothing."""
     AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, no_mask)

@@ -25,7 +25,7 @@ from tandem.engine.sequence import Sequence
 from tandem.protocol.fault_boundary import outcome_of
 from tandem.protocol.messages import TokenLogprobs
 
-__all__ = ["LaunchedSample", "SampledToken", "Sampler"]
+__all__ = ["LaunchedSample", "SamplePlan", "SampledToken", "Sampler"]
 
 _MORE_CANDIDATES = 16  # than log probabilities are asked for: tokens may be equally likely
 _MIN_LOGPROB = -9999.0  # stands for log(0), which JSON cannot express
@@ -35,6 +35,7 @@ _SLAB_BYTES = {"cpu": 1 << 19, "cuda": 32 << 20}
 
 
 T = TypeVar("T")
+SamplePlan = RowPlan | Exception | None  # of a row; None = the most likely token and no more
 
 
 class SampledToken(NamedTuple):
@@ -42,6 +43,7 @@ class SampledToken(NamedTuple):
 
     token_id: int
     logprobs: TokenLogprobs | None
+    is_on_device: bool = True  # False if the host chose it: `LaunchedSample.token_ids` has another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +54,22 @@ class Sampler:
 
     def sample(self, logits: Tensor, sequences: Seq[Sequence]) -> list[SampledToken | Exception]:
         """logits: [n, vocab], row i for sequence i. Returns n tokens in order; an exception for a row that raised."""
-        return self.launch(logits, sequences).read()
+        return self.launch(logits, self.plan(sequences, logits.shape[1])).read()
+
+    def plan(self, sequences: Seq[Sequence], vocab_size: int) -> list[SamplePlan]:
+        """The host's part, for the next token of each sequence as it is now."""
+        return [
+            None if _is_plain_greedy(sequence) else _outcome_of(self._plan, sequence, vocab_size)
+            for sequence in sequences
+        ]
 
     @torch.inference_mode()
-    def launch(self, logits: Tensor, sequences: Seq[Sequence]) -> LaunchedSample:
-        """`sample` without waiting for the device. A device that is lost raises, for all rows."""
-        launched = LaunchedSample(len(sequences))
-        plans: dict[int, RowPlan] = {}
-        for row, sequence in enumerate(sequences):
-            if _is_plain_greedy(sequence):
-                continue
-            plan = _outcome_of(self._plan, sequence, logits.shape[1])
-            if isinstance(plan, Exception):
-                launched.found[row] = plan
-            else:
-                plans[row] = plan
-        if len(plans) + len(launched.found) < len(sequences):
-            launched.greedy = to_host(logits.argmax(dim=-1))
-        for rows in _slabs(list(plans), logits):
-            launched.add(logits, rows, [plans[row] for row in rows])
+    def launch(self, logits: Tensor, plans: Seq[SamplePlan]) -> LaunchedSample:
+        """The device's part, which is not waited for. A device that is lost raises, for all rows."""
+        launched = LaunchedSample(logits, plans)
+        planned = [row for row, plan in enumerate(plans) if isinstance(plan, RowPlan)]
+        for rows in _slabs(planned, logits):
+            launched.add(logits, rows, plans)
         return launched
 
     def _plan(self, sequence: Sequence, vocab_size: int) -> RowPlan:
@@ -78,36 +77,45 @@ class Sampler:
 
 
 class LaunchedSample:
-    """The tokens of a step, which the device may still compute."""
+    """The tokens of a step, which the device may still compute.
 
-    def __init__(self, num_rows: int) -> None:
-        self.found: dict[int, SampledToken | Exception] = {}  # by row
-        self.greedy: Tensor | None = None  # [n], the most likely token of every row, for those that ask for no more
-        self._num_rows = num_rows
+    token_ids: [n], int64, on the device. Where a row's final token is not among them, `SampledToken` says so.
+    """
+
+    def __init__(self, logits: Tensor, plans: Seq[SamplePlan]) -> None:
+        """Choose the tokens of plain greedy rows; `add` those of the others."""
+        self._found: dict[int, SampledToken | Exception] = {
+            row: plan for row, plan in enumerate(plans) if isinstance(plan, Exception)
+        }
+        has_greedy = None in plans
+        self.token_ids = logits.argmax(dim=-1) if has_greedy else logits.new_zeros(len(plans), dtype=torch.int64)
+        self._greedy = to_host(self.token_ids) if has_greedy else None
+        self._num_rows = len(plans)
         self._slabs: list[_Slab] = []
 
-    def add(self, logits: Tensor, rows: list[int], plans: list[RowPlan]) -> None:
+    def add(self, logits: Tensor, rows: list[int], plans: Seq[SamplePlan]) -> None:
         """Sample these rows; if that raises, each of them alone."""
-        slab = _outcome_of(_Slab, logits, rows, plans)
+        slab = _outcome_of(_Slab, logits, rows, [plans[row] for row in rows])
         if isinstance(slab, _Slab):
             self._slabs.append(slab)
+            self.token_ids[_index_of(rows, logits.device)] = slab.token_ids
             if not logits.is_cuda:  # it is done: the next slab gets its memory
                 self._read_slabs()
         elif len(rows) == 1:
-            self.found[rows[0]] = slab
+            self._found[rows[0]] = slab
         else:
-            for row, plan in zip(rows, plans, strict=True):
-                self.add(logits, [row], [plan])
+            for row in rows:
+                self.add(logits, [row], plans)
 
     def read(self) -> list[SampledToken | Exception]:
         """The tokens of all rows in order. Waits if the device is not done."""
         self._read_slabs()
-        greedy = [] if self.greedy is None else self.greedy.tolist()  # sync: token ids to host
-        return [self.found.get(row) or SampledToken(greedy[row], None) for row in range(self._num_rows)]
+        greedy = [] if self._greedy is None else self._greedy.tolist()  # sync: token ids to host
+        return [self._found.get(row) or SampledToken(greedy[row], None) for row in range(self._num_rows)]
 
     def _read_slabs(self) -> None:
         for slab in self._slabs:
-            self.found.update(slab.read())
+            self._found.update(slab.read())
         self._slabs.clear()
 
 
@@ -117,8 +125,9 @@ class _TopLogprobs:
     def __init__(self, raw: Tensor, plans: list[RowPlan], token_ids: Tensor) -> None:
         rows = [row for row, plan in enumerate(plans) if plan.num_logprobs is not None]
         self._place = {row: place for place, row in enumerate(rows)}
-        self._logprobs = _rows_of(raw, rows).log_softmax(dim=-1)
-        self._chosen = to_host(self._logprobs.gather(1, _rows_of(token_ids, rows)[:, None])[:, 0])
+        index = _index_of(rows, raw.device)
+        self._logprobs = raw[index].log_softmax(dim=-1)
+        self._chosen = to_host(self._logprobs.gather(1, token_ids[index][:, None])[:, 0])
         num_top = max(plan.num_logprobs or 0 for plan in plans)
         num_candidates = min(2 * num_top + _MORE_CANDIDATES, raw.shape[1])
         values, ids = top_values(self._logprobs, num_candidates)
@@ -142,9 +151,10 @@ class _Slab:
 
     def __init__(self, logits: Tensor, rows: list[int], plans: list[RowPlan]) -> None:
         self._rows, self._plans = rows, plans
-        self._raw = _rows_of(logits, rows).float()
+        self._raw = logits[_index_of(rows, logits.device)].float()
         self._adjusted = adjust(self._raw, plans)
         choice = choose(self._adjusted, plans)
+        self.token_ids = choice.token_ids
         self._token_ids, self._is_final = to_host(choice.token_ids), to_host(choice.is_final)
         has_logprobs = any(plan.num_logprobs is not None for plan in plans)
         self._logprobs = _TopLogprobs(self._raw, plans, choice.token_ids) if has_logprobs else None
@@ -158,10 +168,11 @@ class _Slab:
     def _token(self, i: int, first_choice: int | None) -> SampledToken:
         token_id = self._choose_again(i) if first_choice is None else first_choice
         num_top = self._plans[i].num_logprobs
-        if self._logprobs is None or num_top is None:
-            return SampledToken(token_id, None)
         is_first_choice = first_choice is not None
-        return SampledToken(token_id, self._logprobs.read(i, num_top, token_id, is_first_choice=is_first_choice))
+        if self._logprobs is None or num_top is None:
+            return SampledToken(token_id, None, is_first_choice)
+        logprobs = self._logprobs.read(i, num_top, token_id, is_first_choice=is_first_choice)
+        return SampledToken(token_id, logprobs, is_first_choice)
 
     def _choose_again(self, i: int) -> int:
         """The token of a row with a flat distribution, or with none."""
@@ -184,11 +195,11 @@ def _slabs(rows: list[int], logits: Tensor) -> Iterator[list[int]]:
         yield rows[start : start + size]
 
 
-def _rows_of(tensor: Tensor, rows: list[int]) -> Tensor:
-    """These rows of a tensor, in ascending order: a view if they are consecutive."""
+def _index_of(rows: list[int], device: torch.device) -> slice | Tensor:
+    """An index of these rows, in ascending order, for the first axis: a slice, which copies nothing, if they adjoin."""
     if rows[-1] - rows[0] == len(rows) - 1:
-        return tensor[rows[0] : rows[-1] + 1]
-    return tensor[to_device(np.array(rows), tensor.device)]
+        return slice(rows[0], rows[-1] + 1)
+    return to_device(np.array(rows), device)
 
 
 def _is_plain_greedy(sequence: Sequence) -> bool:
@@ -197,8 +208,7 @@ def _is_plain_greedy(sequence: Sequence) -> bool:
         sampling.temperature == 0
         and sampling.num_logprobs is None
         and not sampling.logit_bias
-        and sampling.repetition_penalty == 1.0
-        and not (sampling.frequency_penalty or sampling.presence_penalty)
+        and not sampling.depends_on_output
         and sequence.num_output_tokens >= sampling.min_tokens
     )
 

@@ -112,9 +112,8 @@ Note = FirstToken | Gap | EngineAnswered | Prefilled | EngineFailure | EngineRef
 
 
 class Aborted(_DispatchMessage, frozen=True):
-    """An engine of the latest target is gone."""
+    """The engine of the latest target is gone."""
 
-    engine: str
     reason: str
 
 

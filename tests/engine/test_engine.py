@@ -343,7 +343,7 @@ def test_stop_tokens_end_exactly_there(build_engine: BuildEngine) -> None:
     sequence = add(engine, "r", prompt, stop_token_ids=(stop,))
     drain(engine)
     assert output(sequence) == tokens[: tokens.index(stop) + 1]
-    assert (sequence.finish_reason, sequence.stop_token_id) == (FinishReason.STOP, stop)
+    assert sequence.finish_reason is FinishReason.STOP
 
 
 @pytest.mark.parametrize(("ignore_eos", "min_tokens", "expected"), [(False, 0, 1), (True, 0, 5), (False, 3, 4)])
@@ -363,7 +363,7 @@ def test_eos_ends_unless_ignored_or_too_early(
     drain(engine)
     assert sequence.num_output_tokens == expected
     assert (EOS in output(sequence)[:min_tokens]) is False
-    assert sequence.stop_token_id == (None if ignore_eos else EOS)
+    assert sequence.finish_reason is (FinishReason.LENGTH if ignore_eos else FinishReason.STOP)
 
 
 def test_a_step_without_work_does_nothing(build_engine: BuildEngine) -> None:
@@ -439,7 +439,7 @@ def test_a_sequence_that_raises_ends_alone(
     elif where == "advancing":
         raise_for_bad(engine.scheduler.blocks, "advance", lambda chunk: chunk.sequence)
     else:
-        raise_for_bad(engine, "_append", lambda sequence, _: sequence)
+        raise_for_bad(engine, "_take_token", lambda sequence, _: sequence)
     prompts = [make_prompt(length) for length in (5, 21, 40)]
     good = [add(engine, str(i), prompt) for i, prompt in enumerate(prompts)]
     bad = add(engine, "bad", make_prompt(19), phase=phase, num_logprobs=1)  # not plain greedy: it is sampled by itself

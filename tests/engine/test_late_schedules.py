@@ -10,18 +10,27 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from tandem.engine.engine import Engine
 from tandem.engine.sequence import Phase, Sequence
+from tandem.protocol.messages import FinishReason
 from tests.engine.conftest import BuildEngine
 from tests.engine.test_engine import make_sampling
 from tests.support.answers import Expects
 from tests.support.late_device import LateDevice
 
-NUM_BLOCKS, BLOCK_SIZE, MAX_STEPS = 15, 16, 2000
+NUM_BLOCKS, BLOCK_SIZE, MAX_STEPS = 12, 16, 2000
 FOREIGN = -777.0  # what peers write
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "drawn": {"temperature": 1.0, "seed": 7},
+    "with logprobs": {"num_logprobs": 2},
+    "with a penalty": {"repetition_penalty": 1.3},
+}
+Oracle = dict[tuple[tuple[int, ...], str], list[int]]  # by prompt and kind
 
 
 @dataclass(eq=False)
@@ -36,11 +45,12 @@ class Loan:
 class LateWorld:
     """One engine, its clients and its peers. What is cached stays from one schedule to the next."""
 
-    def __init__(self, engine: Engine, oracle: dict[tuple[int, ...], list[int]], **device: Any) -> None:
+    def __init__(self, engine: Engine, oracle: Oracle, *, peers_wait: bool = True, **device: Any) -> None:
         self.engine = engine
         self.device = LateDevice(engine, 0, **device)
         self.counts: Counter[str] = Counter()
         self._oracle = oracle
+        self._peers_wait = peers_wait
         self._kv_of: dict[bytes, torch.Tensor] = {}  # by digest, when it was first read
 
     def play(self, seed: int, num_requests: int = 10) -> None:
@@ -49,6 +59,7 @@ class LateWorld:
         self._asked: list[tuple[list[int], Any]] = []  # blocks granted to a writer, and the mark of the grant
         self._loans: list[Loan] = []
         self._sequences: list[Sequence] = []
+        self._expected: list[list[int]] = []
         for self._step in range(MAX_STEPS):
             is_open = len(self._sequences) < num_requests
             if not (is_open or self.engine.has_work or self._asked or self._loans):
@@ -67,17 +78,25 @@ class LateWorld:
         else:
             raise AssertionError(f"not idle after {MAX_STEPS} steps")
         self.engine.check_integrity(idle=True)
-        for sequence in self._sequences:
+        for sequence, expected in zip(self._sequences, self._expected, strict=True):
             answer = sequence.token_ids[sequence.num_prompt_tokens :]
-            prompt = tuple(sequence.token_ids[: sequence.num_prompt_tokens])
-            assert answer == self._oracle[prompt][: len(answer)], f"{sequence.request_id}: {answer}"
+            is_whole = sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+            assert answer == expected[: None if is_whole else len(answer)], f"{sequence.request_id}: {answer}"
+            self.counts[str(sequence.finish_reason)] += 1
 
     def _add(self) -> None:
-        prompt = list(self._source.choice(list(self._oracle)))
-        phase = self._source.choice([Phase.WHOLE, Phase.PREFILL_ONLY, Phase.PREFILL_ONLY])
-        sampling = make_sampling(max_tokens=self._source.choice((1, 2, 3, 40)))
-        sequence = self.engine.make_sequence(f"r{len(self._sequences)}", prompt, sampling, phase=phase)
+        source = self._source
+        prompt, kind = source.choice(list(self._oracle))
+        phase = source.choice([Phase.WHOLE, Phase.PREFILL_ONLY])
+        expected = self._oracle[prompt, kind][: source.choice((1, 3, 40, 40))]
+        sampling = make_sampling(max_tokens=len(expected), **KINDS[kind])
+        if source.random() < 0.3:
+            stop = source.choice(expected)
+            sampling = msgspec.structs.replace(sampling, stop_token_ids=(stop,))
+            expected = expected[: expected.index(stop) + 1]
+        sequence = self.engine.make_sequence(f"r{len(self._sequences)}", list(prompt), sampling, phase=phase)
         self._sequences.append(sequence)
+        self._expected.append(expected)
         self.engine.add(sequence)
 
     def _abort(self, sequence: Sequence) -> None:
@@ -98,7 +117,7 @@ class LateWorld:
             pool.release(loan.blocks)
             self._loans.remove(loan)
         for blocks, mark in list(self._asked):
-            if self.engine.stream.is_done(mark):
+            if self.engine.stream.is_done(mark) or not self._peers_wait:
                 self._asked.remove((blocks, mark))
                 early = [block for block in blocks if self.device.stream.uses(block)]
                 assert not early, f"blocks {early} are overwritten while the device uses them"
@@ -128,32 +147,34 @@ class LateWorld:
 
 
 @pytest.fixture(scope="module")
-def oracle(build_engine: BuildEngine) -> dict[tuple[int, ...], list[int]]:
-    """Answers of an undisturbed engine, by prompt. Prompts share prefixes."""
+def oracle(build_engine: BuildEngine) -> Oracle:
+    """Answers of an undisturbed engine. Prompts share prefixes."""
     source = random.Random(0)
     shared = [source.choices(range(3, 100), k=n * BLOCK_SIZE) for n in (0, 1, 2, 4)]
     prompts = [tuple(source.choice(shared) + source.choices(range(3, 100), k=source.randint(1, 60))) for _ in range(30)]
     engine = build_engine()
-    answers = {}
-    for i, prompt in enumerate(prompts):
-        sequence = engine.make_sequence(str(i), list(prompt), make_sampling(max_tokens=40), cache_salt=str(i))
-        engine.add(sequence)
-        while sequence.finish_reason is None:
-            engine.step()
-        answers[prompt] = sequence.token_ids[len(prompt) :]
-    return answers
+    sequences = {}
+    for prompt in prompts:
+        for kind, fields in KINDS.items():
+            sampling = make_sampling(max_tokens=40, **fields)
+            sequence = engine.make_sequence(f"{prompt} {kind}", list(prompt), sampling, cache_salt=f"{prompt} {kind}")
+            engine.add(sequence)
+            sequences[prompt, kind] = sequence
+    while engine.has_work:
+        engine.step()
+    return {key: sequence.token_ids[sequence.num_prompt_tokens :] for key, sequence in sequences.items()}
 
 
-def make_world(build_engine: BuildEngine, oracle: dict[tuple[int, ...], list[int]], **device: Any) -> LateWorld:
+def make_world(build_engine: BuildEngine, oracle: Oracle, **options: Any) -> LateWorld:
     # Small steps: a device is late with those that sample nothing.
-    engine = build_engine(num_blocks=NUM_BLOCKS, max_num_batched_tokens=10, max_num_seqs=4)
+    engine = build_engine(num_blocks=NUM_BLOCKS, max_num_batched_tokens=16, max_num_seqs=6)
     engine.scheduler.admission.lengths = Expects(1)  # answers get longer: blocks run out
-    return LateWorld(engine, oracle, **device)
+    return LateWorld(engine, oracle, **options)
 
 
 @pytest.mark.parametrize("num_schedules", [20, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_late_results_change_no_answer_and_no_block(
-    num_schedules: int, build_engine: BuildEngine, oracle: dict[tuple[int, ...], list[int]]
+    num_schedules: int, build_engine: BuildEngine, oracle: Oracle
 ) -> None:
     world = make_world(build_engine, oracle)
     for seed in range(num_schedules):
@@ -162,23 +183,53 @@ def test_late_results_change_no_answer_and_no_block(
         except AssertionError as exc:
             raise AssertionError(f"seed {seed}: {exc}") from exc
     num_late, num_preemptions = world.device.stream.num_late, world.engine.scheduler.num_preemptions
-    print(f"{num_schedules} schedules: {num_late} late steps, {num_preemptions} preemptions, {dict(world.counts)}")
+    print(
+        f"{num_schedules} schedules: {num_late} late pieces of work, {world.device.num_wrong} tokens chosen again, "
+        f"{num_preemptions} preemptions, {dict(world.counts)}"
+    )
     assert num_late > 8 * num_schedules
     assert min(world.counts[what] for what in ("read", "written", "aborted")) > num_schedules / 4
     assert num_preemptions > 0
 
 
-def test_without_waiting_for_the_device_peers_see_and_lose_kv(
-    build_engine: BuildEngine, oracle: dict[tuple[int, ...], list[int]]
+@pytest.mark.parametrize("who", ["the engine", "peers"])
+def test_without_waiting_for_the_device_kv_is_read_early_or_overwritten(
+    who: str, build_engine: BuildEngine, oracle: Oracle
 ) -> None:
-    """A stream that calls everything done at once: the checks above must find what that breaks."""
+    """The checks above must find what impatience breaks."""
     found: Counter[str] = Counter()
     for seed in range(10):
         try:
             for number in range(10):
-                make_world(build_engine, oracle, is_impatient=True).play(10 * seed + number)
+                make_world(build_engine, oracle, peers_wait=who != "peers", is_impatient=who == "the engine").play(
+                    10 * seed + number
+                )
         except AssertionError as exc:
             found["overwritten" if "overwritten" in str(exc) else "read early"] += 1
     print(found)
-    assert found["read early"]
-    assert found["overwritten"]
+    assert found == {"read early" if who == "the engine" else "overwritten": 10}
+
+
+@pytest.mark.parametrize(("phase", "max_tokens", "num_steps"), [(Phase.WHOLE, 3, 3), (Phase.PREFILL_ONLY, 3, 1)])
+def test_no_step_is_launched_behind_a_known_end(
+    phase: Phase, max_tokens: int, num_steps: int, build_engine: BuildEngine
+) -> None:
+    engine = build_engine()
+    LateDevice(engine, 0, share_wrong=0.0)
+    sequence = engine.make_sequence("r", [5, 6, 7], make_sampling(max_tokens=max_tokens), phase=phase)
+    engine.add(sequence)
+    results = []
+    while engine.has_work:
+        results += engine.step()
+    assert len(results) == num_steps
+    assert [output.offset for result in results for output in result.outputs] == list(range(num_steps))
+
+
+def test_a_penalty_is_waited_for_and_others_are_not(build_engine: BuildEngine) -> None:
+    for fields, is_computing in (({}, True), ({"repetition_penalty": 1.2}, False), ({"presence_penalty": 0.5}, False)):
+        engine = build_engine()
+        LateDevice(engine, 0, share_done=0.0)
+        engine.add(engine.make_sequence("r", [5, 6, 7], make_sampling(max_tokens=3, **fields)))
+        engine.step()
+        assert engine.is_computing == is_computing, fields
+        engine.stream.wait(engine.stream.record())

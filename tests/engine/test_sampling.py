@@ -295,12 +295,14 @@ def test_launching_waits_for_nothing_on_a_gpu() -> None:
     sampler.sample(on_device, sequences)  # allocators are warm
     torch.cuda.set_sync_debug_mode("error")
     try:
-        launched = sampler.launch(on_device, sequences)
+        launched = sampler.launch(on_device, sampler.plan(sequences, 2000))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    tokens = [token.token_id for token in launched.read() if isinstance(token, SampledToken)]
-    assert tokens == sample(logits, *sequences)
+    tokens = [token for token in launched.read() if isinstance(token, SampledToken)]
+    assert [token.token_id for token in tokens] == sample(logits, *sequences)
+    on_device_ids = launched.token_ids.tolist()
+    assert all(token.is_on_device == (token.token_id == i) for token, i in zip(tokens, on_device_ids, strict=True))
 
 
 @pytest.mark.parametrize("num_candidates", [1, 7, 49, 50])

@@ -321,11 +321,9 @@ class _Worker:
         for output in outputs:
             sequence = output.sequence
             if sequence.request_id in self._clients:
-                if sequence.finish_reason is not None:
+                if output.finish_reason is not None:
                     self._clients.discard(sequence.request_id)
-                self._world.token(
-                    sequence.request_id, sequence.num_output_tokens - 1, output.token_id, sequence.finish_reason
-                )
+                self._world.token(sequence.request_id, output.offset, output.token_id, output.finish_reason)
 
     def _link_changed(self, change: LinkChange | None, now: float) -> None:
         if change is None:

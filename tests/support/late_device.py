@@ -8,13 +8,17 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tandem.engine.device import DeviceStream, Mark
 from tandem.engine.engine import Engine
+from tandem.engine.model_runner import LateTokens
+from tandem.engine.sampling.sampler import LaunchedSample, SampledToken, SamplePlan
 from tandem.engine.sequence import ScheduledChunk
 from tandem.kv_transfer.codec import Codec
 from tandem.kv_transfer.transport.in_process import InProcessTransport, InProcessWrite
@@ -38,8 +42,8 @@ class LateStream(DeviceStream):
         self.num_late = 0  # pieces of work that were not done when their call returned
         self.writes: Counter[int] = Counter()  # blocks that pending work writes
         self.reads: Counter[int] = Counter()  # and reads
+        self.is_impatient = is_impatient
         self._share_done = share_done
-        self._is_impatient = is_impatient
         self._source = random.Random(seed)
         self._pending: deque[_Work] = deque()
         self._num_launched = 0
@@ -52,12 +56,6 @@ class LateStream(DeviceStream):
         self._pending.append(work)
         self._num_launched += 1
         self.num_late += 1
-
-    def run(self, run: Callable[[], Tensor | None]) -> Tensor | None:
-        """Do this behind all work launched before it, and wait."""
-        self.flush()
-        self._num_launched += 1
-        return run()
 
     def flush(self) -> None:
         """Do all that is pending."""
@@ -74,10 +72,10 @@ class LateStream(DeviceStream):
     def is_done(self, mark: Mark) -> bool:
         if self._pending and self._source.random() < self._share_done:
             self._do_one()
-        return self._is_impatient or self._num_done >= mark
+        return self.is_impatient or self._num_done >= mark
 
     def wait(self, mark: Mark) -> None:
-        while not self._is_impatient and self._num_done < mark:
+        while not self.is_impatient and self._num_done < mark:
             self._do_one()
 
     def seconds_between(self, first: Mark, last: Mark) -> float:
@@ -94,14 +92,50 @@ class LateStream(DeviceStream):
         self.writes.subtract(work.writes)
 
 
-class LateDevice:
-    """Makes an engine compute on a late stream. A step that samples waits, because its tokens are read."""
+class LateSample(LaunchedSample):
+    """Tokens that come late. Now and then the device has another one than the host chooses in the end."""
 
-    def __init__(self, engine: Engine, seed: int, *, share_done: float = 0.3, is_impatient: bool = False) -> None:
+    def __init__(self, num_rows: int, stream: LateStream) -> None:
+        self.token_ids = torch.zeros(num_rows, dtype=torch.int64)
+        self._stream = stream
+        self._tokens: list[SampledToken | Exception] | None = None
+
+    def arrive(self, tokens: list[SampledToken | Exception], wrong_rows: set[int]) -> None:
+        for row, token in enumerate(tokens):
+            if isinstance(token, SampledToken):
+                is_right = row not in wrong_rows
+                self.token_ids[row] = token.token_id if is_right else token.token_id ^ 1
+                tokens[row] = token._replace(is_on_device=is_right)
+        self._tokens = tokens
+
+    @override
+    def read(self) -> list[SampledToken | Exception]:
+        if self._stream.is_impatient:
+            self._stream.flush()
+        assert self._tokens is not None, "tokens are read before they are sampled"
+        return self._tokens
+
+
+class LateDevice:
+    """Makes an engine compute and sample on a late stream."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        seed: int,
+        *,
+        share_done: float = 0.3,
+        share_wrong: float = 0.05,
+        is_impatient: bool = False,
+    ) -> None:
+        """`share_wrong`: of the tokens that later steps find on the device, how many are not the final ones."""
         self.stream = engine.stream = LateStream(seed, share_done=share_done, is_impatient=is_impatient)
+        self.num_wrong = 0
+        self._share_wrong, self._source = share_wrong, random.Random(seed)
         self._engine = engine
-        self._run = engine.runner.run
+        self._run, self._sampler = engine.runner.run, engine.sampler
         engine.runner.run = self._run_late  # type: ignore[method-assign]
+        engine.sampler = SimpleNamespace(plan=self._sampler.plan, launch=self._sample_late)  # type: ignore[assignment]
 
     def make_late(self, codec: Codec) -> None:
         """Make this codec move its bytes late."""
@@ -119,25 +153,43 @@ class LateDevice:
         codec.scatter, codec.gather = scatter_late, gather_late  # type: ignore[method-assign,assignment]
 
     def _run_late(
-        self, chunks: list[ScheduledChunk], between_layers: Callable[[], None] = lambda: None
+        self,
+        chunks: list[ScheduledChunk],
+        between_layers: Callable[[], None] = lambda: None,
+        late_tokens: LateTokens | None = None,
     ) -> Tensor | None:
-        if any(chunk.samples for chunk in chunks):
-            return self.stream.run(lambda: self._run(chunks, between_layers))
         between_layers()
-        runner, batch = self._engine.runner, self._engine.runner.pack(chunks)
+        runner, batch = self._engine.runner, self._engine.runner.pack(chunks, late_tokens)
         size, reads, writes = self._engine.config.block_size, set[int](), set[int]()
         for chunk in chunks:
             end = -(-(chunk.start + chunk.num_tokens) // size)
             reads.update(chunk.sequence.blocks[:end])
             writes.update(chunk.sequence.blocks[chunk.start // size : end])
-        self._spoil(batch.slot_mapping.tolist())
-        self.stream.launch(lambda: runner.forward(batch), reads=reads, writes=writes)
-        return None
+        self._spoil(batch.context.slot_mapping)
+        if batch.logit_rows is None:
+            self.stream.launch(lambda: runner.forward(batch), reads=reads, writes=writes)
+            return None
+        logits = torch.full((len(batch.logit_rows), self._engine.model.vocab_size), torch.nan)
 
-    def _spoil(self, slots: list[int]) -> None:
+        def compute() -> None:
+            computed = runner.forward(batch)
+            assert computed is not None
+            logits.copy_(computed)
+
+        self.stream.launch(compute, reads=reads, writes=writes)
+        return logits
+
+    def _sample_late(self, logits: Tensor, plans: Sequence[SamplePlan]) -> LaunchedSample:
+        sample = LateSample(len(plans), self.stream)
+        wrong_rows = {row for row in range(len(plans)) if self._source.random() < self._share_wrong}
+        self.num_wrong += len(wrong_rows)
+        self.stream.launch(lambda: sample.arrive(self._sampler.launch(logits, plans).read(), wrong_rows))
+        return sample
+
+    def _spoil(self, slots: Tensor) -> None:
         """Fill token slots with garbage, except in blocks that earlier work still needs as they are."""
         kv, size = self._engine.kv, self._engine.config.block_size
-        free = torch.tensor([slot for slot in slots if not self.stream.uses(slot // size)], dtype=torch.long)
+        free = torch.tensor([slot for slot in slots.tolist() if not self.stream.uses(slot // size)], dtype=torch.long)
         kv[free // size, :, :, free % size] = GARBAGE
 
 

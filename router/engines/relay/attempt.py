@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -96,16 +95,16 @@ class Attempt:
         """
         assert self._relay is not None, "it is a stream"
         try:
-            return await self._relay.run(writer, self._timeout_s, partial(self.abort, self._engine.name))
-        except EngineFailed as exc:
-            self._reservation.failed(exc.engine)
+            return await self._relay.run(writer, self._timeout_s, self.abort)
+        except EngineFailed:
+            self._reservation.failed(self._engine.name)
             raise
 
-    def abort(self, engine: str, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """End it now, with an error that names the engine. Later calls change nothing."""
         if self._aborted is not None:
             return
-        self._aborted = EngineFailed(engine, reason)
+        self._aborted = EngineFailed(self._waits_for.name, reason)
         if self._timeout is not None:
             if self._timeout.expired():
                 return  # it ends already

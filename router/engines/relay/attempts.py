@@ -40,9 +40,7 @@ class Attempts:
         self._metrics = metrics
         self._limits = limits
         self._attempt: Attempt | None = None
-        self._aborted: tuple[str, str] | None = (
-            None  # why the next attempt must not begin: the engine, and what is wrong
-        )
+        self._abort_reason: str | None = None  # why the next attempt must not begin
         self._reservation = dispatcher.reserve(request.routing, self._abort)
 
     async def open(self) -> Attempt:
@@ -83,9 +81,9 @@ class Attempts:
             timeout_s=self._limits.timeout_s,
             now=self._now,
         )
-        if self._aborted is not None:
-            attempt.abort(*self._aborted)
-            self._aborted = None
+        if self._abort_reason is not None:
+            attempt.abort(self._abort_reason)
+            self._abort_reason = None
         return attempt
 
     def _end_attempt(self) -> None:
@@ -93,8 +91,8 @@ class Attempts:
         if attempt is not None:
             attempt.close()
 
-    def _abort(self, engine: str, reason: str) -> None:
+    def _abort(self, reason: str) -> None:
         if self._attempt is None:
-            self._aborted = engine, reason  # its target is booked, but the attempt has not begun
+            self._abort_reason = reason  # its target is booked, but the attempt has not begun
         else:
-            self._attempt.abort(engine, reason)
+            self._attempt.abort(reason)
