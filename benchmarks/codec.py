@@ -98,7 +98,7 @@ def measure(settings: argparse.Namespace) -> dict[str, Any]:
     scores = {name: Scores() for name in codecs}
     for window in windows:
         score_window(engine, codecs, scores, window, settings.prefix_tokens)
-    block_shape, dtype = engine.kv.shape[1:], engine.kv.dtype
+    block_shape, dtype = engine.kv.block_shape, engine.kv.dtype
     return {
         "model": folder.name,
         "kv_dtype": str(dtype).removeprefix("torch."),
@@ -154,19 +154,19 @@ def score_window(
     targets = torch.tensor(window[prefix_tokens + 1 :])
     with computed_prefix(engine, window, prefix_tokens) as sequence:
         prefix = torch.tensor(sequence.blocks[: prefix_tokens // engine.config.block_size])
-        kv = engine.kv[prefix]
+        kv = engine.kv.read(prefix)
         # One chunk per token, so that each yields logits; in one step each token sees those before it.
         chunks = [ScheduledChunk(sequence, place, 1, samples=True) for place in range(prefix_tokens, len(window) - 1)]
         for name, codec in codecs.items():
             decoded = through(codec, kv)
-            engine.kv[prefix] = decoded
+            engine.kv.write(prefix, decoded)
             logits = engine.runner.run(chunks)
             assert logits is not None
             scores[name].losses.append(cross_entropy(logits.float(), targets, reduction="none"))
             scores[name].greedy.append(logits.argmax(dim=-1))
-            # [num_blocks, num_layers, 2, ...]: sum over all but K and V
-            scores[name].squared_errors += (decoded.float() - kv.float()).square().sum(dim=(0, 1, 3, 4, 5))
-            scores[name].squares += kv.float().square().sum(dim=(0, 1, 3, 4, 5))
+            # [num_blocks, heads, layers, 2, ...]: sum over all but K and V
+            scores[name].squared_errors += (decoded.float() - kv.float()).square().sum(dim=(0, 1, 2, 4, 5))
+            scores[name].squares += kv.float().square().sum(dim=(0, 1, 2, 4, 5))
 
 
 def through(codec: Codec, blocks: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def quality(scores: Scores, raw: Scores) -> dict[str, float]:
 def time_codecs(codecs: dict[str, Codec], engine: Engine, window: list[int], prefix_tokens: int) -> dict[str, Any]:
     """Raw KV bytes per second of each codec on one core, by the blocks of one prefix."""
     with computed_prefix(engine, window, prefix_tokens) as sequence:
-        blocks = engine.kv[torch.tensor(sequence.blocks[: prefix_tokens // engine.config.block_size])]
+        blocks = engine.kv.read(sequence.blocks[: prefix_tokens // engine.config.block_size])
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

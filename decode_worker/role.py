@@ -312,7 +312,7 @@ class DecodeRole:
     def _join(self, received: LeaseReceived) -> None:
         """Let the sequence run if all blocks arrived as they were sent; else compute its prompt here."""
         lease = received.lease
-        wrong = wrong_blocks(self._engine.kv, lease.block_ids, received.checksums)
+        wrong = wrong_blocks(self._engine.kv.shards, lease.block_ids, received.checksums)
         if wrong:
             self._engine.pool.release(lease.block_ids)
             is_damaged = f"{len(wrong)} KV blocks arrived damaged"

@@ -17,6 +17,7 @@ from tandem.engine.attention.context import StepContext
 from tandem.engine.attention.interface import AttentionBackend, LayerAttention
 from tandem.engine.attention.reference import ReferenceAttention
 from tandem.engine.kv_geometry import FORWARD_ERRORS
+from tandem.engine.kv_pool import paged_view
 from tandem.engine.loader import LoadedModel
 from tandem.protocol.errors import ConfigError
 
@@ -105,7 +106,8 @@ def make_step(pages: Pages, layer: LayerAttention, spans: list[tuple[int, int]],
     block_size, kv_shape = pages.block_size, (pages.num_kv_heads, pages.head_dim)
     num_blocks = [-(-end // block_size) for _, end in spans]
     free = torch.randperm(sum(num_blocks), generator=generator).tolist()
-    pool = torch.full((len(free), _NUM_LAYERS, 2, block_size, *kv_shape), float("nan"), dtype=pages.dtype)
+    shard = (len(free), pages.num_kv_heads, _NUM_LAYERS, 2, block_size, pages.head_dim)
+    pool = paged_view(torch.full(shard, float("nan"), dtype=pages.dtype))
     tables = torch.zeros(len(spans), max(num_blocks), dtype=torch.int32)
     slots = []
     for row, ((start, end), count) in enumerate(zip(spans, num_blocks, strict=True)):

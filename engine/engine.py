@@ -17,6 +17,7 @@ from tandem.engine.attention.interface import AttentionBackend
 from tandem.engine.attention_check import check_attention
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.device import Mark, make_stream
+from tandem.engine.kv_pool import paged_view
 from tandem.engine.loader import LoadedModel, load_model
 from tandem.engine.model_check import check_model
 from tandem.engine.model_runner import LateTokens, ModelRunner
@@ -109,7 +110,7 @@ class Engine:
         self.stream = make_stream(model.device, clock)
         self.pool = BlockPool(num_blocks)
         self.kv = pool_memory.allocate_pool(config, model, num_blocks)
-        self.runner = ModelRunner(model, backend, self.kv)
+        self.runner = ModelRunner(model, backend, paged_view(self.kv.shards[0]))
         self.scheduler = Scheduler(
             self.pool,
             block_size=config.block_size,
@@ -131,7 +132,7 @@ class Engine:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, all layers."""
-        return self.kv[0].numel() * self.kv.element_size()
+        return self.kv.block_bytes
 
     @property
     def has_work(self) -> bool:

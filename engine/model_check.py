@@ -16,6 +16,7 @@ from torch import Tensor
 from tandem.engine.architecture import text_config
 from tandem.engine.attention.interface import ATTENTION_NAME, AttentionBackend
 from tandem.engine.kv_geometry import FORWARD_ERRORS
+from tandem.engine.kv_pool import paged_view
 from tandem.engine.loader import LoadedModel
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.sequence import ScheduledChunk, Sequence
@@ -58,8 +59,8 @@ def _name(model: LoadedModel) -> str:
 def _paged_logits(model: LoadedModel, backend: AttentionBackend, block_size: int, prompts: list[Tensor]) -> Tensor:
     """Logits after each prompt, [n, vocab]: all prompts packed, in two steps, over a pool of their own."""
     num_blocks = [-(-len(prompt) // block_size) for prompt in prompts]
-    shape = (sum(num_blocks), model.num_layers, 2, block_size, model.num_kv_heads, model.head_dim)
-    runner = ModelRunner(model, backend, torch.zeros(shape, dtype=model.dtype, device=model.device))
+    shape = (sum(num_blocks), model.num_kv_heads, model.num_layers, 2, block_size, model.head_dim)
+    runner = ModelRunner(model, backend, paged_view(torch.zeros(shape, dtype=model.dtype, device=model.device)))
     free = list(range(shape[0]))
     first, second = [], []
     for prompt, cut, count in zip(prompts, _CUTS, num_blocks, strict=True):

@@ -48,7 +48,7 @@ class PackedBatch(NamedTuple):
 
 
 class ModelRunner:
-    """Owns the model and the KV pool tensor [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
+    """Owns the model and a view of the KV pool [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
 
     def __init__(self, model: LoadedModel, backend: AttentionBackend, pool: Tensor) -> None:
         self.model = model

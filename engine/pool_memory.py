@@ -8,8 +8,8 @@ import mmap
 
 import psutil
 import torch
-from torch import Tensor
 
+from tandem.engine.kv_pool import KvPool
 from tandem.engine.loader import LoadedModel
 from tandem.protocol.config import GPU_MEMORY_SHARE, EngineConfig
 from tandem.protocol.errors import ConfigError
@@ -31,8 +31,8 @@ _CPU_SHARE_OF_FREE, _CPU_SHARE_OF_TOTAL, _CPU_CAP_BYTES = 1 / 4, 1 / 16, 2 << 30
 
 
 def block_shape(config: EngineConfig, model: LoadedModel) -> tuple[int, int, int, int, int]:
-    """[num_layers, 2, block_size, num_kv_heads, head_dim]."""
-    return (model.num_layers, 2, config.block_size, model.num_kv_heads, model.head_dim)
+    """[num_kv_heads, num_layers, 2, block_size, head_dim]."""
+    return (model.num_kv_heads, model.num_layers, 2, config.block_size, model.head_dim)
 
 
 def default_gpu_pool_bytes(share: float, used_bytes: int, free_bytes: int, total_bytes: int) -> int:
@@ -78,17 +78,17 @@ def num_blocks(config: EngineConfig, model: LoadedModel) -> int:
     return count
 
 
-def allocate_pool(config: EngineConfig, model: LoadedModel, count: int) -> Tensor:
-    """A zeroed pool [count, *block_shape] on the model's device.
+def allocate_pool(config: EngineConfig, model: LoadedModel, count: int) -> KvPool:
+    """A zeroed pool of `count` blocks on the model's device.
 
     A pool of a configured size takes its memory now: if there is too little, the start fails and not a request. A pool
     of the default size on a CPU takes memory as its blocks are first used.
     """
     shape = (count, *block_shape(config, model))
     if model.device.type != "cpu" or config.pool_bytes:
-        return torch.zeros(shape, dtype=model.dtype, device=model.device)
+        return KvPool([torch.zeros(shape, dtype=model.dtype, device=model.device)])
     pages = mmap.mmap(-1, math.prod(shape) * model.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=model.dtype).view(shape)
+    return KvPool([torch.frombuffer(pages, dtype=model.dtype).view(shape)])
 
 
 def max_model_len(config: EngineConfig, model: LoadedModel, count: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +11,8 @@ from functools import cache
 import torch
 import xxhash
 from torch import Tensor
+
+from tandem.kv_transfer.transport.shards import shards_of
 
 __all__ = ["CHECKED_SHARE", "append_checksum", "block_checksums", "strip_checksum", "wrong_blocks"]
 
@@ -21,7 +24,11 @@ _SLAB_BYTES = 64 << 20  # bytes of blocks whose words a device widens at a time
 
 
 def block_checksums(
-    pool: Tensor, block_ids: Sequence[int], *, share: float = 1.0, draw: Callable[[], float] = random.random
+    shards: Tensor | Sequence[Tensor],
+    block_ids: Sequence[int],
+    *,
+    share: float = 1.0,
+    draw: Callable[[], float] = random.random,
 ) -> list[bytes]:
     """One checksum per block, or b"" for blocks outside the sample.
 
@@ -31,18 +38,19 @@ def block_checksums(
 
     The blocks are in memory: the sums of a GPU are computed beside the steps that are launched, not after them.
 
-    pool:  [num_blocks, ...], contiguous
-    share: part of the blocks that get a checksum, chosen by `draw`, which returns numbers in [0, 1)
+    shards: the pool, or its shards, each [num_blocks, ...] and contiguous; a block is its parts of them, in order
+    share:  part of the blocks that get a checksum, chosen by `draw`, which returns numbers in [0, 1)
     """
     is_checked = [share >= 1 or draw() < share for _ in block_ids]
-    kind = _DEVICE if pool.is_cuda else _HOST
+    shards = shards_of(shards)
+    kind = _DEVICE if shards[0].is_cuda else _HOST
     digests = iter(
-        _DIGESTS[kind](pool, [block for block, checked in zip(block_ids, is_checked, strict=True) if checked])
+        _DIGESTS[kind](shards, [block for block, checked in zip(block_ids, is_checked, strict=True) if checked])
     )
     return [kind + next(digests) if checked else b"" for checked in is_checked]
 
 
-def wrong_blocks(pool: Tensor, block_ids: Sequence[int], checksums: Sequence[bytes]) -> list[int]:
+def wrong_blocks(shards: Tensor | Sequence[Tensor], block_ids: Sequence[int], checksums: Sequence[bytes]) -> list[int]:
     """The blocks whose bytes do not match their checksum; b"" is not checked.
 
     All of `block_ids` if the number of checksums differs.
@@ -55,7 +63,7 @@ def wrong_blocks(pool: Tensor, block_ids: Sequence[int], checksums: Sequence[byt
         of_kind = [(block, checksum) for block, checksum in pairs if checksum[:1] == kind]
         if not of_kind:
             continue
-        digests = digests_of(pool, [block for block, _ in of_kind])
+        digests = digests_of(shards_of(shards), [block for block, _ in of_kind])
         right |= {pair for pair, digest in zip(of_kind, digests, strict=True) if pair[1] == kind + digest}
     return [block for block, checksum in pairs if (block, checksum) not in right]
 
@@ -75,26 +83,47 @@ def strip_checksum(sealed: bytes) -> bytes | None:
     return message if checksum == xxhash.xxh3_64_digest(message) else None
 
 
-def _host_digests(pool: Tensor, block_ids: list[int]) -> list[bytes]:
+def _host_digests(shards: Sequence[Tensor], block_ids: list[int]) -> list[bytes]:
     if not block_ids:
         return []
-    if pool.is_cuda:
-        with _beside_steps(pool.device):
-            pool, block_ids = pool[block_ids].cpu(), list(range(len(block_ids)))
-    rows = pool.flatten(1).view(torch.uint8).numpy()
-    return [xxhash.xxh3_64_digest(rows[block].data) for block in block_ids]
+    if shards[0].is_cuda:
+        shards, block_ids = [_to_host(shard, block_ids) for shard in shards], list(range(len(block_ids)))
+    parts = [shard.flatten(1).view(torch.uint8).numpy() for shard in shards]
+    if len(parts) == 1:
+        return [xxhash.xxh3_64_digest(parts[0][block].data) for block in block_ids]
+    return [_digest_of([part[block].data for part in parts]) for block in block_ids]
 
 
-def _device_digests(pool: Tensor, block_ids: list[int]) -> list[bytes]:
+def _digest_of(parts: Sequence[memoryview]) -> bytes:
+    """The digest of the parts, end to end."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.digest()
+
+
+def _to_host(shard: Tensor, block_ids: list[int]) -> Tensor:
+    with _beside_steps(shard.device):
+        return shard[block_ids].cpu()
+
+
+def _device_digests(shards: Sequence[Tensor], block_ids: list[int]) -> list[bytes]:
     """Sums of 32-bit words times odd weights, modulo 2^64. Any flipped bit and any swapped words change them."""
-    rows = pool.flatten(1).view(torch.int32)
+    widths = [shard[0].numel() * shard.element_size() // 4 for shard in shards]
+    firsts = itertools.accumulate(widths, initial=0)
+    sums = [_weighted_sums(shard, block_ids, first, sum(widths)) for shard, first in zip(shards, firsts, strict=False)]
+    return [(sum(parts) % (1 << 64)).to_bytes(8, "little") for parts in zip(*sums, strict=True)]
+
+
+def _weighted_sums(shard: Tensor, block_ids: list[int], first_word: int, num_words: int) -> list[int]:
+    """Each block's sum over this shard, whose part of the block's `num_words` words begins at `first_word`."""
+    rows = shard.flatten(1).view(torch.int32)
     per_slab = max(_SLAB_BYTES // (4 * rows.shape[1]), 1)
     slabs = [block_ids[start : start + per_slab] for start in range(0, len(block_ids), per_slab)]
-    with _beside_steps(pool.device):
-        weights = _weights(rows.shape[1], pool.device)
+    with _beside_steps(shard.device):
+        weights = _weights(num_words, shard.device)[first_word : first_word + rows.shape[1]]
         sums = [(rows[slab].to(torch.int64) * weights).sum(dim=1) for slab in slabs]
-        totals = [total for part in sums for total in part.tolist()]
-    return [int(total).to_bytes(8, "little", signed=True) for total in totals]
+        return [total for part in sums for total in part.tolist()]
 
 
 def _beside_steps(device: torch.device) -> AbstractContextManager[object]:

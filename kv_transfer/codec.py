@@ -4,9 +4,9 @@ A codec knows shapes and dtypes, but neither tiers nor digests. Every encoded bl
 that a tier is an array of slots. All codecs are torch operations and run on the device of their tensors.
 
     raw   [elements, as they are]
-    fp8   [e4m3 elements]   [scales]              one scale per layer, K or V, token and head
+    fp8   [e4m3 elements]   [scales]              one scale per head, layer, K or V, and token
     int8  [int8 elements]   [scales]              the same
-    int4  [element pairs]   [scales] [centres]    keys: per layer, head and channel; values: per layer, token and head
+    int4  [element pairs]   [scales] [centres]    keys: per head, layer and channel; values: per head, layer and token
 
 Scales and centres are bfloat16, which has the range of float32. Elements are quantised with the rounded scales, so that
 rounding them costs almost no accuracy.
@@ -39,9 +39,10 @@ _SLAB_BYTES = {"cpu": 3 << 20, "cuda": 256 << 20}
 class Codec(ABC):
     """Turns blocks into a fixed number of bytes and back.
 
-    A block is [num_layers, 2, block_size, num_kv_heads, head_dim] in bfloat16 or float32; `n` of them may have any
-    strides. Encoded blocks are rows of uint8, each contiguous and at any address. Inputs are never changed. `out` is on
-    the device of the input and must not overlap it. Calls are stateless: any thread may make them.
+    A block is [num_kv_heads, num_layers, 2, block_size, head_dim] in bfloat16 or float32; `n` of them may have any
+    strides. A pool is one or more shards, each with some of the heads of every block. Encoded blocks are rows of uint8,
+    each contiguous and at any address. Inputs are never changed. `out` is on the device of the input and must not
+    overlap it. Calls are stateless: any thread may make them.
     """
 
     name: str
@@ -61,18 +62,27 @@ class Codec(ABC):
         NOTE: the bytes do not show whether this codec wrote them; the tier's checksum must.
         """
 
-    def gather(self, pool: Tensor, block_ids: Tensor, out: Tensor) -> None:
-        """Encode blocks `block_ids` [n] of a contiguous pool [num_blocks, *block_shape] to out [n, encoded_bytes].
+    def gather(self, shards: Sequence[Tensor], block_ids: Tensor, out: Tensor) -> None:
+        """Encode blocks `block_ids` [n] of a pool to out [n, encoded_bytes].
+
+        shards: contiguous, each [num_blocks, heads of this shard, ...]
 
         NOTE: `out` (uint8) must be contiguous and aligned for the pool's dtype, unlike that of `encode`.
         """
-        self.encode(pool[block_ids], out)
+        parts = [shard[block_ids.to(shard.device)].to(out.device) for shard in shards]
+        self.encode(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), out)
 
-    def scatter(self, data: Tensor, pool: Tensor, block_ids: Tensor) -> None:
-        """Decode data [n, encoded_bytes], uint8, into blocks `block_ids` [n] of pool [num_blocks, *block_shape]."""
-        content = torch.empty(len(block_ids), *pool.shape[1:], dtype=pool.dtype, device=pool.device)
+    def scatter(self, data: Tensor, shards: Sequence[Tensor], block_ids: Tensor) -> None:
+        """Decode data [n, encoded_bytes], uint8, into blocks `block_ids` [n] of a pool.
+
+        Work that is launched later on the device of `data` sees the blocks of all shards.
+        """
+        num_heads, dtype = sum(shard.shape[1] for shard in shards), shards[0].dtype
+        content = torch.empty(len(block_ids), num_heads, *shards[0].shape[2:], dtype=dtype, device=data.device)
         self.decode(data, content)
-        pool[block_ids] = content
+        for shard, part in zip(shards, content.split([shard.shape[1] for shard in shards], dim=1), strict=True):  # type: ignore[no-untyped-call]
+            shard[block_ids.to(shard.device)] = part.to(shard.device)
+            _order_behind(shard.device, data.device)
 
     def _check(self, blocks: Tensor, data: Tensor) -> None:
         # copy_ would silently broadcast a wrong shape
@@ -99,13 +109,19 @@ class _RawCodec(Codec):
         out.copy_(_from_bytes(data, out.dtype).view(out.shape))
 
     @override
-    def gather(self, pool: Tensor, block_ids: Tensor, out: Tensor) -> None:
-        rows = pool.flatten(1)
+    def gather(self, shards: Sequence[Tensor], block_ids: Tensor, out: Tensor) -> None:
+        if len(shards) > 1:
+            super().gather(shards, block_ids, out)
+            return
+        rows = shards[0].flatten(1)
         torch.index_select(rows, 0, block_ids, out=out.view(rows.dtype))  # one pass over memory; encode takes two
 
     @override
-    def scatter(self, data: Tensor, pool: Tensor, block_ids: Tensor) -> None:
-        pool.flatten(1).index_copy_(0, block_ids, _from_bytes(data, pool.dtype))
+    def scatter(self, data: Tensor, shards: Sequence[Tensor], block_ids: Tensor) -> None:
+        if len(shards) > 1:
+            super().scatter(data, shards, block_ids)
+            return
+        shards[0].flatten(1).index_copy_(0, block_ids, _from_bytes(data, shards[0].dtype))
 
 
 class _LossyCodec(Codec):
@@ -217,7 +233,7 @@ class _Int4Codec(_LossyCodec):
         regions = out.split_with_sizes(self._layout(work.shape[1:]), dim=1)
         for kind, dim in enumerate(_INT4_SHARED_DIMS):
             elements, scale_bytes, centre_bytes = regions[3 * kind : 3 * kind + 3]
-            part = work[:, :, kind]
+            part = work[:, :, :, kind]
             high, low = part.amax(dim, keepdim=True), part.amin(dim, keepdim=True)
             centres = (high / 2 + low / 2).to(_PARAMETER)
             scales = _scales(high - centres, centres - low, 7.5)
@@ -229,7 +245,7 @@ class _Int4Codec(_LossyCodec):
         regions = data.split_with_sizes(self._layout(work.shape[1:]), dim=1)
         for kind, dim in enumerate(_INT4_SHARED_DIMS):
             elements, scale_bytes, centre_bytes = regions[3 * kind : 3 * kind + 3]
-            part = work[:, :, kind]
+            part = work[:, :, :, kind]
             shared = part.select(dim, 0).unsqueeze(dim).shape
             scales = _from_bytes(scale_bytes, _PARAMETER).view(shared)
             centres = _from_bytes(centre_bytes, _PARAMETER).view(shared)
@@ -239,15 +255,15 @@ class _Int4Codec(_LossyCodec):
     @staticmethod
     def _layout(block_shape: Sequence[int]) -> list[int]:
         """Bytes of elements, scales and centres of the keys, then of the values."""
-        num_layers, _, block_size, num_kv_heads, head_dim = block_shape
+        num_kv_heads, num_layers, _, block_size, head_dim = block_shape
         elements = num_layers * block_size * num_kv_heads * -(-head_dim // 2)
         of_keys = num_layers * num_kv_heads * head_dim * _PARAMETER.itemsize
         of_values = num_layers * block_size * num_kv_heads * _PARAMETER.itemsize
         return [elements, of_keys, of_keys, elements, of_values, of_values]
 
 
-# The dimension of [..., block_size, num_kv_heads, head_dim] that shares a scale: for keys, for values.
-_INT4_SHARED_DIMS = (-3, -1)
+# The dimension of [..., block_size, head_dim] that shares a scale: for keys, for values.
+_INT4_SHARED_DIMS = (-2, -1)
 
 
 def _pack(nibbles: Tensor, out: Tensor) -> None:
@@ -287,6 +303,12 @@ def _scales(high: Tensor, low: Tensor, largest: float) -> Tensor:
 
 def _reciprocal(scales: Tensor) -> Tensor:
     return scales.float().clamp_min_(_SMALLEST_NORMAL).reciprocal_()
+
+
+def _order_behind(other: torch.device, device: torch.device) -> None:
+    """Let later work on `device` wait for the work launched so far on `other`."""
+    if other != device and other.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(torch.cuda.current_stream(other))
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -16,11 +16,13 @@ def compatibility_fields(
     kv_dtype: str,
     block_size: int,
     block_shape: Sequence[int],
-    tensor_parallel_size: int = 1,
     transport: str,
     checksums: str,
 ) -> dict[str, str]:
-    """Fields for `PeerHello.compatibility`. `block_shape` is the pool's shape without its first dimension."""
+    """Fields for `PeerHello.compatibility`. `block_shape` is that of whole blocks.
+
+    The tensor parallel sizes may differ: transports know how each pool is sharded.
+    """
     return {
         "wire_version": str(WIRE_VERSION),
         "model_revision": model_revision,
@@ -28,7 +30,6 @@ def compatibility_fields(
         "kv_dtype": kv_dtype,
         "block_size": str(block_size),
         "block_shape": "x".join(map(str, block_shape)),
-        "tensor_parallel_size": str(tensor_parallel_size),
         "transport": transport,
         "checksums": checksums,  # otherwise a worker that checks all blocks would accept unchecked ones from a peer
     }

@@ -145,7 +145,7 @@ class BlockWrites:
                 generation=notification.generation,
                 first_block=notification.first_block,
                 num_blocks=notification.num_blocks,
-                checksums=block_checksums(self._engine.kv, write.local_block_ids, share=share, draw=self._draw),
+                checksums=block_checksums(self._engine.kv.shards, write.local_block_ids, share=share, draw=self._draw),
             )
         return append_checksum(encode_message(notification))
 

@@ -58,6 +58,7 @@ def namespace_digest(*, model_revision: str, kv_dtype: str, codec: str, block_si
     return _tagged_hash(
         _NAMESPACE_KEY,
         {
+            "kv_layout": "heads first",
             "model_revision": model_revision,
             "kv_dtype": kv_dtype,
             "codec": codec,

@@ -69,7 +69,7 @@ def assemble(config: WorkerConfig, hub: InProcessHub | None = None) -> WorkerPar
         config.transfer.transport,
         worker_id=config.worker_id,
         epoch=epoch,
-        pool=engine.kv,
+        pool=engine.kv.shards,
         hub=hub,
         host=config.host,
         mailbox=endpoint(".kv") if config.socket_folder else "",
@@ -129,7 +129,7 @@ def _compatibility(config: WorkerConfig, engine: Engine) -> dict[str, str]:
         namespace=engine.namespace,
         kv_dtype=str(engine.model.dtype),
         block_size=config.engine.block_size,
-        block_shape=engine.kv.shape[1:],
+        block_shape=engine.kv.block_shape,
         transport=config.transfer.transport,
         checksums=config.transfer.checksums,
     )

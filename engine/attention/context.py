@@ -13,7 +13,7 @@ __all__ = ["StepContext"]
 class StepContext:
     """The packed batch of one step: S sequences, T tokens, sequence i owning tokens [starts[i], starts[i + 1]).
 
-    pool:          [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]
+    pool:          [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim], in any order except head_dim
     block_tables:  [S, max_blocks], int32; row i names the blocks of sequence i, in order
     query_starts:  [S + 1], int32
     kv_lens:       [S], int32; tokens of sequence i in the cache once this step has written its new ones

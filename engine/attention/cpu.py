@@ -30,7 +30,8 @@ class _Arguments(ctypes.Structure):
             for what in ("query", "key", "value")
             for axis in ("token", "head")
         ),
-        *((name, ctypes.c_int64) for name in ("block_stride", "num_tokens", "num_seqs", "max_blocks", "block_size")),
+        *((f"{what}_stride", ctypes.c_int64) for what in ("block", "slot", "kv_head")),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_seqs", "max_blocks", "block_size")),
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "window")),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -93,6 +94,8 @@ class CpuAttention:
             value_token_stride=value.stride(0),
             value_head_stride=value.stride(1),
             block_stride=pool.stride(0),
+            slot_stride=pool.stride(3),
+            kv_head_stride=pool.stride(4),
             num_tokens=num_tokens,
             num_seqs=context.kv_lens.shape[0],
             max_blocks=context.block_tables.shape[1],

@@ -98,7 +98,7 @@ class TritonAttention:
         self._kernels.write_kv[(num_tokens, -(-num_kv_heads // heads))](
             keys,
             values,
-            keys.stride(0),
+            *keys.stride()[:3],
             key,
             value,
             key.stride(0),
@@ -156,7 +156,7 @@ class TritonAttention:
             query.stride(1),
             keys,
             values,
-            keys.stride(0),
+            *keys.stride()[:3],
             sinks,
             context.block_tables,
             context.block_tables.stride(0),

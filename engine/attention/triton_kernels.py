@@ -19,9 +19,11 @@ MINUS_INFINITY = tl.constexpr(float("-inf"))
 
 @triton.jit
 def write_kv(
-    layer_keys,  # this layer's keys of block 0: [BLOCK_SIZE, num_kv_heads, HEAD_DIM]
+    layer_keys,  # this layer's keys of block 0: [BLOCK_SIZE, num_kv_heads, HEAD_DIM], strided
     layer_values,
-    block_stride,  # elements from one block of the pool to the next
+    block_stride,  # of the pool, in elements
+    slot_stride,
+    kv_head_stride,
     key,  # [T, num_kv_heads, HEAD_DIM], strided
     value,
     key_token_stride,
@@ -40,7 +42,7 @@ def write_kv(
     slot = tl.load(slot_mapping + token)
     heads, dims = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None], tl.arange(0, DIM)[None, :]
     mask = (heads < num_kv_heads) & (dims < HEAD_DIM)
-    to = (slot // BLOCK_SIZE) * block_stride + ((slot % BLOCK_SIZE) * num_kv_heads + heads) * HEAD_DIM + dims
+    to = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride + heads * kv_head_stride + dims
     keys = tl.load(key + token * key_token_stride + heads * key_head_stride + dims, mask=mask)
     values = tl.load(value + token * value_token_stride + heads * value_head_stride + dims, mask=mask)
     tl.store(layer_keys + to, keys, mask=mask)
@@ -83,11 +85,12 @@ def attend_split(
     layer_values,
     table,  # the sequence's row of the block tables
     block_stride,
+    slot_stride,
+    kv_head_stride,
     kv_head,
     first_key,
     end_key,
     scale,  # in units of log2
-    num_kv_heads: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -107,7 +110,7 @@ def attend_split(
         keys = start + tl.arange(0, KEYS)
         is_key = keys < end_key  # slots beyond hold anything, even NaN, and 0 * NaN is not 0
         block = tl.load(table + keys // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        offset = block * block_stride + ((keys % BLOCK_SIZE) * num_kv_heads + kv_head) * HEAD_DIM
+        offset = block * block_stride + (keys % BLOCK_SIZE) * slot_stride + kv_head * kv_head_stride
         k = tl.load(layer_keys + offset[None, :] + dims[:, None], mask=is_key[None, :] & has_dim[:, None], other=0.0)
         v = tl.load(layer_values + offset[:, None] + dims[None, :], mask=is_key[:, None] & has_dim[None, :], other=0.0)
         if CAST:
@@ -158,6 +161,8 @@ def attend(
     layer_keys,
     layer_values,
     block_stride,
+    slot_stride,
+    kv_head_stride,
     sinks,  # [num_heads]
     block_tables,  # [num_seqs, table_stride]
     table_stride,
@@ -229,11 +234,12 @@ def attend(
             layer_values,
             table,
             block_stride,
+            slot_stride,
+            kv_head_stride,
             kv_head,
             first_key,
             end_key,
             scale * LOG2_E,
-            num_kv_heads,
             HEAD_DIM,
             BLOCK_SIZE,
             WINDOW,

@@ -25,7 +25,7 @@ struct Arguments {
   const void *query; // [num_tokens, num_heads, head_dim], strided
   const void *key;   // [num_tokens, num_kv_heads, head_dim], strided
   const void *value;
-  void *layer_keys;   // this layer's keys of block 0: [block_size, num_kv_heads, head_dim]
+  void *layer_keys;   // this layer's keys of block 0: [block_size, num_kv_heads, head_dim], strided
   void *layer_values;
   const int32_t *block_tables;  // [num_seqs, max_blocks]
   const int32_t *query_starts;  // [num_seqs + 1]
@@ -35,7 +35,7 @@ struct Arguments {
   int64_t query_token_stride, query_head_stride; // in elements
   int64_t key_token_stride, key_head_stride;
   int64_t value_token_stride, value_head_stride;
-  int64_t block_stride; // elements from one block to the next
+  int64_t block_stride, slot_stride, kv_head_stride; // of the pool, in elements
   int64_t num_tokens, num_seqs, max_blocks, block_size;
   int64_t num_heads, num_kv_heads, head_dim;
   int64_t window;   // a token sees itself and the window - 1 tokens before it; 0 = all
@@ -46,11 +46,11 @@ template <typename T> void write_cache(const Arguments &a) {
   const T *key = static_cast<const T *>(a.key), *value = static_cast<const T *>(a.value);
   for (int64_t t = 0; t < a.num_tokens; ++t) {
     int64_t slot = a.slot_mapping[t];
-    int64_t at = slot / a.block_size * a.block_stride + slot % a.block_size * a.num_kv_heads * a.head_dim;
+    int64_t at = slot / a.block_size * a.block_stride + slot % a.block_size * a.slot_stride;
     for (int64_t h = 0; h < a.num_kv_heads; ++h) {
-      std::memcpy(static_cast<T *>(a.layer_keys) + at + h * a.head_dim,
+      std::memcpy(static_cast<T *>(a.layer_keys) + at + h * a.kv_head_stride,
                   key + t * a.key_token_stride + h * a.key_head_stride, a.head_dim * sizeof(T));
-      std::memcpy(static_cast<T *>(a.layer_values) + at + h * a.head_dim,
+      std::memcpy(static_cast<T *>(a.layer_values) + at + h * a.kv_head_stride,
                   value + t * a.value_token_stride + h * a.value_head_stride, a.head_dim * sizeof(T));
     }
   }
@@ -153,6 +153,21 @@ inline void add_values(const float *weights, const float *values, int num_keys, 
     for (int c = 0; c < COLUMNS; ++c) store(out + r * dim + c * LANES, acc[r][c]);
 }
 
+// Brings the rows of a tile towards the caches. Without it each block of a head is a jump that no hardware predicts.
+template <typename T>
+void prefetch_tile(const Arguments &a, const int32_t *table, int64_t kv_head, int64_t start, int64_t end) {
+  constexpr int64_t LINE = 64 / sizeof(T);
+  const T *keys = static_cast<const T *>(a.layer_keys), *values = static_cast<const T *>(a.layer_values);
+  for (int64_t position = start; position < end; ++position) {
+    int64_t at = table[position / a.block_size] * a.block_stride + position % a.block_size * a.slot_stride +
+                 kv_head * a.kv_head_stride;
+    for (int64_t d = 0; d < a.head_dim; d += LINE) {
+      __builtin_prefetch(keys + at + d, 0, 2);
+      __builtin_prefetch(values + at + d, 0, 2);
+    }
+  }
+}
+
 template <typename T>
 void load_tile(const Arguments &a, const int32_t *table, int64_t kv_head, int64_t start, int num_keys, int dim,
                Scratch &s) {
@@ -168,7 +183,7 @@ void load_tile(const Arguments &a, const int32_t *table, int64_t kv_head, int64_
       if (base + j < num_keys) {
         int64_t position = start + base + j;
         int64_t at = table[position / a.block_size] * a.block_stride +
-                     (position % a.block_size * a.num_kv_heads + kv_head) * a.head_dim;
+                     position % a.block_size * a.slot_stride + kv_head * a.kv_head_stride;
         key_row = keys + at;
         value_rows[j] = values + at;
       }
@@ -260,6 +275,7 @@ void attend(const Arguments &a, int64_t seq, int64_t first_query, int64_t num_qu
   int64_t first_key = a.window > 0 ? std::max<int64_t>(first_position - a.window + 1, 0) / KEYS * KEYS : 0;
   for (; first_key <= last_position; first_key += KEYS) {
     int num_keys = static_cast<int>(std::min<int64_t>(KEYS, last_position + 1 - first_key));
+    prefetch_tile<T>(a, table, kv_head, first_key + KEYS, std::min(first_key + 2 * KEYS, last_position + 1));
     load_tile<T>(a, table, kv_head, first_key, num_keys, dim, s);
     for (int r = 0; r < padded_rows; r += ROWS) {
       // Padding rows beyond num_rows repeat the last position; their result is dropped.

@@ -86,10 +86,11 @@ class Notification(NamedTuple):
 
 
 class PoolShape(NamedTuple):
-    """Size of a block pool; `block_bytes` must be the same on both sides of a link."""
+    """Size of a block pool; `block_bytes`, of whole blocks, must be the same on both sides of a link."""
 
     num_blocks: int
     block_bytes: int
+    num_shards: int = 1
 
 
 class BlockRun(NamedTuple):
@@ -179,15 +180,20 @@ class Transport(abc.ABC):
         """Release all peers and the pool; open transfers become LOST. Closing twice is fine."""
 
 
-def pool_shape(pool: Tensor) -> PoolShape:
-    """Shape of a pool `[num_blocks, ...]`. Raises `TransferError` unless its blocks are contiguous and not empty."""
-    if pool.dim() < 2 or not pool.is_contiguous() or pool.numel() == 0:
-        raise TransferError(
-            f"a block pool must be a contiguous, non-empty tensor [num_blocks, ...], not {tuple(pool.shape)} "
-            f"with strides {pool.stride()}"
-        )
-    num_blocks = pool.shape[0]
-    return PoolShape(num_blocks, pool.numel() // num_blocks * pool.element_size())
+def pool_shape(shards: Sequence[Tensor]) -> PoolShape:
+    """Shape of a pool of shards `[num_blocks, ...]`.
+
+    Raises `TransferError` unless all have one shape, and their blocks are contiguous and not empty.
+    """
+    first = shards[0]
+    for shard in shards:
+        if shard.dim() < 2 or not shard.is_contiguous() or shard.numel() == 0 or shard.shape != first.shape:
+            raise TransferError(
+                f"a block pool must be a contiguous, non-empty tensor [num_blocks, ...], not {tuple(shard.shape)} "
+                f"with strides {shard.stride()}"
+            )
+    num_blocks = first.shape[0]
+    return PoolShape(num_blocks, first.numel() // num_blocks * first.element_size() * len(shards), len(shards))
 
 
 def check_block_ids(

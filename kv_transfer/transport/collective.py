@@ -30,9 +30,10 @@ from tandem.kv_transfer.transport.base import (
 )
 from tandem.kv_transfer.transport.pair import PairChannel
 from tandem.kv_transfer.transport.pair_link import IncomingLink, LinkAdmission, LinkHello, OutgoingLink, PairLink
+from tandem.kv_transfer.transport.shards import num_pieces, shards_of
 from tandem.kv_transfer.transport.stream import MessageStream, connect, listen
 from tandem.protocol.decoding import safe_decoder
-from tandem.protocol.errors import IncompatiblePeer, PeerLost, TransferError
+from tandem.protocol.errors import ConfigError, IncompatiblePeer, PeerLost, TransferError
 
 __all__ = ["CollectiveTransport"]
 
@@ -50,6 +51,7 @@ class _CollectiveMetadata(msgspec.Struct, frozen=True, array_like=True):
     device_type: str
     num_blocks: int
     block_bytes: int
+    num_shards: int
 
 
 _decode_metadata = safe_decoder(_CollectiveMetadata)
@@ -62,7 +64,7 @@ class CollectiveTransport(Transport):
         self,
         worker_id: str,
         epoch: int,
-        pool: Tensor,
+        pool: Tensor | Sequence[Tensor],
         host: str,
         *,
         hello_timeout_s: float = 10.0,
@@ -72,8 +74,10 @@ class CollectiveTransport(Transport):
         """Time limits: for a connection that says nothing, and for a live peer that does not poll or take part."""
         self._worker_id = worker_id
         self._epoch = epoch
-        self._shape = pool_shape(pool)
-        self._pool = pool
+        self._shards = shards_of(pool)
+        self._shape = pool_shape(self._shards)
+        if len({shard.device for shard in self._shards}) > 1:
+            raise ConfigError("transport='nccl' reaches one GPU of a worker; use 'nixl' for workers of several GPUs")
         self._host = host
         self._hello_timeout_s = hello_timeout_s
         self._set_up_timeout_s = set_up_timeout_s
@@ -90,7 +94,7 @@ class CollectiveTransport(Transport):
     @override
     def local_metadata(self) -> bytes:
         port = self._listener.getsockname()[1]
-        device_type = self._pool.device.type
+        device_type = self._shards[0].device.type
         return msgspec.msgpack.encode(
             _CollectiveMetadata(self._worker_id, self._epoch, self._host, port, self._secret, device_type, *self._shape)
         )
@@ -103,7 +107,8 @@ class CollectiveTransport(Transport):
             theirs: _CollectiveMetadata = _decode_metadata(metadata)
         except msgspec.MsgspecError as exc:
             raise TransferError(f"transport metadata cannot be read: {exc}") from exc
-        self._check_peer(worker_id, epoch, theirs)
+        shape = PoolShape(theirs.num_blocks, theirs.block_bytes, theirs.num_shards)
+        pieces = self._check_peer(worker_id, epoch, theirs, shape)
         known = self._opened.get(worker_id)
         if known is not None and known.epoch == epoch and not known.is_closed:
             return
@@ -112,11 +117,11 @@ class CollectiveTransport(Transport):
         self._num_opened += 1
         link = OutgoingLink(
             stream,
-            PairChannel(0, self._pool, self._host, self._copy_timeout_s),
-            LinkHello(theirs.secret, self._worker_id, self._epoch, self._num_opened),
+            PairChannel(0, self._shards, self._host, self._copy_timeout_s),
+            LinkHello(theirs.secret, self._worker_id, self._epoch, self._num_opened, pieces),
             name=f"{worker_id} epoch {epoch}",
             epoch=epoch,
-            shape=PoolShape(theirs.num_blocks, theirs.block_bytes),
+            shapes=(self._shape, shape),
             timeout_s=self._set_up_timeout_s,
         )
         self._opened[worker_id] = link
@@ -183,16 +188,16 @@ class CollectiveTransport(Transport):
         for link in links:
             link.channel.join(max(0.0, deadline - time.monotonic()))
 
-    def _check_peer(self, worker_id: str, epoch: int, theirs: _CollectiveMetadata) -> None:
+    def _check_peer(self, worker_id: str, epoch: int, theirs: _CollectiveMetadata, shape: PoolShape) -> int:
+        """The pieces of each block on a link to this peer. Raises TransferError if there can be none."""
         if (theirs.worker_id, theirs.epoch) != (worker_id, epoch):
             raise TransferError(
                 f"metadata of {worker_id} epoch {epoch} describes {theirs.worker_id} epoch {theirs.epoch}"
             )
-        device_type = self._pool.device.type
-        if theirs.block_bytes != self._shape.block_bytes:
-            raise IncompatiblePeer(f"block_bytes: {self._shape.block_bytes} here, {theirs.block_bytes} at {worker_id}")
+        device_type = self._shards[0].device.type
         if theirs.device_type != device_type:
             raise IncompatiblePeer(f"device: {device_type} here, {theirs.device_type} at {worker_id}")
+        return num_pieces(self._shape, shape, worker_id)
 
     def _copy(
         self,
@@ -206,7 +211,7 @@ class CollectiveTransport(Transport):
         link = self._opened.get(worker_id)
         if link is None or link.is_closed:
             raise PeerLost(f"{worker_id} is unknown or gone")
-        check_block_ids(local_block_ids, remote_block_ids, self._shape, link.shape, is_read=is_read)
+        check_block_ids(local_block_ids, remote_block_ids, self._shape, link.remote_shape, is_read=is_read)
         transfer = link.start(local_block_ids, remote_block_ids, notification, is_read=is_read)
         self._run(link, link.drive)
         return transfer
@@ -217,8 +222,8 @@ class CollectiveTransport(Transport):
         except OSError:  # the peer has gone already
             return
         stream = MessageStream(connection)
-        admission = LinkAdmission(self._secret, self._shape.num_blocks, self._hello_timeout_s, self._replace_links)
-        link = IncomingLink(stream, PairChannel(1, self._pool, self._host, self._copy_timeout_s), admission)
+        admission = LinkAdmission(self._secret, self._hello_timeout_s, self._replace_links)
+        link = IncomingLink(stream, PairChannel(1, self._shards, self._host, self._copy_timeout_s), admission)
         self._accepted.append(link)
         self._selector.register(stream, selectors.EVENT_READ, link)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -24,7 +24,8 @@ from tandem.kv_transfer.transport.base import (
     check_block_ids,
     pool_shape,
 )
-from tandem.protocol.errors import IncompatiblePeer, PeerLost, TransferError
+from tandem.kv_transfer.transport.shards import byte_pieces, num_pieces, piece_ids, shards_of
+from tandem.protocol.errors import PeerLost, TransferError
 
 __all__ = ["InProcessHub", "InProcessTransport", "InProcessWrite", "Verdict"]
 
@@ -135,16 +136,17 @@ class _InProcessMetadata(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
     num_blocks: int
     block_bytes: int
+    num_shards: int
 
 
 class InProcessTransport(Transport):
     """A worker's end of the hub."""
 
-    def __init__(self, worker_id: str, epoch: int, pool: Tensor, hub: InProcessHub) -> None:
+    def __init__(self, worker_id: str, epoch: int, pool: Tensor | Sequence[Tensor], hub: InProcessHub) -> None:
         self.worker_id = worker_id
         self.epoch = epoch
-        self.shape: PoolShape = pool_shape(pool)
-        self.pool = pool
+        self.shards = shards_of(pool)
+        self.shape: PoolShape = pool_shape(self.shards)
         self.arrived: deque[Notification] = deque()
         self._hub = hub
         self._peers: dict[str, InProcessTransport] = {}
@@ -163,8 +165,7 @@ class InProcessTransport(Transport):
             raise TransferError(
                 f"metadata of {worker_id} epoch {epoch} describes {theirs.worker_id} epoch {theirs.epoch}"
             )
-        if theirs.block_bytes != self.shape.block_bytes:
-            raise IncompatiblePeer(f"block_bytes: {self.shape.block_bytes} here, {theirs.block_bytes} at {worker_id}")
+        num_pieces(self.shape, PoolShape(theirs.num_blocks, theirs.block_bytes, theirs.num_shards), worker_id)
         known = self._peers.get(worker_id)
         if known is not None and known.epoch == epoch and worker_id not in self._lost:
             return
@@ -257,8 +258,18 @@ def _deliver(write: InProcessWrite) -> None:
 
 def _copy_blocks(write: InProcessWrite, count: int) -> None:
     """Copy the first `count` blocks as bytes, because the two pools may have different shapes."""
-    for local_id, remote_id in zip(write.local_block_ids[:count], write.remote_block_ids[:count], strict=True):
-        source, target = write.sender.pool[local_id].view(-1), write.receiver.pool[remote_id].view(-1)
+    sender, receiver = write.sender, write.receiver
+    pieces = num_pieces(sender.shape, receiver.shape, receiver.worker_id)
+    sources = _pieces_of(sender, write.local_block_ids[:count], pieces)
+    targets = _pieces_of(receiver, write.remote_block_ids[:count], pieces)
+    for source, target in zip(sources, targets, strict=True):
         if write.is_read:
             source, target = target, source
-        target.view(source.dtype).copy_(source)
+        target.copy_(source)
+
+
+def _pieces_of(transport: InProcessTransport, block_ids: list[int], pieces: int) -> Iterator[Tensor]:
+    rows = byte_pieces(transport.shards, pieces)
+    for number in piece_ids(block_ids, transport.shape, pieces):
+        shard, row = divmod(number, len(rows[0]))
+        yield rows[shard][row]

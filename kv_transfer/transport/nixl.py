@@ -40,9 +40,17 @@ from tandem.kv_transfer.transport.base import (
     check_block_ids,
     pool_shape,
 )
-from tandem.kv_transfer.transport.nixl_agent import BlockList, NixlAgent, PoolMemory, TransferHandle, needs_no_port
+from tandem.kv_transfer.transport.nixl_agent import (
+    BlockList,
+    NixlAgent,
+    PoolMemory,
+    ShardAddress,
+    TransferHandle,
+    needs_no_port,
+)
 from tandem.kv_transfer.transport.notification_order import NotificationReceiver, agent_name, number_notification
 from tandem.kv_transfer.transport.one_machine import Mailbox, MailboxAddress, MailboxSender
+from tandem.kv_transfer.transport.shards import num_pieces, piece_ids, shards_of
 from tandem.protocol.decoding import safe_decoder
 from tandem.protocol.errors import IncompatiblePeer, PeerLost, TransferError
 
@@ -51,10 +59,14 @@ __all__ = ["NixlTransport"]
 logger = logging.getLogger(__name__)
 
 
-class _NixlMetadata(msgspec.Struct, frozen=True, array_like=True):
-    agent_metadata: Annotated[bytes, Meta(min_length=1, max_length=1 << 20)]
+class _NixlShard(msgspec.Struct, frozen=True, array_like=True):
     address: Annotated[int, Meta(ge=1)]
     device_id: Annotated[int, Meta(ge=0, lt=1024)]
+
+
+class _NixlMetadata(msgspec.Struct, frozen=True, array_like=True):
+    agent_metadata: Annotated[bytes, Meta(min_length=1, max_length=1 << 20)]
+    shards: Annotated[list[_NixlShard], Meta(min_length=1, max_length=1024)]
     memory_type: Literal["DRAM", "VRAM"]
     num_blocks: Annotated[int, Meta(ge=1, lt=1 << 31)]
     block_bytes: Annotated[int, Meta(ge=1, lt=1 << 40)]
@@ -62,7 +74,8 @@ class _NixlMetadata(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def memory(self) -> PoolMemory:
-        return PoolMemory(self.address, self.device_id, self.memory_type, PoolShape(self.num_blocks, self.block_bytes))
+        shards = [ShardAddress(shard.address, shard.device_id) for shard in self.shards]
+        return PoolMemory(shards, self.memory_type, PoolShape(self.num_blocks, self.block_bytes, len(shards)))
 
 
 _decode_metadata = safe_decoder(_NixlMetadata)
@@ -86,7 +99,8 @@ class _NixlPeer:
     worker_id: str
     epoch: int
     shape: PoolShape
-    blocks: BlockList
+    blocks: BlockList  # cut into `pieces`
+    pieces: int
     link: int
     mailbox: MailboxSender | None  # its notifications go there; None: through UCX
     in_flight: deque[_NixlTransfer] = field(default_factory=deque)
@@ -100,7 +114,7 @@ class _NixlPeer:
 
 
 class NixlTransport(Transport):
-    """A NIXL agent around one pool. `host` is the address at which peers reach this machine.
+    """A NIXL agent around one pool, or its shards. `host` is the address at which peers reach this machine.
 
     `mailbox` is an `ipc://` endpoint in a private folder, if all peers are on this machine and have theirs there.
     """
@@ -109,29 +123,31 @@ class NixlTransport(Transport):
         self,
         worker_id: str,
         epoch: int,
-        pool: Tensor,
+        pool: Tensor | Sequence[Tensor],
         host: str = "127.0.0.1",
         mailbox: str = "",
         *,
         make_agent: Callable[..., NixlAgent] = NixlAgent,
     ) -> None:
-        self._shape = pool_shape(pool)
+        shards = shards_of(pool)
+        self._shape = pool_shape(shards)
         self._peers: dict[str, _NixlPeer] = {}
         self._notifications = NotificationReceiver()
         self._links = itertools.count(1)
         self._stuck: list[_NixlTransfer] = []  # of lost links; NIXL could not cancel them yet
         self._is_closed = False
-        has_mailbox = bool(mailbox) and needs_no_port(pool)
+        has_mailbox = bool(mailbox) and needs_no_port(shards[0])
         name = agent_name(worker_id, epoch)
-        self._agent = make_agent(name, pool, self._shape, opens_port=not has_mailbox, host=host)
+        self._agent = make_agent(name, shards, self._shape, opens_port=not has_mailbox, host=host)
         self._mailbox = Mailbox(mailbox, name) if has_mailbox else None
 
     @override
     def local_metadata(self) -> bytes:
-        address, device_id, memory_type, shape = self._agent.memory
+        addresses, memory_type, shape = self._agent.memory
+        shards = [_NixlShard(*address) for address in addresses]
         mailbox = self._mailbox.address if self._mailbox is not None else None
         return msgspec.msgpack.encode(
-            _NixlMetadata(self._agent.metadata, address, device_id, memory_type, *shape, mailbox)
+            _NixlMetadata(self._agent.metadata, shards, memory_type, shape.num_blocks, shape.block_bytes, mailbox)
         )
 
     @override
@@ -142,8 +158,8 @@ class NixlTransport(Transport):
             theirs: _NixlMetadata = _decode_metadata(metadata)
         except msgspec.MsgspecError as exc:
             raise TransferError(f"transport metadata cannot be read: {exc}") from exc
-        if theirs.block_bytes != self._shape.block_bytes:
-            raise IncompatiblePeer(f"block_bytes: {self._shape.block_bytes} here, {theirs.block_bytes} at {worker_id}")
+        memory = theirs.memory
+        pieces = num_pieces(self._shape, memory.shape, worker_id)
         known = self._peers.get(worker_id)
         if known is not None and known.epoch == epoch and not known.is_lost:
             return
@@ -153,9 +169,9 @@ class NixlTransport(Transport):
         with ExitStack() as on_error:
             if mailbox is not None:
                 on_error.callback(mailbox.close)
-            blocks = self._agent.connect(name, theirs.agent_metadata, theirs.memory)
+            blocks = self._agent.connect(name, theirs.agent_metadata, memory, pieces)
             on_error.pop_all()
-        self._peers[worker_id] = _NixlPeer(worker_id, epoch, theirs.memory.shape, blocks, next(self._links), mailbox)
+        self._peers[worker_id] = _NixlPeer(worker_id, epoch, memory.shape, blocks, pieces, next(self._links), mailbox)
         self._notifications.keep_only(name)
 
     @override
@@ -251,7 +267,9 @@ class NixlTransport(Transport):
         try:
             peer.check_alive()  # its process id may be reused, and CMA knows nothing but that id
             if local_block_ids:
-                copy.handle = self._agent.prepare(operation, local_block_ids, peer.blocks, remote_block_ids)
+                local = piece_ids(local_block_ids, self._shape, peer.pieces)
+                remote = piece_ids(remote_block_ids, peer.shape, peer.pieces)
+                copy.handle = self._agent.prepare(operation, local, peer.blocks, remote, peer.pieces)
                 self._agent.begin(copy.handle)
             self._progress(peer)
         except TransferError as exc:  # it may have begun: it shares the fate of the link

@@ -19,7 +19,7 @@ from tandem.kv_transfer.transport.base import PoolShape, is_loopback
 from tandem.kv_transfer.transport.one_machine import UCX_TLS, can_copy_between_processes
 from tandem.protocol.errors import ConfigError, PeerLost, TransferError
 
-__all__ = ["BlockList", "NixlAgent", "PoolMemory", "TransferHandle", "needs_no_port"]
+__all__ = ["BlockList", "NixlAgent", "PoolMemory", "ShardAddress", "TransferHandle", "needs_no_port"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +64,17 @@ def _nixl_errors(doing: str) -> Iterator[None]:
         raise TransferError(f"{doing}: {type(exc).__name__} {exc}") from exc
 
 
-class PoolMemory(NamedTuple):
-    """The location of a pool in its process."""
+class ShardAddress(NamedTuple):
+    """Where a shard of a pool begins."""
 
     address: int
     device_id: int
+
+
+class PoolMemory(NamedTuple):
+    """The location of a pool in its process."""
+
+    shards: list[ShardAddress]
     memory_type: Literal["DRAM", "VRAM"]
     shape: PoolShape
 
@@ -76,28 +82,31 @@ class PoolMemory(NamedTuple):
 class NixlAgent:
     """Its methods raise `PeerLost` and `TransferError` where NIXL raises its own exceptions."""
 
-    def __init__(self, name: str, pool: Tensor, shape: PoolShape, *, opens_port: bool, host: str) -> None:
+    def __init__(self, name: str, shards: Sequence[Tensor], shape: PoolShape, *, opens_port: bool, host: str) -> None:
         """With `opens_port` UCX listens at a TCP port: at the loopback interface only if `host` is loopback."""
-        device_id = max(pool.get_device(), 0)  # -1 on the CPU
-        self.memory = PoolMemory(pool.data_ptr(), device_id, "VRAM" if pool.is_cuda else "DRAM", shape)
-        self._pool = pool  # keeps the registered memory alive
+        addresses = [ShardAddress(shard.data_ptr(), max(shard.get_device(), 0)) for shard in shards]  # -1 on the CPU
+        self.memory = PoolMemory(addresses, "VRAM" if shards[0].is_cuda else "DRAM", shape)
+        self._shards = shards  # keeps the registered memory alive
         if opens_port and is_loopback(host):
             os.environ.setdefault("UCX_NET_DEVICES", "lo")  # otherwise UCX listens at every network interface
         with _nixl_errors("start of the NIXL agent"):
             self._agent: Any = _make_agent(name, opens_port)
-            self._registration = self._agent.register_memory(pool)
-            self._local_blocks = self._prepare_blocks("NIXL_INIT_AGENT", self.memory)
+            regions = [[one.address, shard.nbytes, one.device_id] for one, shard in zip(addresses, shards, strict=True)]
+            self._registration = self._agent.register_memory(np.array(regions, np.uint64), self.memory.memory_type)
+            self._local_blocks = {shape.num_shards: self._prepare_blocks("NIXL_INIT_AGENT", self.memory, len(shards))}
             self.metadata: bytes = self._agent.get_agent_metadata()
 
-    def connect(self, name: str, metadata: bytes, memory: PoolMemory) -> BlockList:
-        """Connect to the agent of this name and prepare the list of its blocks."""
+    def connect(self, name: str, metadata: bytes, memory: PoolMemory, pieces: int) -> BlockList:
+        """Connect to the agent of this name and prepare the list of its blocks, each cut into `pieces`."""
         with _nixl_errors(f"adding {name}"):
             found = self._agent.add_remote_agent(metadata).decode()
             if found != name:
                 self._agent.remove_remote_agent(found)
                 raise TransferError(f"metadata of {name} describes {found}")
             self._agent.make_connection(name)  # the first write then does not pay for it
-            return self._prepare_blocks(name, memory)
+            if pieces not in self._local_blocks:
+                self._local_blocks[pieces] = self._prepare_blocks("NIXL_INIT_AGENT", self.memory, pieces)
+            return self._prepare_blocks(name, memory, pieces)
 
     def disconnect(self, name: str, blocks: BlockList) -> None:
         """Undo `connect`."""
@@ -105,12 +114,14 @@ class NixlAgent:
             blocks.release()
             self._agent.remove_remote_agent(name)
 
-    def prepare(self, operation: str, local_ids: Sequence[int], remote: BlockList, remote_ids: Sequence[int]) -> Any:
-        """The handle of a "WRITE" or "READ" between these blocks of both pools, paired in order."""
+    def prepare(
+        self, operation: str, local_ids: Sequence[int], remote: BlockList, remote_ids: Sequence[int], pieces: int
+    ) -> TransferHandle:
+        """The handle of a "WRITE" or "READ" between these pieces of both pools, paired in order."""
         pairs = np.array([local_ids, remote_ids], dtype=np.int32)
         pairs = pairs[:, np.argsort(pairs[0], kind="stable")]
         with _nixl_errors(operation):
-            return self._agent.make_prepped_xfer(operation, self._local_blocks, pairs[0], remote, pairs[1])
+            return self._agent.make_prepped_xfer(operation, self._local_blocks[pieces], pairs[0], remote, pairs[1])
 
     def begin(self, handle: TransferHandle) -> None:
         """Start the transfer. If this raises it may have begun all the same."""
@@ -160,16 +171,17 @@ class NixlAgent:
         """End the agent, its sockets and its memory maps."""
         try:
             with _nixl_errors("close of the NIXL agent"):
-                self._local_blocks.release()
+                for blocks in self._local_blocks.values():
+                    blocks.release()
                 self._agent.deregister_memory(self._registration)
         finally:
             self._agent = None  # the last reference
 
-    def _prepare_blocks(self, agent: str, memory: PoolMemory) -> BlockList:
-        """NIXL's list of all blocks of a pool, given as one row: (address, length, device, stride, count)."""
-        num_blocks, block_bytes = memory.shape
-        row = [memory.address, block_bytes, memory.device_id, block_bytes, num_blocks]
-        return self._agent.prep_xfer_dlist(agent, np.array([row], dtype=np.uint64), memory.memory_type)
+    def _prepare_blocks(self, agent: str, memory: PoolMemory, pieces: int) -> BlockList:
+        """NIXL's list of all pieces of a pool, given as a row a shard: (address, length, device, stride, count)."""
+        num_bytes, count = memory.shape.block_bytes // pieces, memory.shape.num_blocks * pieces // len(memory.shards)
+        rows = [[shard.address, num_bytes, shard.device_id, num_bytes, count] for shard in memory.shards]
+        return self._agent.prep_xfer_dlist(agent, np.array(rows, dtype=np.uint64), memory.memory_type)
 
 
 def needs_no_port(pool: Tensor) -> bool:

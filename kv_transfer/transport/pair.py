@@ -20,23 +20,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.kv_transfer.transport.base import is_loopback
-from tandem.protocol.errors import ConfigError
+from tandem.kv_transfer.transport.base import is_loopback, pool_shape
+from tandem.kv_transfer.transport.shards import byte_pieces
+from tandem.protocol.errors import ConfigError, TransferError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["LocalRun", "PairChannel", "PairCopy"]
+__all__ = ["SHARD_GAP", "LocalRun", "PairChannel", "PairCopy"]
 
 _DATA_TAG, _UNUSED_TAG = 0, 1
 _COMPLETION_POLL_S = 0.0002
+SHARD_GAP = 1  # numbers between the pieces of two shards, so that no run of neighbours goes from one to the next
 
 
 class LocalRun(NamedTuple):
-    """Blocks `[start, start + num_blocks)` of our pool."""
+    """Pieces `[start, start + num_pieces)` of our pool, all in one shard."""
 
     start: int
-    num_blocks: int
+    num_pieces: int
 
 
 class PairCopy:
@@ -56,10 +58,10 @@ class PairChannel:
     The ranks find each other through `store`: what either side sets there must reach the store of the other.
     """
 
-    def __init__(self, rank: int, pool: Tensor, host: str, timeout_s: float) -> None:
+    def __init__(self, rank: int, shards: Sequence[Tensor], host: str, timeout_s: float) -> None:
         """`timeout_s` is for a peer that lives but does not take part; one that dies is noticed by its connection."""
-        num_blocks = pool.shape[0]
-        self._blocks = pool.view(-1).view(torch.uint8).view(num_blocks, -1)
+        self._shards = shards
+        self._rows: list[Tensor] = []  # of each shard, its pieces
         self._rank = rank
         self._host = host
         self.store: Store = dist.HashStore()  # type: ignore[attr-defined]
@@ -71,6 +73,19 @@ class PairChannel:
         self._is_closed = False
         self._copies: queue.SimpleQueue[PairCopy | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-pair", daemon=True)
+
+    def cut(self, pieces: int) -> None:
+        """Cut each block into so many pieces. Raises TransferError if the pool cannot be cut so. Call it first."""
+        shape = pool_shape(self._shards)
+        if pieces % shape.num_shards or shape.block_bytes % pieces:
+            raise TransferError(f"blocks of {shape.block_bytes} bytes cannot be cut into {pieces} pieces")
+        self._rows = byte_pieces(self._shards, pieces)
+
+    def holds(self, run: LocalRun) -> bool:
+        """Whether the pool has these pieces, in one shard."""
+        shard, row = divmod(run.start, len(self._rows[0]) + SHARD_GAP)
+        in_shard = row + run.num_pieces <= len(self._rows[0])
+        return run.start >= 0 and run.num_pieces >= 1 and shard < len(self._rows) and in_shard
 
     def start(self) -> None:
         """Make the group, now that the peer does so too, and carry out what was submitted."""
@@ -96,14 +111,18 @@ class PairChannel:
 
     def _run(self) -> None:
         try:
-            group = _make_group(self.store, self._rank, self._host, self._blocks.device, self._timeout_s)
+            group = _make_group(self.store, self._rank, self._host, self._shards[0].device, self._timeout_s)
             self._group = group  # NOTE: set before `_is_closed` is read, and `close` does both the other way round
             self.is_ready = True
             while not self._is_closed and (copy := self._copies.get()) is not None:
-                group.copy(copy, [self._blocks[run.start : run.start + run.num_blocks] for run in copy.runs])
+                group.copy(copy, [self._pieces(run) for run in copy.runs])
                 copy.is_done = not self._is_closed  # an aborted group may leave without an error
         except Exception as exc:  # the thread's outermost frame: the link is lost, its owner logs why
             self.error = str(exc).partition("\n")[0] or type(exc).__name__
+
+    def _pieces(self, run: LocalRun) -> Tensor:
+        shard, row = divmod(run.start, len(self._rows[0]) + SHARD_GAP)
+        return self._rows[shard][row : row + run.num_pieces]
 
 
 class _Group(Protocol):

@@ -13,13 +13,15 @@ import hmac
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+from msgspec import Meta
 from typing_extensions import override
 
 from tandem.kv_transfer.transport.base import Notification, PoolShape, Transfer, TransferState, block_runs
-from tandem.kv_transfer.transport.pair import LocalRun, PairChannel, PairCopy
+from tandem.kv_transfer.transport.pair import SHARD_GAP, LocalRun, PairChannel, PairCopy
+from tandem.kv_transfer.transport.shards import piece_ids
 from tandem.kv_transfer.transport.stream import MessageStream
 from tandem.protocol.decoding import safe_decoder
 from tandem.protocol.errors import PeerLost, TransferError
@@ -34,6 +36,7 @@ class LinkHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     worker_id: str
     epoch: int
     number: int  # counts the opener's links in the order in which it made them
+    pieces: Annotated[int, Meta(ge=1, lt=1 << 20)]  # into which a block is cut on this link
 
 
 class _LinkWelcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
@@ -51,7 +54,7 @@ class _StoreUpdate(msgspec.Struct, frozen=True, array_like=True, tag="rendezvous
 
 
 class _CopyOrder(msgspec.Struct, frozen=True, array_like=True, tag="copy"):
-    """The next copy of this link. `runs` are in the acceptor's pool: (first block, number of blocks)."""
+    """The next copy of this link. `runs` are in the acceptor's pool: (first piece, number of pieces)."""
 
     number: int
     is_read: bool
@@ -146,12 +149,15 @@ class OutgoingLink(PairLink):
         *,
         name: str,
         epoch: int,
-        shape: PoolShape,
+        shapes: tuple[PoolShape, PoolShape],
         timeout_s: float,
     ) -> None:
+        """`shapes` are those of our pool and of the peer's."""
         super().__init__(stream, channel, name)
         self.epoch = epoch
-        self.shape = shape
+        self._shape, self.remote_shape = shapes
+        self._pieces = hello.pieces
+        channel.cut(hello.pieces)
         self.is_welcome = False
         self._in_flight: deque[_CollectiveTransfer] = deque()
         self._num_copies = 0
@@ -163,9 +169,12 @@ class OutgoingLink(PairLink):
 
     def start(self, local: Sequence[int], remote: Sequence[int], notification: bytes, *, is_read: bool) -> Transfer:
         """Order a copy; `drive` sends the order."""
-        runs = block_runs(local, remote)
+        runs = block_runs(
+            piece_ids(local, self._shape, self._pieces, SHARD_GAP),
+            piece_ids(remote, self.remote_shape, self._pieces, SHARD_GAP),
+        )
         self._num_copies += 1
-        copy = _CollectiveTransfer(len(local) * self.shape.block_bytes, self._num_copies, is_read=is_read)
+        copy = _CollectiveTransfer(len(local) * self._shape.block_bytes, self._num_copies, is_read=is_read)
         if runs:
             copy.ours = self.channel.submit([LocalRun(run.local, run.num_blocks) for run in runs], is_send=not is_read)
         self._in_flight.append(copy)
@@ -212,7 +221,6 @@ class LinkAdmission(NamedTuple):
     """The conditions on which an acceptor accepts an opener."""
 
     secret: bytes
-    num_blocks: int
     timeout_s: float  # for the first message
     on_hello: Callable[[LinkHello], None]  # raises `TransferError` to refuse the opener
 
@@ -256,6 +264,7 @@ class IncomingLink(PairLink):
     def _greet(self, message: _LinkMessage) -> None:
         if not isinstance(message, LinkHello) or not hmac.compare_digest(message.secret, self._admission.secret):
             raise TransferError("it does not know the secret of this worker's metadata")
+        self.channel.cut(message.pieces)
         self._admission.on_hello(message)
         self.hello = message
         self.name = f"{message.worker_id} epoch {message.epoch}"
@@ -263,13 +272,11 @@ class IncomingLink(PairLink):
         self.channel.start()
 
     def _submit(self, order: _CopyOrder) -> PairCopy | None:
-        num_blocks = self._admission.num_blocks
-        for start, count in order.runs:
-            if start < 0 or count < 1 or start + count > num_blocks:
-                raise TransferError(f"{count} blocks from {start} leave the pool of {num_blocks} blocks")
-        if not order.runs:
-            return None
-        return self.channel.submit([LocalRun(*run) for run in order.runs], is_send=order.is_read)
+        runs = [LocalRun(*run) for run in order.runs]
+        for run in runs:
+            if not self.channel.holds(run):
+                raise TransferError(f"{run.num_pieces} pieces from {run.start} leave the pool")
+        return self.channel.submit(runs, is_send=order.is_read) if runs else None
 
 
 def _is_done(copy: PairCopy | None) -> bool:

@@ -59,7 +59,7 @@ def generate(engine: Engine, prompts: Iterable[list[int]], **sampling: Any) -> l
 
 def prompt_kv(engine: Engine, blocks: list[int], num_tokens: int) -> Tensor:
     """[num_layers, 2, num_tokens, heads, head_dim] of a sequence's first tokens."""
-    return engine.kv[blocks].permute(1, 2, 0, 3, 4, 5).flatten(2, 3)[:, :, :num_tokens].clone()
+    return engine.kv.read(blocks).permute(2, 3, 0, 4, 1, 5).flatten(2, 3)[:, :, :num_tokens]
 
 
 # Equal to transformers.
@@ -255,7 +255,7 @@ def test_received_blocks_continue_exactly(length: int, dtype: str, build_engine:
     received = receiver.make_sequence("r", prompt, make_sampling(**options))
     blocks = receiver.pool.try_allocate(len(sent.blocks))
     assert blocks is not None
-    receiver.kv[blocks] = sender.kv[sent.blocks]
+    receiver.kv.write(blocks, sender.kv.read(sent.blocks))
     received.blocks, received.num_computed_tokens = blocks, length
     received.token_ids.append(output(sent)[0])
     receiver.add(received)

@@ -113,7 +113,7 @@ class LateWorld:
         """Let peers read and write what they were lent, for a while."""
         kv, pool, source = self.engine.kv, self.engine.pool, self._source
         for loan in [loan for loan in self._loans if loan.until <= self._step]:
-            assert torch.equal(kv[loan.blocks], loan.kv), f"blocks {loan.blocks} changed while a peer had them"
+            assert torch.equal(kv.read(loan.blocks), loan.kv), f"blocks {loan.blocks} changed while a peer had them"
             pool.release(loan.blocks)
             self._loans.remove(loan)
         for blocks, mark in list(self._asked):
@@ -121,9 +121,9 @@ class LateWorld:
                 self._asked.remove((blocks, mark))
                 early = [block for block in blocks if self.device.stream.uses(block)]
                 assert not early, f"blocks {early} are overwritten while the device uses them"
-                kv[blocks] = FOREIGN
+                kv.shards[0][blocks] = FOREIGN
                 self.counts["written"] += 1
-                self._loans.append(Loan(blocks, kv[blocks].clone(), self._step + source.randint(1, 20)))
+                self._loans.append(Loan(blocks, kv.read(blocks), self._step + source.randint(1, 20)))
 
     def _ask_for_blocks(self) -> None:
         """Now and then, lend blocks to a peer that writes, and to one that reads."""
@@ -139,11 +139,11 @@ class LateWorld:
         """A peer reads blocks: the KV of one digest is always the same, bit for bit."""
         for block, digest in zip(blocks, digests, strict=False):
             assert not self.device.stream.writes[block], f"block {block} is read before it is computed"
-            kv = self.engine.kv[block]
-            assert torch.equal(kv, self._kv_of.setdefault(digest, kv.clone())), f"block {block} holds other KV"
+            kv = self.engine.kv.read([block])
+            assert torch.equal(kv, self._kv_of.setdefault(digest, kv)), f"block {block} holds other KV"
             self.counts["read"] += 1
         if is_ours:
-            self._loans.append(Loan(blocks, self.engine.kv[blocks].clone(), self._step + self._source.randint(1, 20)))
+            self._loans.append(Loan(blocks, self.engine.kv.read(blocks), self._step + self._source.randint(1, 20)))
 
 
 @pytest.fixture(scope="module")

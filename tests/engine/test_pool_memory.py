@@ -54,11 +54,11 @@ def test_a_pool_of_the_default_size_takes_memory_as_it_fills(model_folder: Calla
     config = EngineConfig(model=str(model_folder("llama")), dtype="float32", device="cpu")
     before = process.memory_info().rss
     engine = Engine(config)
-    pool_bytes = engine.kv.numel() * engine.kv.element_size()
+    pool_bytes = engine.kv.num_blocks * engine.kv.block_bytes
     assert pool_bytes > 100e6, "large enough to see it"
     assert process.memory_info().rss - before < pool_bytes / 2
     before = process.memory_info().rss
-    engine.kv[: engine.kv.shape[0] // 2].fill_(1.0)
+    engine.kv.shards[0][: engine.kv.num_blocks // 2].fill_(1.0)
     assert process.memory_info().rss - before > pool_bytes / 4
 
 

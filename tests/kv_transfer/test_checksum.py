@@ -12,7 +12,7 @@ from tandem.kv_transfer.checksum import block_checksums, wrong_blocks
 
 def device_checksums(pool: Tensor, block_ids: list[int]) -> list[bytes]:
     """The checksums of a pool on a GPU."""
-    return [b"d" + digest for digest in checksum._device_digests(pool, block_ids)]
+    return [b"d" + digest for digest in checksum._device_digests([pool], block_ids)]
 
 
 KINDS: dict[str, Callable[[Tensor, list[int]], list[bytes]]] = {"host": block_checksums, "device": device_checksums}
@@ -79,3 +79,14 @@ def test_a_gpu_and_a_host_check_each_other() -> None:
     assert block_checksums(on_gpu, [4, 1]) == device_checksums(pool, [4, 1])
     assert wrong_blocks(pool, [4, 1], block_checksums(on_gpu, [4, 1])) == []
     assert wrong_blocks(on_gpu, [4, 1], block_checksums(pool, [4, 1])) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_shards", [2, 3])
+def test_checksums_do_not_depend_on_how_blocks_are_sharded(kind: str, num_shards: int) -> None:
+    pool = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(0))
+    shards = [part.contiguous() for part in pool.chunk(num_shards, dim=1)]
+    checksums = KINDS[kind](pool, [3, 0])
+    assert wrong_blocks(shards, [3, 0], checksums) == []
+    shards[-1][0, -1, -1] += 1
+    assert wrong_blocks(shards, [3, 0], checksums) == [0]

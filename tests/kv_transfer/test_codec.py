@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.kv_transfer.codec import _SLAB_BYTES, CODEC_NAMES, Codec, create_codec
 from tandem.protocol.errors import ConfigError
 
-SHAPE = (3, 2, 4, 2, 6)  # [num_layers, 2, block_size, num_kv_heads, head_dim]
+SHAPE = (2, 3, 2, 4, 6)  # [num_kv_heads, num_layers, 2, block_size, head_dim]
 LOSSY = [name for name in CODEC_NAMES if name != "raw"]
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -30,7 +30,7 @@ def make_blocks(
 ) -> Tensor:
     """Random blocks in which some channels are far from zero, as in keys."""
     generator = torch.Generator().manual_seed(seed)
-    channels = torch.randn(shape[0], 2, 1, *shape[3:], generator=generator).pow(3) * 10
+    channels = torch.randn(*shape[:3], 1, shape[4], generator=generator).pow(3) * 10
     return ((torch.randn(num_blocks, *shape, generator=generator) + channels) * spread).to(dtype)
 
 
@@ -55,9 +55,9 @@ def largest_error(name: str, x: Tensor) -> Tensor:
     if name == "fp8":  # 4 significant bits; below the smallest normal number, 2^-6, the step is 2^-9
         return torch.maximum(x.abs() * 2**-4, magnitude / 448 * 2**-10)
     bounds = torch.empty_like(x)
-    for kind, dim in ((0, -3), (1, -1)):
-        high, low = x[:, :, kind].amax(dim, keepdim=True), x[:, :, kind].amin(dim, keepdim=True)
-        bounds[:, :, kind] = ((high - low) / 2 + ((high + low) / 2).abs() * 2**-8) / 7.5 / 2
+    for kind, dim in ((0, -2), (1, -1)):
+        high, low = x[..., kind, :, :].amax(dim, keepdim=True), x[..., kind, :, :].amin(dim, keepdim=True)
+        bounds[..., kind, :, :] = ((high - low) / 2 + ((high + low) / 2).abs() * 2**-8) / 7.5 / 2
     return bounds
 
 
@@ -105,7 +105,7 @@ def test_error_is_at_most_half_a_step(
     exponent: int,
     seed: int,
 ) -> None:
-    shape = (num_layers, 2, block_size, num_kv_heads, head_dim)
+    shape = (num_kv_heads, num_layers, 2, block_size, head_dim)
     blocks = make_blocks(num_blocks, shape, dtype, seed=seed)
     blocks *= 10.0**exponent / blocks.abs().max().item()
     assert_within_bounds(create_codec(name), blocks)
@@ -114,17 +114,17 @@ def test_error_is_at_most_half_a_step(
 @every_lossy_codec
 def test_the_largest_element_never_wraps_around_whichever_way_its_scale_is_rounded(codec: Codec) -> None:
     largest = torch.linspace(1, 4, 4096)[:, None, None, None, None, None]
-    blocks = largest * torch.linspace(-1, 1, 5).expand(1, 1, 2, 5, 1, 5)
+    blocks = largest * torch.linspace(-1, 1, 5).expand(1, 1, 1, 2, 5, 5)
     assert_within_bounds(codec, blocks.contiguous())
 
 
 @every_lossy_codec
 @both_dtypes
 def test_errors_on_keys_with_large_channels(codec: Codec, dtype: torch.dtype) -> None:
-    blocks = make_blocks(8, (4, 2, 16, 3, 64), dtype)
-    error = (round_trip(codec, blocks).float() - blocks.float()).square().mean(dim=(0, 1, 3, 4, 5))
-    relative = (error / blocks.float().square().mean(dim=(0, 1, 3, 4, 5))).sqrt()
-    assert (relative < {"fp8": 0.03, "int8": 0.015, "int4": 0.16}[codec.name]).all(), f"K and V: {relative}"
+    blocks = make_blocks(8, (3, 4, 2, 16, 64), dtype)
+    error = (round_trip(codec, blocks).float() - blocks.float()).square().mean(dim=(0, 1, 2, 4, 5))
+    relative = (error / blocks.float().square().mean(dim=(0, 1, 2, 4, 5))).sqrt()
+    assert (relative < {"fp8": 0.03, "int8": 0.015, "int4": 0.17}[codec.name]).all(), f"K and V: {relative}"
     if codec.name == "int4":
         assert relative[0] < relative[1] / 3, f"a scale per channel should help keys: {relative}"
 
@@ -140,18 +140,18 @@ def test_errors_on_keys_with_large_channels(codec: Codec, dtype: torch.dtype) ->
     ],
 )
 def test_bytes_of_the_default_models_block(name: str, dtype: torch.dtype, expected: int) -> None:
-    assert create_codec(name).encoded_bytes((30, 2, 16, 3, 64), dtype) == expected
+    assert create_codec(name).encoded_bytes((3, 30, 2, 16, 64), dtype) == expected
 
 
 def test_an_odd_head_dim_takes_half_a_byte_more() -> None:
-    even, odd = (create_codec("int4").encoded_bytes((1, 2, 1, 1, dim), torch.float32) for dim in (6, 5))
+    even, odd = (create_codec("int4").encoded_bytes((1, 1, 2, 1, dim), torch.float32) for dim in (6, 5))
     assert even - odd == 2 * 2  # scale and centre of one key channel; the elements take as many bytes
 
 
 def test_the_layout_of_what_tiers_keep() -> None:
     # One layer, two tokens, one head of three. Tiers outlive processes: a change here needs another codec name.
     keys, values = [[0.0, -16.0, 1.0], [15.0, -16.0, 4.0]], [[127.0, -1.0, 0.0], [63.5, 0.0, 0.0]]
-    blocks = torch.tensor([[keys, values]]).view(1, 1, 2, 2, 1, 3)
+    blocks = torch.tensor([[keys, values]]).view(1, 1, 1, 2, 2, 3)
     one, half, eighth = [0x80, 0x3F], [0x00, 0x3F], [0x01, 0x3E]  # bfloat16, little endian; the last is 16 / 127
     int8 = encode(create_codec("int8"), blocks)[0].tolist()
     assert int8[:6] == [0, 129, 8, 119, 129, 32]
@@ -166,7 +166,7 @@ def test_the_layout_of_what_tiers_keep() -> None:
 
 
 def test_every_fp8_code_decodes_to_its_number() -> None:
-    codec, shape = create_codec("fp8"), (1, 2, 1, 1, 128)
+    codec, shape = create_codec("fp8"), (1, 1, 2, 1, 128)
     codes = torch.arange(256, dtype=torch.uint8)
     scales = torch.tensor([2.0, 2.0], dtype=torch.bfloat16).view(torch.uint8)
     out = torch.empty(1, *shape)
@@ -182,10 +182,10 @@ def test_every_fp8_code_decodes_to_its_number() -> None:
 def test_zeros_stay_zeros(codec: Codec, dtype: torch.dtype) -> None:
     blocks = make_blocks(2, dtype=dtype)
     blocks[0] = 0
-    blocks[1, 0, 1, 2] = 0  # a token's value
-    blocks[1, 0, 0, :, 0, 3] = 0  # a key's channel
+    blocks[1, 0, 2, 1, 2] = 0  # a token's value
+    blocks[1, 0, 0, 0, :, 3] = 0  # a key's channel
     decoded = round_trip(codec, blocks)
-    for part in (decoded[0], decoded[1, 0, 1, 2], decoded[1, 0, 0, :, 0, 3]):
+    for part in (decoded[0], decoded[1, 0, 2, 1, 2], decoded[1, 0, 0, 0, :, 3]):
         assert (part == 0).all()
 
 
@@ -207,14 +207,14 @@ def test_a_number_that_is_none_shows_in_all_that_shares_its_scale_and_nowhere_el
 ) -> None:
     blocks = make_blocks(2, dtype=dtype)
     expected = round_trip(codec, blocks)
-    blocks[1, 0, 0, 3, 1, 2] = bad  # a key
-    blocks[0, 2, 1, 0, 0, 4] = bad  # a value
+    blocks[1, 1, 0, 0, 3, 2] = bad  # a key
+    blocks[0, 0, 2, 1, 0, 4] = bad  # a value
     shared = torch.zeros(blocks.shape, dtype=torch.bool)
     if codec.name == "int4":
-        shared[1, 0, 0, :, 1, 2] = True
+        shared[1, 1, 0, 0, :, 2] = True
     else:
-        shared[1, 0, 0, 3, 1, :] = True
-    shared[0, 2, 1, 0, 0, :] = True
+        shared[1, 1, 0, 0, 3, :] = True
+    shared[0, 0, 2, 1, 0, :] = True
     decoded = round_trip(codec, blocks)
     assert not decoded[shared].isfinite().any()
     assert torch.equal(decoded[~shared], expected[~shared])
@@ -316,17 +316,22 @@ def test_a_gpu_decodes_what_a_cpu_encoded_to_the_same_numbers(codec: Codec, dtyp
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gather_and_scatter_are_encode_and_decode_of_blocks_of_a_pool(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_gather_and_scatter_are_encode_and_decode_of_blocks_of_a_pool(
+    name: str, dtype: torch.dtype, num_shards: int
+) -> None:
     codec = create_codec(name)
-    pool = torch.randn(9, 2, 2, 4, 3, 8).to(dtype)
+    pool = torch.randn(9, 4, 2, 2, 3, 8).to(dtype)
+    shards = [part.contiguous() for part in pool.chunk(num_shards, dim=1)]
     blocks = torch.tensor([7, 0, 4])
     encoded, gathered = (torch.empty(3, codec.encoded_bytes(pool.shape[1:], dtype), dtype=torch.uint8) for _ in "12")
     codec.encode(pool[blocks], encoded)
-    codec.gather(pool, blocks, gathered)
+    codec.gather(shards, blocks, gathered)
     assert torch.equal(gathered, encoded)
     decoded = torch.empty_like(pool[blocks])
     codec.decode(encoded, decoded)
-    target = torch.zeros_like(pool)
-    codec.scatter(gathered, target, torch.tensor([1, 8, 3]))
+    targets = [torch.zeros_like(shard) for shard in shards]
+    codec.scatter(gathered, targets, torch.tensor([1, 8, 3]))
+    target = torch.cat(targets, dim=1)
     assert torch.equal(target[[1, 8, 3]], decoded)
     assert not target[[0, 2, 4, 5, 6, 7]].any()

@@ -248,8 +248,8 @@ class SenderSide:
         self.engine = make_engine(model)
         self.hub = InProcessHub()
         self.transport = FaultyTransport(
-            InProcessTransport("p", 1, self.engine.kv, self.hub),
-            self.engine.kv,
+            InProcessTransport("p", 1, self.engine.kv.shards, self.hub),
+            self.engine.kv.shards[0],
             rates=rates or {},
             source=random.Random(0),
             clock=lambda: self.now,
@@ -272,7 +272,7 @@ class SenderSide:
 
     def start_receiver(self, epoch: int) -> InProcessTransport:
         """A process named "d"; the link leads to it from now on."""
-        receiver = InProcessTransport("d", epoch, torch.zeros_like(self.engine.kv), self.hub)
+        receiver = InProcessTransport("d", epoch, torch.zeros_like(self.engine.kv.shards[0]), self.hub)
         self.links.connect(address("d", epoch), self.now)
         reply = PeerHello(
             sender=address("d", epoch), compatibility={}, transport_metadata=receiver.local_metadata(), is_reply=True
@@ -324,7 +324,7 @@ def test_a_grant_of_a_dead_process_is_not_written_to_its_successor(model: Path) 
     sender.grant("r", 3)
     successor = sender.start_receiver(2)  # a later request brought its link up before the death was told
     sender.role.pump(0.0)
-    assert not successor.pool.any(), "blocks that the dead process granted are somebody else's in the new one"
+    assert not successor.shards[0].any(), "blocks that the dead process granted are somebody else's in the new one"
     assert successor.poll() == []
     assert sender.failed == ["KV handoff failed: a write to d is failed"]
     sender.role.check_integrity(idle=True)
@@ -442,7 +442,7 @@ def test_nothing_is_sent_for_a_receiver_that_is_known_to_be_dead(model: Path) ->
 
 def make_receiver(model: Path, sent: list[Message] | None = None) -> tuple[DecodeRole, Engine]:
     engine = make_engine(model)
-    transport = InProcessTransport("d", 1, engine.kv, InProcessHub())
+    transport = InProcessTransport("d", 1, engine.kv.shards, InProcessHub())
     messages = [] if sent is None else sent
     links = PeerLinks(address("d"), {}, transport, lambda peer, message: messages.append(message), timeout_s=30.0)
     role = DecodeRole(

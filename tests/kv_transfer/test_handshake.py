@@ -13,7 +13,7 @@ def make_fields(**changes: Any) -> dict[str, str]:
         "namespace": b"\x01\x02",
         "kv_dtype": "bfloat16",
         "block_size": 16,
-        "block_shape": (30, 2, 16, 3, 64),
+        "block_shape": (3, 30, 2, 16, 64),
         "transport": "nixl",
         "checksums": "all",
     }
@@ -29,10 +29,9 @@ def test_equal_workers_do_not_differ() -> None:
     [
         ({"kv_dtype": "float32"}, "kv_dtype: 'bfloat16' here, 'float32' there"),
         ({"block_size": 32}, "block_size: '16' here, '32' there"),
-        ({"block_shape": (30, 2, 16, 3, 32)}, "block_shape: '30x2x16x3x64' here, '30x2x16x3x32' there"),
+        ({"block_shape": (3, 30, 2, 16, 32)}, "block_shape: '3x30x2x16x64' here, '3x30x2x16x32' there"),
         ({"namespace": b"\x03"}, "namespace: '0102' here, '03' there"),
         ({"checksums": "off"}, "checksums: 'all' here, 'off' there"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size: '1' here, '2' there"),
         (
             {"model_revision": "m@2", "transport": "in_process"},
             "model_revision: 'm@1' here, 'm@2' there; transport: 'nixl' here, 'in_process' there",

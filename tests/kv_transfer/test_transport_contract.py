@@ -6,7 +6,7 @@ import itertools
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -32,7 +32,7 @@ class Network:
         self.hub = InProcessHub()
         self.stack = ExitStack()
 
-    def make(self, worker_id: str, pool: torch.Tensor, epoch: int = 1) -> Transport:
+    def make(self, worker_id: str, pool: torch.Tensor | Sequence[torch.Tensor], epoch: int = 1) -> Transport:
         name, mailbox = self.name, ""
         if name == ONE_MACHINE:
             name, mailbox = "nixl", f"ipc://{self.folder}/{worker_id}-{epoch}"
@@ -40,7 +40,9 @@ class Network:
         self.stack.callback(transport.close)
         return transport
 
-    def link(self, sender_pool: torch.Tensor, receiver_pool: torch.Tensor) -> tuple[Transport, Transport]:
+    def link(
+        self, sender_pool: torch.Tensor | Sequence[torch.Tensor], receiver_pool: torch.Tensor | Sequence[torch.Tensor]
+    ) -> tuple[Transport, Transport]:
         """A sender "p" and a receiver "d", each knowing the other."""
         sender, receiver = self.make("p", sender_pool), self.make("d", receiver_pool)
         sender.add_peer("d", 1, receiver.local_metadata())
@@ -202,6 +204,25 @@ def test_a_read_fills_exactly_the_named_blocks(
     assert torch.equal(ours.view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(theirs.view(torch.uint8), unchanged.view(torch.uint8))
     assert owner.poll() == []
+
+
+@pytest.mark.parametrize("num_shards", [(2, 2), (1, 2), (2, 1), (4, 2), (3, 2)], ids=str)
+@pytest.mark.parametrize("is_read", [False, True], ids=["write", "read"])
+def test_blocks_cross_between_pools_of_any_shards(network: Network, num_shards: tuple[int, int], is_read: bool) -> None:
+    """A block has the same bytes for any number of shards, whichever they are on either side."""
+    source, target = (random_pool(count, (12, 2, 5), seed=seed).to(torch.bfloat16) for count, seed in ((11, 1), (9, 2)))
+    ours, theirs = [4, 5, 6, 0, 10, 9], [0, 1, 2, 8, 5, 4]
+    expected, ours_before = target.clone(), source.clone()
+    expected[theirs] = source[ours]
+    pools = zip((source, target), num_shards, strict=True)
+    shards = [[part.contiguous() for part in pool.chunk(number, dim=1)] for pool, number in pools]
+    sender, receiver = network.link(*shards)
+    transfer = receiver.read_blocks("p", ours, theirs) if is_read else sender.write_blocks("d", ours, theirs, b"all")
+    settle([transfer], sender, receiver)
+    assert transfer.state is TransferState.DONE
+    assert transfer.num_bytes == 6 * 12 * 2 * 5 * 2
+    assert torch.equal(torch.cat(shards[1], dim=1), expected)
+    assert torch.equal(torch.cat(shards[0], dim=1), ours_before)
 
 
 def test_reads_and_writes_of_both_sides_at_once(network: Network) -> None:

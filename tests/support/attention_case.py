@@ -11,6 +11,7 @@ from torch import Tensor
 from tandem.engine.attention.context import StepContext
 from tandem.engine.attention.interface import AttentionBackend
 from tandem.engine.attention.reference import ReferenceAttention
+from tandem.engine.kv_pool import paged_view
 
 __all__ = ["NUM_LAYERS", "Case", "assert_agrees"]
 
@@ -48,8 +49,10 @@ class Case:
         self.shape = (sum(num_blocks) + 1, NUM_LAYERS, 2, block_size, num_kv_heads, head_dim)
 
     def new_pool(self, fill: float) -> Tensor:
-        """A pool of two layers in which every element is `fill`."""
-        return torch.full(self.shape, fill, dtype=self.dtype, device=self.device)
+        """A pool of two layers in which every element is `fill`, laid out as the engine's."""
+        num_blocks, num_layers, _, block_size, num_kv_heads, head_dim = self.shape
+        shard = (num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim)
+        return paged_view(torch.full(shard, fill, dtype=self.dtype, device=self.device))
 
     def run(
         self, backend: AttentionBackend, pool: Tensor, chunks: list[tuple[int, int, int]], **options: Any

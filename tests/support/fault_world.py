@@ -198,10 +198,10 @@ class _Worker:
         self.engine = world.make_engine()
         make_device = world.make_device
         self.device = None if make_device is None else make_device(self.engine, world.source.randrange(1 << 30))
-        inner = InProcessTransport(worker_id, epoch, self.engine.kv, world.hub)
+        inner = InProcessTransport(worker_id, epoch, self.engine.kv.shards, world.hub)
         self.transport = FaultyTransport(
             inner,
-            self.engine.kv,
+            self.engine.kv.shards[0],
             rates=world.faults.writes,
             source=world.source,
             clock=lambda: world.now,
@@ -213,7 +213,7 @@ class _Worker:
             namespace=self.engine.namespace,
             kv_dtype="float32",
             block_size=_BLOCK_SIZE,
-            block_shape=self.engine.kv.shape[1:],
+            block_shape=self.engine.kv.block_shape,
             transport="in_process",
             checksums=world.transfer.checksums,
         )

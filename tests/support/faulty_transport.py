@@ -81,7 +81,7 @@ class FaultyTransport(Transport):
         self.injected: Counter[str] = Counter() if injected is None else injected
         self._inner = inner
         self._pool = pool
-        self._block_bytes = pool_shape(pool).block_bytes
+        self._block_bytes = pool_shape([pool]).block_bytes
         self._source = source
         self._clock = clock
         self._max_delay_s = max_delay_s

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from tandem.engine.device import DeviceStream, Mark
 from tandem.engine.engine import Engine
+from tandem.engine.kv_pool import paged_view
 from tandem.engine.model_runner import LateTokens
 from tandem.engine.sampling.sampler import LaunchedSample, SampledToken, SamplePlan
 from tandem.engine.sequence import ScheduledChunk
@@ -141,14 +142,15 @@ class LateDevice:
         """Make this codec move its bytes late."""
         scatter, gather = codec.scatter, codec.gather
 
-        def scatter_late(source: Tensor, kv: Tensor, blocks: Tensor) -> None:
+        def scatter_late(source: Tensor, shards: Sequence[Tensor], blocks: Tensor) -> None:
             written = blocks.tolist()
-            kv[[block for block in written if not self.stream.uses(block)]] = GARBAGE
-            self.stream.launch(lambda: scatter(source, kv, blocks), writes=written)
+            for shard in shards:
+                shard[[block for block in written if not self.stream.uses(block)]] = GARBAGE
+            self.stream.launch(lambda: scatter(source, shards, blocks), writes=written)
 
-        def gather_late(kv: Tensor, blocks: Tensor, out: Tensor) -> None:
+        def gather_late(shards: Sequence[Tensor], blocks: Tensor, out: Tensor) -> None:
             out.fill_(255)
-            self.stream.launch(lambda: gather(kv, blocks, out), reads=blocks.tolist())
+            self.stream.launch(lambda: gather(shards, blocks, out), reads=blocks.tolist())
 
         codec.scatter, codec.gather = scatter_late, gather_late  # type: ignore[method-assign,assignment]
 
@@ -190,7 +192,7 @@ class LateDevice:
         """Fill token slots with garbage, except in blocks that earlier work still needs as they are."""
         kv, size = self._engine.kv, self._engine.config.block_size
         free = torch.tensor([slot for slot in slots.tolist() if not self.stream.uses(slot // size)], dtype=torch.long)
-        kv[free // size, :, :, free % size] = GARBAGE
+        paged_view(kv.shards[0])[free // size, :, :, free % size] = GARBAGE
 
 
 def touched_early(
@@ -207,7 +209,7 @@ def touched_early(
     if not is_stray and (device := device_of(source)) is not None:
         if early := [block for block in read if device.stream.writes[block]]:
             return f"blocks {early} of {source.worker_id} are read before they are computed"
-        if (source.pool[read] == GARBAGE).any():
+        if (source.shards[0][read] == GARBAGE).any():
             return f"garbage is read from {source.worker_id}"
     if (device := device_of(target)) is not None and (early := [b for b in written if device.stream.uses(b)]):
         return f"blocks {early} of {target.worker_id} are overwritten while its device uses them"

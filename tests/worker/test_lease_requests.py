@@ -46,8 +46,8 @@ class Side:
         self.clock_readings: list[float] = []  # the next ones; then it is `now`
         self.engine = Engine(config, clock=lambda: self.clock_readings.pop(0) if self.clock_readings else self.now)
         hub = InProcessHub()
-        transport = InProcessTransport(me.worker_id, 1, self.engine.kv, hub)
-        other = InProcessTransport(peer.worker_id, 1, torch.zeros_like(self.engine.kv), hub)
+        transport = InProcessTransport(me.worker_id, 1, self.engine.kv.shards, hub)
+        other = InProcessTransport(peer.worker_id, 1, torch.zeros_like(self.engine.kv.shards[0]), hub)
         self.sent: list[Message] = []
         self.failed: list[str] = []
         self.num_grants = 0

@@ -510,7 +510,7 @@ class LongSteps:
         monkeypatch.setattr(worker.parts.sockets, "receive", self.receive)
         monkeypatch.setattr(worker.parts.sockets, "reply", lambda identity, message: self.replies.append(message))
         monkeypatch.setattr(worker.parts.engine, "step", self.step)
-        other = InProcessTransport("peer", 1, torch.zeros_like(worker.parts.engine.kv), hub)
+        other = InProcessTransport("peer", 1, torch.zeros_like(worker.parts.engine.kv.shards[0]), hub)
         self.step_engine = type(worker.parts.engine).step
         worker.parts.links.connect(self.peer, 0.0)
         (opening,) = sent

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine.device import to_device
+from tandem.engine.kv_pool import KvPool
 from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.codec import Codec
 from tandem.kv_transfer.fetch_planner import FetchSource
@@ -65,10 +66,10 @@ class CachedTier(KvSource):
         if load.num_loaded:
             self.cost.observe(load.num_loaded, load.read_s / self.num_threads)
 
-    def decode_into(self, kv: Tensor, blocks: Sequence[int], data: Tensor) -> None:
+    def decode_into(self, kv: KvPool, blocks: Sequence[int], data: Tensor) -> None:
         """Decode blocks into these blocks of the pool. On a GPU only later work of its stream may see them yet."""
         index = to_device(np.array(blocks, dtype=np.int64), kv.device)
-        self.codec.scatter(data.to(kv.device, non_blocking=True), kv, index)
+        self.codec.scatter(data.to(kv.device, non_blocking=True), kv.shards, index)
 
 
 class _OpenTier(OpenSource):
@@ -107,10 +108,10 @@ class _TierPiece(Piece):
     def learn_late(self, now: float) -> None:
         self._cached.cost.observe_at_least(self.num_blocks, now - self.begun_at)
 
-    def place(self, sequence: EngineSequence, first_block: int, kv: Tensor) -> int:
+    def place(self, sequence: EngineSequence, first_block: int, kv: KvPool) -> int:
         blocks = sequence.blocks[first_block : self.end_block]
         self._cached.decode_into(kv, blocks, self._data[first_block - self.first_block :])
-        return len(blocks) * kv[0].numel() * kv.element_size()
+        return len(blocks) * kv.block_bytes
 
     def drop(self) -> None:
         self._load.abandon()

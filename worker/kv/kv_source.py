@@ -7,8 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch import Tensor
-
+from tandem.engine.kv_pool import KvPool
 from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.fetch_planner import FetchSource
 
@@ -86,7 +85,7 @@ class Piece(abc.ABC):
         """Let the source's cost learn that this piece, which is not done, was too slow."""
 
     @abc.abstractmethod
-    def place(self, sequence: EngineSequence, first_block: int, kv: Tensor) -> int:
+    def place(self, sequence: EngineSequence, first_block: int, kv: KvPool) -> int:
         """Put blocks [first_block, end_block) of a complete piece in place in the sequence; the bytes copied for it."""
 
     @abc.abstractmethod

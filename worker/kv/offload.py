@@ -94,7 +94,7 @@ class Offloader:
         kv = self._engine.kv
         blocks = to_device(np.array([block for _, block in present], dtype=np.int64), kv.device)
         data = torch.empty(len(present), cached.block_bytes, dtype=torch.uint8, device=kv.device)
-        cached.codec.gather(kv, blocks, data)
+        cached.codec.gather(kv.shards, blocks, data)
         copy = HostCopy(data, self._engine.stream)
         self._in_flight.append(_OffloadBatch(cached, [name for name, _ in present], copy))
         self._num_bytes_in_flight += data.numel()

@@ -124,7 +124,7 @@ class PeerLender:
             sender=self._links.me,
             read_id=key.read_id,
             block_ids=loan.blocks,
-            checksums=block_checksums(self._engine.kv, loan.blocks, share=share) if share > 0 else [],
+            checksums=block_checksums(self._engine.kv.shards, loan.blocks, share=share) if share > 0 else [],
         )
         self._links.send(key.worker_id, key.epoch, grant)
         self.num_lent_blocks += len(loan.blocks)

@@ -26,10 +26,9 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from tandem.engine.device import Mark
 from tandem.engine.engine import Engine
+from tandem.engine.kv_pool import KvPool
 from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.checksum import wrong_blocks
 from tandem.kv_transfer.links import PeerLinks
@@ -228,7 +227,7 @@ class _PeerPiece(Piece):
         else:
             cost.observe_at_least(self.num_blocks, now - self.begun_at)
 
-    def place(self, sequence: EngineSequence, first_block: int, kv: Tensor) -> int:
+    def place(self, sequence: EngineSequence, first_block: int, kv: KvPool) -> int:
         """Swap blocks instead of copying them."""
         start = first_block - self.first_block
         replaced = sequence.blocks[first_block : self.end_block]
@@ -250,7 +249,7 @@ class _PeerPiece(Piece):
     def _wrong_blocks(self) -> list[int]:
         start = self.first_block - self._read.first_block
         checksums = self._read.checksums[start : start + self.num_blocks]
-        wrong = wrong_blocks(self._engine.kv, self.landing, checksums) if checksums else []
+        wrong = wrong_blocks(self._engine.kv.shards, self.landing, checksums) if checksums else []
         if wrong:
             logger.warning("%d KV blocks read from %s are damaged", len(wrong), self._read.peer.worker_id)
         return wrong

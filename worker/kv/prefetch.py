@@ -207,6 +207,6 @@ class Prefetcher:
     def _decoded(self, piece: _PrefetchPiece, data: Tensor) -> Tensor:
         """Blocks [n, *block_shape] on the engine's device."""
         kv = self._engine.kv
-        content = torch.empty(len(data), *kv.shape[1:], dtype=kv.dtype, device=kv.device)
+        content = torch.empty(len(data), *kv.block_shape, dtype=kv.dtype, device=kv.device)
         piece.source.codec.decode(data.to(kv.device, non_blocking=True), content)
         return content

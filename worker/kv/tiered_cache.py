@@ -163,7 +163,7 @@ def _make_tier(
 ) -> CachedTier:
     """`open_store` gets the bytes of an encoded block and the number of blocks."""
     codec = create_codec(codec_name)
-    block_bytes = codec.encoded_bytes(engine.kv.shape[1:], engine.kv.dtype)
+    block_bytes = codec.encoded_bytes(engine.kv.block_shape, engine.kv.dtype)
     num_blocks = max(int(capacity_gb * 1e9) // block_bytes, 1)
     num_threads = _NUM_THREADS[name]
     tier = Tier(

@@ -16,6 +16,7 @@ import torch
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.device import HostStream
+from tandem.engine.kv_pool import KvPool
 from tandem.engine.pool_admission import PoolAdmission
 from tandem.engine.scheduler import Scheduler
 from tandem.kv_transfer.transport.in_process import InProcessHub, InProcessTransport, InProcessWrite, Verdict
@@ -268,7 +269,7 @@ async def test_a_read_that_fails_is_computed(tiny_model: Path, oracle: Oracle, v
 async def test_damaged_blocks_are_not_used(tiny_model: Path, oracle: Oracle) -> None:
     def flip(write: InProcessWrite) -> Verdict:
         if write.is_read:
-            write.receiver.pool[write.remote_block_ids[3]] += 1
+            write.receiver.shards[0][write.remote_block_ids[3]] += 1
         return Verdict.DELIVER
 
     rng = random.Random(6)
@@ -384,16 +385,16 @@ class _Side:
     """A worker's pool, transport and links, without an engine."""
 
     def __init__(self, world: World, name: str, num_blocks: int) -> None:
-        self.kv = torch.zeros(num_blocks, 1, 2, 1, 1, 2)
+        self.kv = KvPool([torch.zeros(num_blocks, 1, 1, 2, 1, 2)])
         self.pool = BlockPool(num_blocks)
         self.address = PeerAddress(name, 1, "", "")
-        self.transport = InProcessTransport(name, 1, self.kv, world.hub)
+        self.transport = InProcessTransport(name, 1, self.kv.shards, world.hub)
         self.engine: Any = SimpleNamespace(
             pool=self.pool,
             kv=self.kv,
             stream=HostStream(),
             scheduler=Scheduler(self.pool, block_size=1, max_num_seqs=1, max_num_batched_tokens=1),
-            block_bytes=self.kv[0].numel() * 4,
+            block_bytes=self.kv.block_bytes,
         )
         self.links: Any = SimpleNamespace(
             me=self.address,
@@ -446,7 +447,7 @@ class World:
             self.land()
 
     def content(self, digest: bytes) -> torch.Tensor:
-        return torch.full_like(self.a.kv[0], float(digest[0] + 1))
+        return torch.full_like(self.a.kv.shards[0][0], float(digest[0] + 1))
 
     def digests(self) -> list[bytes]:
         return [bytes([idx]) for idx in range(6)]
@@ -456,7 +457,7 @@ class World:
         have = self.a.pool.acquire_cached(self.digests())
         blocks = self.a.pool.try_allocate(6 - len(have)) or []
         for block, digest in zip(blocks, self.digests()[len(have) :], strict=False):
-            self.a.kv[block] = self.content(digest)
+            self.a.kv.shards[0][block] = self.content(digest)
             self.a.pool.publish(block, digest, bytes([digest[0] - 1]) if digest[0] else None)
         self.a.pool.release([*have, *blocks])
 
@@ -464,7 +465,7 @@ class World:
         """Somebody else takes all blocks nobody uses, and writes into them."""
         blocks = self.a.pool.try_allocate(self.a.pool.num_available)
         assert blocks is not None
-        self.a.kv[blocks] = -1.0
+        self.a.kv.shards[0][blocks] = -1.0
         self.a.pool.release(blocks)
 
     def ask(self) -> None:
@@ -527,7 +528,7 @@ class World:
         self.num_read += 1
         for idx in range(piece.first_block, piece.end_block):
             expected = self.content(self.digests()[idx])
-            assert torch.equal(self.b.kv[sequence.blocks[idx]], expected), f"block {idx} is not what was held"
+            assert torch.equal(self.b.kv.shards[0][sequence.blocks[idx]], expected), f"block {idx} is not what was held"
         self.b.pool.release(sequence.blocks)
 
     def step(self) -> None:

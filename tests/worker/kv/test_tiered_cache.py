@@ -91,7 +91,7 @@ def cached_kv(engine: Engine, digests: list[bytes]) -> Tensor:
     """A copy of these blocks."""
     blocks = engine.pool.acquire_cached(digests)
     assert len(blocks) == len(digests)
-    kv = engine.kv[blocks].clone()
+    kv = engine.kv.read(blocks)
     engine.pool.release(blocks)
     return kv
 
@@ -192,7 +192,7 @@ class Throttled:
     def __init__(self, model: Path, *, learns: bool = False) -> None:
         engine = make_engine(model)
         codec = create_codec("raw")
-        block_bytes = codec.encoded_bytes(engine.kv.shape[1:], engine.kv.dtype)
+        block_bytes = codec.encoded_bytes(engine.kv.block_shape, engine.kv.dtype)
         self.store = ThrottledStore(MemoryStore(block_bytes, 1000))
         tier = Tier("host", self.store, create_policy("lru", 1000), capacity_blocks=1000)
         prior = LoadPrior(50e-6, 10e9)
@@ -375,7 +375,7 @@ def test_blocks_that_are_still_on_the_device_are_bounded_and_stored_when_they_ar
     blocks = engine.pool.try_allocate(15)
     assert blocks is not None
     cached.decode_into(engine.kv, blocks, data)
-    assert torch.equal(engine.kv[blocks], exact), "a block changed on its way"
+    assert torch.equal(engine.kv.read(blocks), exact), "a block changed on its way"
     engine.pool.release(blocks)
     machine.close()
 
