@@ -216,7 +216,8 @@ def _others(fleet: Fleet, settings: argparse.Namespace) -> Iterator[contextlib.A
 def _proxy(name: str, command: list[str], fleet: Fleet, health: str, api_key: str) -> Iterator[Server]:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    env = {**os.environ, "VLLM_API_KEY": fleet.api_key}
+    # vllm-router sends the key in OPENAI_API_KEY to both servers of a pair, and none that its client or a flag gives.
+    env = {**os.environ, "VLLM_API_KEY": fleet.api_key, "OPENAI_API_KEY": fleet.api_key}
     with launched([*command, str(port)], ready=f"{url}{health}", env=env) as running:
         yield Server(name, url, fleet.model, running.start_s, api_key)
 

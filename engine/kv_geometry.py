@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
-from tandem.engine.attention.interface import ATTENTION_NAME, LayerAttention, no_mask
+from tandem.engine.attention.interface import ATTENTION_NAME, LayerAttention
 from tandem.protocol.errors import ConfigError
 
 __all__ = ["FORWARD_ERRORS", "KvGeometry", "measure_kv"]
@@ -65,7 +64,6 @@ def measure_kv(module: nn.Module) -> KvGeometry:
     Raises ConfigError if layers differ in their KV heads, share an index, or are not numbered from 0.
     """
     AttentionInterface.register(_PROBE_NAME, _record)
-    AttentionMaskInterface.register(_PROBE_NAME, no_mask)
     model: Any = module
     name = type(module).__name__
     layers: list[_Layer] = []

@@ -15,7 +15,9 @@ from tandem.engine.device import to_device
 from tandem.engine.loader import LoadedModel
 from tandem.engine.sequence import PENDING_TOKEN, ScheduledChunk, Sequence
 
-__all__ = ["LateTokens", "ModelRunner", "PackedBatch"]
+__all__ = ["DeviceBatch", "LateInputs", "LateTokens", "ModelRunner", "PackedBatch"]
+
+Array = np.ndarray[Any, Any]
 
 
 def _nothing() -> None:
@@ -29,22 +31,34 @@ class LateTokens(NamedTuple):
     rows: dict[Sequence, int]  # which of them is the last token of a sequence
 
 
-class _LateInputs(NamedTuple):
+class LateInputs(NamedTuple):
     """Places of a batch whose input ids come from the device."""
 
-    places: Tensor  # [k]
-    rows: Tensor  # [k], in `token_ids`
-    token_ids: Tensor
+    places: Array  # [k], int64
+    rows: Array  # [k], int64, in `token_ids`
+    token_ids: Tensor  # on the device
 
 
 class PackedBatch(NamedTuple):
-    """One step's chunks, end to end, on the device: T tokens."""
+    """One step's chunks, end to end, in host memory: S sequences, T tokens. `StepContext` has more about the arrays."""
 
-    input_ids: Tensor  # [1, T]; 0 where `late_inputs` will be
+    input_ids: Array  # [T], int64; 0 where `late_inputs` come
+    positions: Array  # [T], int64
+    slot_mapping: Array  # [T], int64
+    block_tables: Array  # [S, max_blocks], int32
+    query_starts: Array  # [S + 1], int32
+    kv_lens: Array  # [S], int32
+    logit_rows: Array  # [n], int64; tokens whose logits are needed
+    late_inputs: LateInputs | None = None
+
+
+class DeviceBatch(NamedTuple):
+    """A packed batch on the device."""
+
+    input_ids: Tensor  # [1, T]
     positions: Tensor  # [1, T]
-    logit_rows: Tensor | None  # [n], tokens whose logits are needed; None if there are none
+    logit_rows: Tensor | None  # [n]; None if no logits are needed
     context: StepContext
-    late_inputs: _LateInputs | None
 
 
 class ModelRunner:
@@ -68,12 +82,13 @@ class ModelRunner:
         """
         return self.forward(self.pack(chunks, late_tokens), between_layers)
 
-    @torch.inference_mode()
     def forward(self, batch: PackedBatch, between_layers: Callable[[], None] = _nothing) -> Tensor | None:
-        """Launch a packed batch; the results of `run`."""
-        if batch.late_inputs is not None:
-            places, late_rows, token_ids = batch.late_inputs
-            batch.input_ids[0, places] = token_ids[late_rows]
+        """Launch a packed batch: all that the device does in a step. The results of `run`."""
+        return self.compute(self._load(batch), between_layers)
+
+    @torch.inference_mode()
+    def compute(self, batch: DeviceBatch, between_layers: Callable[[], None] = _nothing) -> Tensor | None:
+        """Launch a batch that is on the device already; the results of `run`."""
         arguments = {"input_ids": batch.input_ids, "position_ids": batch.positions, "use_cache": False}
         rows = batch.logit_rows
         with PagedStep(self._backend, batch.context, between_layers):
@@ -85,7 +100,7 @@ class ModelRunner:
         return logits if logits.shape[0] == len(rows) else logits[rows]
 
     def pack(self, chunks: list[ScheduledChunk], late_tokens: LateTokens | None = None) -> PackedBatch:
-        """Lay chunks end to end, as they are now."""
+        """Lay chunks end to end, as they are now. This is the host's part of a step: it launches nothing."""
         size = self._block_size
         token_ids: list[int] = []
         positions, slots = [], []
@@ -102,39 +117,49 @@ class ModelRunner:
             slots.append(tables[i, position // size].astype(np.int64) * size + position % size)
             kv_lens[i] = end
             starts[i + 1] = starts[i] + chunk.num_tokens
-        context = StepContext(
-            pool=self.pool,
-            block_tables=self._to_device(tables),
-            query_starts=self._to_device(starts),
-            kv_lens=self._to_device(kv_lens),
-            slot_mapping=self._to_device(np.concatenate(slots)),
-            max_query_len=max(chunk.num_tokens for chunk in chunks),
-            max_kv_len=int(kv_lens.max()),
-        )
-        late_inputs = None if late_tokens is None else self._late_inputs(chunks, token_ids, late_tokens)
+        late_inputs = None if late_tokens is None else _late_inputs(chunks, token_ids, late_tokens)
         rows = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) if chunk.samples]
         return PackedBatch(
-            self._to_device(np.array(token_ids)).unsqueeze(0),
-            self._to_device(np.concatenate(positions)).unsqueeze(0),
-            self._to_device(np.array(rows)) if rows else None,
-            context,
-            late_inputs,
+            input_ids=np.array(token_ids),
+            positions=np.concatenate(positions),
+            slot_mapping=np.concatenate(slots),
+            block_tables=tables,
+            query_starts=starts,
+            kv_lens=kv_lens,
+            logit_rows=np.array(rows, dtype=np.int64),
+            late_inputs=late_inputs,
         )
 
-    def _late_inputs(
-        self, chunks: list[ScheduledChunk], token_ids: list[int], late_tokens: LateTokens
-    ) -> _LateInputs | None:
-        """Where pending tokens go, each the last of its chunk. In `token_ids` they become 0."""
-        places, rows, end = [], [], 0
-        for chunk in chunks:
-            end += chunk.num_tokens
-            if token_ids[end - 1] == PENDING_TOKEN:
-                token_ids[end - 1] = 0
-                places.append(end - 1)
-                rows.append(late_tokens.rows[chunk.sequence])
-        if not places:
-            return None
-        return _LateInputs(self._to_device(np.array(places)), self._to_device(np.array(rows)), late_tokens.token_ids)
+    def _load(self, batch: PackedBatch) -> DeviceBatch:
+        """Copy a batch to the device, behind the work launched so far."""
 
-    def _to_device(self, array: np.ndarray[Any, Any]) -> Tensor:
-        return to_device(array, self.model.device)
+        def load(array: Array) -> Tensor:
+            return to_device(array, self.model.device)
+
+        context = StepContext(
+            pool=self.pool,
+            block_tables=load(batch.block_tables),
+            query_starts=load(batch.query_starts),
+            kv_lens=load(batch.kv_lens),
+            slot_mapping=load(batch.slot_mapping),
+            max_query_len=int(np.diff(batch.query_starts).max()),
+            max_kv_len=int(batch.kv_lens.max()),
+        )
+        rows = load(batch.logit_rows) if len(batch.logit_rows) else None
+        input_ids = load(batch.input_ids)
+        if batch.late_inputs is not None:
+            places, late_rows, token_ids = batch.late_inputs
+            input_ids[load(places)] = token_ids[load(late_rows)]
+        return DeviceBatch(input_ids.unsqueeze(0), load(batch.positions).unsqueeze(0), rows, context)
+
+
+def _late_inputs(chunks: list[ScheduledChunk], token_ids: list[int], late_tokens: LateTokens) -> LateInputs | None:
+    """Where pending tokens go, each the last of its chunk. In `token_ids` they become 0."""
+    places, rows, end = [], [], 0
+    for chunk in chunks:
+        end += chunk.num_tokens
+        if token_ids[end - 1] == PENDING_TOKEN:
+            token_ids[end - 1] = 0
+            places.append(end - 1)
+            rows.append(late_tokens.rows[chunk.sequence])
+    return LateInputs(np.array(places), np.array(rows), late_tokens.token_ids) if places else None

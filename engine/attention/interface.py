@@ -14,11 +14,10 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from tandem.engine.attention.context import StepContext
 
-__all__ = ["ATTENTION_NAME", "AttentionBackend", "LayerAttention", "PagedStep", "no_mask", "register"]
+__all__ = ["ATTENTION_NAME", "AttentionBackend", "LayerAttention", "PagedStep", "register"]
 
 ATTENTION_NAME = "tandem_paged"
 
@@ -170,11 +169,10 @@ def _check_geometry(name: str, layer_idx: int, query: Tensor, key: Tensor, value
         )
 
 
-def no_mask(*_: Any, **__: Any) -> None:
-    """Positions and block tables define causality; without this registration transformers would guess a mask."""
-
-
 def register() -> None:
-    """Make ATTENTION_NAME known to transformers; calling it again changes nothing."""
+    """Make ATTENTION_NAME known to transformers; calling it again changes nothing.
+
+    NOTE: it has no mask function, so transformers makes no mask. Positions and block tables define causality. With one,
+    transformers would look for several sequences among the positions, and each forward would wait for the GPU.
+    """
     AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
-    AttentionMaskInterface.register(ATTENTION_NAME, no_mask)

@@ -20,8 +20,17 @@ from tandem.protocol.messages import Role
 from tandem.router.engines.config import EngineSpec
 from tandem.scheduling.request import ServiceClass
 
-__all__ = ["GAP_INTERVAL_S", "DispatchRequest", "Dispatcher", "EngineListener", "EngineReservation", "EngineTarget"]
+__all__ = [
+    "GAP_INTERVAL_S",
+    "Abort",
+    "DispatchRequest",
+    "Dispatcher",
+    "EngineListener",
+    "EngineReservation",
+    "EngineTarget",
+]
 
+Abort = Callable[[str, str], None]  # ends a request with an error: the engine that is gone, and why
 GAP_INTERVAL_S = 0.1  # the deciding side uses one gap between tokens per engine and interval
 
 
@@ -146,8 +155,8 @@ class Dispatcher(Protocol):
     def now(self) -> float:
         """The clock of all times that reservations get."""
 
-    def reserve(self, request: DispatchRequest, abort: Callable[[str], None]) -> EngineReservation:
-        """A reservation that holds nothing yet. `abort` is called with a reason when its engine is gone."""
+    def reserve(self, request: DispatchRequest, abort: Abort) -> EngineReservation:
+        """A reservation that holds nothing yet. `abort` is called when one of its engines is gone."""
 
     async def explain(self, request: DispatchRequest) -> dict[str, Any]:
         """The decision that would be taken now, as JSON. Raises a `ServingError`."""

@@ -112,8 +112,9 @@ Note = FirstToken | Gap | EngineAnswered | Prefilled | EngineFailure | EngineRef
 
 
 class Aborted(_DispatchMessage, frozen=True):
-    """The engine of the latest target is gone."""
+    """An engine of the latest target is gone."""
 
+    engine: str
     reason: str
 
 

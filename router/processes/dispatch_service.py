@@ -143,7 +143,9 @@ class _DispatchCall:
         self._put = put
         self._num_calls = num_calls
         self._edge_id = edge_id
-        self._reservation: LocalReservation = dispatcher.reserve(request, lambda reason: put(Aborted(reason)))
+        self._reservation: LocalReservation = dispatcher.reserve(
+            request, lambda engine, reason: put(Aborted(engine, reason))
+        )
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:

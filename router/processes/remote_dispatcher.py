@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.protocol.errors import NoWorker, ServingError
 from tandem.protocol.messages import Role
-from tandem.router.engines.dispatcher import GAP_INTERVAL_S, DispatchRequest, EngineListener, EngineTarget
+from tandem.router.engines.dispatcher import GAP_INTERVAL_S, Abort, DispatchRequest, EngineListener, EngineTarget
 from tandem.router.processes import dispatch_messages as messages
 from tandem.router.processes.hub_client import HubClient
 
@@ -89,8 +89,8 @@ class RemoteDispatcher:
         """The hub's clock, which all processes of the machine share."""
         return time.monotonic()
 
-    def reserve(self, request: DispatchRequest, abort: Callable[[str], None]) -> RemoteReservation:
-        """A reservation that holds nothing yet. `abort` is called with a reason when its engine is gone."""
+    def reserve(self, request: DispatchRequest, abort: Abort) -> RemoteReservation:
+        """A reservation that holds nothing yet. `abort` is called when one of its engines is gone."""
         return RemoteReservation(self._hub, request, abort, self._gaps)
 
     async def explain(self, request: DispatchRequest) -> dict[str, Any]:
@@ -140,9 +140,7 @@ class RemoteDispatcher:
 class RemoteReservation:
     """A reservation that the hub holds."""
 
-    def __init__(
-        self, hub: HubClient, request: DispatchRequest, abort: Callable[[str], None], gaps: dict[str, _GapOffers]
-    ) -> None:
+    def __init__(self, hub: HubClient, request: DispatchRequest, abort: Abort, gaps: dict[str, _GapOffers]) -> None:
         self._hub = hub
         self._request = request
         self._abort = abort
@@ -221,7 +219,7 @@ class RemoteReservation:
         if self._target.done():
             # An error now means that the hub is silent: placed requests go on without it.
             if isinstance(item, messages.Aborted):
-                self._abort(item.reason)
+                self._abort(item.engine, item.reason)
         elif isinstance(item, EngineTarget):
             self._target.set_result(item)
         elif isinstance(item, ServingError):

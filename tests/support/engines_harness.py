@@ -6,7 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -228,6 +228,7 @@ async def routing(*specs: EngineSpec, wait: bool = True, **options: Any) -> Asyn
 
     app = settings.app(dispatcher, connections, metrics, scrape)
     async with (
+        aclosing(dispatcher.fleet),
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client,
     ):
@@ -248,6 +249,7 @@ async def routing_by_hub(folder: Path, *specs: EngineSpec, wait: bool = True, **
     async with AsyncExitStack() as stack:
         hub = Hub(folder, settings_of(**options), specs, stack)
         stack.push_async_callback(hub.hub.close)
+        await stack.enter_async_context(aclosing(hub.fleet))
         await hub.hub.start()
         await stack.enter_async_context(hub.dispatcher.running())
         if wait:

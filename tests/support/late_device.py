@@ -167,8 +167,8 @@ class LateDevice:
             end = -(-(chunk.start + chunk.num_tokens) // size)
             reads.update(chunk.sequence.blocks[:end])
             writes.update(chunk.sequence.blocks[chunk.start // size : end])
-        self._spoil(batch.context.slot_mapping)
-        if batch.logit_rows is None:
+        self._spoil(batch.slot_mapping.tolist())
+        if not len(batch.logit_rows):
             self.stream.launch(lambda: runner.forward(batch), reads=reads, writes=writes)
             return None
         logits = torch.full((len(batch.logit_rows), self._engine.model.vocab_size), torch.nan)
@@ -188,10 +188,10 @@ class LateDevice:
         self.stream.launch(lambda: sample.arrive(self._sampler.launch(logits, plans).read(), wrong_rows))
         return sample
 
-    def _spoil(self, slots: Tensor) -> None:
+    def _spoil(self, slots: list[int]) -> None:
         """Fill token slots with garbage, except in blocks that earlier work still needs as they are."""
         kv, size = self._engine.kv, self._engine.config.block_size
-        free = torch.tensor([slot for slot in slots.tolist() if not self.stream.uses(slot // size)], dtype=torch.long)
+        free = torch.tensor([slot for slot in slots if not self.stream.uses(slot // size)], dtype=torch.long)
         paged_view(kv.shards[0])[free // size, :, :, free % size] = GARBAGE
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
+from tandem.router.engines.dispatcher import Abort
 from tandem.router.engines.fleet.engine import RemoteEngine
 from tandem.router.engines.fleet.fleet import EngineFleet
 from tandem.scheduling.cost_model import StepModel
@@ -24,12 +24,12 @@ class BookedAttempt:
         fleet: EngineFleet,
         request: PlacementRequest,
         placement: Placement,
-        abort: Callable[[str], None],
+        abort: Abort,
         *,
         is_stream: bool,
         is_exact: bool = True,
     ) -> None:
-        """Book the load. `abort` is called with a reason when an engine is gone. `is_exact`: the digests are.
+        """Book the load. `abort` is called when one of its engines is gone. `is_exact`: the digests are.
 
         NOTE: no `await` between the placement and this, so that the next decision sees the booking.
         """

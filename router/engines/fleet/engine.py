@@ -45,7 +45,7 @@ class RunningRequest(Protocol):
     def has_answer(self) -> bool:
         """Whether the first byte of its answer has come."""
 
-    def abort(self, reason: str) -> None:
+    def abort(self, engine: str, reason: str) -> None:
         """End it now, with an error that names the engine."""
 
 

@@ -192,7 +192,7 @@ class EngineFleet:
         probe.cancel()
         await asyncio.gather(probe, return_exceptions=True)
         for request in list(engine.running):
-            request.abort(reason)
+            request.abort(engine.name, reason)
         engine.leave(reason)
         del self._engines[engine.name]
         self._metrics[engine.spec.server].engines.remove(engine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Mapping
+from collections.abc import AsyncIterator, Container, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from tandem.router.admission_queue import AdmittedRequest
 from tandem.router.backend import WorkerManager
 from tandem.router.engines.addresses import check_addresses
 from tandem.router.engines.config import EngineSpec, check_tokenizer, ranks_of, spec_from
-from tandem.router.engines.dispatcher import DispatchRequest, EngineTarget
+from tandem.router.engines.dispatcher import Abort, DispatchRequest, EngineTarget
 from tandem.router.engines.errors import AnswerNotFound, EngineNotFound
 from tandem.router.engines.fleet.booked_attempt import BookedAttempt
 from tandem.router.engines.fleet.engine import RemoteEngine
@@ -70,21 +70,23 @@ class LocalDispatcher:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Add the engines of the file; at the end refuse waiting requests, end running ones. Raises `ConfigError`."""
+        """Add the engines of the file; at the end refuse waiting requests. Raises `ConfigError`.
+
+        Who made the fleet closes it, after everybody who adds engines to it has ended.
+        """
         try:
             self.fleet.add_all(self._specs)
             yield
         finally:
             self.queues.close()
             await self._removals.close()
-            await self.fleet.aclose()
 
     def shut_down(self) -> None:
         """End every request with an error and refuse new ones: the server stops."""
         self.queues.close()
         for engine in self.fleet.engines:
             for request in list(engine.running):
-                request.abort("the server stops")
+                request.abort(engine.name, "the server stops")
 
     # -- Dispatcher -----------------------------------------------------------------------------------------------
 
@@ -120,8 +122,8 @@ class LocalDispatcher:
         """The fleet's clock."""
         return self.fleet.clock()
 
-    def reserve(self, request: DispatchRequest, abort: Callable[[str], None]) -> LocalReservation:
-        """A reservation that holds nothing yet. `abort` is called with a reason when its engine is gone."""
+    def reserve(self, request: DispatchRequest, abort: Abort) -> LocalReservation:
+        """A reservation that holds nothing yet. `abort` is called when one of its engines is gone."""
         return LocalReservation(self, request, abort)
 
     async def explain(self, request: DispatchRequest) -> dict[str, Any]:
@@ -219,7 +221,7 @@ class LocalDispatcher:
 class LocalReservation:
     """A `EngineReservation` of `LocalDispatcher`."""
 
-    def __init__(self, dispatcher: LocalDispatcher, request: DispatchRequest, abort: Callable[[str], None]) -> None:
+    def __init__(self, dispatcher: LocalDispatcher, request: DispatchRequest, abort: Abort) -> None:
         self.request_id = request.request_id
         self.explains = request.explains
         self._dispatcher = dispatcher

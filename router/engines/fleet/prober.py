@@ -141,4 +141,4 @@ class EngineProber:
         is_lost = self._clock() - self._last_good_s > self._worker_timeout_s
         for request in list(engine.running):
             if is_lost or not request.has_answer:
-                request.abort(f"it stopped answering ({reason})")
+                request.abort(engine.name, f"it stopped answering ({reason})")

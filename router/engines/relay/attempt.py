@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -95,16 +96,16 @@ class Attempt:
         """
         assert self._relay is not None, "it is a stream"
         try:
-            return await self._relay.run(writer, self._timeout_s, self.abort)
-        except EngineFailed:
-            self._reservation.failed(self._engine.name)
+            return await self._relay.run(writer, self._timeout_s, partial(self.abort, self._engine.name))
+        except EngineFailed as exc:
+            self._reservation.failed(exc.engine)
             raise
 
-    def abort(self, reason: str) -> None:
+    def abort(self, engine: str, reason: str) -> None:
         """End it now, with an error that names the engine. Later calls change nothing."""
         if self._aborted is not None:
             return
-        self._aborted = EngineFailed(self._waits_for.name, reason)
+        self._aborted = EngineFailed(engine, reason)
         if self._timeout is not None:
             if self._timeout.expired():
                 return  # it ends already

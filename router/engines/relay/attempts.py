@@ -40,7 +40,9 @@ class Attempts:
         self._metrics = metrics
         self._limits = limits
         self._attempt: Attempt | None = None
-        self._abort_reason: str | None = None  # why the next attempt must not begin
+        self._aborted: tuple[str, str] | None = (
+            None  # why the next attempt must not begin: the engine, and what is wrong
+        )
         self._reservation = dispatcher.reserve(request.routing, self._abort)
 
     async def open(self) -> Attempt:
@@ -81,9 +83,9 @@ class Attempts:
             timeout_s=self._limits.timeout_s,
             now=self._now,
         )
-        if self._abort_reason is not None:
-            attempt.abort(self._abort_reason)
-            self._abort_reason = None
+        if self._aborted is not None:
+            attempt.abort(*self._aborted)
+            self._aborted = None
         return attempt
 
     def _end_attempt(self) -> None:
@@ -91,8 +93,8 @@ class Attempts:
         if attempt is not None:
             attempt.close()
 
-    def _abort(self, reason: str) -> None:
+    def _abort(self, engine: str, reason: str) -> None:
         if self._attempt is None:
-            self._abort_reason = reason  # its target is booked, but the attempt has not begun
+            self._aborted = engine, reason  # its target is booked, but the attempt has not begun
         else:
-            self._attempt.abort(reason)
+            self._attempt.abort(engine, reason)

@@ -49,6 +49,6 @@ class EngineConnections:
         self._connections.pop(name).upstream.close()
 
     def close(self) -> None:
-        """Close all connections."""
-        for name in list(self._connections):
-            self.engine_removed(name)
+        """Close all connections. The fleet may live on: it goes on telling of its engines."""
+        for connection in self._connections.values():
+            connection.upstream.close()

@@ -22,6 +22,7 @@ from tandem.protocol.config import ExternalEnginesConfig, RouterConfig
 from tandem.protocol.errors import WorkerError
 from tandem.protocol.messages import Role, WorkerState
 from tandem.router.engines.fleet.fleet import EngineFleet
+from tandem.router.engines.fleet.local_dispatcher import LocalDispatcher
 from tandem.scheduling.cost_model import CostModel
 from tandem.scheduling.placement.prefix_index import PrefixIndex
 from tandem.scheduling.workers.registry import Registry
@@ -89,7 +90,7 @@ class FakeRequest:
     def __init__(self) -> None:
         self.reasons: list[str] = []  # of its abortion
 
-    def abort(self, reason: str) -> None:
+    def abort(self, engine: str, reason: str) -> None:
         self.reasons.append(reason)
 
 
@@ -122,6 +123,16 @@ async def test_a_server_that_serves_joins_the_fleet_and_leaves_it(monkeypatch: p
         assert here.roles() == {}
         assert here.fleet.engines == []
         await here.member.leave("it died")
+
+
+async def test_a_server_that_comes_up_while_the_service_drains_still_joins_and_all_is_closed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with placed(monkeypatch) as here:
+        async with LocalDispatcher(here.fleet, [], {}).running():
+            pass  # HTTP has ended
+        await here.start()
+        assert here.roles() == {"prefill-0": (Role.PREFILL, WorkerState.READY)}
 
 
 async def test_each_rank_is_an_engine_and_all_flip_together(monkeypatch: pytest.MonkeyPatch) -> None:

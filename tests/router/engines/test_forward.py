@@ -563,6 +563,22 @@ async def test_a_pair_computes_on_one_and_decodes_on_the_other(
         assert list(costs) == ["vllm fake-model -> vllm fake-model"]
 
 
+async def test_a_prefill_engine_that_hangs_is_blamed_although_its_decode_engine_is_waited_for(
+    fake_a: FakeServer, fake_b: FakeServer
+) -> None:
+    config = RouterConfig(local_prefill=False)
+    async with routing(*pair(fake_a, fake_b), config=config, probe_timeout_s=0.5) as router:
+        fake_b.headers_pause.clear()
+        request = asyncio.create_task(router.client.post(COMPLETIONS, json=completion()))
+        await until(lambda: bool(fake_b.requests))
+        fake_a.health_pause.clear()
+        await until(lambda: len(fake_b.requests) == 2)  # the decode engine is asked again, without the other one
+        fake_a.resume()
+        fake_b.resume()
+        assert (await request).status_code == 200
+        assert (router.engine("p").num_failures, router.engine("d").num_failures) == (1, 0)
+
+
 async def test_a_stream_that_has_begun_survives_the_end_of_its_prefill_engine(
     fake_a: FakeServer, fake_b: FakeServer
 ) -> None:

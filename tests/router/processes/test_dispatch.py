@@ -321,6 +321,23 @@ async def test_an_engine_that_hangs_loses_its_streams_and_what_waits_goes_elsewh
         fake_a.resume()
 
 
+async def test_the_engine_that_hangs_is_blamed_and_not_the_other_one_of_its_pair(
+    fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
+) -> None:
+    pair = spec_of(fake_a, "p", role="prefill"), spec_of(fake_b, "d", role="decode")
+    config = RouterConfig(local_prefill=False)
+    async with routing_by_hub(tmp_path, *pair, config=config, probe_timeout_s=0.5) as hub:
+        fake_b.headers_pause.clear()
+        answer = start(await hub.edge("edge"))
+        await until(lambda: bool(fake_b.requests))
+        fake_a.health_pause.clear()
+        await until(lambda: hub.engine("p").num_failures == 1)
+        fake_a.resume()
+        fake_b.resume()
+        assert (await answer).status_code == 200
+        assert hub.engine("d").num_failures == 0
+
+
 async def test_news_that_an_earlier_target_is_gone_do_not_end_the_next_one(
     fake_a: FakeServer, fake_b: FakeServer, tmp_path: Path
 ) -> None:
@@ -328,20 +345,20 @@ async def test_news_that_an_earlier_target_is_gone_do_not_end_the_next_one(
     fake_a.status = 500
     async with routing_by_hub(tmp_path, spec_of(fake_a, "a")) as hub:
         edge = await hub.edge("edge")
-        aborted: list[str] = []
-        reservation = edge.remote.reserve(routing_request(), aborted.append)
+        aborted: list[tuple[str, str]] = []
+        reservation = edge.remote.reserve(routing_request(), lambda *why: aborted.append(why))
         target = await reservation.place()
         assert target.decode == "a"
         hub.fleet.add(spec_of(fake_b, "b"))
         await hub.all_ready("b")
         [running] = hub.engine("a").running
-        running.abort("it is gone")
+        running.abort("a", "it is gone")
         reservation.failed("a")
         target = await reservation.place_elsewhere()  # the news come first, and are about the earlier target
         assert (target.decode, aborted) == ("b", [])
         [running] = hub.engine("b").running
-        running.abort("so is this")
-        await until(lambda: aborted == ["so is this"])
+        running.abort("b", "so is this")
+        await until(lambda: aborted == [("b", "so is this")])
         reservation.release()
 
 
