@@ -43,6 +43,8 @@ _SILENT_START_S = 60.0
 _LOOK_AT_START_S = 5.0
 _PLACE_NOTICE_S = 20.0  # after this the user is told what Ray has no room for
 _REPLACE_NOTICE_S = 5.0  # the same for a worker that served: others may have to do its work until there is room
+_PLACE_AGAIN_S = 1.0
+_NEVER_RAN = "The actor never ran"  # in Ray's error for an actor that had no process yet
 _CALL_TIMEOUT_S = 15.0
 _TELL_AGAIN_S = 1.0  # to a worker that did not answer
 _DRAIN_TIMEOUT_S = 120.0
@@ -81,8 +83,7 @@ class Member(ABC):
             "max_concurrency": _ACTOR_THREADS,
             "max_restarts": 0,  # a restart is a new epoch with a new address: the supervisor does it
         }
-        self.actor = self._create_actor(options)
-        self.process = await self._placed(f"{bundle} for {self.worker_id}", on_no_room)
+        self.process = await self._first_process(options, f"{bundle} for {self.worker_id}", on_no_room)
         self.pid = self.process.process.pid
         await self._join(await self._loaded())
         self.up_since, self.has_served = time.monotonic(), True
@@ -147,6 +148,23 @@ class Member(ABC):
             ray.kill(self.actor, no_restart=True)
         except (RayError, ValueError) as exc:  # Ray may know nothing of it any more
             logger.warning("Ray could not kill %s: %s", self.worker_id, first_line(exc))
+
+    async def _first_process(
+        self, options: dict[str, Any], needs: str, on_no_room: Callable[[str], None]
+    ) -> ProcessIdentity:
+        """Have an actor created until it has a process; which one.
+
+        Ray notices some seconds late that a node is dead, and may have chosen it: that is no death of the worker.
+        """
+        for is_last in (False, False, True):
+            self.actor = self._create_actor(options)
+            try:
+                return await self._placed(needs, on_no_room)
+            except RayActorError as exc:
+                if is_last or _NEVER_RAN not in str(exc):
+                    raise
+            await asyncio.sleep(_PLACE_AGAIN_S)
+        raise AssertionError("the last try returns or raises")
 
     async def _placed(self, needs: str, on_no_room: Callable[[str], None]) -> ProcessIdentity:
         """Wait until Ray has given the worker a process; which one. Tells the user when that takes long.

@@ -120,6 +120,7 @@ def test_clients_get_an_error_then_the_survivor_then_both_nodes_when_a_node_dies
         before = num_handoffs(server)
         assert answers(server) == expected
         assert num_handoffs(server) >= before
+        assert "did not start" not in server.output, "a node's death is one death of its worker"
         assert server.stop(signal.SIGTERM) == 0
 
 

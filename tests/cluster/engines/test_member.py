@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
+from ray.exceptions import ActorDiedError
 from fastapi.responses import JSONResponse
 
 from tandem.cluster.engines.actor import EngineEnd, EngineStarted
@@ -52,6 +54,7 @@ class Placed:
     fleet: EngineFleet
     engine: FakeServer
     end: asyncio.Future[EngineEnd]  # of the server
+    ray: FakeRay
 
     async def start(self) -> None:
         async with asyncio.timeout(60):
@@ -69,7 +72,8 @@ async def placed(
         engine.model, engine.metrics, engine.key = "toy", METRICS, "secret"
         started = outcome or EngineStarted(1, engine.url, "", "")
         end: asyncio.Future[EngineEnd] = asyncio.get_running_loop().create_future()
-        monkeypatch.setattr("tandem.cluster.engines.member.ray", FakeRay(started, end))
+        fake_ray = FakeRay(started, end)
+        monkeypatch.setattr("tandem.cluster.engines.member.ray", fake_ray)
         fleet = EngineFleet(
             registry=Registry(),
             index=PrefixIndex(),
@@ -79,7 +83,7 @@ async def placed(
         )
         member = EngineMember(server, Role.PREFILL, RestartBudget(3), fleet, EngineFacts("cpu", 1000))
         try:
-            yield Placed(member, fleet, engine, end)
+            yield Placed(member, fleet, engine, end, fake_ray)
         finally:
             await fleet.aclose()
 
@@ -98,6 +102,7 @@ class FakeRay:
     def __init__(self, started: EngineStarted | EngineEnd, end: asyncio.Future[EngineEnd]) -> None:
         self._answers = {"identity": own_identity("node"), "start": started, "stop": None}
         self._end = end
+        self.num_dead_nodes = 0  # nodes that Ray chooses before it notices that they are dead
 
     def remote(self, _: type) -> Any:
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._actor))
@@ -107,6 +112,9 @@ class FakeRay:
         return SimpleNamespace(**methods, watch=SimpleNamespace(remote=lambda: self._end))
 
     async def _answer(self, name: str) -> Any:
+        if name == "identity" and self.num_dead_nodes:
+            self.num_dead_nodes -= 1
+            raise ActorDiedError(ActorDiedErrorContext(actor_id=b"a" * 16, never_started=True))
         return self._answers[name]
 
 
@@ -123,6 +131,18 @@ async def test_a_server_that_serves_joins_the_fleet_and_leaves_it(monkeypatch: p
         assert here.roles() == {}
         assert here.fleet.engines == []
         await here.member.leave("it died")
+
+
+async def test_a_worker_is_placed_again_after_ray_chose_a_node_that_was_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.cluster.member._PLACE_AGAIN_S", 0.0)
+    async with placed(monkeypatch) as here:
+        here.ray.num_dead_nodes = 2
+        await here.start()
+        assert here.member.is_up.is_set()
+        await here.member.leave("a test")
+        here.ray.num_dead_nodes = 3
+        with pytest.raises(ActorDiedError, match="never ran"):
+            await here.start()
 
 
 async def test_a_server_that_comes_up_while_the_service_drains_still_joins_and_all_is_closed_once(
