@@ -18,6 +18,7 @@ __all__ = [
     "MACHINES_ARE_YOURS",
     "MODEL_IS_OURS",
     "NAME_IS_OURS",
+    "OTHER_SERVER",
     "EngineServer",
     "Parallelism",
     "Sockets",
@@ -32,6 +33,7 @@ ADDRESS_IS_OURS = "its address is chosen on its machine: leave it out"
 CONFIG_IS_OURS = "a file could set any of the flags that Tandem sets: give its flags in engine_args"
 MACHINES_ARE_YOURS = "servers that span machines are not started by Tandem: start them yourself, and use tandem route"
 KEY_IS_OURS = "the router reaches its servers over plain HTTP, with a key that is made at each start: leave it out"
+OTHER_SERVER = "the router speaks HTTP/1.1 to its servers: leave it out"
 NAME_IS_OURS = "give tandem serve --served-model-name instead"
 MODEL_IS_OURS = "give tandem serve --model instead"
 
@@ -111,15 +113,16 @@ def flags_of(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 def check_arguments(kind: str, arguments: Sequence[str], ours: Mapping[str, str], known: Collection[str] = ()) -> None:
     """Raise `ConfigError` for a flag that Tandem sets itself. `ours` maps these flags to what the user does instead.
 
-    A flag is also refused as an abbreviation (`--kv-transfer`) and with the name of a nested field
-    (`--kv-transfer-config.kv_role`), both of which argument parsers accept. `known` are flags that are whole, although
-    one of ours begins with them.
+    A flag is also refused as an abbreviation (`--kv-transfer`), with the name of a nested field
+    (`--kv-transfer-config.kv_role`) and with its value glued to one letter (`-n2`), all of which argument parsers
+    accept. `known` are flags that are whole, although one of ours begins with them.
     """
     for flag, _ in flags_of(arguments):
         base = flag.partition(".")[0]
         for name, remedy in ours.items():
             is_short = base not in known and len(base) > len("--x") and base.startswith("--") and name.startswith(base)
-            if base == name or is_short:
+            is_glued = len(name) == len("-x") and base.startswith(name)
+            if base == name or is_short or is_glued:
                 raise ConfigError(f"engine_args: {flag} is set by Tandem for each {kind} server; {remedy}")
 
 

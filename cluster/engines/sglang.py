@@ -17,6 +17,7 @@ from tandem.cluster.engines.server import (
     MACHINES_ARE_YOURS,
     MODEL_IS_OURS,
     NAME_IS_OURS,
+    OTHER_SERVER,
     EngineServer,
     Parallelism,
     Sockets,
@@ -41,7 +42,6 @@ __all__ = [
 ]
 
 _MODE = "it follows from the roles of tandem serve: leave it out"
-_OTHER_SERVER = "the router speaks HTTP/1.1 to its servers: leave it out"
 OUR_FLAGS = {
     "--host": ADDRESS_IS_OURS,
     "--port": ADDRESS_IS_OURS,
@@ -64,8 +64,8 @@ OUR_FLAGS = {
     "--dist-init-addr": MACHINES_ARE_YOURS,
     "--nccl-init-addr": MACHINES_ARE_YOURS,
     "--use-ray": "Ray starts the whole server as one worker: leave it out",
-    "--smg-grpc-mode": _OTHER_SERVER,
-    "--grpc-mode": _OTHER_SERVER,
+    "--smg-grpc-mode": OTHER_SERVER,
+    "--grpc-mode": OTHER_SERVER,
     "--encoder-only": "servers of encoders alone are not started by Tandem: leave it out",
 }
 _BACKEND, _SWITCH = "--disaggregation-transfer-backend", "--enable-pd-role-switch"

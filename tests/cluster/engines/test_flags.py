@@ -56,6 +56,11 @@ def test_flags_are_found_in_every_spelling() -> None:
         ["--api-key", "x"],
         ["--config", "file.yaml"],
         ["-dpr", "1"],
+        ["-dpn", "0"],
+        ["-n", "2"],
+        ["-n2"],
+        ["--grpc"],
+        ["--kv-offloading-size", "4"],
         ["--max-model-len", "10", "--model", "other"],
     ],
     ids=" ".join,
@@ -65,9 +70,18 @@ def test_flags_that_tandem_sets_are_refused_by_name(arguments: list[str]) -> Non
         vllm.check(arguments)
 
 
-def test_other_flags_pass() -> None:
-    vllm.check(["--max-model-len", "10", "--quantization", "fp8", "--enable-lora", "-O3", "--model-impl", "auto"])
-    vllm.check(["--data-parallel-size", "8", "--data_parallel_size=8", "-tp", "2"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--max-model-len", "10", "--quantization", "fp8", "--enable-lora", "-O3", "--model-impl", "auto"],
+        ["--data-parallel-size", "8", "--data_parallel_size=8", "-tp", "2"],
+        ["--seed", "-1", "--hf-overrides", '{"a b": 1}'],
+    ],
+)
+def test_other_flags_are_passed_on_as_they_are(arguments: list[str]) -> None:
+    vllm.check(arguments)
+    command = vllm.command(replace(SERVER, arguments=tuple(arguments)), SOCKETS)
+    assert command[-len(arguments) :] == arguments
 
 
 def test_ranks_are_counted() -> None:

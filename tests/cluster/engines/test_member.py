@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi.responses import JSONResponse
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError
-from fastapi.responses import JSONResponse
 
 from tandem.cluster.engines.actor import EngineEnd, EngineStarted
 from tandem.cluster.engines.member import EngineFacts, EngineMember

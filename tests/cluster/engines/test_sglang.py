@@ -74,8 +74,11 @@ def test_flags_that_tandem_sets_are_refused_by_name(arguments: list[str]) -> Non
         sglang.check(arguments)
 
 
-def test_other_flags_pass() -> None:
-    sglang.check(["--tp", "2", "--quantization", "fp8", "--enable-lora", "--page-size", "64", *SWITCHABLE])
+def test_other_flags_are_passed_on_as_they_are() -> None:
+    arguments = ["--tp", "2", "--quantization", "fp8", "--enable-lora", "--page-size", "64", *SWITCHABLE]
+    sglang.check(arguments)
+    command = sglang.command(replace(SERVER, arguments=tuple(arguments)), SOCKETS)
+    assert command[-len(arguments) :] == arguments
 
 
 def test_a_role_switch_that_the_server_would_refuse_is_refused_at_once() -> None:
