@@ -1,4 +1,8 @@
-"""L2: blocks in host memory, in one slab, which is pinned if there is a GPU to copy to."""
+"""L2: blocks in host memory, in one slab.
+
+The slab is not page-locked: no GPU touches it. Blocks go through small pinned buffers (`tandem.worker.kv.host_copy`), so
+the tier takes exactly its size, needs no limit of locked memory and starts at the speed of memory.
+"""
 
 from __future__ import annotations
 
@@ -71,16 +75,12 @@ def _reserve(num_bytes: int) -> Block:
 
     Raises ConfigError if there is not that much.
     """
-    import torch  # the other stores need none
-
     available = psutil.virtual_memory().available
     if num_bytes > available:
         raise ConfigError(
             f"the host tier of {num_bytes / 1e9:.1f} GB does not fit: {available / 1e9:.1f} GB of memory are free; "
             "lower --host-cache-gb"
         )
-    if torch.cuda.is_available():
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
     memory = mmap.mmap(-1, num_bytes)
     slab = np.frombuffer(memory, np.uint8)
     try:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 
 from tandem.kv_transfer.tiers import BlockName, MemoryStore, StoreFailure, StoreKey
 from tandem.kv_transfer.tiers.footer import FOOTER_BYTES, BlockAuthenticator
@@ -195,3 +196,11 @@ def test_a_full_slab_takes_a_block_again_after_one_was_deleted() -> None:
 def test_host_memory_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the host tier of 1000000\.0 GB does not fit: .* lower --host-cache-gb"):
         MemoryStore(10**6, 10**9)
+
+
+def test_host_memory_is_not_locked_for_a_gpu_that_never_touches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("torch would take the next power of two"))
+    store = MemoryStore(BLOCK_BYTES, 3)
+    assert store.write(name_of(1), content(name_of(1))) is None
+    assert read(store, name_of(1)) is True
