@@ -95,7 +95,7 @@ def assemble(config: WorkerConfig, hub: InProcessHub | None = None) -> WorkerPar
     kind = _kind(engine)
     reader = PeerReader(engine, transport, links, config.transfer)
     tiers = create_tiers(config.tiers, engine)
-    cache = TieredCache(engine, tiers, CostModel().steps(kind), peers=reader)
+    cache = TieredCache(engine, tiers, CostModel().steps(kind), peers=reader, config=config.tiers)
     engine.scheduler.listen(cache)
     lender = PeerLender(engine, cache.tier("host"), links, config.transfer)
     pins = WorkerPins(engine, cache, config.tiers.pin_share)

@@ -1,7 +1,7 @@
 """L2: blocks in host memory, in one slab.
 
-The slab is not page-locked: no GPU touches it. Blocks go through small pinned buffers (`tandem.worker.kv.host_copy`), so
-the tier takes exactly its size, needs no limit of locked memory and starts at the speed of memory.
+The slab is not page-locked, because no GPU touches it: blocks go through small pinned buffers
+(`tandem.worker.kv.host_copy`). So it takes exactly its size, and no limit of locked memory applies.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from tandem.protocol.config.panels import (
     Count,
     CountOrZero,
     Gigabytes,
+    Megabytes,
     Seconds,
 )
 from tandem.protocol.messages import Role
@@ -215,6 +216,14 @@ class TierConfig:
     eviction_policy: Annotated[EvictionPolicyName, Setting("Policy that chooses what a full tier evicts.", TIERS)] = (
         "hit-density"
     )
+    load_window_mb: Annotated[
+        Megabytes,
+        Setting("MB of KV that a worker loads at one time, for all its prompts, from tiers and other workers.", TIERS),
+    ] = 256.0
+    load_step_mb: Annotated[
+        Megabytes,
+        Setting("MB of loaded KV that are copied into the pool between two steps; more delays running answers.", TIERS),
+    ] = 32.0
     pin_share: Annotated[
         float,
         Meta(ge=0, le=0.9),

@@ -39,7 +39,7 @@ LONG_S = 600.0
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model computes faster than anything loads: believe in a slow one, wait for loads, try no others."""
-    monkeypatch.setattr("tandem.worker.kv.fetcher._PROBE_BLOCKS", 0)
+    monkeypatch.setattr("tandem.worker.kv.fetcher.Fetcher._probe", lambda *_: None)
     monkeypatch.setattr("tandem.worker.kv.fetcher._LATE_SLACK_S", DEADLINE_S)
     monkeypatch.setattr("tandem.worker.kv.fetcher.Fetcher.after_step", lambda self, stats: None)
 

@@ -16,6 +16,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.sequence import Onboarding
 from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.fetch_planner import FetchPlan, LoadRange, plan_fetch
+from tandem.protocol.config import TierConfig
 from tandem.protocol.fault_boundary import error_of
 from tandem.protocol.messages import FetchStats, KvHolder, StepStats
 from tandem.scheduling.cost_model import StepModel
@@ -26,13 +27,13 @@ __all__ = ["FetchRecord", "Fetcher"]
 
 logger = logging.getLogger(__name__)
 
-_PIECE_BLOCKS = 32  # of one load: 12 MB of this project's default model, a few ms from memory
+# Limits are bytes, because a block of a large model has a hundred times those of a small one. All round up to a block.
+_PIECE_BYTES = 12 << 20  # of one load: a few ms from memory
 _PIECES_IN_FLIGHT = 4  # per prompt
-_MAX_PLACED_BYTES = 32 << 20  # copied into the pool between two steps: about 10 ms
+_PROBE_BYTES = 3 << 19
 _LATE_FACTOR = 2.0  # a load that takes this much longer than predicted is not waited for
 _LATE_SLACK_S = 0.02
 _PROBE_INTERVAL_S = 5.0  # between trials of a source that is not worth using, to notice when it is again
-_PROBE_BLOCKS = 4
 _NUM_RECORDS = 256
 
 
@@ -77,8 +78,12 @@ class Fetcher:
         steps: StepModel,
         peers: PeerReader | None = None,
         clock: Callable[[], float] = time.monotonic,
+        config: TierConfig = TierConfig(),
     ) -> None:
         self._engine = engine
+        self._step_bytes = int(config.load_step_mb * 1e6)
+        self._window_blocks = self._num_blocks(int(config.load_window_mb * 1e6))
+        self._num_loading_blocks = 0  # in pieces that are not in place
         self._tiers = list(tiers)
         self._steps = steps
         self._peers = peers
@@ -101,7 +106,7 @@ class Fetcher:
 
     def pump(self, now: float) -> None:
         """Put loaded pieces in place, request more, give up loads that are late."""
-        room = _MAX_PLACED_BYTES
+        room = self._step_bytes
         for fetch in list(self._fetches):
             room = self._advance(fetch, now, room)
         for probe in list(self._probes):
@@ -128,6 +133,8 @@ class Fetcher:
     def check_integrity(self, *, idle: bool = False) -> None:
         """With `idle`, raise AssertionError if anything is being fetched."""
         assert not (idle and self._fetches), f"{len(self._fetches)} prompts are still being fetched"
+        num_blocks = sum(piece.num_blocks for fetch in self._fetches for piece in fetch.pieces)
+        assert num_blocks == self._num_loading_blocks, f"{self._num_loading_blocks} blocks are loaded, not {num_blocks}"
 
     def admitted(self, sequence: EngineSequence) -> None:
         """Plan the loads of a sequence that has just got its blocks."""
@@ -185,6 +192,7 @@ class Fetcher:
             if sequence.onboarding is not fetch.onboarding:
                 break
             piece = fetch.pieces.popleft()
+            self._num_loading_blocks -= piece.num_blocks
             piece.learn()
             if not piece.is_complete:
                 piece.drop()
@@ -196,8 +204,8 @@ class Fetcher:
             return room
         if now >= fetch.late_at:
             fetch.onboarding.hold_at = None
-        self._request(fetch, now)
-        if not fetch.pieces:  # everything that was worth loading is in place
+        has_more = self._request(fetch, now)
+        if not fetch.pieces and not has_more:  # everything that was worth loading is in place
             self._engine.scheduler.blocks.end_onboarding(sequence)
         return room
 
@@ -205,15 +213,27 @@ class Fetcher:
         """First block that computing has not reached."""
         return -(-sequence.num_computed_tokens // self._engine.config.block_size)
 
-    def _request(self, fetch: _Fetch, now: float) -> None:
-        """Request the pieces in front of those that are loaded or requested, up to where computing has got."""
-        front = self._front(fetch.sequence)
+    def _request(self, fetch: _Fetch, now: float) -> bool:
+        """Request the pieces in front of those that are loaded or requested, up to where computing has got.
+
+        Whether more is to be requested later: prompts share the window, and those that were planned first fill it.
+        """
+        front, piece_blocks = self._front(fetch.sequence), self._num_blocks(_PIECE_BYTES)
         for load in reversed(fetch.plan.loads):
             first = max(load.first_block, front)
-            while fetch.next_end > first and len(fetch.pieces) < _PIECES_IN_FLIGHT:
-                begin = max(first, fetch.next_end - _PIECE_BLOCKS)
+            while fetch.next_end > first:
+                is_full = self._num_loading_blocks and self._num_loading_blocks + piece_blocks > self._window_blocks
+                if is_full or len(fetch.pieces) == _PIECES_IN_FLIGHT:
+                    return True
+                begin = max(first, fetch.next_end - piece_blocks)
                 fetch.pieces.append(fetch.opened[load.source].begin(begin, fetch.next_end, now))
+                self._num_loading_blocks += fetch.next_end - begin
                 fetch.next_end = begin
+        return False
+
+    def _num_blocks(self, num_bytes: int) -> int:
+        """Blocks of the pool in this many bytes, at least one."""
+        return max(num_bytes // self._engine.block_bytes, 1)
 
     def _place(self, fetch: _Fetch, piece: Piece) -> int:
         """Put a piece in place, without the blocks that were computed meanwhile; the bytes copied."""
@@ -248,6 +268,7 @@ class Fetcher:
             if outcome == "overtaken" and not piece.is_done:
                 piece.learn_late(now)
             piece.drop()
+            self._num_loading_blocks -= piece.num_blocks
         fetch.pieces.clear()
         for opened in fetch.opened.values():
             opened.close()
@@ -279,7 +300,7 @@ class Fetcher:
 
     def _probe(self, source: KvSource, first_block: int, end_block: int, digests: Sequence[bytes], now: float) -> None:
         """Now and then, load a few blocks from a source that the plan does not use, to learn its cost."""
-        end_block = min(end_block, first_block + _PROBE_BLOCKS)
+        end_block = min(end_block, first_block + self._num_blocks(_PROBE_BYTES))
         if end_block <= first_block or now < source.cost.probed_at + _PROBE_INTERVAL_S:
             return
         source.cost.probed_at = now

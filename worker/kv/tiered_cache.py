@@ -58,10 +58,11 @@ class TieredCache:
         *,
         peers: PeerReader | None = None,
         clock: Callable[[], float] = time.monotonic,
+        config: TierConfig = TierConfig(),
     ) -> None:
         self._engine = engine
         self.tiers = list(tiers)  # from fast to slow
-        self.fetcher = Fetcher(engine, tiers, steps, peers, clock)
+        self.fetcher = Fetcher(engine, tiers, steps, peers, clock, config)
         self._offloader = Offloader(engine, self.tiers)
 
     @property

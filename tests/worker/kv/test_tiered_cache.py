@@ -40,10 +40,12 @@ class Machine:
     a ms per token, where the tiny one computes faster than most tiers load.
     """
 
-    def __init__(self, engine: Engine, tiers: list[CachedTier], *, learns: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, tiers: list[CachedTier], *, learns: bool = False, config: TierConfig = TierConfig()
+    ) -> None:
         self.engine = engine
         self._learns = learns
-        self.cache = TieredCache(engine, tiers, CostModel().steps("cpu-1"))
+        self.cache = TieredCache(engine, tiers, CostModel().steps("cpu-1"), config=config)
         engine.scheduler.listen(self.cache)
         self._num_requests = 0
 
@@ -230,6 +232,39 @@ def test_a_slow_tier_is_overtaken_then_left_alone_and_comes_back(
     else:
         raise AssertionError("it did not come back")
     throttled.machine.close()
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("window_blocks", [0.5, 4, 10])
+def test_prompts_share_a_window_of_bytes(
+    window_blocks: float, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few bytes are allowed, a piece at a time is loaded."""
+    monkeypatch.setattr("tandem.worker.kv.fetcher._LATE_FACTOR", 1e6)
+    rng = random.Random(18)
+    engine = make_engine(tiny_model)
+    window = TierConfig(load_window_mb=window_blocks * BLOCK_BYTES / 1e6, load_step_mb=BLOCK_BYTES / 1e6)
+    machine = Machine(engine, create_tiers(tier_config("host", tmp_path), engine), config=window)
+    prompts = [prompt(rng, 10) for _ in range(3)]
+    expected = [machine.serve(tokens).token_ids for tokens in prompts]
+    machine.settle()
+    machine.flood(rng)
+    sequences = [engine.make_sequence(f"again {i}", tokens, GREEDY) for i, tokens in enumerate(prompts)]
+    for sequence in sequences:
+        engine.add(sequence)
+    most, fetcher = 0, machine.cache.fetcher
+
+    def are_done() -> bool:
+        nonlocal most
+        most = max(most, sum(piece.num_blocks for fetch in fetcher._fetches for piece in fetch.pieces))
+        fetcher.check_integrity()
+        return all(sequence.finish_reason is not None for sequence in sequences)
+
+    machine.run_until(are_done)
+    assert [sequence.token_ids for sequence in sequences] == expected
+    assert [record.outcome for record in list(fetcher.records)[-3:]] == ["loaded"] * 3
+    assert 0 < most <= max(window_blocks, 4)
+    machine.close()
 
 
 @pytest.mark.usefixtures("patient")
