@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-__all__ = ["CudaStream", "DeviceStream", "HostStream", "Mark", "make_stream", "to_device", "to_host"]
+__all__ = ["CudaStream", "DeviceStream", "HostStream", "Mark", "make_stream", "to_device", "to_host", "to_pinned"]
 
 Mark = Any  # a point in the order of a stream's work; only that stream can read it
 
@@ -97,8 +97,13 @@ def make_stream(device: torch.device, clock: Callable[[], float] = time.perf_cou
 
 def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     """A host array on the device. `torch.tensor(values, device=...)` would wait there for all earlier work."""
+    return to_pinned(array, device).to(device, non_blocking=True)
+
+
+def to_pinned(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """A host array as a tensor that the device can copy without waiting; on a CPU it shares the array's memory."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def to_host(tensor: Tensor) -> Tensor:

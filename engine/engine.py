@@ -17,6 +17,8 @@ from tandem.engine.attention.interface import AttentionBackend
 from tandem.engine.attention_check import check_attention
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.device import Mark, make_stream
+from tandem.engine.graphs.capture import MakeRecorder, record_graphs, required_bytes
+from tandem.engine.graphs.recorder import make_recorder
 from tandem.engine.kv_pool import paged_view
 from tandem.engine.loader import LoadedModel, load_model
 from tandem.engine.model_check import check_model
@@ -93,14 +95,21 @@ class Engine:
     """A model, a block pool and a scheduler. Not thread-safe: one thread owns it."""
 
     def __init__(
-        self, config: EngineConfig, *, kv_codec: str = "raw", clock: Callable[[], float] = time.perf_counter
+        self,
+        config: EngineConfig,
+        *,
+        kv_codec: str = "raw",
+        clock: Callable[[], float] = time.perf_counter,
+        make_recorder: MakeRecorder = make_recorder,
     ) -> None:
         """`kv_codec` becomes part of the digests, so that KV from a lossy codec never mixes with exact KV."""
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         model = load_model(config)
         backend = _attention_of(model, config)
-        num_blocks = pool_memory.num_blocks(config, model)
+        graph_bytes = required_bytes(config, model, backend, make_recorder)
+        num_allocated = pool_memory.num_blocks(config, model, graph_bytes)
+        num_blocks = num_allocated - (graph_bytes > 0)  # the last one is the scratch block of the graphs
         self.config = replace(
             config,
             max_model_len=pool_memory.max_model_len(config, model, num_blocks),
@@ -109,8 +118,10 @@ class Engine:
         self.model = model
         self.stream = make_stream(model.device, clock)
         self.pool = BlockPool(num_blocks)
-        self.kv = pool_memory.allocate_pool(config, model, num_blocks)
+        self.kv = pool_memory.allocate_pool(config, model, num_allocated)
         self.runner = ModelRunner(model, backend, paged_view(self.kv.shards[0]))
+        if graph_bytes and (recorder := make_recorder(model.device)) is not None:
+            self.runner.graphs = record_graphs(self.runner, self.config, recorder)
         self.scheduler = Scheduler(
             self.pool,
             block_size=config.block_size,

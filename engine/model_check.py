@@ -23,7 +23,7 @@ from tandem.engine.sequence import ScheduledChunk, Sequence
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.sampling import SamplingParams
 
-__all__ = ["check_model"]
+__all__ = ["check_model", "row_errors", "tolerance"]
 
 _LENGTHS = (9, 21, 14, 17, 6)  # prompts computed side by side, each in two chunks
 _CUTS = (4, 13, 7, 1, 5)
@@ -43,13 +43,25 @@ def check_model(model: LoadedModel, backend: AttentionBackend, block_size: int) 
             plain = _plain_logits(model, prompts)
     except FORWARD_ERRORS as exc:
         raise ConfigError(f"{_name(model)} cannot be served: {exc}") from exc
-    error = float(((paged - plain).norm(dim=1) / plain.norm(dim=1).clamp_min(1e-20)).median())
-    is_coarse = model.dtype is not torch.float32 or hasattr(model.module, "hf_quantizer")
-    if not error < (_COARSE_TOLERANCE if is_coarse else _TOLERANCE):
+    error = float(row_errors(paged, plain).median())
+    if not error < tolerance(model):
         raise ConfigError(
             f"{_name(model)} cannot be served: its paged logits differ from its own by {error:.2g} (relative), so it "
             "attends or mixes tokens in a way that this engine does not know"
         )
+
+
+def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
+    """Relative differences [n] of the rows of logits [n, vocab]."""
+    actual, expected = actual.float(), expected.float()
+    errors: Tensor = (actual - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-20)
+    return errors
+
+
+def tolerance(model: LoadedModel) -> float:
+    """The largest relative difference of logits that rounding can make."""
+    is_coarse = model.dtype is not torch.float32 or hasattr(model.module, "hf_quantizer")
+    return _COARSE_TOLERANCE if is_coarse else _TOLERANCE
 
 
 def _name(model: LoadedModel) -> str:

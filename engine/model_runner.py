@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from tandem.engine.device import to_device
 from tandem.engine.loader import LoadedModel
 from tandem.engine.sequence import PENDING_TOKEN, ScheduledChunk, Sequence
 
-__all__ = ["DeviceBatch", "LateInputs", "LateTokens", "ModelRunner", "PackedBatch"]
+__all__ = ["DeviceBatch", "LateInputs", "LateTokens", "ModelRunner", "PackedBatch", "StepGraph", "StepGraphs"]
 
 Array = np.ndarray[Any, Any]
 
@@ -61,12 +61,30 @@ class DeviceBatch(NamedTuple):
     context: StepContext
 
 
+class StepGraph(Protocol):
+    """A step that was recorded on the device; see `engine/graphs`."""
+
+    def load(self, batch: PackedBatch) -> DeviceBatch:
+        """Copy a batch into the buffers that the graph reads, and return them."""
+
+    def replay(self, num_rows: int) -> Tensor:
+        """Launch the graph; the logits of its leading rows."""
+
+
+class StepGraphs(Protocol):
+    """The steps that were recorded."""
+
+    def find(self, batch: PackedBatch) -> StepGraph | None:
+        """The graph for a batch; None if it is to be launched as it is."""
+
+
 class ModelRunner:
     """Owns the model and a view of the KV pool [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]."""
 
     def __init__(self, model: LoadedModel, backend: AttentionBackend, pool: Tensor) -> None:
         self.model = model
         self.pool = pool
+        self.graphs: StepGraphs | None = None
         self._backend = backend
         self._block_size = pool.shape[3]
 
@@ -78,13 +96,23 @@ class ModelRunner:
     ) -> Tensor | None:
         """Compute the chunks' KV into the pool. Returns logits [n, vocab] of the n chunks that sample, in order.
 
-        `between_layers` is called before each layer's attention. Pending tokens are taken from `late_tokens`.
+        `between_layers` is called before each layer's attention, or once if the step is a graph. Pending tokens are
+        taken from `late_tokens`.
         """
         return self.forward(self.pack(chunks, late_tokens), between_layers)
 
+    @torch.inference_mode()
     def forward(self, batch: PackedBatch, between_layers: Callable[[], None] = _nothing) -> Tensor | None:
         """Launch a packed batch: all that the device does in a step. The results of `run`."""
-        return self.compute(self._load(batch), between_layers)
+        graph = None if self.graphs is None else self.graphs.find(batch)
+        loaded = self._load(batch) if graph is None else graph.load(batch)
+        if batch.late_inputs is not None:
+            places, rows, token_ids = batch.late_inputs
+            loaded.input_ids[0, self._to_device(places)] = token_ids[self._to_device(rows)]
+        if graph is None:
+            return self.compute(loaded, between_layers)
+        between_layers()
+        return graph.replay(len(batch.input_ids))
 
     @torch.inference_mode()
     def compute(self, batch: DeviceBatch, between_layers: Callable[[], None] = _nothing) -> Tensor | None:
@@ -132,10 +160,7 @@ class ModelRunner:
 
     def _load(self, batch: PackedBatch) -> DeviceBatch:
         """Copy a batch to the device, behind the work launched so far."""
-
-        def load(array: Array) -> Tensor:
-            return to_device(array, self.model.device)
-
+        load = self._to_device
         context = StepContext(
             pool=self.pool,
             block_tables=load(batch.block_tables),
@@ -146,11 +171,10 @@ class ModelRunner:
             max_kv_len=int(batch.kv_lens.max()),
         )
         rows = load(batch.logit_rows) if len(batch.logit_rows) else None
-        input_ids = load(batch.input_ids)
-        if batch.late_inputs is not None:
-            places, late_rows, token_ids = batch.late_inputs
-            input_ids[load(places)] = token_ids[load(late_rows)]
-        return DeviceBatch(input_ids.unsqueeze(0), load(batch.positions).unsqueeze(0), rows, context)
+        return DeviceBatch(load(batch.input_ids).unsqueeze(0), load(batch.positions).unsqueeze(0), rows, context)
+
+    def _to_device(self, array: Array) -> Tensor:
+        return to_device(array, self.model.device)
 
 
 def _late_inputs(chunks: list[ScheduledChunk], token_ids: list[int], late_tokens: LateTokens) -> LateInputs | None:

@@ -55,12 +55,17 @@ def default_cpu_pool_bytes(free_bytes: int, total_bytes: int) -> int:
     return int(min(free_bytes * _CPU_SHARE_OF_FREE, total_bytes * _CPU_SHARE_OF_TOTAL, _CPU_CAP_BYTES))
 
 
-def num_blocks(config: EngineConfig, model: LoadedModel) -> int:
-    """Blocks of the pool. Raises ConfigError if the configured size does not fit the device or holds too few."""
+def num_blocks(config: EngineConfig, model: LoadedModel, reserved_bytes: int = 0) -> int:
+    """Blocks of the pool. Raises ConfigError if the configured size does not fit the device or holds too few.
+
+    `reserved_bytes` of a GPU stay free for what is allocated after the pool.
+    """
     block_bytes = math.prod(block_shape(config, model)) * model.dtype.itemsize
     if model.device.type == "cuda":
         free_bytes, total_bytes = torch.cuda.mem_get_info()
-        share, used_bytes = config.gpu_memory_share or GPU_MEMORY_SHARE, torch.cuda.memory_reserved()
+        free_bytes -= reserved_bytes
+        share = config.gpu_memory_share or GPU_MEMORY_SHARE
+        used_bytes = torch.cuda.memory_reserved() + reserved_bytes
         pool_bytes = config.pool_bytes or default_gpu_pool_bytes(share, used_bytes, free_bytes, total_bytes)
     else:
         free_bytes, total_bytes = psutil.virtual_memory().available, psutil.virtual_memory().total
@@ -68,7 +73,7 @@ def num_blocks(config: EngineConfig, model: LoadedModel) -> int:
     if pool_bytes > free_bytes:
         raise ConfigError(
             f"pool_bytes={pool_bytes} does not fit: {free_bytes} bytes are free on {model.device.type} after loading "
-            "the weights"
+            "the weights and keeping room for CUDA graphs"
         )
     count = pool_bytes // block_bytes
     if count < 2:

@@ -91,6 +91,14 @@ class EngineConfig:
             ENGINE,
         ),
     ] = "auto"
+    cuda_graphs: Annotated[
+        bool,
+        Setting(
+            "Record steps that only decode as CUDA graphs at start, so that launching them costs next to nothing. A "
+            "model that cannot be recorded is served without.",
+            ENGINE,
+        ),
+    ] = True
     block_size: Annotated[
         int,
         Meta(ge=1, le=256),

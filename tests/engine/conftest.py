@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tandem.engine.engine import Engine
+from tandem.engine.graphs.capture import MakeRecorder
+from tandem.engine.graphs.recorder import make_recorder
 from tandem.protocol.config import EngineConfig
 from tests.support.architectures import SERVED, WRAPPERS, save_model
 
@@ -40,13 +42,21 @@ def build_engine(model_folder: Callable[[str], Path]) -> BuildEngine:
     """Makes an engine on the CPU whose pool has exactly `num_blocks`."""
     block_bytes: dict[tuple[object, ...], int] = {}
 
-    def build(name: str = "llama", *, num_blocks: int = 200, dtype: str = "float32", **settings: Any) -> Engine:
+    def build(
+        name: str = "llama",
+        *,
+        num_blocks: int = 200,
+        dtype: str = "float32",
+        make_recorder: MakeRecorder = make_recorder,
+        **settings: Any,
+    ) -> Engine:
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "model": str(model_folder(name)), **settings}
         kind = (name, dtype, settings.get("block_size"))
         if kind not in block_bytes:  # a model tells its geometry once it is loaded
             block_bytes[kind] = Engine(
                 EngineConfig(dtype=dtype, device="cpu", pool_bytes=64 << 20, **options)
             ).block_bytes
-        return Engine(EngineConfig(dtype=dtype, device="cpu", pool_bytes=block_bytes[kind] * num_blocks, **options))
+        config = EngineConfig(dtype=dtype, device="cpu", pool_bytes=block_bytes[kind] * num_blocks, **options)
+        return Engine(config, make_recorder=make_recorder)
 
     return build

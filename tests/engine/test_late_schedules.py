@@ -15,12 +15,15 @@ import pytest
 import torch
 
 from tandem.engine.engine import Engine
+from tandem.engine.graphs.capture import MakeRecorder
+from tandem.engine.graphs.recorder import make_recorder
 from tandem.engine.sequence import Phase, Sequence
 from tandem.protocol.messages import FinishReason
 from tests.engine.conftest import BuildEngine
 from tests.engine.test_engine import make_sampling
 from tests.support.answers import Expects
 from tests.support.late_device import LateDevice
+from tests.support.recorded_graph import HostGraphRecorder, patch_kernels
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_STEPS = 12, 16, 2000
 FOREIGN = -777.0  # what peers write
@@ -165,9 +168,12 @@ def oracle(build_engine: BuildEngine) -> Oracle:
     return {key: sequence.token_ids[sequence.num_prompt_tokens :] for key, sequence in sequences.items()}
 
 
-def make_world(build_engine: BuildEngine, oracle: Oracle, **options: Any) -> LateWorld:
+def make_world(
+    build_engine: BuildEngine, oracle: Oracle, make_recorder: MakeRecorder = make_recorder, **options: Any
+) -> LateWorld:
     # Small steps: a device is late with those that sample nothing.
-    engine = build_engine(num_blocks=NUM_BLOCKS, max_num_batched_tokens=16, max_num_seqs=6)
+    settings: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 16, "max_num_seqs": 6}
+    engine = build_engine(make_recorder=make_recorder, **settings)
     engine.scheduler.admission.lengths = Expects(1)  # answers get longer: blocks run out
     return LateWorld(engine, oracle, **options)
 
@@ -190,6 +196,26 @@ def test_late_results_change_no_answer_and_no_block(
     assert num_late > 8 * num_schedules
     assert min(world.counts[what] for what in ("read", "written", "aborted")) > num_schedules / 4
     assert num_preemptions > 0
+
+
+@pytest.mark.parametrize("num_schedules", [8, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_graphs_change_no_answer_and_no_block(
+    num_schedules: int, build_engine: BuildEngine, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch_kernels(monkeypatch)
+    recorder = HostGraphRecorder()
+    world = make_world(build_engine, oracle, lambda _: recorder)
+    for seed in range(num_schedules):
+        try:
+            world.play(seed)
+        except AssertionError as exc:
+            raise AssertionError(f"seed {seed}: {exc}") from exc
+    num_replays = sum(graph.num_replays for graph in recorder.graphs)
+    num_preemptions = world.engine.scheduler.num_preemptions
+    print(f"{num_schedules} schedules: {num_replays} replays, {num_preemptions} preemptions, {dict(world.counts)}")
+    assert num_replays > 5 * num_schedules
+    assert num_preemptions > 0
+    assert world.counts["aborted"] > 0
 
 
 @pytest.mark.parametrize("who", ["the engine", "peers"])

@@ -1,0 +1,236 @@
+"""Steps that only decode, as recorded graphs: the same tokens and KV as without, whatever happens in between."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tandem.engine.engine import Engine
+from tandem.engine.graphs.capture import required_bytes
+from tandem.engine.graphs.decode import DecodeGraphs, batch_sizes
+from tandem.engine.graphs.recorder import DeviceGraph, GraphRecorder, NotRecordable
+from tandem.engine.sequence import ScheduledChunk, Sequence
+from tests.engine.conftest import BuildEngine
+from tests.engine.test_engine import add, generate, make_prompt, make_sampling
+from tests.support.recorded_graph import HostGraphRecorder, LateOperations, patch_kernels
+
+
+@pytest.fixture
+def build_graphed(build_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> BuildEngine:
+    """Makes engines that decode by graphs."""
+    patch_kernels(monkeypatch)
+
+    def build(*arguments: Any, **settings: Any) -> Engine:
+        return build_engine(*arguments, make_recorder=lambda _: HostGraphRecorder(), **settings)
+
+    return build
+
+
+def decode_chunk(block: int, length: int) -> ScheduledChunk:
+    """The last token of a sequence of up to two blocks."""
+    sequence = Sequence("", make_prompt(length), length, make_sampling(), root=b"", blocks=[block, block + 1])
+    return ScheduledChunk(sequence, length - 1, 1, samples=True)
+
+
+def graphs_of(engine: Engine) -> DecodeGraphs:
+    assert isinstance(engine.runner.graphs, DecodeGraphs)
+    return engine.runner.graphs
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "expected"),
+    [
+        (1, [1]),
+        (5, [1, 2, 4, 5]),
+        (24, [1, 2, 4, 8, 16, 24]),
+        (100, [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100]),
+    ],
+)
+def test_batch_sizes_reach_the_largest_step(max_num_seqs: int, expected: list[int]) -> None:
+    assert batch_sizes(max_num_seqs) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("llama", "float32"), ("gemma2", "bfloat16"), ("qwen2, sliding", "float32")]
+)
+def test_graphs_give_the_tokens_of_plain_steps(
+    name: str, dtype: str, build_engine: BuildEngine, build_graphed: BuildEngine
+) -> None:
+    prompts = [make_prompt(length) for length in (3, 16, 33, 50, 7)]
+    expected = generate(build_engine(name, dtype=dtype), prompts, max_tokens=20)
+    engine = build_graphed(name, dtype=dtype)
+    engine.runner.compute = not_for_decoding(engine)  # type: ignore[method-assign]
+    assert generate(engine, prompts, max_tokens=20) == expected
+
+
+def not_for_decoding(engine: Engine) -> Any:
+    compute = engine.runner.compute
+
+    def check(batch: Any, *arguments: Any) -> Tensor | None:
+        assert batch.context.max_query_len > 1
+        return compute(batch, *arguments)
+
+    return check
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8])
+def test_rows_that_fill_a_batch_change_nothing_but_the_scratch_block(
+    num_rows: int, build_engine: BuildEngine, build_graphed: BuildEngine
+) -> None:
+    plain, graphed = build_engine(num_blocks=40), build_graphed(num_blocks=40)
+    assert graphed.pool.num_blocks == 39
+    for engine in (plain, graphed):
+        engine.runner.pool.copy_(torch.randn(engine.runner.pool.shape, generator=torch.Generator().manual_seed(0)))
+    chunks = [decode_chunk(4 * row, 9 + 3 * row) for row in range(num_rows)]
+    num_calls = 0
+
+    def count() -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    expected, actual = plain.runner.run(chunks), graphed.runner.run(chunks, count)
+    assert expected is not None
+    assert actual is not None
+    assert torch.equal(actual, expected)
+    assert torch.equal(graphed.runner.pool[:39], plain.runner.pool[:39])
+    assert num_calls == 1
+
+
+def test_the_block_pool_never_gives_out_the_scratch_block(build_graphed: BuildEngine) -> None:
+    engine = build_graphed(num_blocks=10)
+    assert sorted(engine.pool.try_allocate(engine.pool.num_available) or []) == list(range(9))
+    assert engine.kv.num_blocks == 10
+
+
+def test_steps_that_are_launched_ahead_do_not_disturb_each_other(
+    build_engine: BuildEngine, build_graphed: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device begins with the first step after the host has launched the last, and logits are read at the end."""
+    plain, graphed = build_engine(num_blocks=40), build_graphed(num_blocks=40)
+    graphed.runner.pool.zero_()
+    steps = [
+        [decode_chunk(4 * row, 5 * step + 7 + row) for row in range(num_rows)]
+        for step, num_rows in enumerate((3, 4, 1, 3))
+    ]
+    expected = [plain.runner.run(step) for step in steps]
+    late = LateOperations(buffers_of(graphed), monkeypatch)
+    with late:
+        logits = [graphed.runner.run(step) for step in steps]
+    late.flush()
+    for before, after in zip(expected, logits, strict=True):
+        assert before is not None
+        assert after is not None
+        assert torch.equal(before, after)
+
+
+def buffers_of(engine: Engine) -> list[Tensor]:
+    """What the graphs read, and what they write beside the pool."""
+    buffers = []
+    for graph in reversed(graphs_of(engine)):
+        buffers += [graph.batch.input_ids, graph.batch.context.block_tables, graph.batch.context.kv_lens, graph._logits]
+    return buffers
+
+
+def test_a_graph_reads_nothing_that_may_change_or_go(
+    build_graphed: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.engine.cpu.optimize.optimize", lambda module: None)  # it keeps weights of its own
+    engine = build_graphed()
+    module = engine.model.module
+    for graph in reversed(graphs_of(engine)):
+        assert graph.batch.logit_rows is not None
+        constants = [graph.batch.logit_rows, graph.batch.context.query_starts]
+        stays = [*module.parameters(), *module.buffers(), engine.runner.pool, *buffers_of(engine), *constants]
+        assert not graph._graph.foreign(stays)  # type: ignore[union-attr]
+
+
+def test_a_model_that_reads_on_the_host_decodes_without_graphs_and_says_why(
+    build_engine: BuildEngine, build_graphed: BuildEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine = build_graphed("jetmoe", num_blocks=50)
+    assert engine.runner.graphs is None
+    assert engine.pool.num_blocks == 50
+    [line] = [record.message for record in caplog.records if "CUDA graphs" in record.message]
+    assert "JetMoeForCausalLM decodes without CUDA graphs: aten::" in line
+    prompts = [make_prompt(9), make_prompt(20)]
+    assert generate(engine, prompts) == generate(build_engine("jetmoe"), prompts)
+
+
+class StaleRecorder(HostGraphRecorder):
+    """Its graphs compute with the inputs that were there when they were recorded."""
+
+    def record(self, function: Any) -> DeviceGraph:
+        function()
+        return self
+
+    def replay(self) -> None:
+        pass
+
+
+def test_a_graph_that_computes_something_else_is_not_used(
+    build_engine: BuildEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine = build_engine(make_recorder=lambda _: StaleRecorder(), max_num_seqs=4)
+    assert engine.runner.graphs is None
+    assert "the graph of 4 sequences differs by nan (relative) from its own step" in caplog.text
+    assert generate(engine, [make_prompt(9)]) == generate(build_engine(), [make_prompt(9)])
+
+
+class Accountant(HostGraphRecorder):
+    """A recorder on a device of which 1,000 bytes are taken, and 300 more by each graph."""
+
+    def trim(self) -> int:
+        return 1000 + 300 * len(self.graphs)
+
+    def graph_bytes(self) -> int:
+        return 7
+
+
+def test_the_memory_of_graphs_is_known_before_the_pool_is_made(build_engine: BuildEngine) -> None:
+    engine = build_engine(max_num_seqs=5)
+    arguments = engine.config, engine.model, engine.runner._backend
+    assert required_bytes(*arguments, lambda _: Accountant()) == 300 + 4 * 7
+    assert required_bytes(*arguments, lambda _: None) == 0
+
+
+def test_graphs_can_be_switched_off(build_engine: BuildEngine) -> None:
+    def fail(_: torch.device) -> GraphRecorder:
+        raise AssertionError("a recorder is made")
+
+    assert build_engine(cuda_graphs=False, make_recorder=fail).runner.graphs is None
+
+
+def test_a_host_graph_repeats_work_and_no_code() -> None:
+    source, target = torch.ones(3), torch.zeros(3)
+    factor = 2.0
+    graph = HostGraphRecorder().record(lambda: target.copy_(source * factor))
+    factor = 100.0
+    source.fill_(5.0)
+    graph.replay()
+    assert target.tolist() == [10.0] * 3
+    with pytest.raises(NotRecordable, match=r"aten::.* reads a value on the host"):
+        HostGraphRecorder().record(lambda: target.fill_(source.sum().item()))
+
+
+def test_a_sequence_that_is_aborted_leaves_the_others_as_they_are(
+    build_engine: BuildEngine, build_graphed: BuildEngine
+) -> None:
+    prompts = [make_prompt(20), make_prompt(31, seed=1), make_prompt(9, seed=2)]
+    expected = generate(build_engine(), prompts, max_tokens=12)
+    engine = build_graphed()
+    sequences = [add(engine, str(i), prompt, max_tokens=12) for i, prompt in enumerate(prompts)]
+    for _ in range(4):
+        engine.step()
+    engine.abort("1")
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    engine.check_integrity(idle=True)
+    for i in (0, 2):
+        assert sequences[i].token_ids[len(prompts[i]) :] == expected[i]
