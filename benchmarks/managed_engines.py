@@ -45,7 +45,7 @@ from tandem.loadtest.client import run_measured
 from tandem.loadtest.closed_loop import ChatLoad, run_chats
 from tandem.loadtest.stats import Distribution
 
-PARTS = ("answers", "turns", "flip", "kill", "routers")
+PARTS = ("answers", "turns", "routers", "flip", "kill")
 _ACT_S, _BETWEEN_S = 4.0, 8.0
 _BACK_TIMEOUT_S = 400.0
 _COMPUTED = re.compile(r'^vllm:prompt_tokens_by_source_total\{.*source="local_compute".*\} (\S+)', re.M)
@@ -57,6 +57,7 @@ def main() -> int:
     parser.add_argument("--vllm-router", metavar="PATH", help="the program vllm-router, to compare with")
     parser.add_argument("--parts", default=",".join(PARTS), help="which, separated by commas (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=15.0, help="no round of routers that would end later is begun")
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--turns", type=int, default=4)
     settings = parser.parse_args()
@@ -65,22 +66,30 @@ def main() -> int:
         parser.error(f"--parts={settings.parts}: there is no {sorted(unknown)[0]!r}; there are {', '.join(PARTS)}")
     if settings.quick:
         settings.rounds, settings.sessions, settings.turns = 1, 3, 2
-    results: dict[str, Any] = {}
     with managed(settings) as fleet:
-        if "answers" in parts:
-            results["answers"] = engines.measure_answers(fleet)
-            engines.print_answers("managed pair", results["answers"])
-        if "turns" in parts:
-            results["turns"] = engines.measure_turns(fleet, num_chats=2, num_turns=3)
-            engines.print_turns("managed pair", results["turns"])
-        if "routers" in parts:
-            results["routers"] = compare_routers(fleet, settings)
-        if "flip" in parts:
-            results["flip"] = measure_flip(fleet)
-        if "kill" in parts:
-            results["kill"] = measure_kills(fleet)
+        results = {part: _measured(part, fleet, settings) for part in PARTS if part in parts}
     write_result("managed_engines", settings, results)
     return 0
+
+
+def _measured(part: str, fleet: Fleet, settings: argparse.Namespace) -> Any:
+    """Measure one part and say how long it took."""
+    began_s = time.monotonic()
+    match part:
+        case "answers":
+            found: Any = engines.measure_answers(fleet)
+            engines.print_answers("managed pair", found)
+        case "turns":
+            found = engines.measure_turns(fleet, num_chats=2, num_turns=3)
+            engines.print_turns("managed pair", found)
+        case "flip":
+            found = measure_flip(fleet)
+        case "kill":
+            found = measure_kills(fleet)
+        case _:
+            found = compare_routers(fleet, settings)
+    console.print(f"[dim]{part}: {time.monotonic() - began_s:.0f} s[/]")
+    return found
 
 
 @contextlib.contextmanager
@@ -177,29 +186,47 @@ def _wait(condition: Callable[[], bool]) -> None:
 
 def compare_routers(fleet: Fleet, settings: argparse.Namespace) -> dict[str, Any]:
     """The same loads through each router in turn; medians of the rounds."""
+    short = argparse.Namespace(**vars(settings) | {"sessions": 2, "turns": 1, "quick": True})
+    began_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         routers = [Server("tandem", fleet.router_url, fleet.model, 0.0)]
         routers += [stack.enter_context(starting) for starting in _others(fleet, settings)]
-        rounds: dict[str, list[dict[str, float]]] = {router.name: [] for router in routers}
-        short = argparse.Namespace(**vars(settings) | {"sessions": 2, "turns": 1, "quick": True})
-        for number in range(settings.rounds + 1):
-            for place, router in enumerate(list(routers)):
-                # The first round warms up: kernels, and the router's costs.
-                try:
-                    found = _measure_router(fleet, router, settings if number else short, seed=100 * number + place)
-                except RuntimeError as exc:
-                    console.print(f"[red]left out:[/] {exc}")
-                    routers.remove(router)
-                    del rounds[router.name]
-                    continue
-                if number:
-                    rounds[router.name].append(found)
-                    console.print(f"[dim]round {number} of {router.name}: {found}[/]", soft_wrap=True)
+        found = [_round(fleet, routers, short, number=0)]  # warms up: kernels, and the router's costs
+        longest_s = 0.0
+        for number in range(1, settings.rounds + 1):
+            round_began_s = time.monotonic()
+            if number > 1 and round_began_s + longest_s - began_s > 60 * settings.minutes:
+                console.print(f"[red]only {number - 1} of {settings.rounds} rounds[/] within --minutes")
+                break
+            found.append(_round(fleet, routers, settings, number=number))
+            longest_s = max(longest_s, time.monotonic() - round_began_s)
+    rounds = {router.name: [one[router.name] for one in found[1:]] for router in routers}
     medians = {
         name: {key: statistics.median(one[key] for one in found) for key in found[0]} for name, found in rounds.items()
     }
     _show_routers(medians)
     return {"rounds": rounds, "medians": medians}
+
+
+def _round(
+    fleet: Fleet, routers: list[Server], settings: argparse.Namespace, *, number: int
+) -> dict[str, dict[str, float]]:
+    """What each router did, another one first in each round. One that fails is left out from now on."""
+    first = number % len(routers)
+    found = {}
+    for place, router in enumerate([*routers[first:], *routers[:first]]):
+        began_s = time.monotonic()
+        try:
+            found[router.name] = _measure_router(fleet, router, settings, seed=100 * number + place)
+        except RuntimeError as exc:
+            if router.name == "tandem":
+                raise
+            console.print(f"[red]left out:[/] {exc}", soft_wrap=True)
+            routers.remove(router)
+            continue
+        took = f"round {number} of {router.name}, {time.monotonic() - began_s:.0f} s"
+        console.print(f"[dim]{took}: {found[router.name]}[/]", soft_wrap=True)
+    return found
 
 
 def _others(fleet: Fleet, settings: argparse.Namespace) -> Iterator[contextlib.AbstractContextManager[Server]]:
@@ -267,7 +294,7 @@ def _show_routers(medians: dict[str, dict[str, float]]) -> None:
     columns = [
         "router",
         "chat: TTFT p50",
-        "p95",
+        "p99",
         "ITL p50",
         "tokens/s",
         "hits",

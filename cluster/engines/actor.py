@@ -134,6 +134,8 @@ class EngineActor:
             process.pin(server.cpu_cores)
         fields = {"model": server.served_model_name} | dialect_of(server.kind).first_request(server)
         process.generate(url, fields, server.api_key, deadline_s)
+        if not server.num_gpus:
+            process.lower_spinning_threads()
 
     def _watch(self, server: EngineServer, process: ServerProcess, metrics_url: str) -> str:
         """Watch the server until it ends, hangs or is to be stopped; the reason."""

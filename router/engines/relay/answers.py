@@ -43,7 +43,10 @@ def parse_answer(
 def error_text(error: Any) -> str:
     """The message of an error object that an engine sent, shortened."""
     text = error.get("message") or error.get("detail") if isinstance(error, dict) else error
-    return str(text or "no message")[:MAX_ERROR_CHARS]
+    try:
+        return str(text or "no message")[:MAX_ERROR_CHARS]
+    except RecursionError:
+        return "a message that is nested too deeply"
 
 
 def as_dict(value: Any) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+import orjson
+
 from tandem.router.engines.errors import EngineFailed
 from tandem.router.engines.relay.answers import error_text
 from tandem.router.engines.relay.engine_errors import engine_errors
@@ -118,7 +120,12 @@ class StreamRelay:
                 message = f"failed in the middle: {error_text(event.error)}"
                 self._failure = EngineFailed(self._engine, message)
                 break
-            if event.has_data and (visible := self._visible_event(event)) is not None:
+            try:
+                visible = self._visible_event(event) if event.has_data else None
+            except orjson.JSONEncodeError as exc:
+                self._failure = EngineFailed(self._engine, f"sent an event that cannot be sent on: {exc}")
+                break
+            if visible is not None:
                 shown.append(visible.raw)
             if event.is_done:
                 break

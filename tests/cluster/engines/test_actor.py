@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from tandem.protocol.errors import WorkerError
 from tandem.router.engines.fleet.engine_status import Progress
 from tandem.runtime.ports import free_ports
 from tests.support.fake_vllm import fake_engine_python
+from tests.support.server import until
 
 TIMEOUT_S = 60.0
 
@@ -120,6 +122,27 @@ def test_a_server_without_metrics_counts_as_idle(tmp_path: Path) -> None:
             assert process.progress(f"{started.url}/metrics") == Progress(False, 7.0)
             assert process.progress(f"{started.url}/absent") == Progress(False, 0.0)
             assert process.progress("http://127.0.0.1:9/metrics") is None
+
+
+SPINS = """
+import threading, time
+def spin():
+    while True: pass
+threads = [threading.Thread(target=one, daemon=True) for one in (spin, lambda: time.sleep(600))]
+for thread in threads: thread.start()
+print(*(thread.native_id for thread in threads), flush=True)
+time.sleep(600)
+"""
+
+
+def test_threads_that_spin_while_the_server_is_idle_give_way_to_those_that_compute(tmp_path: Path) -> None:
+    with ServerProcess("vllm", [sys.executable, "-c", SPINS], {}, None) as process:
+        until(lambda: bool(process.tail), TIMEOUT_S)
+        spinning, sleeping = map(int, process.tail[0].split())
+        process.lower_spinning_threads()
+        usual = os.getpriority(os.PRIO_PROCESS, 0)
+        niceness = [os.getpriority(os.PRIO_PROCESS, thread) for thread in (process.pid, sleeping, spinning)]
+        assert niceness == [usual, usual, 10]
 
 
 def test_a_server_that_is_late_is_ended(tmp_path: Path) -> None:

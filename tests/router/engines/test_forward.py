@@ -162,6 +162,7 @@ async def test_the_clients_own_error_comes_from_the_engine_and_is_not_tried_twic
         ({"status": 500}, False),
         ({"status": 500}, True),
         ({"status": 502, "error": "<html>bad gateway</html>"}, False),
+        ({"status": 500, "error": '{"detail": ' + "[" * 1000 + "]" * 1000 + "}"}, False),
         ({"status": 401}, True),
         ({"whole": {"choices": ["word"]}}, False),
         ({"whole": {"choices": {"text": "word"}}}, False),
@@ -730,6 +731,16 @@ async def test_an_engines_answer_that_cannot_be_passed_on_is_its_failure(
         assert response.status_code == status  # what the first cannot hand over, the second computes
         assert router.engine(deep_at).num_failures == 1
         assert status == 200 or "cannot be sent on" in response.text
+
+
+async def test_usage_of_a_pair_that_cannot_be_passed_on_ends_the_stream_with_an_error(
+    fake_a: FakeServer, fake_b: FakeServer
+) -> None:
+    fake_b.whole = json.loads('{"deep": ' + "[" * 400 + "]" * 400 + "}")
+    async with routing(*pair(fake_a, fake_b), config=RouterConfig(local_prefill=False)) as router:
+        response = await router.client.post(COMPLETIONS, json=completion(stream=True))
+        assert "engine d: sent an event that cannot be sent on" in events(response)[-1]["error"]["message"]
+        assert router.engine("d").num_failures == 1
 
 
 async def test_a_plain_answer_that_is_too_large_is_not_the_engines_failure(
