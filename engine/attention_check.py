@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -69,19 +70,23 @@ def largest_error(backend: AttentionBackend, pages: Pages, layer: LayerAttention
     """Largest relative error of a row, NaN if one was not written or KV is not where it belongs.
 
     Outputs and the pool's free slots hold NaN before. The layer attends in a mixed step, which has chunks of prompts
-    beside decoding, and in one that only decodes; both have a context that the backend splits.
+    beside decoding, and in one that only decodes; both have a context that the backend splits. The latter is repeated
+    with a bound for longer contexts, as in a graph.
     """
     long = backend.long_context
     mixed = [(0, 100), (17, 18), (long - 30, long), (0, 1), (69, 70)]
     decoding = [(16, 17), (long - 1, long), (69, 70)]
-    errors = [_step_error(backend, pages, layer, spans) for spans in (mixed, decoding)]
+    errors = [_step_error(backend, pages, layer, *step) for step in ((mixed, 0), (decoding, 0), (decoding, 8 * long))]
     return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 @torch.inference_mode()
-def _step_error(backend: AttentionBackend, pages: Pages, layer: LayerAttention, spans: list[tuple[int, int]]) -> float:
+def _step_error(
+    backend: AttentionBackend, pages: Pages, layer: LayerAttention, spans: list[tuple[int, int]], max_kv_len: int
+) -> float:
     generator = torch.Generator().manual_seed(0)
     step = make_step(pages, layer, spans, generator)
+    context = replace(step.context, max_kv_len=max(step.context.max_kv_len, max_kv_len))
     pool = step.context.pool.clone()
     sinks = torch.randn(layer.num_heads, generator=generator).to(pages.device) if layer.has_sinks else None
     out, expected = torch.full_like(step.query, float("nan")), torch.empty_like(step.query)
@@ -91,7 +96,7 @@ def _step_error(backend: AttentionBackend, pages: Pages, layer: LayerAttention, 
         "softcap": layer.softcap,
         "sinks": sinks,
     }
-    backend(LAYER_IDX, step.query, step.key, step.value, out, step.context, **options)
+    backend(LAYER_IDX, step.query, step.key, step.value, out, context, **options)
     written = step.context.pool.clone()
     step.context.pool.copy_(pool)
     ReferenceAttention()(LAYER_IDX, step.query, step.key, step.value, expected, step.context, **options)

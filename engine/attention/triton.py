@@ -6,6 +6,7 @@ waits for the device, and a launch depends on the host's figures alone, so steps
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ __all__ = ["MAX_HEAD_DIM", "Tile", "TritonAttention", "split_tokens", "tile_of"]
 
 MAX_HEAD_DIM = 256
 _SMALLEST_SPLIT, _MOST_SPLITS = 512, 64
+_MAX_DECODING = 512  # sequences whose splits one program counts
+_PROGRAMS_PER_PROCESSOR = 4
 _WRITE_ELEMENTS = 2048  # of the keys, and of the values, that one program writes into the pool
 
 
@@ -130,53 +133,66 @@ class TritonAttention:
         num_kv_heads, num_seqs = keys.shape[2], context.kv_lens.shape[0]
         tile, group = tile_of(head_dim, query.dtype), num_heads // num_kv_heads
         num_splits = -(-context.max_kv_len // self._split)
-        # With several splits, sequences of few tokens are computed by a program for each split: all of them in a step
-        # that only decodes, those of one token beside longer chunks.
+        is_decoding = context.max_query_len == 1 and num_splits > 1 and num_seqs <= _MAX_DECODING
+        # With several splits, sequences of few tokens are computed by a program for each split, those of one token
+        # beside longer chunks too. Steps that only decode have a kernel of their own.
         parallel_tokens = 0
         if num_splits > 1:
             parallel_tokens = context.max_query_len if context.max_query_len * group <= tile.rows else 1
         part_rows = (num_seqs * parallel_tokens, num_heads, num_splits)
         part_acc = out.new_empty((*part_rows, head_dim), dtype=torch.float32)
         part_stats = out.new_empty((*part_rows, 2), dtype=torch.float32)
-        shared = {
-            "HEAD_DIM": head_dim,
-            "WINDOW": window,
-            "HAS_SINKS": sinks is not None,
-            "HAS_LSE": lse is not None,
-            "SPLIT": self._split,
+        tables = (context.block_tables, context.block_tables.stride(0))
+        inputs = (query, query.stride(0), query.stride(1), keys, values, *keys.stride()[:3])
+        shape = {"HEAD_DIM": head_dim, "WINDOW": window, "SPLIT": self._split}
+        flags = {"HAS_SINKS": sinks is not None, "HAS_LSE": lse is not None}
+        tiles = {
+            "GROUP": group,
+            "BLOCK_SIZE": keys.shape[1],
+            "SOFTCAP": softcap,
+            "ROWS": tile.rows,
+            "KEYS": tile.keys,
+            "DIM": max(16, _power_of_two(head_dim)),  # 16 is the least that tensor cores multiply
+            "CAST": self._is_interpreted and query.dtype is torch.bfloat16,  # its products of bfloat16 are wrong
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
         }
-        num_tiles = num_tokens * group // tile.rows + num_seqs
-        self._kernels.attend[(num_tiles, num_kv_heads, max(num_splits if parallel_tokens else 1, 1))](
-            out,
-            lse,
-            part_acc,
-            part_stats,
-            query,
-            query.stride(0),
-            query.stride(1),
-            keys,
-            values,
-            *keys.stride()[:3],
-            sinks,
-            context.block_tables,
-            context.block_tables.stride(0),
-            context.query_starts,
-            context.kv_lens,
-            num_seqs,
-            parallel_tokens,
-            scale,
-            num_kv_heads,
-            GROUP=group,
-            BLOCK_SIZE=keys.shape[1],
-            SOFTCAP=softcap,
-            ROWS=tile.rows,
-            KEYS=tile.keys,
-            DIM=max(16, _power_of_two(head_dim)),  # 16 is the least that tensor cores multiply
-            CAST=self._is_interpreted and query.dtype is torch.bfloat16,  # its products of bfloat16 are wrong
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            **shared,
-        )
+        if is_decoding:
+            num_programs = min(-(-_num_programs(query.device) // num_kv_heads), num_seqs * num_splits)
+            self._kernels.attend_decoding[(num_programs, num_kv_heads, -(-group // tile.rows))](
+                part_acc,
+                part_stats,
+                *inputs,
+                *tables,
+                context.kv_lens,
+                num_seqs,
+                num_splits,
+                scale,
+                num_kv_heads,
+                SEQS=_MAX_DECODING,
+                **tiles,
+                **shape,
+            )
+        else:
+            num_tiles = num_tokens * group // tile.rows + num_seqs
+            self._kernels.attend[(num_tiles, num_kv_heads, max(num_splits if parallel_tokens else 1, 1))](
+                out,
+                lse,
+                part_acc,
+                part_stats,
+                *inputs,
+                sinks,
+                *tables,
+                context.query_starts,
+                context.kv_lens,
+                num_seqs,
+                parallel_tokens,
+                scale,
+                num_kv_heads,
+                **tiles,
+                **shape,
+                **flags,
+            )
         if parallel_tokens:
             self._kernels.merge_splits[(num_seqs * parallel_tokens, num_heads)](
                 out,
@@ -190,8 +206,17 @@ class TritonAttention:
                 num_splits,
                 DIM=_power_of_two(head_dim),
                 num_warps=1,
-                **shared,
+                **shape,
+                **flags,
             )
+
+
+@lru_cache(maxsize=16)
+def _num_programs(device: torch.device) -> int:
+    """Programs that share the splits of a decoding step: a few for each multiprocessor, so that none is idle."""
+    if device.type != "cuda":
+        return 6
+    return _PROGRAMS_PER_PROCESSOR * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _power_of_two(value: int) -> int:

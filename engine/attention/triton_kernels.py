@@ -5,7 +5,7 @@ Imported only where Triton is installed. `triton.py` beside it launches them and
 One rule shapes the arithmetic: the result of a query row depends, bit for bit, only on that row and the keys before it.
 Keys are visited in tiles of KEYS, and tiles are summed in splits of SPLIT keys, both counted from position 0. A split
 starts from nothing, and splits are merged in order by `merge`. So it makes no difference whether one program walks
-through all splits of a row, as for long chunks of prompts, or many programs compute one split each, as for decoding.
+through all splits of a row, as for long chunks of prompts, or many programs compute some each, as for decoding.
 Keys that a row does not see add exact zeros. There is one tile shape for all rows, because tensor cores may sum in
 another order for another shape.
 """
@@ -265,6 +265,95 @@ def attend(
             tl.store(lse + to, row_lse, mask=is_row)
 
 
+@triton.jit(do_not_specialize=["table_stride", "num_seqs", "num_splits"])
+def attend_decoding(
+    part_acc,  # [num_seqs, num_heads, num_splits, HEAD_DIM], float32
+    part_stats,  # [num_seqs, num_heads, num_splits, 2]
+    query,  # [num_seqs, num_heads, HEAD_DIM], strided
+    query_token_stride,
+    query_head_stride,
+    layer_keys,
+    layer_values,
+    block_stride,
+    slot_stride,
+    kv_head_stride,
+    block_tables,  # [num_seqs, table_stride]
+    table_stride,
+    kv_lens,
+    num_seqs,  # at most SEQS
+    num_splits,
+    scale,
+    num_kv_heads: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SEQS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    CAST: tl.constexpr,
+):
+    """Program (p, KV head, tile of heads) computes splits p, p + P, ... of sequences that compute one token each.
+
+    The splits of all sequences are counted on the device. So a fixed number P of programs shares the work evenly,
+    however long the contexts are, and none is launched for contexts that could be longer.
+    """
+    kv_head = tl.program_id(1)
+    seqs = tl.arange(0, SEQS)
+    lens = tl.load(kv_lens + seqs, mask=seqs < num_seqs, other=0)
+    counts = tl.where(seqs < num_seqs, tl.maximum(lens - 1, 0) // SPLIT + 1, 0)
+    if WINDOW > 0:
+        counts -= tl.maximum(lens - WINDOW, 0) // SPLIT
+    ends = tl.cumsum(counts, 0)
+    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < GROUP
+    heads = kv_head * GROUP + rows
+    dims = tl.arange(0, DIM)
+    mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    for item in range(tl.program_id(0), tl.sum(counts, 0), tl.num_programs(0)):
+        seq = tl.sum((ends <= item).to(tl.int32), 0)
+        kv_len = tl.load(kv_lens + seq)
+        oldest_key = 0
+        if WINDOW > 0:
+            oldest_key = tl.maximum(kv_len - WINDOW, 0)
+        first_item = tl.max(tl.where(ends <= item, ends, 0), 0)
+        split = oldest_key // SPLIT + item - first_item
+        q = tl.load(
+            query + seq.to(tl.int64) * query_token_stride + heads[:, None] * query_head_stride + dims[None, :],
+            mask=mask,
+            other=0.0,
+        )
+        acc, top, total = attend_split(
+            q,
+            tl.zeros([ROWS], tl.int32) + (kv_len - 1),
+            layer_keys,
+            layer_values,
+            block_tables + seq.to(tl.int64) * table_stride,
+            block_stride,
+            slot_stride,
+            kv_head_stride,
+            kv_head,
+            tl.maximum(split * SPLIT, oldest_key // KEYS * KEYS),
+            tl.minimum((split + 1) * SPLIT, kv_len),
+            scale * LOG2_E,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            WINDOW,
+            SOFTCAP,
+            ROWS,
+            KEYS,
+            DIM,
+            CAST,
+        )
+        part = (seq.to(tl.int64) * (num_kv_heads * GROUP) + heads) * num_splits + split
+        tl.store(part_acc + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+        tl.store(part_stats + part * 2, top, mask=is_row)
+        tl.store(part_stats + part * 2 + 1, total, mask=is_row)
+
+
 @triton.jit(do_not_specialize=["parallel_tokens", "num_splits"])
 def merge_splits(
     out,
@@ -283,7 +372,7 @@ def merge_splits(
     SPLIT: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Program (sequence * parallel_tokens + token, head) merges the splits of one row that `attend` computed apart."""
+    """Program (sequence * parallel_tokens + token, head) merges the splits of one row that were computed apart."""
     row, head = tl.program_id(0), tl.program_id(1)
     seq, token = row // parallel_tokens, row % parallel_tokens
     query_start = tl.load(query_starts + seq)

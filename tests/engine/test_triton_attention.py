@@ -27,6 +27,7 @@ IS_INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 BACKEND = TritonAttention(64)  # a short split, so that few keys make many
 NAN = float("nan")
+KERNELS = ("write_kv", "attend", "attend_decoding", "merge_splits")
 SINKS = torch.tensor([-50.0, 0.0, 3.0, 50.0], device=DEVICE)  # of no weight, little, much, all
 
 
@@ -143,6 +144,21 @@ def test_results_do_not_depend_on_batch_or_chunks(dtype: torch.dtype, options: d
     assert torch.equal(pool.nan_to_num(7.0), alone_pool.nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("num_heads", [4, 70])  # in one tile of heads, in several
+@pytest.mark.parametrize("options", [{}, {"window": 70}, {"softcap": 1.5, "window": 200}])
+def test_bounds_of_a_captured_step_change_no_bit(num_heads: int, options: dict[str, Any]) -> None:
+    """Contexts within one split and over many, of more sequences than programs share them."""
+    case = make_case([200, 64, 65, 1, 130, 129, 300], num_heads=num_heads, num_kv_heads=1)
+    pool = case.new_pool(NAN)
+    case.run(ReferenceAttention(), pool, case.whole())
+    chunks = [(i, length - 1, length) for i, length in enumerate(case.lengths)]
+    expected = case.run(ReferenceAttention(), pool.clone(), chunks, **options)
+    exact = case.run(BACKEND, pool.clone(), chunks, **options)
+    bounded = case.run(BACKEND, pool.clone(), chunks, max_kv_len=4000, **options)
+    torch.testing.assert_close(torch.cat(exact), torch.cat(expected), atol=2e-5, rtol=2e-5)
+    assert torch.equal(torch.cat(bounded), torch.cat(exact))
+
+
 def test_kernel_reads_strided_inputs() -> None:
     case = make_case([20])
     [expected] = case.run(BACKEND, case.new_pool(NAN), case.whole())
@@ -221,11 +237,12 @@ def test_kernels_compile_for_gpus(compiled: list[dict[str, Any]]) -> None:
 def test_steps_of_another_size_need_no_other_kernel(compiled: list[dict[str, Any]]) -> None:
     """A kernel that is compiled while requests wait delays them by seconds."""
     names = [(kernel["kernel"], kernel["capability"]) for kernel in compiled]
-    assert names == [(name, gpu) for name in ("write_kv", "attend", "merge_splits") for gpu in (80, 80, 90, 90)]
+    assert names == [(name, gpu) for name in KERNELS for gpu in (80, 80, 90, 90)]
 
 
-def test_compiled_attention_uses_tensor_cores_and_loads_ahead(compiled: list[dict[str, Any]]) -> None:
-    ampere, float32, *hopper = [kernel for kernel in compiled if kernel["kernel"] == "attend"]
+@pytest.mark.parametrize("name", ["attend", "attend_decoding"])
+def test_compiled_attention_uses_tensor_cores_and_loads_ahead(name: str, compiled: list[dict[str, Any]]) -> None:
+    ampere, float32, *hopper = [kernel for kernel in compiled if kernel["kernel"] == name]
     assert ampere["mma"]
     assert ampere["copies ahead"]
     assert float32["mma"] == 0  # tensor cores would round it

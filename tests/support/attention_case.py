@@ -55,9 +55,18 @@ class Case:
         return paged_view(torch.full(shard, fill, dtype=self.dtype, device=self.device))
 
     def run(
-        self, backend: AttentionBackend, pool: Tensor, chunks: list[tuple[int, int, int]], **options: Any
+        self,
+        backend: AttentionBackend,
+        pool: Tensor,
+        chunks: list[tuple[int, int, int]],
+        *,
+        max_kv_len: int = 0,
+        **options: Any,
     ) -> list[Tensor]:
-        """One step over `chunks` of (sequence, start, end); their outputs, which were NaN before."""
+        """One step over `chunks` of (sequence, start, end); their outputs, which were NaN before.
+
+        `max_kv_len` is a bound above the longest context; 0 = that context.
+        """
         tables = torch.zeros(len(chunks), max(len(self.blocks[i]) for i, _, _ in chunks), dtype=torch.int32)
         slots = []
         for row, (i, start, end) in enumerate(chunks):
@@ -74,7 +83,7 @@ class Case:
             kv_lens=torch.tensor([end for _, _, end in chunks], dtype=torch.int32, device=self.device),
             slot_mapping=torch.tensor(slots, device=self.device),
             max_query_len=max(counts),
-            max_kv_len=max(end for _, _, end in chunks),
+            max_kv_len=max_kv_len or max(end for _, _, end in chunks),
         )
         query, key, value = (
             torch.cat([tensors[i][start:end] for i, start, end in chunks]) for tensors in (self.q, self.k, self.v)

@@ -67,7 +67,7 @@ if __name__ == "__main__":
     run_steps(0, 64, torch.float32)
     run_steps(1, 80, torch.float16, window=128, sinks=torch.zeros(8))
     run_steps(1, 256, torch.bfloat16, window=4096, softcap=50.0)
-    for name in ("write_kv", "attend", "merge_splits"):
+    for name in ("write_kv", "attend", "attend_decoding", "merge_splits"):
         for device, capability in enumerate(_CAPABILITIES):
             for compiled in getattr(triton_kernels, name).device_caches[device][0].values():
                 code = compiled.asm["ptx"]
