@@ -87,9 +87,9 @@ class CacheView:
             events = [{"type": "AllBlocksCleared"}, *events]
         try:
             change = translator.apply(events)
-        except (KeyError, TypeError, ValueError) as exc:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as exc:
             self._on_malformed(f"its KV events are malformed: {exc!r}")
-            return
+            change = translator.apply([{"type": "AllBlocksCleared"}])  # what it said of its blocks is not known
         if change.is_cleared:
             self._index.add_worker(self._name, self._epoch)
             self._sequence = 0

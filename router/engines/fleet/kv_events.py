@@ -69,7 +69,11 @@ class BlockTranslator:
     num_skipped: int = 0  # blocks of another size, blocks that are not of text, and blocks whose parent is unknown
 
     def apply(self, events: Sequence[dict[str, Any]]) -> BlockChange:
-        """Translate a batch. Raises `KeyError`, `TypeError` or `ValueError` for events that are malformed."""
+        """Translate a batch.
+
+        Events that are malformed raise `KeyError`, `TypeError`, `ValueError`, `AttributeError` or `OverflowError`, and
+        leave a part of the batch applied.
+        """
         # A block may be stored and removed several times within a batch: only the last event counts.
         last: dict[bytes, bool] = {}
         is_cleared = False

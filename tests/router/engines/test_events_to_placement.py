@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from fastapi.responses import JSONResponse
 from zmq.asyncio import Context
 
@@ -52,6 +53,29 @@ async def test_the_index_follows_the_engine(fake_a: FakeServer) -> None:
             await publisher.publish(stored(0, 1))
             await until(lambda: router.engine("a").cache.num_event_gaps == 1)
             await until(lambda: index.num_blocks("a") == 1)
+    finally:
+        await publisher.close()
+        context.term()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"token_ids": [-1] * 16}, {"token_ids": [2**40] * 16}, {"lora_name": 5}, {"block_hashes": 3}], ids=str
+)
+async def test_after_a_malformed_batch_nothing_is_known_and_the_next_one_counts(
+    fake_a: FakeServer, wrong: dict[str, Any]
+) -> None:
+    context = Context()
+    publisher = Publisher(context)
+    spec = spec_of(fake_a, "a", model="fake-model", kv_events=f"tcp://127.0.0.1:{publisher.port}", block_size=16)
+    try:
+        async with routing(spec, readers={"fake-model": TextReader()}) as router:
+            index = router.fleet.index
+            await publish_until(publisher, lambda: index.num_blocks("a") == 3, stored(0, 3))
+            await publisher.publish(removed(2), stored(0, 1) | wrong)
+            await until(lambda: index.num_blocks("a") == 0)
+            assert "its KV events are malformed" in router.engine("a").reason
+            await publisher.publish(stored(0, 2))
+            await until(lambda: index.num_blocks("a") == 2)
     finally:
         await publisher.close()
         context.term()
