@@ -184,10 +184,10 @@ def _log_file(server: EngineServer) -> Path | None:
     """Where the server's output goes. Raises `WorkerError` if the folder cannot be made."""
     if not server.log_folder:
         return None
-    folder = Path(server.log_folder)
+    file = Path(server.log_folder) / f"{server.worker_id}.log"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{server.worker_id}.log").touch()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("ab").close()
     except OSError as exc:
-        raise WorkerError(f"engine_log_folder={server.log_folder!r} cannot be written: {exc.strerror}") from exc
-    return folder / f"{server.worker_id}.log"
+        raise WorkerError(f"engine_log_folder={server.log_folder!r} cannot be written: {exc}") from exc
+    return file

@@ -108,6 +108,17 @@ def test_a_python_that_cannot_run_is_named(tmp_path: Path) -> None:
     assert end.reason == f"{tmp_path / 'absent'} cannot be started: No such file or directory"
 
 
+@pytest.mark.parametrize("in_the_way", ["logs", "logs/decode-0.log"])
+def test_a_log_that_cannot_be_written_is_told_before_the_server_is_started(tmp_path: Path, in_the_way: str) -> None:
+    if in_the_way == "logs":
+        (tmp_path / in_the_way).touch()
+    else:
+        (tmp_path / in_the_way).mkdir(parents=True)
+    end = EngineActor(server(tmp_path)).start()
+    assert isinstance(end, EngineEnd)
+    assert end.reason.startswith(f"engine_log_folder='{tmp_path}/logs' cannot be written: ")
+
+
 def test_a_python_without_the_engine_says_so(tmp_path: Path) -> None:
     end = EngineActor(server(tmp_path, python=sys.executable)).start()
     assert isinstance(end, EngineEnd)
