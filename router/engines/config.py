@@ -98,7 +98,7 @@ class EngineSpec:
     bootstrap_port: _Port = 0  # of an SGLang prefill server: decode servers ask there where its KV is
     cache_salt: _Switch = True  # whether it is sent the field of this name; without, tenants share its prefix cache
     cache_ttl_s: _Seconds = 600.0  # without events: how long a prompt sent there counts as cached
-    headers: _Headers = field(default_factory=dict)
+    headers: _Headers = field(default_factory=dict, repr=False)
     data_parallel_size: _Ranks = 1  # ranks of its server, which share the URL
     data_parallel_rank: int | None = None  # the rank that this engine is; set by `ranks_of` only
 

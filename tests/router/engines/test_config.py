@@ -168,3 +168,8 @@ def test_prefill_engines_need_a_decode_engine_in_their_group() -> None:
 def test_limits_that_make_no_sense_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(values))):
         ExternalEnginesConfig(**values)
+
+
+def test_an_engine_that_is_printed_keeps_its_key_to_itself() -> None:
+    spec = spec_from({"url": URL, "headers": {"authorization": "Bearer secret"}}, "test")
+    assert "secret" not in f"{spec}{spec!r}"
