@@ -7,12 +7,16 @@ Python runs in it. So what changes from one replay to the next must be in tensor
 from __future__ import annotations
 
 import abc
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from functools import lru_cache
+from typing import Any, Protocol
 
 import torch
 from typing_extensions import override
+
+from tandem.protocol.errors import ConfigError
 
 __all__ = ["CudaGraphRecorder", "DeviceGraph", "GraphRecorder", "NotRecordable", "make_recorder"]
 
@@ -39,7 +43,7 @@ class GraphRecorder(abc.ABC):
         """Run `function`, to warm up, and record the work that it launches.
 
         Results must be copied into tensors that were made outside of it. Raises NotRecordable, for example if the
-        function reads results on the host.
+        function reads results on the host; ConfigError if recording failed and the process cannot go on.
         """
 
     @abc.abstractmethod
@@ -52,33 +56,26 @@ class GraphRecorder(abc.ABC):
 
 
 class CudaGraphRecorder(GraphRecorder):
-    """Captures CUDA graphs on a stream of its own, with one memory pool."""
+    """Captures CUDA graphs with one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     @override
     def record(self, function: Callable[[], object]) -> DeviceGraph:
-        graph = torch.cuda.CUDAGraph()
-        caller = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(caller)
-        try:
-            with torch.cuda.stream(self._stream):
+        caller, stream = torch.cuda.current_stream(self._device), _capture_stream(self._device)
+        stream.wait_stream(caller)
+        with torch.cuda.stream(stream):
+            try:
                 function()  # compiles and loads kernels, and makes workspaces: a capture must not
-                with _refusing_syncs():  # an error of the capture itself would say less, and leave it open
+                with _refusing_syncs():
                     function()
-                torch.cuda.synchronize(self._device)
-                # Calls of other threads do not concern this capture.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    function()
-                finally:
-                    graph.capture_end()
-        except RuntimeError as exc:
-            raise NotRecordable(str(exc)) from exc
-        caller.wait_stream(self._stream)
+            except RuntimeError as exc:
+                raise NotRecordable(str(exc)) from exc
+            torch.cuda.synchronize(self._device)
+            graph = self._capture(function)
+        caller.wait_stream(stream)
         return graph
 
     @override
@@ -91,10 +88,40 @@ class CudaGraphRecorder(GraphRecorder):
     def graph_bytes(self) -> int:
         return _GRAPH_BYTES
 
+    def _capture(self, function: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """NOTE: torch does not get over a capture that fails, because its allocator goes on as if within it."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with _without_gc():
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # others may use the GPU
+                function()
+                graph.capture_end()
+        except RuntimeError as exc:
+            raise ConfigError(f"a CUDA graph could not be captured: {exc}; start with --no-cuda-graphs") from exc
+        return graph
+
 
 def make_recorder(device: torch.device) -> GraphRecorder | None:
     """The recorder of a device; None for CPUs, where launching costs next to nothing."""
     return CudaGraphRecorder(device) if device.type == "cuda" else None
+
+
+@lru_cache(maxsize=16)
+def _capture_stream(device: torch.device) -> Any:
+    """One for all recorders: libraries keep a workspace for each stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    """What garbage collection may destroy, such as another graph, must not be destroyed within a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

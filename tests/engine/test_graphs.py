@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,12 @@ from tandem.engine.engine import Engine
 from tandem.engine.graphs.capture import required_bytes
 from tandem.engine.graphs.decode import DecodeGraphs, batch_sizes
 from tandem.engine.graphs.recorder import DeviceGraph, GraphRecorder, NotRecordable
+from tandem.engine.model_check import row_errors, tolerance
 from tandem.engine.sequence import ScheduledChunk, Sequence
+from tandem.protocol.config import EngineConfig
 from tests.engine.conftest import BuildEngine
-from tests.engine.test_engine import add, generate, make_prompt, make_sampling
+from tests.engine.test_engine import add, generate, make_prompt, make_sampling, output
+from tests.support.architectures import SERVED, save_model
 from tests.support.recorded_graph import HostGraphRecorder, LateOperations, patch_kernels
 
 
@@ -234,3 +239,32 @@ def test_a_sequence_that_is_aborted_leaves_the_others_as_they_are(
     engine.check_integrity(idle=True)
     for i in (0, 2):
         assert sequences[i].token_ids[len(prompts[i]) :] == expected[i]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_a_gpu_replays_compute_what_plain_steps_do(dtype: str, tmp_path: Path) -> None:
+    """Prints tokens per second of both (`-s`), of steps whose launches take longer than their work."""
+    family = SERVED["llama"]._replace(settings={**SERVED["llama"].settings, "num_hidden_layers": 24})
+    folder = str(save_model(tmp_path / "model", family))
+    prompts = [make_prompt(length) for length in range(3, 35)]
+    answers, logits = [], []
+    for cuda_graphs in (False, True):
+        config = EngineConfig(
+            model=folder, device="cuda", dtype=dtype, pool_bytes=256 << 20, max_num_seqs=32, cuda_graphs=cuda_graphs
+        )
+        engine = Engine(config)
+        assert (engine.runner.graphs is not None) == cuda_graphs
+        sequences = [add(engine, str(i), prompt, max_tokens=100) for i, prompt in enumerate(prompts)]
+        begun_at = time.perf_counter()
+        while engine.has_work:
+            engine.step()
+        seconds = time.perf_counter() - begun_at
+        engine.check_integrity(idle=True)
+        answers.append([output(sequence) for sequence in sequences])
+        print(f"{dtype}, {cuda_graphs=}: {100 * len(prompts) / seconds:.0f} tokens/s")
+        engine.runner.pool.zero_()
+        logits.append(engine.runner.run([decode_chunk(4 * row, 9 + row) for row in range(5)]))
+    assert float(row_errors(logits[1], logits[0]).max()) < tolerance(engine.model)
+    if dtype == "float32":  # in bfloat16 a product's kernel, and its rounding, may depend on the number of rows
+        assert answers[0] == answers[1]
