@@ -61,6 +61,10 @@ class _Launched(NamedTuple):
 class RowByRow:
     """The tests' sampler in the place of a batched one."""
 
+    def plan(self, sequences: list[Sequence], vocab_size: int) -> list[Sequence]:
+        """All that `launch` needs."""
+        return sequences
+
     def launch(self, logits: Tensor, sequences: list[Sequence]) -> _Launched:
         """Tokens of all rows."""
         greedy = logits.argmax(dim=-1).tolist()
@@ -100,7 +104,11 @@ def measure_sampler(settings: argparse.Namespace, kind: str, num_streams: int) -
     ]
     sides: tuple[Any, Any] = RowByRow(), Sampler(_EOS)
     with torch.inference_mode():
-        calls = (lambda: sides[0].launch(logits, sequences).read(), lambda: sides[1].launch(logits, sequences).read())
+
+        def sample(sampler: Any) -> None:
+            sampler.launch(logits, sampler.plan(sequences, settings.vocab)).read()
+
+        calls = (lambda: sample(sides[0]), lambda: sample(sides[1]))
         return Result(kind, num_streams, *interleaved(calls, settings.rounds))
 
 
