@@ -1,7 +1,7 @@
 """L2: blocks in host memory, in one slab.
 
-The slab is not page-locked, because no GPU touches it: blocks go through small pinned buffers
-(`tandem.worker.kv.host_copy`). So it takes exactly its size, and no limit of locked memory applies.
+The slab is not page-locked, because no GPU touches it: blocks go through pinned buffers
+(`tandem.worker.kv.host_buffers`). So it takes exactly its size, however large, and no limit of locked memory applies.
 """
 
 from __future__ import annotations

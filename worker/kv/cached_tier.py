@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from tandem.engine.device import to_device
@@ -14,7 +13,7 @@ from tandem.engine.sequence import Sequence as EngineSequence
 from tandem.kv_transfer.codec import Codec
 from tandem.kv_transfer.fetch_planner import FetchSource
 from tandem.kv_transfer.tiers import Tier, TierRead
-from tandem.worker.kv.host_copy import host_buffer
+from tandem.worker.kv.host_buffers import HostBuffers
 from tandem.worker.kv.kv_source import KvSource, LoadCost, LoadPrior, OpenSource, Piece
 
 __all__ = ["CachedTier"]
@@ -35,7 +34,7 @@ class CachedTier(KvSource):
         num_threads: int,
         prior: LoadPrior,
         store: str = "",
-        device: torch.device = torch.device("cpu"),
+        buffers: HostBuffers = HostBuffers(),
     ) -> None:
         self.tier = tier
         self.store = store
@@ -44,7 +43,7 @@ class CachedTier(KvSource):
         self.num_threads = num_threads
         self.name = self.kind = tier.name
         self.cost = LoadCost(prior, block_bytes)
-        self._device = device
+        self.buffers = buffers
 
     def look_up(self, first_block: int, digests: Sequence[bytes]) -> FetchSource:
         """How many blocks could be loaded from `first_block` on. No I/O."""
@@ -58,7 +57,7 @@ class CachedTier(KvSource):
 
     def begin_load(self, digests: Sequence[bytes]) -> tuple[Tensor, TierRead]:
         """Begin to load blocks into a new buffer [num_blocks, encoded bytes], uint8, and do not wait."""
-        data = host_buffer(len(digests), self.block_bytes, self._device)
+        data = self.buffers.take(len(digests), self.block_bytes)
         return data, self.tier.load(digests, data.numpy())
 
     def learn(self, load: TierRead) -> None:

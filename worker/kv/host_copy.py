@@ -9,21 +9,22 @@ import torch
 from torch import Tensor
 
 from tandem.engine.device import DeviceStream, Mark
+from tandem.worker.kv.host_buffers import HostBuffers
 
-__all__ = ["HostCopy", "host_buffer"]
+__all__ = ["HostCopy"]
 
 
 class HostCopy:
-    """A copy in host memory of `data`, which work of this stream computes. On a CPU it is `data` itself.
+    """A copy in host memory of `data` [n, bytes], which work of this stream computes. On a CPU it is `data` itself.
 
     On a GPU it is copied into pinned memory on a side stream, after the kernels that compute `data`. The next step does
     not wait for it.
     """
 
-    def __init__(self, data: Tensor, stream: DeviceStream) -> None:
+    def __init__(self, data: Tensor, stream: DeviceStream, buffers: HostBuffers) -> None:
         self.num_bytes = data.numel() * data.element_size()
         self._stream = stream
-        self._host, self._arrival = _begin_copy(data) if data.is_cuda else (data, stream.record())
+        self._host, self._arrival = _begin_copy(data, buffers) if data.is_cuda else (data, stream.record())
 
     @property
     def is_done(self) -> bool:
@@ -37,15 +38,10 @@ class HostCopy:
         return self._host
 
 
-def host_buffer(num_rows: int, num_bytes: int, device: torch.device) -> Tensor:
-    """A buffer [num_rows, num_bytes] in host memory, uint8, pinned if `device` is a GPU that will copy from it."""
-    return torch.empty(num_rows, num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-
-def _begin_copy(data: Tensor) -> tuple[Tensor, Mark]:
+def _begin_copy(data: Tensor, buffers: HostBuffers) -> tuple[Tensor, Mark]:
     stream = _side_stream(data.device)
     stream.wait_stream(torch.cuda.current_stream(data.device))
-    host = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+    host = buffers.take(*data.shape)
     with torch.cuda.stream(stream):
         host.copy_(data, non_blocking=True)
         data.record_stream(stream)  # the allocator does not reuse its memory before the copy has read it

@@ -22,14 +22,14 @@ from tandem.worker.kv.host_copy import HostCopy
 if TYPE_CHECKING:
     from tandem.worker.kv.cached_tier import CachedTier
 
-__all__ = ["Offloader"]
+__all__ = ["MAX_IN_FLIGHT_BYTES", "Offloader"]
 
 # Copied between two steps: 4 MiB (a ms on a CPU), or a share of the backlog if that is more. glibc serves buffers of
 # this size from memory it has; larger ones are fresh pages, which take five times as long to write.
 _BATCH_BYTES = 4 << 20
 _BACKLOG_SHARE = 1 / 4
 _BATCHES_WHEN_IDLE = 8
-_MAX_IN_FLIGHT_BYTES = 256 << 20  # encoded and not in host memory yet: none on a CPU, about 10 ms of a GPU's link
+MAX_IN_FLIGHT_BYTES = 256 << 20  # encoded and not in host memory yet: none on a CPU, about 10 ms of a GPU's link
 
 
 class _OffloadBatch(NamedTuple):
@@ -87,7 +87,7 @@ class Offloader:
         find = self._engine.pool.block_of
         present = [(name, block) for name in names if (block := find(name.digest)) is not None]
         cached.tier.note_dropped("evicted before its turn", len(names) - len(present))
-        room = max(_MAX_IN_FLIGHT_BYTES - self._num_bytes_in_flight, 0) // cached.block_bytes
+        room = max(MAX_IN_FLIGHT_BYTES - self._num_bytes_in_flight, 0) // cached.block_bytes
         cached.tier.note_dropped("offload queue full", max(len(present) - room, 0))
         if not (present := present[:room]):
             return
@@ -95,6 +95,6 @@ class Offloader:
         blocks = to_device(np.array([block for _, block in present], dtype=np.int64), kv.device)
         data = torch.empty(len(present), cached.block_bytes, dtype=torch.uint8, device=kv.device)
         cached.codec.gather(kv.shards, blocks, data)
-        copy = HostCopy(data, self._engine.stream)
+        copy = HostCopy(data, self._engine.stream, cached.buffers)
         self._in_flight.append(_OffloadBatch(cached, [name for name, _ in present], copy))
         self._num_bytes_in_flight += data.numel()

@@ -171,7 +171,7 @@ class Prefetcher:
             return _Landing(lambda: True, lambda: self._store(piece, data, host, kept))
         encoded = torch.empty(len(data), host.block_bytes, dtype=torch.uint8, device=self._engine.kv.device)
         host.codec.encode(self._decoded(piece, data), encoded)
-        copy = HostCopy(encoded, self._engine.stream)
+        copy = HostCopy(encoded, self._engine.stream, host.buffers)
         return _Landing(lambda: copy.is_done, lambda: self._store(piece, copy.host, host, kept))
 
     def _store(self, piece: _PrefetchPiece, data: Tensor, host: CachedTier, kept: HostBlocks) -> bool:

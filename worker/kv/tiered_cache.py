@@ -26,8 +26,9 @@ from tandem.protocol.messages import POOL_PLACE, StepStats, TierLoad
 from tandem.scheduling.cost_model import StepModel
 from tandem.worker.kv.cached_tier import CachedTier
 from tandem.worker.kv.fetcher import Fetcher
+from tandem.worker.kv.host_buffers import CudaPages, HostBuffers, PinnedBuffers
 from tandem.worker.kv.kv_source import LoadPrior
-from tandem.worker.kv.offload import Offloader
+from tandem.worker.kv.offload import MAX_IN_FLIGHT_BYTES, Offloader
 from tandem.worker.kv.peer_reader import PeerReader
 from tandem.worker.kv.tier_check import store_key_path
 
@@ -123,6 +124,8 @@ class TieredCache:
         self.fetcher.close()
         for cached in self.tiers:
             cached.tier.close()
+        for cached in self.tiers:  # they share them
+            cached.buffers.close()
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raise AssertionError unless the tiers' books agree; with `idle`, nothing may be fetched."""
@@ -134,7 +137,9 @@ class TieredCache:
 def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
     """The tiers that are configured, from fast to slow. Raises `ConfigError` for one that cannot be used."""
     tiers: list[CachedTier] = []
-    make = partial(_make_tier, engine, config.eviction_policy)
+    if not config.is_used:
+        return tiers
+    make = partial(_make_tier, engine, config.eviction_policy, _make_buffers(config, engine))
     if config.host_cache_gb:
         tiers.append(make("host", config.host_cache_codec, config.host_cache_gb, MemoryStore))
     if not (config.disk_cache_path or config.object_cache_url):
@@ -156,6 +161,7 @@ def create_tiers(config: TierConfig, engine: Engine) -> list[CachedTier]:
 def _make_tier(
     engine: Engine,
     policy: str,
+    buffers: HostBuffers,
     name: str,
     codec_name: str,
     capacity_gb: float,
@@ -182,8 +188,15 @@ def _make_tier(
         num_threads=num_threads,
         prior=_PRIORS[name],
         store=store,
-        device=engine.kv.device,
+        buffers=buffers,
     )
+
+
+def _make_buffers(config: TierConfig, engine: Engine) -> HostBuffers:
+    """What the tiers' loads and the offloads have under way, at most."""
+    if engine.kv.device.type != "cuda":
+        return HostBuffers()
+    return PinnedBuffers(int(config.load_window_mb * 1e6) + MAX_IN_FLIGHT_BYTES, engine.stream, CudaPages())
 
 
 def _load_key(config: TierConfig) -> StoreKey:

@@ -390,7 +390,7 @@ def test_blocks_that_are_still_on_the_device_are_bounded_and_stored_when_they_ar
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tandem.worker.kv.offload.HostCopy", SlowCopy)
-    monkeypatch.setattr("tandem.worker.kv.offload._MAX_IN_FLIGHT_BYTES", 15 * BLOCK_BYTES)
+    monkeypatch.setattr("tandem.worker.kv.offload.MAX_IN_FLIGHT_BYTES", 15 * BLOCK_BYTES)
     monkeypatch.setattr(SlowCopy, "arrived", False)
     rng = random.Random(14)
     engine = make_engine(tiny_model)
