@@ -4,56 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 import pytest
 
-from tests.support.fake_vllm import fake_engine_python
-from tests.support.server import START_S, Server, started, until
-
-BODY: dict[str, Any] = {"model": "toy", "prompt": "a b c " * 40, "max_tokens": 3, "stream": False}
-TIMEOUT_S = 60.0
+from tests.support.managed import TIMEOUT_S, ask, engines, flip, managed, process_of, roles
+from tests.support.server import START_S, Server, until
 
 
 @pytest.fixture(scope="module")
 def server(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("managed")
-    python = fake_engine_python(folder)
-    flags = ["--engine=vllm", f"--engine-python={python}", "--served-model-name=toy", "--no-autoscale"]
-    flags += [
-        "--prefill=1",
-        "--decode=2",
-        "--cpus-per-worker=0.1",
-        f"--engine-log-folder={folder}",
-        "--no-local-prefill",
-    ]
-    with started(text_model, folder, *flags) as running:
-        yield running.wait_ready()
-
-
-def engines(server: Server) -> dict[str, dict[str, Any]]:
-    pools = httpx.get(f"{server.url}/v1/pools", timeout=TIMEOUT_S).json()
-    return {engine["name"]: engine for engine in pools["engines"]}
-
-
-def roles(server: Server) -> dict[str, str]:
-    return {name: engine["role"] for name, engine in engines(server).items() if engine["state"] == "ready"}
-
-
-def ask(server: Server) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=TIMEOUT_S)
-
-
-def flip(server: Server, worker: str, role: str) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/pools/roles", json={"worker": worker, "role": role}, timeout=TIMEOUT_S)
-
-
-def process_of(server: Server, engine: str) -> psutil.Process:
-    """The server process behind an engine's URL."""
-    port = engines(server)[engine]["url"].rpartition(":")[2]
-    return next(one for one in server.children() if one.is_running() and port in one.cmdline())
+    flags = [f"--engine-log-folder={folder}", "--no-local-prefill"]
+    with managed(text_model, folder, "vllm", *flags) as running:
+        yield running
 
 
 def test_a_pair_answers(server: Server) -> None:

@@ -4,44 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import psutil
 import pytest
 
-from tests.support.fake_sglang import fake_sglang_python
-from tests.support.server import START_S, Server, started, until
-
-BODY: dict[str, Any] = {"model": "toy", "prompt": "a b c " * 40, "max_tokens": 3, "stream": False}
-TIMEOUT_S = 60.0
+from tests.support.managed import ask, engines, flip, managed, process_of, roles
+from tests.support.server import START_S, Server, until
 
 
 @pytest.fixture(scope="module")
 def server(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("sglang")
     arguments = "--disaggregation-transfer-backend mooncake --enable-pd-role-switch"
-    flags = ["--engine=sglang", f"--engine-python={fake_sglang_python(folder)}", f"--engine-args={arguments}"]
-    flags += ["--served-model-name=toy", "--no-autoscale", "--prefill=1", "--decode=2", "--cpus-per-worker=0.1"]
-    with started(text_model, folder, *flags) as running:
-        yield running.wait_ready()
-
-
-def engines(server: Server) -> dict[str, dict[str, Any]]:
-    pools = httpx.get(f"{server.url}/v1/pools", timeout=TIMEOUT_S).json()
-    return {engine["name"]: engine for engine in pools["engines"]}
-
-
-def ready(server: Server) -> dict[str, str]:
-    return {name: engine["role"] for name, engine in engines(server).items() if engine["state"] == "ready"}
-
-
-def ask(server: Server, **fields: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json=BODY | fields, timeout=TIMEOUT_S)
-
-
-def flip(server: Server, worker: str, role: str) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/pools/roles", json={"worker": worker, "role": role}, timeout=TIMEOUT_S)
+    with managed(text_model, tmp_path_factory.mktemp("sglang"), "sglang", f"--engine-args={arguments}") as running:
+        yield running
 
 
 def test_a_pair_answers(server: Server) -> None:
@@ -58,9 +33,9 @@ def test_a_server_switches_its_mode_and_back(server: Server) -> None:
     assert refused.status_code == 409
     assert "only prefill worker" in refused.json()["error"]["message"]
     assert flip(server, "decode-1", "prefill").status_code == 200
-    assert ready(server) == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "prefill"}
+    assert roles(server) == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "prefill"}
     assert flip(server, "prefill-0", "decode").status_code == 200  # now the other one computes prompts
-    assert ready(server) == {"prefill-0": "decode", "decode-0": "decode", "decode-1": "prefill"}
+    assert roles(server) == {"prefill-0": "decode", "decode-0": "decode", "decode-1": "prefill"}
     for _ in range(4):
         assert ask(server).json()["choices"][0]["text"] == "decode word word word "
     assert engines(server)["decode-1"]["num_requests"] >= 4
@@ -70,16 +45,15 @@ def test_a_server_switches_its_mode_and_back(server: Server) -> None:
 
 
 def test_a_killed_server_is_replaced_in_the_role_that_it_had(server: Server) -> None:
-    before = ready(server)
+    before = roles(server)
     victim = next(name for name, role in before.items() if role == "prefill")
     url = engines(server)[victim]["url"]
-    port = url.rpartition(":")[2]
-    process = next(one for one in server.children() if one.is_running() and port in one.cmdline())
+    process = process_of(server, victim)
     process.kill()
     psutil.wait_procs([process], timeout=30)
     assert ask(server).status_code in (502, 503)  # there is no other prefill server
     until(lambda: engines(server).get(victim, {}).get("url", url) != url, START_S, lambda: server.output)
-    until(lambda: ready(server) == before, START_S, lambda: server.output)
+    until(lambda: roles(server) == before, START_S, lambda: server.output)
     assert ask(server).json()["choices"][0]["text"] == "decode word word word "
 
 

@@ -2,7 +2,7 @@
 
 It keeps SGLang's rules: the key comes from its `--config` file, a server with a mode answers only requests that name a
 room, a decode server answers only after a prefill server has the same room, and only an idle server switches its role.
-`fake_sglang_python` makes the "Python" that runs it.
+`managed.engine_python` makes the "Python" that runs it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import os
 import re
 import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,6 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 NO_TRANSFER = "2.2.2.2"  # the host of requests that hand nothing over
 MEETING_TIMEOUT_S = 10.0
-
-
-def fake_sglang_python(folder: Path) -> Path:
-    """A program that runs this file, whatever module it is told to run."""
-    program = folder / "python-of-sglang"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} "$@"\n')
-    program.chmod(0o755)
-    return program
 
 
 class FakeSglang:

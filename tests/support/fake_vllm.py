@@ -1,6 +1,6 @@
 """A server that is started like vLLM's and answers like `fake_openai`: an engine for tests of managed engines.
 
-`fake_engine_python` makes the "Python" that runs it. `--fake-*` flags make it misbehave.
+`managed.engine_python` makes the "Python" that runs it. `--fake-*` flags make it misbehave.
 """
 
 from __future__ import annotations
@@ -23,14 +23,6 @@ vllm:kv_cache_usage_perc{engine="0"} 0
 vllm:cache_config_info{engine="0",block_size="16",num_gpu_blocks="512"} 1
 vllm:iteration_tokens_total_count{engine="0"} 7
 """
-
-
-def fake_engine_python(folder: Path) -> Path:
-    """A program that runs this file, whatever module it is told to run."""
-    program = folder / "python-of-the-engine"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} "$@"\n')
-    program.chmod(0o755)
-    return program
 
 
 def main() -> int:

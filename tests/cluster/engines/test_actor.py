@@ -20,7 +20,7 @@ from tandem.cluster.engines.server import EngineServer, Parallelism
 from tandem.protocol.errors import WorkerError
 from tandem.router.engines.fleet.engine_status import Progress
 from tandem.runtime.ports import free_ports
-from tests.support.fake_vllm import fake_engine_python
+from tests.support.managed import engine_python
 from tests.support.server import until
 
 TIMEOUT_S = 60.0
@@ -30,7 +30,7 @@ def server(folder: Path, *arguments: str, **fields: object) -> EngineServer:
     values: dict[str, object] = {
         "worker_id": "decode-0",
         "kind": "vllm",
-        "python": str(fake_engine_python(folder)),
+        "python": str(engine_python(folder, "fake_vllm")),
         "model": str(folder),
         "served_model_name": "toy",
         "arguments": arguments,

@@ -23,7 +23,7 @@ from tandem.protocol.errors import ConfigError, WorkerError
 from tandem.protocol.messages import Role
 from tandem.router.engines.config import spec_from
 from tests.support.fake_openai import FakeServer, fake_openai
-from tests.support.fake_sglang import fake_sglang_python
+from tests.support.managed import engine_python
 
 SWITCHABLE = ("--disaggregation-transfer-backend", "mooncake", "--enable-pd-role-switch")
 SERVER = EngineServer(
@@ -145,7 +145,11 @@ def test_a_role_is_fixed_unless_the_server_can_switch() -> None:
 @contextmanager
 def running(folder: Path, role: Role) -> Iterator[EngineStarted]:
     server = replace(
-        SERVER, python=str(fake_sglang_python(folder)), role=role, num_gpus=0.0, log_folder=str(folder / "logs")
+        SERVER,
+        python=str(engine_python(folder, "fake_sglang")),
+        role=role,
+        num_gpus=0.0,
+        log_folder=str(folder / "logs"),
     )
     actor = EngineActor(server)
     started = actor.start()
@@ -173,7 +177,7 @@ def test_a_server_of_each_role_starts_and_generates(tmp_path: Path, role: Role, 
 
 def test_a_server_that_ends_itself_by_force_is_told_by_its_error(tmp_path: Path) -> None:
     arguments = ("--fake-error=AssertionError: Torch not compiled with CUDA enabled",)
-    end = EngineActor(replace(SERVER, python=str(fake_sglang_python(tmp_path)), arguments=arguments)).start()
+    end = EngineActor(replace(SERVER, python=str(engine_python(tmp_path, "fake_sglang")), arguments=arguments)).start()
     assert isinstance(end, EngineEnd)
     error = "AssertionError: Torch not compiled with CUDA enabled"
     assert end.reason == f"sglang was ended by signal 9; its last error: {error}"
