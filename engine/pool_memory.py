@@ -36,7 +36,7 @@ def block_shape(config: EngineConfig, model: LoadedModel) -> tuple[int, int, int
 
 
 def default_gpu_pool_bytes(share: float, used_bytes: int, free_bytes: int, total_bytes: int) -> int:
-    """Size of a pool on a GPU, of which a worker may take this share and whose weights take `used_bytes`.
+    """Size of a pool on a GPU, of which a worker may take this share, and of which it has taken `used_bytes`.
 
     Raises ConfigError if nothing is left. Other workers of the same GPU may not have taken their share yet.
     """
@@ -44,8 +44,8 @@ def default_gpu_pool_bytes(share: float, used_bytes: int, free_bytes: int, total
     if min(mine, free_bytes) <= 0:
         raise ConfigError(
             f"gpu_memory_share={share:g} of a GPU with {total_bytes / 1e9:.1f} GB leaves no room for a KV pool: this "
-            f"worker's weights take {used_bytes / 1e9:.1f} GB, and {free_bytes / 1e9:.1f} GB of the GPU are free; "
-            "start fewer workers, or a smaller model"
+            f"worker's weights and graphs take {used_bytes / 1e9:.1f} GB, and {free_bytes / 1e9:.1f} GB of the GPU "
+            "are free; start fewer workers, or a smaller model"
         )
     return min(mine, int(free_bytes * GPU_MEMORY_SHARE))
 
@@ -73,7 +73,7 @@ def num_blocks(config: EngineConfig, model: LoadedModel, reserved_bytes: int = 0
     if pool_bytes > free_bytes:
         raise ConfigError(
             f"pool_bytes={pool_bytes} does not fit: {free_bytes} bytes are free on {model.device.type} after loading "
-            "the weights and keeping room for CUDA graphs"
+            f"the weights{' and keeping room for CUDA graphs' if reserved_bytes else ''}"
         )
     count = pool_bytes // block_bytes
     if count < 2:
