@@ -12,25 +12,25 @@ import torch
 from torch import Tensor
 
 from tandem.engine import pool_memory
-from tandem.engine.attention.choice import choose_backend, make_backend, read_device
 from tandem.engine.attention.interface import AttentionBackend
-from tandem.engine.attention_check import check_attention
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.device import Mark, make_stream
 from tandem.engine.graphs.capture import MakeRecorder, record_graphs, required_bytes
 from tandem.engine.graphs.recorder import make_recorder
-from tandem.engine.kv_pool import paged_view
+from tandem.engine.kv_pool import KvPool, paged_view
 from tandem.engine.loader import LoadedModel, load_model
-from tandem.engine.model_check import check_model
+from tandem.engine.model_check import make_checked_backend
 from tandem.engine.model_runner import LateTokens, ModelRunner
 from tandem.engine.sampling.sampler import LaunchedSample, SampledToken, Sampler
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.sequence import Phase, ScheduledChunk, Sequence
 from tandem.engine.sequence_blocks import ComputedBlocks
+from tandem.engine.tensor_parallel.group import RanksLost
+from tandem.engine.tensor_parallel.team import LeadingRunner, Team
 from tandem.protocol.config import EngineConfig
 from tandem.protocol.digest import namespace_digest, root_digest
 from tandem.protocol.errors import ContextLengthExceeded, RequestError
-from tandem.protocol.fault_boundary import error_of, outcome_of
+from tandem.protocol.fault_boundary import error_of, outcome_of, undone_on_error
 from tandem.protocol.messages import FinishReason, PrefillPriority, StepStats, TokenLogprobs, WorkerLoad
 from tandem.protocol.sampling import SamplingParams
 
@@ -103,11 +103,21 @@ class Engine:
         make_recorder: MakeRecorder = make_recorder,
     ) -> None:
         """`kv_codec` becomes part of the digests, so that KV from a lossy codec never mixes with exact KV."""
-        if config.num_threads:
-            torch.set_num_threads(config.num_threads)
-        model = load_model(config)
-        backend = _attention_of(model, config)
-        graph_bytes = required_bytes(config, model, backend, make_recorder)
+        torch.set_num_threads(_threads_of_a_rank(config))
+        self._team = Team(config, torch.get_num_threads()) if config.tensor_parallel_size > 1 else None
+        with undone_on_error(self.close):
+            self._load(config, kv_codec, clock, make_recorder)
+
+    def _load(
+        self, config: EngineConfig, kv_codec: str, clock: Callable[[], float], make_recorder: MakeRecorder
+    ) -> None:
+        team = self._team
+        model = load_model(config) if team is None else load_model(config, team.group, team.connect)
+        backend = make_checked_backend(model, config)
+        if team is not None:
+            team.await_ready()
+        # Graphs of one rank would not hold what the others do meanwhile.
+        graph_bytes = required_bytes(config, model, backend, make_recorder) if team is None else 0
         num_allocated = pool_memory.num_blocks(config, model, graph_bytes)
         num_blocks = num_allocated - (graph_bytes > 0)  # the last one is the scratch block of the graphs
         self.config = replace(
@@ -118,8 +128,8 @@ class Engine:
         self.model = model
         self.stream = make_stream(model.device, clock)
         self.pool = BlockPool(num_blocks)
-        self.kv = pool_memory.allocate_pool(config, model, num_allocated)
-        self.runner = ModelRunner(model, backend, paged_view(self.kv.shards[0]))
+        self.kv = self._allocate_pool(config, model, num_allocated)
+        self.runner = self._make_runner(model, backend)
         if graph_bytes and (recorder := make_recorder(model.device)) is not None:
             self.runner.graphs = record_graphs(self.runner, self.config, recorder)
         self.scheduler = Scheduler(
@@ -224,6 +234,8 @@ class Engine:
         An exception of one sequence ends that sequence and is listed in the failures. The step itself raises only
         errors of the device, and the error with which all sequences of several steps in a row failed.
         """
+        if self._team is not None:
+            self._team.check()
         results = self._take_complete()
         if len(self._launched) < _MAX_LAUNCHED:
             self._launch(before_compute, between_layers)
@@ -244,6 +256,11 @@ class Engine:
             num_preemptions=self.scheduler.num_preemptions,
         )
 
+    def close(self) -> None:
+        """End the processes of the other ranks, if there are any. Closing twice is fine."""
+        if self._team is not None:
+            self._team.close()
+
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raise AssertionError unless pool and sequences agree; with `idle`, also if any block or sequence is left."""
         self.pool.check_integrity(idle=idle)
@@ -252,6 +269,18 @@ class Engine:
         if idle:
             assert not queued, f"{len(queued)} sequences are still queued"
             assert not self._launched, f"{len(self._launched)} steps are still computed"
+
+    def _allocate_pool(self, config: EngineConfig, model: LoadedModel, num_blocks: int) -> KvPool:
+        if self._team is None:
+            return pool_memory.allocate_pool(config, model, num_blocks)
+        shape = (num_blocks, *pool_memory.shard_block_shape(config, model))
+        return self._team.allocate_pool(shape, model, takes_memory=bool(config.pool_bytes))
+
+    def _make_runner(self, model: LoadedModel, backend: AttentionBackend) -> ModelRunner:
+        view = paged_view(self.kv.shards[0])
+        if self._team is None:
+            return ModelRunner(model, backend, view)
+        return LeadingRunner(model, backend, view, self._team)
 
     def _launch(self, before_compute: Callable[[], None], between_layers: Callable[[], None]) -> None:
         """Schedule a step, launch it, and count its tokens as computed: later work of the stream sees their KV."""
@@ -334,9 +363,9 @@ class Engine:
         return computed, torch.cat(rows) if rows else None, failures
 
     def _try_run(self, chunks: list[ScheduledChunk], between_layers: Callable[[], None]) -> Tensor | Exception | None:
-        """Run the chunks: logits of those that sample, or the exception. Raises errors of the device."""
+        """Run the chunks: logits of those that sample, or the exception. Raises errors of the device and lost ranks."""
         logits = outcome_of(self.runner.run, chunks, between_layers, self._late_tokens())
-        if isinstance(logits, torch.AcceleratorError):
+        if isinstance(logits, torch.AcceleratorError | RanksLost):
             raise logits
         return logits
 
@@ -392,17 +421,8 @@ class Engine:
         return num_outputs >= sequence.sampling.max_tokens or position + 1 >= self.config.max_model_len
 
 
-def _attention_of(model: LoadedModel, config: EngineConfig) -> AttentionBackend:
-    """The model's attention backend, compared with plain attention, alone and in the model."""
-    device = read_device(model.device)
-    name = choose_backend(config.attention_backend, device, model.head_dim, model.dtype, model.attentions)
-    backend = make_backend(name, torch.get_num_threads(), model.max_model_len)
-    check_attention(model, backend, config.block_size)
-    check_model(model, backend, config.block_size)
-    if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # the checks' memory is the pool's
-    logger.info("attention backend: %s", name)
-    return backend
+def _threads_of_a_rank(config: EngineConfig) -> int:
+    return max((config.num_threads or torch.get_num_threads()) // config.tensor_parallel_size, 1)
 
 
 def _stats(chunks: list[ScheduledChunk], duration_s: float) -> StepStats:

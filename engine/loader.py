@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from transformers.utils.logging import disable_progress_bar
 from tandem.engine.architecture import load_config, model_class, text_config
 from tandem.engine.attention.interface import LayerAttention
 from tandem.engine.kv_geometry import measure_kv
+from tandem.engine.tensor_parallel.group import RankGroup
+from tandem.engine.tensor_parallel.layers import sum_experts
+from tandem.engine.tensor_parallel.loading import check_config, check_heads
 from tandem.engine.text_part import dropping_idle_parts
 from tandem.engine.weights import load_weights
 from tandem.protocol.config import EngineConfig
@@ -27,6 +31,10 @@ __all__ = ["LoadedModel", "load_model", "model_revision", "resolve_device", "res
 logger = logging.getLogger(__name__)
 
 _SAMPLE_STRIDE_BYTES, _SAMPLE_BYTES = 1 << 20, 4096
+
+
+def _nothing(_: torch.device) -> None:
+    """Default of `join`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +52,25 @@ class LoadedModel:
     device: torch.device
     revision: str
     attentions: frozenset[LayerAttention]  # the kinds of its layers
+    num_ranks: int = 1  # of tensor parallelism; the figures above are those of one rank
     attention: str  # other settings that change the KV's content, rope and window, as canonical JSON
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device of this name; `auto` is a GPU if there is one. Raises ConfigError for cuda without a GPU."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
+def resolve_device(name: str, group: RankGroup | None = None) -> torch.device:
+    """The device of this name; `auto` is a GPU if there is one. Ranks have a GPU each.
+
+    Raises ConfigError for cuda without a GPU, or with too few for the ranks.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and not num_gpus):
+        return torch.device("cpu")
+    if not num_gpus:
         raise ConfigError("device=cuda was asked for, but torch sees no CUDA device; use --device cpu")
-    return torch.device(name)
+    if group is None:
+        return torch.device("cuda")
+    if num_gpus < group.size:
+        raise ConfigError(f"tensor_parallel_size={group.size} needs as many GPUs; this worker sees {num_gpus}")
+    return torch.device("cuda", group.rank)
 
 
 def resolve_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
@@ -83,22 +100,30 @@ def model_revision(folder: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
+def load_model(
+    config: EngineConfig, group: RankGroup | None = None, join: Callable[[torch.device], None] = _nothing
+) -> LoadedModel:
     """Load `config.model` onto its device in its dtype, with paged attention in every layer.
 
-    Raises ConfigError when the folder is no model, lacks weights, or has an architecture or a quantization that cannot
+    With `group`, load this rank's shard, and call `join` to meet the other ranks before the first forward. Raises
+    ConfigError when the folder is no model, lacks weights, or has an architecture or a quantization that cannot
     be served here.
     """
     folder = Path(config.model)
-    device = resolve_device(config.device)
+    device = resolve_device(config.device, group)
     disable_progress_bar()  # a worker has no terminal
     model_config = load_config(folder)
     model_type = model_class(config.model, model_config)
     text = text_config(model_config)
     dtype = resolve_dtype(config.dtype, model_config, device)
-    module = load_weights(folder, model_type, model_config, dtype, device)
+    if group is not None:
+        check_config(config.model, text, group.size)
+    module = load_weights(folder, model_type, model_config, dtype, device, group)
+    join(device)
     with dropping_idle_parts(module):
         kv = measure_kv(module)
+    if group is not None:
+        check_heads(config.model, text, kv, group.size)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading took and gave back is free for the pool
     if device.type == "cpu":
@@ -106,6 +131,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
         optimize(module)
         _leave_weight_files(module)
+    if group is not None:
+        sum_experts(module, group)
     return LoadedModel(
         module=module,
         num_layers=kv.num_layers,
@@ -119,6 +146,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         revision=model_revision(folder),
         attentions=kv.attentions,
         attention=_attention_identity(text),
+        num_ranks=1 if group is None else group.size,
     )
 
 

@@ -6,6 +6,7 @@ that does not fit must be refused here, by name, before its answers are wrong.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,16 +15,21 @@ import torch
 from torch import Tensor
 
 from tandem.engine.architecture import text_config
+from tandem.engine.attention.choice import choose_backend, make_backend, read_device
 from tandem.engine.attention.interface import ATTENTION_NAME, AttentionBackend
+from tandem.engine.attention_check import check_attention
 from tandem.engine.kv_geometry import FORWARD_ERRORS
 from tandem.engine.kv_pool import paged_view
 from tandem.engine.loader import LoadedModel
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.sequence import ScheduledChunk, Sequence
+from tandem.protocol.config import EngineConfig
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.sampling import SamplingParams
 
-__all__ = ["check_model", "row_errors", "tolerance"]
+__all__ = ["check_model", "make_checked_backend", "row_errors", "tolerance"]
+
+logger = logging.getLogger(__name__)
 
 _LENGTHS = (9, 21, 14, 17, 6)  # prompts computed side by side, each in two chunks
 _CUTS = (4, 13, 7, 1, 5)
@@ -31,6 +37,19 @@ _WINDOW = 5  # of sliding layers meanwhile: shorter than the prompts, so that a 
 # Largest relative difference of the logits, in the median prompt: in bfloat16, rounding sometimes makes a mixture of
 # experts choose another expert. Quantized products may round activations as coarsely in float32.
 _TOLERANCE, _COARSE_TOLERANCE = 1e-3, 0.1
+
+
+def make_checked_backend(model: LoadedModel, config: EngineConfig) -> AttentionBackend:
+    """The model's attention backend, compared with plain attention, alone and in the model."""
+    device = read_device(model.device)
+    name = choose_backend(config.attention_backend, device, model.head_dim, model.dtype, model.attentions)
+    backend = make_backend(name, torch.get_num_threads(), model.max_model_len)
+    check_attention(model, backend, config.block_size)
+    check_model(model, backend, config.block_size)
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # the checks' memory is the pool's
+    logger.info("attention backend: %s", name)
+    return backend
 
 
 def check_model(model: LoadedModel, backend: AttentionBackend, block_size: int) -> None:

@@ -105,14 +105,18 @@ class ModelRunner:
     def forward(self, batch: PackedBatch, between_layers: Callable[[], None] = _nothing) -> Tensor | None:
         """Launch a packed batch: all that the device does in a step. The results of `run`."""
         graph = None if self.graphs is None else self.graphs.find(batch)
-        loaded = self._load(batch) if graph is None else graph.load(batch)
-        if batch.late_inputs is not None:
-            places, rows, token_ids = batch.late_inputs
-            loaded.input_ids[0, self._to_device(places)] = token_ids[self._to_device(rows)]
+        loaded = self.load(batch) if graph is None else graph.load(batch)
+        self.fill_late_inputs(batch, loaded)
         if graph is None:
             return self.compute(loaded, between_layers)
         between_layers()
         return graph.replay(len(batch.input_ids))
+
+    def fill_late_inputs(self, batch: PackedBatch, loaded: DeviceBatch) -> None:
+        """Put the input ids that are on the device only in their places."""
+        if batch.late_inputs is not None:
+            places, rows, token_ids = batch.late_inputs
+            loaded.input_ids[0, self._to_device(places)] = token_ids[self._to_device(rows)]
 
     @torch.inference_mode()
     def compute(self, batch: DeviceBatch, between_layers: Callable[[], None] = _nothing) -> Tensor | None:
@@ -130,34 +134,35 @@ class ModelRunner:
     def pack(self, chunks: list[ScheduledChunk], late_tokens: LateTokens | None = None) -> PackedBatch:
         """Lay chunks end to end, as they are now. This is the host's part of a step: it launches nothing."""
         size = self._block_size
-        first = np.array([chunk.start for chunk in chunks])
-        counts = np.array([chunk.num_tokens for chunk in chunks])
+        token_ids: list[int] = []
+        positions, slots = [], []
+        kv_lens = np.empty(len(chunks), dtype=np.int32)
         starts = np.zeros(len(chunks) + 1, dtype=np.int32)
-        np.cumsum(counts, out=starts[1:])
         num_blocks = [-(-(chunk.start + chunk.num_tokens) // size) for chunk in chunks]
         tables = np.zeros((len(chunks), max(num_blocks)), dtype=np.int32)
-        token_ids: list[int] = []
-        for chunk, table, count in zip(chunks, tables, num_blocks, strict=True):
-            token_ids += chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-            table[:count] = chunk.sequence.blocks[:count]
-        positions, rows = first, np.arange(len(chunks))
-        if len(token_ids) > len(chunks):  # otherwise each has one
-            positions = np.arange(len(token_ids)) + np.repeat(first - starts[:-1], counts)
-            rows = np.repeat(rows, counts)
-        blocks = tables[rows, positions // size].astype(np.int64)
+        for i, chunk in enumerate(chunks):
+            end = chunk.start + chunk.num_tokens
+            token_ids += chunk.sequence.token_ids[chunk.start : end]
+            tables[i, : num_blocks[i]] = chunk.sequence.blocks[: num_blocks[i]]
+            position = np.arange(chunk.start, end, dtype=np.int64)
+            positions.append(position)
+            slots.append(tables[i, position // size].astype(np.int64) * size + position % size)
+            kv_lens[i] = end
+            starts[i + 1] = starts[i] + chunk.num_tokens
         late_inputs = None if late_tokens is None else _late_inputs(chunks, token_ids, late_tokens)
+        rows = [int(starts[i + 1]) - 1 for i, chunk in enumerate(chunks) if chunk.samples]
         return PackedBatch(
             input_ids=np.array(token_ids),
-            positions=positions,
-            slot_mapping=blocks * size + positions % size,
+            positions=np.concatenate(positions),
+            slot_mapping=np.concatenate(slots),
             block_tables=tables,
             query_starts=starts,
-            kv_lens=(first + counts).astype(np.int32),
-            logit_rows=starts[1:][[chunk.samples for chunk in chunks]].astype(np.int64) - 1,
+            kv_lens=kv_lens,
+            logit_rows=np.array(rows, dtype=np.int64),
             late_inputs=late_inputs,
         )
 
-    def _load(self, batch: PackedBatch) -> DeviceBatch:
+    def load(self, batch: PackedBatch) -> DeviceBatch:
         """Copy a batch to the device, behind the work launched so far."""
         load = self._to_device
         context = StepContext(

@@ -16,11 +16,11 @@ from tandem.protocol.errors import ConfigError
 
 __all__ = [
     "allocate_pool",
-    "block_shape",
     "default_cpu_pool_bytes",
     "default_gpu_pool_bytes",
     "max_model_len",
     "num_blocks",
+    "shard_block_shape",
 ]
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 _CPU_SHARE_OF_FREE, _CPU_SHARE_OF_TOTAL, _CPU_CAP_BYTES = 1 / 4, 1 / 16, 2 << 30
 
 
-def block_shape(config: EngineConfig, model: LoadedModel) -> tuple[int, int, int, int, int]:
-    """[num_kv_heads, num_layers, 2, block_size, head_dim]."""
+def shard_block_shape(config: EngineConfig, model: LoadedModel) -> tuple[int, int, int, int, int]:
+    """The part of a block that each rank has: [num_kv_heads, num_layers, 2, block_size, head_dim]."""
     return (model.num_kv_heads, model.num_layers, 2, config.block_size, model.head_dim)
 
 
@@ -60,13 +60,16 @@ def num_blocks(config: EngineConfig, model: LoadedModel, reserved_bytes: int = 0
 
     `reserved_bytes` of a GPU stay free for what is allocated after the pool.
     """
-    block_bytes = math.prod(block_shape(config, model)) * model.dtype.itemsize
+    block_bytes = model.num_ranks * math.prod(shard_block_shape(config, model)) * model.dtype.itemsize
     if model.device.type == "cuda":
-        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        free_bytes, total_bytes = min(map(torch.cuda.mem_get_info, range(model.num_ranks)))
         free_bytes -= reserved_bytes
         share = config.gpu_memory_share or GPU_MEMORY_SHARE
         used_bytes = torch.cuda.memory_reserved() + reserved_bytes
-        pool_bytes = config.pool_bytes or default_gpu_pool_bytes(share, used_bytes, free_bytes, total_bytes)
+        pool_bytes = config.pool_bytes or model.num_ranks * default_gpu_pool_bytes(
+            share, used_bytes, free_bytes, total_bytes
+        )
+        free_bytes *= model.num_ranks
     else:
         free_bytes, total_bytes = psutil.virtual_memory().available, psutil.virtual_memory().total
         pool_bytes = config.pool_bytes or default_cpu_pool_bytes(free_bytes, total_bytes)
@@ -89,7 +92,7 @@ def allocate_pool(config: EngineConfig, model: LoadedModel, count: int) -> KvPoo
     A pool of a configured size takes its memory now: if there is too little, the start fails and not a request. A pool
     of the default size on a CPU takes memory as its blocks are first used.
     """
-    shape = (count, *block_shape(config, model))
+    shape = (count, *shard_block_shape(config, model))
     if model.device.type != "cpu" or config.pool_bytes:
         return KvPool([torch.zeros(shape, dtype=model.dtype, device=model.device)])
     pages = mmap.mmap(-1, math.prod(shape) * model.dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from transformers import PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 
 from tandem.engine.attention.interface import ATTENTION_NAME, register
+from tandem.engine.tensor_parallel.group import RankGroup
+from tandem.engine.tensor_parallel.layers import localize
+from tandem.engine.tensor_parallel.loading import sharded
 from tandem.protocol.errors import ConfigError
 
 __all__ = ["load_weights"]
@@ -44,31 +48,43 @@ class _LoadReport(logging.Filter):
 
 
 def load_weights(
-    folder: Path, model_type: type[PreTrainedModel], config: Any, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    model_type: type[PreTrainedModel],
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: RankGroup | None = None,
 ) -> PreTrainedModel:
     """The model in `folder` with paged attention, in `dtype` (or as it is quantized), on `device`, ready for inference.
 
-    Weights for a GPU are read straight into its memory. Raises ConfigError if a weight is missing, left over or of
-    another shape, or if the checkpoint is quantized in a way that cannot run here.
+    Weights for a GPU are read straight into its memory. With `group` only this rank's shard is read. Raises ConfigError
+    if a weight is missing, left over or of another shape, or if the checkpoint is quantized in a way that cannot run
+    here.
     """
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model={str(folder)!r} has no *.safetensors files; convert its weights to safetensors")
     method = _quantization(folder, config, device)
+    if method and group is not None:
+        raise ConfigError(
+            f"model={str(folder)!r} is quantized by {method!r}, whose weights this engine cannot cut for "
+            f"tensor_parallel_size={group.size}; use 1, or serve it by vLLM or SGLang (`--engine vllm`)"
+        )
     register()
     logged = _LoadReport()
     transformers_logger = logging.getLogger("transformers.modeling_utils")
     transformers_logger.addFilter(logged)
     try:
-        module, report = model_type.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            device_map=None if device.type == "cpu" else {"": device},  # on a CPU, weights stay mapped files
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # reported below, by name
-            output_loading_info=True,
-        )
+        with _placed(device) if group is None else sharded(group, device) as placement:
+            module, report = model_type.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # reported below, by name
+                output_loading_info=True,
+                **placement,
+            )
     except _LOAD_ERRORS as exc:
         quantized = f" (quantized: {method})" if method else ""
         problem = f"its weights do not make {_some(logged.unconverted)}" if logged.unconverted else str(exc)
@@ -79,7 +95,15 @@ def load_weights(
     _check_report(folder, model_type.__name__, report)
     if method and not getattr(module, "hf_quantizer", None):
         _cast_dequantized(module, dtype)
+    if group is not None:
+        localize(module, group)
     return module.eval()
+
+
+@contextmanager
+def _placed(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Arguments of `from_pretrained` for all weights on one device. On a CPU they stay mapped files."""
+    yield {"device_map": None if device.type == "cpu" else {"": device}}
 
 
 def _cast_dequantized(module: PreTrainedModel, dtype: torch.dtype) -> None:

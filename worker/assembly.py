@@ -18,6 +18,7 @@ from tandem.kv_transfer.transport.factory import create_transport
 from tandem.kv_transfer.transport.in_process import InProcessHub
 from tandem.prefill_worker import PrefillRole
 from tandem.protocol.config import WorkerConfig
+from tandem.protocol.fault_boundary import undone_on_error
 from tandem.protocol.messages import PeerAddress
 from tandem.runtime.curve import make_keys
 from tandem.runtime.dropped import DroppedMessages
@@ -58,13 +59,18 @@ class WorkerParts:
 
 def assemble(config: WorkerConfig, hub: InProcessHub | None = None) -> WorkerParts:
     """Load the model, bind the sockets and connect the parts. `hub` joins workers of one process (tests)."""
+    engine = Engine(config.engine, kv_codec=config.tiers.codec_identity)
+    with undone_on_error(engine.close):
+        return _connect(config, engine, hub)
+
+
+def _connect(config: WorkerConfig, engine: Engine, hub: InProcessHub | None) -> WorkerParts:
     epoch = time.time_ns()
     name = f"{config.worker_id}-{epoch:x}"
 
     def endpoint(suffix: str = "") -> str:
         return socket_endpoint(config.socket_folder, config.host, name + suffix)
 
-    engine = Engine(config.engine, kv_codec=config.tiers.codec_identity)
     transport = create_transport(
         config.transfer.transport,
         worker_id=config.worker_id,
@@ -137,4 +143,5 @@ def _compatibility(config: WorkerConfig, engine: Engine) -> dict[str, str]:
 
 def _kind(engine: Engine) -> str:
     device = engine.model.device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu-{torch.get_num_threads()}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu-{torch.get_num_threads()}"
+    return f"{name} x {engine.model.num_ranks}" if engine.model.num_ranks > 1 else name

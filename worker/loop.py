@@ -187,6 +187,7 @@ class Worker:
         """Close everything, last made first, whatever goes wrong with one of them. `run` does this at its end."""
         with contextlib.ExitStack() as stack:
             stack.callback(self.parts.context.term)
+            stack.callback(self.parts.engine.close)
             stack.callback(self.parts.sockets.close)
             stack.callback(self.parts.transport.close)
             stack.callback(self.parts.cache.close)

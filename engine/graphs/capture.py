@@ -16,7 +16,7 @@ from tandem.engine.kv_pool import paged_view
 from tandem.engine.loader import LoadedModel
 from tandem.engine.model_check import row_errors, tolerance
 from tandem.engine.model_runner import ModelRunner, PackedBatch
-from tandem.engine.pool_memory import block_shape
+from tandem.engine.pool_memory import shard_block_shape
 from tandem.protocol.config import EngineConfig
 
 __all__ = ["MakeRecorder", "record_graphs", "required_bytes"]
@@ -69,7 +69,7 @@ def record_graphs(runner: ModelRunner, config: EngineConfig, recorder: GraphReco
 
 
 def _largest_bytes(config: EngineConfig, model: LoadedModel, backend: AttentionBackend, recorder: GraphRecorder) -> int:
-    pool = paged_view(torch.zeros(2, *block_shape(config, model), dtype=model.dtype, device=model.device))
+    pool = paged_view(torch.zeros(2, *shard_block_shape(config, model), dtype=model.dtype, device=model.device))
     before = recorder.trim()
     runner = ModelRunner(model, backend, pool)
     graphs = DecodeGraphs(runner, [config.max_num_seqs], config.max_model_len or model.max_model_len)

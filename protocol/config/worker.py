@@ -83,6 +83,14 @@ class EngineConfig:
     ] = ""
     dtype: Annotated[DType, Setting("Type of weights and KV; auto = the model's own.", MODEL)] = "auto"
     device: Annotated[Literal["auto", "cpu", "cuda"], Setting("auto = a GPU where there is one.", MODEL)] = "auto"
+    tensor_parallel_size: Annotated[
+        int,
+        Meta(ge=1, le=64),
+        Setting(
+            "Ranks of a worker, which compute every layer together: with a GPU each, or a part of the worker's cores.",
+            ENGINE,
+        ),
+    ] = 1
     attention_backend: Annotated[
         AttentionBackendName,
         Setting(

@@ -53,8 +53,9 @@ def build_engine(model_folder: Callable[[str], Path]) -> BuildEngine:
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "model": str(model_folder(name)), **settings}
         kind = (name, dtype, settings.get("block_size"))
         if kind not in block_bytes:  # a model tells its geometry once it is loaded
+            alone = {**options, "tensor_parallel_size": 1}
             block_bytes[kind] = Engine(
-                EngineConfig(dtype=dtype, device="cpu", pool_bytes=64 << 20, **options)
+                EngineConfig(dtype=dtype, device="cpu", pool_bytes=64 << 20, **alone)
             ).block_bytes
         config = EngineConfig(dtype=dtype, device="cpu", pool_bytes=block_bytes[kind] * num_blocks, **options)
         return Engine(config, make_recorder=make_recorder)

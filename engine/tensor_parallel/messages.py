@@ -1,0 +1,61 @@
+"""What rank 0 and a follower say to each other, over a socket pair that only they have."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tandem.engine.model_runner import PackedBatch
+from tandem.engine.tensor_parallel.shared_pool import ShardHandle
+from tandem.protocol.config import EngineConfig
+
+__all__ = ["Connect", "Failed", "Load", "Loaded", "MapPool", "Message", "Ready", "Resync", "Step"]
+
+
+class Load(NamedTuple):
+    """To a follower: load your shard."""
+
+    config: EngineConfig
+    rank: int
+    num_threads: int
+
+
+class Loaded(NamedTuple):
+    """From a follower: its weights are there."""
+
+
+class Connect(NamedTuple):
+    """To a follower: meet the other ranks, then measure and check the model with them."""
+
+
+class MapPool(NamedTuple):
+    """To a follower: its shard of the pool. The file that holds it follows, if there is one."""
+
+    handle: ShardHandle
+    has_file: bool
+
+
+class Step(NamedTuple):
+    """To a follower: compute this batch. Its input ids follow as a broadcast, in the order of rank 0's device.
+
+    So the ranks' work on a step comes behind everything that rank 0 has launched before it: its copies into the pool,
+    and the sampling of tokens with which this step computes.
+    """
+
+    batch: PackedBatch
+
+
+class Resync(NamedTuple):
+    """To a follower: the latest step raised here. Say when it is over for you too."""
+
+
+class Ready(NamedTuple):
+    """From a follower: it waits for the next step."""
+
+
+class Failed(NamedTuple):
+    """From a follower: it cannot go on, and ends."""
+
+    error: str
+
+
+Message = Load | Loaded | Connect | MapPool | Step | Resync | Ready | Failed

@@ -1,0 +1,223 @@
+"""Rank 0's side of tensor parallelism: it starts the followers, announces every step to them and watches them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from tandem.engine.attention.interface import AttentionBackend
+from tandem.engine.kv_pool import KvPool
+from tandem.engine.loader import LoadedModel
+from tandem.engine.model_runner import ModelRunner, PackedBatch
+from tandem.engine.tensor_parallel.group import RankGroup, RanksLost
+from tandem.engine.tensor_parallel.messages import Connect, Failed, Load, Loaded, MapPool, Message, Ready, Resync, Step
+from tandem.engine.tensor_parallel.shared_pool import allocate_shared
+from tandem.protocol.config import EngineConfig
+from tandem.protocol.errors import ConfigError
+from tandem.protocol.fault_boundary import error_of
+
+__all__ = ["LeadingRunner", "Team"]
+
+_LOAD_TIMEOUT_S = 600.0
+_CHECK_TIMEOUT_S = 300.0
+_RESYNC_TIMEOUT_S = 12.0  # a little longer than a follower waits
+_SEND_TIMEOUT_S = 60
+_EXIT_TIMEOUT_S = 5.0
+_NAMING_TIMEOUT_S = 1.0  # for a rank whose connections have broken to be seen to have ended
+
+M = TypeVar("M")
+
+
+class _Follower:
+    """The process of one rank, and the connection to it."""
+
+    def __init__(self, rank: int, store: int) -> None:
+        ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT_S.to_bytes(8, "little") + bytes(8))
+        self.rank = rank
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tandem.engine.tensor_parallel.follower", str(theirs.fileno()), str(store)],
+                pass_fds=(theirs.fileno(), store),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,  # Ctrl-C in a terminal is for rank 0
+            )
+        self.connection = Connection(ours.detach())
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.process.pid})"
+
+    def check(self) -> None:
+        """Raise RanksLost if the process has ended."""
+        if (code := self.process.poll()) is not None:
+            raise RanksLost(f"{self} has ended with code {code}; its log is beside this worker's")
+
+    def send(self, message: Message) -> None:
+        """Raise RanksLost if it does not read."""
+        try:
+            self.connection.send(message)
+        except OSError as exc:
+            raise RanksLost(f"{self} cannot be reached: {exc}") from exc
+
+    def receive(self, kind: type[M], timeout_s: float) -> M:
+        """Its next message, of this kind. Raises RanksLost."""
+        try:
+            if not self.connection.poll(timeout_s):
+                raise RanksLost(f"{self} said nothing for {timeout_s:.0f} s")
+            message: Message = self.connection.recv()
+        except (EOFError, OSError) as exc:
+            raise RanksLost(f"{self} has ended; its log is beside this worker's") from exc
+        if isinstance(message, kind):
+            return message
+        error = message.error if isinstance(message, Failed) else f"it said {type(message).__name__}"
+        raise RanksLost(f"{self} failed: {error}")
+
+    def close(self) -> None:
+        """End the process: it sees the end of the connection."""
+        self.connection.close()
+        try:
+            self.process.wait(_EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Team:
+    """The followers of one engine. Its methods raise RanksLost once one of them is gone or hangs."""
+
+    def __init__(self, config: EngineConfig, num_threads: int) -> None:
+        self.group = RankGroup(0, config.tensor_parallel_size)
+        self._store = os.memfd_create("tandem-ranks")  # by it the ranks find each other; it has no name to clean up
+        self._followers: list[_Follower] = []
+        for rank in range(1, config.tensor_parallel_size):
+            self._followers.append(_Follower(rank, self._store))
+            self._followers[-1].send(Load(config, rank, num_threads))
+
+    def connect(self, device: torch.device) -> None:
+        """Let the ranks meet once all have loaded their shard. Raises ConfigError if one could not."""
+        deadline = time.monotonic() + _LOAD_TIMEOUT_S
+        for follower in self._followers:
+            try:
+                follower.receive(Loaded, max(deadline - time.monotonic(), 0.0))
+            except RanksLost as exc:
+                raise ConfigError(f"the model could not be loaded: {exc.message}") from exc
+        self._send_all(Connect())
+        with self.naming():
+            self.group.connect(f"/proc/self/fd/{self._store}", device)
+
+    def await_ready(self) -> None:
+        """Wait until all have checked the model, as this rank has."""
+        for follower in self._followers:
+            follower.receive(Ready, _CHECK_TIMEOUT_S)
+
+    def allocate_pool(self, shape: tuple[int, ...], model: LoadedModel, *, takes_memory: bool) -> KvPool:
+        """A pool with a shard of this shape for every rank. Raises ConfigError if there is too little memory."""
+        try:
+            pool, handles, file = allocate_shared(
+                shape, model.dtype, model.device, self.group.size, takes_memory=takes_memory
+            )
+        except OSError as exc:
+            raise ConfigError(f"the KV pool could not be allocated: {exc.strerror}; lower pool_bytes") from exc
+        for follower, handle in zip(self._followers, handles[1:], strict=True):
+            follower.send(MapPool(handle, file is not None))
+            if file is not None:
+                send_handle(follower.connection, file, follower.process.pid)
+        if file is not None:
+            os.close(file)
+        self.await_ready()
+        return pool
+
+    def check(self) -> None:
+        """Raise RanksLost if a process has ended. It costs a microsecond each."""
+        for follower in self._followers:
+            follower.check()
+
+    def announce(self, batch: PackedBatch) -> None:
+        """Let all compute this batch, with input ids that come by a broadcast."""
+        self._send_all(Step(batch._replace(late_inputs=None)))
+
+    def resync(self) -> None:
+        """After a step raised here: wait until it is over for all, so that the next one begins for all."""
+        self._send_all(Resync())
+        for follower in self._followers:
+            follower.receive(Ready, _RESYNC_TIMEOUT_S)
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Say which rank is gone where a collective only knows that one is."""
+        try:
+            yield
+        except RanksLost:
+            deadline = time.monotonic() + _NAMING_TIMEOUT_S
+            while time.monotonic() < deadline:
+                self.check()
+                time.sleep(0.01)
+            raise
+
+    def close(self) -> None:
+        """End the followers. Closing twice is fine."""
+        self.group.close()
+        for follower in self._followers:
+            follower.close()
+        if self._followers:
+            os.close(self._store)
+        self._followers = []
+
+    def _send_all(self, message: Message) -> None:
+        for follower in self._followers:
+            follower.send(message)
+
+
+class LeadingRunner(ModelRunner):
+    """Runs each batch on all ranks.
+
+    The KV that a step writes is complete on every rank once it is complete on this one's stream: after a layer has
+    written it, the ranks sum that layer's output, and no rank has the sum before all others have come to it. So a mark
+    of this rank's device stands for all of them.
+    """
+
+    def __init__(self, model: LoadedModel, backend: AttentionBackend, pool: Tensor, team: Team) -> None:
+        super().__init__(model, backend, pool)
+        self._team = team
+
+    @override
+    @torch.inference_mode()
+    def forward(self, batch: PackedBatch, between_layers: Callable[[], None] = lambda: None) -> Tensor | None:
+        group, errors, sums_before_attention = self._team.group, list[Exception](), [0]
+
+        def before_attention() -> None:
+            # What fails beside the step must not keep this rank from the sums for which the others wait.
+            if not errors and (error := error_of(between_layers)) is not None:
+                errors.append(error)
+            sums_before_attention[0] = group.num_reductions
+
+        self._team.announce(batch)
+        try:
+            with self._team.naming():
+                loaded = self.load(batch)
+                self.fill_late_inputs(batch, loaded)
+                group.broadcast(loaded.input_ids)
+                logits = self.compute(loaded, before_attention)
+        except (RanksLost, torch.AcceleratorError):
+            raise
+        except Exception:
+            self._team.resync()
+            raise
+        assert group.num_reductions > sums_before_attention[0], (
+            "no sum follows the last layer's KV: marks prove nothing"
+        )
+        if errors:
+            raise errors[0]
+        return logits
