@@ -19,7 +19,7 @@ from tandem.engine.device import to_pinned
 from tandem.engine.graphs.recorder import DeviceGraph, GraphRecorder
 from tandem.engine.model_runner import DeviceBatch, ModelRunner, PackedBatch
 
-Compute = Callable[[DeviceBatch], Tensor | None]  # launches a batch; its logits
+Launch = Callable[[DeviceBatch], Tensor | None]  # of a batch; its logits
 
 __all__ = ["DecodeGraph", "DecodeGraphs", "batch_sizes"]
 
@@ -41,15 +41,15 @@ class DecodeGraph:
         self._logits = logits
         self._graph: DeviceGraph | None = None
 
-    def record(self, recorder: GraphRecorder, compute: Compute) -> None:
+    def record(self, recorder: GraphRecorder, launch: Launch) -> None:
         """Record the step. Raises NotRecordable."""
-        self._graph = recorder.record(lambda: self.compute(compute))
+        self._graph = recorder.record(lambda: self.compute(launch))
 
     @torch.inference_mode()
-    def compute(self, compute: Compute) -> Tensor:
+    def compute(self, launch: Launch) -> Tensor:
         """Compute the batch in the buffers, which is what the graph repeats. Returns the buffer of the logits."""
         self.batch.context.kv_lens.copy_(self.batch.positions[0] + 1)
-        logits = compute(self.batch)
+        logits = launch(self.batch)
         assert logits is not None, "every row samples"
         return self._logits.copy_(logits)
 
