@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -27,22 +28,25 @@ class Bundle(NamedTuple):
 
 
 class WorkerBundles:
-    """A placement group with a bundle for each worker.
+    """A placement group with a bundle for each worker, of as many cores and GPUs as it needs.
 
     Ray puts each bundle on another node than those before it, as long as there is another one. Workers are in the order
     of their roles, so the death of one node leaves workers of each role where that is possible. The bundles of a dead
     node are placed again where there is room, at once or when a node joins.
     """
 
-    def __init__(self, num_workers: int, *, num_cpus: float, num_gpus: float) -> None:
-        self._needs = num_cpus, num_gpus
-        resources = {name: number for name, number in (("CPU", num_cpus), ("GPU", num_gpus)) if number}
-        self._group: PlacementGroup = placement_group([resources] * num_workers, strategy="SPREAD", name="tandem")
+    def __init__(self, needs: Sequence[tuple[float, float]]) -> None:
+        """`needs`: cores and GPUs of each worker."""
+        self._needs = needs
+        bundles = [
+            {name: number for name, number in zip(("CPU", "GPU"), need, strict=True) if number} for need in needs
+        ]
+        self._group: PlacementGroup = placement_group(bundles, strategy="SPREAD", name="tandem")
 
     def bundle(self, number: int) -> Bundle:
         """The bundle of the worker with this number."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
-        return Bundle(*self._needs, strategy)
+        return Bundle(*self._needs[number], strategy)
 
     def remove(self) -> None:
         """Give all bundles back. Ray ends actors that still run in them."""

@@ -18,6 +18,7 @@ from tandem.cluster.placement import Bundle, WorkerBundles
 from tandem.cluster.process_end import ProcessIdentity, until_gone
 from tandem.cluster.quarantine_watch import watch_quarantines
 from tandem.cluster.role_flips import RoleFlips
+from tandem.cluster.worker_layout import needs_of
 from tandem.protocol.config import ClusterConfig
 from tandem.protocol.errors import ConfigError, ServingError, WorkerError
 from tandem.protocol.fault_boundary import async_error_of
@@ -67,10 +68,7 @@ class Supervisor:
 
         `mean_output_tokens` is what the autoscaler expects of an answer.
         """
-        config = self._config
-        self._bundles = WorkerBundles(
-            self.num_members, num_cpus=config.num_cpus_per_worker, num_gpus=config.num_gpus_per_worker
-        )
+        self._bundles = WorkerBundles(needs_of(self._config))
         for number, member in enumerate(self._members.values()):
             keep_alive = partial(self._keep_alive, member, self._bundles.bundle(number))
             self._background.start(f"the supervision of {member.worker_id}", keep_alive, self._crashed)

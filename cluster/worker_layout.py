@@ -14,7 +14,7 @@ from tandem.protocol.config import GPU_MEMORY_SHARE, ClusterConfig, WorkerConfig
 from tandem.protocol.errors import ConfigError
 from tandem.protocol.messages import Role
 
-__all__ = ["cores_of", "resolve", "roles_of", "worker_configs", "worker_ids_of"]
+__all__ = ["cores_of", "needs_of", "resolve", "roles_of", "worker_configs", "worker_ids_of"]
 
 # Tokens of a step by (has a GPU, colocated). A chunk of a prompt delays the sequences that decode beside it by its
 # whole duration, so a worker that always does both takes smaller ones.
@@ -24,17 +24,23 @@ _STEP_TOKENS = {(False, False): 512, (False, True): 256, (True, False): 8192, (T
 def resolve(config: ClusterConfig, num_ranks: int = 1) -> ClusterConfig:
     """Fill in settings that follow from the machine or the Ray cluster: cores and GPUs per worker, threads per step.
 
-    Each worker has `num_ranks`, which take a GPU each if there are enough for all. Raises `ConfigError`.
+    Each server of another engine has `num_ranks`. Ranks take a GPU each. Raises `ConfigError`.
     """
-    num_workers = 1 if config.colocated else config.num_prefill + config.num_decode
+    ranks = [max(num_ranks, _ranks_of(config, role)) for role in roles_of(config)]
+    num_workers = len(ranks)
     resources = ray.cluster_resources()
     num_cpus = config.num_cpus_per_worker or _share_of_cores(num_workers)
     num_gpus = config.num_gpus_per_worker
     if not num_gpus and config.engine.device != "cpu":
-        num_gpus = _share_of_gpus(int(resources.get("GPU", 0)), num_workers, num_ranks)
-    if num_gpus * num_workers > resources.get("GPU", 0):
+        num_gpus = _share_of_gpus(int(resources.get("GPU", 0)), ranks)
+    elif num_gpus and num_gpus != max(ranks) > 1:
         raise ConfigError(
-            f"num_gpus_per_worker={num_gpus} for {num_workers} workers needs {num_gpus * num_workers} GPUs; "
+            f"num_gpus_per_worker={num_gpus:g}, but a worker of {max(ranks)} ranks uses {max(ranks)}; leave it out"
+        )
+    needed = sum(_gpus_of(num_gpus, ranks))
+    if needed > resources.get("GPU", 0):
+        raise ConfigError(
+            f"num_gpus_per_worker={num_gpus} for {num_workers} workers needs {needed} GPUs; "
             f"Ray has {resources.get('GPU', 0)}"
         )
     # A cluster that was joined may grow until it has the cores; a private Ray would wait for them for ever.
@@ -58,19 +64,37 @@ def resolve(config: ClusterConfig, num_ranks: int = 1) -> ClusterConfig:
     )
 
 
-def _share_of_gpus(num_gpus: int, num_workers: int, num_ranks: int) -> float:
-    """GPUs of one worker: one for each rank, 0 without GPUs. Workers of one rank share the GPUs if there are too few.
+def needs_of(config: ClusterConfig) -> list[tuple[float, float]]:
+    """Cores and GPUs of each worker. `config` is resolved."""
+    ranks = [_ranks_of(config, role) for role in roles_of(config)]
+    return [(config.num_cpus_per_worker, num_gpus) for num_gpus in _gpus_of(config.num_gpus_per_worker, ranks)]
 
-    Raises ConfigError if there are too few for ranks.
+
+def _ranks_of(config: ClusterConfig, role: Role) -> int:
+    """Ranks of a worker of our own engine that starts in this role."""
+    engine = config.engine
+    return (role is Role.DECODE and engine.decode_parallel_size) or engine.tensor_parallel_size
+
+
+def _gpus_of(num_gpus: float, ranks: Sequence[int]) -> list[float]:
+    """GPUs of each worker, if those with the most ranks have `num_gpus`: others have one for each rank."""
+    return [float(number) if num_gpus and number < max(ranks) else num_gpus for number in ranks]
+
+
+def _share_of_gpus(num_gpus: int, ranks: Sequence[int]) -> float:
+    """The most GPUs of a worker: one for each rank, 0 without GPUs.
+
+    Workers of one rank share GPUs if there are too few. Raises ConfigError if there are too few for ranks.
     """
-    if not num_gpus or num_gpus >= num_workers * num_ranks:
-        return float(num_ranks) if num_gpus else 0.0
-    if num_ranks > 1:
+    if not num_gpus or num_gpus >= sum(ranks):
+        return float(max(ranks)) if num_gpus else 0.0
+    if max(ranks) > 1:
+        sizes = " and ".join(map(str, sorted(set(ranks), reverse=True)))
         raise ConfigError(
-            f"{num_workers} worker(s) of {num_ranks} ranks need {num_workers * num_ranks} GPUs; Ray has {num_gpus}: "
-            "start fewer workers, or lower the parallel sizes in engine_args"
+            f"{len(ranks)} worker(s) of {sizes} ranks need {sum(ranks)} GPUs; Ray has {num_gpus}: "
+            "start fewer workers, or lower the parallel sizes"
         )
-    return math.floor(1e4 / math.ceil(num_workers / num_gpus)) / 1e4  # Ray counts to four decimals
+    return math.floor(1e4 / math.ceil(len(ranks) / num_gpus)) / 1e4  # Ray counts to four decimals
 
 
 def roles_of(config: ClusterConfig) -> list[Role]:
@@ -119,7 +143,7 @@ def worker_configs(
         WorkerConfig(
             worker_id=name,
             role=role,
-            engine=engine,
+            engine=replace(engine, tensor_parallel_size=_ranks_of(config, role), decode_parallel_size=0),
             transfer=config.transfer,
             tiers=config.tiers,
             host="" if config.ray_address else "127.0.0.1",

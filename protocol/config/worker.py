@@ -91,6 +91,9 @@ class EngineConfig:
             ENGINE,
         ),
     ] = 1
+    decode_parallel_size: Annotated[
+        int, Meta(ge=0, le=64), Setting("Ranks of workers that start as decode; 0 = tensor_parallel_size.", ENGINE)
+    ] = 0
     attention_backend: Annotated[
         AttentionBackendName,
         Setting(

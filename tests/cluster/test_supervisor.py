@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -122,14 +122,13 @@ class FakeRay:
 class FakeBundles:
     """Ray's placement group."""
 
-    def __init__(self, num_workers: int, *, num_cpus: float, num_gpus: float) -> None:
-        self.needs = num_cpus, num_gpus
-        self.num_workers = num_workers
+    def __init__(self, needs: Sequence[tuple[float, float]]) -> None:
+        self.needs = needs
         self.is_removed = False
 
     def bundle(self, number: int) -> Bundle:
-        assert 0 <= number < self.num_workers
-        return Bundle(*self.needs, None)
+        assert number >= 0
+        return Bundle(*self.needs[number], None)
 
     def remove(self) -> None:
         self.is_removed = True

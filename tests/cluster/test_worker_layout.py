@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import ray
 
-from tandem.cluster.worker_layout import resolve, worker_configs
+from tandem.cluster.worker_layout import needs_of, resolve, worker_configs
 from tandem.protocol.config import ClusterConfig, EngineConfig
 from tandem.protocol.errors import ConfigError
 
@@ -106,3 +107,27 @@ def test_ranks_of_a_server_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -
     assert resolve(CONFIG, 4).num_gpus_per_worker == 4
     with pytest.raises(ConfigError, match=r"2 worker\(s\) of 8 ranks need 16 GPUs; Ray has 8"):
         resolve(CONFIG, 8)
+
+
+def of_ranks(prefill: int, decode: int, **settings: Any) -> ClusterConfig:
+    engine = EngineConfig(model="m", tensor_parallel_size=prefill, decode_parallel_size=decode)
+    return replace(CONFIG, engine=engine, **settings)
+
+
+def test_each_rank_of_a_worker_has_a_gpu_of_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    have_nodes(monkeypatch, 8)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 5.0})
+    resolved = resolve(of_ranks(4, 1))
+    assert needs_of(resolved) == [(4.0, 4.0), (4.0, 1.0)]
+    assert [config.engine.tensor_parallel_size for config in worker_configs(resolved)] == [4, 1]
+    with pytest.raises(ConfigError, match=r"2 worker\(s\) of 4 ranks need 8 GPUs; Ray has 5"):
+        resolve(of_ranks(4, 0))
+    with pytest.raises(ConfigError, match="num_gpus_per_worker=2, but a worker of 4 ranks uses 4"):
+        resolve(of_ranks(4, 1, num_gpus_per_worker=2))
+
+
+def test_ranks_on_a_cpu_share_the_cores_of_their_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    have_nodes(monkeypatch, 8)
+    resolved = resolve(of_ranks(2, 0))
+    assert needs_of(resolved) == [(4.0, 0.0), (4.0, 0.0)]
+    assert resolved.engine.num_threads == 4
