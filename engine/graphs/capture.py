@@ -34,7 +34,7 @@ def required_bytes(
     The KV pool gets the rest, and graphs need its address. So the largest graph is recorded once over a tiny pool, and
     dropped: the smaller ones take no memory beyond its own but for what CUDA keeps.
     """
-    recorder = make_recorder(model.device) if config.cuda_graphs else None
+    recorder = make_recorder(model.device) if config.cuda_graphs == "auto" else None
     if recorder is None:
         return 0
     try:

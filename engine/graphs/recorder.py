@@ -97,7 +97,7 @@ class CudaGraphRecorder(GraphRecorder):
                 function()
                 graph.capture_end()
         except RuntimeError as exc:
-            raise ConfigError(f"a CUDA graph could not be captured: {exc}; start with --no-cuda-graphs") from exc
+            raise ConfigError(f"a CUDA graph could not be captured: {exc}; start with --cuda-graphs off") from exc
         return graph
 
 

@@ -103,13 +103,13 @@ class EngineConfig:
         ),
     ] = "auto"
     cuda_graphs: Annotated[
-        bool,
+        Literal["auto", "off"],
         Setting(
-            "Record steps that only decode as CUDA graphs at start, so that launching them costs next to nothing. A "
-            "model that cannot be recorded is served without.",
+            "auto = record steps that only decode as CUDA graphs at start, so that launching them costs next to "
+            "nothing; a model that cannot be recorded is served without.",
             ENGINE,
         ),
-    ] = True
+    ] = "auto"
     block_size: Annotated[
         int,
         Meta(ge=1, le=256),

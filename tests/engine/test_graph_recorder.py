@@ -109,7 +109,7 @@ def test_work_that_waits_for_the_device_is_never_captured(cuda: FakeCuda) -> Non
 
 def test_a_capture_that_fails_refuses_the_start(cuda: FakeCuda) -> None:
     cuda.capture_error = "operation would make the legacy stream depend on a capturing blocking stream"
-    with pytest.raises(ConfigError, match=r"legacy stream depend .* start with --no-cuda-graphs"):
+    with pytest.raises(ConfigError, match=r"legacy stream depend .* start with --cuda-graphs off"):
         CudaGraphRecorder(torch.device("cuda")).record(lambda: None)
     assert gc.isenabled()
 

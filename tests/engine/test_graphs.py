@@ -208,7 +208,7 @@ def test_graphs_can_be_switched_off(build_engine: BuildEngine) -> None:
     def fail(_: torch.device) -> GraphRecorder:
         raise AssertionError("a recorder is made")
 
-    assert build_engine(cuda_graphs=False, make_recorder=fail).runner.graphs is None
+    assert build_engine(cuda_graphs="off", make_recorder=fail).runner.graphs is None
 
 
 def test_a_host_graph_repeats_work_and_no_code() -> None:
@@ -249,12 +249,12 @@ def test_on_a_gpu_replays_compute_what_plain_steps_do(dtype: str, tmp_path: Path
     folder = str(save_model(tmp_path / "model", family))
     prompts = [make_prompt(length) for length in range(3, 35)]
     answers, logits = [], []
-    for cuda_graphs in (False, True):
+    for cuda_graphs in ("off", "auto"):
         config = EngineConfig(
             model=folder, device="cuda", dtype=dtype, pool_bytes=256 << 20, max_num_seqs=32, cuda_graphs=cuda_graphs
         )
         engine = Engine(config)
-        assert (engine.runner.graphs is not None) == cuda_graphs
+        assert (engine.runner.graphs is not None) == (cuda_graphs == "auto")
         sequences = [add(engine, str(i), prompt, max_tokens=100) for i, prompt in enumerate(prompts)]
         begun_at = time.perf_counter()
         while engine.has_work:

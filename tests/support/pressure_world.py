@@ -77,7 +77,7 @@ class PressureWorld:
         self.sequences: dict[str, Sequence] = {}
         engine: Any = SimpleNamespace(
             config=SimpleNamespace(block_size=BLOCK_SIZE),
-            kv=None,
+            kv=SimpleNamespace(shards=()),
             stream=HostStream(),
             scheduler=self.scheduler,
             pool=self.pool,
