@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,11 +82,18 @@ def test_two_ranks_answer_as_one(build_engine: BuildEngine, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:DTensor random operators")  # transformers fills weights of a wrong shape
 @pytest.mark.parametrize("name", sorted(SERVED.keys() | WRAPPERS.keys()))
 def test_every_family_is_answered_as_by_one_rank_or_refused(build_engine: BuildEngine, name: str) -> None:
+    """Run with -rP to see each verdict."""
     one = build_engine(name)
-    with suppress(ConfigError), two_ranks(build_engine, name) as engine:
-        assert answers(engine) == answers(one)
+    try:
+        with two_ranks(build_engine, name) as engine:
+            assert answers(engine) == answers(one)
+    except ConfigError as exc:
+        print(f"verdict: {name}: refused: {exc.message}")
+    else:
+        print(f"verdict: {name}: as one rank")
 
 
 def test_both_ranks_hold_the_kv_of_one(build_engine: BuildEngine) -> None:
