@@ -274,8 +274,8 @@ async def test_what_was_damaged_on_the_way_is_never_decoded_from(
 
     def judge(write: InProcessWrite) -> Verdict:
         if write.local_block_ids:  # they are copied here, and then nothing is left to copy
-            write.receiver.pool[write.remote_block_ids] = write.sender.pool[write.local_block_ids]
-            damage(write.receiver.pool, write.remote_block_ids)
+            write.receiver.shards[0][write.remote_block_ids] = write.sender.shards[0][write.local_block_ids]
+            damage(write.receiver.shards[0], write.remote_block_ids)
             write.local_block_ids, write.remote_block_ids = [], []
         return Verdict.DELIVER
 
