@@ -18,6 +18,8 @@ from tandem.protocol.errors import IncompatiblePeer
 
 __all__ = ["byte_pieces", "num_pieces", "piece_ids", "shards_of"]
 
+_MAX_SHARDS = 256  # each block becomes as many descriptors: a peer must not make that any number
+
 
 def shards_of(pool: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     """The shards of a pool, which is one tensor if it has one shard."""
@@ -28,7 +30,7 @@ def num_pieces(local: PoolShape, remote: PoolShape, worker_id: str) -> int:
     """Pieces of a block between two pools. Raises `IncompatiblePeer` if their blocks cannot be exchanged."""
     if local.block_bytes != remote.block_bytes:
         raise IncompatiblePeer(f"block_bytes: {local.block_bytes} here, {remote.block_bytes} at {worker_id}")
-    if remote.num_shards < 1 or remote.block_bytes % remote.num_shards:
+    if not 1 <= remote.num_shards <= _MAX_SHARDS or remote.block_bytes % remote.num_shards:
         raise IncompatiblePeer(f"{worker_id} cannot have {remote.num_shards} shards of {remote.block_bytes} bytes")
     return math.lcm(local.num_shards, remote.num_shards)
 

@@ -28,4 +28,6 @@ def test_blocks_that_cannot_be_exchanged_are_refused() -> None:
     for num_shards in (0, 5):
         with pytest.raises(IncompatiblePeer, match=f"d cannot have {num_shards} shards of 24 bytes"):
             num_pieces(PoolShape(5, 24, 2), PoolShape(5, 24, num_shards), "d")
+    with pytest.raises(IncompatiblePeer, match="d cannot have 1048576 shards"):
+        num_pieces(PoolShape(5, 1 << 20), PoolShape(5, 1 << 20, 1 << 20), "d")
     assert num_pieces(PoolShape(5, 24, 2), PoolShape(7, 24, 3), "d") == 6
