@@ -112,6 +112,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="the first requests of one trace, few workers and loads")
     parser.add_argument("--part", choices=("reference", "full"), help="only this one")
     parser.add_argument("--trace", choices=CAPACITIES, default="mooncake_conversation_a", help="of part 2")
+    every = [*POLICIES, NO_PEERS]
+    parser.add_argument("--policies", nargs="+", choices=every, default=every, metavar="NAME", help="of part 2")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and of policies that draw")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     settings = parser.parse_args()
@@ -163,7 +165,7 @@ def _reference(settings: argparse.Namespace, pool: ProcessPoolExecutor) -> list[
 
 def _full(settings: argparse.Namespace, pool: ProcessPoolExecutor) -> list[dict[str, object]]:
     setups, loads = (SETUPS[:2], LOADS[2:3]) if settings.quick else (SETUPS, LOADS)
-    policies = [*POLICIES, NO_PEERS]
+    policies = settings.policies
     cells = [
         FullCell(settings.trace, setup, load, policy, settings.seed)
         for setup in setups
